@@ -1,0 +1,17 @@
+"""The one exception for what a user can mend, and how a command ends on it."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+
+class UserError(Exception):
+    """A mistake in what the user typed or supplied: what is wrong, what was expected, what to change."""
+
+
+def run_command(main: Callable[[Sequence[str]], object]) -> None:
+    """Runs `main(argv)` as a command of its own: a `UserError` is printed without a traceback, exit code 2."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

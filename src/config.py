@@ -1,0 +1,329 @@
+"""A command's configuration: base.yml, model file, the user's YAML and key=value, resolved, checked and frozen."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import FrozenConfigDict
+
+from src.config_checks import check_config, nearest, read_segments, scaled_sizes
+from src.config_yaml import (
+    BASE,
+    CONFIGS,
+    NOTHING,
+    Plain,
+    base,
+    convert,
+    dump,
+    literal,
+    parse_argument,
+    parse_keys,
+    read_file,
+)
+from src.errors import UserError
+from src.foreign_keys import answer
+
+__all__ = ["compare_runs", "diff_from_base", "from_yaml", "help_for", "help_text", "load", "scaled_sizes", "to_yaml"]
+
+USAGE = """python -m src.train CONFIG.yml [key=value ...]    such as: python -m src.train configs/base.yml steps=100
+python -m src.train --help KEY                    what a key does, and its default"""
+
+# The keys a model file may set are those of base.yml's groups of this name.
+MODEL_GROUPS = "Model:"
+
+# Beside the model's keys, these make a run's weights, optimizer arrays and data what they are: one that goes on with
+# another value of them is another run. (per_device_batch_size is none of them: on other devices it may differ while
+# the global batch is the same.)
+RUN_IDENTITY = (
+    *("weight_dtype", "opt_type", "mu_dtype"),
+    *("gradient_accumulation_steps", "max_target_length", "packing", "data_shuffle_seed"),
+    *("dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "tokenizer_type", "tokenizer_path"),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One `key: value` or `key=value` as it was typed, and where."""
+
+    key: str
+    value: Any
+    where: str
+
+
+class Change(NamedTuple):
+    """A key whose value differs between a run's own configuration and a command's; a missing key's value is None."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {dump(self.old)} -> {dump(self.new)}"
+
+
+def load(argv: Sequence[str], notes: list[str] | None = None) -> FrozenConfigDict:
+    """The configuration of a command line: a YAML file, then `key=value` arguments.
+
+    Precedence, lowest first: base.yml, the model file that `model_name` names, the YAML file after what its
+    `base_config` names, the arguments. A mapping or list replaces the one below it; a dotted key
+    (`logical_axis_rules.mlp=[]`) sets one entry of a mapping.
+
+    Args:
+        argv: the command line without the program.
+        notes: takes a line for each key of another trainer's that was accepted but changes nothing.
+
+    Raises:
+        UserError: everything that is wrong, in one message.
+    """
+    problems: list[str] = []
+    starts_with_file = bool(argv) and "=" not in argv[0] and not argv[0].startswith("-")
+    if not starts_with_file:
+        problems.append("the first argument is a YAML file, as in `python -m src.train configs/base.yml steps=100`")
+    files = _chain(Path(argv[0]), problems) if starts_with_file else []
+    arguments = list(_arguments(argv[1:] if starts_with_file else argv, problems))
+    model_name = _model_name([*files, *arguments])
+    settings = [*_model_settings(model_name, problems), *files, *arguments]
+    config, failed = _resolve(settings, problems, [] if notes is None else notes)
+    config["model_name"] = model_name
+    problems.extend(check_config(config, failed))
+    if problems:
+        raise UserError(_report(problems))
+    return _freeze(config)
+
+
+def _report(problems: Sequence[str]) -> str:
+    problems = list(dict.fromkeys(problems))
+    if len(problems) == 1:
+        return problems[0]
+    return f"{len(problems)} problems with this configuration:\n" + "\n".join(f"  - {problem}" for problem in problems)
+
+
+def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Setting]:
+    """The settings of the command line after its YAML file, their values parsed."""
+    for argument in arguments:
+        key, equals, text = argument.lstrip("-").partition("=")
+        if not equals:
+            problems.append(f"{argument}: expected key=value")
+        elif argument.startswith("-") and key.partition(".")[0] in base().defaults:
+            problems.append(f"{argument}: keys are typed without dashes, {key}={text}")
+        else:
+            try:
+                yield Setting(key, parse_argument(text, _default(key), key), "on the command line")
+            except UserError as error:
+                problems.append(str(error))
+
+
+def _default(key: str) -> Any:
+    """base.yml's value of a key or a dotted entry; None where it has none."""
+    key, dot, entry = key.partition(".")
+    default = base().defaults.get(key)
+    return default.get(entry) if dot and isinstance(default, dict) else default
+
+
+def _chain(path: Path, problems: list[str]) -> list[Setting]:
+    """The settings of a YAML file after those of its `base_config`, and so on down; base.yml's own are left out."""
+    settings: list[Setting] = []
+    visited: list[Path] = []
+    while path.resolve() != BASE:
+        if path.resolve() in visited:
+            problems.append(f"base_config goes round in a circle: {' -> '.join(map(str, [*visited, path.resolve()]))}")
+            break
+        visited.append(path.resolve())
+        keys = _read(path, problems)
+        below = keys.pop("base_config", "")
+        settings = [Setting(key, value, f"in {path}") for key, value in keys.items()] + settings
+        if not below:
+            break
+        beside = path.parent / str(below)
+        path = beside if beside.is_file() else CONFIGS / str(below)
+    return settings
+
+
+def _read(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The keys of a YAML file; none, and a problem, where it is missing or malformed."""
+    if not path.is_file():
+        files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
+        same_name = [file for file in files if Path(file).name == path.name]
+        hint = f" Did you mean {same_name[0]}?" if same_name else nearest(path.name, files)
+        problems.append(f"there is no file {path}." + (hint or f" There are {', '.join(files)}."))
+        return {}
+    try:
+        return read_file(path)
+    except UserError as error:
+        problems.append(str(error))
+        return {}
+
+
+def _model_name(settings: Sequence[Setting]) -> str:
+    """The model name that wins; empty for none, which MaxText calls default."""
+    names = [base().defaults["model_name"], *(setting.value for setting in settings if setting.key == "model_name")]
+    return "" if names[-1] in (*NOTHING, "default") else str(names[-1])
+
+
+def _model_settings(name: str, problems: list[str]) -> list[Setting]:
+    """What the model file sets that `name` names, or that has `name` for its path."""
+    if not name:
+        return []
+    path = Path(name) if name.endswith(".yml") else CONFIGS / "models" / f"{name}.yml"
+    if not path.is_file():
+        models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
+        hint = nearest(name, models) or f" There are {', '.join(models)}."
+        problems.append(f"model_name={name}: there is no file {path}.{hint} A name ending in .yml is a path.")
+        return []
+    settings = [Setting(key, value, f"in {path}") for key, value in _read(path, problems).items()]
+    for setting in settings:
+        if setting.key in base().defaults and setting.key not in base().keys_in(MODEL_GROUPS):
+            problems.append(f"{path}: {setting.key} does not describe a model; a model file has only keys that do")
+    return settings
+
+
+def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str]) -> tuple[dict[str, Any], set[str]]:
+    """base.yml's keys with `settings` applied in their order, each converted to its key's type.
+
+    Returns:
+        The values, and the keys whose setting was wrong and added to `problems`.
+    """
+    config = {key: list(value) if isinstance(value, list) else value for key, value in base().defaults.items()}
+    failed: set[str] = set()
+    for setting in settings:
+        key, dot, entry = setting.key.partition(".")
+        if key not in config:
+            _answer_unknown(setting, problems, notes)
+            continue
+        if dot and not isinstance(config[key], dict):
+            problems.append(f"{setting.key} ({setting.where}): {key} is no mapping, it has no entry {entry}")
+            failed.add(key)
+            continue
+        try:
+            value = _typed(setting)
+        except ValueError as error:
+            comment = base().comment(key)
+            problems.append(f"{setting.key} ({setting.where}): {error}" + (f". {key}: {comment}" if comment else ""))
+            failed.add(key)
+            continue
+        if key == "decoder_segments":
+            value, found = value
+            problems.extend(found)
+            failed.update([key] if found else [])
+        config[key] = {**config[key], entry: value} if dot else value
+    return config, failed
+
+
+def _typed(setting: Setting) -> Any:
+    """The setting's value as its key's type; of decoder_segments with what is wrong with them.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    default = _default(setting.key)
+    if default is None:  # an entry of a mapping that base.yml does not have: its check knows which there may be
+        return literal(setting.value)
+    if setting.key == "decoder_segments" and isinstance(setting.value, list):
+        return read_segments(setting.value)
+    if setting.key == "decoder_segments":
+        return convert(setting.value, default), []
+    return convert(setting.value, default)
+
+
+def _answer_unknown(setting: Setting, problems: list[str], notes: list[str]) -> None:
+    foreign = answer(setting.key, setting.value)
+    if foreign and foreign.accepted:
+        notes.append(foreign.sentence)
+    elif foreign:
+        problems.append(foreign.sentence)
+    else:
+        problems.append(f"unknown key {setting.key} ({setting.where}).{nearest(setting.key, base().defaults)}")
+
+
+def _freeze(config: Mapping[str, Any]) -> FrozenConfigDict:
+    return FrozenConfigDict({key: config[key] for key in base().defaults if key in config})
+
+
+def to_yaml(config: Mapping[str, Any]) -> str:
+    """The whole configuration as YAML; `load` of a file with it gives an equal one."""
+    return "".join(f"{key}: {dump(config[key])}\n" for key in base().defaults)
+
+
+def from_yaml(text: str) -> FrozenConfigDict:
+    """What `to_yaml` wrote, perhaps by another version: keys it lacks stay absent, unknown ones keep their value.
+
+    Raises:
+        UserError: malformed YAML, or a value that is not of its key's type.
+    """
+    config = {}
+    for key, value in parse_keys(text, "the run's config.yml").items():
+        try:
+            if key == "decoder_segments":
+                config[key], _ = read_segments(value)
+            else:
+                config[key] = convert(value, base().defaults[key]) if key in base().defaults else literal(value)
+        except ValueError as error:
+            raise UserError(f"{key} in the run's config.yml: {error}") from None
+    return FrozenConfigDict(config)
+
+
+def diff_from_base(config: Mapping[str, Any]) -> list[str]:
+    """A line for each key whose value is not base.yml's, with both; an entry of a mapping has a dotted key."""
+    default, value = _dotted(_freeze(base().defaults)), _dotted(config)
+    return [
+        f"{key}: {dump(value.get(key))} (default {dump(default.get(key))})"
+        for key in dict.fromkeys([*default, *value])
+        if value.get(key) != default.get(key)
+    ]
+
+
+def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration in base.yml's order, each entry of a mapping under a dotted key of its own."""
+    flat = {}
+    for key, default in base().defaults.items():
+        if isinstance(default, dict):
+            flat.update({f"{key}.{entry}": value for entry, value in config[key].items()})
+        else:
+            flat[key] = config[key]
+    return flat
+
+
+def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:
+    """What changed from a run's own configuration to the one that would resume it.
+
+    A key that the run's version did not have yet had the effect of its default.
+
+    Returns:
+        Changes that a run may see as it goes on, and those that alter its weights' shapes or meaning, its data or
+        their order and are not named by `new`'s `accept_changes`.
+    """
+    before = {**_freeze(base().defaults), **old}
+    changes = [
+        Change(key, before.get(key), new.get(key))
+        for key in dict.fromkeys([*new, *before])
+        if before.get(key) != new.get(key)
+    ]
+    identity = {*RUN_IDENTITY, *base().keys_in(MODEL_GROUPS)} - set(new["accept_changes"])
+    breaking = [change for change in changes if change.key in identity]
+    return [change for change in changes if change.key not in identity], breaking
+
+
+def help_text(key: str) -> str:
+    """base.yml's lines about a key, under its group's title; for another name, what to type instead or the nearest."""
+    if key in base().lines_of:
+        return f"{base().group_of[key]}\n{base().lines_of[key]}"
+    if foreign := answer(key, Plain("...")):
+        return foreign.sentence
+    return f"there is no key {key}.{nearest(key, base().defaults)}"
+
+
+def help_for(argv: Sequence[str]) -> str | None:
+    """What `--help` or `--help KEY` in a command line asks for; None where it has no `--help`."""
+    for position, argument in enumerate(argv):
+        if argument in ("--help", "-h"):
+            topics = [topic for topic in argv[position + 1 :] if "=" not in topic]
+            return help_text(topics[0]) if topics else _overview()
+    return None
+
+
+def _overview() -> str:
+    groups: dict[str, list[str]] = {}
+    for key, group in base().group_of.items():
+        groups.setdefault(group, []).append(key)
+    return "\n".join([USAGE, *(f"\n{group}\n  {'  '.join(keys)}" for group, keys in groups.items())])

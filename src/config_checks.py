@@ -1,0 +1,390 @@
+"""What values a configuration may have: choices, ranges, and what keys demand of each other.
+
+Types are config_yaml.py's business; what depends on the devices or the data is checked where those are known.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from src.config_yaml import base, convert, dump, literal
+from src.foreign_keys import value_hint
+
+DTYPES = ("bfloat16", "float32")
+ACTIVATIONS = ("silu", "gelu", "relu", "squared_relu", "linear")
+MESH_AXES = ("data", "fsdp", "tensor")
+REMAT_ARRAYS = (
+    "decoder_layer_input",
+    "query_proj",
+    "key_proj",
+    "value_proj",
+    "context",
+    "out_proj",
+    "mlpwi",
+    "mlpwo",
+)
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "hardware": ("", "cpu", "gpu", "tpu"),
+    "normalization": ("rms", "layer"),
+    "position_type": ("rope", "learned", "sinusoidal", "none"),
+    "dtype": DTYPES,
+    "weight_dtype": DTYPES,
+    "mu_dtype": ("", *DTYPES),
+    "matmul_precision": ("default", "high", "highest"),
+    "attention": ("autoselected", "dot_product", "flash", "cudnn_flash"),
+    "remat_policy": (
+        "none",
+        "full",
+        "minimal",
+        "minimal_with_context",
+        "save_qkv_proj",
+        "save_out_proj",
+        "qkv_proj_offloaded",
+        "minimal_offloaded",
+        "custom",
+    ),
+    "opt_type": ("adamw", "sgd"),
+    "lr_schedule_type": ("cosine", "wsd"),
+    "on_nonfinite": ("stop", "skip"),
+    "dataset_type": ("text", "synthetic"),
+    "tokenizer_type": ("byte", "sentencepiece"),
+    "profiler": ("", "xplane"),
+}
+
+# What a number may be, in words, the test, and the keys it holds for.
+RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    (
+        "a positive number",
+        lambda value: value > 0,
+        ("per_device_batch_size", "normalization_layer_epsilon", "rope_max_timescale", "learning_rate", "adam_eps"),
+    ),
+    (
+        "1 or more",
+        lambda value: value >= 1,
+        (
+            *("base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads"),
+            *("head_dim", "vocab_size", "max_target_length", "num_vocab_tiling", "gradient_accumulation_steps"),
+            *("log_period", "checkpoint_period", "profiler_steps", "stack_trace_interval_seconds"),
+        ),
+    ),
+    (
+        "1 or more, or -1",
+        lambda value: value >= 1 or value == -1,
+        (
+            *("steps", "learning_rate_schedule_steps", "trainable_position_size", "eval_interval", "eval_steps"),
+            *("max_num_checkpoints_to_keep", "num_processes"),
+            *(f"{kind}_{axis}_parallelism" for kind in ("ici", "dcn") for axis in MESH_AXES),
+        ),
+    ),
+    (
+        "0 or more",
+        lambda value: value >= 0,
+        (
+            *("final_logits_soft_cap", "adam_weight_decay", "gradient_clipping_threshold", "z_loss_multiplier"),
+            *("eval_per_device_batch_size", "sample_length", "decode_sampling_temperature"),
+            "skip_first_n_steps_for_profiler",
+        ),
+    ),
+    ("0 or more, or -1", lambda value: value >= -1, ("process_id",)),
+    (
+        "from 0 to 1",
+        lambda value: 0 <= value <= 1,
+        ("warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction"),
+    ),
+    (
+        "at least 0 and less than 1",
+        lambda value: 0 <= value < 1,
+        ("adam_b1", "adam_b2", "dropout_rate", "eval_fraction"),
+    ),
+    ("at least 0 and less than 2**32", lambda value: 0 <= value < 2**32, ("init_weights_seed", "data_shuffle_seed")),
+    (
+        "a power of two, from 1 up",
+        lambda value: value >= 1 and value & (value - 1) == 0,
+        ("global_parameter_scale",),
+    ),
+)
+
+# Facts that a pattern of decoder_segments may give a layer of its own.
+LAYER_FACTS = (
+    *("base_mlp_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "mlp_activations", "mlp_bias"),
+    *("attention_bias", "normalization", "normalization_layer_epsilon", "position_type", "rope_max_timescale"),
+    "dropout_rate",
+)
+
+
+def scaled_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """The model's sizes after `global_parameter_scale`: emb_dim, mlp_dim, num_decoder_layers, num_*_heads.
+
+    Parameters grow with layers x emb x mlp, so each doubling of the scale doubles one of them in turn: mlp (and
+    heads), then emb, then layers.
+    """
+    turns, rest = divmod(int(math.log2(config["global_parameter_scale"])), 3)
+    width = 2 ** (turns + (rest > 0))
+    return {
+        "emb_dim": config["base_emb_dim"] * 2 ** (turns + (rest > 1)),
+        "mlp_dim": config["base_mlp_dim"] * width,
+        "num_decoder_layers": config["base_num_decoder_layers"] * 2**turns,
+        "num_query_heads": config["base_num_query_heads"] * width,
+        "num_kv_heads": config["base_num_kv_heads"] * width,
+    }
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """` Did you mean ...?` with the most similar of `names`, or nothing where none is similar."""
+    similar = difflib.get_close_matches(name, list(names), n=3)
+    return f" Did you mean {' or '.join(similar)}?" if similar else ""
+
+
+def check_value(key: str, value: Any) -> str:
+    """What is wrong with `value` for `key`, itself alone; empty where nothing is."""
+    if key in CHOICES and value not in CHOICES[key]:
+        choices = ", ".join(choice or "(empty)" for choice in CHOICES[key])
+        return f"{key}={value} is none of {choices}{value_hint(key, value)}"
+    for words, holds, keys in RANGES:
+        if key in keys and not holds(value):
+            return f"{key}={dump(value)} must be {words} ({base().comment(key)})"
+    if key == "mlp_activations":
+        unknown = [str(name) for name in value if name not in ACTIVATIONS]
+        if unknown or not value:
+            named = ", ".join(unknown) or "an empty list"
+            return f"mlp_activations: {named}; expected one or more of {', '.join(ACTIVATIONS)}"
+    return ""
+
+
+def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
+    """What is wrong with the whole: each problem a sentence that names the keys to change.
+
+    Args:
+        config: every key of base.yml, of its right type.
+        failed: keys that were already reported; what depends on one of them is not judged.
+    """
+    problems = []
+    for key, value in config.items():
+        if key not in failed and (problem := check_value(key, value)):
+            problems.append(problem)
+            failed = failed | {key}
+    for keys, check in RELATIONS:
+        if not failed.intersection(keys):
+            problems.extend(check(config))
+    return problems
+
+
+def _layer(facts: Mapping[str, Any], where: str = "") -> list[str]:
+    """What the facts of one layer demand of each other; `where` opens each sentence."""
+    problems = []
+    query_heads, kv_heads = facts["base_num_query_heads"], facts["base_num_kv_heads"]
+    if query_heads % kv_heads:
+        problems.append(f"{where}base_num_query_heads={query_heads} is not a multiple of base_num_kv_heads={kv_heads}")
+    if facts["position_type"] == "rope" and facts["head_dim"] % 2:
+        problems.append(f"{where}position_type=rope rotates pairs: head_dim={facts['head_dim']} must be even")
+    return problems
+
+
+def _positions(config: Mapping[str, Any]) -> list[str]:
+    size, length = config["trainable_position_size"], config["max_target_length"]
+    if size != -1 and config["position_type"] != "learned":
+        return [f"trainable_position_size={size} needs position_type=learned (or set it to -1)"]
+    if size != -1 and size < length:
+        return [f"trainable_position_size={size} is shorter than max_target_length={length}: rows would have none"]
+    if config["position_type"] == "sinusoidal" and config["base_emb_dim"] % 2:
+        return ["position_type=sinusoidal needs an even base_emb_dim"]
+    return []
+
+
+def _segments(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    segments = config["decoder_segments"]
+    if not segments:
+        return []
+    layers = scaled_sizes(config)["num_decoder_layers"]
+    fixed = sum(entry["repeats"] * len(entry["pattern"]) for entry in segments if entry["repeats"] != -1)
+    open_ended = [entry for entry in segments if entry["repeats"] == -1]
+    rest = layers - fixed
+    if len(open_ended) > 1:
+        problems.append("decoder_segments: only one segment may have repeats: -1, which takes the rest of the layers")
+    elif open_ended and (rest <= 0 or rest % len(open_ended[0]["pattern"])):
+        problems.append(
+            f"decoder_segments: {rest} of {layers} layers are left for the segment with repeats: -1, whose pattern has "
+            f"{len(open_ended[0]['pattern'])}; change repeats or base_num_decoder_layers"
+        )
+    elif not open_ended and rest:
+        problems.append(
+            f"decoder_segments describe {fixed} layers, the model has {layers}; "
+            "change repeats (-1: the rest) or base_num_decoder_layers"
+        )
+    for number, entry in enumerate(segments, start=1):
+        for facts in entry["pattern"]:
+            problems.extend(_layer({**config, **facts}, f"decoder_segments, segment {number}: "))
+    return problems
+
+
+def read_segments(value: Sequence[Any]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """decoder_segments as `parse` gives them, with every entry's three keys and every fact of its key's type.
+
+    Returns:
+        The segments (immutable mappings: a frozen config can hold no dict within a list), and what is wrong.
+    """
+    segments, problems = [], []
+    for number, entry in enumerate(value, start=1):
+        where = f"decoder_segments, segment {number}"
+        if not isinstance(entry, dict) or set(entry) - {"repeats", "shared", "pattern"} or not entry.get("pattern"):
+            problems.append(
+                f"{where}: expected {{repeats: n, shared: true or false, pattern: [...]}}, got {dump(entry)}"
+            )
+            continue
+        repeats, shared = literal(entry.get("repeats", 1)), literal(entry.get("shared", False))
+        if type(repeats) is not int or (repeats < 1 and repeats != -1) or type(shared) is not bool:
+            problems.append(f"{where}: repeats must be 1 or more, or -1 (the rest), and shared true or false")
+            continue
+        pattern = entry["pattern"]
+        if not isinstance(pattern, list) or not all(isinstance(facts, dict) or facts == "" for facts in pattern):
+            problems.append(f"{where}: pattern must be a list of layers, each {{fact: value, ...}} or {{}}")
+            continue
+        layers = []
+        for facts in pattern:
+            typed, found = _layer_facts(facts or {}, where)
+            layers.append(MappingProxyType(typed))
+            problems.extend(found)
+        segments.append(MappingProxyType({"repeats": repeats, "shared": shared, "pattern": tuple(layers)}))
+    return segments, problems
+
+
+def _layer_facts(facts: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """The facts of one layer of a pattern, typed, and what is wrong with them."""
+    typed, problems = {}, []
+    for key, value in facts.items():
+        if key not in LAYER_FACTS:
+            hint = nearest(key, LAYER_FACTS) or f" Those that may: {', '.join(LAYER_FACTS)}."
+            problems.append(f"{where}: {key} cannot differ by layer.{hint}")
+            continue
+        try:
+            typed[key] = convert(value, base().defaults[key])
+        except ValueError as error:
+            problems.append(f"{where}: {key}: {error}")
+            continue
+        if key == "position_type" and typed[key] not in ("rope", "none"):
+            problems.append(f"{where}: position_type={typed[key]} cannot differ by layer, only rope or none")
+        elif problem := check_value(key, typed[key]):
+            problems.append(f"{where}: {problem}")
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in typed.items()}, problems
+
+
+def _remat(config: Mapping[str, Any]) -> list[str]:
+    policy, custom = config["remat_policy"], config["remat_custom"]
+    if policy != "custom":
+        return [f"remat_custom needs remat_policy=custom, not {policy} (or remat_custom={{}})"] if custom else []
+    problems = [] if custom else ["remat_policy=custom needs remat_custom, such as remat_custom.out_proj=device"]
+    for array, place in custom.items():
+        if array not in REMAT_ARRAYS:
+            problems.append(f"remat_custom: no array {array}; there are {', '.join(REMAT_ARRAYS)}")
+        if place not in ("device", "offload"):
+            problems.append(f"remat_custom.{array}={dump(place)} is neither device nor offload")
+    return problems
+
+
+def _mesh(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if sorted(map(str, config["mesh_axes"])) != sorted(MESH_AXES):
+        problems.append(f"mesh_axes={dump(config['mesh_axes'])} must name {', '.join(MESH_AXES)}, in any order")
+    for kind in ("ici", "dcn"):
+        open_keys = [key for key in (f"{kind}_{axis}_parallelism" for axis in MESH_AXES) if config[key] == -1]
+        if len(open_keys) > 1:
+            problems.append(f"only one {kind} size may be -1 (what is left), not {' and '.join(open_keys)}")
+    return problems
+
+
+def _rules(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    names, rules = base().defaults["logical_axis_rules"], config["logical_axis_rules"]
+    for name in rules:
+        if name not in names:
+            problems.append(f"logical_axis_rules has no {name}.{nearest(name, names) or ' It has ' + ', '.join(names)}")
+    if missing := [name for name in names if name not in rules]:
+        problems.append(
+            f"logical_axis_rules lacks {', '.join(missing)}; to change one rule alone, "
+            f"write it with a dot: logical_axis_rules.{missing[0]}=[]"
+        )
+    for name, axes in rules.items():
+        if not isinstance(axes, list) or set(map(str, axes)) - set(MESH_AXES) or len(set(axes)) < len(axes):
+            problems.append(f"logical_axis_rules.{name}={dump(axes)} must be a list of {', '.join(MESH_AXES)}, or []")
+    return problems
+
+
+def _schedule(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if config["steps"] == -1 and config["learning_rate_schedule_steps"] == -1:
+        problems.append("steps=-1 takes its value from learning_rate_schedule_steps, which is -1 too: set one of them")
+    warmup, decay = config["warmup_steps_fraction"], config["wsd_decay_steps_fraction"]
+    if config["lr_schedule_type"] == "wsd" and warmup + decay > 1:
+        problems.append(
+            f"warmup_steps_fraction={warmup} and wsd_decay_steps_fraction={decay} leave no room: their sum exceeds 1"
+        )
+    return problems
+
+
+def _tiles(config: Mapping[str, Any]) -> list[str]:
+    length, tiles = config["max_target_length"], config["num_vocab_tiling"]
+    return [f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles"] if length % tiles else []
+
+
+def _tokenizer(config: Mapping[str, Any]) -> list[str]:
+    kind, path = config["tokenizer_type"], config["tokenizer_path"]
+    if config["dataset_type"] == "synthetic":
+        return []
+    if kind == "sentencepiece" and not path:
+        return ["tokenizer_type=sentencepiece needs tokenizer_path, the .model file"]
+    if kind == "byte" and path:
+        return [f"tokenizer_path={path} is not read with tokenizer_type=byte; set tokenizer_type=sentencepiece"]
+    return []
+
+
+def _evaluation(config: Mapping[str, Any]) -> list[str]:
+    evaluates_text = config["eval_interval"] != -1 and config["dataset_type"] == "text"
+    if evaluates_text and not config["eval_dataset_path"] and config["eval_fraction"] == 0:
+        return ["eval_interval needs data to evaluate on: set eval_dataset_path or an eval_fraction above 0"]
+    return []
+
+
+def _loading(config: Mapping[str, Any]) -> list[str]:
+    if config["load_parameters_path"] and config["load_full_state_path"]:
+        return ["load_parameters_path and load_full_state_path exclude each other: weights alone, or the whole state"]
+    return []
+
+
+def _processes(config: Mapping[str, Any]) -> list[str]:
+    address, count, this = config["coordinator_address"], config["num_processes"], config["process_id"]
+    if bool(address) != (count != -1) or bool(address) != (this != -1):
+        return ["coordinator_address, num_processes and process_id go together: give all three or none"]
+    if address and this >= count:
+        return [f"process_id={this} must be less than num_processes={count}"]
+    return []
+
+
+def _accepted(config: Mapping[str, Any]) -> list[str]:
+    known = base().defaults
+    return [
+        f"accept_changes names {dump(name)}, which is no key.{nearest(str(name), known)}"
+        for name in config["accept_changes"]
+        if name not in known
+    ]
+
+
+# The keys that a check reads, and the check.
+RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]], ...] = (
+    (("base_num_query_heads", "base_num_kv_heads", "position_type", "head_dim"), _layer),
+    (("trainable_position_size", "position_type", "max_target_length", "base_emb_dim"), _positions),
+    (("decoder_segments", "base_num_decoder_layers", "global_parameter_scale", *LAYER_FACTS), _segments),
+    (("remat_policy", "remat_custom"), _remat),
+    (("mesh_axes", *(f"{kind}_{axis}_parallelism" for kind in ("ici", "dcn") for axis in MESH_AXES)), _mesh),
+    (("logical_axis_rules",), _rules),
+    (("steps", "learning_rate_schedule_steps", "warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule),
+    (("max_target_length", "num_vocab_tiling"), _tiles),
+    (("dataset_type", "tokenizer_type", "tokenizer_path"), _tokenizer),
+    (("eval_interval", "dataset_type", "eval_dataset_path", "eval_fraction"), _evaluation),
+    (("load_parameters_path", "load_full_state_path"), _loading),
+    (("coordinator_address", "num_processes", "process_id"), _processes),
+    (("accept_changes",), _accepted),
+)

@@ -1,0 +1,170 @@
+"""The device mesh, and where each array lies on it: named axes, logical-axis rules, shardings."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from src.errors import UserError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the rules that map logical axes to its axes.
+
+    `rules[name]` are the mesh axes, outermost first, that shard a dim of that logical axis.
+    """
+
+    mesh: Mesh
+    rules: Mapping[str, tuple[str, ...]]
+
+    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
+        """The partition of an array whose dims have these logical axes; None is not sharded."""
+        parts = [self.rules[axis] if axis is not None else () for axis in axes]
+        used = [mesh_axis for part in parts for mesh_axis in part]
+        clash = sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1})
+        if clash:
+            named = ", ".join(str(axis) for axis in axes)
+            raise UserError(
+                f"logical_axis_rules shard two dims of one array over mesh axis {clash[0]}: the array's logical axes "
+                f"are [{named}]. Give one of them another mesh axis, or [] for none."
+            )
+        return PartitionSpec(*(part or None for part in parts))
+
+    def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
+        """The placement of an array whose dims have these logical axes; no axes: a copy on every device."""
+        return NamedSharding(self.mesh, self.spec(axes))
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """`x`, sharded by its dims' logical axes; for use inside a compiled function."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def shards(self, axis: str) -> int:
+        """Into how many parts a dim of logical axis `axis` is cut."""
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.rules[axis])
+
+
+def start_distributed(config: Mapping[str, Any]) -> None:
+    """Joins the processes of a job; where there is no cluster, the job is this process.
+
+    JAX finds TPU pods, SLURM, Kubernetes and Open MPI by itself; `coordinator_address`, `num_processes` and
+    `process_id` serve anything else.
+    """
+    if jax.distributed.is_initialized():
+        return
+    if config["coordinator_address"]:
+        jax.distributed.initialize(config["coordinator_address"], config["num_processes"], config["process_id"])
+        return
+    try:
+        jax.distributed.initialize()
+    except ValueError as error:
+        # JAX has no call that asks whether it found a cluster; this is its answer that it did not.
+        if "coordinator_address should be defined" not in str(error):
+            raise
+
+
+def make_layout(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Layout:
+    """The mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them, with its rules."""
+    names = tuple(config["mesh_axes"])
+    groups = _slices(devices)
+    ici = _fill("ici", [config[f"ici_{name}_parallelism"] for name in names], len(devices) // groups, names)
+    dcn = _fill("dcn", [config[f"dcn_{name}_parallelism"] for name in names], groups, names)
+    if groups == 1:
+        device_array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+    else:
+        by_process = not hasattr(devices[0], "slice_index")
+        device_array = mesh_utils.create_hybrid_device_mesh(
+            ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
+        )
+    mesh = Mesh(device_array, names, axis_types=(AxisType.Auto,) * len(names))
+    rules = {axis: tuple(mesh_axes) for axis, mesh_axes in config["logical_axis_rules"].items()}
+    unknown = sorted({mesh_axis for mesh_axes in rules.values() for mesh_axis in mesh_axes} - set(names))
+    if unknown:
+        raise UserError(f"logical_axis_rules name {', '.join(unknown)}; the mesh axes are {', '.join(names)}.")
+    return Layout(mesh, rules)
+
+
+def _slices(devices: Sequence[jax.Device]) -> int:
+    """How many groups of devices the fast interconnect joins: TPU slices, or else hosts (processes)."""
+    if hasattr(devices[0], "slice_index"):
+        return len({device.slice_index for device in devices})
+    if devices[0].platform == "tpu":
+        return 1
+    return len({device.process_index for device in devices})
+
+
+def _fill(kind: str, sizes: list[int], total: int, names: Sequence[str]) -> list[int]:
+    """`sizes` with its one -1 replaced by what is left of `total`."""
+    given = math.prod(size for size in sizes if size != -1)
+    filled = [total // given if size == -1 else size for size in sizes]
+    if math.prod(filled) != total:
+        product = " x ".join(f"{kind}_{name}_parallelism={size}" for name, size in zip(names, sizes, strict=True))
+        what = "devices in each slice or host" if kind == "ici" else "slices or hosts"
+        raise UserError(
+            f"The mesh does not multiply out: {product} against {total} {what}. "
+            f"Set one of the sizes to -1 (what is left), or sizes whose product is {total}."
+        )
+    return filled
+
+
+def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
+    """The sharding of each weight, from its shape and its dims' logical axes (nested dicts of like structure).
+
+    Raises:
+        UserError: a dim is not divisible by the mesh axes that shard it; all such are named.
+    """
+    problems: dict[str, None] = {}
+
+    def place(path: Any, shape: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
+        for size, axis in zip(shape.shape, dims, strict=True):
+            if axis is not None and size % layout.shards(axis):
+                mesh_axes = " x ".join(f"{name}={layout.mesh.shape[name]}" for name in layout.rules[axis])
+                problems[f"{axis} = {size} is not divisible by {mesh_axes}"] = None
+        return layout.sharding(dims)
+
+    shardings = jax.tree.map_with_path(place, shapes, axes)
+    if problems:
+        raise UserError(
+            f"Weights do not divide over the mesh: {'; '.join(problems)}. Change those sizes, the *_parallelism "
+            "keys, or the axis's entry in logical_axis_rules."
+        )
+    return shardings
+
+
+def global_batch_size(config: Mapping[str, Any], layout: Layout, per_device: float, micro_batches: int) -> int:
+    """Rows of one step: `per_device` rows x devices x `micro_batches`.
+
+    Raises:
+        UserError: it is not whole, or its micro-batches do not divide over the mesh axes of "batch".
+    """
+    rows = per_device * layout.mesh.size
+    shards = layout.shards("batch")
+    if abs(rows - round(rows)) > 1e-6 or round(rows) % shards or round(rows) == 0:
+        mesh_axes = " x ".join(f"{name}={layout.mesh.shape[name]}" for name in layout.rules["batch"])
+        raise UserError(
+            f"per_device_batch_size={per_device:g} on {layout.mesh.size} devices is {rows:g} rows a micro-batch, which "
+            f"does not divide into {shards} shards ({mesh_axes}). Use a multiple of {shards / layout.mesh.size:g}."
+        )
+    return round(rows) * micro_batches
+
+
+def describe(layout: Layout) -> str:
+    """The mesh in a line, such as `data 1 x fsdp 4 x tensor 2`."""
+    return " x ".join(f"{name} {size}" for name, size in layout.mesh.shape.items())
+
+
+def check_hardware(config: Mapping[str, Any]) -> None:
+    """Raises UserError where `hardware` names another platform than the one JAX found."""
+    platform = jax.devices()[0].platform
+    if config["hardware"] and config["hardware"] != platform:
+        raise UserError(f"hardware={config['hardware']}, but JAX found {platform}. Leave hardware empty to detect it.")
+
+
+def to_host(x: jax.Array) -> np.ndarray:
+    """A replicated array's value on this process."""
+    return np.asarray(x.addressable_data(0))

@@ -1,0 +1,50 @@
+"""The feed-forward layer, gated or plain."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from src.mesh import Layout
+from src.model.spec import FeedForwardSpec
+from src.model.weights import matmul, weight
+
+ACTIVATIONS = {
+    "linear": lambda x: x,
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+class FeedForward(nnx.Module):
+    """Projects to one factor an activation, multiplies the activated factors, projects back.
+
+    [silu, linear] is SwiGLU (Shazeer 2020); [gelu] is GPT's.
+    """
+
+    def __init__(self, spec: FeedForwardSpec, emb_dim: int, out_scale: float, dtype: str, rngs: nnx.Rngs) -> None:
+        self.spec = spec
+        factors, mlp_dim = len(spec.activations), spec.mlp_dim
+        self.wi = weight(rngs, (emb_dim, factors, mlp_dim), ("embed", None, "mlp"), dtype, fan_in=(0,))
+        self.wo = weight(rngs, (mlp_dim, emb_dim), ("mlp", "embed"), dtype, fan_in=(0,), scale=out_scale)
+        if spec.bias:
+            self.wi_bias = weight(rngs, (factors, mlp_dim), (None, "mlp"), dtype, constant=0.0, decays=False)
+            self.wo_bias = weight(rngs, (emb_dim,), (None,), dtype, constant=0.0, decays=False)
+
+    def __call__(self, x_BTD: jax.Array, layout: Layout) -> jax.Array:
+        """[B, T, D] to [B, T, D]."""
+        hidden_BTAF = matmul(x_BTD, self.wi[...], "BTD,DAF->BTAF")
+        if self.spec.bias:
+            hidden_BTAF += self.wi_bias[...].astype(x_BTD.dtype)
+        hidden_BTAF = layout.constrain(hidden_BTAF, "batch", "length", None, "mlp")
+        hidden_BTAF = checkpoint_name(hidden_BTAF, "mlpwi")
+        factors = [ACTIVATIONS[name](hidden_BTAF[:, :, i]) for i, name in enumerate(self.spec.activations)]
+        out_BTD = matmul(functools.reduce(operator.mul, factors), self.wo[...], "BTF,FD->BTD")
+        if self.spec.bias:
+            out_BTD += self.wo_bias[...].astype(x_BTD.dtype)
+        return checkpoint_name(out_BTD, "mlpwo")

@@ -1,0 +1,47 @@
+"""Cross-entropy over tokens, in tiles of the sequence so that the logits of one tile are held at a time."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+def cross_entropy(
+    logits_of: Callable[[jax.Array], jax.Array],
+    hidden_BTD: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array,
+    tiles: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Sums over the tokens whose mask is 1: of the loss, in nats, and of the squared log-normaliser.
+
+    The second times `z_loss_multiplier` is the z-loss of PaLM (Chowdhery et al. 2022, section 5).
+
+    Args:
+        logits_of: hidden states [B, t, D] to float32 logits [B, t, V].
+        hidden_BTD: the decoder's hidden states.
+        targets_BT: the tokens to predict.
+        mask_BT: 1 where a token counts, 0 elsewhere.
+        tiles: a divisor of T. With more than one, the backward pass computes each tile's logits again.
+    """
+
+    def sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, mask_Bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_BtV = logits_of(hidden_BtD)
+        log_normaliser_Bt = jax.nn.logsumexp(logits_BtV, axis=-1)
+        target_logit_Bt = jnp.take_along_axis(logits_BtV, targets_Bt[..., None], axis=-1)[..., 0]
+        loss = jnp.sum((log_normaliser_Bt - target_logit_Bt) * mask_Bt)
+        return loss, jnp.sum(jnp.square(log_normaliser_Bt) * mask_Bt)
+
+    if tiles == 1:
+        return sums(hidden_BTD, targets_BT, mask_BT)
+
+    def tile_dim(x: jax.Array) -> jax.Array:
+        """[B, T, ...] to [tiles, B, T / tiles, ...]."""
+        return jnp.moveaxis(x.reshape(x.shape[0], tiles, -1, *x.shape[2:]), 1, 0)
+
+    def add_tile(totals: tuple[jax.Array, jax.Array], tile: tuple[jax.Array, ...]) -> tuple[tuple, None]:
+        loss, squares = jax.checkpoint(sums)(*tile)
+        return (totals[0] + loss, totals[1] + squares), None
+
+    zeros = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+    return jax.lax.scan(add_tile, zeros, (tile_dim(hidden_BTD), tile_dim(targets_BT), tile_dim(mask_BT)))[0]

@@ -1,0 +1,220 @@
+"""The training step and its state: pure functions of pytrees, compiled alike by train.py and train_compile.py."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from src.mesh import Layout, weight_shardings
+from src.model import weights
+from src.model.context import Context
+from src.model.decoder import Decoder
+from src.model.kernels import choose_kernel
+from src.model.loss import cross_entropy
+from src.model.segments import Execution
+from src.model.spec import ModelSpec
+from src.optimizer import Hyper, clip, hyper_parameters, transform
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a run is at one step; a checkpoint holds just this."""
+
+    step: jax.Array  # int32: updates done or skipped
+    trainable: Any
+    frozen: Any  # weights without gradient or optimizer state
+    stats: Any  # values that the forward pass, not the gradient, updates
+    opt: Any
+    data_position: jax.Array  # int32 [B, sources, 2], of the rows after this step's (src/data/packing.py)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What is compiled into the step: the model's structure and how it is computed."""
+
+    spec: ModelSpec
+    graphdef: nnx.GraphDef
+    shapes: Any
+    shardings: Any
+    decays: Any
+    layout: Layout
+    execution: Execution
+    kernel: str
+    packed: bool
+    vocab_tiles: int
+    z_loss: float
+    micro_batches: int
+    opt_type: str
+    mu_dtype: str
+    seed: int
+
+    def init_weights(self) -> Any:
+        """The model's initial weights."""
+        return weights.initial(functools.partial(Decoder, self.spec), self.seed)
+
+
+def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> StepPlan:
+    """The plan of the config's step on this layout.
+
+    Raises:
+        UserError: sizes do not divide over the mesh, or the attention kernel does not run on its devices.
+    """
+    graphdef, declarations = weights.abstract(functools.partial(Decoder, spec))
+    shapes = weights.shapes(declarations)
+    platform = layout.mesh.devices.flat[0].platform
+    return StepPlan(
+        spec=spec,
+        graphdef=graphdef,
+        shapes=shapes,
+        shardings=weight_shardings(layout, shapes, weights.field(declarations, "out_sharding")),
+        decays=weights.field(declarations, "decays"),
+        layout=layout,
+        execution=Execution(config["scan_layers"], config["remat_policy"], dict(config["remat_custom"])),
+        kernel=choose_kernel(config["attention"], platform, config["max_target_length"]),
+        packed=config["packing"],
+        vocab_tiles=config["num_vocab_tiling"],
+        z_loss=config["z_loss_multiplier"],
+        micro_batches=config["gradient_accumulation_steps"],
+        opt_type=config["opt_type"],
+        mu_dtype=config["mu_dtype"],
+        seed=config["init_weights_seed"],
+    )
+
+
+def init_state(plan: StepPlan, hyper: Hyper, data_position: jax.Array) -> TrainState:
+    """The state before the first step."""
+    trainable = plan.init_weights()
+    optimizer = transform(plan.opt_type, plan.mu_dtype, plan.decays, hyper)
+    return TrainState(jnp.zeros((), jnp.int32), trainable, {}, {}, optimizer.init(trainable), data_position)
+
+
+def abstract_state(plan: StepPlan, config: Mapping[str, Any], position_shape: tuple[int, ...]) -> TrainState:
+    """The state's shapes and shardings, without an array: `jax.ShapeDtypeStruct`s."""
+    hyper = hyper_parameters(config, 0)
+    position = jax.ShapeDtypeStruct(position_shape, jnp.int32)
+    shapes = jax.eval_shape(functools.partial(init_state, plan, hyper), position)
+    copy = plan.layout.sharding(())
+    optimizer = transform(plan.opt_type, plan.mu_dtype, plan.decays, hyper)
+    shardings = TrainState(
+        step=copy,
+        trainable=plan.shardings,
+        frozen={},
+        stats={},
+        opt=optax.tree_map_params(
+            optimizer, lambda _, sharding: sharding, shapes.opt, plan.shardings, transform_non_params=lambda _: copy
+        ),
+        data_position=plan.layout.sharding(("batch", None, None)),
+    )
+    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
+
+
+def batch_sharding(layout: Layout) -> dict[str, jax.sharding.NamedSharding]:
+    """The placement of each array of a batch."""
+    rows = layout.sharding(("batch", "length"))
+    names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+    return {**dict.fromkeys(names, rows), "data_position": layout.sharding(("batch", None, None))}
+
+
+def compile_steps(plan: StepPlan, state: TrainState) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
+    """The jitted `train_step(state, batch, hyper)` and `eval_step(trainable, batch)`; `state` gives the shardings."""
+    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    batch, copy = batch_sharding(plan.layout), plan.layout.sharding(())
+    train = jax.jit(
+        functools.partial(train_step, plan=plan),
+        in_shardings=(state_shardings, batch, copy),
+        out_shardings=(state_shardings, copy),
+        donate_argnums=0,
+    )
+    eval_batch = {name: batch[name] for name in batch if name != "data_position"}
+    evaluate = jax.jit(
+        functools.partial(eval_step, plan=plan),
+        in_shardings=(state_shardings.trainable, eval_batch),
+        out_shardings=copy,
+    )
+    return train, evaluate
+
+
+def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) -> tuple[TrainState, Metrics]:
+    """One update on one batch of [B, T].
+
+    The loss is a mean over the whole batch's tokens, however they fall into micro-batches and shards. An update whose
+    loss or gradient is not finite leaves weights and optimizer as they were; step and data position go on.
+
+    Returns:
+        The next state, and scalars: `loss` (nats a token), `grad_norm` (before clipping), `tokens` (that count),
+        `finite` (whether the update was made).
+    """
+    tokens = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
+    uses_dropout = plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers)
+    step_key = jax.random.fold_in(jax.random.key(plan.seed), state.step) if uses_dropout else None
+
+    def micro_loss(trainable: Any, rows: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        loss_sum, square_sum = loss_sums(trainable, rows, plan, key)
+        denominator = jnp.maximum(tokens, 1.0)
+        return (loss_sum + plan.z_loss * square_sum) / denominator, loss_sum / denominator
+
+    gradient = jax.grad(micro_loss, has_aux=True)
+    if plan.micro_batches == 1:
+        gradients, loss = gradient(state.trainable, batch, step_key)
+    else:
+
+        def add_micro_batch(total: tuple[Any, jax.Array], micro: tuple[Batch, jax.Array]) -> tuple[tuple, None]:
+            rows, index = micro
+            key = None if step_key is None else jax.random.fold_in(step_key, index)
+            gradients, loss = gradient(state.trainable, rows, key)
+            return jax.tree.map(jnp.add, total, (gradients, loss)), None
+
+        zeros = (jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), state.trainable), jnp.zeros((), jnp.float32))
+        micro = (split_rows(batch, plan), jnp.arange(plan.micro_batches))
+        (gradients, loss), _ = jax.lax.scan(add_micro_batch, zeros, micro)
+
+    grad_norm = optax.global_norm(gradients)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    optimizer = transform(plan.opt_type, plan.mu_dtype, plan.decays, hyper)
+    updates, opt = optimizer.update(clip(gradients, grad_norm, hyper["clip"]), state.opt, state.trainable)
+    updated = (optax.apply_updates(state.trainable, updates), opt)
+    trainable, opt = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (state.trainable, state.opt))
+    state = TrainState(state.step + 1, trainable, state.frozen, state.stats, opt, batch["data_position"])
+    return state, {"loss": loss, "grad_norm": grad_norm, "tokens": tokens, "finite": finite}
+
+
+def eval_step(trainable: Any, batch: Batch, plan: StepPlan) -> Metrics:
+    """The loss of a batch, without update: scalars `loss_sum` in nats and `tokens`, to be added up over batches."""
+    loss_sum, _ = loss_sums(trainable, batch, plan, dropout_key=None)
+    return {"loss_sum": loss_sum, "tokens": jnp.sum(batch["loss_mask"], dtype=jnp.float32)}
+
+
+def loss_sums(trainable: Any, batch: Batch, plan: StepPlan, dropout_key: jax.Array | None) -> tuple:
+    """Sums over a batch's tokens of the loss in nats and of the squared log-normaliser."""
+    decoder = nnx.merge(plan.graphdef, trainable)
+    context = Context(
+        batch["positions"], batch["segment_ids"], plan.layout, plan.kernel, plan.packed, dropout_key=dropout_key
+    )
+    hidden_BTD, _ = decoder(batch["tokens"], context, plan.execution)
+    logits_of = functools.partial(decoder.logits, context=context)
+    return cross_entropy(logits_of, hidden_BTD, batch["targets"], batch["loss_mask"], plan.vocab_tiles)
+
+
+def split_rows(batch: Batch, plan: StepPlan) -> Batch:
+    """[B, ...] to [micro-batches, B / micro-batches, ...] with every row on the device where it is already."""
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x.reshape(-1, plan.micro_batches, *x.shape[1:]), 1, 0)
+        return plan.layout.constrain(x, None, "batch", *(None,) * (x.ndim - 2))
+
+    return {name: split(x) for name, x in batch.items() if name != "data_position"}
+
+
+def host_metrics(metrics: Metrics) -> dict[str, float]:
+    """The step's scalars as Python numbers; waits for the step to end."""
+    return {name: np.asarray(value).item() for name, value in jax.device_get(metrics).items()}

@@ -1,0 +1,235 @@
+"""What a run says of itself while it goes: metrics.jsonl, TensorBoard, lines on the console, its environment."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
+
+# A train line of metrics.jsonl has these keys in this order, mfu and mfu_palm only where the device's peak rate is
+# known; an eval line has `step` and EVAL_KEYS. Line k of the train lines is the k-th update's: steps count from 1.
+TRAIN_KEYS = (
+    "step",
+    "loss",
+    "perplexity",
+    "grad_norm",
+    "learning_rate",
+    "step_time_seconds",
+    "tokens_per_second",
+    "tflops_per_device",
+    "mfu",
+    "mfu_palm",
+)
+EVAL_KEYS = ("eval_loss", "eval_perplexity")
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss) of a loss in nats a token; infinite where a float cannot hold it."""
+    return math.inf if loss > 709 else math.exp(loss)
+
+
+class MetricsLog:
+    """Writes metrics.jsonl and TensorBoard scalars, each step once however often the run was interrupted.
+
+    A number that is not finite becomes null in metrics.jsonl, for JSON has no NaN, and no point in TensorBoard.
+    """
+
+    def __init__(self, path: Path, tensorboard_dir: Path, resume_step: int | None) -> None:
+        """Opens both; in a fresh run what an earlier one left there is gone.
+
+        Args:
+            path: of metrics.jsonl, on a local disk.
+            tensorboard_dir: a local folder.
+            resume_step: the step of the restored checkpoint: lines of later steps and a torn last line are cut off.
+                None: a fresh run.
+        """
+        from tensorboardX import SummaryWriter  # 0.4 s of import, which the first printed line need not wait for
+
+        if resume_step is not None and path.exists():
+            _cut_back(path, resume_step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w" if resume_step is None else "a", encoding="utf-8")
+        purge_step = 0 if resume_step is None else resume_step + 1
+        # The file's name has the second it is opened in: without a suffix, a start in the same second overwrites it.
+        self._tensorboard = SummaryWriter(
+            str(tensorboard_dir), purge_step=purge_step, filename_suffix=f".{time.time_ns()}"
+        )
+
+    def write(self, entry: Mapping[str, int | float]) -> None:
+        """Adds one line: `step` with the keys of TRAIN_KEYS, or of EVAL_KEYS for an evaluation after that step."""
+        ordered = [key for key in TRAIN_KEYS + EVAL_KEYS if key in entry]
+        assert len(ordered) == len(entry), f"metrics without a place in the line: {set(entry) - set(ordered)}"
+        finite = {key: entry[key] if math.isfinite(entry[key]) else None for key in ordered}
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+        for key, value in finite.items():
+            if key != "step" and value is not None:
+                name = f"eval/{key.removeprefix('eval_')}" if key in EVAL_KEYS else f"train/{key}"
+                self._tensorboard.add_scalar(name, value, entry["step"])
+
+    def flush(self) -> None:
+        """Puts every line on disk. Called before a checkpoint is saved, so that no step up to it can be missing."""
+        os.fsync(self._file.fileno())
+        self._tensorboard.flush()
+
+    def close(self) -> None:
+        """Writes what is left and closes both."""
+        self._file.close()
+        self._tensorboard.close()
+
+
+def _cut_back(path: Path, step: int) -> None:
+    """Truncates metrics.jsonl before its first line of a later step, or before a last line that has no end."""
+    with path.open("r+b") as file:
+        kept = 0
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            kept += len(line)
+        file.truncate(kept)
+
+
+class StepPrinter:
+    """Prints one aligned line a step, with the time that is left; on a terminal, above a progress bar."""
+
+    def __init__(
+        self, steps: int, done: int = 0, log_period: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Shows the bar if standard output is a terminal.
+
+        Args:
+            steps: of the whole run.
+            done: how many were done before this start of it.
+            log_period: a line is printed every so many steps, and for the first and the last.
+            clock: seconds, for the time that is left.
+        """
+        self._steps = steps
+        self._first_step = done + 1
+        self._log_period = log_period
+        self._clock = clock
+        self._first_time = math.nan
+        # Asked of the stream itself: rich would also draw in a notebook, and in a log if FORCE_COLOR is set.
+        terminal = sys.stdout.isatty()
+        self._console = Console(
+            force_terminal=terminal, force_jupyter=False, highlight=False, markup=False, soft_wrap=True
+        )
+        self._bar = Progress(
+            BarColumn(), MofNCompleteColumn(), console=self._console, auto_refresh=False, disable=not terminal
+        )
+        self._task = self._bar.add_task("", total=steps, completed=done)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def train(self, entry: Mapping[str, int | float]) -> None:
+        """Takes each step's metrics, keys of TRAIN_KEYS, in order; prints those that log_period asks for."""
+        step = int(entry["step"])
+        if step == self._first_step:
+            self._first_time = self._clock()
+        self._bar.update(self._task, completed=step, refresh=True)
+        if step % self._log_period == 0 or step in (self._first_step, self._steps):
+            self._console.print(train_line(entry, self._steps, self._seconds_left(step)))
+
+    def evaluation(self, entry: Mapping[str, int | float]) -> None:
+        """Prints an evaluation's metrics, `step` and EVAL_KEYS."""
+        self._console.print(eval_line(entry, self._steps))
+
+    def _seconds_left(self, step: int) -> float | None:
+        """From the mean pace since the first step's end (that step compiles), evaluations and checkpoints included."""
+        if step == self._first_step:
+            return None
+        pace = (self._clock() - self._first_time) / (step - self._first_step)
+        return pace * (self._steps - step)
+
+
+def train_line(entry: Mapping[str, int | float], steps: int, seconds_left: float | None) -> str:
+    """One step's metrics in columns that stay in place from step to step."""
+    grad_norm, seconds = entry["grad_norm"], entry["step_time_seconds"]
+    columns = [
+        _step_column(entry, steps),
+        f"loss {entry['loss']:7.4f}",
+        f"grad {grad_norm:7.3f}" if grad_norm < 1000 else f"grad {grad_norm:7.1e}",
+        f"lr {entry['learning_rate']:.2e}",
+        f"{seconds:6.2f} s" if seconds >= 0.1 else f"{1000 * seconds:5.1f} ms",
+        f"{entry['tokens_per_second']:>9,.0f} tok/s",
+    ]
+    if "mfu" in entry:
+        columns.append(f"MFU {100 * entry['mfu']:4.1f}%")
+    if seconds_left is not None:
+        columns.append(f"ETA {duration(seconds_left)}")
+    return "  ".join(columns)
+
+
+def eval_line(entry: Mapping[str, int | float], steps: int) -> str:
+    """An evaluation's metrics, its loss under the training losses."""
+    return f"{_step_column(entry, steps)}  eval {entry['eval_loss']:7.4f}  perplexity {entry['eval_perplexity']:.3f}"
+
+
+def _step_column(entry: Mapping[str, int | float], steps: int) -> str:
+    return f"step {entry['step']:>{len(str(steps))}}/{steps}"
+
+
+def duration(seconds: float) -> str:
+    """2:05 (minutes and seconds), 3:02:05, or 4d 03:02 (days, hours and minutes)."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def print_header(rows: Iterable[tuple[str, str]]) -> None:
+    """Prints names and values in two columns; a value's further lines stand under its first."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value.replace(chr(10), chr(10) + ' ' * (width + 2))}", flush=True)
+
+
+def version() -> str:
+    """MinText's version, which stands in pyproject.toml alone."""
+    return tomllib.loads((_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+
+def environment() -> dict[str, str]:
+    """What the numbers of a run depend on beside its config: versions, commit, machine, devices; for header and report.
+
+    Initialises JAX's devices, so that it comes after `jax.distributed.initialize`.
+    """
+    import jax  # the report and its tests read metrics without waiting for it
+
+    versions = {package: metadata.version(package) for package in _REPORTED_PACKAGES}
+    return {
+        "MinText": f"{version()} ({commit})" if (commit := _commit()) else version(),
+        "Python": platform.python_version(),
+        **versions,
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "processes": str(jax.process_count()),
+    }
+
+
+def _commit() -> str:
+    """The checkout's commit, with -dirty if files differ from it; empty without git or outside a checkout."""
+    command = ["git", "-C", str(_REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,213 @@
+import json
+import math
+import os
+import pty
+import struct
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboardX.proto.event_pb2 import Event
+
+from src.metrics import EVAL_KEYS, TRAIN_KEYS, MetricsLog, StepPrinter, duration, eval_line, perplexity, train_line
+
+
+def train_entry(step, loss=2.0):
+    return {
+        "step": step,
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "grad_norm": 0.5,
+        "learning_rate": 3e-4,
+        "step_time_seconds": 0.25,
+        "tokens_per_second": 4096.0,
+        "tflops_per_device": 0.1,
+    }
+
+
+def eval_entry(step):
+    return {"step": step, "eval_loss": 2.5, "eval_perplexity": math.exp(2.5)}
+
+
+def write_steps(folder, steps, resume_step=None, eval_every=2):
+    log = MetricsLog(folder / "metrics.jsonl", folder / "tensorboard", resume_step)
+    for step in steps:
+        log.write(train_entry(step, loss=10 / step))
+        if step % eval_every == 0:
+            log.write(eval_entry(step))
+    log.close()
+
+
+def read_lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensorboard_events(folder):
+    """Events in the order written: TFRecord is length (8 bytes), its CRC (4), data, its CRC (4)."""
+    events = []
+    for path in sorted((folder / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            events.append(Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+    return events
+
+
+def test_a_line_a_step_with_keys_in_order_whatever_order_they_came_in(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", None)
+    entry = {**train_entry(1), "mfu_palm": 0.5, "mfu": 0.4}
+    log.write(dict(reversed(entry.items())))
+    log.write({"eval_perplexity": 2.0, "eval_loss": 1.0, "step": 1})
+    log.close()
+    train, evaluation = read_lines(tmp_path)
+    assert tuple(train) == TRAIN_KEYS
+    assert tuple(evaluation) == ("step", *EVAL_KEYS)
+    assert train == entry
+
+
+def test_each_line_is_on_file_as_soon_as_it_is_written(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", None)
+    for step in (1, 2, 3):
+        log.write(train_entry(step))
+        assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, step + 1))
+    log.close()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_null(tmp_path, bad):
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", None)
+    log.write(train_entry(1, loss=bad))
+    log.close()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line["loss"] is None
+    assert line["learning_rate"] == 3e-4
+
+
+@given(loss=st.floats(allow_nan=False, allow_infinity=False))
+def test_losses_are_read_back_to_the_last_bit(tmp_path_factory, loss):
+    folder = tmp_path_factory.mktemp("run")
+    log = MetricsLog(folder / "metrics.jsonl", folder / "tensorboard", None)
+    log.write({"step": 1, "loss": loss})
+    log.close()
+    assert read_lines(folder)[0]["loss"] == loss
+
+
+@pytest.mark.parametrize("restored", [0, 1, 2, 4, 5])
+@pytest.mark.parametrize("torn", ["", '{"step": 6, "lo', "{", '{"step": 6, "loss": 1.0}'])
+def test_resuming_leaves_the_lines_of_an_uninterrupted_run(tmp_path, restored, torn):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    write_steps(whole, range(1, 9))
+    write_steps(resumed, range(1, 6))
+    with (resumed / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    write_steps(resumed, range(restored + 1, 9), resume_step=restored)
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_resuming_without_a_file_starts_one(tmp_path):
+    write_steps(tmp_path, [5], resume_step=4)
+    assert [line["step"] for line in read_lines(tmp_path)] == [5]
+
+
+def test_a_fresh_run_drops_the_lines_of_one_that_died_before_its_first_checkpoint(tmp_path):
+    write_steps(tmp_path, [1, 2, 3])
+    write_steps(tmp_path, [1])
+    assert [line["step"] for line in read_lines(tmp_path)] == [1]
+
+
+def test_an_unknown_metric_is_refused(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", None)
+    with pytest.raises(AssertionError, match="grad_nrom"):
+        log.write({"step": 1, "grad_nrom": 0.5})
+    log.close()
+
+
+def test_tensorboard_has_the_same_numbers_by_the_same_names(tmp_path):
+    write_steps(tmp_path, [1, 2])
+    values = {
+        (value.tag, event.step): value.simple_value
+        for event in tensorboard_events(tmp_path)
+        for value in event.summary.value
+    }
+    assert {tag for tag, _ in values} == {
+        *(f"train/{key}" for key in train_entry(1) if key != "step"),
+        "eval/loss",
+        "eval/perplexity",
+    }
+    assert values["train/loss", 1] == 10
+    assert values["eval/loss", 2] == 2.5
+
+
+def test_tensorboard_purges_the_steps_that_a_resumed_run_does_again(tmp_path):
+    write_steps(tmp_path, [1, 2, 3])
+    write_steps(tmp_path, [3], resume_step=2)
+    starts = [event.step for event in tensorboard_events(tmp_path) if event.HasField("session_log")]
+    assert starts == [0, 3]
+
+
+def test_columns_stay_in_place():
+    slow = {**train_entry(9, 2.3456), "grad_norm": 12345.678, "step_time_seconds": 31.2, "tokens_per_second": 1_234_567}
+    fast = {**train_entry(120, 10.5), "grad_norm": 0.812, "step_time_seconds": 0.0123, "tokens_per_second": 13_200.4}
+    lines = [train_line(entry, 500, 125) for entry in (slow, fast)]
+    assert lines == [
+        "step   9/500  loss  2.3456  grad 1.2e+04  lr 3.00e-04   31.20 s  1,234,567 tok/s  ETA 2:05",
+        "step 120/500  loss 10.5000  grad   0.812  lr 3.00e-04   12.3 ms     13,200 tok/s  ETA 2:05",
+    ]
+    assert eval_line(eval_entry(9), 500) == "step   9/500  eval  2.5000  perplexity 12.182"
+
+
+def test_mfu_is_printed_where_there_is_one():
+    assert "MFU" not in train_line(train_entry(1), 10, None)
+    assert "MFU 46.2%" in train_line({**train_entry(1), "mfu": 0.462}, 10, None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (59.6, "1:00"), (125, "2:05"), (3599.9, "1:00:00"), (86399, "23:59:59"), (357_720, "4d 03:22")],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_perplexity_of_any_loss():
+    assert perplexity(math.log(256)) == pytest.approx(256)
+    assert perplexity(1e4) == math.inf
+    assert math.isnan(perplexity(math.nan))
+
+
+def test_a_log_gets_plain_lines_with_the_time_left(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    clock = iter([100.0, 102.0, 106.0])  # the ends of steps 41, 42, 44: 2 s a step, of which 6 are left at 44
+    with StepPrinter(steps=50, done=40, log_period=2, clock=lambda: next(clock)) as printer:
+        for step in (41, 42, 43, 44):
+            printer.train(train_entry(step))
+        printer.evaluation(eval_entry(44))
+    assert capsys.readouterr().out.splitlines() == [
+        train_line(train_entry(41), 50, None),
+        train_line(train_entry(42), 50, 16),
+        train_line(train_entry(44), 50, (106 - 100) / 3 * 6),
+        eval_line(eval_entry(44), 50),
+    ]
+
+
+def test_a_terminal_gets_a_bar_under_whole_lines():
+    program = (
+        "from tests.test_metrics import *\n"
+        "with StepPrinter(steps=4) as printer:\n"
+        "    for step in (1, 2, 3, 4): printer.train(train_entry(step))\n"
+    )
+    terminal, end = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "60"}
+    subprocess.run([sys.executable, "-c", program], stdout=end, stderr=subprocess.STDOUT, env=environment, check=True)
+    os.close(end)
+    shown = os.read(terminal, 1 << 16).decode()
+    assert "4/4" in shown.split("tok/s")[-1]
+    for step in (1, 2, 3, 4):
+        assert train_line(train_entry(step), 4, None).split("  ETA")[0] in shown

@@ -1,0 +1,108 @@
+"""Lanes: how documents become rows, so that a run can stop after any row and go on exactly there.
+
+Row j of every batch is the work of lane j, which depends on no other lane: hosts share nothing, and any number of them
+gives the same batches. A document of n ids gives n - 1 (token, target) pairs, `ids[:-1]` and `ids[1:]`. A lane lays the
+pairs of its documents end to end and cuts at T, so each transition is predicted once, whatever the cuts.
+
+T: tokens a row.  B: rows of a batch, over all hosts.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+Batch = dict[str, np.ndarray]
+Documents = Callable[[int], np.ndarray]
+"""Ordinal (which document of the endless stream over all epochs) to its ids: int32, maybe empty."""
+
+
+def empty_batch(rows: int, length: int) -> Batch:
+    """Rows of padding, to be filled by lanes.
+
+    Returns:
+        tokens: int32 [rows, T], inputs.
+        targets: int32 [rows, T], the id that follows each token in its document.
+        segment_ids: int32 [rows, T], 1 and up for the documents of a row, 0 for padding.
+        positions: int32 [rows, T], from 0 in each segment.
+        loss_mask: float32 [rows, T], 1 where there is a target, 0 on padding.
+    """
+    batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
+    return batch | {"loss_mask": np.zeros((rows, length), np.float32)}
+
+
+class Lane:
+    """The stream of documents with ordinals `first`, `first + stride`, ... cut into rows.
+
+    Args:
+        documents: the ids of an ordinal.
+        first: the lane's number, j.
+        stride: the number of lanes, B.
+        packing: whether a row may hold more than one document.
+        position: where to go on, as the property of that name gave it.
+        end: ordinals from here on don't exist; once past them the lane's rows are padding.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        first: int,
+        stride: int,
+        packing: bool,
+        position: Sequence[int] = (0, 0),
+        end: float = math.inf,
+    ) -> None:
+        self._documents = documents
+        self._first = int(first)  # numpy's ints, which rows and positions come in, overflow in the order's hash
+        self._stride = stride
+        self._packing = packing
+        self._end = end
+        self._taken, self._offset = (int(part) for part in position)
+        self._ids: np.ndarray | None = None  # of the document at the position, once read
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(documents taken, pairs taken of the next one)."""
+        return self._taken, self._offset
+
+    def fill(self, batch: Batch, row: int) -> None:
+        """Writes the lane's next row into `batch`, whose row is still padding.
+
+        With packing, the row takes documents until it is full. Without, it takes one document, or as much of it as
+        fits. Either way what is left of a document begins the lane's next row, with positions from 0 again.
+        """
+        length = batch["tokens"].shape[1]
+        filled = segment = 0
+        while filled < length and (ids := self._current()) is not None:
+            pairs = min(len(ids) - 1 - self._offset, length - filled)
+            if pairs > 0:
+                segment += 1
+                here = (row, slice(filled, filled + pairs))
+                batch["tokens"][here] = ids[self._offset : self._offset + pairs]
+                batch["targets"][here] = ids[self._offset + 1 : self._offset + pairs + 1]
+                batch["segment_ids"][here] = segment
+                batch["positions"][here] = np.arange(pairs)
+                batch["loss_mask"][here] = 1
+                self._offset += pairs
+                filled += pairs
+            if self._offset >= len(ids) - 1:
+                self._taken, self._offset, self._ids = self._taken + 1, 0, None
+            if filled and not self._packing:
+                return
+
+    def _current(self) -> np.ndarray | None:
+        """The ids of the document at the position; None past the end."""
+        ordinal = self._first + self._taken * self._stride
+        if ordinal >= self._end:
+            return None
+        if self._ids is None:
+            self._ids = self._documents(ordinal)
+        return self._ids
+
+
+def rows_needed(document_sizes: Iterable[int], length: int, packing: bool) -> int:
+    """How many rows of T a lane fills with documents of these sizes, in ids: what `Lane.fill` does, only counted."""
+    pairs = [max(size - 1, 0) for size in document_sizes]
+    if packing:
+        return math.ceil(sum(pairs) / length)
+    return sum(math.ceil(count / length) for count in pairs)

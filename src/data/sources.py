@@ -1,0 +1,197 @@
+"""Where documents come from: numbered texts that can be read in any order.
+
+A long document is cut into pieces, so that none owns a row of the batch for thousands of steps. Everything after this
+module takes a piece for a document.
+"""
+
+import hashlib
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from src.data import order, text_files
+from src.errors import UserError
+
+if TYPE_CHECKING:
+    from ml_collections import FrozenConfigDict
+
+Fingerprint = dict[str, str | int]
+
+
+class Source(Protocol):
+    """Texts numbered from 0, read in any order."""
+
+    def __len__(self) -> int:
+        """How many pieces there are."""
+
+    def __getitem__(self, i: int) -> str:
+        """The text of piece `i`; may be empty."""
+
+    def document_keys(self) -> np.ndarray:
+        """uint64 [pieces]: a hash that the pieces of one document share."""
+
+    def fingerprint(self) -> Fingerprint:
+        """What makes two sources give the same texts; the same wherever the data lie."""
+
+
+class TextSource:
+    """Text files, each a document, and .jsonl files, each line of which is a JSON object with the document in "text".
+
+    Files are taken in the order of their names. The first piece of every file is read at once, so that an unfit file
+    is an error at the start; a later one is an error when it is reached.
+
+    Args:
+        path: a file, a folder (its files at any depth, but for hidden ones) or a glob. Empty: the source code of the
+            running Python's standard library.
+        key: the config key that gave `path`, for messages.
+
+    Raises:
+        UserError: nothing there, no document in it, or a file that is not text.
+    """
+
+    def __init__(self, path: str, key: str = "dataset_path") -> None:
+        root, self._names = text_files.list_files(path, key)
+        self._paths = [root / name for name in self._names]
+        extents = [text_files.documents(path) for path in self._paths]
+        # Of each document: its file, and where in the file it begins and ends.
+        self._file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
+        self._extent = np.concatenate([*extents, np.empty((0, 2), np.int64)])
+        if not len(self._file):
+            raise UserError(f"{key}={path} has no document: expected text files, or .jsonl files, that are not empty")
+        pieces = -(-np.diff(self._extent)[:, 0] // text_files.PIECE_BYTES)
+        self._first_piece = np.cumsum(pieces) - pieces
+        self._pieces = int(pieces.sum())
+        for document in np.unique(self._file, return_index=True)[1]:
+            self[int(self._first_piece[document])]
+
+    def __len__(self) -> int:
+        """How many pieces there are."""
+        return self._pieces
+
+    def __getitem__(self, i: int) -> str:
+        """The text of piece `i`; may be empty, as the length of a text in JSON is not known before it is read."""
+        document = int(np.searchsorted(self._first_piece, i, side="right")) - 1
+        number = i - int(self._first_piece[document])
+        start, stop = self._extent[document].tolist()
+        return text_files.read_piece(self._paths[self._file[document]], start, stop, number)
+
+    def document_keys(self) -> np.ndarray:
+        """uint64 [pieces]: a hash of file name and place in the file, which other files don't change."""
+        names = np.array([order.keys("file", name)[0] for name in self._names], np.uint64)
+        keys = order.mix64(names[self._file] + self._extent[:, 0].astype(np.uint64))
+        return np.repeat(keys, np.diff(self._first_piece, append=self._pieces))
+
+    def fingerprint(self) -> Fingerprint:
+        """Counts, and a digest of the files' names and sizes: what is inside the files is not read for it."""
+        sizes = [path.stat().st_size for path in self._paths]
+        listing = "\n".join(f"{size} {name}" for size, name in zip(sizes, self._names, strict=True))
+        return {
+            "type": "text",
+            "files": len(sizes),
+            "bytes": sum(sizes),
+            "documents": len(self._file),
+            "pieces": self._pieces,
+            "digest": hashlib.sha256(listing.encode()).hexdigest()[:16],
+        }
+
+
+class Part:
+    """Some pieces of another source.
+
+    Args:
+        source: the whole.
+        pieces: int64, the numbers of its pieces that belong to the part.
+        name: tells the part from the source's other parts.
+    """
+
+    def __init__(self, source: Source, pieces: np.ndarray, name: str) -> None:
+        self._source = source
+        self._indices = pieces
+        self._name = name
+
+    def __len__(self) -> int:
+        """How many pieces there are."""
+        return len(self._indices)
+
+    def __getitem__(self, i: int) -> str:
+        """The text of piece `i` of the part."""
+        return self._source[int(self._indices[i])]
+
+    def document_keys(self) -> np.ndarray:
+        """uint64 [pieces]: the source's keys."""
+        return self._source.document_keys()[self._indices]
+
+    def fingerprint(self) -> Fingerprint:
+        """The source's, and which part it is."""
+        return {**self._source.fingerprint(), "part": self._name}
+
+
+class SyntheticSource:
+    """Random tokens without text: document n is a pure function of (seed, n) and fills exactly one row.
+
+    Args:
+        vocab_size: V; ids are in [0, V).
+        length: T; a document has T + 1 ids.
+        seed: of the hash.
+    """
+
+    def __init__(self, vocab_size: int, length: int, seed: int) -> None:
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._places = np.arange(length + 1, dtype=np.uint64)
+
+    def ids(self, n: int) -> np.ndarray:
+        """The int32 [T + 1] ids of document `n`."""
+        start = order.mix64(order.keys("synthetic", self._seed)[0] ^ n)
+        return (order.mix64(self._places + np.uint64(start)) % np.uint64(self._vocab_size)).astype(np.int32)
+
+    def fingerprint(self) -> Fingerprint:
+        """What makes two of them give the same ids, beside T."""
+        return {"type": "synthetic", "vocab_size": self._vocab_size, "seed": self._seed}
+
+
+def split(source: Source, fraction: float) -> tuple[Part, Part]:
+    """Parts a source into documents to train on and documents held out, all pieces of a document on one side.
+
+    A document is held out where its hash falls in the lowest `fraction` of all values, so that documents added to the
+    source later move none. However few there are, the lowest hash is held out and the highest is not.
+
+    Returns:
+        The part to train on, the part held out.
+
+    Raises:
+        UserError: there is only one document.
+    """
+    keys = order.mix64(source.document_keys())
+    if keys.min() == keys.max():
+        raise UserError(
+            "nothing can be held out of training data that are one document: name other data with "
+            "eval_dataset_path=PATH, or turn evaluation off with eval_interval=-1"
+        )
+    held_out = ((keys < int(fraction * 2**64)) | (keys == keys.min())) & (keys != keys.max())
+    return (
+        Part(source, np.flatnonzero(~held_out), f"all but {fraction} of the documents"),
+        Part(source, np.flatnonzero(held_out), f"{fraction} of the documents"),
+    )
+
+
+def open_sources(config: "FrozenConfigDict") -> tuple[Source | SyntheticSource, Source | SyntheticSource | None]:
+    """The data to train on, and to evaluate on if the run evaluates: only then is a part of the training data held out.
+
+    Raises:
+        UserError: a path in the config has no text, or nothing can be held out.
+    """
+    evaluates = config.eval_interval > 0
+    if config.dataset_type == "synthetic":
+        # Unlike every training seed, which is at least 0: the two must share no document.
+        train, held_out = (
+            SyntheticSource(config.vocab_size, config.max_target_length, seed)
+            for seed in (config.data_shuffle_seed, -1 - config.data_shuffle_seed)
+        )
+        return train, held_out if evaluates else None
+    train = TextSource(config.dataset_path)
+    if not evaluates:
+        return train, None
+    if config.eval_dataset_path:
+        return train, TextSource(config.eval_dataset_path, "eval_dataset_path")
+    return split(train, config.eval_fraction)

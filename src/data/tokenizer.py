@@ -1,0 +1,114 @@
+"""Text to token ids and back. A document's ids are [bos, ..., eos]."""
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from src.errors import UserError
+
+if TYPE_CHECKING:
+    from ml_collections import FrozenConfigDict
+
+
+class Tokenizer(Protocol):
+    """What the loader and the sample at a run's end need of a tokenizer."""
+
+    vocab_size: int
+    bos: int
+    eos: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """The int32 ids of a document, bos and eos included."""
+
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of ids; special ids, and ids beyond the vocabulary, give none."""
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What makes two tokenizers give the same ids."""
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8 as ids 0 to 255, then bos and eos. Needs no file."""
+
+    vocab_size = 258
+    bos = 256
+    eos = 257
+
+    def encode(self, text: str) -> np.ndarray:
+        """The int32 ids of a document, bos and eos included."""
+        data = np.frombuffer(text.encode(), np.uint8)
+        ids = np.empty(len(data) + 2, np.int32)
+        ids[0] = self.bos
+        ids[1:-1] = data
+        ids[-1] = self.eos
+        return ids
+
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of ids; a byte sequence that is not UTF-8 gives U+FFFD, ids that are no bytes give nothing."""
+        ids = np.asarray(ids)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What makes two tokenizers give the same ids."""
+        return {"type": "byte", "vocab_size": self.vocab_size}
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model file.
+
+    A model without a bos of its own (T5's, for one) starts documents with its eos.
+
+    Raises:
+        UserError: the file is missing, is no SentencePiece model, or has no eos.
+    """
+
+    def __init__(self, path: str) -> None:
+        import sentencepiece  # only runs that use it pay for the import
+
+        if not Path(path).is_file():
+            raise UserError(
+                f"tokenizer_path={path}: there is no such file (python -m src.train_tokenizer trains a tokenizer)"
+            )
+        model = Path(path).read_bytes()
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError:
+            raise UserError(f"tokenizer_path={path} is not a SentencePiece model") from None
+        self.vocab_size: int = self._processor.vocab_size()
+        self.eos: int = self._processor.eos_id()
+        if self.eos < 0:
+            raise UserError(f"tokenizer_path={path}: the model has no eos token, so documents can't be told apart")
+        self.bos: int = self._processor.bos_id() if self._processor.bos_id() >= 0 else self.eos
+        self._digest = hashlib.sha256(model).hexdigest()[:16]
+
+    def encode(self, text: str) -> np.ndarray:
+        """The int32 ids of a document, bos and eos included."""
+        return np.array([self.bos, *self._processor.encode(text), self.eos], np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of ids; byte pieces that are not UTF-8 give U+FFFD, special ids give nothing."""
+        ids = np.asarray(ids)
+        return self._processor.decode(ids[ids < self.vocab_size].tolist())
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What makes two tokenizers give the same ids."""
+        return {"type": "sentencepiece", "vocab_size": self.vocab_size, "digest": self._digest}
+
+
+def make_tokenizer(config: "FrozenConfigDict") -> Tokenizer | None:
+    """The tokenizer that `tokenizer_type` and `tokenizer_path` name; None for synthetic data, which have no text.
+
+    Raises:
+        UserError: the file is missing or unfit, or the tokenizer has more ids than `vocab_size`.
+    """
+    if config.dataset_type == "synthetic":
+        return None
+    tokenizer = ByteTokenizer() if config.tokenizer_type == "byte" else SentencePieceTokenizer(config.tokenizer_path)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} ids of the "
+            f"{config.tokenizer_type} tokenizer: set vocab_size={tokenizer.vocab_size} or more"
+        )
+    return tokenizer

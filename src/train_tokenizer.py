@@ -1,0 +1,94 @@
+"""Trains a SentencePiece tokenizer on a run's text.
+
+    python -m src.train_tokenizer configs/base.yml dataset_path=TEXT tokenizer_type=sentencepiece \
+        tokenizer_path=OUT.model vocab_size=8000
+
+Takes a run's config and uses its data keys, `vocab_size` and `tokenizer_path`, the file it writes. Documents that the
+run holds out for evaluation are left out here too. The same command writes the same file.
+"""
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from src import config as configuration
+from src.data import order, sources
+from src.errors import UserError, run_command
+
+# Enough for merges to settle, and a minute of work: a random sample of documents up to these bounds is trained on.
+_MAX_DOCUMENTS = 50_000
+_MAX_CHARACTERS = 30_000_000
+
+
+def main(argv: Sequence[str]) -> None:
+    """Trains a tokenizer for the config that `argv` gives and writes it to `tokenizer_path`, or answers --help.
+
+    Raises:
+        UserError: the config isn't one of a text run with a new `tokenizer_path`, the text has too few different words
+            for `vocab_size`, or the file can't be written.
+    """
+    if (help_text := configuration.help_for(argv)) is not None:
+        print(help_text)
+        return
+    config = configuration.load(argv)
+    if config.dataset_type != "text" or config.tokenizer_type != "sentencepiece":
+        raise UserError("a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece: set these")
+    path = Path(config.tokenizer_path)
+    if path.exists():
+        raise UserError(f"tokenizer_path={path} exists, and runs may need it: name a new file, or delete this one")
+    source, _ = sources.open_sources(config)
+    texts = list(_sample(source, config.data_shuffle_seed))
+    print(f"training on {len(texts)} of {len(source)} documents, {sum(map(len, texts))} characters", flush=True)
+    model = train(texts, config.vocab_size)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(model)
+    except OSError as error:
+        raise UserError(f"tokenizer_path={path} can't be written: {error.strerror}") from error
+    print(f"wrote {path}")
+
+
+def train(texts: Sequence[str], vocab_size: int) -> bytes:
+    """A SentencePiece byte-pair model of exactly `vocab_size` pieces, with which every text decodes to itself.
+
+    Text is neither normalised nor trimmed, runs of spaces may become pieces (indentation), and characters without a
+    piece are spelled in bytes. One character is not kept: U+2581, SentencePiece's own sign for a space, becomes one.
+
+    Raises:
+        UserError: `vocab_size` doesn't suit the texts.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in texts for line in text.splitlines()),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            minloglevel=2,  # errors only: they come as exceptions too
+        )
+    except RuntimeError as error:
+        reason = str(error).rpartition("] ")[2]  # after the place in SentencePiece's source
+        raise UserError(f"vocab_size={vocab_size} does not suit this text: {reason}") from None
+    return model.getvalue()
+
+
+def _sample(source: sources.Source, seed: int) -> Iterator[str]:
+    """Documents in a random order, within the bounds above."""
+    characters = 0
+    for i in range(min(len(source), _MAX_DOCUMENTS)):
+        text = source[order.permute(i, len(source), seed, source=0, epoch=0)]
+        characters += len(text)
+        if i > 0 and characters > _MAX_CHARACTERS:
+            return
+        yield text
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,202 @@
+import json
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from src.data.sources import SyntheticSource, TextSource, open_sources, split
+from src.errors import UserError
+
+KIB = 1024
+
+
+def texts(source):
+    return [source[i] for i in range(len(source))]
+
+
+def write_files(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(folder)
+
+
+def test_a_file_is_a_document(tmp_path):
+    path = write_files(tmp_path, {"a.txt": "one\r\ntwo é\n"}) + "/a.txt"
+    assert texts(TextSource(path)) == ["one\r\ntwo é\n"]
+
+
+def test_a_folder_is_read_to_the_bottom_in_order_of_names_but_for_hidden_and_empty_files(tmp_path):
+    files = {"b.txt": "B", "a/z.md": "Z", "a/y/x": "X", ".hidden": "no", ".git/config": "no", "empty": "", "c.py": "C"}
+    assert texts(TextSource(write_files(tmp_path, files))) == ["X", "Z", "B", "C"]
+
+
+def test_a_glob_takes_what_matches(tmp_path):
+    write_files(tmp_path, {"a.txt": "A", "b.bin": b"\0", "d/c.txt": "C", "d/e/f.txt": "F"})
+    assert texts(TextSource(f"{tmp_path}/*.txt")) == ["A"]
+    assert texts(TextSource(f"{tmp_path}/**/*.txt")) == ["A", "C", "F"]
+    assert texts(TextSource(f"{tmp_path}/d/?.txt")) == ["C"]
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path):
+    write_files(tmp_path, {"a[1].txt": "bracket", "a1.txt": "other"})
+    assert texts(TextSource(f"{tmp_path}/a[1].txt")) == ["bracket"]
+
+
+def test_each_line_of_jsonl_is_a_document(tmp_path):
+    lines = [json.dumps({"text": text, "id": n}) for n, text in enumerate(["one\ntwo", "é", "", "😀"])]
+    content = "\n".join([lines[0], "", lines[1], json.dumps({"text": "raw é"}, ensure_ascii=False), *lines[2:]])
+    assert texts(TextSource(write_files(tmp_path, {"d.jsonl": content}))) == ["one\ntwo", "é", "raw é", "", "😀"]
+
+
+def test_a_surrogate_without_its_pair_is_replaced(tmp_path):
+    assert texts(TextSource(write_files(tmp_path, {"d.jsonl": r'{"text": "a\ud800b"}'}))) == ["a?b"]
+
+
+@pytest.mark.parametrize("line", ["short lines of text, é\n", "x" * 70_000, "é漢😀" * 9_000, "漢" * 5_000 + "\n"])
+@pytest.mark.parametrize("name", ["d.txt", "d.jsonl"])
+def test_a_long_document_is_cut_into_pieces_that_join_to_it(tmp_path, line, name):
+    text = line * (400 * KIB // len(line.encode()))
+    source = TextSource(write_files(tmp_path, {name: json.dumps({"text": text}) if name == "d.jsonl" else text}))
+    pieces = texts(source)
+    assert "".join(pieces) == text
+    assert 6 <= len([piece for piece in pieces if piece]) <= 10
+    assert max(len(piece.encode()) for piece in pieces) <= 64 * KIB
+    assert len(set(source.document_keys().tolist())) == 1
+    if len(line.encode()) < 4 * KIB and line.endswith("\n"):
+        assert all(piece.endswith("\n") for piece in pieces if piece)
+
+
+@given(st.integers(1, 300 * KIB))
+def test_pieces_of_any_size_of_document_join_to_it(tmp_path_factory, size):
+    path = tmp_path_factory.mktemp("sizes") / "d.txt"
+    text = "".join(f"line {n}\n" for n in range(size // 7))[:size]
+    path.write_text(text or "x")
+    assert "".join(texts(TextSource(str(path)))) == (text or "x")
+
+
+def test_no_path_is_the_standard_library():
+    source = TextSource("")
+    root = Path(sysconfig.get_path("stdlib"))
+    assert len(source) > 500
+    assert (root / "this.py").read_text() in texts(source)
+    assert "site-packages" not in " ".join(source._names)
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "message"),
+    [
+        ({}, "nowhere", "no such file or folder"),
+        ({}, "*.txt", "no file that matches"),
+        ({}, "", "no document"),
+        ({"a.txt": ""}, "", "no document"),
+        ({"a.txt": "ok", "b.txt": b"x\0y"}, "", r"b\.txt is not a text file.*NUL"),
+        ({"a.txt": "ok", "b.txt": b"caf\xe9 au lait"}, "", r"b\.txt is not a text file.*not UTF-8"),
+        ({"a.jsonl": '{"text": "ok"}', "b.jsonl": "plain\ntext"}, "", r"b\.jsonl, the line at byte 0: not JSON"),
+        ({"b.jsonl": '{"content": "x"}'}, "", r'b\.jsonl, the line at byte 0: expected .*"text"'),
+        ({"b.jsonl": '{"text": 3}'}, "", 'string "text"'),
+        ({"b.jsonl": '["text"]'}, "", 'string "text"'),
+        ({"1.0/dataset_info.json": "{}", "1.0/features.json": "{}", "1.0/x-train.array_record-0": b"\0"}, "", "tfds"),
+        ({"x.array_record-00000-of-00010": b"\0"}, "", "type array_record"),
+        ({"x.parquet": b"PAR1"}, "x.parquet", "type parquet"),
+        ({"x-train.tfrecord-00000-of-00001": b"\0"}, "", "type tfrecord"),
+    ],
+)
+def test_what_is_no_text_is_an_error_that_names_it(tmp_path, files, path, message):
+    write_files(tmp_path, files)
+    place = f"{tmp_path}/{path}".rstrip("/")
+    with pytest.raises(UserError, match=message) as error:
+        TextSource(place, "eval_dataset_path")
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_later_line_that_is_not_json_is_an_error_when_read(tmp_path):
+    source = TextSource(write_files(tmp_path, {"a.jsonl": '{"text": "ok"}\n{"text": \n'}))
+    assert source[0] == "ok"
+    with pytest.raises(UserError, match="at byte 15"):
+        source[1]
+
+
+def test_fingerprint_is_of_names_and_sizes_and_not_of_the_place(tmp_path):
+    files = {"a.txt": "one", "b/c.txt": "two"}
+    first = TextSource(write_files(tmp_path / "x", files)).fingerprint()
+    assert first == TextSource(write_files(tmp_path / "y", files)).fingerprint()
+    assert (first["files"], first["bytes"]) == (2, 6)
+    changed = ({**files, "a.txt": "longer"}, {**files, "d.txt": "three"}, {"a.txt": "one", "b/d.txt": "two"})
+    for n, other in enumerate(changed):
+        assert TextSource(write_files(tmp_path / str(n), other)).fingerprint()["digest"] != first["digest"]
+
+
+def test_split_puts_each_document_whole_on_one_side(tmp_path):
+    files = {f"{n}.txt": f"{n:03}\n" * (40 * KIB) for n in range(30)}  # 160 KiB: three pieces each
+    source = TextSource(write_files(tmp_path, files))
+    train, held_out = split(source, 0.2)
+    assert Counter(texts(train) + texts(held_out)) == Counter(texts(source))
+    on_each_side = [{piece[:3] for piece in texts(part)} for part in (train, held_out)]
+    assert not on_each_side[0] & on_each_side[1]
+    assert 1 <= len(on_each_side[1]) <= 15
+    assert train.fingerprint() != held_out.fingerprint()
+
+
+def test_split_of_jsonl_is_by_line(tmp_path):
+    lines = "\n".join(json.dumps({"text": f"document {n}"}) for n in range(2000))
+    train, held_out = split(TextSource(write_files(tmp_path, {"a.jsonl": lines})), 0.1)
+    assert not set(texts(train)) & set(texts(held_out))
+    assert len(train) + len(held_out) == 2000
+    assert 150 < len(held_out) < 250  # 200 expected, standard deviation 13
+
+
+def test_documents_added_later_move_none_between_the_parts(tmp_path):
+    files = {f"{n}.txt": f"{n}" for n in range(100)}
+    before = [set(texts(part)) for part in split(TextSource(write_files(tmp_path / "x", files)), 0.3)]
+    more = {**files, **{f"a{n}.txt": f"a{n}" for n in range(100)}}
+    after = [set(texts(part)) for part in split(TextSource(write_files(tmp_path / "x", more)), 0.3)]
+    assert before[0] <= after[0]
+    assert before[1] <= after[1]
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.02, 0.98])
+def test_split_leaves_no_part_empty(list_source, fraction):
+    for count in (2, 3, 10):
+        parts = split(list_source(map(str, range(count))), fraction)
+        assert min(map(len, parts)) >= 1
+
+
+def test_one_document_can_not_be_split(list_source):
+    with pytest.raises(UserError, match=r"eval_dataset_path.*eval_interval=-1"):
+        split(list_source(["one"]), 0.5)
+
+
+def test_open_sources_holds_out_only_if_the_run_evaluates(config, tmp_path):
+    path = write_files(tmp_path, {f"{n}.txt": f"{n}" for n in range(20)})
+    train, held_out = open_sources(config(dataset_path=path))
+    assert len(train) + len(held_out) == 20
+    train, held_out = open_sources(config(dataset_path=path, eval_interval=-1))
+    assert (len(train), held_out) == (20, None)
+    train, held_out = open_sources(config(dataset_path=path, eval_dataset_path=f"{path}/1?.txt"))
+    assert (len(train), len(held_out)) == (20, 10)
+    with pytest.raises(UserError, match=r"eval_dataset_path=.*no such"):
+        open_sources(config(dataset_path=path, eval_dataset_path=f"{path}/none"))
+
+
+def test_synthetic_ids_are_uniform_and_a_function_of_seed_and_number():
+    source = SyntheticSource(vocab_size=10, length=5000, seed=1)
+    ids = source.ids(7)
+    assert ids.shape == (5001,)
+    assert ids.dtype == np.int32
+    assert (ids == SyntheticSource(10, 5000, 1).ids(7)).all()
+    counts = np.bincount(ids, minlength=10)
+    assert len(counts) == 10
+    assert np.abs(counts - 500).max() < 5 * np.sqrt(450)
+    for other in (source.ids(8), SyntheticSource(10, 5000, 2).ids(7)):
+        assert abs((ids == other).mean() - 0.1) < 0.03
+
+
+def test_synthetic_training_and_evaluation_data_differ(config):
+    train, held_out = open_sources(config(dataset_type="synthetic"))
+    assert not any((train.ids(n) == held_out.ids(n)).all() for n in range(10))

@@ -1,0 +1,68 @@
+"""One of two processes with four CPU devices each, for test_hosts.py: writes what it made of the same data, as JSON.
+
+Usage: python two_processes.py ADDRESS PROCESS_ID CORPUS RESULT
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from src.data.loader import EvalBatches, host_rows, to_global, to_host, train_batches
+from src.data.sources import TextSource
+from src.data.tokenizer import ByteTokenizer
+
+B = 16
+CONFIG = SimpleNamespace(max_target_length=64, packing=True, data_shuffle_seed=3, eval_steps=-1)
+
+
+def gather(batch):
+    """The whole arrays, on every process."""
+    return {name: multihost_utils.process_allgather(array, tiled=True) for name, array in batch.items()}
+
+
+def main(address, process_id, corpus, result_path):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize(address, num_processes=2, process_id=int(process_id))
+    source, tokenizer = TextSource(corpus), ByteTokenizer()
+    result = {}
+    by_process = np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+    meshes = {
+        "contiguous rows": (by_process.reshape(8, 1), ("batch", "length")),
+        "rows of both hosts in turn": (by_process.reshape(2, 4).T.reshape(8, 1), ("batch", "length")),
+        "tokens sharded too, rows shared": (by_process.reshape(2, 2, 2).reshape(4, 2), ("batch", "length")),
+        "all rows on both": (by_process.reshape(2, 4).T.reshape(4, 2), ("batch", "length")),
+    }
+    for name, (devices, axes) in meshes.items():
+        mesh = Mesh(devices, axes)
+        tokens = NamedSharding(mesh, PartitionSpec("batch", "length"))
+        position = NamedSharding(mesh, PartitionSpec("batch"))
+        rows = host_rows(position, (B, 1, 2))
+        batches = train_batches(CONFIG, source, tokenizer, rows, B)
+        for k, batch in enumerate(itertools.islice(batches, 3)):
+            shardings = dict.fromkeys(batch, tokens) | {"data_position": position}
+            whole = to_global(batch, shardings, rows, B)
+            assert (to_host(whole["data_position"], rows) == batch["data_position"]).all()
+            gathered = gather(whole)
+            result[f"{name}, step {k}"] = {key: array.tolist() for key, array in gathered.items()}
+        batches.close()
+        result[f"{name}, rows"] = rows.tolist()
+    rows = np.arange(8) + 8 * jax.process_index()
+    evaluation = EvalBatches(CONFIG, source, tokenizer, rows, B)
+    local = list(evaluation)
+    result["eval steps"] = len(local)
+    result["eval steps with tokens"] = sum(bool(batch["loss_mask"].any()) for batch in local)
+    result["eval tokens"] = float(sum(batch["loss_mask"].sum() for batch in local))
+    Path(result_path).write_text(json.dumps(result))
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

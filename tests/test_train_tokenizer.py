@@ -1,0 +1,104 @@
+import pytest
+
+from src.config import load
+from src.data.sources import TextSource, open_sources
+from src.data.tokenizer import SentencePieceTokenizer
+from src.errors import UserError
+from src.train_tokenizer import main, train
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for n in range(20):
+        lines = "".join(f"    if value_{n} is None:\n        return {k} * {n}\n\n" for k in range(10))
+        (folder / f"{n}.py").write_text(f"def function_{n}(value):\n{lines}\treturn 'é{n}'\n")
+    return folder
+
+
+@pytest.fixture
+def command(corpus, tmp_path):
+    path = tmp_path / "out" / "t.model"
+    keys = {
+        "dataset_path": corpus,
+        "tokenizer_type": "sentencepiece",
+        "tokenizer_path": path,
+        "vocab_size": 400,
+    }
+
+    def make(**changes):
+        return ["configs/base.yml", *(f"{key}={value}" for key, value in (keys | changes).items())]
+
+    return make, path
+
+
+def test_the_command_writes_a_tokenizer_of_that_size_for_that_text(command, corpus):
+    make, path = command
+    main(make())
+    tokenizer = SentencePieceTokenizer(str(path))
+    assert tokenizer.vocab_size == 400
+    source = TextSource(str(corpus))
+    for i in range(len(source)):
+        ids = tokenizer.encode(source[i])
+        assert tokenizer.decode(ids) == source[i]
+        assert len(ids) < len(source[i]) / 3
+
+
+def test_the_same_command_writes_the_same_file(command, tmp_path):
+    make, path = command
+    main(make())
+    main(make(tokenizer_path=tmp_path / "again.model"))
+    assert path.read_bytes() == (tmp_path / "again.model").read_bytes()
+
+
+def knows(path, character):
+    """Whether a character has a piece of its own; without one it takes its UTF-8 bytes."""
+    return len(SentencePieceTokenizer(str(path)).encode(character)) == len(["bos", character, "eos"])
+
+
+@pytest.mark.parametrize(("eval_interval", "seen"), [(-1, True), (10, False)])
+def test_documents_held_out_for_evaluation_are_not_trained_on(command, corpus, eval_interval, seen):
+    make, path = command
+    _, held_out = open_sources(load(make(eval_interval=10)))
+    texts = [held_out[i] for i in range(len(held_out))]
+    for file in corpus.iterdir():
+        if file.read_text() in texts:
+            file.write_text("def § ( ): § § §\n" * 500)
+    main(make(eval_interval=eval_interval))
+    assert knows(path, "é")
+    assert knows(path, "§") == seen
+
+
+@pytest.mark.parametrize("vocab_size", [280, 100_000])
+def test_a_vocabulary_the_text_does_not_give_is_an_error(vocab_size):
+    with pytest.raises(UserError, match=f"vocab_size={vocab_size} does not suit this text: Vocabulary size"):
+        train(["abcdefghijklmnopqrstuvwxyz " * 10] * 10, vocab_size)
+
+
+def test_an_existing_file_is_kept(command):
+    make, path = command
+    path.parent.mkdir()
+    path.write_text("precious")
+    with pytest.raises(UserError, match=f"tokenizer_path={path} exists"):
+        main(make())
+    assert path.read_text() == "precious"
+
+
+def test_a_path_that_can_not_be_written_is_an_error(command, tmp_path):
+    make, _ = command
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="can't be written"):
+        main(make(tokenizer_path=tmp_path / "file" / "t.model"))
+
+
+@pytest.mark.parametrize("changes", [{"dataset_type": "synthetic"}, {"tokenizer_type": "byte", "tokenizer_path": ""}])
+def test_other_data_or_tokenizers_are_an_error(command, changes):
+    make, _ = command
+    with pytest.raises(UserError, match="dataset_type=text tokenizer_type=sentencepiece"):
+        main(make(**changes))
+
+
+def test_help_is_answered(capsys):
+    main(["--help", "tokenizer_path"])
+    assert "tokenizer_path" in capsys.readouterr().out

@@ -35,11 +35,13 @@ MODEL_GROUPS = "Model:"
 # Beside the model's keys, these make a run's weights, optimizer arrays and data what they are: one that goes on with
 # another value of them is another run. (per_device_batch_size is none of them: on other devices it may differ while
 # the global batch is the same.)
+# fmt: off
 RUN_IDENTITY = (
-    *("weight_dtype", "opt_type", "mu_dtype"),
-    *("gradient_accumulation_steps", "max_target_length", "packing", "data_shuffle_seed"),
-    *("dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "tokenizer_type", "tokenizer_path"),
+    "weight_dtype", "opt_type", "mu_dtype", "gradient_accumulation_steps", "max_target_length", "packing",
+    "data_shuffle_seed", "dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "tokenizer_type",
+    "tokenizer_path",
 )
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
     Returns:
         The values, and the keys whose setting was wrong and added to `problems`.
     """
-    config = {key: list(value) if isinstance(value, list) else value for key, value in base().defaults.items()}
+    config = dict(base().defaults)
     failed: set[str] = set()
     for setting in settings:
         key, dot, entry = setting.key.partition(".")
@@ -202,16 +204,12 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
             problems.append(f"{setting.key} ({setting.where}): {error}" + (f". {key}: {comment}" if comment else ""))
             failed.add(key)
             continue
-        if key == "decoder_segments":
-            value, found = value
-            problems.extend(found)
-            failed.update([key] if found else [])
         config[key] = {**config[key], entry: value} if dot else value
     return config, failed
 
 
 def _typed(setting: Setting) -> Any:
-    """The setting's value as its key's type; of decoder_segments with what is wrong with them.
+    """The setting's value as its key's type, or its entry's where the key is dotted.
 
     Raises:
         ValueError: it is of another type.
@@ -219,10 +217,8 @@ def _typed(setting: Setting) -> Any:
     default = _default(setting.key)
     if default is None:  # an entry of a mapping that base.yml does not have: its check knows which there may be
         return literal(setting.value)
-    if setting.key == "decoder_segments" and isinstance(setting.value, list):
-        return read_segments(setting.value)
     if setting.key == "decoder_segments":
-        return convert(setting.value, default), []
+        return read_segments(setting.value)
     return convert(setting.value, default)
 
 
@@ -233,11 +229,12 @@ def _answer_unknown(setting: Setting, problems: list[str], notes: list[str]) -> 
     elif foreign:
         problems.append(foreign.sentence)
     else:
-        problems.append(f"unknown key {setting.key} ({setting.where}).{nearest(setting.key, base().defaults)}")
+        hint = nearest(setting.key, base().defaults) or " `--help` lists all keys."
+        problems.append(f"unknown key {setting.key} ({setting.where}).{hint}")
 
 
 def _freeze(config: Mapping[str, Any]) -> FrozenConfigDict:
-    return FrozenConfigDict({key: config[key] for key in base().defaults if key in config})
+    return FrozenConfigDict({key: config[key] for key in base().defaults})
 
 
 def to_yaml(config: Mapping[str, Any]) -> str:
@@ -255,7 +252,7 @@ def from_yaml(text: str) -> FrozenConfigDict:
     for key, value in parse_keys(text, "the run's config.yml").items():
         try:
             if key == "decoder_segments":
-                config[key], _ = read_segments(value)
+                config[key] = read_segments(value)
             else:
                 config[key] = convert(value, base().defaults[key]) if key in base().defaults else literal(value)
         except ValueError as error:
@@ -268,7 +265,7 @@ def diff_from_base(config: Mapping[str, Any]) -> list[str]:
     default, value = _dotted(_freeze(base().defaults)), _dotted(config)
     return [
         f"{key}: {dump(value.get(key))} (default {dump(default.get(key))})"
-        for key in dict.fromkeys([*default, *value])
+        for key in dict.fromkeys([*value, *default])
         if value.get(key) != default.get(key)
     ]
 
@@ -296,7 +293,7 @@ def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[C
     before = {**_freeze(base().defaults), **old}
     changes = [
         Change(key, before.get(key), new.get(key))
-        for key in dict.fromkeys([*new, *before])
+        for key in dict.fromkeys([*base().defaults, *before, *new])
         if before.get(key) != new.get(key)
     ]
     identity = {*RUN_IDENTITY, *base().keys_in(MODEL_GROUPS)} - set(new["accept_changes"])

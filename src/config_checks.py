@@ -5,26 +5,20 @@ Types are config_yaml.py's business; what depends on the devices or the data is 
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from src.config_yaml import base, convert, dump, literal
+from src.config_yaml import Plain, base, convert, dump
 from src.foreign_keys import value_hint
 
+MESH_AXES = ("data", "fsdp", "tensor")
+
+# Tables, wrapped by hand to be read.
+# fmt: off
 DTYPES = ("bfloat16", "float32")
 ACTIVATIONS = ("silu", "gelu", "relu", "squared_relu", "linear")
-MESH_AXES = ("data", "fsdp", "tensor")
-REMAT_ARRAYS = (
-    "decoder_layer_input",
-    "query_proj",
-    "key_proj",
-    "value_proj",
-    "context",
-    "out_proj",
-    "mlpwi",
-    "mlpwo",
-)
+REMAT_ARRAYS = ("decoder_layer_input", "query_proj", "key_proj", "value_proj", "context", "out_proj", "mlpwi", "mlpwo")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "hardware": ("", "cpu", "gpu", "tpu"),
@@ -35,17 +29,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mu_dtype": ("", *DTYPES),
     "matmul_precision": ("default", "high", "highest"),
     "attention": ("autoselected", "dot_product", "flash", "cudnn_flash"),
-    "remat_policy": (
-        "none",
-        "full",
-        "minimal",
-        "minimal_with_context",
-        "save_qkv_proj",
-        "save_out_proj",
-        "qkv_proj_offloaded",
-        "minimal_offloaded",
-        "custom",
-    ),
+    "remat_policy": ("none", "full", "minimal", "minimal_with_context", "save_qkv_proj", "save_out_proj",
+                     "qkv_proj_offloaded", "minimal_offloaded", "custom"),
     "opt_type": ("adamw", "sgd"),
     "lr_schedule_type": ("cosine", "wsd"),
     "on_nonfinite": ("stop", "skip"),
@@ -54,65 +39,40 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "profiler": ("", "xplane"),
 }
 
-# What a number may be, in words, the test, and the keys it holds for.
+# What numbers may be: in words, as a test, and the keys it is for.
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
-    (
-        "a positive number",
-        lambda value: value > 0,
-        ("per_device_batch_size", "normalization_layer_epsilon", "rope_max_timescale", "learning_rate", "adam_eps"),
-    ),
-    (
-        "1 or more",
-        lambda value: value >= 1,
-        (
-            *("base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads"),
-            *("head_dim", "vocab_size", "max_target_length", "num_vocab_tiling", "gradient_accumulation_steps"),
-            *("log_period", "checkpoint_period", "profiler_steps", "stack_trace_interval_seconds"),
-        ),
-    ),
-    (
-        "1 or more, or -1",
-        lambda value: value >= 1 or value == -1,
-        (
-            *("steps", "learning_rate_schedule_steps", "trainable_position_size", "eval_interval", "eval_steps"),
-            *("max_num_checkpoints_to_keep", "num_processes"),
-            *(f"{kind}_{axis}_parallelism" for kind in ("ici", "dcn") for axis in MESH_AXES),
-        ),
-    ),
-    (
-        "0 or more",
-        lambda value: value >= 0,
-        (
-            *("final_logits_soft_cap", "adam_weight_decay", "gradient_clipping_threshold", "z_loss_multiplier"),
-            *("eval_per_device_batch_size", "sample_length", "decode_sampling_temperature"),
-            "skip_first_n_steps_for_profiler",
-        ),
-    ),
-    ("0 or more, or -1", lambda value: value >= -1, ("process_id",)),
-    (
-        "from 0 to 1",
-        lambda value: 0 <= value <= 1,
-        ("warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction"),
-    ),
-    (
-        "at least 0 and less than 1",
-        lambda value: 0 <= value < 1,
-        ("adam_b1", "adam_b2", "dropout_rate", "eval_fraction"),
-    ),
-    ("at least 0 and less than 2**32", lambda value: 0 <= value < 2**32, ("init_weights_seed", "data_shuffle_seed")),
-    (
-        "a power of two, from 1 up",
-        lambda value: value >= 1 and value & (value - 1) == 0,
-        ("global_parameter_scale",),
-    ),
+    ("a positive number", lambda value: value > 0,
+     ("per_device_batch_size", "normalization_layer_epsilon", "rope_max_timescale", "learning_rate", "adam_eps")),
+    ("1 or more", lambda value: value >= 1,
+     ("base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads",
+      "head_dim", "vocab_size", "max_target_length", "num_vocab_tiling", "gradient_accumulation_steps", "log_period",
+      "checkpoint_period", "profiler_steps", "stack_trace_interval_seconds")),
+    ("1 or more, or -1", lambda value: value >= 1 or value == -1,
+     ("steps", "learning_rate_schedule_steps", "trainable_position_size", "eval_interval", "eval_steps",
+      "max_num_checkpoints_to_keep", "num_processes", "ici_data_parallelism", "ici_fsdp_parallelism",
+      "ici_tensor_parallelism", "dcn_data_parallelism", "dcn_fsdp_parallelism", "dcn_tensor_parallelism")),
+    ("0 or more", lambda value: value >= 0,
+     ("final_logits_soft_cap", "adam_weight_decay", "gradient_clipping_threshold", "z_loss_multiplier",
+      "eval_per_device_batch_size", "sample_length", "decode_sampling_temperature", "skip_first_n_steps_for_profiler")),
+    ("0 or more, or -1", lambda value: value >= -1,
+     ("process_id",)),
+    ("from 0 to 1", lambda value: 0 <= value <= 1,
+     ("warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction")),
+    ("at least 0 and less than 1", lambda value: 0 <= value < 1,
+     ("adam_b1", "adam_b2", "dropout_rate", "eval_fraction")),
+    ("at least 0 and less than 2**32", lambda value: 0 <= value < 2**32,
+     ("init_weights_seed", "data_shuffle_seed")),
+    ("a power of two, from 1 up", lambda value: value >= 1 and value & (value - 1) == 0,
+     ("global_parameter_scale",)),
 )
 
 # Facts that a pattern of decoder_segments may give a layer of its own.
 LAYER_FACTS = (
-    *("base_mlp_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "mlp_activations", "mlp_bias"),
-    *("attention_bias", "normalization", "normalization_layer_epsilon", "position_type", "rope_max_timescale"),
+    "base_mlp_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "mlp_activations", "mlp_bias",
+    "attention_bias", "normalization", "normalization_layer_epsilon", "position_type", "rope_max_timescale",
     "dropout_rate",
 )
+# fmt: on
 
 
 def scaled_sizes(config: Mapping[str, Any]) -> dict[str, int]:
@@ -221,55 +181,62 @@ def _segments(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def read_segments(value: Sequence[Any]) -> tuple[list[Mapping[str, Any]], list[str]]:
+def read_segments(value: Any) -> list[Mapping[str, Any]]:
     """decoder_segments as `parse` gives them, with every entry's three keys and every fact of its key's type.
 
     Returns:
-        The segments (immutable mappings: a frozen config can hold no dict within a list), and what is wrong.
+        The segments, immutable mappings: a frozen config can hold no dict within a list.
+
+    Raises:
+        ValueError: everything that is wrong with them.
     """
+    if not isinstance(value, list):
+        return convert(value, [])
     segments, problems = [], []
     for number, entry in enumerate(value, start=1):
-        where = f"decoder_segments, segment {number}"
-        if not isinstance(entry, dict) or set(entry) - {"repeats", "shared", "pattern"} or not entry.get("pattern"):
-            problems.append(
-                f"{where}: expected {{repeats: n, shared: true or false, pattern: [...]}}, got {dump(entry)}"
-            )
-            continue
-        repeats, shared = literal(entry.get("repeats", 1)), literal(entry.get("shared", False))
-        if type(repeats) is not int or (repeats < 1 and repeats != -1) or type(shared) is not bool:
-            problems.append(f"{where}: repeats must be 1 or more, or -1 (the rest), and shared true or false")
-            continue
-        pattern = entry["pattern"]
-        if not isinstance(pattern, list) or not all(isinstance(facts, dict) or facts == "" for facts in pattern):
-            problems.append(f"{where}: pattern must be a list of layers, each {{fact: value, ...}} or {{}}")
-            continue
-        layers = []
-        for facts in pattern:
-            typed, found = _layer_facts(facts or {}, where)
-            layers.append(MappingProxyType(typed))
-            problems.extend(found)
-        segments.append(MappingProxyType({"repeats": repeats, "shared": shared, "pattern": tuple(layers)}))
-    return segments, problems
+        try:
+            segments.append(_read_segment(entry))
+        except ValueError as error:
+            problems.append(f"segment {number}: {error}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return segments
 
 
-def _layer_facts(facts: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    """The facts of one layer of a pattern, typed, and what is wrong with them."""
-    typed, problems = {}, []
+def _read_segment(entry: Any) -> Mapping[str, Any]:
+    if not isinstance(entry, dict) or set(entry) - {"repeats", "shared", "pattern"} or not entry.get("pattern"):
+        raise ValueError(f"expected {{repeats: n, shared: true or false, pattern: [...]}}, got {dump(entry)}")
+    repeats = _convert_named("repeats", entry.get("repeats", Plain("1")), 1)
+    if repeats < 1 and repeats != -1:
+        raise ValueError(f"repeats={repeats} must be 1 or more, or -1 (the rest of the layers)")
+    shared = _convert_named("shared", entry.get("shared", Plain("false")), False)
+    if not isinstance(entry["pattern"], list) or not all(isinstance(facts, dict) for facts in entry["pattern"]):
+        raise ValueError("pattern must be a list of layers, each {fact: value, ...}; {} is one as the model's keys say")
+    pattern = tuple(MappingProxyType(_layer_facts(facts)) for facts in entry["pattern"])
+    return MappingProxyType({"repeats": repeats, "shared": shared, "pattern": pattern})
+
+
+def _layer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of one layer of a pattern, each of its key's type."""
+    typed = {}
     for key, value in facts.items():
         if key not in LAYER_FACTS:
             hint = nearest(key, LAYER_FACTS) or f" Those that may: {', '.join(LAYER_FACTS)}."
-            problems.append(f"{where}: {key} cannot differ by layer.{hint}")
-            continue
-        try:
-            typed[key] = convert(value, base().defaults[key])
-        except ValueError as error:
-            problems.append(f"{where}: {key}: {error}")
-            continue
-        if key == "position_type" and typed[key] not in ("rope", "none"):
-            problems.append(f"{where}: position_type={typed[key]} cannot differ by layer, only rope or none")
-        elif problem := check_value(key, typed[key]):
-            problems.append(f"{where}: {problem}")
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in typed.items()}, problems
+            raise ValueError(f"{key} cannot differ by layer.{hint}")
+        fact = _convert_named(key, value, base().defaults[key])
+        if key == "position_type" and fact not in ("rope", "none"):
+            raise ValueError(f"position_type={fact} cannot differ by layer, only rope or none")
+        if problem := check_value(key, fact):
+            raise ValueError(problem)
+        typed[key] = tuple(fact) if isinstance(fact, list) else fact
+    return typed
+
+
+def _convert_named(key: str, value: Any, default: Any) -> Any:
+    try:
+        return convert(value, default)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
 
 
 def _remat(config: Mapping[str, Any]) -> list[str]:
@@ -364,11 +331,10 @@ def _processes(config: Mapping[str, Any]) -> list[str]:
 
 
 def _accepted(config: Mapping[str, Any]) -> list[str]:
-    known = base().defaults
     return [
-        f"accept_changes names {dump(name)}, which is no key.{nearest(str(name), known)}"
-        for name in config["accept_changes"]
-        if name not in known
+        f"accept_changes names {name}, which is no key.{nearest(name, base().defaults)}"
+        for name in map(str, config["accept_changes"])
+        if name not in base().defaults
     ]
 
 

@@ -77,7 +77,7 @@ def _fill(template: str | dict[str, str], value: Any) -> str:
     if isinstance(template, dict):
         bare = Plain(_spell(value).rpartition(".")[2])  # jnp.bfloat16 and layers.GELU are Python in Pax's files
         for theirs, typed in template.items():
-            if _same(value, theirs) or _same(bare, theirs):
+            if _same(value, Plain(theirs)) or _same(bare, Plain(theirs)):
                 return typed
         return " or ".join(dict.fromkeys(typed for typed in template.values() if typed))
     if "{0}" not in template:

@@ -1,0 +1,331 @@
+"""Configuration: what a command line resolves to, and what each mistake in it is answered with."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from src.config import (
+    compare_runs,
+    diff_from_base,
+    from_yaml,
+    help_for,
+    help_text,
+    load,
+    scaled_sizes,
+    to_yaml,
+)
+from src.errors import UserError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+BASE = str(CONFIGS / "base.yml")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file into a folder of the test's own."""
+
+    def to_file(name, text):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return to_file
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS.rglob("*.yml") if path.parent.name != "models"], ids=lambda path: path.name
+)
+def test_every_shipped_config_loads(path):
+    notes = []
+    load([str(path)], notes)
+    assert notes == []
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.yml")), ids=lambda path: path.stem)
+def test_every_shipped_model_loads_by_name_and_by_path(path):
+    named, by_path = load([BASE, f"model_name={path.stem}"]), load([BASE, f"model_name={path}"])
+    assert named.model_name == path.stem
+    assert compare_runs(named, by_path)[1] == []
+
+
+def test_shipped_models_have_their_papers_sizes():
+    llama = load([BASE, "model_name=llama2-7b"])
+    assert (llama.base_emb_dim, llama.base_mlp_dim, llama.base_num_decoder_layers) == (4096, 11008, 32)
+    # Llama 2's 7B has 6,738,415,616 weights, as its published checkpoint counts them.
+    d, f, layers, v = llama.base_emb_dim, llama.base_mlp_dim, llama.base_num_decoder_layers, llama.vocab_size
+    attention = 2 * d * llama.head_dim * (llama.base_num_query_heads + llama.base_num_kv_heads)
+    assert layers * (attention + 3 * d * f + 2 * d) + 2 * v * d + d == 6_738_415_616
+    # GPT-3 in table 2.1: width, layers, heads and head size.
+    for name, sizes in {"gpt3-125m": (768, 12, 12, 64), "gpt3-6.7b": (4096, 32, 32, 128)}.items():
+        gpt = load([BASE, f"model_name={name}"])
+        assert (gpt.base_emb_dim, gpt.base_num_decoder_layers, gpt.base_num_query_heads, gpt.head_dim) == sizes
+        assert gpt.base_mlp_dim == 4 * gpt.base_emb_dim
+        assert (gpt.position_type, gpt.normalization, gpt.logits_via_embedding) == ("learned", "layer", True)
+
+
+def test_base_is_maxtexts_one_billion_parameter_model():
+    config = load([BASE])
+    assert (config.base_emb_dim, config.base_mlp_dim, config.base_num_decoder_layers) == (2048, 7168, 16)
+    assert (config.base_num_query_heads, config.head_dim, config.vocab_size) == (16, 128, 32_000)
+
+
+def test_precedence(write):
+    model = write("model.yml", "base_emb_dim: 64\nhead_dim: 8\nvocab_size: 300\n")
+    write("lower.yml", f"model_name: {model}\nsteps: 5\nlearning_rate: 1e-2\nhead_dim: 16\n")
+    upper = write("upper.yml", "base_config: lower.yml\nsteps: 6\nlog_period: 7\n")
+    config = load([str(upper), "log_period=8", "log_period=9"])
+    assert config.base_emb_dim == 64, "the model file is above base.yml"
+    assert config.head_dim == 16, "the YAML is above the model file"
+    assert config.steps == 6, "a file is above its base_config"
+    assert config.log_period == 9, "the command line is above all, its last word wins"
+    assert config.learning_rate == 0.01
+    assert config.checkpoint_period == 1_000, "the rest is base.yml's"
+
+
+def test_the_last_model_name_wins(write):
+    path = write("mine.yml", "model_name: gpt3-125m\n")
+    assert load([str(path)]).base_emb_dim == 768
+    assert load([str(path), "model_name=llama2-7b"]).base_emb_dim == 4096
+    assert load([str(path), "model_name="]).base_emb_dim == 2048
+    maxtexts_none = load([str(path), "model_name=default"])
+    assert (maxtexts_none.base_emb_dim, maxtexts_none.model_name) == (2048, "")
+
+
+def test_base_config_is_found_in_configs(write):
+    path = write("mine.yml", "base_config: quickstart.yml\nsteps: 3\n")
+    assert compare_runs(load([str(path)]), load([str(CONFIGS / "quickstart.yml")]))[1] == []
+    assert load([str(path)]).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("steps=10_000", 10_000),
+        ("steps=1e3", 1_000),
+        ("learning_rate=1e-3", 0.001),
+        ("learning_rate=1", 1.0),
+        ("per_device_batch_size=0.5", 0.5),
+        ("per_device_batch_size=4", 4.0),
+        ("packing=true", True),
+        ("packing=False", False),
+        ("run_name=123", "123"),
+        ("run_name=007", "007"),
+        ("run_name=1e3", "1e3"),
+        ("run_name=None", ""),
+        ("run_name=null", ""),
+        ("run_name=", ""),
+        ("run_name='None'", "None"),
+        ("jax_cache_dir=None", ""),
+        ("prompt=a=b: [c", "a=b: [c"),
+        ('prompt=" x "', " x "),
+        ("prompt='a' or 'b'", "'a' or 'b'"),
+        ("base_output_directory=gs://bucket/dir", "gs://bucket/dir"),
+        ("mlp_activations=['gelu', 'linear']", ("gelu", "linear")),
+        ("mlp_activations=[relu]", ("relu",)),
+        ("accept_changes=", ()),
+    ],
+)
+def test_values(argument, value):
+    loaded = load([BASE, argument])[argument.partition("=")[0]]
+    assert loaded == value
+    assert type(loaded) is type(value)
+
+
+def test_dotted_keys_set_one_entry(write):
+    config = load([BASE, "logical_axis_rules.mlp=[]", "remat_policy=custom", "remat_custom.query_proj=offload"])
+    assert config.logical_axis_rules.mlp == ()
+    assert config.logical_axis_rules.vocab == ("tensor",)
+    assert config.remat_custom.to_dict() == {"query_proj": "offload"}
+    path = write("mine.yml", "logical_axis_rules.mlp: [tensor, fsdp]\n")
+    assert load([str(path)]).logical_axis_rules.mlp == ("tensor", "fsdp")
+
+
+def test_strings_of_a_yaml_file_keep_their_spelling(write):
+    path = write("mine.yml", "run_name: 010\nprompt: '1e-3'\nbase_output_directory: 2026-01-01\n")
+    config = load([str(path)])
+    assert (config.run_name, config.prompt, config.base_output_directory) == ("010", "1e-3", "2026-01-01")
+
+
+def test_decoder_segments():
+    config = load(
+        [
+            BASE,
+            "decoder_segments=[{repeats: 2, pattern: [{rope_max_timescale: 1e6, mlp_activations: [gelu]}, {}]},"
+            " {repeats: -1, shared: true, pattern: [{}]}]",
+        ]
+    )
+    first, second = config.decoder_segments
+    assert (first["repeats"], first["shared"], len(first["pattern"])) == (2, False, 2)
+    assert first["pattern"][0] == {"rope_max_timescale": 1_000_000, "mlp_activations": ("gelu",)}
+    assert (second["repeats"], second["shared"]) == (-1, True)
+
+
+# MaxText's published 16B to 128B models are scales 16 to 128 of base.yml: (emb, mlp, layers, heads).
+@pytest.mark.parametrize(
+    ("scale", "sizes"),
+    [
+        (1, (2048, 7168, 16, 16)),
+        (2, (2048, 14336, 16, 32)),
+        (4, (4096, 14336, 16, 32)),
+        (8, (4096, 14336, 32, 32)),
+        (16, (4096, 28672, 32, 64)),
+        (32, (8192, 28672, 32, 64)),
+        (64, (8192, 28672, 64, 64)),
+        (128, (8192, 57344, 64, 128)),
+    ],
+)
+def test_global_parameter_scale(scale, sizes):
+    scaled = scaled_sizes(load([BASE, f"global_parameter_scale={scale}", "base_num_kv_heads=4"]))
+    assert (scaled["emb_dim"], scaled["mlp_dim"], scaled["num_decoder_layers"], scaled["num_query_heads"]) == sizes
+    assert scaled["num_query_heads"] == 4 * scaled["num_kv_heads"]
+    weights = (
+        scaled["num_decoder_layers"]
+        * scaled["emb_dim"]
+        * (3 * scaled["mlp_dim"] + 128 * (2 * scaled["num_query_heads"] + 2 * scaled["num_kv_heads"]))
+    )
+    base_weights = 16 * 2048 * (3 * 7168 + 128 * (2 * 16 + 2 * 4))
+    assert weights == scale * base_weights, "each doubling doubles the weights of the layers"
+
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    run_name=TEXTS,
+    prompt=TEXTS,
+    steps=st.integers(1, 2**62),
+    learning_rate=st.floats(1e-300, 1e300),
+    packing=st.booleans(),
+    activations=st.lists(st.sampled_from(["silu", "gelu", "linear"]), min_size=1),
+    repeats=st.integers(1, 15),
+    theta=st.integers(1, 10**9),
+)
+def test_to_yaml_is_read_back(run_name, prompt, steps, learning_rate, packing, activations, repeats, theta):
+    config = load(
+        [
+            BASE,
+            *(f"steps={steps}", f"learning_rate={learning_rate!r}", f"packing={packing}"),
+            *(f"mlp_activations={activations}", f"run_name={run_name}", f"prompt={prompt}"),
+            f"decoder_segments=[{{repeats: {repeats}, pattern: [{{rope_max_timescale: {theta}}}]}},"
+            " {repeats: -1, pattern: [{}]}]",
+        ]
+    )
+    assert from_yaml(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["None", "null", "", "true", "1e-3", "'", '"', " x", "a: b", "# c", "\n", "\x00", "é\u2028"],
+    ids=repr,
+)
+def test_awkward_strings_are_read_back(prompt):
+    assert from_yaml(to_yaml({**load([BASE]), "prompt": prompt})).prompt == prompt
+
+
+def test_a_resolved_config_loads_to_itself(write):
+    config = load(
+        [
+            str(CONFIGS / "quickstart.yml"),
+            *("model_name=gpt3-125m", "max_target_length=512", "logical_axis_rules.mlp=[]", "vocab_size=999"),
+        ]
+    )
+    assert load([str(write("config.yml", to_yaml(config)))]) == config
+
+
+def test_the_config_is_frozen():
+    config = load([BASE])
+    with pytest.raises(AttributeError):
+        config.steps = 3
+    with pytest.raises(AttributeError):
+        config.logical_axis_rules.mlp = ()
+
+
+def test_diff_from_base():
+    assert diff_from_base(load([BASE])) == []
+    changed = load([BASE, "steps=3", "logical_axis_rules.mlp=[]", "remat_policy=custom", "remat_custom.mlpwo=device"])
+    assert diff_from_base(changed) == [
+        "steps: 3 (default 10000)",
+        "remat_policy: custom (default full)",
+        "remat_custom.mlpwo: device (default null)",
+        "logical_axis_rules.mlp: [] (default [tensor])",
+    ]
+
+
+def test_compare_runs():
+    old = from_yaml(to_yaml(load([BASE])))
+    assert compare_runs(old, load([BASE])) == ([], [])
+    new = load([BASE, "steps=3", "per_device_batch_size=6", "head_dim=64", "data_shuffle_seed=1", "mu_dtype=bfloat16"])
+    harmless, breaking = compare_runs(old, new)
+    assert [str(change) for change in harmless] == ["steps: 10000 -> 3", "per_device_batch_size: 12.0 -> 6.0"]
+    assert {change.key for change in breaking} == {"head_dim", "data_shuffle_seed", "mu_dtype"}
+    accepting = load([BASE, "head_dim=64", "accept_changes=[head_dim]"])
+    harmless, breaking = compare_runs(old, accepting)
+    assert breaking == []
+    assert "head_dim" in {change.key for change in harmless}
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("vocab_size=300", "base_emb_dim=64", "decoder_segments=[{repeats: 16, pattern: [{mlp_bias: true}]}]"),
+        *("global_parameter_scale=2", "weight_dtype=bfloat16", "gradient_accumulation_steps=2", "packing=false"),
+        *("max_target_length=64", "dataset_path=x", "dataset_type=synthetic", "eval_fraction=0.5", "opt_type=sgd"),
+    ],
+)
+def test_what_makes_another_run(argument):
+    _, breaking = compare_runs(load([BASE]), load([BASE, argument]))
+    assert [change.key for change in breaking] == [argument.partition("=")[0]]
+
+
+@pytest.mark.parametrize(
+    "argument", ["learning_rate=1", "remat_policy=none", "ici_tensor_parallelism=2", "dtype=float32", "eval_interval=9"]
+)
+def test_what_a_run_may_change(argument):
+    assert compare_runs(load([BASE]), load([BASE, argument]))[1] == []
+
+
+def test_a_run_of_another_version():
+    old = from_yaml("steps: 7\nhead_dim: 64\nforgotten_key: [1]\n")
+    harmless, breaking = compare_runs(old, load([BASE]))
+    assert [str(change) for change in breaking] == ["head_dim: 64 -> 128"], "a changed default is seen"
+    assert {change.key for change in harmless} == {"steps", "forgotten_key"}, "an absent key had its default's effect"
+
+
+def test_from_yaml_of_a_damaged_file():
+    for text in ("steps: [1", "steps: x", "- 1"):
+        with pytest.raises(UserError, match=r"config\.yml"):
+            from_yaml(text)
+
+
+def test_help():
+    assert help_for([BASE, "steps=3"]) is None
+    overview = help_for(["--help"])
+    assert "python -m src.train" in overview
+    assert "checkpoint_period" in overview
+    assert help_for(["--help", "steps"]) == help_text("steps")
+    assert help_for([BASE, "steps=3", "-h", "steps"]) == help_text("steps")
+    assert help_text("learning_rate").splitlines() == ["Optimizer", "learning_rate: 3.0e-4               # its peak"]
+    remat = help_text("remat_policy")
+    assert remat.index("save_out_proj") < remat.index("\nremat_policy:")
+    assert "  vocab: [tensor]" in help_text("logical_axis_rules")
+    assert "Did you mean steps" in help_text("stpes")
+    assert "experts" in help_text("num_experts")
+
+
+def test_every_key_of_base_is_explained():
+    for line in (CONFIGS / "base.yml").read_text().splitlines():
+        key = line.partition(":")[0]
+        if key.isidentifier() and key not in ("ici_fsdp_parallelism", "ici_tensor_parallelism"):
+            comment = help_text(key).partition("\n")[2].partition(" # ")[2]
+            assert comment or key in ("dcn_fsdp_parallelism", "dcn_tensor_parallelism"), key
+
+
+def test_configuration_needs_no_jax():
+    """A command's first line comes before JAX is imported, which takes seconds."""
+    code = "import sys; from src.config import load; load(['configs/base.yml']); print('jax' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CONFIGS.parent, check=True)
+    assert run.stdout == "False\n"

@@ -1,0 +1,208 @@
+"""What each mistake in a configuration is answered with."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from src.config import load
+from src.config_checks import CHOICES, RANGES
+from src.config_yaml import base
+from src.errors import UserError
+
+BASE = str(Path(__file__).parents[1] / "configs" / "base.yml")
+
+
+def error_of(*arguments, config=BASE):
+    """The message that a command line is answered with."""
+    with pytest.raises(UserError) as error:
+        load([str(config), *arguments])
+    return str(error.value)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file into a folder of the test's own."""
+
+    def to_file(name, text):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return to_file
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["stpes=3"], ["unknown key stpes", "steps"]),
+        (["batch_size=3"], ["unknown key batch_size", "per_device_batch_size"]),
+        (["steps"], ["steps", "key=value"]),
+        (["--steps=3"], ["steps=3"]),
+        (["steps=many"], ["steps", "an integer", "a string (many)"]),
+        (["steps=1.5"], ["steps", "an integer", "a number (1.5)"]),
+        (["steps=true"], ["steps", "an integer", "true"]),
+        (["steps=None"], ["steps", "an integer", "nothing"]),
+        (["steps=0"], ["steps=0", "1 or more, or -1"]),
+        (["steps=1:30"], ["steps", "an integer"]),
+        (["steps=-1"], ["learning_rate_schedule_steps"]),
+        (["max_num_checkpoints_to_keep=None"], ["-1: all are kept"]),
+        (["learning_rate=fast"], ["learning_rate", "a number", "a string (fast)"]),
+        (["learning_rate=nan"], ["learning_rate", "a number"]),
+        (["learning_rate=0"], ["learning_rate", "positive"]),
+        (["packing=yes"], ["packing", "true or false", "a string ('yes')"]),
+        (["packing=1"], ["packing", "true or false", "an integer (1)"]),
+        (["mlp_activations=silu"], ["mlp_activations", "a list", "a string (silu)"]),
+        (["mlp_activations=[swish]"], ["swish", "silu, gelu, relu, squared_relu, linear"]),
+        (["mlp_activations=[]"], ["mlp_activations", "empty"]),
+        (["mlp_activations=[a"], ["mlp_activations", "line 1, column 3"]),
+        (["remat_custom=3"], ["remat_custom", "a mapping", "an integer (3)"]),
+        (["steps.x=3"], ["steps.x", "no mapping"]),
+        (["dtype=float16"], ["dtype=float16", "bfloat16, float32"]),
+        (["attention=magic"], ["attention=magic", "cudnn_flash"]),
+        (["hardware=quantum"], ["hardware=quantum", "(empty), cpu, gpu, tpu"]),
+        (["remat_policy=save"], ["remat_policy=save", "save_qkv_proj"]),
+        (["remat_policy=custom"], ["remat_custom"]),
+        (["remat_custom.out_proj=device"], ["remat_policy=custom"]),
+        (["remat_policy=custom", "remat_custom.out=device"], ["no array out", "out_proj"]),
+        (["remat_policy=custom", "remat_custom.out_proj=disk"], ["remat_custom.out_proj=disk", "offload"]),
+        (["global_parameter_scale=3"], ["global_parameter_scale=3", "power of two"]),
+        (["global_parameter_scale=0"], ["global_parameter_scale=0", "power of two"]),
+        (["base_num_kv_heads=3"], ["base_num_query_heads=16", "base_num_kv_heads=3"]),
+        (["head_dim=7"], ["head_dim=7", "even"]),
+        (["adam_b2=1"], ["adam_b2=1.0", "less than 1"]),
+        (["warmup_steps_fraction=1.5"], ["warmup_steps_fraction=1.5", "from 0 to 1"]),
+        (["lr_schedule_type=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.6"], ["exceeds 1"]),
+        (["per_device_batch_size=0"], ["per_device_batch_size=0.0", "positive"]),
+        (["ici_data_parallelism=-1"], ["ici_data_parallelism and ici_fsdp_parallelism"]),
+        (["dcn_fsdp_parallelism=0"], ["dcn_fsdp_parallelism=0", "1 or more, or -1"]),
+        (["mesh_axes=[data, model]"], ["mesh_axes=[data, model]", "data, fsdp, tensor"]),
+        (["logical_axis_rules.mpl=[]"], ["no mpl", "mlp"]),
+        (["logical_axis_rules.mlp=[model]"], ["logical_axis_rules.mlp=[model]", "data, fsdp, tensor"]),
+        (["logical_axis_rules={mlp: []}"], ["lacks batch", "logical_axis_rules.batch=[]"]),
+        (["trainable_position_size=2048"], ["position_type=learned"]),
+        (["position_type=learned", "trainable_position_size=512"], ["trainable_position_size=512", "2048"]),
+        (["num_vocab_tiling=3"], ["max_target_length=2048", "num_vocab_tiling=3"]),
+        (["tokenizer_type=sentencepiece"], ["tokenizer_path"]),
+        (["tokenizer_path=a.model"], ["tokenizer_type=sentencepiece"]),
+        (["eval_interval=5", "eval_fraction=0"], ["eval_dataset_path", "eval_fraction"]),
+        (["load_parameters_path=a", "load_full_state_path=b"], ["exclude each other"]),
+        (["coordinator_address=a:1"], ["num_processes", "process_id"]),
+        (["coordinator_address=a:1", "num_processes=2", "process_id=2"], ["process_id=2", "num_processes=2"]),
+        (["accept_changes=[vocab]"], ["vocab", "vocab_size"]),
+        (["model_name=lama2"], ["model_name=lama2", "llama2-7b"]),
+        (["model_name=zzz"], ["gpt3-125m, gpt3-6.7b, llama2-7b"]),
+        (["decoder_segments=3"], ["decoder_segments", "a list"]),
+        (["decoder_segments=[{repeats: 2}]"], ["segment 1", "pattern"]),
+        (["decoder_segments=[{pattern: 3}]"], ["segment 1", "pattern must be a list"]),
+        (["decoder_segments=[{repeats: 0, pattern: [{}]}]"], ["segment 1", "repeats=0"]),
+        (["decoder_segments=[{repeats: x, pattern: [{}]}]"], ["segment 1: repeats", "an integer", "x"]),
+        (["decoder_segments=[{shared: 1, pattern: [{}]}]"], ["segment 1: shared", "true or false", "(1)"]),
+        (["decoder_segments=[{repeats: 5, pattern: [{}]}]"], ["5 layers", "the model has 16"]),
+        (["decoder_segments=[{repeats: -1, pattern: [{}, {}, {}]}]"], ["16 of 16 layers", "3"]),
+        (["decoder_segments=[{repeats: -1, pattern: [{}]}, {repeats: -1, pattern: [{}]}]"], ["only one segment"]),
+        (["decoder_segments=[{repeats: 16, pattern: [{base_emb_dim: 3}]}]"], ["base_emb_dim cannot differ by layer"]),
+        (["decoder_segments=[{repeats: 16, pattern: [{head_dm: 3}]}]"], ["head_dm", "Did you mean head_dim"]),
+        (["decoder_segments=[{repeats: 16, pattern: [{mlp_bias: 3}]}]"], ["mlp_bias", "true or false"]),
+        (["decoder_segments=[{repeats: 16, pattern: [{normalization: z}]}]"], ["segment 1", "rms, layer"]),
+        (["decoder_segments=[{repeats: 16, pattern: [{position_type: learned}]}]"], ["only rope or none"]),
+        (["decoder_segments=[{repeats: 16, pattern: [{base_num_kv_heads: 5}]}]"], ["segment 1", "kv_heads=5"]),
+    ],
+)
+def test_mistakes(arguments, parts):
+    message = error_of(*arguments)
+    assert "problems" not in message, "one mistake is one problem"
+    for part in parts:
+        assert part in message
+
+
+def test_all_problems_are_reported_together():
+    message = error_of("stpes=3", "steps=many", "num_experts=8", "dtype=int8", "base_num_kv_heads=3", config="nope.yml")
+    assert message.startswith("6 problems")
+    for part in ("no file nope.yml", "stpes", "many", "num_experts", "dtype=int8", "base_num_kv_heads=3"):
+        assert part in message
+
+
+def test_what_depends_on_a_wrong_key_is_not_reported():
+    message = error_of("base_num_kv_heads=x", "base_num_query_heads=9")
+    assert message.startswith("base_num_kv_heads")
+    assert "problems" not in message
+
+
+@pytest.mark.parametrize("argv", [[], ["steps=3"], ["--exp=a.b.C"]])
+def test_a_command_without_a_yaml_file(argv):
+    with pytest.raises(UserError, match="first argument is a YAML file"):
+        load(argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("steps: 3\nsteps: 4\n", ["line 2", "steps stands twice"]),
+        ("steps: [1\n", ["not valid YAML", "line 2, column 1"]),
+        ("\tsteps: 3\n", ["not valid YAML", "line 1, column 1"]),
+        ("- steps\n", ["a list", "key: value"]),
+        ("steps\n", ["a string", "key: value"]),
+        ("steps: '3'\n", ["steps", "an integer", "a string"]),
+        ("steps: !!python/name:os.system\n", ["not valid YAML", "line 1"]),
+        ("base_config: nowhere.yml\n", ["no file", "nowhere.yml"]),
+        ("base_config: mine.yml\n", ["circle"]),
+    ],
+)
+def test_mistakes_in_a_yaml_file(write, text, parts):
+    message = error_of(config=write("mine.yml", text))
+    assert "mine.yml" in message or "nowhere.yml" in message
+    for part in parts:
+        assert part in message
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "binary.yml").write_bytes(b"\xff\xfe\x00\x01")
+    assert "binary.yml" in error_of(config=tmp_path / "binary.yml")
+
+
+def test_an_empty_file_is_base(write):
+    assert load([str(write("empty.yml", "# nothing\n"))]) == load([BASE])
+
+
+def test_a_model_file_describes_a_model_alone(write):
+    model = write("model.yml", "base_emb_dim: 64\nlearning_rate: 1\n")
+    assert "learning_rate does not describe a model" in error_of(f"model_name={model}")
+
+
+def test_maxtexts_path_of_base_yml_is_answered():
+    assert "configs/base.yml" in error_of(config="MaxText/configs/base.yml")
+
+
+def test_every_number_of_base_has_one_range():
+    numbers = [key for key, value in base().defaults.items() if type(value) in (int, float)]
+    ranged = [key for _, _, keys in RANGES for key in keys]
+    assert sorted(ranged) == sorted(numbers)
+
+
+def test_choices_are_of_words():
+    assert all(base().defaults[key] in choices for key, choices in CHOICES.items())
+
+
+SCALARS = st.sampled_from(["", "a", "'a'", "-1", "0", "3", "1e400", "1e-3", "true", "None", "[", "a: b", "data"])
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2).map(lambda parts: f"[{', '.join(parts)}]"),
+        st.tuples(st.sampled_from(["pattern", "repeats", "mlp", "head_dim", "[a]"]), inner).map(
+            "{{{0[0]}: {0[1]}}}".format
+        ),
+    ),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(key=st.sampled_from([*base().defaults, "remat_custom.a", "steps.b", "NUM_LAYERS", "context"]), text=VALUES)
+def test_any_value_is_taken_or_answered(key, text):
+    answer = ""
+    try:
+        load([BASE, f"{key}={text}"])
+    except UserError as error:
+        answer = str(error)
+    assert not answer or key.partition(".")[0] in answer

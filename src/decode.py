@@ -8,64 +8,52 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ml_collections import FrozenConfigDict
+
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
 from src.model.context import Context
 from src.train_step import StepPlan
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str, length: int, row_length: int) -> np.ndarray:
-    """The prompt's ids, int32 [n], after which `length` tokens are to be drawn.
+def encode_prompt(config: FrozenConfigDict, tokenizer: Tokenizer) -> np.ndarray:
+    """The ids of the key `prompt`, int32 [n].
 
     Raises:
-        UserError: both do not fit in a row of `row_length`.
+        UserError: they and `sample_length` more do not fit in a row.
     """
-    ids = tokenizer.encode(prompt)[:-1]  # without the document's end
-    if len(ids) + length > row_length:
+    ids = tokenizer.encode(config.prompt)[:-1]  # without the document's end
+    if len(ids) + config.sample_length > config.max_target_length:
         raise UserError(
-            f"The prompt's {len(ids)} tokens and sample_length={length} are more than "
-            f"max_target_length={row_length}. Use a shorter prompt or a smaller sample_length."
+            f"the prompt's {len(ids)} tokens and sample_length={config.sample_length} are more than "
+            f"max_target_length={config.max_target_length}. Use a shorter prompt or a smaller sample_length."
         )
     return ids
 
 
-def sample(
-    plan: StepPlan,
-    trainable: Any,
-    tokenizer: Tokenizer,
-    prompt: np.ndarray,
-    length: int,
-    row_length: int,
-    temperature: float,
-) -> str:
-    """The prompt and up to `length` tokens that the model gives it, as text.
-
-    Args:
-        plan: the run's.
-        trainable: its weights.
-        tokenizer: of the prompt and the answer.
-        prompt: int32 [n], from `encode_prompt`.
-        length: tokens to draw; fewer if the model ends the document.
-        row_length: T, which holds the prompt and the answer.
-        temperature: 0 takes the likeliest token; else logits are divided by it.
-    """
+def sample(config: FrozenConfigDict, plan: StepPlan, trainable: Any, tokenizer: Tokenizer) -> str:
+    """The prompt and up to `sample_length` tokens that the model gives it, fewer if it ends the document, as text."""
+    prompt = encode_prompt(config, tokenizer)
+    start, end = len(prompt), len(prompt) + config.sample_length
     # The rows are copies: one a shard of the batch dim is the fewest that fits any mesh.
-    rows = np.zeros((plan.layout.shards("batch"), row_length), np.int32)
-    rows[:, : len(prompt)] = prompt
+    rows = np.zeros((plan.layout.shards("batch"), config.max_target_length), np.int32)
+    rows[:, :start] = prompt
     draw = jax.jit(
-        functools.partial(_draw_tokens, plan=plan, start=len(prompt), length=length, temperature=temperature),
+        functools.partial(
+            _draw_tokens, plan=plan, start=start, end=end, temperature=config.decode_sampling_temperature
+        ),
         in_shardings=(plan.shardings, plan.layout.sharding(("batch", "length"))),
         out_shardings=plan.layout.sharding(()),
     )
-    drawn = np.asarray(draw(trainable, rows))[: len(prompt) + length]
-    ends = np.flatnonzero(drawn[len(prompt) :] == tokenizer.eos)
-    return tokenizer.decode(drawn[: len(prompt) + ends[0]] if len(ends) else drawn)
+    drawn = np.asarray(draw(trainable, rows))[:end]
+    document_ends = np.flatnonzero(drawn[start:] == tokenizer.eos)
+    return tokenizer.decode(drawn[: start + document_ends[0]] if len(document_ends) else drawn)
 
 
 def _draw_tokens(
-    trainable: Any, tokens_BT: jax.Array, plan: StepPlan, start: int, length: int, temperature: float
+    trainable: Any, tokens_BT: jax.Array, plan: StepPlan, start: int, end: int, temperature: float
 ) -> jax.Array:
-    """One row [T] with `length` tokens drawn from position `start` on."""
+    """One row [T] with the tokens from position `start` to `end` drawn; temperature 0 takes the likeliest."""
     decoder = nnx.merge(plan.graphdef, trainable)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     context = Context(positions_BT, jnp.ones_like(tokens_BT), plan.layout, plan.kernel, packed=False)
@@ -81,4 +69,4 @@ def _draw_tokens(
             token = jax.random.categorical(jax.random.fold_in(key, position), logits_V / temperature)
         return tokens_BT.at[:, position].set(token.astype(tokens_BT.dtype))
 
-    return jax.lax.fori_loop(start, start + length, draw, tokens_BT)[0]
+    return jax.lax.fori_loop(start, end, draw, tokens_BT)[0]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -136,19 +135,18 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
     return shardings
 
 
-def global_batch_size(config: Mapping[str, Any], layout: Layout, per_device: float, micro_batches: int) -> int:
+def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key: str) -> int:
     """Rows of one step: `per_device` rows x devices x `micro_batches`.
 
     Raises:
-        UserError: it is not whole, or its micro-batches do not divide over the mesh axes of "batch".
+        UserError: it is not whole, or a micro-batch does not divide over the mesh axes of "batch"; `key` gave it.
     """
-    rows = per_device * layout.mesh.size
-    shards = layout.shards("batch")
+    rows, shards = per_device * layout.mesh.size, layout.shards("batch")
     if abs(rows - round(rows)) > 1e-6 or round(rows) % shards or round(rows) == 0:
         mesh_axes = " x ".join(f"{name}={layout.mesh.shape[name]}" for name in layout.rules["batch"])
         raise UserError(
-            f"per_device_batch_size={per_device:g} on {layout.mesh.size} devices is {rows:g} rows a micro-batch, which "
-            f"does not divide into {shards} shards ({mesh_axes}). Use a multiple of {shards / layout.mesh.size:g}."
+            f"{key}={per_device:g} on {layout.mesh.size} devices is {rows:g} rows a micro-batch, which does not "
+            f"divide into {shards} shards ({mesh_axes}). Use a multiple of {shards / layout.mesh.size:g}."
         )
     return round(rows) * micro_batches
 
@@ -163,8 +161,3 @@ def check_hardware(config: Mapping[str, Any]) -> None:
     platform = jax.devices()[0].platform
     if config["hardware"] and config["hardware"] != platform:
         raise UserError(f"hardware={config['hardware']}, but JAX found {platform}. Leave hardware empty to detect it.")
-
-
-def to_host(x: jax.Array) -> np.ndarray:
-    """A replicated array's value on this process."""
-    return np.asarray(x.addressable_data(0))

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
@@ -91,18 +90,24 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
     )
 
 
-def init_state(plan: StepPlan, hyper: Hyper, data_position: jax.Array) -> TrainState:
+def init_state(plan: StepPlan, hyper: Hyper, position_shape: tuple[int, ...]) -> TrainState:
     """The state before the first step."""
     trainable = plan.init_weights()
     optimizer = transform(plan.opt_type, plan.mu_dtype, plan.decays, hyper)
-    return TrainState(jnp.zeros((), jnp.int32), trainable, {}, {}, optimizer.init(trainable), data_position)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        trainable=trainable,
+        frozen={},
+        stats={},
+        opt=optimizer.init(trainable),
+        data_position=jnp.zeros(position_shape, jnp.int32),
+    )
 
 
 def abstract_state(plan: StepPlan, config: Mapping[str, Any], position_shape: tuple[int, ...]) -> TrainState:
     """The state's shapes and shardings, without an array: `jax.ShapeDtypeStruct`s."""
     hyper = hyper_parameters(config, 0)
-    position = jax.ShapeDtypeStruct(position_shape, jnp.int32)
-    shapes = jax.eval_shape(functools.partial(init_state, plan, hyper), position)
+    shapes = jax.eval_shape(functools.partial(init_state, plan, hyper, position_shape))
     copy = plan.layout.sharding(())
     optimizer = transform(plan.opt_type, plan.mu_dtype, plan.decays, hyper)
     shardings = TrainState(
@@ -213,8 +218,3 @@ def split_rows(batch: Batch, plan: StepPlan) -> Batch:
         return plan.layout.constrain(x, None, "batch", *(None,) * (x.ndim - 2))
 
     return {name: split(x) for name, x in batch.items() if name != "data_position"}
-
-
-def host_metrics(metrics: Metrics) -> dict[str, float]:
-    """The step's scalars as Python numbers; waits for the step to end."""
-    return {name: np.asarray(value).item() for name, value in jax.device_get(metrics).items()}

@@ -1,0 +1,115 @@
+"""Turns the arrays that steps return into lines: metrics.jsonl, TensorBoard and the console."""
+
+import math
+import time
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import FrozenConfigDict
+
+from src.errors import UserError
+from src.metrics import MetricsLog, StepPrinter, perplexity
+from src.model.flops import FlopsPerToken
+from src.optimizer import learning_rate
+from src.topology import peak_flops
+from src.train_step import Metrics
+
+
+class Recorder:
+    """Records each step while the next one runs, so that the devices never wait for the host.
+
+    Process 0 alone writes and prints.
+
+    Args:
+        config: the run's.
+        log: its metrics.jsonl and TensorBoard; None on other processes.
+        printer: its console; None on other processes.
+        flops: of one token of a training step.
+        tokens: of one step, B x T.
+        mesh: the devices.
+
+    Attributes:
+        last: the metrics of the step recorded last.
+    """
+
+    def __init__(
+        self,
+        config: FrozenConfigDict,
+        log: MetricsLog | None,
+        printer: StepPrinter | None,
+        flops: FlopsPerToken,
+        tokens: int,
+        mesh: Mesh,
+    ) -> None:
+        self.last: dict[str, float] = {}
+        self._config, self._log, self._printer = config, log, printer
+        self._flops, self._tokens, self._devices = flops, tokens, mesh.size
+        self._peak = device_peak(config, mesh)
+        self._pending: tuple[int, Metrics] | None = None
+        self._clock = time.perf_counter()
+
+    def start_clock(self) -> None:
+        """The next step begins now: what came before it is no step's time."""
+        self._clock = time.perf_counter()
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        """Takes the metrics of update number `step` (from 1), which may still be computed, and records the last one's.
+
+        Raises:
+            UserError: that one's loss or gradient is not finite, and `on_nonfinite` is stop.
+        """
+        self.flush()
+        self._pending = (step, metrics)
+
+    def flush(self) -> None:
+        """Waits for the step added last, and records it; raises as `add` does."""
+        if self._pending is None:
+            return
+        (step, arrays), self._pending = self._pending, None
+        metrics = {name: value.item() for name, value in jax.device_get(arrays).items()}
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        finite = bool(metrics["finite"])
+        if not finite and self._config.on_nonfinite == "stop":
+            raise UserError(
+                f"step {step}: loss {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g} are not both "
+                "finite. The update was not made, and the last checkpoint is good. Resume with a smaller "
+                "learning_rate or gradient_clipping_threshold, or leave such updates out with on_nonfinite=skip."
+            )
+        self.last = {
+            "step": step,
+            "loss": metrics["loss"],
+            "perplexity": perplexity(metrics["loss"]),
+            "grad_norm": metrics["grad_norm"],
+            "learning_rate": learning_rate(self._config, step - 1),
+            "step_time_seconds": seconds,
+            "tokens_per_second": self._tokens / seconds,
+            **self._rates(self._tokens / seconds / self._devices),
+        }
+        if self._log and self._printer:
+            self._log.write(self.last)
+            self._printer.train(self.last)
+            if not finite:
+                self._printer.say(f"step {step}: the update is skipped, for it is not finite")
+
+    def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Records an evaluation made after update number `step`."""
+        if self._log and self._printer:
+            self._log.write({"step": step, **metrics})
+            self._printer.evaluation({"step": step, **metrics})
+
+    def _rates(self, tokens_per_device: float) -> dict[str, float]:
+        """`tflops_per_device` and, where the device's peak is known, both kinds of MFU (docs/performance.md)."""
+        rates = {"tflops_per_device": tokens_per_device * self._flops.causal / 1e12}
+        if self._peak is not None:
+            rates["mfu"] = tokens_per_device * self._flops.causal / self._peak
+            rates["mfu_palm"] = tokens_per_device * self._flops.palm / self._peak
+        return rates
+
+
+def device_peak(config: FrozenConfigDict, mesh: Mesh) -> float | None:
+    """The peak rate of matrix products in the run's precision, operations a second a device; None if unknown."""
+    device, dtype = mesh.devices.flat[0], config.dtype
+    if device.platform == "gpu" and dtype == "float32" and config.matmul_precision != "highest":
+        dtype = "tensorfloat32"
+    return peak_flops(device.device_kind, dtype)

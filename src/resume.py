@@ -1,0 +1,124 @@
+"""Where a run starts: resumed from its own checkpoint, from another run's, or new."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import FrozenConfigDict
+
+from src.checkpoint import WEIGHTS, Checkpointer, restore_step
+from src.config import compare_runs, from_yaml
+from src.errors import UserError
+from src.optimizer import hyper_parameters
+from src.run_folder import RunFolder
+from src.train_step import StepPlan, TrainState, init_state
+
+# The key whose change a user accepts when this entry of the data's fingerprint differs; dataset_path for the others.
+ACCEPTED_BY = {
+    "global batch": "per_device_batch_size",
+    "max_target_length": "max_target_length",
+    "packing": "packing",
+    "data_shuffle_seed": "data_shuffle_seed",
+}
+
+Messages = list[str]
+
+
+def parts(state: TrainState) -> dict[str, Any]:
+    """The state's fields by name, as checkpoints hold them."""
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+
+
+def starting_state(
+    config: FrozenConfigDict,
+    plan: StepPlan,
+    abstract: TrainState,
+    folder: RunFolder,
+    checkpointer: Checkpointer,
+    fingerprint: Mapping[str, Any],
+) -> tuple[TrainState, Messages]:
+    """The state to go on from, and what to tell the user about it.
+
+    Raises:
+        UserError: the run has no good checkpoint, or is resumed with another model or other data than it had.
+    """
+    saved = folder.read_text("config.yml")
+    has_checkpoints = (folder.path / "checkpoints").exists()
+    if has_checkpoints and not config.enable_checkpointing:
+        raise UserError(
+            f"{folder.path} has checkpoints, which a run with enable_checkpointing=false would neither use nor keep "
+            "up. Use another run_name."
+        )
+    if has_checkpoints:
+        changes = compare_configs(config, saved) if saved else []
+        restored = checkpointer.restore_latest(parts(abstract))
+        if restored is not None:
+            fields, meta, messages = restored
+            state, more = with_position(fields, meta, config, abstract, fingerprint)
+            return state, [*changes, *messages, f"resumed from step {int(state.step)}", *more]
+    if config.load_full_state_path:
+        fields, meta, messages = restore_step(config.load_full_state_path, parts(abstract), tuple(parts(abstract)))
+        state, more = with_position(fields, meta, config, abstract, fingerprint)
+        return state, [*messages, *more]
+    state = new_state(config, plan, abstract)
+    if config.load_parameters_path:
+        fields, _, messages = restore_step(config.load_parameters_path, parts(abstract), WEIGHTS)
+        return dataclasses.replace(state, **fields), messages
+    return state, []
+
+
+def new_state(config: FrozenConfigDict, plan: StepPlan, abstract: TrainState) -> TrainState:
+    """The state before the first step, made where it belongs, the same on every mesh."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    init = functools.partial(init_state, plan, hyper_parameters(config, 0), abstract.data_position.shape)
+    return jax.jit(init, out_shardings=shardings)()
+
+
+def compare_configs(config: FrozenConfigDict, saved: str) -> Messages:
+    """What changed since the run's own config.yml.
+
+    Raises:
+        UserError: a change alters weights or data, and `accept_changes` does not name it.
+    """
+    harmless, breaking = compare_runs(from_yaml(saved), config)
+    if breaking:
+        keys = ", ".join(change.key for change in breaking)
+        listed = "\n".join(f"  {change}" for change in breaking)
+        raise UserError(
+            f"This run was started with other settings of its weights or data (old -> new):\n{listed}\n"
+            f"Give them as they were, use another run_name, or accept the changes: accept_changes=[{keys}]"
+        )
+    return [f"changed since the run's last start: {change}" for change in harmless]
+
+
+def with_position(
+    fields: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    config: FrozenConfigDict,
+    abstract: TrainState,
+    fingerprint: Mapping[str, Any],
+) -> tuple[TrainState, Messages]:
+    """The restored state, if it stands in the data that the config describes.
+
+    Where the user accepts another global batch size, rows no longer mean the same lanes, so all of them start over.
+
+    Raises:
+        UserError: the data differ, and `accept_changes` does not say that they may.
+    """
+    old = meta["data"]
+    different = [name for name in {**old, **fingerprint} if old.get(name) != fingerprint.get(name)]
+    refused = [name for name in different if ACCEPTED_BY.get(name, "dataset_path") not in config.accept_changes]
+    if refused:
+        listed = "\n".join(f"  {name}: {old.get(name)} -> {fingerprint.get(name)}" for name in refused)
+        keys = ", ".join(dict.fromkeys(ACCEPTED_BY.get(name, "dataset_path") for name in refused))
+        raise UserError(
+            f"The checkpoint stands in other data than the config describes (old -> new):\n{listed}\n"
+            f"Restore the data, or accept that examples repeat or are missed: accept_changes=[{keys}]"
+        )
+    if fields["data_position"] is not None:
+        return TrainState(**fields), []
+    position = jax.device_put(jnp.zeros(abstract.data_position.shape, jnp.int32), abstract.data_position.sharding)
+    return TrainState(**{**fields, "data_position": position}), ["the data start over: the global batch changed"]

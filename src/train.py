@@ -1,0 +1,219 @@
+"""Trains a model: `python -m src.train configs/base.yml key=value`. Read `main`, then `train`, from top to bottom."""
+
+import contextlib
+import datetime
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import FrozenConfigDict
+
+from src import config as configuration
+from src.checkpoint import Checkpointer
+from src.data.loader import data_fingerprint, host_rows, to_global, to_host, train_batches
+from src.data.sources import open_sources
+from src.data.tokenizer import make_tokenizer
+from src.decode import encode_prompt, sample
+from src.diagnostics import Profile, stack_traces
+from src.errors import UserError, run_command
+from src.evaluate import Evaluation
+from src.mesh import check_hardware, describe, global_batch_size, make_layout, start_distributed
+from src.metrics import MetricsLog, StepPrinter, environment, print_header, version
+from src.model.flops import FlopsPerToken, count_params, flops_per_token
+from src.model.spec import model_spec
+from src.optimizer import hyper_parameters
+from src.preemption import Preemption
+from src.recorder import Recorder
+from src.report import write_report
+from src.resume import parts, starting_state
+from src.run_folder import RunFolder
+from src.train_step import StepPlan, TrainState, abstract_state, batch_sharding, compile_steps, make_plan
+
+
+class Result(NamedTuple):
+    """What `main` returns: the state after the last step, that step's metrics, the last evaluation's."""
+
+    state: TrainState
+    metrics: dict[str, float]
+    eval_metrics: dict[str, float]
+
+
+def main(argv: Sequence[str]) -> Result | None:
+    """Runs the command line `argv` (without the program's name); None if it only asked for help.
+
+    Raises:
+        UserError: a mistake in the command, its data or its checkpoints, or a loss that is not finite.
+    """
+    if (help_text := configuration.help_for(argv)) is not None:
+        print(help_text)
+        return None
+    print(f"MinText {version()}", flush=True)
+    notes: list[str] = []
+    config = configuration.load(argv, notes)
+    start_distributed(config)
+    say(notes)
+    with stack_traces(config), contextlib.ExitStack() as exits:
+        return train(config, exits)
+
+
+def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
+    """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
+    # ---- Devices, model and step
+    check_hardware(config)
+    configure_jax(config)
+    layout = make_layout(config, jax.devices())
+    spec = model_spec(config)
+    plan = make_plan(config, spec, layout)
+    global_batch = global_batch_size(
+        layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size"
+    )
+    abstract = abstract_state(plan, config, (global_batch, 1, 2))
+    train_step, eval_step = compile_steps(plan, abstract)
+
+    # ---- Data
+    source, eval_source = open_sources(config)
+    tokenizer = make_tokenizer(config)
+    place = batch_sharding(layout)
+    rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
+    fingerprint = data_fingerprint(config, source, tokenizer, global_batch)
+    evaluation = Evaluation(config, plan, eval_step, eval_source, tokenizer) if eval_source else None
+    if wants_sample := bool(config.sample_length and tokenizer):
+        encode_prompt(config, tokenizer)  # now, for a prompt that is too long is better said before the run than after
+
+    # ---- The run's folder, and where in the run it is
+    folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
+    folder.check_writable()
+    exits.callback(folder.close)
+    checkpointer = Checkpointer(
+        folder.path / "checkpoints",
+        max_to_keep=config.max_num_checkpoints_to_keep,
+        async_save=config.async_checkpointing,
+    )
+    exits.callback(checkpointer.close)
+    state, messages = starting_state(config, plan, abstract, folder, checkpointer, fingerprint)
+    first_step = int(state.step)
+    if first_step >= config.steps:
+        raise UserError(f"steps={config.steps} is already reached: the run is at step {first_step}. Raise steps.")
+    position = to_host(state.data_position, rows)
+    batches = train_batches(config, source, tokenizer, rows, global_batch, position)
+    exits.callback(batches.close)
+
+    # ---- What the user sees
+    facts = environment()
+    folder.write_text("config.yml", configuration.to_yaml(config))
+    folder.write_text("environment.json", json.dumps(facts))
+    flops = flops_per_token(spec, config.max_target_length)
+    is_writer = jax.process_index() == 0
+    if is_writer:
+        print_header(header(config, plan, facts, folder, flops, global_batch, len(source), first_step))
+    say(messages)
+    log = printer = None
+    if is_writer:
+        log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", first_step or None)
+        exits.callback(log.close)
+        printer = exits.enter_context(StepPrinter(config.steps, first_step, config.log_period))
+    recorder = Recorder(config, log, printer, flops, global_batch * config.max_target_length, layout.mesh)
+    profile = Profile(config, first_step, str(folder.local / "tensorboard"))
+    exits.callback(profile.close)
+    preemption = Preemption()
+    exits.callback(preemption.close)
+
+    # ---- The loop: a step is recorded while the next one runs
+    eval_metrics: dict[str, float] = {}
+    preempted = False
+    recorder.start_clock()
+    for step in range(first_step, config.steps):
+        profile.before_step(step)
+        batch = to_global(next(batches), place, rows, global_batch)
+        state, metrics = train_step(state, batch, hyper_parameters(config, step))
+        done = step + 1
+        recorder.add(done, metrics)
+        preempted = preemption.reached(done)
+        evaluates = evaluation and not preempted and (done % config.eval_interval == 0 or done == config.steps)
+        saves = done % config.checkpoint_period == 0 or preempted or done == config.steps
+        if evaluates or saves:
+            recorder.flush()
+            if evaluates:
+                eval_metrics = evaluation.run(state.trainable)
+                recorder.add_evaluation(done, eval_metrics)
+            if saves and config.enable_checkpointing:
+                folder.sync()
+                checkpointer.save(done, parts(state), {"data": fingerprint})
+            recorder.start_clock()
+        if preempted:
+            break
+    profile.close()
+    checkpointer.wait()
+
+    # ---- The end
+    if preempted:
+        say([f"stopped by SIGTERM after step {done}; the same command goes on from there"])
+    elif wants_sample:
+        text = sample(config, plan, state.trainable, tokenizer)
+        say(["sample:", *(f"  {line}" for line in text.splitlines())])
+    if is_writer:
+        report = write_report(folder.local)
+        say([f"report: {report}"])
+    return Result(state, recorder.last, eval_metrics)
+
+
+def configure_jax(config: FrozenConfigDict) -> None:
+    """JAX's own settings: how float32 is multiplied, where compiled programs are kept."""
+    jax.config.update("jax_default_matmul_precision", config.matmul_precision)
+    if config.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.jax_cache_dir).expanduser()))
+
+
+def dated_name() -> str:
+    """A name for a run that has none: its start, as process 0's clock has it."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    agreed = multihost_utils.broadcast_one_to_all(np.frombuffer(now.encode(), np.uint8))
+    return bytes(np.asarray(agreed)).decode()
+
+
+def header(
+    config: FrozenConfigDict,
+    plan: StepPlan,
+    facts: dict[str, str],
+    folder: RunFolder,
+    flops: FlopsPerToken,
+    global_batch: int,
+    documents: int,
+    first_step: int,
+) -> list[tuple[str, str]]:
+    """What was chosen for this run, by name: nothing that a user would have to guess."""
+    tokens = global_batch * config.max_target_length
+    order = f"shuffled by seed {config.data_shuffle_seed}, {'packed' if config.packing else 'a document a row'}"
+    path = config.dataset_path or "the Python standard library's source"
+    data = f"{config.dataset_type}: {path}, {documents:,} documents" if config.dataset_type == "text" else "synthetic"
+    return [
+        ("run", str(folder.path)),
+        ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
+        ("devices", f"{facts['devices']}, processes: {facts['processes']}"),
+        ("mesh", describe(plan.layout)),
+        ("model", f"{count_params(plan.spec):,} parameters, {len(plan.spec.layers)} layers"),
+        ("step", f"{global_batch} rows x {config.max_target_length} = {tokens:,} tokens"),
+        ("FLOPs a token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
+        ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
+        ("attention", plan.kernel),
+        ("recomputed", f"remat_policy {config.remat_policy}"),
+        ("data", f"{data}, tokenizer {config.tokenizer_type}"),
+        ("order", order),
+        ("steps", f"{first_step} to {config.steps}"),
+        ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
+    ]
+
+
+def say(lines: Iterable[str]) -> None:
+    """Prints lines, once a job."""
+    if jax.process_index() == 0:
+        for line in lines:
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    run_command(main)

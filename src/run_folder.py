@@ -1,0 +1,89 @@
+"""A run's folder, `<base_output_directory>/<run_name>`, on a local disk or on a store that can't append to a file."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+from etils import epath
+
+from src.errors import UserError
+
+
+class RunFolder:
+    """The files of one run.
+
+    Files written whole (`write_text`) go straight to the folder. Files that grow (metrics.jsonl, TensorBoard's) are
+    written under `local`: the folder itself if it is on a local disk, else a temporary folder whose files `sync`
+    copies up. A run syncs before each checkpoint, so that the store always has the lines up to the checkpoint it is
+    resumed from. Process 0 alone writes; the others' calls do nothing.
+
+    Attributes:
+        path: the folder, as other modules may read it and write to it.
+        local: where files that grow are written.
+    """
+
+    def __init__(self, base_output_directory: str, run_name: str) -> None:
+        base = epath.Path(base_output_directory).expanduser()
+        self._is_remote = "://" in base_output_directory
+        # Orbax wants absolute paths; a store's are.
+        self.path = (base if self._is_remote else base.resolve()) / run_name
+        self.local = Path(tempfile.mkdtemp(prefix="mintext-")) if self._is_remote else Path(self.path)
+        self._synced: dict[Path, tuple[int, int]] = {}  # (bytes, modification time in ns) of what the store has
+
+    def check_writable(self) -> None:
+        """Raises UserError where nothing can be written; leaves nothing behind, and makes no folder."""
+        if jax.process_index() != 0:
+            return
+        probe_folder = self.path if self._is_remote else _nearest_existing(self.path)
+        probe = probe_folder / ".mintext_write_test"
+        try:
+            probe.write_text("")
+            probe.unlink()
+        except Exception as error:  # Each store's client has its own types.
+            raise UserError(
+                f"cannot write to {self.path}: {type(error).__name__}: {error}. "
+                "Expected base_output_directory to be a folder or bucket this user may write to."
+            ) from error
+
+    def write_text(self, name: str, text: str) -> None:
+        """Writes the file `name` in the folder, replacing what was there."""
+        if jax.process_index() == 0:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / name).write_bytes(text.encode())
+
+    def read_text(self, name: str) -> str | None:
+        """The contents of the file `name`; None where there is none."""
+        file = self.path / name
+        return file.read_bytes().decode() if file.exists() else None
+
+    def fetch(self, name: str) -> Path:
+        """The place of the growing file `name` under `local`, with what an earlier part of the run wrote to it."""
+        file = self.local / name
+        if jax.process_index() == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if self._is_remote and (self.path / name).exists():
+                file.write_bytes((self.path / name).read_bytes())
+        return file
+
+    def sync(self) -> None:
+        """Copies up the growing files that have changed since they last were."""
+        if not self._is_remote or jax.process_index() != 0:
+            return
+        for file in self.local.rglob("*"):
+            version = (file.stat().st_size, file.stat().st_mtime_ns)
+            if file.is_file() and self._synced.get(file) != version:
+                (self.path / file.relative_to(self.local).as_posix()).write_bytes(file.read_bytes())
+                self._synced[file] = version
+
+    def close(self) -> None:
+        """Syncs, then deletes the temporary folder if there is one."""
+        self.sync()
+        if self._is_remote:
+            shutil.rmtree(self.local)
+
+
+def _nearest_existing(folder: epath.Path) -> epath.Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder

@@ -1,0 +1,374 @@
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+from jax.sharding import PartitionSpec as P
+
+from src.checkpoint import Checkpointer, restore_step
+from src.errors import UserError
+from tests.checkpoint_state import abstract, make_mesh, make_values, place, same
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def checkpointer(directory, max_to_keep=3, async_save=True):
+    return Checkpointer(directory, max_to_keep=max_to_keep, async_save=async_save)
+
+
+def save_steps(directory, steps, mesh, **kwargs):
+    """Checkpoints of `make_values(step)` in `directory`."""
+    saver = checkpointer(directory, **kwargs)
+    for step in steps:
+        saver.save(step, place(make_values(step), mesh), {"loss": step / 8, "note": "é"})
+    saver.close()
+
+
+def steps_in(directory):
+    return sorted(int(path.name) for path in directory.iterdir())
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh((2, 2, 2))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, mesh):
+    """checkpoints/ with steps 10, 20 and 30, not to be changed."""
+    directory = tmp_path_factory.mktemp("run") / "checkpoints"
+    save_steps(directory, [10, 20, 30], mesh)
+    return directory
+
+
+@pytest.fixture
+def directory(saved, tmp_path):
+    """The same, for one test to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def wanted(mesh):
+    return abstract(place(make_values(0), mesh))
+
+
+# ---- Save and restore
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_state_comes_back_bit_for_bit_where_it_was(async_save, tmp_path, mesh, wanted):
+    save_steps(tmp_path, [5], mesh, async_save=async_save)
+    restorer = checkpointer(tmp_path)
+    state, meta, messages = restorer.restore_latest(wanted)
+    assert same(state, make_values(5))
+    assert jax.tree.all(jax.tree.map(lambda x, w: x.sharding == w.sharding, state, wanted))
+    assert meta == {"loss": 5 / 8, "note": "é"}
+    assert messages == []
+    assert restorer.latest_step() == 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "spec"),
+    [
+        ((8, 1, 1), 8, lambda value: P("data") if np.ndim(value) else P()),
+        ((1, 4, 2), 8, lambda value: P(None, "fsdp", "tensor") if np.ndim(value) == 3 else P()),
+        ((1, 1, 1), 1, lambda value: P()),
+    ],
+)
+def test_a_state_comes_back_on_another_mesh(shape, devices, spec, saved):
+    other = place(make_values(0), make_mesh(shape, jax.devices()[:devices]), spec)
+    state, _, _ = checkpointer(saved).restore_latest(abstract(other))
+    assert same(state, make_values(30))
+    assert jax.tree.all(jax.tree.map(lambda x, w: x.sharding == w.sharding, state, other))
+
+
+def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path, mesh, wanted):
+    saver = checkpointer(tmp_path)
+    state = place(make_values(5), mesh)
+    saver.save(5, state, {})
+    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(state))
+    saver.close()
+    state, _, _ = checkpointer(tmp_path).restore_latest(wanted)
+    assert same(state, make_values(5))
+
+
+def test_a_dtype_that_the_configuration_changed_is_cast(saved, wanted):
+    wanted = {**wanted, "stats": {"bias": wanted["stats"]["bias"].update(dtype=jnp.bfloat16)}}
+    state, _, messages = checkpointer(saved).restore_latest(wanted)
+    bias = state["stats"]["bias"]
+    assert bias.dtype == jnp.bfloat16
+    assert np.array_equal(np.asarray(bias), make_values(30)["stats"]["bias"].astype(jnp.bfloat16))
+    assert messages == []
+
+
+def test_nothing_is_there_before_the_first_save(tmp_path, wanted):
+    new = checkpointer(tmp_path / "run" / "checkpoints")
+    assert new.restore_latest(wanted) is None
+    assert new.latest_step() is None
+    new.wait()
+    new.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("max_to_keep", "kept"), [(1, [3]), (2, [2, 3]), (-1, [1, 2, 3])])
+def test_the_oldest_are_deleted(max_to_keep, kept, tmp_path, mesh):
+    save_steps(tmp_path, [1, 2, 3], mesh, max_to_keep=max_to_keep)
+    assert steps_in(tmp_path) == kept
+
+
+def test_a_restored_run_saves_on(directory, mesh, wanted):
+    resumed = checkpointer(directory)
+    resumed.restore_latest(wanted)
+    resumed.save(40, place(make_values(40), mesh), {})
+    resumed.close()
+    assert steps_in(directory) == [20, 30, 40]
+
+
+# ---- Damage
+
+DATA, INDEX, META = "data", "index", "meta"
+
+
+def files_of(step_folder):
+    """Each file of a checkpoint with its role; None where nothing that is restored stands in it."""
+    largest = max((step_folder / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    for path in sorted(path for path in step_folder.rglob("*") if path.is_file()):
+        relative = path.relative_to(step_folder).as_posix()
+        if path == largest:
+            yield path, DATA
+        elif relative == "state/manifest.ocdbt" or relative.startswith("state/d/"):
+            yield path, INDEX
+        else:
+            yield path, META if relative == "meta/metadata" else None
+
+
+def delete(path):
+    path.unlink()
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path):
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 4
+    path.write_bytes(contents)
+
+
+@pytest.mark.parametrize("damage", [delete, truncate, flip_a_bit])
+def test_a_damaged_file_is_noticed_and_an_older_checkpoint_restored(damage, directory, saved, wanted):
+    noticed = []
+    for path, role in list(files_of(directory / "30")):
+        damage(path)
+        state, _, messages = checkpointer(directory).restore_latest(wanted)
+        if messages:
+            assert same(state, make_values(20))
+            assert messages[0].startswith("checkpoint 30 is passed over: ")
+            noticed.append(role)
+        else:
+            assert same(state, make_values(30))
+        shutil.copy(saved / path.relative_to(directory), path)
+    assert set(noticed) >= {DATA, INDEX, META}
+
+
+@pytest.mark.parametrize("name", ["trainable.embed", "opt.1.nu.layers.0.w", "step", "data_position"])
+def test_a_value_that_changed_in_a_well_formed_file_is_noticed(name, directory, wanted):
+    """The lowest bit of one element; TensorStore, and so Orbax, finds nothing wrong with the file."""
+    kvstore = {"driver": "ocdbt", "base": f"file://{directory}/30/state/", "path": f"{name}/"}
+    store = ts.open({"driver": "zarr", "kvstore": kvstore}).result()
+    values = np.array(store.read().result())
+    values.reshape(-1).view(np.uint8)[0] ^= 1
+    store.write(values).result()
+
+    state, _, messages = checkpointer(directory).restore_latest(wanted)
+    assert same(state, make_values(20))
+    assert f"checkpoint 30 is passed over: values differ from those saved, in {name}." in messages[0]
+    assert messages[-1] == "the newest good checkpoint is 20."
+
+
+def test_an_edited_meta_is_noticed(directory, wanted):
+    metadata = directory / "30" / "meta" / "metadata"
+    metadata.write_text(metadata.read_text().replace('"loss": 3.75', '"loss": 2.75'))
+    _, meta, messages = checkpointer(directory).restore_latest(wanted)
+    assert meta["loss"] == 20 / 8
+    assert "meta/metadata" in messages[0]
+
+
+def test_the_step_of_a_damaged_checkpoint_is_saved_again(directory, mesh, wanted):
+    for step in (20, 30):
+        delete(directory / str(step) / "state" / "manifest.ocdbt")
+    resumed = checkpointer(directory)
+    _, _, messages = resumed.restore_latest(wanted)
+    assert [message.split(":")[0] for message in messages[:2]] == [
+        "checkpoint 30 is passed over",
+        "checkpoint 20 is passed over",
+    ]
+    assert steps_in(directory) == [10, 20, 30]
+    resumed.save(20, place(make_values(20), mesh), {})
+    resumed.wait()
+    assert steps_in(directory) == [10, 20]
+    resumed.save(30, place(make_values(30), mesh), {})
+    resumed.close()
+    assert steps_in(directory) == [10, 20, 30]
+    state, _, messages = checkpointer(directory).restore_latest(wanted)
+    assert same(state, make_values(30))
+    assert messages == []
+
+
+def test_where_none_is_good_all_are_kept_and_each_is_explained(directory, wanted):
+    for step in (10, 20, 30):
+        flip_a_bit(directory / str(step) / "meta" / "metadata")
+    with pytest.raises(UserError, match=r"no checkpoint in .* can be restored") as error:
+        checkpointer(directory).restore_latest(wanted)
+    assert all(f"\n  {step}: " in str(error.value) for step in (10, 20, 30))
+    assert steps_in(directory) == [10, 20, 30]
+
+
+KILLED_IN_A_SAVE = """
+    import os, signal, sys
+    import jax
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    from src.checkpoint import Checkpointer
+    from tests.checkpoint_state import make_mesh, make_values, place
+
+    mesh = make_mesh((2, 2, 2))
+    saver = Checkpointer(sys.argv[1], max_to_keep=1, async_save=True)
+    saver.save(10, place(make_values(10, embed=4096), mesh), {})
+    saver.wait()
+    saver.save(20, place(make_values(20, embed=4096), mesh), {})
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it(tmp_path, mesh):
+    command = [sys.executable, "-c", textwrap.dedent(KILLED_IN_A_SAVE), str(tmp_path)]
+    killed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL
+    assert killed.stderr == ""  # Nor do the libraries talk to the user.
+    unfinished = [path for path in tmp_path.iterdir() if path.name != "10"]
+    assert len(unfinished) == 1  # It was killed in the middle, not before or after.
+    assert not unfinished[0].name.isdigit()
+
+    values = make_values(10, embed=4096)
+    resumed = checkpointer(tmp_path, max_to_keep=1)
+    state, _, messages = resumed.restore_latest(abstract(place(values, mesh)))
+    assert same(state, values)
+    assert messages == []
+    resumed.save(20, state, {})
+    resumed.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["20"]
+
+
+# ---- Another configuration
+
+
+def test_other_shapes_are_an_error_that_lists_both(directory, mesh):
+    wider = make_values(0, embed=32)
+    wider["stats"] = {}
+    wider["trainable"]["layers"][0]["gate"] = np.ones(3, np.float32)
+    with pytest.raises(UserError) as error:
+        checkpointer(directory).restore_latest(abstract(place(wider, mesh)))
+    lines = str(error.value).splitlines()
+    assert f"{directory}/30" in lines[0]
+    assert "  trainable.embed: [32, 16] in the checkpoint, [32, 32] in the configuration" in lines
+    assert "  trainable.layers.0.gate: absent in the checkpoint, [3] in the configuration" in lines
+    assert "  stats.bias: [8] in the checkpoint, absent in the configuration" in lines
+    assert not any("step:" in line or "data_position" in line for line in lines)
+    assert steps_in(directory) == [10, 20, 30]
+
+
+def test_a_data_position_of_another_batch_is_left_to_the_caller(saved, mesh):
+    values = make_values(30)
+    wanted = abstract(place({**values, "data_position": np.zeros((16, 1, 2), np.int32)}, mesh))
+    state, meta, messages = checkpointer(saved).restore_latest(wanted)
+    assert state.pop("data_position") is None
+    assert same(state, {part: values[part] for part in state})
+    assert meta["loss"] == 30 / 8
+    assert messages == []
+
+
+# ---- Another run's checkpoint
+
+
+@pytest.mark.parametrize(("place_in_run", "step"), [("", 30), ("checkpoints", 30), ("checkpoints/20", 20)])
+def test_weights_come_from_a_run_its_checkpoints_or_one_of_them(place_in_run, step, saved, wanted):
+    state, meta, messages = restore_step(saved.parent / place_in_run, wanted)
+    values = make_values(step)
+    assert same(state, {part: values[part] for part in ("trainable", "frozen", "stats")})
+    assert meta["loss"] == step / 8
+    assert messages == [f"restored trainable, frozen, stats from checkpoint {step} of {saved}."]
+
+
+def test_weights_of_a_run_with_another_optimizer_and_batch(saved, wanted):
+    wanted = {**wanted, "opt": {}, "data_position": wanted["step"]}
+    state, _, _ = restore_step(saved, wanted)
+    assert same(state["trainable"], make_values(30)["trainable"])
+
+
+def test_the_full_state_comes_from_another_run(saved, wanted):
+    state, _, _ = restore_step(saved, wanted, parts=tuple(wanted))
+    assert same(state, make_values(30))
+
+
+def test_weights_come_from_the_newest_good_checkpoint_of_a_run_that_is_left_as_it_is(directory, wanted):
+    truncate(directory / "30" / "meta" / "metadata")
+    state, _, messages = restore_step(directory, wanted)
+    assert same(state["trainable"], make_values(20)["trainable"])
+    assert "checkpoint 30" in messages[0]
+    assert "checkpoint 20" in messages[1]
+    assert steps_in(directory) == [10, 20, 30]
+
+
+def test_a_damaged_step_that_was_asked_for_is_an_error(directory, wanted):
+    truncate(directory / "30" / "meta" / "metadata")
+    with pytest.raises(UserError, match="can be restored:\n  30: "):
+        restore_step(directory / "30", wanted)
+
+
+@pytest.mark.parametrize("name", ["absent", "empty", "empty/30"])
+def test_a_path_without_a_checkpoint_is_an_error(name, tmp_path, wanted):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no checkpoint at .*: expected a run's folder"):
+        restore_step(tmp_path / name, wanted)
+
+
+# ---- Several processes
+
+
+def test_two_processes_agree_on_checkpoints_and_on_when_to_stop(tmp_path, mesh):
+    """Saved by two processes of 4 devices, restored there and by this one; see the worker for what it asserts."""
+    worker = [sys.executable, "-m", "tests.checkpoint_worker", str(tmp_path)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    workers = [
+        subprocess.Popen(
+            [*worker, str(process)],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=60)[1] for process in workers]
+    finally:
+        for process in workers:
+            process.kill()
+    assert [process.returncode for process in workers] == [0, 0], "\n".join(errors)
+    values = make_values(30)
+    state, _, messages = checkpointer(tmp_path / "checkpoints").restore_latest(abstract(place(values, mesh)))
+    assert same(state, values)
+    assert messages == []
+    stopped_at = [(tmp_path / f"stopped_{process}").read_text() for process in range(2)]
+    assert stopped_at[0] == stopped_at[1]

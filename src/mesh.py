@@ -61,9 +61,10 @@ def start_distributed(config: Mapping[str, Any]) -> None:
         return
     try:
         jax.distributed.initialize()
-    except ValueError as error:
-        # JAX has no call that asks whether it found a cluster; this is its answer that it did not.
-        if "coordinator_address should be defined" not in str(error):
+    except (RuntimeError, ValueError) as error:
+        # JAX has no call that asks whether there is a cluster. These are its answers that it found none, and that this
+        # process (a notebook's, on its second run) has computed with JAX already and so can't join one any more.
+        if not any(answer in str(error) for answer in ("coordinator_address should be defined", "before any JAX calls")):
             raise
 
 

@@ -141,6 +141,8 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
                 eval_metrics = evaluation.run(state.trainable)
                 recorder.add_evaluation(done, eval_metrics)
             if saves and config.enable_checkpointing:
+                if log:
+                    log.flush()
                 folder.sync()
                 checkpointer.save(done, parts(state), {"data": fingerprint})
             recorder.start_clock()
@@ -156,7 +158,9 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         text = sample(config, plan, state.trainable, tokenizer)
         say(["sample:", *(f"  {line}" for line in text.splitlines())])
     if is_writer:
-        report = write_report(folder.local)
+        folder.sync()
+        report = folder.path / "report.html"
+        write_report(folder.path, report)
         say([f"report: {report}"])
     return Result(state, recorder.last, eval_metrics)
 

@@ -157,16 +157,18 @@ def test_an_error_in_the_thread_is_raised_at_its_batch(config, tmp_path):
 
 
 def test_batches_are_made_ahead_and_the_thread_ends_on_close(config, list_source, words):
+    settings = config(max_target_length=100)
+    first = joined(settings, list_source(words), 1, 1)[0]["data_position"][:, 0]
     threads = set(threading.enumerate())
     source = list_source(words)
-    batches = train_batches(config(max_target_length=100), source, TOKENIZER, range(B), B)
+    batches = train_batches(settings, source, TOKENIZER, range(B), B)
+    source.read.clear()  # what was read to see that the data fill a row
     next(batches)
     (thread,) = set(threading.enumerate()) - threads
     batches.close()
     assert not thread.is_alive()
-    # Each lane has read for the batch that was taken and for two more.
-    position = joined(config(max_target_length=100), list_source(words), 1, 3)[-1]["data_position"]
-    assert len(source.read) >= position[:, 0, 0].sum()
+    read_for_the_first = first[:, 0] + (first[:, 1] > 0)
+    assert len(source.read) > read_for_the_first.sum()
 
 
 @pytest.mark.parametrize("packing", [True, False])

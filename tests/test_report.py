@@ -1,0 +1,240 @@
+import html
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from src import config
+from src.charts import Scale, downsample, log_ticks, running_median, show_number, ticks
+from src.errors import UserError
+from src.metrics import EVAL_KEYS, TRAIN_KEYS, perplexity
+from src.report import key_figures, main, write_report
+
+VOID = {"meta", "br", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in order, and collects text, figures and whatever a browser would fetch."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.text, self.figures, self.fetched, self.paths = [], "", [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        self.fetched += [value for name, value in attrs.items() if name in ("src", "href", "srcset", "data")]
+        if tag == "figure":
+            self.figures.append(json.loads(attrs["data-series"]))
+        if tag == "path":
+            self.paths.append(attrs["d"])
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] not in (["script"], ["style"]):
+            self.text += data + " "
+
+
+def train_entry(step, loss=2.0, **others):
+    values = [step, loss, loss and perplexity(loss), 0.5, 3e-4, 0.5, 2000.0, 1.5]
+    return {**dict(zip(TRAIN_KEYS, values, strict=False)), **others}
+
+
+def eval_entry(step, loss=2.5):
+    return {"step": step, **dict(zip(EVAL_KEYS, [loss, perplexity(loss)], strict=True))}
+
+
+def report(folder, entries, arguments=(), torn=""):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries) + torn)
+    (folder / "config.yml").write_text(config.to_yaml(config.load(["configs/base.yml", *arguments])))
+    write_report(folder, folder / "report.html")
+    return (folder / "report.html").read_text()
+
+
+def test_a_run_is_shown_whole(tmp_path):
+    entries = [entry for k in range(1, 51) for entry in (train_entry(k, 5 / k + 1), eval_entry(k, 5 / k + 1.5))]
+    run = tmp_path / "first try"
+    run.mkdir()
+    (run / "environment.json").write_text(json.dumps({"jax": "0.10.2", "devices": "8 x TPU v4"}))
+    text = report(run, entries, ["steps=50", "learning_rate=0.007"])
+    shown = Page(text)
+    assert "first try" in shown.text
+    assert "Finished, step 50 of 50" in shown.text
+    for title in ("Loss", "Perplexity", "Learning rate", "Gradient norm", "Tokens a second"):
+        assert f"<b>{title}</b>" in text
+    assert "8 x TPU v4" in shown.text
+    changed, everything = shown.text.split("All of config.yml")
+    assert re.search(r"learning_rate\s+0.007\s+default 0.0003", changed)
+    assert "adam_b2" not in changed
+    assert yaml.safe_load(everything.split("Environment")[0].strip())["adam_b2"] == 0.95
+
+
+def test_the_page_fetches_nothing(tmp_path):
+    text = report(tmp_path, [train_entry(1), train_entry(2)])
+    assert Page(text).fetched == []
+    assert not re.search(r"https?://|@import|url\(", text)
+
+
+def test_curves_carry_the_runs_own_numbers(tmp_path):
+    losses = [3.0, 2.5, 2.25, 2.125]
+    entries = [train_entry(k, loss) for k, loss in enumerate(losses, 1)] + [eval_entry(4, 2.75)]
+    loss_figure = Page(report(tmp_path, entries)).figures[0]
+    assert loss_figure == [
+        ["train", [[1, "3"], [2, "2.5"], [3, "2.25"], [4, "2.125"]]],
+        ["eval", [[4, "2.75"]]],
+    ]
+
+
+def test_names_and_values_are_escaped(tmp_path):
+    text = report(tmp_path / "<i>x&", [train_entry(1)], ["prompt=</pre><script>alert(1)</script>"])
+    Page(text)
+    assert "<script>alert" not in text
+    assert html.escape("</pre><script>alert(1)</script>") in text
+    assert "<i>x" not in text
+
+
+def test_a_gap_is_no_point_and_no_bridge(tmp_path):
+    entries = [train_entry(k, None if k == 3 else 2.0, grad_norm=None) for k in range(1, 6)]
+    shown = Page(report(tmp_path, entries))
+    loss_curve = next(path for path in shown.paths if path.count("M") + path.count("L") == 4)
+    assert re.sub(r"[\d. ]+", "", loss_curve) == "MLML"
+    assert [step for step, _ in shown.figures[0][0][1]] == [1, 2, 4, 5]
+
+
+def test_a_lone_point_is_drawn_as_a_dot(tmp_path):
+    assert any(path.endswith("h0") for path in Page(report(tmp_path, [train_entry(1)])).paths)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [],
+        [train_entry(1)],
+        [train_entry(1), eval_entry(1)],
+        [train_entry(1, None, grad_norm=None)],
+        [train_entry(k, 2.0, grad_norm=0.0, learning_rate=0.0) for k in range(1, 9)],
+        [train_entry(k) for k in range(90_001, 90_021)],
+        [train_entry(k, 3.0 if k == 1 else None) for k in range(1, 60)],
+    ],
+    ids=["no step", "one", "one and eval", "not finite", "constant", "started late", "only the first finite"],
+)
+def test_any_state_of_a_run_gives_a_page(tmp_path, entries):
+    assert "NaN" not in (text := report(tmp_path, entries).split("<script>")[0])
+    assert "nan" not in "".join(Page(text + "<script></script></body></html>").paths)
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    assert "At step 2 of 10,000" in report(tmp_path, [train_entry(1), train_entry(2)], torn='{"step": 3, "lo')
+
+
+def test_a_long_run_stays_small_and_keeps_its_spikes(tmp_path):
+    noise = random.Random(0)
+    entries = [train_entry(k, 2 + 8 / k + noise.gauss(0, 0.01)) for k in range(1, 30_001)]
+    entries[20_000]["grad_norm"] = 99.0
+    text = report(tmp_path, entries, ["steps=30_000"])
+    assert len(text) < 1_000_000
+    norms = next(figure for figure in Page(text).figures if ["20001", "99"] in [[str(s), v] for s, v in figure[0][1]])
+    assert len(norms[0][1]) <= 800
+
+
+def test_the_first_steps_do_not_flatten_the_loss(tmp_path):
+    entries = [train_entry(k, 11.0 if k < 5 else 2.2 - k / 1000) for k in range(1, 201)]
+    text = report(tmp_path, entries)
+    assert re.search(r"\b[4-8] of 200 steps lie above the chart, up to 11\.", text)
+    settled = next(path for path in Page(text).paths if path.count("L") == 199)
+    heights = [float(y) for _, y in re.findall(r"[ML]([-\d.]+) ([-\d.]+)", settled)][20:]
+    assert max(heights) - min(heights) > 700  # of 1000: what comes after fills the chart
+
+
+def test_key_figures_are_those_of_the_entries():
+    train = [train_entry(k, loss=4.0, step_time_seconds=0.5, tokens_per_second=2000.0) for k in range(1, 11)]
+    train[0].update(step_time_seconds=20.0, tokens_per_second=50.0)  # compiles; the batch is 1000 tokens all the same
+    train[-1]["loss"] = 2.0
+    figures = dict(key_figures(train, [eval_entry(5, 1.0), eval_entry(10, 1.25)]))
+    assert figures["Train loss"] == "2.0000"
+    assert figures["Eval loss"] == "1.2500"
+    assert figures["Lowest eval loss"] == "1.0000"
+    assert figures["Eval perplexity"] == f"{math.exp(1.25):.4g}"
+    assert figures["Tokens"] == "10k"
+    assert figures["Time in steps"] == "0:24"  # 20 + 9 * 0.5, to the even second
+    assert figures["Tokens a second"] == "2k"
+    assert not any("MFU" in name for name in figures)
+    assert dict(key_figures([{**train[0], "mfu": 0.4567}], []))["MFU"] == "45.7%"
+
+
+def test_main_writes_beside_the_metrics_and_names_what_is_missing(tmp_path, capsys):
+    report(tmp_path, [train_entry(1)])
+    (tmp_path / "report.html").unlink()
+    main([str(tmp_path)])
+    assert str(tmp_path / "report.html") in capsys.readouterr().out
+    assert (tmp_path / "report.html").exists()
+    with pytest.raises(UserError, match="no metrics.jsonl"):
+        main([str(tmp_path / "elsewhere")])
+    with pytest.raises(UserError, match="one argument"):
+        main([])
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=300), st.integers(1, 40))
+def test_downsampling_keeps_the_extremes_in_order(values, bins):
+    points = list(enumerate(values))
+    kept = downsample(points, bins)
+    finite = [value for value in values if value is not None]
+    steps = [step for step, _ in kept]
+    assert steps == sorted(set(steps))
+    assert set(kept) <= set(points)
+    assert len(kept) <= 2 * bins or kept == points
+    if finite:
+        shown = [value for _, value in kept if value is not None]
+        assert (min(shown), max(shown)) == (min(finite), max(finite))
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), max_size=60), st.integers(0, 10))
+def test_running_median_is_that_of_the_window(values, half):
+    found = running_median(list(enumerate(values)), 2 * half + 1)
+    for index, (step, median) in enumerate(found):
+        window = sorted(v for v in values[max(0, index - half) : index + half + 1] if v is not None)
+        assert (step, median) == (index, window[len(window) // 2] if window else None)
+    assert len(found) == len(values)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 8))
+def test_ticks_are_few_round_and_inside(low, span, count):
+    found = ticks(low, low + span, count)
+    assert len(found) <= count + 1
+    assert all(low - 1e-6 * span <= tick <= low + span * (1 + 1e-6) for tick in found)
+
+
+def test_ticks_by_example():
+    assert ticks(0, 500, 5) == [0, 100, 200, 300, 400, 500]
+    assert ticks(1, 20_000, 5) == [5_000, 10_000, 15_000, 20_000]
+    assert log_ticks(0.25, 40) == pytest.approx([0.3, 1, 3, 10, 30])
+
+
+def test_a_scale_puts_its_edges_at_the_edges():
+    for scale in (Scale(2.0, 4.0), Scale(0.1, 10.0, log=True)):
+        assert scale.height(scale.low) == 0
+        assert scale.height(scale.high) == pytest.approx(1)
+    assert Scale(0.1, 10.0, log=True).height(1.0) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (2.3456, "2.346"), (999, "999"), (13_200, "13.2k"), (1.05e10, "10.5B")]
+)
+def test_show_number(number, text):
+    assert show_number(number) == text

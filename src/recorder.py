@@ -1,6 +1,5 @@
 """Turns the arrays that steps return into lines: metrics.jsonl, TensorBoard and the console."""
 
-import math
 import time
 
 import jax
@@ -11,7 +10,7 @@ from src.errors import UserError
 from src.metrics import MetricsLog, StepPrinter, perplexity
 from src.model.flops import FlopsPerToken
 from src.optimizer import learning_rate
-from src.topology import peak_flops
+from src.topology import run_peak
 from src.train_step import Metrics
 
 
@@ -44,7 +43,7 @@ class Recorder:
         self.last: dict[str, float] = {}
         self._config, self._log, self._printer = config, log, printer
         self._flops, self._tokens, self._devices = flops, tokens, mesh.size
-        self._peak = device_peak(config, mesh)
+        self._peak = run_peak(mesh.devices.flat[0], config.dtype, config.matmul_precision)
         self._pending: tuple[int, Metrics] | None = None
         self._clock = time.perf_counter()
 
@@ -105,11 +104,3 @@ class Recorder:
             rates["mfu"] = tokens_per_device * self._flops.causal / self._peak
             rates["mfu_palm"] = tokens_per_device * self._flops.palm / self._peak
         return rates
-
-
-def device_peak(config: FrozenConfigDict, mesh: Mesh) -> float | None:
-    """The peak rate of matrix products in the run's precision, operations a second a device; None if unknown."""
-    device, dtype = mesh.devices.flat[0], config.dtype
-    if device.platform == "gpu" and dtype == "float32" and config.matmul_precision != "highest":
-        dtype = "tensorfloat32"
-    return peak_flops(device.device_kind, dtype)

@@ -1,5 +1,10 @@
 """What is known of accelerators without asking one: the peak rates of their matrix products."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+
 
 def _nvidia(bfloat16: float, tensorfloat32: float, float32: float) -> dict[str, float]:
     return {"bfloat16": bfloat16, "tensorfloat32": tensorfloat32, "float32": float32}
@@ -54,3 +59,10 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
         unlisted device, float32 on a TPU): no MFU is better than a guessed one.
     """
     return _PEAK_FLOPS.get(device_kind, {}).get(dtype)
+
+
+def run_peak(device: "jax.Device", dtype: str, matmul_precision: str) -> float | None:
+    """`peak_flops` of a run that computes in `dtype` under the key `matmul_precision`."""
+    if device.platform == "gpu" and dtype == "float32" and matmul_precision != "highest":
+        dtype = "tensorfloat32"
+    return peak_flops(device.device_kind, dtype)

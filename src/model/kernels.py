@@ -55,8 +55,11 @@ def dot_product(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) / math.sqrt(H)
     scores = jnp.where(_mask_BTS(context)[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH).reshape(B, T, N, H)
+    # Softmax with its division last: on [B, T, N, H] in place of the larger scores.
+    unnormalised = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    normaliser_BTKG1 = jnp.moveaxis(jnp.sum(unnormalised, axis=-1, keepdims=True), 3, 1)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", unnormalised.astype(v_BSKH.dtype), v_BSKH)
+    return (out_BTKGH / normaliser_BTKG1).astype(v_BSKH.dtype).reshape(B, T, N, H)
 
 
 def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context: Context) -> jax.Array:

@@ -1,0 +1,150 @@
+"""Times the training step, alone, on whatever devices there are: `python scripts/bench.py [case ...] [key=value ...]`.
+
+Needs jax, flax, optax, numpy, pyyaml and ml_collections, so that it can be carried to a bare machine with a GPU. Data
+are random tokens on the device: what is measured is the step. The case `input` measures the input pipeline instead.
+"""
+
+import argparse
+import contextlib
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from src import config as configuration
+from src.errors import run_command
+from src.mesh import describe, global_batch_size, make_layout
+from src.model.flops import count_params, flops_per_token
+from src.model.spec import model_spec
+from src.optimizer import hyper_parameters
+from src.topology import run_peak
+from src.train_step import abstract_state, batch_sharding, compile_steps, init_state, make_plan
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+# case: the config, and what differs from it
+CASES = {
+    "quickstart": ("quickstart.yml", []),
+    "1b": ("base.yml", ["per_device_batch_size=4", "remat_policy=minimal_with_context"]),
+    "1b_full_remat": ("base.yml", ["per_device_batch_size=12"]),
+    "1b_unpacked": ("base.yml", ["per_device_batch_size=4", "remat_policy=minimal_with_context", "packing=false"]),
+    "input": ("quickstart.yml", []),
+}
+WARM_UP_STEPS = 3
+
+
+def main(argv: list[str]) -> None:
+    """Runs the named cases (all but `input` by default), each with the key=value arguments."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("arguments", nargs="*", metavar="case or key=value", help=f"cases: {', '.join(CASES)}")
+    parser.add_argument("--steps", type=int, default=10, help="steps timed, after some to warm up")
+    options = parser.parse_args(argv)
+    overrides = [argument for argument in options.arguments if "=" in argument]
+    cases = [argument for argument in options.arguments if "=" not in argument] or ["quickstart"]
+    for case in cases:
+        if case not in CASES:
+            parser.error(f"no case {case}; the cases are {', '.join(CASES)}")
+        file, settings = CASES[case]
+        argv = [str(CONFIGS / file), *settings, *overrides]
+        print(f"{case}: {' '.join([file, *settings, *overrides])}")
+        (bench_input if case == "input" else bench_step)(argv, options.steps)
+
+
+def bench_step(argv: list[str], steps: int) -> None:
+    """Prints the time of a training step, tokens a second, MFU where the device's peak is known, and peak memory."""
+    config = configuration.load(argv)
+    jax.config.update("jax_default_matmul_precision", config.matmul_precision)
+    layout = make_layout(config, jax.devices())
+    device = jax.devices()[0]
+    spec = model_spec(config)
+    plan = make_plan(config, spec, layout)
+    rows = global_batch_size(
+        layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size"
+    )
+    shape = (rows, config.max_target_length)
+    hyper = hyper_parameters(config, 0)
+    abstract = abstract_state(plan, config, (rows, 1, 2))
+    train_step, _ = compile_steps(plan, abstract)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    state = jax.jit(lambda: init_state(plan, hyper, (rows, 1, 2)), out_shardings=shardings)()
+    batch = jax.device_put(random_batch(*shape, config.vocab_size), batch_sharding(layout))
+
+    start = time.perf_counter()
+    compiled = train_step.lower(state, batch, hyper).compile()
+    compile_seconds = time.perf_counter() - start
+    seconds = []
+    for step in range(WARM_UP_STEPS + steps):
+        start = time.perf_counter()
+        state, metrics = compiled(state, batch, hyper)
+        jax.block_until_ready((state, metrics))
+        if step >= WARM_UP_STEPS:
+            seconds.append(time.perf_counter() - start)
+
+    median = statistics.median(seconds)
+    tokens_per_device = shape[0] * shape[1] / median / layout.mesh.size
+    flops = flops_per_token(spec, config.max_target_length)
+    peak = run_peak(device, config.dtype, config.matmul_precision)
+    print(f"  jax {jax.__version__}, {layout.mesh.size} x {device.device_kind}, mesh {describe(layout)}")
+    print(f"  {count_params(spec):,} parameters, {shape[0]} rows x {shape[1]} tokens, attention {plan.kernel}")
+    print(f"  compile        {compile_seconds:.1f} s")
+    print(f"  step           {1000 * median:.1f} ms (median of {steps}; {1000 * min(seconds):.1f} least)")
+    print(f"  tokens         {tokens_per_device:,.0f} a second and device")
+    print(f"  TFLOP/s        {tokens_per_device * flops.causal / 1e12:.2f} a device (attention counted causally)")
+    if peak:
+        mfu, palm = (tokens_per_device * count / peak for count in (flops.causal, flops.palm))
+        print(f"  MFU            {mfu:.1%} (attention counted causally), {palm:.1%} (as in PaLM)")
+    print(f"  peak memory    {peak_memory(device) / 2**30:.2f} GiB")
+    print(f"  loss           {float(metrics['loss']):.4f}")
+
+
+def random_batch(rows: int, length: int, vocab_size: int) -> dict[str, np.ndarray]:
+    """Rows of random tokens, four documents each."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, length + 1), np.int32)
+    documents = np.arange(length, dtype=np.int32) * 4 // length
+    starts = np.searchsorted(documents, documents)
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": np.broadcast_to(documents + 1, (rows, length)),
+        "positions": np.broadcast_to((np.arange(length) - starts).astype(np.int32), (rows, length)),
+        "loss_mask": np.ones((rows, length), np.float32),
+        "data_position": np.zeros((rows, 1, 2), np.int32),
+    }
+
+
+def peak_memory(device: jax.Device) -> int:
+    """Bytes: the device's where it counts them, else the process's."""
+    with contextlib.suppress(KeyError, TypeError):  # a backend that does not count returns None
+        return device.memory_stats()["peak_bytes_in_use"]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def bench_input(argv: list[str], steps: int) -> None:
+    """Prints the tokens a second of the input pipeline alone: reading, shuffling, tokenizing, packing, on one host."""
+    from src.data.loader import train_batches
+    from src.data.sources import open_sources
+    from src.data.tokenizer import make_tokenizer
+
+    config = configuration.load(argv)
+    rows = np.arange(round(config.per_device_batch_size))
+    source, _ = open_sources(config)
+    batches = train_batches(config, source, make_tokenizer(config), rows, len(rows))
+    next(batches)
+    count = 100 * steps
+    start = time.perf_counter()
+    for _ in range(count):
+        next(batches)
+    seconds = time.perf_counter() - start
+    print(f"  {len(rows)} rows x {config.max_target_length} tokens, {config.tokenizer_type} tokenizer")
+    print(f"  tokens         {count * len(rows) * config.max_target_length / seconds:,.0f} a second")
+
+
+if __name__ == "__main__":
+    run_command(main)

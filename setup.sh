@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Makes .venv beside this file and installs the pinned requirements into it:
+#
+#   bash setup.sh              all that training on a CPU needs
+#   bash setup.sh tpu|gpu      beside that, what a Cloud TPU VM or a machine with NVIDIA GPUs needs
+#   bash setup.sh dev          beside that, what the tests, the linter and the notebook need
+#
+# Names combine (bash setup.sh gpu dev) and add up over several calls. A call that finds nothing to do takes a second.
+# PYTHON=/path/to/python3.12 chooses the Python; otherwise it is python3.12, python3.11 or python3, whichever is found.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+fail() {
+  echo "setup.sh: $1" >&2
+  exit 2
+}
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+  if [[ -n "${PYTHON:-}" ]]; then
+    is_new_enough "$PYTHON" || fail "PYTHON=$PYTHON is no Python of version 3.11 or newer"
+    echo "$PYTHON"
+    return
+  fi
+  for candidate in python3.12 python3.11 python3; do
+    if is_new_enough "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+  done
+  fail "Python 3.11 or newer is needed, and python3 is $(python3 --version 2>&1 || true). If it is elsewhere: PYTHON=/path/to/python3 bash setup.sh"
+}
+
+requirements=(requirements/base.txt)
+for name in "$@"; do
+  case "$name" in
+    tpu | gpu | dev) requirements+=("requirements/$name.txt") ;;
+    *) fail "'$name' is none of tpu, gpu, dev" ;;
+  esac
+done
+
+if [[ ! -x .venv/bin/python ]]; then
+  python="$(find_python)"
+  "$python" -m venv .venv || fail "'$python -m venv .venv' failed (on Debian and Ubuntu: apt install python3-venv)"
+fi
+
+# A file is skipped if the very same one was installed before: .venv/installed keeps a copy of each.
+to_install=()
+for file in "${requirements[@]}"; do
+  cmp -s "$file" ".venv/installed/$(basename "$file")" || to_install+=("$file")
+done
+if [[ ${#to_install[@]} -gt 0 ]]; then
+  echo "setup.sh: installing ${to_install[*]} for $(.venv/bin/python --version)"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check "${to_install[@]/#/--requirement=}"
+  mkdir -p .venv/installed
+  cp "${to_install[@]}" .venv/installed/
+fi
+echo "setup.sh: .venv is ready; train with .venv/bin/python -m src.train configs/quickstart.yml"

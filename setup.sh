@@ -32,28 +32,31 @@ find_python() {
   fail "Python 3.11 or newer is needed, and python3 is $(python3 --version 2>&1 || true). If it is elsewhere: PYTHON=/path/to/python3 bash setup.sh"
 }
 
-requirements=(requirements/base.txt)
 for name in "$@"; do
-  case "$name" in
-    tpu | gpu | dev) requirements+=("requirements/$name.txt") ;;
-    *) fail "'$name' is none of tpu, gpu, dev" ;;
-  esac
+  [[ "$name" =~ ^(tpu|gpu|dev)$ ]] || fail "'$name' is none of tpu, gpu, dev"
 done
 
 if [[ ! -x .venv/bin/python ]]; then
   python="$(find_python)"
-  "$python" -m venv .venv || fail "'$python -m venv .venv' failed (on Debian and Ubuntu: apt install python3-venv)"
+  if ! "$python" -m venv .venv; then
+    rm -rf .venv
+    fail "'$python -m venv .venv' failed (on Debian and Ubuntu: apt install python3-venv)"
+  fi
 fi
 
-# A file is skipped if the very same one was installed before: .venv/installed keeps a copy of each.
+# .venv/installed keeps a copy of each file that was installed. One that is the same is skipped; one that has changed
+# since is installed again, named or not: a new JAX does not work with the old one's plugin.
+mkdir -p .venv/installed
 to_install=()
-for file in "${requirements[@]}"; do
-  cmp -s "$file" ".venv/installed/$(basename "$file")" || to_install+=("$file")
+for name in base tpu gpu dev; do
+  file="requirements/$name.txt" copy=".venv/installed/$name.txt"
+  if [[ " base $* " == *" $name "* || -f "$copy" ]] && ! cmp -s "$file" "$copy"; then
+    to_install+=("$file")
+  fi
 done
 if [[ ${#to_install[@]} -gt 0 ]]; then
-  echo "setup.sh: installing ${to_install[*]} for $(.venv/bin/python --version)"
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check "${to_install[@]/#/--requirement=}"
-  mkdir -p .venv/installed
+  echo "setup.sh: installing ${to_install[*]} for $(.venv/bin/python --version); a minute or more"
+  .venv/bin/python -m pip install -qq --disable-pip-version-check "${to_install[@]/#/--requirement=}"
   cp "${to_install[@]}" .venv/installed/
 fi
 echo "setup.sh: .venv is ready; train with .venv/bin/python -m src.train configs/quickstart.yml"

@@ -156,7 +156,8 @@ def test_a_long_run_stays_small_and_keeps_its_spikes(tmp_path):
 def test_the_first_steps_do_not_flatten_the_loss(tmp_path):
     entries = [train_entry(k, 11.0 if k < 5 else 2.2 - k / 1000) for k in range(1, 201)]
     text = report(tmp_path, entries)
-    assert re.search(r"\b[4-8] of 200 steps lie above the chart, up to 11\.", text)
+    above = re.search(r"(\d+) of 200 steps lie above the chart, up to 11\.", text)
+    assert 4 <= int(above[1]) <= 10  # at most the first twentieth
     settled = next(path for path in Page(text).paths if path.count("L") == 199)
     heights = [float(y) for _, y in re.findall(r"[ML]([-\d.]+) ([-\d.]+)", settled)][20:]
     assert max(heights) - min(heights) > 700  # of 1000: what comes after fills the chart
@@ -184,7 +185,7 @@ def test_main_writes_beside_the_metrics_and_names_what_is_missing(tmp_path, caps
     main([str(tmp_path)])
     assert str(tmp_path / "report.html") in capsys.readouterr().out
     assert (tmp_path / "report.html").exists()
-    with pytest.raises(UserError, match="no metrics.jsonl"):
+    with pytest.raises(UserError, match=r"no metrics\.jsonl"):
         main([str(tmp_path / "elsewhere")])
     with pytest.raises(UserError, match="one argument"):
         main([])

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import jax
 import numpy as np
@@ -40,7 +41,7 @@ class Checkpointer:
     """
 
     def __init__(self, directory: epath.PathLike, *, max_to_keep: int, async_save: bool) -> None:
-        self._directory = epath.Path(directory)
+        self._directory = _absolute(directory)
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=None if max_to_keep == -1 else max_to_keep,
             enable_async_checkpointing=async_save,
@@ -74,8 +75,8 @@ class Checkpointer:
     ) -> tuple[dict[str, Any], dict[str, Any], list[str]] | None:
         """The newest good checkpoint; None where there is no checkpoint at all.
 
-        Damaged ones are passed over, each with a message. Those newer than the one restored are deleted by the next
-        `save`, which stands at an earlier step than they do.
+        Damaged ones are passed over, each with a message, and deleted by the next `save`: the run comes to their
+        steps again.
 
         Args:
             abstract_state: the state's parts, as pytrees of `jax.ShapeDtypeStruct`s with shardings.
@@ -100,8 +101,6 @@ class Checkpointer:
             f"checkpoint {damaged} is passed over: {problem}. The next checkpoint saved deletes it."
             for damaged, problem in problems.items()
         ]
-        if messages:
-            messages.append(f"the newest good checkpoint is {step}.")
         return state, meta, messages
 
     def wait(self) -> None:
@@ -119,6 +118,7 @@ class Checkpointer:
         if jax.process_index() == 0:
             for step in self._damaged_steps:
                 (self._directory / str(step)).rmtree()
+        self._damaged_steps = []
         # The others may not list the folder before that is done.
         multihost_utils.sync_global_devices("damaged checkpoints deleted")
         return ocp.CheckpointManager(self._directory, options=self._options, item_names=("state", "meta"))
@@ -142,7 +142,7 @@ def restore_step(
     Raises:
         UserError: there is no checkpoint, none is good, or the arrays of these parts differ in name or shape.
     """
-    path = epath.Path(path)
+    path = _absolute(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = _steps(folder)
     if not steps and path.name.isdigit() and path.is_dir():
@@ -246,16 +246,17 @@ def _read_arrays(
     This is TensorStore under Orbax's file format, not Orbax: its own `restore` waits for the other processes, which
     hang where one of them finds damage, and leaves reads behind that print tracebacks after the error was handled.
     """
-    folder = f"{step_folder}/state/" if _is_remote(step_folder) else f"file://{step_folder}/state/"
+    folder = f"{step_folder}/state/"
+    base = quote(folder, safe=":/") if _is_remote(step_folder) else {"driver": "file", "path": folder}
     context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})  # Of the index that all arrays share.
 
     def read(name: str) -> jax.Array:
-        kvstore = {"driver": "ocdbt", "base": folder, "path": f"{name}/"}
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         store = ts.open({"driver": "zarr", "kvstore": kvstore}, open=True, context=context).result()
         shape, sharding = wanted[name].shape, wanted[name].sharding
         # Devices that hold the same part share one read, and all parts are read at once.
-        indices = sharding.addressable_devices_indices_map(shape).values()
-        shards = {key: store[index].read() for key, index in {str(index): index for index in indices}.items()}
+        indices = {str(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
+        shards = {key: store[index].read() for key, index in indices.items()}
         return jax.make_array_from_callback(
             shape, sharding, lambda index: shards[str(index)].result(), dtype=saved[name]["dtype"]
         )
@@ -300,6 +301,11 @@ def _steps(folder: epath.Path) -> list[int]:
     if not folder.is_dir():
         return []
     return sorted((int(path.name) for path in folder.iterdir() if path.name.isdigit()), reverse=True)
+
+
+def _absolute(path: epath.PathLike) -> epath.Path:
+    path = epath.Path(path).expanduser()
+    return path if _is_remote(path) else path.resolve()
 
 
 def _is_remote(path: epath.Path) -> bool:

@@ -12,7 +12,7 @@ def make_mesh(shape, devices=None):
     return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def make_values(seed, rows=8, embed=16):
+def make_values(seed, embed=64):
     """Parts of a state as numpy arrays."""
     rng = np.random.default_rng(seed)
     weights = {
@@ -27,7 +27,7 @@ def make_values(seed, rows=8, embed=16):
         "frozen": {},
         "stats": {"bias": rng.normal(size=(8,)).astype(np.float32)},
         "opt": (optax.EmptyState(), optax.ScaleByAdamState(np.int32(seed), moments, jax.tree.map(np.abs, moments))),
-        "data_position": rng.integers(0, 1000, (rows, 1, 2)).astype(np.int32),
+        "data_position": rng.integers(0, 1000, (8, 1, 2)).astype(np.int32),
     }
 
 

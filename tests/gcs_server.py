@@ -100,7 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
         """(object's name or "", query); the name is None where the bucket does not exist."""
         parts = urlsplit(self.path)
         match = re.fullmatch(r"(?:/upload|/download)?/storage/v1/b/([^/]+)(/o)?(?:/(.+))?", parts.path)
-        assert match, self.path
+        if match is None:  # TensorStore asks whether this is a machine in the cloud.
+            return None, {}
         self.path_is_listing = bool(match.group(2))
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         return (unquote(match.group(3) or "") if match.group(1) == self.server.bucket else None), query

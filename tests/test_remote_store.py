@@ -1,0 +1,147 @@
+"""A run on an object store, through the clients of Google Cloud Storage: nothing can be appended to or renamed."""
+
+import pytest
+
+from src.checkpoint import Checkpointer, restore_step
+from src.errors import UserError
+from src.run_folder import RunFolder
+from tests.checkpoint_state import abstract, make_mesh, make_values, place, same
+from tests.gcs_server import GcsServer
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = GcsServer("bucket")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
+        patch.setenv("GCE_METADATA_ROOT", server.url.removeprefix("http://"))  # No search for credentials outside.
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        pytest.importorskip("gcsfs")  # It reads the environment when it is imported.
+        yield server
+    server.close()
+
+
+@pytest.fixture
+def base(server, request):
+    """A base_output_directory with nothing in it."""
+    return f"gs://bucket/a dir/{request.node.name}"
+
+
+@pytest.fixture
+def objects(server, request):
+    """What lies in the folder of the run `a` there: name in the folder -> (contents, generation)."""
+
+    def find():
+        prefix = f"a dir/{request.node.name}/a/"
+        return {name.removeprefix(prefix): value for name, value in server.objects.items() if name.startswith(prefix)}
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh((2, 2, 2))
+
+
+def checkpointer(folder):
+    return Checkpointer(folder.path / "checkpoints", max_to_keep=2, async_save=True)
+
+
+def append(file, text):
+    with open(file, "a") as opened:
+        opened.write(text)
+
+
+def test_growing_files_are_copied_up_and_fetched_by_the_next_part_of_the_run(objects, base):
+    first = RunFolder(base, "a")
+    first.check_writable()
+    assert objects() == {}
+    first.write_text("config.yml", "é")
+    append(first.fetch("metrics.jsonl"), "1\n")
+    append(first.fetch("tensorboard/events.0"), "e")
+    assert set(objects()) == {"config.yml"}
+    first.sync()
+    assert objects()["metrics.jsonl"][0] == b"1\n"
+    assert objects()["tensorboard/events.0"][0] == b"e"
+    append(first.local / "metrics.jsonl", "2\n")
+    # Killed here: what was not synced is lost, and the temporary folder means nothing to the next process.
+
+    second = RunFolder(base, "a")
+    assert second.read_text("config.yml") == "é"
+    assert second.fetch("metrics.jsonl").read_text() == "1\n"
+    append(second.local / "metrics.jsonl", "2\n")
+    second.close()
+    assert objects()["metrics.jsonl"][0] == b"1\n2\n"
+    assert not second.local.exists()
+
+
+def test_only_files_that_changed_are_copied_again(objects, base):
+    folder = RunFolder(base, "a")
+    append(folder.fetch("metrics.jsonl"), "1\n")
+    append(folder.fetch("steps"), "1\n")
+    folder.sync()
+    generation = {name: generation for name, (_, generation) in objects().items()}
+    append(folder.local / "metrics.jsonl", "2\n")
+    folder.close()
+    assert objects()["steps"][1] == generation["steps"]
+    assert objects()["metrics.jsonl"][1] > generation["metrics.jsonl"]
+
+
+def test_a_bucket_that_is_not_there_is_an_error(server):
+    with pytest.raises(UserError, match="cannot write to gs://other/runs/a"):
+        RunFolder("gs://other/runs", "a").check_writable()
+
+
+def test_checkpoints_go_to_the_store_and_come_back_from_it_alone(objects, base, mesh):
+    folder = RunFolder(base, "a")
+    saver = checkpointer(folder)
+    for step in (10, 20, 30):
+        saver.save(step, place(make_values(step), mesh), {"loss": step / 8})
+    saver.close()
+    assert {name.split("/")[1] for name in objects()} == {"20", "30"}
+
+    wanted = abstract(place(make_values(0), make_mesh((1, 8, 1))))
+    state, meta, messages = checkpointer(folder).restore_latest(wanted)
+    assert same(state, make_values(30))
+    assert meta == {"loss": 30 / 8}
+    assert messages == []
+    weights, _, _ = restore_step(f"{base}/a/checkpoints/20", wanted)
+    assert same(weights["trainable"], make_values(20)["trainable"])
+
+
+def test_an_unfinished_save_is_passed_over_and_made_again(server, base, mesh):
+    """A store shows a save's files as they are written; the file that ends it is not there after a kill."""
+    folder = RunFolder(base, "a")
+    saver = checkpointer(folder)
+    for step in (10, 20):
+        saver.save(step, place(make_values(step), mesh), {})
+    saver.close()
+    del server.objects[base.removeprefix("gs://bucket/") + "/a/checkpoints/20/commit_success.txt"]
+
+    resumed = checkpointer(folder)
+    state, _, messages = resumed.restore_latest(abstract(place(make_values(0), mesh)))
+    assert same(state, make_values(10))
+    assert messages[0].startswith("checkpoint 20 is passed over: it cannot be read: ")
+    resumed.save(20, place(make_values(20), mesh), {})
+    resumed.close()
+    state, _, messages = checkpointer(folder).restore_latest(abstract(state))
+    assert same(state, make_values(20))
+    assert messages == []
+
+
+def test_a_flipped_bit_in_the_store_is_noticed(server, base, mesh):
+    folder = RunFolder(base, "a")
+    saver = checkpointer(folder)
+    for step in (10, 20):
+        saver.save(step, place(make_values(step), mesh), {})
+    saver.close()
+    index = f"{base.removeprefix('gs://bucket/')}/a/checkpoints/20/state/d/"
+    (name,) = (name for name in server.objects if name.startswith(index))
+    contents, generation = server.objects[name]
+    middle = len(contents) // 2
+    server.objects[name] = (contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :], generation)
+
+    state, _, messages = checkpointer(folder).restore_latest(abstract(place(make_values(0), mesh)))
+    assert same(state, make_values(10))
+    assert messages[0].startswith("checkpoint 20 is passed over: ")

@@ -151,6 +151,10 @@ class StepPrinter:
         """Prints an evaluation's metrics, `step` and EVAL_KEYS."""
         self._console.print(eval_line(entry, self._steps))
 
+    def say(self, line: str) -> None:
+        """Prints a line of another kind."""
+        self._console.print(line)
+
     def _seconds_left(self, step: int) -> float | None:
         """From the mean pace since the first step's end (that step compiles), evaluations and checkpoints included."""
         if step == self._first_step:

@@ -1,5 +1,6 @@
 """Runs a segment: the one place that knows scanning, unrolling and rematerialisation."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,10 +35,10 @@ class Execution:
     remat_policy: str = "none"
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
 
-    def remat(self, body: Callable) -> Callable:
-        """`body`, keeping for the backward pass what the policy names."""
+    def remat(self, block: Callable) -> Callable:
+        """`block`, keeping for the backward pass what the policy names."""
         if self.remat_policy == "none":
-            return body
+            return block
         if self.remat_policy == "custom":
             on_device = tuple(name for name, where in self.remat_custom.items() if where == "device")
             on_host = tuple(name for name, where in self.remat_custom.items() if where == "offload")
@@ -53,7 +54,7 @@ class Execution:
         else:
             policy = jax.checkpoint_policies.save_only_these_names(*on_device)
         # A scan's body is compiled once, so common subexpressions cannot undo the recomputation there.
-        return jax.checkpoint(body, policy=policy, prevent_cse=not self.scan_layers)
+        return jax.checkpoint(block, policy=policy, prevent_cse=not self.scan_layers)
 
 
 def run_segment(
@@ -82,12 +83,13 @@ def run_segment(
     graphdef, weights = nnx.split(blocks)
     period = len(segment.pattern)
 
-    @execution.remat
     def run_pattern(x: jax.Array, weights: Any, caches: Any, layer: jax.Array) -> tuple[jax.Array, Any, Any]:
         reports, new_caches = {}, []
         for position, block in enumerate(nnx.merge(graphdef, weights)):
             cache = None if caches is None else caches[position]
-            x, cache, report = block(x, context, cache, layer + position)
+            # Each block by itself: the backward pass then holds what one block computes again, not a whole pattern.
+            run_block = execution.remat(functools.partial(block, context=context))
+            x, cache, report = run_block(x, cache=cache, layer=layer + position)
             new_caches.append(cache)
             reports[f"layer_{position}"] = report
         return x, (None if caches is None else new_caches), reports

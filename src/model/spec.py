@@ -5,6 +5,7 @@ F feed-forward hidden, N query heads, K key/value heads, H head size, A factors 
 L layers.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,7 +146,7 @@ def _norm(facts: Mapping[str, Any]) -> NormSpec:
 
 
 def segments(layers: Sequence[LayerSpec]) -> tuple[Segment, ...]:
-    """The shortest description of `layers` as repeated patterns: fewest pattern layers, then fewest segments.
+    """`layers` as repeated patterns: with the fewest pattern layers, then the fewest segments, then the longest first.
 
     Each pattern layer is a body to compile, so 26 layers of which every sixth differs are 4 x (5 + 1) and 2 x 1.
     """
@@ -162,7 +163,7 @@ def segments(layers: Sequence[LayerSpec]) -> tuple[Segment, ...]:
                 if layers[end : end + period] != layers[start : start + period]:
                     break
                 repeats, end = repeats + 1, end + period
-        best[start] = min(candidates, key=lambda candidate: candidate[:2])
+        best[start] = min(candidates, key=lambda candidate: (*candidate[:2], -math.prod(candidate[2][0])))
     result, start = [], 0
     for period, repeats in best[0][2]:
         pattern = tuple(layers[start : start + period])

@@ -1,0 +1,124 @@
+"""Models small enough to compile in seconds, and batches for them, for the tests of the model and its step."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from src import config as configuration
+from src.mesh import make_layout
+from src.model.spec import model_spec
+from src.optimizer import hyper_parameters
+from src.resume import new_state
+from src.train_step import abstract_state, batch_sharding, compile_steps, loss_sums, make_plan
+
+BASE = str(Path(__file__).parents[1] / "configs" / "base.yml")
+VOCAB, LENGTH = 97, 16
+TINY = {
+    "base_emb_dim": 32,
+    "base_mlp_dim": 64,
+    "base_num_decoder_layers": 2,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "max_target_length": LENGTH,
+    "dtype": "float32",
+    "matmul_precision": "highest",
+    "dataset_type": "synthetic",
+    "remat_policy": "none",
+    "steps": 20,
+    "learning_rate": 1e-2,
+}
+
+
+def load(**overrides):
+    """The config of a tiny model; a key `a__b` is the dotted a.b."""
+    keys = {**TINY, **overrides}
+    return configuration.load([BASE, *(f"{key.replace('__', '.')}={value}" for key, value in keys.items())])
+
+
+def make(devices=1, **overrides):
+    """A config and its plan on the first `devices` devices."""
+    config = load(**overrides)
+    return config, make_plan(config, model_spec(config), make_layout(config, jax.devices()[:devices]))
+
+
+class Trainer:
+    """A state and its compiled steps, as train.py makes them."""
+
+    def __init__(self, rows=8, devices=1, **overrides):
+        self.config, self.plan = make(devices, **overrides)
+        self.abstract = abstract_state(self.plan, self.config, (rows, 1, 2))
+        self.train_step, self.eval_step = compile_steps(self.plan, self.abstract)
+        self.state = new_state(self.config, self.plan, self.abstract)
+
+    def step(self, batch, number):
+        """Makes update `number` (from 0); returns its metrics as numbers."""
+        placed = jax.device_put(batch, batch_sharding(self.plan.layout))
+        self.state, metrics = self.train_step(self.state, placed, hyper_parameters(self.config, number))
+        return {name: value.item() for name, value in jax.device_get(metrics).items()}
+
+
+def packed_rows(seed, rows=8, length=LENGTH, vocab=VOCAB):
+    """A batch whose rows hold random tokens in two or three segments and then padding, each of another length."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, vocab, (rows, length + 1), dtype=np.int32)
+    segment_ids, positions = np.zeros((2, rows, length), np.int32)
+    for row in range(rows):
+        cuts = np.sort(rng.choice(np.arange(1, length), size=rng.integers(2, 4), replace=False))
+        for index, (start, end) in enumerate(zip([0, *cuts], cuts, strict=False), start=1):
+            segment_ids[row, start:end] = index
+            positions[row, start:end] = np.arange(end - start)
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": segment_ids,
+        "positions": positions,
+        "loss_mask": (segment_ids > 0).astype(np.float32),
+        "data_position": np.full((rows, 1, 2), seed, np.int32),
+    }
+
+
+def loss_and_gradients(plan, weights, batch, dropout_key=None):
+    """Of the sum over the batch's tokens, compiled."""
+
+    def loss(weights):
+        return loss_sums(weights, batch, plan, dropout_key)[0]
+
+    return jax.jit(jax.value_and_grad(loss))(weights)
+
+
+def random_weights(plan, seed=0):
+    """Weights of the plan's shapes: no bias is zero and no scale one, and no initialiser is compiled for them."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, weight):
+        center = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
+        return (center + rng.normal(scale=0.2, size=weight.shape)).astype(weight.dtype)
+
+    return jax.tree.map_with_path(draw, plan.shapes)
+
+
+def assert_close(tree, expected, tolerance):
+    """Equal to `tolerance` times each array's greatest value, or a thousandth of the tree's if that is more.
+
+    (Some gradients are zero but for rounding: a bias of all keys moves no softmax.)
+    """
+    greatest = max(float(np.max(np.abs(leaf))) for leaf in jax.tree.leaves(expected))
+
+    def compare(path, x, y):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        error = np.max(np.abs(x - y)) / max(np.max(np.abs(y)), 1e-3 * greatest)
+        assert error <= tolerance, f"{jax.tree_util.keystr(path)}: relative error {error:.2e}"
+
+    jax.tree.map_with_path(compare, tree, expected)
+
+
+def tree_bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def zeros_like(tree):
+    return jax.tree.map(jnp.zeros_like, tree)

@@ -91,6 +91,8 @@ def load(argv: Sequence[str], notes: list[str] | None = None) -> FrozenConfigDic
     problems.extend(check_config(config, failed))
     if problems:
         raise UserError(_report(problems))
+    if config["steps"] == -1:
+        config["steps"] = config["learning_rate_schedule_steps"]
     return _freeze(config)
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-
 from ml_collections import FrozenConfigDict
 
 from src.data.tokenizer import Tokenizer

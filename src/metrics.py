@@ -33,7 +33,7 @@ TRAIN_KEYS = (
 EVAL_KEYS = ("eval_loss", "eval_perplexity")
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
-_REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def perplexity(loss: float) -> float:

@@ -1,6 +1,7 @@
 """Turns the arrays that steps return into lines: metrics.jsonl, TensorBoard and the console."""
 
 import time
+from typing import Self
 
 import jax
 from jax.sharding import Mesh
@@ -46,6 +47,17 @@ class Recorder:
         self._peak = run_peak(mesh.devices.flat[0], config.dtype, config.matmul_precision)
         self._pending: tuple[int, Metrics] | None = None
         self._clock = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        if self._printer:
+            self._printer.__enter__()
+        self.start_clock()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._log and self._printer:
+            self._printer.__exit__(*error)
+            self._log.close()
 
     def start_clock(self) -> None:
         """The next step begins now: what came before it is no step's time."""
@@ -96,6 +108,11 @@ class Recorder:
         if self._log and self._printer:
             self._log.write({"step": step, **metrics})
             self._printer.evaluation({"step": step, **metrics})
+
+    def sync(self) -> None:
+        """Puts every line recorded so far on disk."""
+        if self._log:
+            self._log.flush()
 
     def _rates(self, tokens_per_device: float) -> dict[str, float]:
         """`tflops_per_device` and, where the device's peak is known, both kinds of MFU (docs/performance.md)."""

@@ -57,7 +57,7 @@ def page(run_name: str, entries: Sequence[Entry], config_text: str, environment:
     evals = [entry for entry in entries if "eval_loss" in entry]
     config = literal(parse_keys(config_text, "config.yml"))
     done = train[-1]["step"] if train else 0
-    steps = config["steps"] if config["steps"] > 0 else config["learning_rate_schedule_steps"]
+    steps = config["steps"]
     changed = [
         (key, [dump(value), f"default {dump(base().defaults[key])}" if key in base().defaults else "not in base.yml"])
         for key, value in config.items()

@@ -15,7 +15,7 @@ from ml_collections import FrozenConfigDict
 from src import config as configuration
 from src.checkpoint import Checkpointer
 from src.data.loader import data_fingerprint, host_rows, to_global, to_host, train_batches
-from src.data.sources import open_sources
+from src.data.sources import Source, SyntheticSource, open_sources
 from src.data.tokenizer import make_tokenizer
 from src.decode import encode_prompt, sample
 from src.diagnostics import Profile, stack_traces
@@ -108,47 +108,42 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     folder.write_text("environment.json", json.dumps(facts))
     flops = flops_per_token(spec, config.max_target_length)
     is_writer = jax.process_index() == 0
-    if is_writer:
-        print_header(header(config, plan, facts, folder, flops, global_batch, len(source), first_step))
-    say(messages)
     log = printer = None
     if is_writer:
+        print_header(header(config, plan, facts, folder, flops, global_batch, source, first_step))
         log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", first_step or None)
-        exits.callback(log.close)
-        printer = exits.enter_context(StepPrinter(config.steps, first_step, config.log_period))
-    recorder = Recorder(config, log, printer, flops, global_batch * config.max_target_length, layout.mesh)
-    profile = Profile(config, first_step, str(folder.local / "tensorboard"))
-    exits.callback(profile.close)
-    preemption = Preemption()
-    exits.callback(preemption.close)
+        printer = StepPrinter(config.steps, first_step, config.log_period)
+    say(messages)
 
     # ---- The loop: a step is recorded while the next one runs
     eval_metrics: dict[str, float] = {}
     preempted = False
-    recorder.start_clock()
-    for step in range(first_step, config.steps):
-        profile.before_step(step)
-        batch = to_global(next(batches), place, rows, global_batch)
-        state, metrics = train_step(state, batch, hyper_parameters(config, step))
-        done = step + 1
-        recorder.add(done, metrics)
-        preempted = preemption.reached(done)
-        evaluates = evaluation and not preempted and (done % config.eval_interval == 0 or done == config.steps)
-        saves = done % config.checkpoint_period == 0 or preempted or done == config.steps
-        if evaluates or saves:
-            recorder.flush()
-            if evaluates:
-                eval_metrics = evaluation.run(state.trainable)
-                recorder.add_evaluation(done, eval_metrics)
-            if saves and config.enable_checkpointing:
-                if log:
-                    log.flush()
-                folder.sync()
-                checkpointer.save(done, parts(state), {"data": fingerprint})
-            recorder.start_clock()
-        if preempted:
-            break
-    profile.close()
+    with (
+        Recorder(config, log, printer, flops, global_batch * config.max_target_length, layout.mesh) as recorder,
+        contextlib.closing(Profile(config, first_step, str(folder.local / "tensorboard"))) as profile,
+        contextlib.closing(Preemption()) as preemption,
+    ):
+        for step in range(first_step, config.steps):
+            profile.before_step(step)
+            batch = to_global(next(batches), place, rows, global_batch)
+            state, metrics = train_step(state, batch, hyper_parameters(config, step))
+            done = step + 1
+            recorder.add(done, metrics)
+            preempted = preemption.reached(done)
+            evaluates = evaluation and not preempted and (done % config.eval_interval == 0 or done == config.steps)
+            saves = done % config.checkpoint_period == 0 or preempted or done == config.steps
+            if evaluates or saves:
+                recorder.flush()
+                if evaluates:
+                    eval_metrics = evaluation.run(state.trainable)
+                    recorder.add_evaluation(done, eval_metrics)
+                if saves and config.enable_checkpointing:
+                    recorder.sync()  # a checkpoint's metrics are on disk before it is
+                    folder.sync()
+                    checkpointer.save(done, parts(state), {"data": fingerprint})
+                recorder.start_clock()
+            if preempted:
+                break
     checkpointer.wait()
 
     # ---- The end
@@ -186,14 +181,16 @@ def header(
     folder: RunFolder,
     flops: FlopsPerToken,
     global_batch: int,
-    documents: int,
+    source: Source | SyntheticSource,
     first_step: int,
 ) -> list[tuple[str, str]]:
     """What was chosen for this run, by name: nothing that a user would have to guess."""
     tokens = global_batch * config.max_target_length
     order = f"shuffled by seed {config.data_shuffle_seed}, {'packed' if config.packing else 'a document a row'}"
-    path = config.dataset_path or "the Python standard library's source"
-    data = f"{config.dataset_type}: {path}, {documents:,} documents" if config.dataset_type == "text" else "synthetic"
+    data = "synthetic: random tokens"
+    if not isinstance(source, SyntheticSource):
+        path = config.dataset_path or "the Python standard library's source"
+        data = f"{config.dataset_type}: {path}, {len(source):,} documents, tokenizer {config.tokenizer_type}"
     return [
         ("run", str(folder.path)),
         ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
@@ -205,7 +202,7 @@ def header(
         ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
         ("attention", plan.kernel),
         ("recomputed", f"remat_policy {config.remat_policy}"),
-        ("data", f"{data}, tokenizer {config.tokenizer_type}"),
+        ("data", data),
         ("order", order),
         ("steps", f"{first_step} to {config.steps}"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),

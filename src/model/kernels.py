@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from src.errors import UserError
+from src.mesh import Layout
 from src.model.context import Context
+from src.model.spec import ModelSpec
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding alone gives numbers, not NaN
 FLASH_BLOCK = 128  # the least block of the TPU kernel, which takes whole blocks only
+CUDNN_HEAD_DIM = 128  # the largest that cuDNN takes on every GPU; Hopper's 256 is left out
 
 
 def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context: Context) -> jax.Array:
@@ -24,22 +27,36 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context: Con
     return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
 
 
-def choose_kernel(attention: str, platform: str, length: int) -> str:
-    """The kernel that the key `attention` means on this platform for rows of `length` tokens.
+def choose_kernel(attention: str, platform: str, spec: ModelSpec, length: int) -> str:
+    """The kernel that the key `attention` means on this platform for this model's rows of `length` tokens.
 
     Raises:
         UserError: the kernel asked for does not run here.
     """
-    blocked = length % FLASH_BLOCK == 0
     if attention == "autoselected":
-        best = {"tpu": "flash" if blocked else "dot_product", "gpu": "cudnn_flash"}
-        return best.get(platform, "dot_product")
-    needs = {"flash": "tpu", "cudnn_flash": "gpu"}.get(attention, platform)
-    if needs != platform:
-        raise UserError(f"attention={attention} runs on {needs}, and this is {platform}. Use attention=autoselected.")
-    if attention == "flash" and not blocked:
-        raise UserError(f"attention=flash needs max_target_length to be a multiple of {FLASH_BLOCK}, not {length}.")
+        fused = {"tpu": "flash", "gpu": "cudnn_flash"}.get(platform)
+        return fused if fused and not _obstacle(fused, platform, spec, length) else "dot_product"
+    if obstacle := _obstacle(attention, platform, spec, length):
+        raise UserError(f"attention={attention} {obstacle}. Use attention=autoselected.")
     return attention
+
+
+def _obstacle(kernel: str, platform: str, spec: ModelSpec, length: int) -> str:
+    """Why a kernel does not run here; empty where it does."""
+    home = {"flash": "tpu", "cudnn_flash": "gpu"}.get(kernel, platform)
+    if platform != home:
+        return f"runs on {home}, and this is {platform}"
+    if kernel == "flash" and length % FLASH_BLOCK:
+        return f"needs max_target_length to be a multiple of {FLASH_BLOCK}, not {length}"
+    if kernel == "cudnn_flash":
+        if spec.dtype != "bfloat16":
+            return f"needs dtype=bfloat16, not {spec.dtype}"
+        if length % 2:
+            return f"needs an even max_target_length, not {length}"
+        sizes = sorted({layer.attention.head_dim for layer in spec.layers})
+        if any(size % 8 or size > CUDNN_HEAD_DIM for size in sizes):
+            return f"needs head_dim to be a multiple of 8 up to {CUDNN_HEAD_DIM}, not {', '.join(map(str, sizes))}"
+    return ""
 
 
 def _mask_BTS(context: Context) -> jax.Array:
@@ -62,8 +79,19 @@ def dot_product(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context
     return (out_BTKGH / normaliser_BTKG1).astype(v_BSKH.dtype).reshape(B, T, N, H)
 
 
+def _by_head(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, layout: Layout
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k and v placed for a kernel that sees one device's: whole rows, and the heads of k and v that its q reads."""
+    if layout.rules["kv_heads"] != layout.rules["heads"]:
+        group = q_BTNH.shape[2] // k_BSKH.shape[2]
+        k_BSKH, v_BSKH = jnp.repeat(k_BSKH, group, axis=2), jnp.repeat(v_BSKH, group, axis=2)
+    return tuple(layout.constrain(x, "batch", None, "heads", None) for x in (q_BTNH, k_BSKH, v_BSKH))
+
+
 def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context: Context) -> jax.Array:
     """cuDNN's fused attention. Packed rows pass their segments as a mask of [B, 1, T, S] in the compute dtype."""
+    q_BTNH, k_BSKH, v_BSKH = _by_head(q_BTNH, k_BSKH, v_BSKH, context.layout)
     mask = _mask_BTS(context)[:, None] if context.packed else None
     return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, mask=mask, is_causal=not context.packed, implementation="cudnn"
@@ -95,14 +123,13 @@ def splash(
     )
     mask = sa.MultiHeadMask([sa.CausalMask((T, T))] * heads)
     kernel = sa.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=blocks, interpret=interpret)
-    q_spec = layout.spec(("batch", "length", "heads", "head_dim"))
-    kv_spec = layout.spec(("batch", "length", "kv_heads", "head_dim"))
+    by_head = layout.spec(("batch", None, "heads", None))
 
     @functools.partial(
         jax.shard_map,
         mesh=layout.mesh,
-        in_specs=(q_spec, kv_spec, kv_spec, layout.spec(("batch", "length"))),
-        out_specs=q_spec,
+        in_specs=(by_head, by_head, by_head, layout.spec(("batch", None))),
+        out_specs=by_head,
         check_vma=False,
     )
     def on_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
@@ -110,4 +137,4 @@ def splash(
         out = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, sa.SegmentIds(ids, ids)))(q, k, v, segments)
         return jnp.swapaxes(out, 1, 2)
 
-    return on_device(q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT)
+    return on_device(*_by_head(q_BTNH, k_BSKH, v_BSKH, layout), context.segment_ids_BT)

@@ -85,7 +85,7 @@ def test_shared_layers_are_equal_layers_whose_gradients_add_up():
 
 
 def test_dropout_draws_each_place_its_own_mask():
-    """Each of two layers' two branches adds dropout(1) to a stream of zeros: multiples of 1 / 0.75, as binomials fall."""
+    """Each of four branches adds dropout(1) to a stream of zeros: k / 0.75, with k binomial if the masks are apart."""
     epsilon, counts = 1e8, {}
     for scan_layers in ("true", "false"):
         _, plan = make(

@@ -70,6 +70,10 @@ SHAPES = {
 INPUTS = ["3,16,32"] * 2
 
 
+def shapes(names):
+    return [shape for name in names for shape in SHAPES[name]]
+
+
 def scanned(lines, memory):
     """The shapes, without the dim of repeats, of what a scan over the pattern's two repeats stacks up."""
     found = [re.match(rf"f32{memory}\[2,([\d,]+)\] output of scan", line) for line in lines]
@@ -79,7 +83,7 @@ def scanned(lines, memory):
 @pytest.mark.parametrize(("policy", "names"), KEPT.items())
 def test_scanned_blocks_keep_the_same(capsys, policy, names):
     lines = residuals(capsys, remat_policy=policy)
-    assert scanned(lines, memory="") == sorted(sum((SHAPES[name] for name in names), INPUTS))
+    assert scanned(lines, memory="") == sorted([*INPUTS, *shapes(names)])
     assert scanned(lines, memory="<host>") == []
 
 
@@ -87,7 +91,7 @@ def test_scanned_blocks_keep_the_same(capsys, policy, names):
 def test_offloaded_arrays_lie_in_host_memory(capsys, policy, names):
     lines = residuals(capsys, remat_policy=policy)
     assert scanned(lines, memory="") == INPUTS
-    assert scanned(lines, memory="<host>") == sorted(sum((SHAPES[name] for name in names), []))
+    assert scanned(lines, memory="<host>") == sorted(shapes(names))
 
 
 def test_custom_keeps_each_array_where_it_is_told_to(capsys):

@@ -1,0 +1,118 @@
+"""Attention kernels against PyTorch's attention and each other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from tiny import assert_close, load, make
+from torch.nn.functional import scaled_dot_product_attention
+
+from src.errors import UserError
+from src.model.context import Context
+from src.model.kernels import choose_kernel, dot_product, splash
+from src.model.spec import model_spec
+
+ROWS, LENGTH = 4, 256
+CUBE = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+SEQUENCE_OVER_TENSOR = {
+    "logical_axis_rules__length": "[tensor]",
+    "logical_axis_rules__heads": "[]",
+    "logical_axis_rules__kv_heads": "[]",
+}
+
+
+def inputs(heads=4, kv_heads=2, head_dim=16, length=LENGTH):
+    """q, k, v, and a direction in which their gradients are taken."""
+    rng = np.random.default_rng(0)
+    return [
+        np.asarray(rng.normal(size=(ROWS, length, n, head_dim)), np.float32) for n in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def context_of(plan, cuts, length=LENGTH, packed=True):
+    """Rows of segments that end at `cuts`, the rest padding; each further row one token later."""
+    positions = np.arange(length)
+    segment_ids = np.stack([np.searchsorted(np.add(cuts, row), positions, side="right") + 1 for row in range(ROWS)])
+    segment_ids[segment_ids > len(cuts)] = 0
+    return Context(
+        jnp.asarray(np.tile(positions, (ROWS, 1))), jnp.asarray(segment_ids, jnp.int32), plan.layout, "", packed
+    )
+
+
+def output_and_gradients(kernel, q, k, v, direction, context):
+    @jax.jit
+    def run(q, k, v):
+        out, pull_back = jax.vjp(lambda q, k, v: kernel(q, k, v, context), q, k, v)
+        return out, pull_back(direction)
+
+    return run(q, k, v)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_dot_product_is_causal_attention_within_each_segment(kv_heads):
+    plan = make()[1]
+    q, k, v, _ = inputs(kv_heads=kv_heads, length=12)
+    context = context_of(plan, cuts=(3, 7), length=12)
+    out = np.asarray(jax.jit(lambda q, k, v: dot_product(q, k, v, context))(q, k, v))
+    for row in range(ROWS):
+        for start, end in ((0, 3 + row), (3 + row, 7 + row)):
+            alone = [torch.tensor(np.asarray(x[row, start:end])).transpose(0, 1) for x in (q, k, v)]
+            expected = scaled_dot_product_attention(*alone, is_causal=True, enable_gqa=True).transpose(0, 1)
+            np.testing.assert_allclose(out[row, start:end], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "overrides"),
+    [
+        (4, {}),
+        (1, {}),
+        (2, CUBE),
+        (2, {**CUBE, "logical_axis_rules__kv_heads": "[]"}),  # a device has all of them, but some of q's
+        (4, {**CUBE, **SEQUENCE_OVER_TENSOR}),
+    ],
+)
+def test_splash_equals_dot_product(kv_heads, overrides):
+    plan = make(devices=8 if overrides else 1, **overrides)[1]
+    arrays, context = inputs(kv_heads=kv_heads), context_of(plan, cuts=(70, 140, 250))
+    computed = output_and_gradients(functools.partial(splash, interpret=True), *arrays, context)
+    assert_close(computed, output_and_gradients(dot_product, *arrays, context), 1e-5)
+
+
+BFLOAT16 = {"dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("attention", "platform", "length", "overrides", "kernel"),
+    [
+        ("autoselected", "cpu", 256, BFLOAT16, "dot_product"),
+        ("autoselected", "gpu", 256, BFLOAT16, "cudnn_flash"),
+        ("autoselected", "gpu", 256, {}, "dot_product"),  # cuDNN has no float32
+        ("autoselected", "gpu", 256, {**BFLOAT16, "head_dim": 12}, "dot_product"),
+        ("autoselected", "tpu", 256, {}, "flash"),
+        ("autoselected", "tpu", 100, {}, "dot_product"),
+        ("dot_product", "tpu", 256, {}, "dot_product"),
+        ("flash", "tpu", 128, {}, "flash"),
+        ("cudnn_flash", "gpu", 100, BFLOAT16, "cudnn_flash"),
+    ],
+)
+def test_the_kernel_of_a_platform(attention, platform, length, overrides, kernel):
+    assert choose_kernel(attention, platform, model_spec(load(**overrides)), length) == kernel
+
+
+@pytest.mark.parametrize(
+    ("attention", "platform", "length", "overrides", "sentence"),
+    [
+        ("flash", "gpu", 256, {}, "attention=flash runs on tpu, and this is gpu"),
+        ("cudnn_flash", "cpu", 256, BFLOAT16, "attention=cudnn_flash runs on gpu, and this is cpu"),
+        ("flash", "tpu", 100, {}, "max_target_length to be a multiple of 128, not 100"),
+        ("cudnn_flash", "gpu", 256, {}, "dtype=bfloat16, not float32"),
+        ("cudnn_flash", "gpu", 255, BFLOAT16, "an even max_target_length, not 255"),
+        ("cudnn_flash", "gpu", 256, {**BFLOAT16, "head_dim": 136}, "head_dim to be a multiple of 8 up to 128, not 136"),
+    ],
+)
+def test_a_kernel_that_does_not_run_here_is_an_error(attention, platform, length, overrides, sentence):
+    with pytest.raises(UserError, match=sentence):
+        choose_kernel(attention, platform, model_spec(load(**overrides)), length)

@@ -150,7 +150,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     if preempted:
         say([f"stopped by SIGTERM after step {done}; the same command goes on from there"])
     elif wants_sample:
-        text = sample(config, plan, state.trainable, tokenizer)
+        text = printable(sample(config, plan, state.trainable, tokenizer))
         say(["sample:", *(f"  {line}" for line in text.splitlines())])
     if is_writer:
         folder.sync()
@@ -207,6 +207,11 @@ def header(
         ("steps", f"{first_step} to {config.steps}"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
     ]
+
+
+def printable(text: str) -> str:
+    """The text with a mark for each character that a terminal would obey: a model of bytes says any of them."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
 
 
 def say(lines: Iterable[str]) -> None:

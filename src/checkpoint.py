@@ -273,7 +273,8 @@ def _check_shapes(
     there = {name: str(entry["shape"]) for name, entry in saved.items()}
     lines = [
         f"  {name}: {there.get(name, 'absent')} in the checkpoint, {here.get(name, 'absent')} in the configuration"
-        for name in sorted(here.keys() | there.keys())
+        # Weights first: the optimizer's arrays differ only where they do.
+        for name in sorted(here.keys() | there.keys(), key=lambda name: (name.startswith("opt."), name))
         if here.get(name) != there.get(name)
     ]
     if lines:

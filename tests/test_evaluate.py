@@ -1,0 +1,116 @@
+"""The loss of an evaluation against one computed from the checkpoint and the text files with NumPy alone."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from tests import runs
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return runs.write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Texts of 31 bytes, which are 32 targets each, so that no row of 64 ends within one."""
+    folder = tmp_path_factory.mktemp("texts")
+    rng = random.Random(3)
+    for n in range(37):
+        (folder / f"{n}.txt").write_text(" ".join(rng.choices(("alpha", "beta", "zeta"), k=9))[:31])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, corpus, texts):
+    """The folder of a short run, and its evaluation's loss."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    keys = {"base_output_directory": folder.parent, "dataset_path": corpus, "eval_dataset_path": texts}
+    result = runs.run_here(**keys, steps=5, eval_interval=5)
+    return folder, result.eval_metrics["eval_loss"]
+
+
+# ---- A decoder in NumPy: RMSNorm, rotary positions, SwiGLU, as configs/base.yml describes it, in float64
+
+
+def norm(x_TD, scale_D):
+    return x_TD / np.sqrt(np.mean(x_TD**2, axis=-1, keepdims=True) + 1e-5) * scale_D
+
+
+def rotate(x_TNH):
+    """Turns the pair (h, h + H/2) at position t by t / 10000**(2h/H)."""
+    T, _, H = x_TNH.shape
+    turn_TH = np.exp(1j * np.arange(T)[:, None] / 10_000 ** (np.arange(H // 2) / (H // 2)))
+    turned = (x_TNH[..., : H // 2] + 1j * x_TNH[..., H // 2 :]) * turn_TH[:, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def attention(x_TD, query, key, value, out):
+    q_NTH, k_NTH = (rotate(np.einsum("td,dnh->tnh", x_TD, w)).transpose(1, 0, 2) for w in (query, key))
+    scores_NTS = q_NTH @ k_NTH.transpose(0, 2, 1) / np.sqrt(q_NTH.shape[-1])
+    scores_NTS[:, ~np.tri(len(x_TD), dtype=bool)] = -np.inf
+    weights_NTS = np.exp(scores_NTS - scores_NTS.max(axis=-1, keepdims=True))
+    weights_NTS /= weights_NTS.sum(axis=-1, keepdims=True)
+    return np.einsum("nts,sd,dnh,nhe->te", weights_NTS, x_TD, value, out, optimize=True)
+
+
+def feed_forward(x_TD, wi, wo):
+    gate_TF, up_TF = np.einsum("td,daf->atf", x_TD, wi)
+    return gate_TF / (1 + np.exp(-gate_TF)) * up_TF @ wo
+
+
+def losses_of(ids, weights):
+    """The loss in nats of each id but the first."""
+    x_TD = weights["embedding"][ids[:-1]]
+    for layer in range(2):
+        w = {
+            name.removeprefix("segments.0.0."): x[layer] for name, x in weights.items() if name.startswith("segments.")
+        }
+        projections = (w[f"attention.{name}"] for name in ("query", "key", "value", "out"))
+        x_TD = x_TD + attention(norm(x_TD, w["attention_norm.scale"]), *projections)
+        x_TD = x_TD + feed_forward(norm(x_TD, w["feed_forward_norm.scale"]), w["feed_forward.wi"], w["feed_forward.wo"])
+    logits_TV = norm(x_TD, weights["final_norm.scale"]) @ weights["output"][:, :258]
+    return np.log(np.exp(logits_TV).sum(axis=-1)) - logits_TV[np.arange(len(ids) - 1), ids[1:]]
+
+
+def test_the_loss_is_that_of_each_document_on_its_own(trained, texts):
+    folder, eval_loss = trained
+    prefix = "trainable."
+    weights = {
+        name.removeprefix(prefix): array.astype(np.float64)
+        for name, array in runs.saved_arrays(folder, 5).items()
+        if name.startswith(prefix)
+    }
+    documents = [[256, *path.read_bytes(), 257] for path in texts.iterdir()]
+    losses = np.concatenate([losses_of(np.array(ids), weights) for ids in documents])
+    assert eval_loss == pytest.approx(losses.mean(), rel=1e-5)
+    assert abs(eval_loss - math.log(258)) > 1
+
+
+# ---- However it is computed, it is the same
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({"packing": "false"}, id="a document a row"),
+        pytest.param({"eval_per_device_batch_size": 3}, id="another batch size"),
+        pytest.param({"ici_fsdp_parallelism": 1, "ici_data_parallelism": 8}, id="data 8"),
+        pytest.param(
+            {"ici_fsdp_parallelism": 2, "ici_data_parallelism": 2, "ici_tensor_parallelism": 2}, id="2 x 2 x 2"
+        ),
+        pytest.param({"num_vocab_tiling": 4}, id="in tiles"),
+        pytest.param({"data_shuffle_seed": 5}, id="another order"),
+    ],
+)
+def test_every_way_gives_the_same_loss(keys, trained, corpus, texts, tmp_path):
+    """A rate of next to nothing leaves the weights as they are loaded."""
+    folder, eval_loss = trained
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "eval_dataset_path": texts, **keys}
+    keys |= {"load_parameters_path": folder, "learning_rate": 1e-30, "enable_checkpointing": "false"}
+    result = runs.run_here(**keys, steps=1, eval_interval=1)
+    assert result.eval_metrics["eval_loss"] == pytest.approx(eval_loss, rel=1e-5)
+    assert result.eval_metrics["eval_perplexity"] == math.exp(result.eval_metrics["eval_loss"])

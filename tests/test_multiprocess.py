@@ -1,0 +1,92 @@
+"""One job of two processes with four devices each: the run of one process with eight, and either goes on with both."""
+
+import numpy as np
+import pytest
+
+from tests import runs
+
+STEPS = 15
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return runs.write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def keys_of(folder, corpus, steps, **more):
+    """The keys of a run that saves every fifth step and ends at `steps` of 15."""
+    keys = {
+        "base_output_directory": folder.parent,
+        "run_name": folder.name,
+        "dataset_path": corpus,
+        "steps": steps,
+        "learning_rate_schedule_steps": STEPS,
+        "checkpoint_period": 5,
+        "max_num_checkpoints_to_keep": -1,
+        "eval_interval": 5,
+    }
+    return {**keys, **more}
+
+
+def run_on_two(folder, corpus, steps):
+    """Runs up to `steps` as two processes; returns their outputs."""
+    address = runs.free_address()
+    logs = [folder.parent / f"{steps}_{process}.log" for process in range(2)]
+    processes = [
+        runs.start(
+            log,
+            devices=4,
+            **keys_of(folder, corpus, steps, per_device_batch_size=1),
+            coordinator_address=address,
+            num_processes=2,
+            process_id=process,
+        )
+        for process, log in enumerate(logs)
+    ]
+    with runs.ended(*processes):
+        return [runs.finish(process, log) for process, log in zip(processes, logs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory, corpus):
+    """The folder of the run of one process."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    runs.run_here(**keys_of(folder, corpus, STEPS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory, corpus):
+    """The folder of the run that had two processes to step 5, then one to step 10, then two again; their outputs."""
+    folder = tmp_path_factory.mktemp("both") / "run"
+    first = run_on_two(folder, corpus, 5)
+    runs.run_here(**keys_of(folder, corpus, 10))
+    return folder, [first, run_on_two(folder, corpus, STEPS)]
+
+
+def test_losses_are_those_of_one_process(both, one):
+    folder, _ = both
+    steps, losses = zip(*runs.losses(folder), strict=True)
+    assert steps == tuple(range(1, STEPS + 1))
+    np.testing.assert_allclose(losses, [loss for _, loss in runs.losses(one)], rtol=1e-5)
+    steps, losses = zip(*runs.evaluations(folder), strict=True)
+    assert steps == (5, 10, 15)
+    np.testing.assert_allclose(losses, [loss for _, loss in runs.evaluations(one)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("step", [5, 10, 15])
+def test_examples_go_on_where_they_were(step, both, one):
+    folder, _ = both
+    expected = runs.saved_arrays(one, step)["data_position"]
+    np.testing.assert_array_equal(runs.saved_arrays(folder, step)["data_position"], expected)
+    assert expected.any()
+
+
+def test_process_0_alone_speaks_and_writes(both):
+    _, outputs = both
+    for first, second in outputs:
+        assert "8 x cpu, processes: 2" in first
+        assert "\nstep " in first
+        assert "\nstep " not in second
+        assert "report" not in second
+    assert "resumed from step 10" in outputs[1][0]

@@ -1,0 +1,334 @@
+"""A run that is interrupted and started again ends as if nothing had happened; what it may change in between."""
+
+import os
+import random
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests import runs
+
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return runs.write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def assert_same_run(folder, expected, steps):
+    """Every step once and in order; each loss and each bit of the last state those of the uninterrupted run."""
+    assert [step for step, _ in runs.losses(folder)] == list(range(1, steps + 1))
+    assert runs.losses(folder) == runs.losses(expected)
+    assert runs.bits(runs.saved_arrays(folder, steps)) == runs.bits(runs.saved_arrays(expected, steps))
+
+
+# ---- Killed and terminated: commands of their own, the same each time
+
+
+class Command:
+    """One command line, started as often as need be, and the same run without an interruption."""
+
+    def __init__(self, place, corpus, devices, steps, checkpoint_period):
+        self.place, self.steps, self.devices = place, steps, devices
+        self.keys = {"dataset_path": corpus, "steps": steps, "checkpoint_period": checkpoint_period}
+        self.folder = place / "interrupted"
+        self.whole = place / "whole"
+        runs.finish(self._start(self.whole, "whole.log"), place / "whole.log")
+
+    def start(self, log):
+        return self._start(self.folder, log)
+
+    def finish(self):
+        return runs.finish(self.start("last.log"), self.place / "last.log")
+
+    def _start(self, folder, log):
+        keys = {"base_output_directory": folder.parent, "run_name": folder.name, **self.keys}
+        return runs.start(self.place / log, self.devices, **keys)
+
+    def kill_at_random(self, kills, seed):
+        """Starts the run and kills it, so many times; returns the steps that were on file when it died."""
+        rng = random.Random(seed)
+        reached = [0]
+        for kill in range(kills):
+            log = self.place / f"{kill}.log"
+            process = self.start(log.name)
+            with runs.ended(process):
+                # At most so far on that the run outlasts all the kills; no step on: as soon as it was restored.
+                steps = rng.randint(0, 2 * (self.steps - reached[-1]) // (kills - kill + 1))
+                target = min(reached[-1] + steps, self.steps - 1)
+                runs.wait_until(lambda at=log: "\nsteps " in at.read_text(), process)
+                runs.wait_until(lambda at=target: runs.last_step(self.folder) >= at, process)
+                time.sleep(rng.uniform(0, 0.03))
+                process.send_signal(signal.SIGKILL)
+                assert process.wait() == -signal.SIGKILL, log.read_text()
+            reached.append(runs.last_step(self.folder))
+        return reached[1:]
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory, corpus):
+    return Command(tmp_path_factory.mktemp("command"), corpus, devices=1, steps=60, checkpoint_period=10)
+
+
+def test_killed_at_random_moments(command):
+    reached = command.kill_at_random(3, seed=1)
+    assert max(reached) > 10, "no kill came after a checkpoint"
+    assert "changed since" not in command.finish()
+    assert_same_run(command.folder, command.whole, command.steps)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [1, 8])
+def test_killed_at_ten_random_moments(tmp_path, corpus, devices):
+    command = Command(tmp_path, corpus, devices, steps=200, checkpoint_period=20)
+    reached = command.kill_at_random(10, seed=devices)
+    command.finish()
+    print(f"killed on {devices} devices with these steps on file: {reached}")
+    assert_same_run(command.folder, command.whole, command.steps)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(command):
+    shutil.rmtree(command.folder, ignore_errors=True)
+    process = command.start("terminated.log")
+    with runs.ended(process):
+        runs.wait_until(lambda: runs.last_step(command.folder) >= 23, process)
+        process.send_signal(signal.SIGTERM)
+        output = runs.finish(process, command.place / "terminated.log")
+    stopped = runs.last_step(command.folder)
+    assert 23 <= stopped < command.steps
+    assert runs.steps_saved(command.folder)[-1] == stopped
+    assert f"stopped by SIGTERM after step {stopped}; the same command goes on from there" in output
+    assert (command.folder / "report.html").exists()
+    output = command.finish()
+    assert f"resumed from step {stopped}" in output
+    assert "changed since" not in output
+    assert_same_run(command.folder, command.whole, command.steps)
+
+
+# ---- Stopped at step 20 of 30, in this process
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, corpus):
+    """The folder of a run of 30 steps with all of its checkpoints, not to be changed."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    runs.run_here(**keys_of(folder, corpus))
+    return folder
+
+
+def keys_of(folder, corpus, **changes):
+    """The keys of that run in another folder."""
+    keys = {
+        "base_output_directory": folder.parent,
+        "dataset_path": corpus,
+        "steps": STEPS,
+        "checkpoint_period": 5,
+        "max_num_checkpoints_to_keep": -1,
+        "eval_interval": STEPS,
+        "eval_steps": 2,
+    }
+    return {**keys, **changes}
+
+
+@pytest.fixture
+def stopped(whole, tmp_path):
+    """The folder of the same run as it was killed after step 22, whose last checkpoint is that of step 20."""
+    folder = shutil.copytree(whole, tmp_path / "run")
+    for step in (25, 30):
+        shutil.rmtree(folder / "checkpoints" / str(step))
+    metrics = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(metrics[:22]) + '{"step": 23, "lo')
+    return folder
+
+
+def test_a_torn_line_and_steps_after_the_checkpoint_are_made_again(stopped, whole, corpus, capsys):
+    runs.run_here(**keys_of(stopped, corpus))
+    assert "resumed from step 20" in capsys.readouterr().out
+    assert_same_run(stopped, whole, STEPS)
+    assert runs.evaluations(stopped) == runs.evaluations(whole)
+
+
+def test_harmless_changes_are_named_and_taken(stopped, whole, corpus, capsys):
+    result = runs.run_here(**keys_of(stopped, corpus, learning_rate=1e-3, log_period=7))
+    output = capsys.readouterr().out
+    assert "changed since the run's last start: learning_rate: 0.01 -> 0.001" in output
+    assert "changed since the run's last start: log_period: 1 -> 7" in output
+    assert result.metrics["learning_rate"] == pytest.approx(runs.lines(whole)[-2]["learning_rate"] / 10)
+    assert runs.losses(stopped)[:21] == runs.losses(whole)[:21]
+    assert runs.losses(stopped)[21:] != runs.losses(whole)[21:]
+
+
+def test_a_raised_number_of_steps_goes_on(stopped, whole, corpus):
+    """The rate of a schedule that ended is zero, so there is nothing more to learn, and nothing to break."""
+    runs.run_here(**keys_of(stopped, corpus, steps=33, learning_rate_schedule_steps=30))
+    assert runs.losses(stopped)[:30] == runs.losses(whole)
+    assert [step for step, _ in runs.losses(stopped)] == list(range(1, 34))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "message"),
+    [
+        ({"data_shuffle_seed": 1}, "data_shuffle_seed", "data_shuffle_seed: 0 -> 1"),
+        ({"per_device_batch_size": 2}, "per_device_batch_size", "global batch: 8 -> 16"),
+        ({"max_target_length": 32}, "max_target_length", "max_target_length: 64 -> 32"),
+        ({"rope_max_timescale": 500}, "rope_max_timescale", "rope_max_timescale: 10000 -> 500"),
+        ({"opt_type": "sgd"}, "opt_type", "opt_type: adamw -> sgd"),
+        # Documents that were held out would now be trained on.
+        ({"eval_interval": -1}, "dataset_path", "source part"),
+    ],
+)
+def test_changes_of_weights_or_data_are_refused(stopped, corpus, changes, key, message, monkeypatch, capsys):
+    before = runs.contents(stopped)
+    said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys_of(stopped, corpus, **changes)))
+    assert message in said
+    assert f"accept_changes=[{key}]" in said
+    assert runs.contents(stopped) == before
+
+
+def test_an_accepted_change_is_taken(stopped, whole, corpus, capsys):
+    runs.run_here(**keys_of(stopped, corpus, data_shuffle_seed=1, accept_changes="[data_shuffle_seed]"))
+    assert "resumed from step 20" in capsys.readouterr().out
+    assert [step for step, _ in runs.losses(stopped)] == list(range(1, STEPS + 1))
+    assert runs.losses(stopped)[:20] == runs.losses(whole)[:20]
+    assert runs.losses(stopped)[20] != runs.losses(whole)[20]
+
+
+def test_another_corpus_is_noticed(stopped, corpus, tmp_path, monkeypatch, capsys):
+    grown = shutil.copytree(corpus, tmp_path / "grown")
+    (grown / "more.txt").write_text("epsilon " * 20)
+    # As if the data had grown where they are: the configuration is the same.
+    config = stopped / "config.yml"
+    config.write_text(config.read_text().replace(str(corpus), str(grown)))
+    before = runs.contents(stopped)
+    keys = keys_of(stopped, grown)
+    said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys))
+    assert "other data" in said
+    assert "source files: 60 -> 61" in said
+    assert runs.contents(stopped) == before
+    runs.run_here(**keys, accept_changes="[dataset_path]")
+    assert runs.losses(stopped)[-1][0] == STEPS
+
+
+def test_an_accepted_global_batch_starts_the_data_over(stopped, corpus, tmp_path, capsys):
+    runs.run_here(**keys_of(stopped, corpus, per_device_batch_size=2, accept_changes="[per_device_batch_size]"))
+    assert "the data start over: the global batch changed" in capsys.readouterr().out
+    runs.run_here(**keys_of(tmp_path / "new" / "run", corpus, per_device_batch_size=2, steps=10, eval_interval=100))
+    position = runs.saved_arrays(stopped, 30)["data_position"]
+    np.testing.assert_array_equal(position, runs.saved_arrays(tmp_path / "new" / "run", 10)["data_position"])
+
+
+# ---- Damaged checkpoints
+
+
+def damage_all(damage, folder, step):
+    """Damages each file of a checkpoint that holds values; some, Orbax does not read again."""
+    for path in (folder / "checkpoints" / str(step) / "state").rglob("d/*"):
+        damage(path)
+
+
+def delete(path):
+    path.unlink()
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [delete, truncate, flip_a_bit])
+def test_a_damaged_checkpoint_is_passed_over(stopped, whole, corpus, damage, capsys):
+    damage_all(damage, stopped, 20)
+    runs.run_here(**keys_of(stopped, corpus))
+    output = capsys.readouterr().out
+    assert "checkpoint 20 is passed over" in output
+    assert "resumed from step 15" in output
+    assert_same_run(stopped, whole, STEPS)
+    assert runs.steps_saved(stopped) == runs.steps_saved(whole)
+    # The damaged one was made again.
+    assert runs.bits(runs.saved_arrays(stopped, 20)) == runs.bits(runs.saved_arrays(whole, 20))
+
+
+def test_a_run_without_a_good_checkpoint_is_left_as_it_is(stopped, corpus, monkeypatch, capsys):
+    for step in runs.steps_saved(stopped):
+        damage_all(flip_a_bit, stopped, step)
+    before = runs.contents(stopped)
+    said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys_of(stopped, corpus)))
+    assert "no checkpoint" in said
+    assert all(f"\n  {step}: " in said for step in (5, 10, 15, 20))
+    assert "run_name" in said
+    assert runs.contents(stopped) == before
+
+
+# ---- From another run
+
+
+def test_weights_of_another_run_start_a_new_one(whole, corpus, tmp_path, capsys):
+    """A rate of next to nothing leaves them as they are, so the evaluation is that of the other run's last step."""
+    folder = tmp_path / "new" / "run"
+    before = runs.contents(whole)
+    keys = keys_of(folder, corpus, load_parameters_path=whole, learning_rate=1e-30, adam_weight_decay=0)
+    runs.run_here(**{**keys, "steps": 2, "eval_interval": 2})
+    output = capsys.readouterr().out
+    assert "restored trainable, frozen, stats from checkpoint 30" in output
+    assert [step for step, _ in runs.losses(folder)] == [1, 2]
+    assert runs.evaluations(folder)[0][1] == runs.evaluations(whole)[0][1]
+    assert runs.losses(folder)[0][1] < 0.5 * runs.losses(whole)[0][1]
+    # A run from another's weights starts at the beginning of the data, as any new run does.
+    np.testing.assert_array_equal(
+        runs.saved_arrays(folder, 2)["opt.0.count"], np.int32(2), "the optimizer starts afresh too"
+    )
+    # Started again, it goes on from its own checkpoint.
+    runs.run_here(**{**keys, "steps": 4, "eval_interval": 2})
+    assert "resumed from step 2" in capsys.readouterr().out
+    assert [step for step, _ in runs.losses(folder)] == [1, 2, 3, 4]
+    assert runs.contents(whole) == before
+
+
+def test_the_whole_state_of_another_run_goes_on_as_that_run_did(whole, corpus, tmp_path):
+    folder = tmp_path / "new" / "run"
+    path = whole / "checkpoints" / "20"
+    runs.run_here(**keys_of(folder, corpus, load_full_state_path=path))
+    assert runs.losses(folder) == runs.losses(whole)[20:]
+    assert runs.bits(runs.saved_arrays(folder, STEPS)) == runs.bits(runs.saved_arrays(whole, STEPS))
+
+
+# ---- Losses that are not finite
+
+
+HUGE = {"learning_rate": 1e30, "gradient_clipping_threshold": 0}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_a_good_checkpoint(
+    stopped, whole, corpus, monkeypatch, capsys
+):
+    said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys_of(stopped, corpus, **HUGE)))
+    assert "step 22: loss" in said
+    assert "not both finite" in said
+    assert "on_nonfinite=skip" in said
+    assert runs.steps_saved(stopped) == [5, 10, 15, 20]
+    assert [step for step, _ in runs.losses(stopped)] == list(range(1, 22))
+    runs.run_here(**keys_of(stopped, corpus))
+    assert_same_run(stopped, whole, STEPS)
+
+
+def test_updates_that_are_not_finite_can_be_skipped(stopped, corpus, capsys):
+    keys = keys_of(stopped, corpus, **HUGE, on_nonfinite="skip", checkpoint_period=1)
+    result = runs.run_here(**keys)
+    assert int(result.state.step) == STEPS
+    assert "step 22: the update is skipped, for it is not finite" in capsys.readouterr().out
+    norms = [line["grad_norm"] for line in runs.lines(stopped) if "grad_norm" in line]
+    assert [step for step, norm in enumerate(norms, start=1) if norm is None] == list(range(22, STEPS + 1))
+    last, before = runs.saved_arrays(stopped, STEPS), runs.saved_arrays(stopped, 21)
+    for part in ("step", "data_position"):
+        assert (last.pop(part) != before.pop(part)).any()
+    assert runs.bits(last) == runs.bits(before)
+    assert all(np.isfinite(array).all() for array in last.values())

@@ -1,0 +1,189 @@
+"""A whole run, as the user of `train.main` sees it: what it returns, prints and leaves behind."""
+
+import contextlib
+import io
+import json
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from src import train
+from src.config import load
+from tests import runs
+
+STEPS = 12
+KEYS = {"steps": STEPS, "checkpoint_period": 5, "eval_interval": 5, "sample_length": 16, "log_period": 4}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return runs.write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, corpus):
+    """(the folder of a run, what it returned, what it printed)."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        result = runs.run_here(base_output_directory=folder.parent, dataset_path=corpus, **KEYS)
+    return folder, result, output.getvalue()
+
+
+# ---- What it returns
+
+
+def test_the_result_is_the_last_state_and_its_metrics(run):
+    folder, result, _ = run
+    assert int(result.state.step) == STEPS
+    train_lines = [line for line in runs.lines(folder) if "loss" in line]
+    assert result.metrics == train_lines[-1]
+    assert runs.evaluations(folder)[-1] == (STEPS, result.eval_metrics["eval_loss"])
+    saved = runs.saved_arrays(folder, STEPS)
+    np.testing.assert_array_equal(result.state.trainable["embedding"], saved["trainable.embedding"])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.trainable))
+
+
+def test_it_learns(run):
+    folder, _, _ = run
+    losses = [loss for _, loss in runs.losses(folder)]
+    assert abs(losses[0] - math.log(258)) < 0.5, "an untrained model is about as good as a guess"
+    assert losses[-1] < 0.7 * losses[0]
+    assert runs.evaluations(folder)[-1][1] < 0.7 * losses[0]
+
+
+# ---- What it prints
+
+
+def test_the_header_says_what_was_chosen(run):
+    folder, _, output = run
+    first, *header = output.partition("\nstep  1/")[0].split("\n")
+    assert re.fullmatch(r"MinText \d+\.\d+\.\d+", first)
+    rows = dict(re.match(r"(\S+(?: \S+)*) {2,}(.*)", line).groups() for line in header if not line.startswith(" "))
+    assert rows["run"] == str(folder)
+    assert rows["devices"] == "8 x cpu, processes: 1"
+    assert rows["mesh"] == "data 1 x fsdp 8 x tensor 1"
+    # Embedding and output of 384 rows (258 padded), two layers of attention, feed-forward and two norms, a norm.
+    parameters = int(rows["model"].split()[0].replace(",", ""))
+    assert parameters == 2 * 258 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
+    assert rows["step"] == "8 rows x 64 = 512 tokens"
+    assert "float32" in rows["precision"]
+    assert rows["attention"] == "dot_product"
+    assert rows["data"].startswith("text: ")
+    assert rows["data"].endswith("tokenizer byte")
+    assert rows["order"] == "shuffled by seed 0, packed"
+    assert rows["steps"] == f"0 to {STEPS}"
+    assert any(line.strip() == "base_emb_dim: 32 (default 2048)" for line in header)
+
+
+def test_a_line_for_each_period_and_evaluation(run):
+    _, _, output = run
+    lines = [line for line in output.split("\n") if line.startswith("step ") and "/12" in line]
+    assert [int(line[4:].split("/")[0]) for line in lines if " loss " in line] == [1, 4, 8, 12]
+    assert [int(line[4:].split("/")[0]) for line in lines if " eval " in line] == [5, 10, 12]
+    assert all("ETA" in line for line in lines if " loss " in line and not line.startswith("step  1/"))
+
+
+def test_it_ends_with_a_sample_and_the_report(run):
+    folder, _, output = run
+    sample, report = output.rpartition("sample:\n")[2].rpartition("report: ")[::2]
+    assert sample.startswith("  def ")
+    assert report == f"{folder / 'report.html'}\n"
+
+
+def is_plain(text):
+    return all(character.isprintable() or character in "\n\t" for character in text)
+
+
+def test_a_log_has_no_control_characters(run, tmp_path, corpus, capsys):
+    _, _, output = run
+    assert is_plain(output)
+    # A model of bytes that has learned nothing says any of them.
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 1, "learning_rate": 1e-30}
+    result = runs.run_here(**keys, sample_length=58, decode_sampling_temperature=1)
+    assert int(result.state.step) == 1
+    sample = capsys.readouterr().out.rpartition("sample:\n")[2]
+    assert len(sample) > 58
+    assert is_plain(sample)
+
+
+# ---- What it leaves behind
+
+
+def test_metrics_have_their_keys_in_every_line(run):
+    folder, _, _ = run
+    train_keys = "step loss perplexity grad_norm learning_rate step_time_seconds tokens_per_second tflops_per_device"
+    eval_keys = "step eval_loss eval_perplexity"
+    lines = runs.lines(folder)
+    # No MFU: no peak rate of a CPU is known.
+    assert [" ".join(line) for line in lines if "loss" in line] == [train_keys] * STEPS
+    assert [" ".join(line) for line in lines if "eval_loss" in line] == [eval_keys] * 3
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 10, 11, 12, 12]
+    for line in lines:
+        if "loss" in line:
+            assert line["perplexity"] == math.exp(line["loss"])
+            assert line["tokens_per_second"] == pytest.approx(512 / line["step_time_seconds"])
+
+
+def test_the_folder_is_as_documented(run):
+    folder, _, _ = run
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "config.yml",
+        "environment.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "tensorboard",
+        "report.html",
+    }
+    assert runs.steps_saved(folder) == [5, 10, 12]
+    assert json.loads((folder / "environment.json").read_text())["devices"] == "8 x cpu"
+    assert "eval" in (folder / "report.html").read_text()
+    assert list((folder / "tensorboard").iterdir())
+
+
+def test_its_config_makes_the_same_run(run, tmp_path):
+    folder, _, _ = run
+    config = str(folder / "config.yml")
+    assert load([config])["base_output_directory"] == str(folder.parent)
+    train.main([config, f"base_output_directory={tmp_path}"])
+    assert runs.losses(tmp_path / "run") == runs.losses(folder)
+    assert runs.evaluations(tmp_path / "run") == runs.evaluations(folder)
+    assert runs.bits(runs.saved_arrays(tmp_path / "run", STEPS)) == runs.bits(runs.saved_arrays(folder, STEPS))
+
+
+# ---- Other runs
+
+
+def test_without_checkpoints_a_run_starts_afresh(tmp_path, corpus):
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "enable_checkpointing": "false"}
+    for _ in range(2):
+        runs.run_here(**keys, steps=2)
+        assert [step for step, _ in runs.losses(tmp_path / "run")] == [1, 2]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_without_a_name_gets_a_dated_one(tmp_path, corpus):
+    runs.run_here(base_output_directory=tmp_path, dataset_path=corpus, steps=1, run_name="")
+    (folder,) = tmp_path.iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", folder.name)
+    assert runs.steps_saved(folder) == [1]
+
+
+def test_synthetic_data_need_no_tokenizer(tmp_path):
+    keys = {"base_output_directory": tmp_path, "dataset_type": "synthetic", "eval_steps": 2, "sample_length": 4}
+    result = runs.run_here(**keys, steps=2, eval_interval=2)
+    assert result.eval_metrics["eval_loss"] == pytest.approx(math.log(258), abs=1)
+
+
+def test_a_profile_is_written(tmp_path, corpus):
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 3}
+    runs.run_here(**keys, profiler="xplane", profiler_steps=1)
+    assert list((tmp_path / "run" / "tensorboard").rglob("*.xplane.pb"))
+
+
+def test_help_returns_without_a_run(capsys):
+    assert train.main(["--help", "learning_rate"]) is None
+    assert "learning_rate: 3.0e-4" in capsys.readouterr().out

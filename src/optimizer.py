@@ -53,7 +53,7 @@ def transform(opt_type: str, mu_dtype: str, decays: Any, hyper: Hyper) -> optax.
     `hyper` may hold traced arrays; the transform's state depends on `opt_type` and `mu_dtype` alone.
     """
     moments = {
-        "adamw": optax.scale_by_adam(hyper["b1"], hyper["b2"], hyper["eps"], mu_dtype=mu_dtype or None),
+        "adamw": optax.scale_by_adam(hyper["b1"], hyper["b2"], hyper["eps"], mu_dtype=mu_dtype),
         "sgd": optax.identity(),
     }
     return optax.chain(

@@ -85,7 +85,7 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         z_loss=config["z_loss_multiplier"],
         micro_batches=config["gradient_accumulation_steps"],
         opt_type=config["opt_type"],
-        mu_dtype=config["mu_dtype"],
+        mu_dtype=config["mu_dtype"] or config["weight_dtype"],
         seed=config["init_weights_seed"],
     )
 
@@ -183,7 +183,7 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         micro = (split_rows(batch, plan), jnp.arange(plan.micro_batches))
         (gradients, loss), _ = jax.lax.scan(add_micro_batch, zeros, micro)
 
-    grad_norm = optax.global_norm(gradients)
+    grad_norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     optimizer = transform(plan.opt_type, plan.mu_dtype, plan.decays, hyper)
     updates, opt = optimizer.update(clip(gradients, grad_norm, hyper["clip"]), state.opt, state.trainable)

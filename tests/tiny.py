@@ -1,9 +1,9 @@
 """Models small enough to compile in seconds, and batches for them, for the tests of the model and its step."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from src import config as configuration
@@ -46,13 +46,18 @@ def make(devices=1, **overrides):
 
 
 class Trainer:
-    """A state and its compiled steps, as train.py makes them."""
+    """A state and its compiled steps, as train.py makes them; `initial=False` spares compiling the initial weights."""
 
-    def __init__(self, rows=8, devices=1, **overrides):
+    def __init__(self, rows=8, devices=1, initial=True, **overrides):
         self.config, self.plan = make(devices, **overrides)
         self.abstract = abstract_state(self.plan, self.config, (rows, 1, 2))
         self.train_step, self.eval_step = compile_steps(self.plan, self.abstract)
-        self.state = new_state(self.config, self.plan, self.abstract)
+        if initial:
+            self.state = new_state(self.config, self.plan, self.abstract)
+        else:
+            zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.abstract)
+            state = dataclasses.replace(zeros, trainable=random_weights(self.plan))
+            self.state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, self.abstract))
 
     def step(self, batch, number):
         """Makes update `number` (from 0); returns its metrics as numbers."""
@@ -118,7 +123,3 @@ def assert_close(tree, expected, tolerance):
 
 def tree_bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-def zeros_like(tree):
-    return jax.tree.map(jnp.zeros_like, tree)

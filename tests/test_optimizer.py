@@ -1,0 +1,137 @@
+"""Updates against PyTorch's optimizers, and the schedules' closed forms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from tiny import assert_close, load, make
+
+from src.optimizer import clip, hyper_parameters, learning_rate, transform
+
+SETTINGS = {"adam_weight_decay": 0.3, "gradient_clipping_threshold": 1.0, "learning_rate": 0.1, "adam_eps": 1e-6}
+
+
+def problem(steps=5):
+    """Weights that decay and a bias that does not, and gradients of which some must be clipped."""
+    rng = np.random.default_rng(0)
+    weights = {"bias": rng.normal(size=4), "kernel": rng.normal(size=(3, 4))}
+    weights = jax.tree.map(lambda w: w.astype(np.float32), weights)
+    scales = np.linspace(0.05, 2.0, steps)
+    gradients = [
+        jax.tree.map(lambda w, scale=scale: (scale * rng.normal(size=w.shape)).astype(np.float32), weights)
+        for scale in scales
+    ]
+    return weights, {"bias": False, "kernel": True}, gradients
+
+
+def our_updates(opt_type, weights, decays, gradients, **overrides):
+    config = load(opt_type=opt_type, **{**SETTINGS, **overrides})
+    mu_dtype = config.mu_dtype or config.weight_dtype
+
+    @jax.jit
+    def update(weights, state, gradient, hyper):
+        optimizer = transform(opt_type, mu_dtype, decays, hyper)
+        clipped = clip(gradient, optax.tree.norm(gradient), hyper["clip"])
+        updates, state = optimizer.update(clipped, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    state = transform(opt_type, mu_dtype, decays, hyper_parameters(config, 0)).init(weights)
+    for step, gradient in enumerate(gradients):
+        weights, state = update(weights, state, gradient, hyper_parameters(config, step))
+    return weights, state
+
+
+def pytorchs_updates(make_optimizer, weights, gradients, threshold):
+    config = load(**SETTINGS)
+    parameters = {name: torch.nn.Parameter(torch.tensor(weight)) for name, weight in weights.items()}
+    optimizer = make_optimizer(parameters["kernel"], parameters["bias"])
+    for step, gradient in enumerate(gradients):
+        for name, parameter in parameters.items():
+            parameter.grad = torch.tensor(gradient[name])
+        if threshold:
+            torch.nn.utils.clip_grad_norm_(list(parameters.values()), threshold)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        optimizer.step()
+    return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("threshold", [1.0, 0.0])
+def test_adamw_equals_pytorchs_with_decoupled_decay_and_clipping(threshold):
+    weights, decays, gradients = problem()
+
+    def adamw(decaying, other):
+        groups = [{"params": [decaying], "weight_decay": 0.3}, {"params": [other], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-6)
+
+    ours, _ = our_updates("adamw", weights, decays, gradients, gradient_clipping_threshold=threshold)
+    assert_close(ours, pytorchs_updates(adamw, weights, gradients, threshold), 1e-5)
+
+
+def test_sgd_equals_pytorchs():
+    weights, decays, gradients = problem()
+
+    def sgd(decaying, other):
+        groups = [{"params": [decaying], "weight_decay": 0.3}, {"params": [other], "weight_decay": 0.0}]
+        return torch.optim.SGD(groups, lr=0.1)  # its decay, too, is scaled by the learning rate
+
+    ours, state = our_updates("sgd", weights, decays, gradients)
+    assert_close(ours, pytorchs_updates(sgd, weights, gradients, 1.0), 1e-5)
+    assert jax.tree.leaves(state) == []
+
+
+def test_the_first_moment_has_mu_dtype():
+    weights, decays, gradients = problem()
+    exact, _ = our_updates("adamw", weights, decays, gradients)
+    rounded, state = our_updates("adamw", weights, decays, gradients, mu_dtype="bfloat16")
+    (moments,) = [part for part in state if isinstance(part, optax.ScaleByAdamState)]
+    assert {leaf.dtype for leaf in jax.tree.leaves(moments.mu)} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(moments.nu)} == {jnp.dtype("float32")}
+    assert_close(rounded, exact, 1e-2)
+
+
+def test_norms_and_biases_do_not_decay_however_they_are_stacked():
+    _, plan = make(normalization="layer", attention_bias="true", mlp_bias="true", position_type="learned")
+    decays = {jax.tree_util.keystr(path): decay for path, decay in jax.tree_util.tree_leaves_with_path(plan.decays)}
+    exempt = {path.rpartition("['")[2].removesuffix("']") for path, decay in decays.items() if not decay}
+    decaying = {path.rpartition("['")[2].removesuffix("']") for path, decay in decays.items() if decay}
+    biases = {f"{name}_bias" for name in ("query", "key", "value", "out", "wi", "wo")}
+    assert exempt == biases | {"scale", "bias"}
+    assert decaying == {"embedding", "position_embedding", "output", "query", "key", "value", "out", "wi", "wo"}
+
+
+def rates(steps, **overrides):
+    config = load(steps=steps, learning_rate=2.0, learning_rate_final_fraction=0.25, **overrides)
+    return [learning_rate(config, step) for step in range(steps)], config
+
+
+def test_cosine_schedule():
+    rate, config = rates(110, warmup_steps_fraction=10 / 110)
+    np.testing.assert_allclose(rate[:10], 2.0 * np.arange(1, 11) / 10)
+    assert rate[10] == 2.0
+    assert rate[60] == pytest.approx(2.0 * (1 + 0.25) / 2)  # half way down: the mean of both ends
+    assert rate[109] == pytest.approx(2.0 * (0.25 + 0.75 * (1 + np.cos(np.pi * 99 / 100)) / 2))
+    assert learning_rate(config, 110) == 0.0
+
+
+def test_wsd_schedule():
+    rate, config = rates(100, warmup_steps_fraction=0.05, lr_schedule_type="wsd", wsd_decay_steps_fraction=0.2)
+    np.testing.assert_allclose(rate[:5], 2.0 * np.arange(1, 6) / 5)
+    np.testing.assert_allclose(rate[5:81], 2.0)
+    np.testing.assert_allclose(rate[80:], 2.0 - 1.5 * np.arange(20) / 20)
+    assert learning_rate(config, 100) == 0.0
+
+
+def test_a_schedule_may_be_longer_or_shorter_than_the_run():
+    long = load(steps=10, learning_rate_schedule_steps=1000, warmup_steps_fraction=0.01)
+    short = load(steps=10, learning_rate_schedule_steps=5, warmup_steps_fraction=0.2)
+    assert learning_rate(long, 9) == long.learning_rate
+    assert learning_rate(short, 0) == short.learning_rate
+    assert [learning_rate(short, step) for step in range(5, 10)] == [0.0] * 5
+
+
+def test_without_warm_up_a_schedule_starts_at_its_peak():
+    rate, _ = rates(10, warmup_steps_fraction=0)
+    assert rate[0] == 2.0

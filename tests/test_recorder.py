@@ -1,0 +1,112 @@
+"""What becomes of the arrays that steps return: lines, rates, and the answer to a loss that is not finite."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import load
+
+from src.errors import UserError
+from src.metrics import MetricsLog, StepPrinter
+from src.model.flops import FlopsPerToken
+from src.recorder import Recorder
+
+FLOPS = FlopsPerToken(causal=2e9, palm=3e9)
+TOKENS = 1000
+
+
+def mesh_of(device_kind, platform, count=4):
+    device = SimpleNamespace(device_kind=device_kind, platform=platform)
+    return SimpleNamespace(size=count, devices=np.full(count, device))
+
+
+def recorder_in(folder, mesh=None, done=0, **overrides):
+    log = MetricsLog(folder / "metrics.jsonl", folder / "tensorboard", None)
+    return Recorder(load(**overrides), log, StepPrinter(20, done), FLOPS, TOKENS, mesh or mesh_of("cpu", "cpu"))
+
+
+def step_metrics(loss, grad_norm=0.5):
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    return jax.tree.map(jnp.asarray, {"loss": loss, "grad_norm": grad_norm, "tokens": float(TOKENS), "finite": finite})
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_is_recorded_when_the_next_is_added_or_at_a_flush(tmp_path):
+    recorder = recorder_in(tmp_path)
+    recorder.add(1, step_metrics(3.0))
+    assert lines(tmp_path) == []
+    recorder.add(2, step_metrics(2.0))
+    assert [line["step"] for line in lines(tmp_path)] == [1]
+    recorder.flush()
+    recorder.flush()
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 3.0), (2, 2.0)]
+    assert recorder.last["step"] == 2
+    assert recorder.last["perplexity"] == pytest.approx(math.e**2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "peak"),
+    [
+        ({"dtype": "bfloat16"}, 989.4e12),
+        ({"dtype": "float32", "matmul_precision": "default"}, 494.7e12),  # TensorFloat-32
+        ({"dtype": "float32", "matmul_precision": "highest"}, 66.9e12),
+    ],
+)
+def test_rates_are_those_of_the_steps_time_and_the_devices_peak(tmp_path, settings, peak):
+    mesh = mesh_of("NVIDIA H100 80GB HBM3", "gpu")
+    recorder = recorder_in(tmp_path, mesh, done=2, warmup_steps_fraction=0.5, learning_rate=1.0, **settings)
+    recorder.add(3, step_metrics(1.0))
+    recorder.flush()
+    (line,) = lines(tmp_path)
+    per_device = TOKENS / line["step_time_seconds"] / 4
+    assert line["tokens_per_second"] == pytest.approx(4 * per_device)
+    assert line["tflops_per_device"] == pytest.approx(per_device * 2e9 / 1e12)
+    assert line["mfu"] == pytest.approx(per_device * 2e9 / peak)
+    assert line["mfu_palm"] == pytest.approx(per_device * 3e9 / peak)
+    assert line["learning_rate"] == pytest.approx(3 / 10)  # of the third update in a warm-up of ten
+
+
+def test_where_the_peak_rate_is_unknown_there_is_no_mfu(tmp_path):
+    recorder = recorder_in(tmp_path)
+    recorder.add(1, step_metrics(1.0))
+    recorder.flush()
+    assert not {"mfu", "mfu_palm"} & set(lines(tmp_path)[0])
+
+
+@pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, math.nan), (2.0, math.inf)])
+def test_stop_names_the_step_that_was_not_finite_and_leaves_it_out(tmp_path, loss, grad_norm):
+    recorder = recorder_in(tmp_path, done=5)
+    recorder.add(6, step_metrics(2.5))
+    recorder.add(7, step_metrics(loss, grad_norm))
+    with pytest.raises(UserError, match="step 7: loss") as error:
+        recorder.add(8, step_metrics(2.0))
+    assert "on_nonfinite=skip" in str(error.value)
+    assert [line["step"] for line in lines(tmp_path)] == [6]
+
+
+def test_skip_says_so_and_goes_on(tmp_path, capsys):
+    recorder = recorder_in(tmp_path, done=6, on_nonfinite="skip")
+    recorder.add(7, step_metrics(math.nan, math.nan))
+    recorder.add(8, step_metrics(2.0))
+    recorder.flush()
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(7, None), (8, 2.0)]
+    out = capsys.readouterr().out
+    assert "step 7: the update is skipped" in out
+    assert "step 8: the update is skipped" not in out
+
+
+def test_processes_without_log_and_printer_see_what_is_not_finite_too():
+    recorder = Recorder(load(), None, None, FLOPS, TOKENS, mesh_of("cpu", "cpu"))
+    recorder.add(1, step_metrics(3.0))
+    recorder.add_evaluation(1, {"eval_loss": 1.0, "eval_perplexity": math.e})
+    recorder.add(2, step_metrics(math.inf))
+    assert recorder.last["loss"] == 3.0
+    with pytest.raises(UserError, match="step 2: loss"):
+        recorder.flush()

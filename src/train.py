@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +55,7 @@ def main(argv: Sequence[str]) -> Result | None:
     print(f"MinText {version()}", flush=True)
     notes: list[str] = []
     config = configuration.load(argv, notes)
+    configure_jax(config)
     start_distributed(config)
     say(notes)
     with stack_traces(config), contextlib.ExitStack() as exits:
@@ -64,7 +66,6 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
     # ---- Devices, model and step
     check_hardware(config)
-    configure_jax(config)
     layout = make_layout(config, jax.devices())
     spec = model_spec(config)
     plan = make_plan(config, spec, layout)
@@ -161,10 +162,14 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
 
 
 def configure_jax(config: FrozenConfigDict) -> None:
-    """JAX's own settings: how float32 is multiplied, where compiled programs are kept."""
+    """Settings of JAX that have to be made before it looks for devices or compiles anything."""
     jax.config.update("jax_default_matmul_precision", config.matmul_precision)
     if config.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.jax_cache_dir).expanduser()))
+    if (virtual_devices := jax.config.jax_num_cpu_devices) > 1:
+        # XLA has as many threads as virtual CPU devices, and a collective takes one up until all devices are in it. If
+        # some devices begin one of two independent collectives and some the other, none has a thread left to join in.
+        os.environ.setdefault("PJRT_NPROC", str(4 * virtual_devices))
 
 
 def dated_name() -> str:

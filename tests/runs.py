@@ -94,8 +94,8 @@ def start(log, devices=1, **keys):
 
 def start_command(command, log, devices=1):
     """Starts any command from the repository's root."""
-    # The inherited cache settings would make a difference between what users and tests run.
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+    # Without what this process was given for the tests, so that they run what users run.
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "PJRT_"))}
     env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     with open(log, "w") as output:
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)

@@ -38,7 +38,7 @@ MODEL_GROUPS = "Model:"
 # fmt: off
 RUN_IDENTITY = (
     "weight_dtype", "opt_type", "mu_dtype", "gradient_accumulation_steps", "max_target_length", "packing",
-    "data_shuffle_seed", "dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "tokenizer_type",
+    "data_shuffle_seed", "dataset_type", "dataset_path", "max_document_bytes", "eval_dataset_path", "eval_fraction", "tokenizer_type",
     "tokenizer_path",
 )
 # fmt: on

@@ -54,6 +54,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("0 or more", lambda value: value >= 0,
      ("final_logits_soft_cap", "adam_weight_decay", "gradient_clipping_threshold", "z_loss_multiplier",
       "eval_per_device_batch_size", "sample_length", "decode_sampling_temperature", "skip_first_n_steps_for_profiler")),
+    ("64 or more", lambda value: value >= 64, ("max_document_bytes",)),
     ("0 or more, or -1", lambda value: value >= -1,
      ("process_id",)),
     ("from 0 to 1", lambda value: 0 <= value <= 1,

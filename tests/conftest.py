@@ -2,8 +2,12 @@
 
 import os
 
+import hypothesis
 import jax
 
+# A busy machine is not a failure.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # As train.py does, which says why.

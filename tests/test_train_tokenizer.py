@@ -38,7 +38,7 @@ def test_the_command_writes_a_tokenizer_of_that_size_for_that_text(command, corp
     main(make())
     tokenizer = SentencePieceTokenizer(str(path))
     assert tokenizer.vocab_size == 400
-    source = TextSource(str(corpus))
+    source = TextSource(str(corpus), 64 * 1024)
     for i in range(len(source)):
         ids = tokenizer.encode(source[i])
         assert tokenizer.decode(ids) == source[i]

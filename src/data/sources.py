@@ -43,13 +43,15 @@ class TextSource:
     Args:
         path: a file, a folder (its files at any depth, but for hidden ones) or a glob. Empty: the source code of the
             running Python's standard library.
+        max_document_bytes: longer documents are cut into pieces, each a document of its own from there on.
         key: the config key that gave `path`, for messages.
 
     Raises:
         UserError: nothing there, no document in it, or a file that is not text.
     """
 
-    def __init__(self, path: str, key: str = "dataset_path") -> None:
+    def __init__(self, path: str, max_document_bytes: int, key: str = "dataset_path") -> None:
+        self._max_bytes = max_document_bytes
         root, self._names = text_files.list_files(path, key)
         self._paths = [root / name for name in self._names]
         extents = [text_files.documents(path) for path in self._paths]
@@ -58,7 +60,7 @@ class TextSource:
         self._extent = np.concatenate([*extents, np.empty((0, 2), np.int64)])
         if not len(self._file):
             raise UserError(f"{key}={path} has no document: expected text files, or .jsonl files, that are not empty")
-        pieces = -(-np.diff(self._extent)[:, 0] // text_files.PIECE_BYTES)
+        pieces = text_files.count_pieces(np.diff(self._extent)[:, 0], max_document_bytes)
         self._first_piece = np.cumsum(pieces) - pieces
         self._pieces = int(pieces.sum())
         for document in np.unique(self._file, return_index=True)[1]:
@@ -73,7 +75,7 @@ class TextSource:
         document = int(np.searchsorted(self._first_piece, i, side="right")) - 1
         number = i - int(self._first_piece[document])
         start, stop = self._extent[document].tolist()
-        return text_files.read_piece(self._paths[self._file[document]], start, stop, number)
+        return text_files.read_piece(self._paths[self._file[document]], start, stop, number, self._max_bytes)
 
     def document_keys(self) -> np.ndarray:
         """uint64 [pieces]: a hash of file name and place in the file, which other files don't change."""
@@ -91,6 +93,7 @@ class TextSource:
             "bytes": sum(sizes),
             "documents": len(self._file),
             "pieces": self._pieces,
+            "max_document_bytes": self._max_bytes,
             "digest": hashlib.sha256(listing.encode()).hexdigest()[:16],
         }
 
@@ -189,9 +192,9 @@ def open_sources(config: "FrozenConfigDict") -> tuple[Source | SyntheticSource, 
             for seed in (config.data_shuffle_seed, -1 - config.data_shuffle_seed)
         )
         return train, held_out if evaluates else None
-    train = TextSource(config.dataset_path)
+    train = TextSource(config.dataset_path, config.max_document_bytes)
     if not evaluates:
         return train, None
     if config.eval_dataset_path:
-        return train, TextSource(config.eval_dataset_path, "eval_dataset_path")
+        return train, TextSource(config.eval_dataset_path, config.max_document_bytes, "eval_dataset_path")
     return split(train, config.eval_fraction)

@@ -13,9 +13,8 @@ import numpy as np
 
 from src.errors import UserError
 
-# A cut is made at a line end in the last _CUT_WINDOW bytes before its place, so that no piece has more than 64 KiB.
-_CUT_WINDOW = 4 * 1024
-PIECE_BYTES = 64 * 1024 - _CUT_WINDOW
+# A cut is made at a line end if there is one in this part of a piece before its place.
+_CUT_WINDOW = 1 / 8
 
 # What other dataset types keep their data in: part of a file's name -> the type.
 _OTHER_TYPES = {
@@ -97,19 +96,24 @@ def documents(path: Path) -> np.ndarray:
     return np.array([(0, size)] if size else [], np.int64).reshape(-1, 2)
 
 
-def read_piece(path: Path, start: int, stop: int, number: int) -> str:
+def count_pieces(sizes: np.ndarray, max_bytes: int) -> np.ndarray:
+    """Into how many pieces documents of these sizes in bytes are cut, so that none has more than `max_bytes`."""
+    return -(-sizes // (max_bytes - _window(max_bytes)))
+
+
+def read_piece(path: Path, start: int, stop: int, number: int, max_bytes: int) -> str:
     """The text of piece `number`, from 0, of the document in bytes [start, stop) of a file.
 
-    A document has ceil((stop - start) / PIECE_BYTES) pieces. The last ones may be empty in a .jsonl file, where the
-    text is only a part of the line.
+    A document has `count_pieces` of them. The last ones may be empty in a .jsonl file, where the text is only a part of
+    the line.
 
     Raises:
         UserError: it can't be read or is not text.
     """
     if not _is_jsonl(path):
-        return _decode(_piece(number, stop, lambda begin, end: _read(path, begin, end)), path)
+        return _decode(_piece(number, stop, max_bytes, lambda begin, end: _read(path, begin, end)), path)
     text = _json_text(_read(path, start, stop), f"{path}, the line at byte {start}")
-    return _piece(number, len(text), lambda begin, end: text[begin:end]).decode()
+    return _piece(number, len(text), max_bytes, lambda begin, end: text[begin:end]).decode()
 
 
 def _is_jsonl(path: Path) -> bool:
@@ -154,7 +158,11 @@ def _json_text(line: bytes, where: str) -> bytes:
     return document["text"].encode(errors="replace")
 
 
-def _piece(number: int, size: int, read: Callable[[int, int], bytes]) -> bytes:
+def _window(max_bytes: int) -> int:
+    return int(_CUT_WINDOW * max_bytes)
+
+
+def _piece(number: int, size: int, max_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
     """Piece `number` of a document of `size` bytes; empty past the last.
 
     Cuts are a function of the document alone, and each can be found from the bytes around it: every piece can be read
@@ -163,22 +171,23 @@ def _piece(number: int, size: int, read: Callable[[int, int], bytes]) -> bytes:
     Args:
         number: from 0.
         size: of the document, in bytes.
+        max_bytes: of a piece.
         read: (begin, end) -> those bytes of the document, or those of them there are.
     """
-    count = -(-size // PIECE_BYTES)
+    count, window = int(count_pieces(np.int64(size), max_bytes)), _window(max_bytes)
     if number >= count:
         return b""
     begin, end = number * size // count, (number + 1) * size // count
-    offset = max(begin - _CUT_WINDOW, 0)
+    offset = max(begin - window, 0)
     data = read(offset, end + 1)
-    first = _cut(data, begin - offset) if number > 0 else 0
-    last = _cut(data, end - offset) if number + 1 < count else size - offset
+    first = _cut(data, begin - offset, window) if number > 0 else 0
+    last = _cut(data, end - offset, window) if number + 1 < count else size - offset
     return data[first:last]
 
 
-def _cut(data: bytes, at: int) -> int:
-    """Where to cut instead of `at`: after the last line end shortly before it, else before a character begins."""
-    line_end = data.rfind(b"\n", at - _CUT_WINDOW, at)
+def _cut(data: bytes, at: int, window: int) -> int:
+    """Where to cut instead of `at`: after the last line end at most `window` before it, else before a character."""
+    line_end = data.rfind(b"\n", max(at - window, 0), at)
     if line_end >= 0:
         return line_end + 1
     while at > 0 and data[at] & 0xC0 == 0x80:  # a continuation byte of UTF-8

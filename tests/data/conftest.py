@@ -47,6 +47,7 @@ def config():
     defaults = {
         "dataset_type": "text",
         "dataset_path": "",
+        "max_document_bytes": 64 * 1024,
         "eval_dataset_path": "",
         "eval_fraction": 0.1,
         "eval_interval": 10,

@@ -149,7 +149,7 @@ def test_data_that_do_not_fill_one_row_are_an_error(config, list_source):
 def test_an_error_in_the_thread_is_raised_at_its_batch(config, tmp_path):
     lines = [json.dumps({"text": f"{n}" * 200}) for n in range(40)]
     (tmp_path / "d.jsonl").write_text("\n".join([*lines, '{"text": broken}']))
-    batches = train_batches(config(), TextSource(str(tmp_path)), TOKENIZER, range(B), B)
+    batches = train_batches(config(), TextSource(str(tmp_path), 64 * 1024), TOKENIZER, range(B), B)
     made = []
     with pytest.raises(UserError, match=r"d\.jsonl, the line at byte \d+: not JSON"):
         made.extend(batches)

@@ -1,3 +1,4 @@
+import functools
 import json
 import sysconfig
 from collections import Counter
@@ -8,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.data.sources import SyntheticSource, TextSource, open_sources, split
+from src.data import sources
+from src.data.sources import SyntheticSource, open_sources, split
 from src.errors import UserError
 
 KIB = 1024
+TextSource = functools.partial(sources.TextSource, max_document_bytes=64 * KIB)
 
 
 def texts(source):
@@ -72,12 +75,14 @@ def test_a_long_document_is_cut_into_pieces_that_join_to_it(tmp_path, line, name
         assert all(piece.endswith("\n") for piece in pieces if piece)
 
 
-@given(st.integers(1, 300 * KIB))
-def test_pieces_of_any_size_of_document_join_to_it(tmp_path_factory, size):
+@given(st.integers(1, 100 * KIB), st.sampled_from([64, 1000, 64 * KIB]))
+def test_pieces_of_any_size_of_document_join_to_it(tmp_path_factory, size, max_bytes):
     path = tmp_path_factory.mktemp("sizes") / "d.txt"
     text = "".join(f"line {n}\n" for n in range(size // 7))[:size]
     path.write_text(text or "x")
-    assert "".join(texts(TextSource(str(path)))) == (text or "x")
+    pieces = texts(sources.TextSource(str(path), max_bytes))
+    assert "".join(pieces) == (text or "x")
+    assert max(len(piece) for piece in pieces) <= max_bytes
 
 
 def test_no_path_is_the_standard_library():
@@ -111,7 +116,7 @@ def test_what_is_no_text_is_an_error_that_names_it(tmp_path, files, path, messag
     write_files(tmp_path, files)
     place = f"{tmp_path}/{path}".rstrip("/")
     with pytest.raises(UserError, match=message) as error:
-        TextSource(place, "eval_dataset_path")
+        TextSource(place, key="eval_dataset_path")
     assert str(tmp_path) in str(error.value)
 
 

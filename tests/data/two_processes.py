@@ -31,7 +31,7 @@ def main(address, process_id, corpus, result_path):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(address, num_processes=2, process_id=int(process_id))
-    source, tokenizer = TextSource(corpus), ByteTokenizer()
+    source, tokenizer = TextSource(corpus, 64 * 1024), ByteTokenizer()
     result = {}
     by_process = np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
     meshes = {

@@ -5,12 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tiny import LENGTH, Trainer, assert_close, make, packed_rows, tree_bits
 
 from src.model.context import Context
 from src.model.decoder import dropout
-from src.optimizer import hyper_parameters
+from src.optimizer import hyper_parameters, learning_rate
 from src.train_step import abstract_state, batch_sharding, loss_sums, train_step
 
 # Heads, widths and rows that divide by eight.
@@ -107,16 +108,35 @@ def test_dropout_differs_from_step_to_step_and_evaluation_has_none():
     assert evaluated["tokens"].item() == batch["loss_mask"].sum()
 
 
-def test_micro_batches_of_unequal_token_counts_add_up_to_one_batch():
+def test_the_gradient_is_of_the_mean_over_all_tokens_however_micro_batches_share_them_out():
     batch = packed_rows(0)
-    batch["loss_mask"] *= np.arange(8)[:, None] % 4 >= np.arange(LENGTH) % 4  # 4, 8, 12 and 16 tokens at most
-    settings = {"opt_type": "sgd", "learning_rate": 1.0, "gradient_clipping_threshold": 0, "z_loss_multiplier": 0.1}
-    whole = Trainer(initial=False, **settings)
-    parts = Trainer(initial=False, gradient_accumulation_steps=4, **settings)
-    expected, metrics = whole.step(batch, 0), parts.step(batch, 0)
-    assert metrics == pytest.approx(expected, rel=1e-5)
-    assert metrics["tokens"] == batch["loss_mask"].sum()
-    assert_close(parts.state.trainable, whole.state.trainable, 1e-5)
+    batch["loss_mask"] *= np.arange(8)[:, None] % 4 >= np.arange(LENGTH) % 4  # one to four quarters of a row
+    settings = {
+        "opt_type": "sgd",
+        "learning_rate": 1.0,
+        "adam_weight_decay": 0,
+        "gradient_clipping_threshold": 0,
+        "z_loss_multiplier": 0.1,
+    }
+    trainers = [Trainer(initial=False, gradient_accumulation_steps=count, **settings) for count in (1, 4)]
+    weights = jax.device_get(trainers[0].state.trainable)
+    tokens = batch["loss_mask"].sum()
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def mean(weights):
+        loss, squares = loss_sums(weights, batch, trainers[0].plan, None)
+        return (loss + 0.1 * squares) / tokens, loss / tokens
+
+    (_, loss), gradients = mean(weights)
+    for trainer in trainers:
+        metrics = trainer.step(batch, 0)
+        assert metrics["tokens"] == tokens
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(optax.tree.norm(gradients).item(), rel=1e-5)
+        rate = learning_rate(trainer.config, 0)
+        expected = jax.tree.map(lambda weight, gradient, rate=rate: weight - rate * gradient, weights, gradients)
+        assert_close(trainer.state.trainable, expected, 1e-5)
 
 
 def test_an_update_that_is_not_finite_changes_no_weight_and_no_moment(one_device):

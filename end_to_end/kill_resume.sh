@@ -30,7 +30,7 @@ for ((kill = 1; kill <= kills; kill++)); do
   target=$((before + RANDOM % (2 * (200 - before) / (kills - kill + 2)) + 1))
   (train run_name=killed) >"$out/killed_$kill.log" 2>&1 &
   # The file goes back to the checkpoint's step before it goes on.
-  until grep -q '^resumed\|^step' "$out/killed_$kill.log" && (($(last_step) >= target)); do
+  until grep -qs '^resumed\|^step' "$out/killed_$kill.log" && (($(last_step) >= target)); do
     sleep 0.05
     kill -0 $! 2>/dev/null || { cat "$out/killed_$kill.log"; exit 1; }
   done

@@ -1,10 +1,13 @@
 """A run on an object store, through the clients of Google Cloud Storage: nothing can be appended to or renamed."""
 
+import json
+
 import pytest
 
 from src.checkpoint import Checkpointer, restore_step
 from src.errors import UserError
 from src.run_folder import RunFolder
+from tests import runs
 from tests.checkpoint_state import abstract, make_mesh, make_values, place, same
 from tests.gcs_server import GcsServer
 
@@ -145,3 +148,19 @@ def test_a_flipped_bit_in_the_store_is_noticed(server, base, mesh):
     state, _, messages = checkpointer(folder).restore_latest(abstract(place(make_values(0), mesh)))
     assert same(state, make_values(10))
     assert messages[0].startswith("checkpoint 20 is passed over: ")
+
+
+def test_a_run_goes_on_from_the_store_alone(objects, base, tmp_path, capsys):
+    corpus = runs.write_corpus(tmp_path / "corpus")
+    keys = {"base_output_directory": base, "run_name": "a", "dataset_path": corpus, "checkpoint_period": 2}
+    for steps in (3, 6):
+        runs.run_here(**keys, steps=steps, learning_rate_schedule_steps=6)
+    output = capsys.readouterr().out
+    assert "resumed from step 3" in output
+    assert f"report: {base}/a/report.html" in output
+    lines = [json.loads(line) for line in objects()["metrics.jsonl"][0].splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert {"config.yml", "environment.json", "report.html"} <= set(objects())
+    assert b"Finished, step 6 of 6" in objects()["report.html"][0]
+    runs.run_here(**{**keys, "base_output_directory": tmp_path, "steps": 6})
+    assert runs.losses(tmp_path / "a") == [(line["step"], line["loss"]) for line in lines]

@@ -74,7 +74,8 @@ def new_state(config: FrozenConfigDict, plan: StepPlan, abstract: TrainState) ->
     """The state before the first step, made where it belongs, the same on every mesh."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     init = functools.partial(init_state, plan, hyper_parameters(config, 0), abstract.data_position.shape)
-    return jax.jit(init, out_shardings=shardings)()
+    # It runs once: XLA's CPU backend takes six times as long to optimise the random numbers as to compile them plainly.
+    return jax.jit(init, out_shardings=shardings, compiler_options={"xla_backend_optimization_level": 0})()
 
 
 def compare_configs(config: FrozenConfigDict, saved: str) -> Messages:

@@ -64,7 +64,5 @@ def test_at_a_temperature_likely_tokens_are_drawn_each_by_its_share_on_any_mesh(
 
 def test_a_prompt_that_leaves_no_room_is_an_error():
     config, _ = make(**{**SETTINGS, "sample_length": 28})
-    with pytest.raises(
-        UserError, match="prompt's 5 tokens and sample_length=28 are more than max_target_length=32"
-    ):
+    with pytest.raises(UserError, match="prompt's 5 tokens and sample_length=28 are more than max_target_length=32"):
         encode_prompt(config, TOKENIZER)

@@ -37,9 +37,9 @@ MODEL_GROUPS = "Model:"
 # the global batch is the same.)
 # fmt: off
 RUN_IDENTITY = (
-    "weight_dtype", "opt_type", "mu_dtype", "gradient_accumulation_steps", "max_target_length", "packing",
-    "data_shuffle_seed", "dataset_type", "dataset_path", "max_document_bytes", "eval_dataset_path", "eval_fraction", "tokenizer_type",
-    "tokenizer_path",
+    *("weight_dtype", "opt_type", "mu_dtype", "gradient_accumulation_steps"),
+    *("dataset_type", "dataset_path", "max_document_bytes", "eval_dataset_path", "eval_fraction"),
+    *("tokenizer_type", "tokenizer_path", "max_target_length", "packing", "data_shuffle_seed"),
 )
 # fmt: on
 

@@ -53,7 +53,7 @@ class Decoder(nnx.Module):
         self.spec = spec
         self.plan = segments(spec.layers)
         V, D, dtype = spec.padded_vocab_size, spec.emb_dim, spec.weight_dtype
-        # As an input its values are of size 1, as a norm's output is; tied, it is an output projection that sums over D.
+        # As an input its values are of size 1, as a norm's output is; tied, it is also a projection that sums over D.
         self.embedding = weight(rngs, (V, D), ("vocab", "embed"), dtype, fan_in=(1,) if spec.tied_output else ())
         if spec.position_table == "learned":
             rows = spec.position_table_size

@@ -63,11 +63,10 @@ def starting_state(
         fields, meta, messages = restore_step(config.load_full_state_path, parts(abstract), tuple(parts(abstract)))
         state, more = with_position(fields, meta, config, abstract, fingerprint)
         return state, [*messages, *more]
-    state = new_state(config, plan, abstract)
     if config.load_parameters_path:
         fields, _, messages = restore_step(config.load_parameters_path, parts(abstract), WEIGHTS)
-        return dataclasses.replace(state, **fields), messages
-    return state, []
+        return dataclasses.replace(new_state(config, plan, abstract), **fields), messages
+    return new_state(config, plan, abstract), []
 
 
 def new_state(config: FrozenConfigDict, plan: StepPlan, abstract: TrainState) -> TrainState:

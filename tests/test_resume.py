@@ -214,11 +214,14 @@ def test_another_corpus_is_noticed(stopped, corpus, tmp_path, monkeypatch, capsy
 
 
 def test_an_accepted_global_batch_starts_the_data_over(stopped, corpus, tmp_path, capsys):
-    runs.run_here(**keys_of(stopped, corpus, per_device_batch_size=2, accept_changes="[per_device_batch_size]"))
+    changes = {"per_device_batch_size": 2, "eval_per_device_batch_size": 1}
+    runs.run_here(**keys_of(stopped, corpus, **changes, accept_changes="[per_device_batch_size]"))
     assert "the data start over: the global batch changed" in capsys.readouterr().out
-    runs.run_here(**keys_of(tmp_path / "new" / "run", corpus, per_device_batch_size=2, steps=10, eval_interval=100))
-    position = runs.saved_arrays(stopped, 30)["data_position"]
-    np.testing.assert_array_equal(position, runs.saved_arrays(tmp_path / "new" / "run", 10)["data_position"])
+    # The ten steps that were left read what the first ten of a new run read.
+    new = tmp_path / "new" / "run"
+    runs.run_here(**keys_of(new, corpus, **changes, steps=10))
+    expected = runs.saved_arrays(new, 10)["data_position"]
+    np.testing.assert_array_equal(runs.saved_arrays(stopped, STEPS)["data_position"], expected)
 
 
 # ---- Damaged checkpoints

@@ -34,26 +34,29 @@ def sample(config: FrozenConfigDict, plan: StepPlan, trainable: Any, tokenizer: 
     """The prompt and up to `sample_length` tokens that the model gives it, fewer if it ends the document, as text."""
     prompt = encode_prompt(config, tokenizer)
     start, end = len(prompt), len(prompt) + config.sample_length
-    # The rows are copies: one a shard of the batch dim is the fewest that fits any mesh.
-    rows = np.zeros((plan.layout.shards("batch"), config.max_target_length), np.int32)
-    rows[:, :start] = prompt
+    row = np.zeros(config.max_target_length, np.int32)
+    row[:start] = prompt
+    copy = plan.layout.sharding(())
     draw = jax.jit(
         functools.partial(
             _draw_tokens, plan=plan, start=start, end=end, temperature=config.decode_sampling_temperature
         ),
-        in_shardings=(plan.shardings, plan.layout.sharding(("batch", "length"))),
-        out_shardings=plan.layout.sharding(()),
+        in_shardings=(plan.shardings, copy),
+        out_shardings=copy,
     )
-    drawn = np.asarray(draw(trainable, rows))[:end]
+    drawn = np.asarray(draw(trainable, row))[:end]
     document_ends = np.flatnonzero(drawn[start:] == tokenizer.eos)
     return tokenizer.decode(drawn[: start + document_ends[0]] if len(document_ends) else drawn)
 
 
 def _draw_tokens(
-    trainable: Any, tokens_BT: jax.Array, plan: StepPlan, start: int, end: int, temperature: float
+    trainable: Any, row_T: jax.Array, plan: StepPlan, start: int, end: int, temperature: float
 ) -> jax.Array:
-    """One row [T] with the tokens from position `start` to `end` drawn; temperature 0 takes the likeliest."""
+    """The row [T] with the tokens from position `start` to `end` drawn; temperature 0 takes the likeliest."""
     decoder = nnx.merge(plan.graphdef, trainable)
+    # Copies of the row: one a shard of the batch dim is the fewest that fits any mesh.
+    tokens_BT = jnp.broadcast_to(row_T, (plan.layout.shards("batch"), len(row_T)))
+    tokens_BT = plan.layout.constrain(tokens_BT, "batch", "length")
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     context = Context(positions_BT, jnp.ones_like(tokens_BT), plan.layout, plan.kernel, packed=False)
     key = jax.random.key(plan.seed)

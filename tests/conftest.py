@@ -10,5 +10,7 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# What a test runs is tiny: compiling it takes most of its time, and less without optimisations that don't pay there.
+jax.config.update("jax_disable_most_optimizations", True)
 # As train.py does, which says why.
 os.environ["PJRT_NPROC"] = "32"

@@ -16,12 +16,23 @@ from src.optimizer import hyper_parameters
 from src.run_folder import RunFolder
 from src.train_step import StepPlan, TrainState, init_state
 
-# The key whose change a user accepts when this entry of the data's fingerprint differs; dataset_path for the others.
+# The keys that alter an entry of the data's fingerprint: accepting one of them accepts the entry. The first is the one
+# to tell a user whose configuration is the same as before.
+SOURCE_KEYS = ("dataset_path", "dataset_type")
+TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")
 ACCEPTED_BY = {
-    "global batch": "per_device_batch_size",
-    "max_target_length": "max_target_length",
-    "packing": "packing",
-    "data_shuffle_seed": "data_shuffle_seed",
+    "global batch": ("per_device_batch_size", "gradient_accumulation_steps"),
+    "max_target_length": ("max_target_length",),
+    "packing": ("packing",),
+    "data_shuffle_seed": ("data_shuffle_seed",),
+    "source max_document_bytes": ("max_document_bytes", *SOURCE_KEYS),
+    "source pieces": (*SOURCE_KEYS, "max_document_bytes"),
+    "source part": (*SOURCE_KEYS, "eval_fraction", "eval_dataset_path"),
+    "source seed": ("data_shuffle_seed", *SOURCE_KEYS),
+    "source vocab_size": ("vocab_size", *SOURCE_KEYS),
+    "tokenizer type": TOKENIZER_KEYS,
+    "tokenizer vocab_size": TOKENIZER_KEYS,
+    "tokenizer digest": TOKENIZER_KEYS,
 }
 
 Messages = list[str]
@@ -110,10 +121,12 @@ def with_position(
     """
     old = meta["data"]
     different = [name for name in {**old, **fingerprint} if old.get(name) != fingerprint.get(name)]
-    refused = [name for name in different if ACCEPTED_BY.get(name, "dataset_path") not in config.accept_changes]
+    refused = [
+        name for name in different if not set(config.accept_changes).intersection(ACCEPTED_BY.get(name, SOURCE_KEYS))
+    ]
     if refused:
         listed = "\n".join(f"  {name}: {old.get(name)} -> {fingerprint.get(name)}" for name in refused)
-        keys = ", ".join(dict.fromkeys(ACCEPTED_BY.get(name, "dataset_path") for name in refused))
+        keys = ", ".join(dict.fromkeys(ACCEPTED_BY.get(name, SOURCE_KEYS)[0] for name in refused))
         raise UserError(
             f"The checkpoint stands in other data than the config describes (old -> new):\n{listed}\n"
             f"Restore the data, or accept that examples repeat or are missed: accept_changes=[{keys}]"

@@ -87,8 +87,8 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
 
     # ---- The run's folder, and where in the run it is
     folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
-    folder.check_writable()
     exits.callback(folder.close)
+    folder.check_writable()
     checkpointer = Checkpointer(
         folder.path / "checkpoints",
         max_to_keep=config.max_num_checkpoints_to_keep,
@@ -130,7 +130,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
             state, metrics = train_step(state, batch, hyper_parameters(config, step))
             done = step + 1
             recorder.add(done, metrics)
-            preempted = preemption.reached(done)
+            preempted = preemption.reached(done) and done < config.steps  # at its end a run has nothing to go on with
             evaluates = evaluation and not preempted and (done % config.eval_interval == 0 or done == config.steps)
             saves = done % config.checkpoint_period == 0 or preempted or done == config.steps
             if evaluates or saves:

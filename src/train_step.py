@@ -183,7 +183,7 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         micro = (split_rows(batch, plan), jnp.arange(plan.micro_batches))
         (gradients, loss), _ = jax.lax.scan(add_micro_batch, zeros, micro)
 
-    grad_norm = optax.tree.norm(gradients)
+    grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     optimizer = transform(plan.opt_type, plan.mu_dtype, plan.decays, hyper)
     updates, opt = optimizer.update(clip(gradients, grad_norm, hyper["clip"]), state.opt, state.trainable)

@@ -28,11 +28,12 @@ def stack_traces(config: Mapping[str, Any]) -> contextlib.AbstractContextManager
 
 
 class Profile:
-    """A profile of `profiler_steps` steps of this process, from the one `skip_first_n_steps_for_profiler` in."""
+    """A profile of `profiler_steps` steps of process 0, from the one `skip_first_n_steps_for_profiler` in."""
 
     def __init__(self, config: Mapping[str, Any], first_step: int, folder: str) -> None:
         self._folder = folder
-        self._begin = first_step + config["skip_first_n_steps_for_profiler"] if config["profiler"] else -1
+        wanted = config["profiler"] and jax.process_index() == 0
+        self._begin = first_step + config["skip_first_n_steps_for_profiler"] if wanted else -1
         self._end = self._begin + config["profiler_steps"]
         self._running = False
 

@@ -51,8 +51,8 @@ class Layout:
 def start_distributed(config: Mapping[str, Any]) -> None:
     """Joins the processes of a job; where there is no cluster, the job is this process.
 
-    JAX finds TPU pods, SLURM, Kubernetes and Open MPI by itself; `coordinator_address`, `num_processes` and
-    `process_id` serve anything else.
+    JAX finds TPU pods, SLURM, Open MPI and, where the package `kubernetes` is installed, Kubernetes by itself;
+    `coordinator_address`, `num_processes` and `process_id` serve anything else.
     """
     if jax.distributed.is_initialized():
         return

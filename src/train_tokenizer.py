@@ -30,7 +30,10 @@ def main(argv: Sequence[str]) -> None:
     if (help_text := configuration.help_for(argv)) is not None:
         print(help_text)
         return
-    config = configuration.load(argv)
+    notes: list[str] = []
+    config = configuration.load(argv, notes)
+    for note in notes:
+        print(note)
     if config.dataset_type != "text" or config.tokenizer_type != "sentencepiece":
         raise UserError("a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece: set these")
     path = Path(config.tokenizer_path)

@@ -40,7 +40,7 @@ WARM_UP_STEPS = 3
 
 
 def main(argv: list[str]) -> None:
-    """Runs the named cases (all but `input` by default), each with the key=value arguments."""
+    """Runs the named cases (quickstart if none is named), each with the key=value arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("arguments", nargs="*", metavar="case or key=value", help=f"cases: {', '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=10, help="steps timed, after some to warm up")

@@ -1,5 +1,6 @@
 """A command's configuration: base.yml, model file, the user's YAML and key=value, resolved, checked and frozen."""
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -309,7 +310,7 @@ def help_text(key: str) -> str:
         return f"{base().group_of[key]}\n{base().lines_of[key]}"
     if foreign := answer(key, Plain("...")):
         return foreign.sentence
-    return f"there is no key {key}.{nearest(key, base().defaults)}"
+    return f"there is no key {key}.{nearest(key, base().defaults)} --help alone lists all keys."
 
 
 def help_for(argv: Sequence[str]) -> str | None:
@@ -325,4 +326,7 @@ def _overview() -> str:
     groups: dict[str, list[str]] = {}
     for key, group in base().group_of.items():
         groups.setdefault(group, []).append(key)
-    return "\n".join([USAGE, *(f"\n{group}\n  {'  '.join(keys)}" for group, keys in groups.items())])
+    listed = (
+        f"\n{group}\n{textwrap.indent(textwrap.fill('  '.join(keys), 118), '  ')}" for group, keys in groups.items()
+    )
+    return "\n".join([USAGE, *listed])

@@ -94,8 +94,10 @@ def scaled_sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """` Did you mean ...?` with the most similar of `names`, or nothing where none is similar."""
-    similar = difflib.get_close_matches(name, list(names), n=3)
+    """` Did you mean ...?` with the most similar of `names`, then those it is a part of; or nothing."""
+    names = list(names)
+    parts_of = [other for other in names if len(name) >= 3 and name in other]
+    similar = list(dict.fromkeys([*difflib.get_close_matches(name, names, n=3), *parts_of]))[:4]
     return f" Did you mean {' or '.join(similar)}?" if similar else ""
 
 
@@ -106,7 +108,8 @@ def check_value(key: str, value: Any) -> str:
         return f"{key}={value} is none of {choices}{value_hint(key, value)}"
     for words, holds, keys in RANGES:
         if key in keys and not holds(value):
-            return f"{key}={dump(value)} must be {words} ({base().comment(key)})"
+            comment = base().comment(key)
+            return f"{key}={dump(value)} must be {words}" + (f" ({comment})" if comment else "")
     if key == "mlp_activations":
         unknown = [str(name) for name in value if name not in ACTIVATIONS]
         if unknown or not value:

@@ -27,7 +27,7 @@ ACCEPTED_BY = {
     "data_shuffle_seed": ("data_shuffle_seed",),
     "source max_document_bytes": ("max_document_bytes", *SOURCE_KEYS),
     "source pieces": (*SOURCE_KEYS, "max_document_bytes"),
-    "source part": (*SOURCE_KEYS, "eval_fraction", "eval_dataset_path"),
+    "source part": ("eval_interval", "eval_fraction", "eval_dataset_path", *SOURCE_KEYS),  # the part not held out
     "source seed": ("data_shuffle_seed", *SOURCE_KEYS),
     "source vocab_size": ("vocab_size", *SOURCE_KEYS),
     "tokenizer type": TOKENIZER_KEYS,
@@ -64,7 +64,9 @@ def starting_state(
             "up. Use another run_name."
         )
     if has_checkpoints:
-        changes = compare_configs(config, saved) if saved else []
+        changes = ["the run's config.yml is missing or empty: nobody can tell what has changed since its last start"]
+        if saved:
+            changes = compare_configs(config, saved)
         restored = checkpointer.restore_latest(parts(abstract))
         if restored is not None:
             fields, meta, messages = restored
@@ -100,7 +102,8 @@ def compare_configs(config: FrozenConfigDict, saved: str) -> Messages:
         listed = "\n".join(f"  {change}" for change in breaking)
         raise UserError(
             f"This run was started with other settings of its weights or data (old -> new):\n{listed}\n"
-            f"Give them as they were, use another run_name, or accept the changes: accept_changes=[{keys}]"
+            "Give them as they were, use another run_name, or, where they leave all shapes as they are, accept them: "
+            f"accept_changes=[{keys}]"
         )
     return [f"changed since the run's last start: {change}" for change in harmless]
 

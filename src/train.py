@@ -17,7 +17,7 @@ from src import config as configuration
 from src.checkpoint import Checkpointer
 from src.data.loader import data_fingerprint, host_rows, to_global, to_host, train_batches
 from src.data.sources import Source, SyntheticSource, open_sources
-from src.data.tokenizer import make_tokenizer
+from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.decode import encode_prompt, sample
 from src.diagnostics import Profile, stack_traces
 from src.errors import UserError, run_command
@@ -111,7 +111,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     is_writer = jax.process_index() == 0
     log = printer = None
     if is_writer:
-        print_header(header(config, plan, facts, folder, flops, global_batch, source, first_step))
+        print_header(header(config, plan, facts, folder, flops, global_batch, source, tokenizer, first_step))
         log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", first_step or None)
         printer = StepPrinter(config.steps, first_step, config.log_period)
     say(messages)
@@ -149,7 +149,8 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
 
     # ---- The end
     if preempted:
-        say([f"stopped by SIGTERM after step {done}; the same command goes on from there"])
+        kept = "the same command goes on from there" if config.enable_checkpointing else "no checkpoint was saved"
+        say([f"stopped by SIGTERM after step {done}; {kept}"])
     elif wants_sample:
         text = printable(sample(config, plan, state.trainable, tokenizer))
         say(["sample:", *(f"  {line}" for line in text.splitlines())])
@@ -187,6 +188,7 @@ def header(
     flops: FlopsPerToken,
     global_batch: int,
     source: Source | SyntheticSource,
+    tokenizer: Tokenizer | None,
     first_step: int,
 ) -> list[tuple[str, str]]:
     """What was chosen for this run, by name: nothing that a user would have to guess."""
@@ -195,9 +197,9 @@ def header(
     data = "synthetic: random tokens"
     if not isinstance(source, SyntheticSource):
         path = config.dataset_path or "the Python standard library's source"
-        data = f"{config.dataset_type}: {path}, {len(source):,} documents, tokenizer {config.tokenizer_type}"
+        data = f"{config.dataset_type}: {path}, {len(source):,} documents"
     return [
-        ("run", str(folder.path)),
+        ("run", f"{folder.path} (run_name={folder.path.name} resumes it)"),
         ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
         ("devices", f"{facts['devices']}, processes: {facts['processes']}"),
         ("mesh", describe(plan.layout)),
@@ -208,6 +210,8 @@ def header(
         ("attention", plan.kernel),
         ("recomputed", f"remat_policy {config.remat_policy}"),
         ("data", data),
+        ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
+        ("vocabulary", f"{config.vocab_size:,}"),
         ("order", order),
         ("steps", f"{first_step} to {config.steps}"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),

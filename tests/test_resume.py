@@ -101,7 +101,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(command):
     stopped = runs.last_step(command.folder)
     assert 23 <= stopped < command.steps
     assert runs.steps_saved(command.folder)[-1] == stopped
-    assert f"stopped by SIGTERM after step {stopped}; the same command goes on from there" in output
+    assert f"stopped by SIGTERM after step {stopped}; the same command, run_name=" in output
     assert (command.folder / "report.html").exists()
     output = command.finish()
     assert f"resumed from step {stopped}" in output

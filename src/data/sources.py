@@ -5,6 +5,7 @@ module takes a piece for a document.
 """
 
 import hashlib
+import os
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -94,7 +95,7 @@ class TextSource:
             "documents": len(self._file),
             "pieces": self._pieces,
             "max_document_bytes": self._max_bytes,
-            "digest": hashlib.sha256(listing.encode()).hexdigest()[:16],
+            "digest": hashlib.sha256(os.fsencode(listing)).hexdigest()[:16],
         }
 
 

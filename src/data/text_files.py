@@ -92,7 +92,8 @@ def documents(path: Path) -> np.ndarray:
     """int64 [documents, 2]: where each document of a file begins and ends, in bytes. An empty file has none."""
     if _is_jsonl(path):
         return _lines(path)
-    size = path.stat().st_size
+    with _open(path) as file:  # a link that leads nowhere is an error that names it
+        size = os.fstat(file.fileno()).st_size
     return np.array([(0, size)] if size else [], np.int64).reshape(-1, 2)
 
 

@@ -301,7 +301,9 @@ def _steps(folder: epath.Path) -> list[int]:
     """The checkpoints in a folder, whole or not, newest first; empty where there is no folder."""
     if not folder.is_dir():
         return []
-    return sorted((int(path.name) for path in folder.iterdir() if path.name.isdigit()), reverse=True)
+    names = (path.name for path in folder.iterdir())
+    # 004 and ² are digits too, but no name of a checkpoint.
+    return sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
 
 
 def _absolute(path: epath.PathLike) -> epath.Path:

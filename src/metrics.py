@@ -16,6 +16,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
+from src.errors import UserError
+
 # A train line of metrics.jsonl has these keys in this order, mfu and mfu_palm only where the device's peak rate is
 # known; an eval line has `step` and EVAL_KEYS. Line k of the train lines is the k-th update's: steps count from 1.
 TRAIN_KEYS = (
@@ -92,11 +94,24 @@ class MetricsLog:
 
 
 def _cut_back(path: Path, step: int) -> None:
-    """Truncates metrics.jsonl before its first line of a later step, or before a last line that has no end."""
+    """Truncates metrics.jsonl before its first line of a later step, or before a last line that has no end.
+
+    Raises:
+        UserError: a line before that is not JSON.
+    """
     with path.open("r+b") as file:
         kept = 0
-        for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                raise UserError(
+                    f"{path}, line {number}, is not JSON: {line[:80]!r}. Mend or delete that line, or move the file "
+                    "away: the run then begins a new one at its checkpoint."
+                ) from None
+            if entry["step"] > step:
                 break
             kept += len(line)
         file.truncate(kept)

@@ -53,9 +53,9 @@ class RunFolder:
             (self.path / name).write_bytes(text.encode())
 
     def read_text(self, name: str) -> str | None:
-        """The contents of the file `name`; None where there is none."""
+        """The contents of the file `name`, with U+FFFD for what is not UTF-8; None where there is none."""
         file = self.path / name
-        return file.read_bytes().decode() if file.exists() else None
+        return file.read_bytes().decode(errors="replace") if file.exists() else None
 
     def fetch(self, name: str) -> Path:
         """The place of the growing file `name` under `local`, with what an earlier part of the run wrote to it."""

@@ -193,7 +193,9 @@ def _named(value: Any) -> str:
 
 def dump(value: Any) -> str:
     """`value` as one line of YAML, which `parse` and `convert` read back."""
-    return yaml.dump([_plain_types(value)], Dumper=_Dumper, default_flow_style=True, width=math.inf).strip()[1:-1]
+    return yaml.dump(
+        [_plain_types(value)], Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=math.inf
+    ).strip()[1:-1]
 
 
 def _plain_types(value: Any) -> Any:

@@ -1,0 +1,123 @@
+"""Odd things found by trying to break runs: each gets an answer, and loses nothing."""
+
+import os
+import shutil
+
+import pytest
+
+from src import config as configuration
+from src import train
+from src.config_checks import check_value
+from src.data.sources import TextSource
+from src.errors import UserError
+from tests import runs
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return runs.write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, corpus):
+    """The folder of a run of 4 steps, not to be changed."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    runs.run_here(base_output_directory=folder.parent, dataset_path=corpus, steps=4, checkpoint_period=2)
+    return folder
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def resumed(folder, corpus, **keys):
+    keys = {"base_output_directory": folder.parent, "dataset_path": corpus, "steps": 6, "checkpoint_period": 2, **keys}
+    return runs.arguments(**keys)
+
+
+# ---- Data
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"broken\.txt can't be read: No such file"):
+        TextSource(str(tmp_path), max_document_bytes=1024)
+
+
+def test_a_file_name_need_not_be_utf8(tmp_path):
+    name = os.path.join(os.fsencode(tmp_path), b"\xff\xfe.txt")
+    try:
+        with open(name, "w") as file:
+            file.write("text")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    source = TextSource(str(tmp_path), max_document_bytes=1024)
+    assert source[0] == "text"
+    assert source.fingerprint()["files"] == 1
+
+
+# ---- What lies in a run's folder
+
+
+def test_what_is_no_checkpoint_is_let_be(folder, corpus, capsys):
+    strangers = ("004", "²", "4.bak", "best")
+    for name in strangers:
+        shutil.copytree(folder / "checkpoints" / "4", folder / "checkpoints" / name)
+    train.main(resumed(folder, corpus))
+    assert "resumed from step 4" in capsys.readouterr().out
+    assert {*strangers, "6"} <= {path.name for path in (folder / "checkpoints").iterdir()}
+
+
+def test_a_missing_config_is_said(folder, corpus, capsys):
+    (folder / "config.yml").unlink()
+    train.main(resumed(folder, corpus))
+    assert "config.yml is missing" in capsys.readouterr().out
+
+
+def test_a_config_of_bytes_is_an_error(folder, corpus, monkeypatch, capsys):
+    (folder / "config.yml").write_bytes(b"\xff\xfe\x00: [")
+    assert "config.yml" in runs.refusal(monkeypatch, capsys, resumed(folder, corpus))
+
+
+@pytest.mark.parametrize("strange", ["not JSON\n", "\n"])
+def test_a_strange_line_of_metrics_is_named(folder, corpus, strange, monkeypatch, capsys):
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([lines[0], strange, *lines[1:]]))
+    before = file.read_bytes()
+    said = runs.refusal(monkeypatch, capsys, resumed(folder, corpus))
+    assert f"{file}, line 2, is not JSON" in said
+    assert file.read_bytes() == before
+
+
+# ---- What is said
+
+
+class TerminatedAfterStep2:
+    """In place of Preemption, which waits for a signal."""
+
+    def reached(self, step):
+        return step == 2
+
+    def close(self):
+        pass
+
+
+def test_a_run_without_checkpoints_does_not_promise_to_go_on(tmp_path, corpus, monkeypatch, capsys):
+    monkeypatch.setattr(train, "Preemption", TerminatedAfterStep2)
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 4, "enable_checkpointing": "false"}
+    runs.run_here(**keys)
+    output = capsys.readouterr().out
+    assert "stopped by SIGTERM after step 2; no checkpoint was saved" in output
+    assert "goes on from there" not in output
+
+
+def test_names_in_other_alphabets_stay_legible():
+    config = configuration.load([runs.BASE, "dataset_path=мой текст/ü"])
+    assert "dataset_path: мой текст/ü\n" in configuration.to_yaml(config)
+
+
+def test_a_key_without_a_comment_gets_no_empty_brackets():
+    assert check_value("ici_tensor_parallelism", 0) == "ici_tensor_parallelism=0 must be 1 or more, or -1"

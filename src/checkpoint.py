@@ -26,6 +26,10 @@ from src.errors import UserError
 T = TypeVar("T")
 AtomicityMode = ocp.options.AtomicityMode
 
+# Errors after which a checkpoint may well be good: to take them for damage would have it deleted.
+NO_ANSWER = (PermissionError, TimeoutError, ConnectionError, MemoryError)
+NO_ANSWER_STATUS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+
 WEIGHTS = ("trainable", "frozen", "stats")  # the parts of a state that another run may start from
 
 
@@ -54,12 +58,7 @@ class Checkpointer:
             ),
         )
         self._manager: ocp.CheckpointManager | None = None
-        self._latest_step: int | None = None
         self._damaged_steps: list[int] = []
-
-    def latest_step(self) -> int | None:
-        """The step last saved or restored here; None before that."""
-        return self._latest_step
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
         """Saves a state and its `meta`, any JSON object. The state's arrays may be donated once this returns."""
@@ -68,7 +67,6 @@ class Checkpointer:
             self._manager = self._open_manager()
         items = {"state": ocp.args.PyTreeSave(arrays), "meta": ocp.args.JsonSave(_encode_meta(meta, arrays))}
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        self._latest_step = step
 
     def restore_latest(
         self, abstract_state: Mapping[str, Any]
@@ -94,8 +92,7 @@ class Checkpointer:
         steps = _steps(self._directory)
         if not steps:
             return None
-        step, state, meta, problems = _restore_newest(self._directory, steps, abstract_state)
-        self._latest_step = step
+        _, state, meta, problems = _restore_newest(self._directory, steps, abstract_state)
         self._damaged_steps = list(problems)
         messages = [
             f"checkpoint {damaged} is passed over: {problem}. The next checkpoint saved deletes it."
@@ -201,15 +198,25 @@ def _restore(step_folder: epath.Path, abstract_state: Mapping[str, Any]) -> tupl
 
 
 def _on_all_processes(read: Callable[[], T]) -> T:
-    """`read()`, or _DamagedError on every process where it failed on any, so that all turn to the same checkpoint."""
-    result, problem = None, ""
+    """`read()`, or the same error on every process where it failed on any, so that all turn to the same checkpoint.
+
+    Raises:
+        _DamagedError: what is there is not a checkpoint.
+        UserError: it could not be looked at, which says nothing of what is there.
+    """
+    result, problem, denied = None, "", False
     try:
         result = read()
     except Exception as error:  # Damage surfaces as any type, from Orbax, TensorStore, json or the file system.
         problem = f"{type(error).__name__}: {error}".splitlines()[0].partition(" [tensorstore_spec")[0][:300]
-    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(problem != "")))
-    if failed.size:
-        raise _DamagedError(f"it cannot be read: {problem or f'process {failed[0]} failed'}")
+        denied = isinstance(error, NO_ANSWER) or any(status in problem for status in NO_ANSWER_STATUS)
+    failed = multihost_utils.process_allgather(np.array([problem != "", denied]))
+    failed = np.atleast_2d(failed)
+    where = problem or f"process {np.flatnonzero(failed[:, 0])[:1]} failed"
+    if failed[:, 1].any():
+        raise UserError(f"a checkpoint could not be read: {where}. Nothing was changed; try again.")
+    if failed[:, 0].any():
+        raise _DamagedError(f"it cannot be read: {where}")
     return result
 
 

@@ -34,11 +34,11 @@ python -m src.train --help KEY                    what a key does, and its defau
 MODEL_GROUPS = "Model:"
 
 # Beside the model's keys, these make a run's weights, optimizer arrays and data what they are: one that goes on with
-# another value of them is another run. (per_device_batch_size is none of them: on other devices it may differ while
-# the global batch is the same.)
+# another value of them is another run. (per_device_batch_size and gradient_accumulation_steps are none of
+# them: on other devices they may differ while the global batch is the same.)
 # fmt: off
 RUN_IDENTITY = (
-    *("weight_dtype", "opt_type", "mu_dtype", "gradient_accumulation_steps"),
+    *("weight_dtype", "opt_type", "mu_dtype"),
     *("dataset_type", "dataset_path", "max_document_bytes", "eval_dataset_path", "eval_fraction"),
     *("tokenizer_type", "tokenizer_path", "max_target_length", "packing", "data_shuffle_seed"),
 )

@@ -9,9 +9,15 @@ class UserError(Exception):
 
 
 def run_command(main: Callable[[Sequence[str]], object]) -> None:
-    """Runs `main(argv)` as a command of its own: a `UserError` is printed without a traceback, exit code 2."""
+    """Runs `main(argv)` as a command of its own: a `UserError` is printed without a traceback, exit code 2.
+
+    Ctrl-C ends it with exit code 130; what a run has saved by then stays.
+    """
     try:
         main(sys.argv[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; a run goes on from its last checkpoint", file=sys.stderr, flush=True)
+        sys.exit(130)

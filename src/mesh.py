@@ -40,8 +40,24 @@ class Layout:
         return NamedSharding(self.mesh, self.spec(axes))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """`x`, sharded by its dims' logical axes; for use inside a compiled function."""
+        """`x`, sharded by its dims' logical axes; for use inside a compiled function.
+
+        Raises:
+            UserError: a dim is not divisible by the mesh axes that shard it.
+        """
+        self.check(x.shape, axes)
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def check(self, shape: Sequence[int], axes: Sequence[str | None]) -> None:
+        """Raises UserError where a dim is not divisible by the mesh axes that shard it."""
+        for size, axis in zip(shape, axes, strict=True):
+            if axis is not None and size % self.shards(axis):
+                raise UserError(f"{self.misfit(size, axis)}: change that size, or logical_axis_rules.{axis}")
+
+    def misfit(self, size: int, axis: str) -> str:
+        """That a dim of logical axis `axis` and this size is not divisible, in words."""
+        mesh_axes = " x ".join(f"{name}={self.mesh.shape[name]}" for name in self.rules[axis])
+        return f"{axis} = {size} is not divisible by {mesh_axes}"
 
     def shards(self, axis: str) -> int:
         """Into how many parts a dim of logical axis `axis` is cut."""
@@ -122,8 +138,7 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
     def place(path: Any, shape: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
         for size, axis in zip(shape.shape, dims, strict=True):
             if axis is not None and size % layout.shards(axis):
-                mesh_axes = " x ".join(f"{name}={layout.mesh.shape[name]}" for name in layout.rules[axis])
-                problems[f"{axis} = {size} is not divisible by {mesh_axes}"] = None
+                problems[layout.misfit(size, axis)] = None
         return layout.sharding(dims)
 
     shardings = jax.tree.map_with_path(place, shapes, axes)

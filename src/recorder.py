@@ -84,7 +84,7 @@ class Recorder:
         if not finite and self._config.on_nonfinite == "stop":
             raise UserError(
                 f"step {step}: loss {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g} are not both "
-                "finite. The update was not made, and the last checkpoint is good. Resume with a smaller "
+                "finite. The update was not made, and what was saved before it stands. Resume with a smaller "
                 "learning_rate or gradient_clipping_threshold, or leave such updates out with on_nonfinite=skip."
             )
         self.last = {

@@ -74,10 +74,12 @@ def starting_state(
             return state, [*changes, *messages, f"resumed from step {int(state.step)}", *more]
     if config.load_full_state_path:
         fields, meta, messages = restore_step(config.load_full_state_path, parts(abstract), tuple(parts(abstract)))
+        check_vocabulary(config, meta)
         state, more = with_position(fields, meta, config, abstract, fingerprint)
         return state, [*messages, *more]
     if config.load_parameters_path:
-        fields, _, messages = restore_step(config.load_parameters_path, parts(abstract), WEIGHTS)
+        fields, meta, messages = restore_step(config.load_parameters_path, parts(abstract), WEIGHTS)
+        check_vocabulary(config, meta)
         return dataclasses.replace(new_state(config, plan, abstract), **fields), messages
     return new_state(config, plan, abstract), []
 
@@ -106,6 +108,15 @@ def compare_configs(config: FrozenConfigDict, saved: str) -> Messages:
             f"accept_changes=[{keys}]"
         )
     return [f"changed since the run's last start: {change}" for change in harmless]
+
+
+def check_vocabulary(config: FrozenConfigDict, meta: Mapping[str, Any]) -> None:
+    """Raises UserError where a checkpoint's vocabulary is another one, which padding would hide."""
+    if meta["vocab_size"] != config.vocab_size:
+        raise UserError(
+            f"the checkpoint's vocab_size is {meta['vocab_size']}, and this configuration's is {config.vocab_size}: "
+            "set vocab_size to the checkpoint's"
+        )
 
 
 def with_position(

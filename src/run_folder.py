@@ -1,5 +1,7 @@
 """A run's folder, `<base_output_directory>/<run_name>`, on a local disk or on a store that can't append to a file."""
 
+import fcntl
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -30,6 +32,7 @@ class RunFolder:
         self.path = (base if self._is_remote else base.resolve()) / run_name
         self.local = Path(tempfile.mkdtemp(prefix="mintext-")) if self._is_remote else Path(self.path)
         self._synced: dict[Path, tuple[int, int]] = {}  # (bytes, modification time in ns) of what the store has
+        self._lock: int | None = None  # a file descriptor
 
     def check_writable(self) -> None:
         """Raises UserError where nothing can be written; leaves nothing behind, and makes no folder."""
@@ -45,6 +48,23 @@ class RunFolder:
                 f"cannot write to {self.path}: {type(error).__name__}: {error}. "
                 "Expected base_output_directory to be a folder or bucket this user may write to."
             ) from error
+
+    def lock(self) -> None:
+        """Keeps other processes from running in the folder until `close`, if it is on a local disk.
+
+        Raises:
+            UserError: one does.
+        """
+        if jax.process_index() != 0 or self._is_remote:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with the process, however that ends
+        except BlockingIOError:
+            raise UserError(
+                f"another process is running in {self.path}: wait for it, or use another run_name"
+            ) from None
 
     def write_text(self, name: str, text: str) -> None:
         """Writes the file `name` in the folder, replacing what was there."""
@@ -77,8 +97,11 @@ class RunFolder:
                 self._synced[file] = version
 
     def close(self) -> None:
-        """Syncs, then deletes the temporary folder if there is one."""
+        """Syncs, then deletes the temporary folder if there is one, and lets others in."""
         self.sync()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         if self._is_remote:
             shutil.rmtree(self.local)
 

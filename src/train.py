@@ -32,7 +32,15 @@ from src.recorder import Recorder
 from src.report import write_report
 from src.resume import parts, starting_state
 from src.run_folder import RunFolder
-from src.train_step import StepPlan, TrainState, abstract_state, batch_sharding, compile_steps, make_plan
+from src.train_step import (
+    StepPlan,
+    TrainState,
+    abstract_batch,
+    abstract_state,
+    batch_sharding,
+    compile_steps,
+    make_plan,
+)
 
 
 class Result(NamedTuple):
@@ -74,6 +82,10 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     )
     abstract = abstract_state(plan, config, (global_batch, 1, 2))
     train_step, eval_step = compile_steps(plan, abstract)
+    # Before anything is written: what does not fit the mesh comes out here. The first step finds it traced.
+    train_step.trace(
+        abstract, abstract_batch(plan, global_batch, config.max_target_length), hyper_parameters(config, 0)
+    )
 
     # ---- Data
     source, eval_source = open_sources(config)
@@ -105,6 +117,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
 
     # ---- What the user sees
     facts = environment()
+    folder.lock()
     folder.write_text("config.yml", configuration.to_yaml(config))
     folder.write_text("environment.json", json.dumps(facts))
     flops = flops_per_token(spec, config.max_target_length)
@@ -141,15 +154,16 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
                 if saves and config.enable_checkpointing:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
                     folder.sync()
-                    checkpointer.save(done, parts(state), {"data": fingerprint})
+                    checkpointer.save(done, parts(state), {"data": fingerprint, "vocab_size": config.vocab_size})
                 recorder.start_clock()
             if preempted:
                 break
-    checkpointer.wait()
+        checkpointer.wait()  # while SIGTERM is still caught
 
     # ---- The end
     if preempted:
-        kept = "the same command goes on from there" if config.enable_checkpointing else "no checkpoint was saved"
+        resume = f"the same command, run_name={folder.path.name}, goes on from there"
+        kept = resume if config.enable_checkpointing else "no checkpoint was saved"
         say([f"stopped by SIGTERM after step {done}; {kept}"])
     elif wants_sample:
         text = printable(sample(config, plan, state.trainable, tokenizer))

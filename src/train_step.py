@@ -130,6 +130,19 @@ def batch_sharding(layout: Layout) -> dict[str, jax.sharding.NamedSharding]:
     return {**dict.fromkeys(names, rows), "data_position": layout.sharding(("batch", None, None))}
 
 
+def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
+    """The shapes and shardings of a batch of [rows, length] tokens, without an array: `jax.ShapeDtypeStruct`s.
+
+    Raises:
+        UserError: they do not divide over the mesh.
+    """
+    plan.layout.check((rows, length), ("batch", "length"))
+    place = batch_sharding(plan.layout)
+    shapes = {name: (rows, 1, 2) if name == "data_position" else (rows, length) for name in place}
+    dtypes = {name: jnp.float32 if name == "loss_mask" else jnp.int32 for name in place}
+    return {name: jax.ShapeDtypeStruct(shapes[name], dtypes[name], sharding=place[name]) for name in place}
+
+
 def compile_steps(plan: StepPlan, state: TrainState) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
     """The jitted `train_step(state, batch, hyper)` and `eval_step(trainable, batch)`; `state` gives the shardings."""
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)

@@ -5,11 +5,12 @@ import shutil
 
 import pytest
 
+from src import checkpoint, train
 from src import config as configuration
-from src import train
 from src.config_checks import check_value
 from src.data.sources import TextSource
-from src.errors import UserError
+from src.errors import UserError, run_command
+from src.run_folder import RunFolder
 from tests import runs
 
 
@@ -121,3 +122,73 @@ def test_names_in_other_alphabets_stay_legible():
 
 def test_a_key_without_a_comment_gets_no_empty_brackets():
     assert check_value("ici_tensor_parallelism", 0) == "ici_tensor_parallelism=0 must be 1 or more, or -1"
+
+
+# ---- Other runs
+
+
+def test_a_folder_takes_one_process_at_a_time(folder, corpus, monkeypatch, capsys):
+    here = RunFolder(str(folder.parent), folder.name)
+    here.lock()
+    assert "another process is running" in runs.refusal(monkeypatch, capsys, resumed(folder, corpus))
+    here.close()
+    assert int(train.main(resumed(folder, corpus)).state.step) == 6
+
+
+def test_weights_of_another_vocabulary_are_refused_though_padding_hides_it(
+    finished, corpus, tmp_path, monkeypatch, capsys
+):
+    argv = resumed(tmp_path / "other", corpus, load_parameters_path=finished, vocab_size=300)
+    message = runs.refusal(monkeypatch, capsys, argv)
+    assert "258" in message
+    assert "300" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(folder, corpus, monkeypatch, capsys):
+    before = runs.contents(folder)
+
+    def denied(step_folder):
+        raise PermissionError(f"no access to {step_folder}")
+
+    monkeypatch.setattr(checkpoint, "_read_meta", denied)
+    assert "no access" in runs.refusal(monkeypatch, capsys, resumed(folder, corpus))
+    assert runs.contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"logical_axis_rules.length": "[fsdp]", "logical_axis_rules.batch": "[]", "max_target_length": 60},
+            "length = 60",
+        ),
+        ({"logical_axis_rules.activation_embed": "[fsdp]"}, "mesh axis fsdp"),
+    ],
+)
+def test_activations_that_do_not_fit_the_mesh_are_refused_before_anything_is_written(
+    keys, words, corpus, tmp_path, monkeypatch, capsys
+):
+    assert words in runs.refusal(monkeypatch, capsys, resumed(tmp_path / "run", corpus, **keys))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        run_command(interrupted)
+    assert end.value.code == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_run_may_turn_evaluation_off_only_knowingly(folder, corpus, monkeypatch, capsys):
+    """What is held out for it would be trained on."""
+    evaluated = folder.parent / "evaluated"
+    keys = {"run_name": evaluated.name, "eval_fraction": 0.1, "eval_steps": 1}
+    train.main(resumed(folder, corpus, **keys, eval_interval=2, steps=2))
+    message = runs.refusal(monkeypatch, capsys, resumed(folder, corpus, **keys, eval_interval=-1, steps=4))
+    assert "accept_changes=[eval_interval]" in message
+    accepted = resumed(folder, corpus, **keys, eval_interval=-1, steps=4, accept_changes="[eval_interval]")
+    assert int(train.main(accepted).state.step) == 4

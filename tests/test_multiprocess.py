@@ -24,6 +24,7 @@ def keys_of(folder, corpus, steps, **more):
         "checkpoint_period": 5,
         "max_num_checkpoints_to_keep": -1,
         "eval_interval": 5,
+        "sample_length": 8,
     }
     return {**keys, **more}
 
@@ -89,4 +90,5 @@ def test_process_0_alone_speaks_and_writes(both):
         assert "\nstep " in first
         assert "\nstep " not in second
         assert "report" not in second
+        assert "sample:" in first
     assert "resumed from step 10" in outputs[1][0]

@@ -62,7 +62,7 @@ def test_the_header_says_what_was_chosen(run):
     first, *header = output.partition("\nstep  1/")[0].split("\n")
     assert re.fullmatch(r"MinText \d+\.\d+\.\d+", first)
     rows = dict(re.match(r"(\S+(?: \S+)*) {2,}(.*)", line).groups() for line in header if not line.startswith(" "))
-    assert rows["run"] == str(folder)
+    assert rows["run"] == f"{folder} (run_name={folder.name} resumes it)"
     assert rows["devices"] == "8 x cpu, processes: 1"
     assert rows["mesh"] == "data 1 x fsdp 8 x tensor 1"
     # Embedding and output of 384 rows (258 padded), two layers of attention, feed-forward and two norms, a norm.
@@ -72,7 +72,8 @@ def test_the_header_says_what_was_chosen(run):
     assert "float32" in rows["precision"]
     assert rows["attention"] == "dot_product"
     assert rows["data"].startswith("text: ")
-    assert rows["data"].endswith("tokenizer byte")
+    assert rows["tokenizer"] == "byte, 258 ids"
+    assert rows["vocabulary"] == "258"
     assert rows["order"] == "shuffled by seed 0, packed"
     assert rows["steps"] == f"0 to {STEPS}"
     assert any(line.strip() == "base_emb_dim: 32 (default 2048)" for line in header)

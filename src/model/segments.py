@@ -35,8 +35,8 @@ class Execution:
     remat_policy: str = "none"
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
 
-    def remat(self, block: Callable) -> Callable:
-        """`block`, keeping for the backward pass what the policy names."""
+    def remat(self, block: Callable, repeats: int) -> Callable:
+        """`block`, one of a pattern run `repeats` times, keeping for the backward pass what the policy names."""
         if self.remat_policy == "none":
             return block
         if self.remat_policy == "custom":
@@ -53,8 +53,9 @@ class Execution:
             )
         else:
             policy = jax.checkpoint_policies.save_only_these_names(*on_device)
-        # A scan's body is compiled once, so common subexpressions cannot undo the recomputation there.
-        return jax.checkpoint(block, policy=policy, prevent_cse=not self.scan_layers)
+        # A loop's body is compiled by itself, so common subexpressions cannot undo the recomputation there; one round
+        # is no loop to XLA.
+        return jax.checkpoint(block, policy=policy, prevent_cse=not (self.scan_layers and repeats > 1))
 
 
 def run_segment(
@@ -88,7 +89,7 @@ def run_segment(
         for position, block in enumerate(nnx.merge(graphdef, weights)):
             cache = None if caches is None else caches[position]
             # Each block by itself: the backward pass then holds what one block computes again, not a whole pattern.
-            run_block = execution.remat(functools.partial(block, context=context))
+            run_block = execution.remat(functools.partial(block, context=context), segment.repeats)
             x, cache, report = run_block(x, cache=cache, layer=layer + position)
             new_caches.append(cache)
             reports[f"layer_{position}"] = report

@@ -210,13 +210,12 @@ def _on_all_processes(read: Callable[[], T]) -> T:
     except Exception as error:  # Damage surfaces as any type, from Orbax, TensorStore, json or the file system.
         problem = f"{type(error).__name__}: {error}".splitlines()[0].partition(" [tensorstore_spec")[0][:300]
         denied = isinstance(error, NO_ANSWER) or any(status in problem for status in NO_ANSWER_STATUS)
-    failed = multihost_utils.process_allgather(np.array([problem != "", denied]))
-    failed = np.atleast_2d(failed)
-    where = problem or f"process {np.flatnonzero(failed[:, 0])[:1]} failed"
-    if failed[:, 1].any():
-        raise UserError(f"a checkpoint could not be read: {where}. Nothing was changed; try again.")
-    if failed[:, 0].any():
-        raise _DamagedError(f"it cannot be read: {where}")
+    failed, denied = np.atleast_2d(multihost_utils.process_allgather(np.array([problem != "", denied]))).T
+    if failed.any():
+        problem = problem or f"process {np.flatnonzero(failed)[0]} failed"
+        if denied.any():
+            raise UserError(f"a checkpoint could not be read: {problem}. Nothing was changed; try again.")
+        raise _DamagedError(f"it cannot be read: {problem}")
     return result
 
 

@@ -178,7 +178,7 @@ def test_a_raised_number_of_steps_goes_on(stopped, whole, corpus):
         ({"rope_max_timescale": 500}, "rope_max_timescale", "rope_max_timescale: 10000 -> 500"),
         ({"opt_type": "sgd"}, "opt_type", "opt_type: adamw -> sgd"),
         # Documents that were held out would now be trained on.
-        ({"eval_interval": -1}, "dataset_path", "source part"),
+        ({"eval_interval": -1}, "eval_interval", "source part"),
     ],
 )
 def test_changes_of_weights_or_data_are_refused(stopped, corpus, changes, key, message, monkeypatch, capsys):

@@ -56,8 +56,11 @@ class Layout:
 
     def misfit(self, size: int, axis: str) -> str:
         """That a dim of logical axis `axis` and this size is not divisible, in words."""
-        mesh_axes = " x ".join(f"{name}={self.mesh.shape[name]}" for name in self.rules[axis])
-        return f"{axis} = {size} is not divisible by {mesh_axes}"
+        return f"{axis} = {size} is not divisible by {self.sharded_by(axis)}"
+
+    def sharded_by(self, axis: str) -> str:
+        """The mesh axes that shard logical axis `axis`, with their sizes, such as `data=2 x fsdp=4`."""
+        return " x ".join(f"{name}={self.mesh.shape[name]}" for name in self.rules[axis])
 
     def shards(self, axis: str) -> int:
         """Into how many parts a dim of logical axis `axis` is cut."""
@@ -158,10 +161,10 @@ def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key
     """
     rows, shards = per_device * layout.mesh.size, layout.shards("batch")
     if abs(rows - round(rows)) > 1e-6 or round(rows) % shards or round(rows) == 0:
-        mesh_axes = " x ".join(f"{name}={layout.mesh.shape[name]}" for name in layout.rules["batch"])
         raise UserError(
             f"{key}={per_device:g} on {layout.mesh.size} devices is {rows:g} rows a micro-batch, which does not "
-            f"divide into {shards} shards ({mesh_axes}). Use a multiple of {shards / layout.mesh.size:g}."
+            f"divide into {shards} shards ({layout.sharded_by('batch')}). "
+            f"Use a multiple of {shards / layout.mesh.size:g}."
         )
     return round(rows) * micro_batches
 

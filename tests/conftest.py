@@ -4,6 +4,7 @@ import os
 
 import hypothesis
 import jax
+import pytest
 
 # A busy machine is not a failure.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -14,3 +15,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)
 # As train.py does, which says why.
 os.environ["PJRT_NPROC"] = "32"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file into a folder of the test's own."""
+
+    def to_file(name, text):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return to_file

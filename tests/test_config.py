@@ -24,17 +24,6 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 BASE = str(CONFIGS / "base.yml")
 
 
-@pytest.fixture
-def write(tmp_path):
-    """Writes a file into a folder of the test's own."""
-
-    def to_file(name, text):
-        (tmp_path / name).write_text(text)
-        return tmp_path / name
-
-    return to_file
-
-
 @pytest.mark.parametrize(
     "path", [path for path in CONFIGS.rglob("*.yml") if path.parent.name != "models"], ids=lambda path: path.name
 )

@@ -21,17 +21,6 @@ def error_of(*arguments, config=BASE):
     return str(error.value)
 
 
-@pytest.fixture
-def write(tmp_path):
-    """Writes a file into a folder of the test's own."""
-
-    def to_file(name, text):
-        (tmp_path / name).write_text(text)
-        return tmp_path / name
-
-    return to_file
-
-
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

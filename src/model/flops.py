@@ -4,11 +4,10 @@ import math
 from dataclasses import dataclass
 
 import jax
-from flax import nnx
 
 from src.model.decoder import Decoder
 from src.model.spec import LayerSpec, ModelSpec
-from src.model.weights import abstract
+from src.model.weights import abstract, shapes
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class FlopsPerToken:
 def count_params(spec: ModelSpec) -> int:
     """The model's parameters, without the rows that pad its vocabulary."""
     _, declarations = abstract(lambda rngs: Decoder(spec, rngs))
-    physical = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.to_pure_dict(declarations)))
+    physical = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(declarations)))
     tables = 1 if spec.tied_output else 2
     return physical - tables * (spec.padded_vocab_size - spec.vocab_size) * spec.emb_dim
 

@@ -66,7 +66,7 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, repeats: int) 
         return variable.copy(out_sharding=("layers", *axes), fan_in=tuple(dim + 1 for dim in fan_in))
 
     state = jax.tree.map(prepend_layers, state, is_leaf=_is_variable)
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
+    graphdef, _ = abstract(make)
     return nnx.merge(graphdef, state)
 
 

@@ -17,13 +17,19 @@ MESH_AXES = ("data", "fsdp", "tensor")
 # Tables, wrapped by hand to be read.
 # fmt: off
 DTYPES = ("bfloat16", "float32")
-ACTIVATIONS = ("silu", "gelu", "relu", "squared_relu", "linear")
+ACTIVATIONS = ("silu", "gelu", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
 REMAT_ARRAYS = ("decoder_layer_input", "query_proj", "key_proj", "value_proj", "context", "out_proj", "mlpwi", "mlpwo")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "hardware": ("", "cpu", "gpu", "tpu"),
     "normalization": ("rms", "layer"),
+    "normalization_placement": ("before", "after", "both"),
+    "attention_type": ("global", "local_sliding", "chunk", "mla"),
+    "qk_norm": ("none", "head", "all_heads", "l2"),
     "position_type": ("rope", "learned", "sinusoidal", "none"),
+    "rope_type": ("default", "linear", "llama3.1", "yarn"),
+    "routed_score_func": ("softmax", "sigmoid"),
+    "routing_group_score": ("max", "top2"),
     "dtype": DTYPES,
     "weight_dtype": DTYPES,
     "mu_dtype": ("", *DTYPES),
@@ -42,9 +48,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # What numbers may be: in words, as a test, and the keys it is for.
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("a positive number", lambda value: value > 0,
-     ("per_device_batch_size", "normalization_layer_epsilon", "rope_max_timescale", "learning_rate", "adam_eps")),
+     ("per_device_batch_size", "normalization_layer_epsilon", "rope_max_timescale", "learning_rate", "adam_eps",
+      "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow", "routed_scaling_factor")),
+    ("more than 0, at most 1", lambda value: 0 < value <= 1, ("partial_rotary_factor",)),
     ("1 or more", lambda value: value >= 1,
-     ("base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads",
+     ("attn_temperature_floor", "original_max_position_embeddings", "rope_factor", "num_experts",
+      "num_experts_per_tok", "n_routing_groups", "topk_routing_group",
+      "base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads",
       "head_dim", "vocab_size", "max_target_length", "num_vocab_tiling", "gradient_accumulation_steps", "log_period",
       "checkpoint_period", "profiler_steps", "stack_trace_interval_seconds")),
     ("1 or more, or -1", lambda value: value >= 1 or value == -1,
@@ -52,7 +62,12 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
       "max_num_checkpoints_to_keep", "num_processes", "ici_data_parallelism", "ici_fsdp_parallelism",
       "ici_tensor_parallelism", "dcn_data_parallelism", "dcn_fsdp_parallelism", "dcn_tensor_parallelism")),
     ("0 or more", lambda value: value >= 0,
-     ("final_logits_soft_cap", "adam_weight_decay", "gradient_clipping_threshold", "z_loss_multiplier",
+     ("normalization_scale_offset", "mtp_num_layers", "sliding_window_size", "chunk_attn_window_size",
+      "attn_logits_soft_cap", "query_pre_attn_scalar", "attn_temperature_scale", "q_lora_rank", "kv_lora_rank",
+      "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale", "mscale_all_dim", "mlp_activations_limit",
+      "base_moe_mlp_dim", "shared_experts", "load_balance_loss_weight", "routed_bias_update_rate",
+      "mtp_loss_scaling_factor", "final_logits_soft_cap", "adam_weight_decay",
+      "gradient_clipping_threshold", "z_loss_multiplier",
       "eval_per_device_batch_size", "sample_length", "decode_sampling_temperature", "skip_first_n_steps_for_profiler")),
     ("64 or more", lambda value: value >= 64, ("max_document_bytes",)),
     ("0 or more, or -1", lambda value: value >= -1,
@@ -68,16 +83,31 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 )
 
 # Facts that a pattern of decoder_segments may give a layer of its own.
+ATTENTION_FACTS = (
+    "attention_type", "sliding_window_size", "chunk_attn_window_size", "attention_bias", "attention_sink",
+    "attn_logits_soft_cap", "query_pre_attn_scalar", "qk_norm", "attn_temperature_scale", "attn_temperature_floor",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)
+ROPE_FACTS = (
+    "position_type", "rope_max_timescale", "rope_interleave", "partial_rotary_factor", "rope_type", "rope_factor",
+    "original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow",
+    "rope_truncate", "mscale", "mscale_all_dim",
+)
+EXPERT_FACTS = (
+    "num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func", "router_bias",
+    "routed_bias", "n_routing_groups", "topk_routing_group", "routing_group_score", "norm_topk_prob",
+    "routed_scaling_factor", "scale_expert_inputs",
+)
 LAYER_FACTS = (
-    "base_mlp_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "mlp_activations", "mlp_bias",
-    "attention_bias", "normalization", "normalization_layer_epsilon", "position_type", "rope_max_timescale",
-    "dropout_rate",
+    "normalization", "normalization_layer_epsilon", "normalization_scale_offset", "normalization_placement",
+    "dropout_rate", "base_num_query_heads", "base_num_kv_heads", "head_dim", *ATTENTION_FACTS, *ROPE_FACTS,
+    "base_mlp_dim", "mlp_activations", "mlp_activations_limit", "mlp_bias", *EXPERT_FACTS,
 )
 # fmt: on
 
 
 def scaled_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """The model's sizes after `global_parameter_scale`: emb_dim, mlp_dim, num_decoder_layers, num_*_heads.
+    """The model's sizes after `global_parameter_scale`: emb_dim, (moe_)mlp_dim, num_decoder_layers, num_*_heads.
 
     Parameters grow with layers x emb x mlp, so each doubling of the scale doubles one of them in turn: mlp (and
     heads), then emb, then layers.
@@ -87,6 +117,7 @@ def scaled_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     return {
         "emb_dim": config["base_emb_dim"] * 2 ** (turns + (rest > 1)),
         "mlp_dim": config["base_mlp_dim"] * width,
+        "moe_mlp_dim": (config["base_moe_mlp_dim"] or config["base_mlp_dim"]) * width,
         "num_decoder_layers": config["base_num_decoder_layers"] * 2**turns,
         "num_query_heads": config["base_num_query_heads"] * width,
         "num_kv_heads": config["base_num_kv_heads"] * width,
@@ -136,15 +167,63 @@ def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
     return problems
 
 
-def _layer(facts: Mapping[str, Any], where: str = "") -> list[str]:
-    """What the facts of one layer demand of each other; `where` opens each sentence."""
-    problems = []
+def _layer(facts: Mapping[str, Any]) -> list[str]:
+    """What the facts of one layer demand of each other."""
+    return [*_heads(facts), *_attention(facts), *_rope(facts), *_experts(facts)]
+
+
+def _heads(facts: Mapping[str, Any]) -> list[str]:
     query_heads, kv_heads = facts["base_num_query_heads"], facts["base_num_kv_heads"]
-    if query_heads % kv_heads:
-        problems.append(f"{where}base_num_query_heads={query_heads} is not a multiple of base_num_kv_heads={kv_heads}")
-    if facts["position_type"] == "rope" and facts["head_dim"] % 2:
-        problems.append(f"{where}position_type=rope rotates pairs: head_dim={facts['head_dim']} must be even")
+    if query_heads % kv_heads and facts["attention_type"] != "mla":
+        return [f"base_num_query_heads={query_heads} is not a multiple of base_num_kv_heads={kv_heads}"]
+    return []
+
+
+def _rope(facts: Mapping[str, Any]) -> list[str]:
+    problems = []
+    name = "qk_rope_head_dim" if facts["attention_type"] == "mla" else "head_dim"
+    rotated = int(facts[name] * facts["partial_rotary_factor"])
+    if facts["position_type"] == "rope" and rotated % 2:
+        part = "" if facts["partial_rotary_factor"] == 1 else f" times partial_rotary_factor, {rotated},"
+        problems.append(f"position_type=rope rotates pairs: {name}={facts[name]}{part} must be even")
+    low, high = facts["rope_low_freq_factor"], facts["rope_high_freq_factor"]
+    if high <= low and facts["rope_type"] == "llama3.1":
+        problems.append(f"rope_high_freq_factor={high} must be more than rope_low_freq_factor={low}")
     return problems
+
+
+def _attention(facts: Mapping[str, Any]) -> list[str]:
+    kind = facts["attention_type"]
+    needed = {
+        "local_sliding": ("sliding_window_size",),
+        "chunk": ("chunk_attn_window_size",),
+        "mla": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    }
+    problems = [f"attention_type={kind} needs {key}" for key in needed.get(kind, ()) if not facts[key]]
+    if kind == "mla":
+        problems.extend(
+            f"attention_type=mla has no {key}={dump(facts[key])} (set {key}={dump(base().defaults[key])})"
+            for key in ("attention_bias", "attention_sink", "attn_logits_soft_cap", "qk_norm", "attn_temperature_scale")
+            if facts[key] != base().defaults[key]
+        )
+    return problems
+
+
+def _experts(facts: Mapping[str, Any]) -> list[str]:
+    experts, chosen = facts["num_experts"], facts["num_experts_per_tok"]
+    groups, chosen_groups = facts["n_routing_groups"], facts["topk_routing_group"]
+    if experts == 1:
+        return []
+    if experts % groups or chosen_groups > groups:
+        return [
+            f"num_experts={experts} must be a multiple of n_routing_groups={groups}, of which "
+            f"topk_routing_group={chosen_groups} are chosen"
+        ]
+    if chosen > chosen_groups * (experts // groups):
+        return [f"num_experts_per_tok={chosen} is more than the {chosen_groups * (experts // groups)} to choose from"]
+    if facts["routing_group_score"] == "top2" and groups > 1 and experts // groups < 2:
+        return [f"routing_group_score=top2 needs two experts a group: num_experts={experts}, n_routing_groups={groups}"]
+    return []
 
 
 def _positions(config: Mapping[str, Any]) -> list[str]:
@@ -181,7 +260,8 @@ def _segments(config: Mapping[str, Any]) -> list[str]:
         )
     for number, entry in enumerate(segments, start=1):
         for facts in entry["pattern"]:
-            problems.extend(_layer({**config, **facts}, f"decoder_segments, segment {number}: "))
+            found = _layer({**config, **facts})
+            problems.extend(f"decoder_segments, segment {number}: {problem}" for problem in found)
     return problems
 
 
@@ -344,7 +424,10 @@ def _accepted(config: Mapping[str, Any]) -> list[str]:
 
 # The keys that a check reads, and the check.
 RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]], ...] = (
-    (("base_num_query_heads", "base_num_kv_heads", "position_type", "head_dim"), _layer),
+    (("base_num_query_heads", "base_num_kv_heads", "attention_type"), _heads),
+    (ATTENTION_FACTS, _attention),
+    (("head_dim", "attention_type", *ROPE_FACTS), _rope),
+    (EXPERT_FACTS, _experts),
     (("trainable_position_size", "position_type", "max_target_length", "base_emb_dim"), _positions),
     (("decoder_segments", "base_num_decoder_layers", "global_parameter_scale", *LAYER_FACTS), _segments),
     (("remat_policy", "remat_custom"), _remat),

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from ml_collections import FrozenConfigDict
 
 from src.data.tokenizer import Tokenizer
@@ -30,7 +29,7 @@ def encode_prompt(config: FrozenConfigDict, tokenizer: Tokenizer) -> np.ndarray:
     return ids
 
 
-def sample(config: FrozenConfigDict, plan: StepPlan, trainable: Any, tokenizer: Tokenizer) -> str:
+def sample(config: FrozenConfigDict, plan: StepPlan, parts: tuple[Any, ...], tokenizer: Tokenizer) -> str:
     """The prompt and up to `sample_length` tokens that the model gives it, fewer if it ends the document, as text."""
     prompt = encode_prompt(config, tokenizer)
     start, end = len(prompt), len(prompt) + config.sample_length
@@ -41,19 +40,19 @@ def sample(config: FrozenConfigDict, plan: StepPlan, trainable: Any, tokenizer: 
         functools.partial(
             _draw_tokens, plan=plan, start=start, end=end, temperature=config.decode_sampling_temperature
         ),
-        in_shardings=(plan.shardings, copy),
+        in_shardings=(tuple(plan.by_part(plan.shardings).values()), copy),
         out_shardings=copy,
     )
-    drawn = np.asarray(draw(trainable, row))[:end]
+    drawn = np.asarray(draw(parts, row))[:end]
     document_ends = np.flatnonzero(drawn[start:] == tokenizer.eos)
     return tokenizer.decode(drawn[: start + document_ends[0]] if len(document_ends) else drawn)
 
 
 def _draw_tokens(
-    trainable: Any, row_T: jax.Array, plan: StepPlan, start: int, end: int, temperature: float
+    parts: tuple[Any, ...], row_T: jax.Array, plan: StepPlan, start: int, end: int, temperature: float
 ) -> jax.Array:
     """The row [T] with the tokens from position `start` to `end` drawn; temperature 0 takes the likeliest."""
-    decoder = nnx.merge(plan.graphdef, trainable)
+    decoder = plan.decoder(*parts)
     # Copies of the row: one a shard of the batch dim is the fewest that fits any mesh.
     tokens_BT = jnp.broadcast_to(row_T, (plan.layout.shards("batch"), len(row_T)))
     tokens_BT = plan.layout.constrain(tokens_BT, "batch", "length")
@@ -62,7 +61,7 @@ def _draw_tokens(
     key = jax.random.key(plan.seed)
 
     def draw(position: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        hidden_BTD, _ = decoder(tokens_BT, context, plan.execution)
+        hidden_BTD, _, _ = decoder(tokens_BT, context, plan.execution)
         last_B1D = jax.lax.dynamic_slice_in_dim(hidden_BTD, position - 1, 1, axis=1)
         logits_V = decoder.logits(last_B1D, context)[0, 0]
         if temperature == 0.0:

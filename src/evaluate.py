@@ -31,10 +31,10 @@ class Evaluation:
         self._rows = host_rows(self._place["tokens"], (self._global_batch, config.max_target_length))
         self._batches = EvalBatches(config, source, tokenizer, self._rows, self._global_batch)
 
-    def run(self, trainable: Any) -> dict[str, float]:
-        """`eval_loss`, a mean over the set's tokens in nats, and `eval_perplexity`, its exponential."""
+    def run(self, parts: tuple[Any, ...]) -> dict[str, float]:
+        """Of a model given as `state_weights` does: `eval_loss`, a mean over the set's tokens in nats, and `eval_perplexity`, its exponential."""
         sums = [
-            self._eval_step(trainable, to_global(batch, self._place, self._rows, self._global_batch))
+            self._eval_step(parts, to_global(batch, self._place, self._rows, self._global_batch))
             for batch in self._batches
         ]
         sums = jax.device_get(sums)

@@ -40,6 +40,7 @@ from src.train_step import (
     batch_sharding,
     compile_steps,
     make_plan,
+    state_weights,
 )
 
 
@@ -149,7 +150,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
             if evaluates or saves:
                 recorder.flush()
                 if evaluates:
-                    eval_metrics = evaluation.run(state.trainable)
+                    eval_metrics = evaluation.run(state_weights(state))
                     recorder.add_evaluation(done, eval_metrics)
                 if saves and config.enable_checkpointing:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
@@ -166,7 +167,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         kept = resume if config.enable_checkpointing else "no checkpoint was saved"
         say([f"stopped by SIGTERM after step {done}; {kept}"])
     elif wants_sample:
-        text = printable(sample(config, plan, state.trainable, tokenizer))
+        text = printable(sample(config, plan, state_weights(state), tokenizer))
         say(["sample:", *(f"  {line}" for line in text.splitlines())])
     if is_writer:
         folder.sync()

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from src.mesh import Layout, weight_shardings
-from src.model import weights
+from src.model import moe, weights
 from src.model.context import Context
 from src.model.decoder import Decoder
 from src.model.kernels import choose_kernel
@@ -22,6 +22,8 @@ from src.optimizer import Hyper, clip, hyper_parameters, transform
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
+
+WEIGHT_PARTS = ("trainable", "frozen", "stats")  # the parts of the state that hold the model
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +45,7 @@ class StepPlan:
 
     spec: ModelSpec
     graphdef: nnx.GraphDef
+    parts: Any  # of each weight: trainable, frozen or stats; this and the next three are nested as all weights are
     shapes: Any
     shardings: Any
     decays: Any
@@ -52,14 +55,25 @@ class StepPlan:
     packed: bool
     vocab_tiles: int
     z_loss: float
+    load_balance: float  # weight of the experts' load-balance loss
+    bias_update_rate: float  # of the experts' correction biases
+    further_loss: float  # weight of the mean loss of the extra prediction layers
     micro_batches: int
     opt_type: str
     mu_dtype: str
     seed: int
 
-    def init_weights(self) -> Any:
-        """The model's initial weights."""
-        return weights.initial(functools.partial(Decoder, self.spec), self.seed)
+    def init_weights(self) -> dict[str, Any]:
+        """The model's initial weights by part of the state: trainable, frozen and stats."""
+        return self.by_part(weights.initial(functools.partial(Decoder, self.spec), self.seed))
+
+    def by_part(self, tree: Any) -> dict[str, Any]:
+        """A tree nested as all weights are, as one tree for each part of the state."""
+        return {part: weights.select(tree, self.parts, part) for part in WEIGHT_PARTS}
+
+    def decoder(self, *parts: Any) -> Decoder:
+        """The model with the weights of these parts of the state, which make up all of them."""
+        return nnx.merge(self.graphdef, weights.join(*parts))
 
 
 def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> StepPlan:
@@ -74,6 +88,7 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
     return StepPlan(
         spec=spec,
         graphdef=graphdef,
+        parts=weights.parts(declarations),
         shapes=shapes,
         shardings=weight_shardings(layout, shapes, weights.field(declarations, "out_sharding")),
         decays=weights.field(declarations, "decays"),
@@ -83,6 +98,9 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         packed=config["packing"],
         vocab_tiles=config["num_vocab_tiling"],
         z_loss=config["z_loss_multiplier"],
+        load_balance=config["load_balance_loss_weight"],
+        bias_update_rate=config["routed_bias_update_rate"],
+        further_loss=config["mtp_loss_scaling_factor"],
         micro_batches=config["gradient_accumulation_steps"],
         opt_type=config["opt_type"],
         mu_dtype=config["mu_dtype"] or config["weight_dtype"],
@@ -92,33 +110,35 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
 
 def init_state(plan: StepPlan, hyper: Hyper, position_shape: tuple[int, ...]) -> TrainState:
     """The state before the first step."""
-    trainable = plan.init_weights()
-    optimizer = transform(plan.opt_type, plan.mu_dtype, plan.decays, hyper)
+    parts = plan.init_weights()
     return TrainState(
         step=jnp.zeros((), jnp.int32),
-        trainable=trainable,
-        frozen={},
-        stats={},
-        opt=optimizer.init(trainable),
+        opt=_optimizer(plan, hyper).init(parts["trainable"]),
         data_position=jnp.zeros(position_shape, jnp.int32),
+        **parts,
     )
+
+
+def _optimizer(plan: StepPlan, hyper: Hyper) -> optax.GradientTransformation:
+    return transform(plan.opt_type, plan.mu_dtype, plan.by_part(plan.decays)["trainable"], hyper)
 
 
 def abstract_state(plan: StepPlan, config: Mapping[str, Any], position_shape: tuple[int, ...]) -> TrainState:
     """The state's shapes and shardings, without an array: `jax.ShapeDtypeStruct`s."""
     hyper = hyper_parameters(config, 0)
     shapes = jax.eval_shape(functools.partial(init_state, plan, hyper, position_shape))
-    copy = plan.layout.sharding(())
-    optimizer = transform(plan.opt_type, plan.mu_dtype, plan.decays, hyper)
+    copy, placed = plan.layout.sharding(()), plan.by_part(plan.shardings)
     shardings = TrainState(
         step=copy,
-        trainable=plan.shardings,
-        frozen={},
-        stats={},
         opt=optax.tree_map_params(
-            optimizer, lambda _, sharding: sharding, shapes.opt, plan.shardings, transform_non_params=lambda _: copy
+            _optimizer(plan, hyper),
+            lambda _, sharding: sharding,
+            shapes.opt,
+            placed["trainable"],
+            transform_non_params=lambda _: copy,
         ),
         data_position=plan.layout.sharding(("batch", None, None)),
+        **placed,
     )
     return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
 
@@ -144,7 +164,7 @@ def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
 
 
 def compile_steps(plan: StepPlan, state: TrainState) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
-    """The jitted `train_step(state, batch, hyper)` and `eval_step(trainable, batch)`; `state` gives the shardings."""
+    """The jitted `train_step(state, batch, hyper)` and `eval_step(weights, batch)`; `state` gives the shardings."""
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     batch, copy = batch_sharding(plan.layout), plan.layout.sharding(())
     train = jax.jit(
@@ -156,10 +176,15 @@ def compile_steps(plan: StepPlan, state: TrainState) -> tuple[jax.stages.Wrapped
     eval_batch = {name: batch[name] for name in batch if name != "data_position"}
     evaluate = jax.jit(
         functools.partial(eval_step, plan=plan),
-        in_shardings=(state_shardings.trainable, eval_batch),
+        in_shardings=(state_weights(state_shardings), eval_batch),
         out_shardings=copy,
     )
     return train, evaluate
+
+
+def state_weights(state: TrainState) -> tuple[Any, ...]:
+    """The parts of a state that make up the model, as `StepPlan.decoder` takes them."""
+    return tuple(getattr(state, part) for part in WEIGHT_PARTS)
 
 
 def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) -> tuple[TrainState, Metrics]:
@@ -170,57 +195,91 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
 
     Returns:
         The next state, and scalars: `loss` (nats a token), `grad_norm` (before clipping), `tokens` (that count),
-        `finite` (whether the update was made).
+        `finite` (whether the update was made), and where the model has them `load_balance_loss` (a sum over layers)
+        and `mtp_loss` (of the extra prediction layers, their mean, in nats a token).
     """
     tokens = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
     uses_dropout = plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers)
     step_key = jax.random.fold_in(jax.random.key(plan.seed), state.step) if uses_dropout else None
 
-    def micro_loss(trainable: Any, rows: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        loss_sum, square_sum = loss_sums(trainable, rows, plan, key)
+    def micro_loss(trainable: Any, rows: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
+        """This micro-batch's share of the loss to descend, and of what is reported: sums over them are means."""
+        decoder = plan.decoder(trainable, state.frozen, state.stats)
+        loss_sum, square_sum, further_sum, reports = loss_sums(decoder, rows, plan, key)
         denominator = jnp.maximum(tokens, 1.0)
-        return (loss_sum + plan.z_loss * square_sum) / denominator, loss_sum / denominator
+        reports = jax.tree.map(lambda report: report / plan.micro_batches, reports)
+        shares = {"loss": loss_sum / denominator}
+        objective = (loss_sum + plan.z_loss * square_sum) / denominator
+        if plan.spec.has_experts:
+            shares["load_balance_loss"] = moe.total(reports, "load_balance_loss")
+            objective += plan.load_balance * shares["load_balance_loss"]
+        if plan.spec.prediction_layers:
+            shares["mtp_loss"] = further_sum / denominator / plan.spec.prediction_layers
+            objective += plan.further_loss * shares["mtp_loss"]
+        return objective, (shares, reports)
 
     gradient = jax.grad(micro_loss, has_aux=True)
     if plan.micro_batches == 1:
-        gradients, loss = gradient(state.trainable, batch, step_key)
+        gradients, (losses, reports) = gradient(state.trainable, batch, step_key)
     else:
 
-        def add_micro_batch(total: tuple[Any, jax.Array], micro: tuple[Batch, jax.Array]) -> tuple[tuple, None]:
+        def add_micro_batch(total: Any, micro: tuple[Batch, jax.Array]) -> tuple[Any, None]:
             rows, index = micro
             key = None if step_key is None else jax.random.fold_in(step_key, index)
-            gradients, loss = gradient(state.trainable, rows, key)
-            return jax.tree.map(jnp.add, total, (gradients, loss)), None
+            return jax.tree.map(jnp.add, total, gradient(state.trainable, rows, key)), None
 
-        zeros = (jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), state.trainable), jnp.zeros((), jnp.float32))
         micro = (split_rows(batch, plan), jnp.arange(plan.micro_batches))
-        (gradients, loss), _ = jax.lax.scan(add_micro_batch, zeros, micro)
+        first = jax.tree.map(lambda x: x[0], micro[0])
+        shapes = jax.eval_shape(gradient, state.trainable, first, step_key)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
+        (gradients, (losses, reports)), _ = jax.lax.scan(add_micro_batch, zeros, micro)
 
     grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    optimizer = transform(plan.opt_type, plan.mu_dtype, plan.decays, hyper)
-    updates, opt = optimizer.update(clip(gradients, grad_norm, hyper["clip"]), state.opt, state.trainable)
-    updated = (optax.apply_updates(state.trainable, updates), opt)
-    trainable, opt = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (state.trainable, state.opt))
-    state = TrainState(state.step + 1, trainable, state.frozen, state.stats, opt, batch["data_position"])
-    return state, {"loss": loss, "grad_norm": grad_norm, "tokens": tokens, "finite": finite}
+    finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
+    clipped = clip(gradients, grad_norm, hyper["clip"])
+    updates, opt = _optimizer(plan, hyper).update(clipped, state.opt, state.trainable)
+    stats = moe.corrected(state.stats, reports, plan.bias_update_rate)
+    updated = (optax.apply_updates(state.trainable, updates), stats, opt)
+    current = (state.trainable, state.stats, state.opt)
+    trainable, stats, opt = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, current)
+    state = TrainState(state.step + 1, trainable, state.frozen, stats, opt, batch["data_position"])
+    return state, {**losses, "grad_norm": grad_norm, "tokens": tokens, "finite": finite}
 
 
-def eval_step(trainable: Any, batch: Batch, plan: StepPlan) -> Metrics:
+def eval_step(parts: tuple[Any, ...], batch: Batch, plan: StepPlan) -> Metrics:
     """The loss of a batch, without update: scalars `loss_sum` in nats and `tokens`, to be added up over batches."""
-    loss_sum, _ = loss_sums(trainable, batch, plan, dropout_key=None)
+    loss_sum, _, _, _ = loss_sums(plan.decoder(*parts), batch, plan, dropout_key=None)
     return {"loss_sum": loss_sum, "tokens": jnp.sum(batch["loss_mask"], dtype=jnp.float32)}
 
 
-def loss_sums(trainable: Any, batch: Batch, plan: StepPlan, dropout_key: jax.Array | None) -> tuple:
-    """Sums over a batch's tokens of the loss in nats and of the squared log-normaliser."""
-    decoder = nnx.merge(plan.graphdef, trainable)
+def loss_sums(
+    decoder: Decoder, batch: Batch, plan: StepPlan, dropout_key: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    """Sums over a batch's tokens: of the loss in nats, of the squared log-normaliser, of the further predictions' loss.
+
+    And the layers' reports.
+    """
     context = Context(
         batch["positions"], batch["segment_ids"], plan.layout, plan.kernel, plan.packed, dropout_key=dropout_key
     )
-    hidden_BTD, _ = decoder(batch["tokens"], context, plan.execution)
+    hidden_BTD, _, reports = decoder(batch["tokens"], context, plan.execution)
     logits_of = functools.partial(decoder.logits, context=context)
-    return cross_entropy(logits_of, hidden_BTD, batch["targets"], batch["loss_mask"], plan.vocab_tiles)
+    loss, squares = cross_entropy(logits_of, hidden_BTD, batch["targets"], batch["loss_mask"], plan.vocab_tiles)
+    further = jnp.zeros((), jnp.float32)
+    ahead, more_reports = decoder.predict_ahead(hidden_BTD, batch["tokens"], context, plan.execution)
+    for distance, hidden_BTD in enumerate(ahead, start=1):
+        targets_BT, mask_BT = targets_ahead(batch, distance)
+        further += cross_entropy(logits_of, hidden_BTD, targets_BT, mask_BT, plan.vocab_tiles)[0]
+    return loss, squares, further, {**reports, **more_reports}
+
+
+def targets_ahead(batch: Batch, distance: int) -> tuple[jax.Array, jax.Array]:
+    """The targets [B, T] of the tokens `distance` on, and their mask: 0 where those are another segment's."""
+    targets_BT, mask_BT, segments_BT = (
+        jnp.roll(batch[name], -distance, axis=1) for name in ("targets", "loss_mask", "segment_ids")
+    )
+    in_row_T = jnp.arange(targets_BT.shape[1]) < targets_BT.shape[1] - distance
+    return targets_BT, mask_BT * (in_row_T & (segments_BT == batch["segment_ids"]))
 
 
 def split_rows(batch: Batch, plan: StepPlan) -> Batch:

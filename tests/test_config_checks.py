@@ -42,7 +42,7 @@ def error_of(*arguments, config=BASE):
         (["packing=yes"], ["packing", "true or false", "a string ('yes')"]),
         (["packing=1"], ["packing", "true or false", "an integer (1)"]),
         (["mlp_activations=silu"], ["mlp_activations", "a list", "a string (silu)"]),
-        (["mlp_activations=[swish]"], ["swish", "silu, gelu, relu, squared_relu, linear"]),
+        (["mlp_activations=[swish]"], ["swish", "silu, gelu, quick_gelu, relu, squared_relu, linear, plus_one"]),
         (["mlp_activations=[]"], ["mlp_activations", "empty"]),
         (["mlp_activations=[a"], ["mlp_activations", "line 1, column 3"]),
         (["remat_custom=3"], ["remat_custom", "a mapping", "an integer (3)"]),
@@ -106,9 +106,10 @@ def test_mistakes(arguments, parts):
 
 
 def test_all_problems_are_reported_together():
-    message = error_of("stpes=3", "steps=many", "num_experts=8", "dtype=int8", "base_num_kv_heads=3", config="nope.yml")
+    wrong = ("stpes=3", "steps=many", "capacity_factor=2", "dtype=int8", "base_num_kv_heads=3")
+    message = error_of(*wrong, config="nope.yml")
     assert message.startswith("6 problems")
-    for part in ("no file nope.yml", "stpes", "many", "num_experts", "dtype=int8", "base_num_kv_heads=3"):
+    for part in ("no file nope.yml", "stpes", "many", "capacity_factor", "dtype=int8", "base_num_kv_heads=3"):
         assert part in message
 
 

@@ -12,7 +12,7 @@ from tiny import LENGTH, Trainer, assert_close, make, packed_rows, tree_bits
 from src.model.context import Context
 from src.model.decoder import dropout
 from src.optimizer import hyper_parameters, learning_rate
-from src.train_step import abstract_state, batch_sharding, loss_sums, train_step
+from src.train_step import abstract_state, batch_sharding, loss_sums, state_weights, train_step
 
 # Heads, widths and rows that divide by eight.
 EVEN = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 4}
@@ -102,8 +102,12 @@ def test_dropout_differs_from_step_to_step_and_evaluation_has_none():
     assert abs(first - second) > 1e-3
     _, plain = make()
     placed = {name: batch[name] for name in batch if name != "data_position"}
-    evaluated = trainer.eval_step(trainer.state.trainable, jax.device_put(placed, trainer.plan.layout.sharding(())))
-    expected, _ = jax.jit(lambda weights: loss_sums(weights, batch, plain, None))(trainer.state.trainable)
+    evaluated = trainer.eval_step(
+        state_weights(trainer.state), jax.device_put(placed, trainer.plan.layout.sharding(()))
+    )
+    expected, *_ = jax.jit(lambda weights: loss_sums(plain.decoder(weights), batch, plain, None))(
+        trainer.state.trainable
+    )
     assert evaluated["loss_sum"].item() == pytest.approx(expected.item(), rel=1e-5)
     assert evaluated["tokens"].item() == batch["loss_mask"].sum()
 
@@ -125,7 +129,7 @@ def test_the_gradient_is_of_the_mean_over_all_tokens_however_micro_batches_share
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def mean(weights):
-        loss, squares = loss_sums(weights, batch, trainers[0].plan, None)
+        loss, squares, *_ = loss_sums(trainers[0].plan.decoder(weights), batch, trainers[0].plan, None)
         return (loss + 0.1 * squares) / tokens, loss / tokens
 
     (_, loss), gradients = mean(weights)

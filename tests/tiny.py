@@ -56,7 +56,7 @@ class Trainer:
             self.state = new_state(self.config, self.plan, self.abstract)
         else:
             zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.abstract)
-            state = dataclasses.replace(zeros, trainable=random_weights(self.plan))
+            state = dataclasses.replace(zeros, **self.plan.by_part(random_weights(self.plan)))
             self.state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, self.abstract))
 
     def step(self, batch, number):
@@ -90,7 +90,7 @@ def loss_and_gradients(plan, weights, batch, dropout_key=None):
     """Of the sum over the batch's tokens, compiled."""
 
     def loss(weights):
-        return loss_sums(weights, batch, plan, dropout_key)[0]
+        return loss_sums(plan.decoder(weights), batch, plan, dropout_key)[0]
 
     return jax.jit(jax.value_and_grad(loss))(weights)
 

@@ -1,23 +1,26 @@
 """Grouped-query attention: projections, positions, and the call of a kernel."""
 
-from typing import Any
-
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from src.model.cache import Cache, update, visible_BTS
 from src.model.context import Context
 from src.model.embeddings import rope
-from src.model.kernels import attend
-from src.model.spec import AttentionSpec
+from src.model.kernels import attend, masked_attention
+from src.model.norms import Norm, root_mean_square
+from src.model.spec import AttentionSpec, NormSpec
 from src.model.weights import matmul, weight
 
 
 class Attention(nnx.Module):
     """Causal self-attention within a segment, N query heads reading K key/value heads (Ainslie et al. 2023)."""
 
-    def __init__(self, spec: AttentionSpec, emb_dim: int, out_scale: float, dtype: str, rngs: nnx.Rngs) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: AttentionSpec, norm: NormSpec, emb_dim: int, out_scale: float, dtype: str, rngs: nnx.Rngs
+    ) -> None:
+        self.spec, self.epsilon = spec, norm.epsilon
         N, K, H = spec.num_query_heads, spec.num_kv_heads, spec.head_dim
         self.query = weight(rngs, (emb_dim, N, H), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
         self.key = weight(rngs, (emb_dim, K, H), ("embed", "kv_heads", "head_dim"), dtype, fan_in=(0,))
@@ -28,25 +31,58 @@ class Attention(nnx.Module):
             self.key_bias = weight(rngs, (K, H), ("kv_heads", "head_dim"), dtype, constant=0.0, decays=False)
             self.value_bias = weight(rngs, (K, H), ("kv_heads", "head_dim"), dtype, constant=0.0, decays=False)
             self.out_bias = weight(rngs, (emb_dim,), (None,), dtype, constant=0.0, decays=False)
+        if spec.qk_norm == "head":
+            self.query_norm = Norm(norm, (H,), dtype, rngs)
+            self.key_norm = Norm(norm, (H,), dtype, rngs)
+        elif spec.qk_norm == "all_heads":
+            self.query_norm = Norm(norm, (N, H), dtype, rngs, ("heads", "head_dim"))
+            self.key_norm = Norm(norm, (K, H), dtype, rngs, ("kv_heads", "head_dim"))
+        if spec.sink:
+            self.sinks = weight(rngs, (N,), ("heads",), dtype, constant=0.0, decays=False)
 
-    def __call__(self, x_BTD: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
-        """[B, T, D] to [B, T, D], and the cache, which training leaves None."""
-        q_BTNH = matmul(x_BTD, self.query[...], "BTD,DNH->BTNH")
-        k_BSKH = matmul(x_BTD, self.key[...], "BTD,DKH->BTKH")
-        v_BSKH = matmul(x_BTD, self.value[...], "BTD,DKH->BTKH")
-        if self.spec.bias:
-            q_BTNH += self.query_bias[...].astype(x_BTD.dtype)
-            k_BSKH += self.key_bias[...].astype(x_BTD.dtype)
-            v_BSKH += self.value_bias[...].astype(x_BTD.dtype)
-        if self.spec.rope_max_timescale is not None:
-            q_BTNH = rope(q_BTNH, context.positions_BT, self.spec.rope_max_timescale)
-            k_BSKH = rope(k_BSKH, context.positions_BT, self.spec.rope_max_timescale)
-        constrain = context.layout.constrain
+    def __call__(self, x_BTD: jax.Array, context: Context, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
+        """[B, T, D] to [B, T, D], and the cache with these tokens, which training leaves None."""
+        spec, constrain = self.spec, context.layout.constrain
+        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD)
+        q_BTNH, k_BTKH = self._place(q_BTNH, k_BTKH, context.positions_BT)
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch", "length", "heads", "head_dim"), "query_proj")
-        k_BSKH = checkpoint_name(constrain(k_BSKH, "batch", "length", "kv_heads", "head_dim"), "key_proj")
-        v_BSKH = checkpoint_name(constrain(v_BSKH, "batch", "length", "kv_heads", "head_dim"), "value_proj")
-        out_BTNH = checkpoint_name(attend(q_BTNH, k_BSKH, v_BSKH, context), "context")
-        out_BTD = matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD")
-        if self.spec.bias:
+        k_BTKH = checkpoint_name(constrain(k_BTKH, "batch", "length", "kv_heads", "head_dim"), "key_proj")
+        v_BTKH = checkpoint_name(constrain(v_BTKH, "batch", "length", "kv_heads", "head_dim"), "value_proj")
+        sinks_N = self.sinks[...] if spec.sink else None
+        if cache is not None:
+            cache = update(cache, {"key": k_BTKH, "value": v_BTKH}, context)
+        if context.decoding:
+            mask_BTS = visible_BTS(spec, context.positions_BT, cache["key"].shape[1])
+            out_BTNH = masked_attention(q_BTNH, cache["key"], cache["value"], mask_BTS, spec, sinks_N)
+        else:
+            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, spec, sinks_N, context)
+        out_BTD = matmul(checkpoint_name(out_BTNH, "context"), self.out[...], "BTNH,NHD->BTD")
+        if spec.bias:
             out_BTD += self.out_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "out_proj"), cache
+
+    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_BTNH = matmul(x_BTD, self.query[...], "BTD,DNH->BTNH")
+        k_BTKH = matmul(x_BTD, self.key[...], "BTD,DKH->BTKH")
+        v_BTKH = matmul(x_BTD, self.value[...], "BTD,DKH->BTKH")
+        if self.spec.bias:
+            q_BTNH += self.query_bias[...].astype(x_BTD.dtype)
+            k_BTKH += self.key_bias[...].astype(x_BTD.dtype)
+            v_BTKH += self.value_bias[...].astype(x_BTD.dtype)
+        return q_BTNH, k_BTKH, v_BTKH
+
+    def _place(self, q_BTNH: jax.Array, k_BTKH: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys normalised, rotated to their positions, and the queries at their temperature."""
+        spec = self.spec
+        if spec.qk_norm in ("head", "all_heads"):
+            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+        if spec.rope:
+            q_BTNH, k_BTKH = rope(q_BTNH, positions_BT, spec.rope), rope(k_BTKH, positions_BT, spec.rope)
+        if spec.qk_norm == "l2":
+            q_BTNH, k_BTKH = root_mean_square(q_BTNH, self.epsilon), root_mean_square(k_BTKH, self.epsilon)
+        if spec.temperature_scale:
+            # Llama 4's: attention spreads out over long texts, so queries grow with the position.
+            floors_BT = jnp.floor((positions_BT + 1.0) / spec.temperature_floor)
+            temperature_BT = 1.0 + spec.temperature_scale * jnp.log1p(floors_BT)
+            q_BTNH = (q_BTNH * temperature_BT[:, :, None, None]).astype(q_BTNH.dtype)
+        return q_BTNH, k_BTKH

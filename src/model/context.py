@@ -17,3 +17,4 @@ class Context:
     kernel: str  # of src/model/kernels.py
     packed: bool  # False: rows hold one segment, then padding, and a causal kernel needs no segments
     dropout_key: jax.Array | None = None  # None: no dropout
+    decoding: bool = False  # each row is one token, whose past is in the cache

@@ -1,22 +1,66 @@
-"""Token embeddings and the three ways to say where a token stands."""
+"""The three ways to say where a token stands, and how rotary positions reach further than a model was trained."""
+
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from src.model.spec import RopeSpec
 
 
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, max_timescale: float) -> jax.Array:
-    """Rotary positions (Su et al. 2021, section 3.4.2): rotates the pairs (h, h + H/2) of each head.
+def rope(x_BTNH: jax.Array, positions_BT: jax.Array, spec: RopeSpec) -> jax.Array:
+    """Rotary positions (Su et al. 2021, section 3.4.2): rotates pairs of the first `spec.dim` of each head.
 
-    Pair i turns by position / max_timescale**(2i/H) radians. The pairing of halves is that of Llama's
-    Hugging Face checkpoints. Computed in float32, returned in `x_BTNH`'s dtype.
+    Pair i turns by position * frequencies[i] radians; it is (i, i + dim / 2), as in Llama's Hugging Face checkpoints,
+    or (2i, 2i + 1) with `spec.interleave`. Computed in float32, returned in `x_BTNH`'s dtype.
     """
-    half = x_BTNH.shape[-1] // 2
-    timescale = max_timescale ** (jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions_BT[:, :, None, None].astype(jnp.float32) / timescale
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
+    frequencies, size = _frequencies(spec)
+    angle_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
+    sin, cos = size * jnp.sin(angle_BT1P), size * jnp.cos(angle_BT1P)
+    rotated, rest = jnp.split(x_BTNH, [spec.dim], axis=-1)
+    # Pairs as the dim of size 2: the last one where they lie side by side, the last but one where halves pair.
+    pair_dim, pairs = (-1, (spec.dim // 2, 2)) if spec.interleave else (-2, (2, spec.dim // 2))
+    halves = rotated.astype(jnp.float32).reshape(*rotated.shape[:-1], *pairs)
+    first, second = jnp.take(halves, 0, axis=pair_dim), jnp.take(halves, 1, axis=pair_dim)
+    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=pair_dim)
+    return jnp.concatenate([turned.reshape(rotated.shape).astype(x_BTNH.dtype), rest], axis=-1)
+
+
+def _frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
+    """Radians a position of each pair, float32 [dim / 2], and what the rotated part is multiplied by."""
+    pair = np.arange(spec.dim // 2, dtype=np.float32)
+    plain = 1.0 / spec.max_timescale ** (pair / np.float32(spec.dim // 2))
+    if spec.kind == "default":
+        return plain, 1.0
+    stretched = plain / spec.factor
+    if spec.kind == "linear":  # position interpolation (Chen et al. 2023)
+        return stretched, 1.0
+    if spec.kind == "llama3.1":
+        # Waves are kept or stretched by their length, those between by a mix that is linear in their turns.
+        turns = spec.original_length * plain / (2 * np.pi)
+        kept = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+        kept = np.clip(kept, 0.0, 1.0)
+        return (stretched + kept * (plain - stretched)).astype(np.float32), 1.0
+    assert spec.kind == "yarn"  # Peng et al. 2023, arXiv:2309.00071, section 3
+
+    def pair_of(turns: float) -> float:
+        """The pair that makes `turns` turns in the original length, between pairs."""
+        wave = spec.original_length / (turns * 2 * math.pi)
+        return spec.dim / 2 * math.log(wave) / math.log(spec.max_timescale)
+
+    first, last = pair_of(spec.beta_fast), pair_of(spec.beta_slow)
+    if spec.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.dim - 1)
+    share = np.clip((pair - first) / max(last - first, 1e-3), 0.0, 1.0)
+    frequencies = (plain + share * (stretched - plain)).astype(np.float32)
+
+    def size(weight: float) -> float:
+        return 0.1 * weight * math.log(spec.factor) + 1.0
+
+    both = spec.mscale and spec.mscale_all_dim
+    return frequencies, size(spec.mscale) / size(spec.mscale_all_dim) if both else size(1.0)
 
 
 def sinusoidal(positions_BT: jax.Array, emb_dim: int) -> jax.Array:

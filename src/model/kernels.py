@@ -1,11 +1,11 @@
 """Attention kernels: one plain JAX, one for TPUs, one for NVIDIA GPUs, all of one meaning.
 
-A token attends to the tokens of its own segment up to and including itself, with weights softmax(q k / sqrt(H)).
-Tensor letters: src/model/spec.py.
+A token attends to the tokens of its own segment up to and including itself, within the layer's window, with weights
+softmax(scale q k). Scores may be capped, and a sink may take a part of the weight. Tensor letters: src/model/spec.py.
 """
 
+import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,29 @@ import jax.numpy as jnp
 from src.errors import UserError
 from src.mesh import Layout
 from src.model.context import Context
-from src.model.spec import ModelSpec
+from src.model.spec import AttentionSpec, ModelSpec
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding alone gives numbers, not NaN
 FLASH_BLOCK = 128  # the least block of the TPU kernel, which takes whole blocks only
 CUDNN_HEAD_DIM = 128  # the largest that cuDNN takes on every GPU; Hopper's 256 is left out
 
 
-def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context: Context) -> jax.Array:
+def attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    spec: AttentionSpec,
+    sinks_N: jax.Array | None,
+    context: Context,
+) -> jax.Array:
     """Attention by `context.kernel`: q [B, T, N, H] on k, v [B, S, K, H] to [B, T, N, H]."""
+    if spec.chunk:
+        # Blocks of positions see each other as segments do: a segment's blocks become segments.
+        blocks = -(-q_BTNH.shape[1] // spec.chunk) + 1
+        segment_ids = context.segment_ids_BT * blocks + context.positions_BT // spec.chunk
+        context = dataclasses.replace(context, segment_ids_BT=segment_ids, packed=True)
     kernels = {"dot_product": dot_product, "flash": splash, "cudnn_flash": cudnn}
-    out_BTNH = kernels[context.kernel](q_BTNH, k_BSKH, v_BSKH, context)
+    out_BTNH = kernels[context.kernel](q_BTNH, k_BSKH, v_BSKH, spec, sinks_N, context)
     return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
 
 
@@ -53,30 +65,64 @@ def _obstacle(kernel: str, platform: str, spec: ModelSpec, length: int) -> str:
             return f"needs dtype=bfloat16, not {spec.dtype}"
         if length % 2:
             return f"needs an even max_target_length, not {length}"
-        sizes = sorted({layer.attention.head_dim for layer in spec.layers})
+        attentions = [layer.attention for layer in spec.layers]
+        sizes = sorted({size for attention in attentions for size in (attention.head_dim, attention.value_dim)})
         if any(size % 8 or size > CUDNN_HEAD_DIM for size in sizes):
             return f"needs head_dim to be a multiple of 8 up to {CUDNN_HEAD_DIM}, not {', '.join(map(str, sizes))}"
+        if any(attention.head_dim != attention.value_dim for attention in attentions):
+            return "needs values of the size of queries, which latent attention does not have"
+        if any(attention.soft_cap or attention.sink for attention in attentions):
+            return "has neither attn_logits_soft_cap nor attention_sink"
     return ""
 
 
-def _mask_BTS(context: Context) -> jax.Array:
-    segments = context.segment_ids_BT
+def _mask_BTS(context: Context, window: int) -> jax.Array:
+    segments, length = context.segment_ids_BT, context.segment_ids_BT.shape[1]
     same_BTS = segments[:, :, None] == segments[:, None, :]
-    return same_BTS & jnp.tri(segments.shape[1], dtype=bool)
+    reach_TS = jnp.tri(length, dtype=bool)
+    return same_BTS & (reach_TS & ~jnp.tri(length, k=-window, dtype=bool) if window else reach_TS)
 
 
-def dot_product(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context: Context) -> jax.Array:
+def dot_product(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    spec: AttentionSpec,
+    sinks_N: jax.Array | None,
+    context: Context,
+) -> jax.Array:
     """Plain JAX; holds the scores [B, N, T, S] in float32."""
+    return masked_attention(q_BTNH, k_BSKH, v_BSKH, _mask_BTS(context, spec.window), spec, sinks_N)
+
+
+def masked_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask_BTS: jax.Array,
+    spec: AttentionSpec,
+    sinks_N: jax.Array | None,
+) -> jax.Array:
+    """Attention of T queries on S keys where `mask_BTS` is true; values may have a head size of their own."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) / math.sqrt(H)
-    scores = jnp.where(_mask_BTS(context)[:, None, None], scores, MASKED)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * spec.scale
+    if spec.soft_cap:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+    scores = jnp.where(mask_BTS[:, None, None], scores, MASKED)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks_N is not None:
+        sinks = sinks_N.astype(jnp.float32).reshape(K, N // K, 1, 1)
+        largest = jnp.maximum(largest, sinks)
+    largest = jax.lax.stop_gradient(largest)
     # Softmax with its division last: on [B, T, N, H] in place of the larger scores.
-    unnormalised = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    normaliser_BTKG1 = jnp.moveaxis(jnp.sum(unnormalised, axis=-1, keepdims=True), 3, 1)
+    unnormalised = jnp.exp(scores - largest)
+    normaliser = jnp.sum(unnormalised, axis=-1, keepdims=True)
+    if sinks_N is not None:
+        normaliser += jnp.exp(sinks - largest)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", unnormalised.astype(v_BSKH.dtype), v_BSKH)
-    return (out_BTKGH / normaliser_BTKG1).astype(v_BSKH.dtype).reshape(B, T, N, H)
+    return (out_BTKGH / jnp.moveaxis(normaliser, 3, 1)).astype(v_BSKH.dtype).reshape(B, T, N, -1)
 
 
 def _by_head(
@@ -89,26 +135,47 @@ def _by_head(
     return tuple(layout.constrain(x, "batch", None, "heads", None) for x in (q_BTNH, k_BSKH, v_BSKH))
 
 
-def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context: Context) -> jax.Array:
+def cudnn(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    spec: AttentionSpec,
+    sinks_N: jax.Array | None,
+    context: Context,
+) -> jax.Array:
     """cuDNN's fused attention. Packed rows pass their segments as a mask of [B, 1, T, S] in the compute dtype."""
+    assert sinks_N is None, "choose_kernel"
     q_BTNH, k_BSKH, v_BSKH = _by_head(q_BTNH, k_BSKH, v_BSKH, context.layout)
-    mask = _mask_BTS(context)[:, None] if context.packed else None
+    mask = _mask_BTS(context, spec.window)[:, None] if context.packed else None
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, mask=mask, is_causal=not context.packed, implementation="cudnn"
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=mask,
+        is_causal=not context.packed,
+        scale=spec.scale,
+        local_window_size=(spec.window - 1, 0) if spec.window and not context.packed else None,
+        implementation="cudnn",
     )
 
 
 def splash(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context: Context, interpret: bool = False
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    spec: AttentionSpec,
+    sinks_N: jax.Array | None,
+    context: Context,
+    interpret: bool = False,
 ) -> jax.Array:
-    """JAX's Pallas kernel for TPUs, which skips the blocks above the diagonal, on each device's rows and heads.
+    """JAX's Pallas kernel for TPUs, which skips the blocks out of sight, on each device's rows and heads.
 
     `interpret` runs it without a TPU, slowly, for tests.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
     layout = context.layout
-    T, N, H = q_BTNH.shape[1:]
+    T, N = q_BTNH.shape[1:3]
     heads = N // layout.shards("heads")
     block = max(size for size in (128, 256, 512) if T % size == 0)
     blocks = sa.BlockSizes(
@@ -121,20 +188,28 @@ def splash(
         block_q_dq=block,
         block_kv_dq=block,
     )
-    mask = sa.MultiHeadMask([sa.CausalMask((T, T))] * heads)
-    kernel = sa.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=blocks, interpret=interpret)
+    mask = sa.LocalMask((T, T), (spec.window - 1, 0), 0) if spec.window else sa.CausalMask((T, T))
+    kernel = sa.make_splash_mha(
+        sa.MultiHeadMask([mask] * heads),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=blocks,
+        attn_logits_soft_cap=spec.soft_cap or None,
+        interpret=interpret,
+    )
     by_head = layout.spec(("batch", None, "heads", None))
+    sinks = () if sinks_N is None else (sinks_N.astype(jnp.float32),)
 
     @functools.partial(
         jax.shard_map,
         mesh=layout.mesh,
-        in_specs=(by_head, by_head, by_head, layout.spec(("batch", None))),
+        in_specs=(by_head, by_head, by_head, layout.spec(("batch", None)), *(layout.spec(("heads",)) for _ in sinks)),
         out_specs=by_head,
         check_vma=False,
     )
-    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q / math.sqrt(H), k, v))
-        out = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, sa.SegmentIds(ids, ids)))(q, k, v, segments)
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *sinks: jax.Array) -> jax.Array:
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * spec.scale, k, v))
+        out = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, sa.SegmentIds(ids, ids), *sinks))(q, k, v, segments)
         return jnp.swapaxes(out, 1, 2)
 
-    return on_device(*_by_head(q_BTNH, k_BSKH, v_BSKH, layout), context.segment_ids_BT)
+    return on_device(*_by_head(q_BTNH, k_BSKH, v_BSKH, layout), context.segment_ids_BT, *sinks)

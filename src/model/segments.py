@@ -66,7 +66,7 @@ def run_segment(
     caches: Any,
     first_layer: int,
     execution: Execution,
-) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+) -> tuple[jax.Array, Any, dict[int, Any]]:
     """Runs the segment's pattern `repeats` times.
 
     Args:
@@ -92,7 +92,7 @@ def run_segment(
             run_block = execution.remat(functools.partial(block, context=context), segment.repeats)
             x, cache, report = run_block(x, cache=cache, layer=layer + position)
             new_caches.append(cache)
-            reports[f"layer_{position}"] = report
+            reports[position] = report
         return x, (None if caches is None else new_caches), reports
 
     def step(x: jax.Array, repeat: Any) -> tuple[jax.Array, Any]:

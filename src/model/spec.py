@@ -1,8 +1,8 @@
 """What a model is, as data: frozen specs made from the config, one entry a layer, and how equal layers repeat.
 
 Tensor letters, here and in every file of the model: B batch, T query position, S key position, D embedding,
-F feed-forward hidden, N query heads, K key/value heads, H head size, A factors of a feed-forward layer, V vocabulary,
-L layers.
+F feed-forward hidden, N query heads, K key/value heads, H head size, A factors of a feed-forward layer, E experts,
+M tokens sorted by expert, Q compressed query, R compressed keys and values, V vocabulary, L layers.
 """
 
 import math
@@ -21,17 +21,62 @@ class NormSpec:
 
     kind: str
     epsilon: float
+    scale_offset: float = 0.0  # added to the stored scale
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary positions of the first `dim` of a head, and how they are stretched to longer contexts."""
+
+    dim: int
+    max_timescale: float
+    interleave: bool = False  # pairs (2i, 2i + 1), not (i, i + dim / 2)
+    kind: str = "default"  # default, linear, llama3.1 or yarn
+    factor: float = 1.0
+    original_length: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 1.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention's sizes (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+
+    query_rank: int  # Q; 0: the query is not compressed
+    kv_rank: int  # R
+    nope_dim: int  # of a query and key head, without positions
+    rope_dim: int  # of a query head, and of the key that all heads share
+    value_dim: int
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Grouped-query attention; `rope_max_timescale` is None where positions do not rotate queries and keys."""
+    """Attention of N heads; what a token sees is its segment's tokens up to itself, within `window` or `chunk`."""
 
     num_query_heads: int  # N
     num_kv_heads: int  # K
-    head_dim: int  # H
-    bias: bool
-    rope_max_timescale: float | None
+    head_dim: int  # H of queries and keys
+    scale: float  # times q k
+    rope: RopeSpec | None
+    latent: LatentSpec | None = None
+    window: int = 0  # tokens seen, the token itself among them; 0: all
+    chunk: int = 0  # tokens of the blocks of positions within which they see each other; 0: one block
+    soft_cap: float = 0.0
+    bias: bool = False
+    sink: bool = False
+    qk_norm: str = "none"  # none, head, all_heads or l2
+    temperature_scale: float = 0.0
+    temperature_floor: int = 1
+
+    @property
+    def value_dim(self) -> int:
+        """H of values."""
+        return self.latent.value_dim if self.latent else self.head_dim
 
 
 @dataclass(frozen=True)
@@ -41,6 +86,26 @@ class FeedForwardSpec:
     mlp_dim: int  # F
     activations: tuple[str, ...]
     bias: bool
+    limit: float = 0.0  # what factors are clipped to; 0: nothing
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A layer of `count` experts, each a feed-forward layer, and the router that chooses among them."""
+
+    count: int  # E
+    per_token: int
+    expert: FeedForwardSpec
+    shared: FeedForwardSpec | None  # beside them, for every token
+    score_func: str  # softmax or sigmoid
+    router_bias: bool
+    correction_bias: bool
+    groups: int
+    groups_per_token: int
+    group_score: str  # max or top2
+    normalise: bool
+    scaling: float
+    scale_inputs: bool
 
 
 @dataclass(frozen=True)
@@ -48,8 +113,10 @@ class LayerSpec:
     """One decoder layer. Layers of one `shared_weights` name use one set of weights; empty: its own."""
 
     attention: AttentionSpec
-    feed_forward: FeedForwardSpec
+    feed_forward: FeedForwardSpec | ExpertsSpec
     norm: NormSpec
+    norm_before: bool
+    norm_after: bool
     dropout_rate: float
     shared_weights: str = ""
 
@@ -73,11 +140,18 @@ class ModelSpec:
     position_table: str  # "learned" or "sinusoidal": added to the embedding; "" : none is
     position_table_size: int  # rows of a learned table
     final_norm: NormSpec
+    scale_embedding: bool
+    prediction_layers: int  # extra ones, each like the last layer
     tied_output: bool
     final_logits_soft_cap: float
     dropout_rate: float
     weight_dtype: str
     dtype: str
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts."""
+        return any(isinstance(layer.feed_forward, ExpertsSpec) for layer in self.layers)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -96,6 +170,8 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
         position_table=config["position_type"] if config["position_type"] in ("learned", "sinusoidal") else "",
         position_table_size=(config["max_target_length"] if table_size == -1 else table_size) if learned else 0,
         final_norm=_norm(config),
+        scale_embedding=config["scale_embedding"],
+        prediction_layers=config["mtp_num_layers"],
         tied_output=config["logits_via_embedding"],
         final_logits_soft_cap=config["final_logits_soft_cap"],
         dropout_rate=config["dropout_rate"],
@@ -125,24 +201,96 @@ def layer_specs(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
 
 
 def _layer(facts: Mapping[str, Any], shared_weights: str = "") -> LayerSpec:
-    sizes = scaled_sizes(facts)
     return LayerSpec(
-        attention=AttentionSpec(
-            num_query_heads=sizes["num_query_heads"],
-            num_kv_heads=sizes["num_kv_heads"],
-            head_dim=facts["head_dim"],
-            bias=facts["attention_bias"],
-            rope_max_timescale=float(facts["rope_max_timescale"]) if facts["position_type"] == "rope" else None,
-        ),
-        feed_forward=FeedForwardSpec(sizes["mlp_dim"], tuple(facts["mlp_activations"]), facts["mlp_bias"]),
+        attention=_attention(facts),
+        feed_forward=_feed_forward(facts),
         norm=_norm(facts),
+        norm_before=facts["normalization_placement"] in ("before", "both"),
+        norm_after=facts["normalization_placement"] in ("after", "both"),
         dropout_rate=facts["dropout_rate"],
         shared_weights=shared_weights,
     )
 
 
 def _norm(facts: Mapping[str, Any]) -> NormSpec:
-    return NormSpec(facts["normalization"], facts["normalization_layer_epsilon"])
+    return NormSpec(
+        facts["normalization"], facts["normalization_layer_epsilon"], float(facts["normalization_scale_offset"])
+    )
+
+
+def _attention(facts: Mapping[str, Any]) -> AttentionSpec:
+    sizes, kind = scaled_sizes(facts), facts["attention_type"]
+    latent = None
+    if kind == "mla":
+        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        latent = LatentSpec(*(facts[name] for name in names))
+    head_dim = latent.nope_dim + latent.rope_dim if latent else facts["head_dim"]
+    rope = _rope(facts, latent.rope_dim if latent else head_dim) if facts["position_type"] == "rope" else None
+    scale = 1.0 / math.sqrt(facts["query_pre_attn_scalar"] or head_dim)
+    if rope and rope.kind == "yarn" and latent and rope.mscale_all_dim:
+        # DeepSeek's: yarn's size enters the whole score here, what mscale differs by the rotated part (embeddings.py).
+        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return AttentionSpec(
+        num_query_heads=sizes["num_query_heads"],
+        num_kv_heads=sizes["num_query_heads"] if latent else sizes["num_kv_heads"],
+        head_dim=head_dim,
+        scale=scale,
+        rope=rope,
+        latent=latent,
+        window=facts["sliding_window_size"] if kind == "local_sliding" else 0,
+        chunk=facts["chunk_attn_window_size"] if kind == "chunk" else 0,
+        soft_cap=float(facts["attn_logits_soft_cap"]),
+        bias=facts["attention_bias"],
+        sink=facts["attention_sink"],
+        qk_norm=facts["qk_norm"],
+        temperature_scale=float(facts["attn_temperature_scale"]),
+        temperature_floor=facts["attn_temperature_floor"],
+    )
+
+
+def _rope(facts: Mapping[str, Any], head_dim: int) -> RopeSpec:
+    return RopeSpec(
+        dim=int(head_dim * facts["partial_rotary_factor"]),
+        max_timescale=float(facts["rope_max_timescale"]),
+        interleave=facts["rope_interleave"],
+        kind=facts["rope_type"],
+        factor=float(facts["rope_factor"]),
+        original_length=facts["original_max_position_embeddings"],
+        low_freq_factor=float(facts["rope_low_freq_factor"]),
+        high_freq_factor=float(facts["rope_high_freq_factor"]),
+        beta_fast=float(facts["beta_fast"]),
+        beta_slow=float(facts["beta_slow"]),
+        truncate=facts["rope_truncate"],
+        mscale=float(facts["mscale"]),
+        mscale_all_dim=float(facts["mscale_all_dim"]),
+    )
+
+
+def _feed_forward(facts: Mapping[str, Any]) -> FeedForwardSpec | ExpertsSpec:
+    sizes = scaled_sizes(facts)
+
+    def of_width(mlp_dim: int) -> FeedForwardSpec:
+        activations, limit = tuple(facts["mlp_activations"]), float(facts["mlp_activations_limit"])
+        return FeedForwardSpec(mlp_dim, activations, facts["mlp_bias"], limit)
+
+    if facts["num_experts"] == 1:
+        return of_width(sizes["mlp_dim"])
+    shared = facts["shared_experts"]
+    return ExpertsSpec(
+        count=facts["num_experts"],
+        per_token=facts["num_experts_per_tok"],
+        expert=of_width(sizes["moe_mlp_dim"]),
+        shared=of_width(shared * sizes["moe_mlp_dim"]) if shared else None,
+        score_func=facts["routed_score_func"],
+        router_bias=facts["router_bias"],
+        correction_bias=facts["routed_bias"],
+        groups=facts["n_routing_groups"],
+        groups_per_token=facts["topk_routing_group"],
+        group_score=facts["routing_group_score"],
+        normalise=facts["norm_topk_prob"],
+        scaling=float(facts["routed_scaling_factor"]),
+        scale_inputs=facts["scale_expert_inputs"],
+    )
 
 
 def segments(layers: Sequence[LayerSpec]) -> tuple[Segment, ...]:

@@ -17,6 +17,10 @@ nnx.use_eager_sharding(False)
 Tree = dict[str, Any]
 
 
+class Statistic(nnx.Variable):
+    """A value that the forward pass reads and no gradient changes."""
+
+
 def weight(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
@@ -55,6 +59,15 @@ def matmul(x: jax.Array, kernel: jax.Array, einsum: str) -> jax.Array:
     return jnp.einsum(einsum, x, kernel.astype(x.dtype))
 
 
+def grouped_matmul(x_MX: jax.Array, kernel: jax.Array, rows_E: jax.Array) -> jax.Array:
+    """Rows of `x` times the weight of their expert: [M, X] and [E, X, ...] to [M, ...].
+
+    The first rows_E[0] rows are expert 0's, the next rows_E[1] expert 1's, and so on.
+    """
+    kernel_EXY = kernel.astype(x_MX.dtype).reshape(*kernel.shape[:2], -1)
+    return jax.lax.ragged_dot(x_MX, kernel_EXY, rows_E).reshape(-1, *kernel.shape[2:])
+
+
 def stack(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, repeats: int) -> nnx.Module:
     """`repeats` modules as one, each of whose weights has a first dim of the logical axis "layers"."""
     keys = jax.random.split(rngs.params(), repeats)
@@ -83,6 +96,33 @@ def initial(make: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Tree:
 def field(declarations: nnx.State, name: str) -> Tree:
     """A nested dict of one field of each declaration: `out_sharding` (the logical axes), `decays`, `fan_in`."""
     return nnx.to_pure_dict(jax.tree.map(lambda v: v.get_metadata()[name], declarations, is_leaf=_is_variable))
+
+
+def parts(declarations: nnx.State) -> Tree:
+    """A nested dict of the part of the state that each weight belongs to: `trainable`, or `stats` for statistics."""
+    part = {nnx.Param: "trainable", Statistic: "stats"}
+    return nnx.to_pure_dict(jax.tree.map(lambda v: part[type(v)], declarations, is_leaf=_is_variable))
+
+
+def select(tree: Tree, parts: Tree, part: str) -> Tree:
+    """The entries of a nested dict that belong to a part; what has none is left out."""
+    chosen = {}
+    for name, entry in tree.items():
+        if isinstance(entry, dict):
+            if below := select(entry, parts[name], part):
+                chosen[name] = below
+        elif parts[name] == part:
+            chosen[name] = entry
+    return chosen
+
+
+def join(*trees: Tree) -> Tree:
+    """One nested dict of several that have no entry in common: what `select` took apart."""
+    joined: Tree = {}
+    for tree in trees:
+        for name, entry in tree.items():
+            joined[name] = join(joined.get(name, {}), entry) if isinstance(entry, dict) else entry
+    return joined
 
 
 def shapes(declarations: nnx.State) -> Tree:

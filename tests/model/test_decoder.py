@@ -20,7 +20,7 @@ def run(plan, weights, tokens, segment_ids, positions, dropout_key=None):
     def apply(weights, tokens, segment_ids, positions):
         decoder = nnx.merge(plan.graphdef, weights)
         context = Context(positions, segment_ids, plan.layout, plan.kernel, packed=True, dropout_key=dropout_key)
-        hidden, _ = decoder(tokens, context, plan.execution)
+        hidden, _, _ = decoder(tokens, context, plan.execution)
         return hidden, decoder.logits(hidden, context)
 
     return apply(weights, tokens, segment_ids, positions)

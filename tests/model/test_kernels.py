@@ -1,6 +1,8 @@
 """Attention kernels against PyTorch's attention and each other."""
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,10 @@ from tiny import assert_close, load, make
 from torch.nn.functional import scaled_dot_product_attention
 
 from src.errors import UserError
+from src.model import kernels
 from src.model.context import Context
-from src.model.kernels import choose_kernel, dot_product, splash
-from src.model.spec import model_spec
+from src.model.kernels import attend, choose_kernel, dot_product, splash
+from src.model.spec import AttentionSpec, model_spec
 
 ROWS, LENGTH = 4, 256
 CUBE = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
@@ -42,13 +45,18 @@ def context_of(plan, cuts, length=LENGTH, packed=True):
     )
 
 
-def output_and_gradients(kernel, q, k, v, direction, context):
+def spec_of(q, k, **facts):
+    return AttentionSpec(q.shape[2], k.shape[2], q.shape[3], 1 / math.sqrt(q.shape[3]), rope=None, **facts)
+
+
+def output_and_gradients(kernel, q, k, v, direction, context, sinks=None, **facts):
     @jax.jit
-    def run(q, k, v):
-        out, pull_back = jax.vjp(lambda q, k, v: kernel(q, k, v, context), q, k, v)
+    def run(q, k, v, sinks):
+        spec = spec_of(q, k, **facts)
+        out, pull_back = jax.vjp(lambda q, k, v, sinks: kernel(q, k, v, spec, sinks, context), q, k, v, sinks)
         return out, pull_back(direction)
 
-    return run(q, k, v)
+    return run(q, k, v, sinks)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -56,7 +64,7 @@ def test_dot_product_is_causal_attention_within_each_segment(kv_heads):
     plan = make()[1]
     q, k, v, _ = inputs(kv_heads=kv_heads, length=12)
     context = context_of(plan, cuts=(3, 7), length=12)
-    out = np.asarray(jax.jit(lambda q, k, v: dot_product(q, k, v, context))(q, k, v))
+    out = np.asarray(jax.jit(lambda q, k, v: dot_product(q, k, v, spec_of(q, k), None, context))(q, k, v))
     for row in range(ROWS):
         for start, end in ((0, 3 + row), (3 + row, 7 + row)):
             alone = [torch.tensor(np.asarray(x[row, start:end])).transpose(0, 1) for x in (q, k, v)]
@@ -79,6 +87,27 @@ def test_splash_equals_dot_product(kv_heads, overrides):
     arrays, context = inputs(kv_heads=kv_heads), context_of(plan, cuts=(70, 140, 250))
     computed = output_and_gradients(functools.partial(splash, interpret=True), *arrays, context)
     assert_close(computed, output_and_gradients(dot_product, *arrays, context), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "facts", [{"window": 50}, {"soft_cap": 3.0}, {"sinks": np.float32([1.0, -2.0, 0.5, 6.0])}, {"chunk": 40}]
+)
+def test_splash_equals_dot_product_in_what_a_layer_sees(facts):
+    plan = make()[1]
+    arrays, context = inputs(), context_of(plan, cuts=(70, 140, 250))
+
+    def attend_by(kernel):
+        def run(q, k, v, spec, sinks, context):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kernels, "dot_product", kernel)
+                return attend(q, k, v, spec, sinks, dataclasses.replace(context, kernel="dot_product"))
+
+        return run
+
+    computed = output_and_gradients(attend_by(functools.partial(splash, interpret=True)), *arrays, context, **facts)
+    expected = output_and_gradients(attend_by(dot_product), *arrays, context, **facts)
+    assert_close(computed, expected, 1e-5)
+    assert not np.allclose(expected[0], output_and_gradients(dot_product, *arrays, context)[0], atol=1e-2)
 
 
 BFLOAT16 = {"dtype": "bfloat16"}

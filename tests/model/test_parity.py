@@ -66,5 +66,5 @@ def our_logits(plan, weights, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     context = Context(positions, jnp.ones_like(positions), plan.layout, plan.kernel, packed=True)
     decoder = nnx.merge(plan.graphdef, weights)
-    hidden, _ = decoder(jnp.asarray(tokens), context, plan.execution)
+    hidden, _, _ = decoder(jnp.asarray(tokens), context, plan.execution)
     return decoder.logits(hidden, context)

@@ -45,7 +45,7 @@ def residuals(capsys, **overrides):
     """What the backward pass of the model is handed, a line an array: its type, and where it comes from."""
     _, plan = make(**PATTERN, **overrides)
     batch = packed_rows(0, rows=3)
-    print_saved_residuals(lambda weights: loss_sums(weights, batch, plan, None)[0], plan.shapes)
+    print_saved_residuals(lambda weights: loss_sums(plan.decoder(weights), batch, plan, None)[0], plan.shapes)
     return capsys.readouterr().out.splitlines()
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -114,6 +115,6 @@ def test_the_facts_of_a_segment_replace_the_models_in_its_layers_alone():
     assert first.feed_forward.mlp_dim == 48
     assert first.norm.kind == "layer"
     assert second == dataclasses.replace(
-        LAYER, attention=dataclasses.replace(LAYER.attention, head_dim=6, rope_max_timescale=None)
+        LAYER, attention=dataclasses.replace(LAYER.attention, head_dim=6, scale=1 / math.sqrt(6), rope=None)
     )
     assert rest == [first, second, first, second, LAYER]

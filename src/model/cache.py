@@ -1,0 +1,58 @@
+"""What attention remembers of a text while it is generated: one dict of arrays a layer, [B, S, ...] each.
+
+A layer that sees a window or a block of positions remembers no more than that: position p stands in slot p mod S, so
+a cache of S slots is a ring that holds the last S positions.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from src.model.context import Context
+from src.model.spec import AttentionSpec, LayerSpec, ModelSpec
+
+Cache = dict[str, jax.Array]
+
+
+def slots(spec: AttentionSpec, length: int) -> int:
+    """S of a layer's cache for texts of up to `length` tokens."""
+    return min(length, spec.window or spec.chunk or length)
+
+
+def empty(layer: LayerSpec, model: ModelSpec, rows: int, length: int) -> Cache:
+    """A layer's cache for `rows` texts of up to `length` tokens."""
+    spec = layer.attention
+    S = slots(spec, length)
+    if spec.latent:
+        shapes = {"latent": (rows, S, 1, spec.latent.kv_rank + spec.latent.rope_dim)}
+    else:
+        shapes = dict.fromkeys(("key", "value"), (rows, S, spec.num_kv_heads, spec.head_dim))
+    return {name: jnp.zeros(shape, model.dtype) for name, shape in shapes.items()}
+
+
+def update(cache: Cache, new: Cache, context: Context) -> Cache:
+    """The cache with the arrays [B, T, ...] of these positions in it.
+
+    Where `context.decoding`, T is 1 and the position of each row's token says which slot it takes. Else rows are
+    prompts from position 0, padded on the right, and take the place of whatever the cache held.
+    """
+    S = next(iter(cache.values())).shape[1]
+    if context.decoding:
+        slot_B = context.positions_BT[:, 0] % S
+
+        def write(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))(old, new, slot_B, 0)
+    else:
+        last_B1 = jnp.sum(context.segment_ids_BT > 0, axis=1, keepdims=True) - 1
+        position_BS = last_B1 - (last_B1 - jnp.arange(S)) % S  # the newest of the slot's; negative: none yet
+
+        def write(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(new, jnp.maximum(position_BS, 0)[:, :, None, None], axis=1)
+
+    return {name: write(cache[name], new[name].astype(cache[name].dtype)) for name in cache}
+
+
+def visible_BTS(spec: AttentionSpec, positions_BT: jax.Array, S: int) -> jax.Array:
+    """Which of a cache's slots the newest token of each row sees; its own is among them. T is 1."""
+    key_BTS = positions_BT[:, :, None] - (positions_BT[:, :, None] - jnp.arange(S)) % S
+    first_BTS = (positions_BT - positions_BT % spec.chunk if spec.chunk else jnp.zeros_like(positions_BT))[:, :, None]
+    return key_BTS >= first_BTS

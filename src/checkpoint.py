@@ -5,6 +5,7 @@ of the caller's own values and of each array's shape, dtype and digest. Orbax re
 noticing, so nothing is handed out here before its digest was compared; docs/checkpoints.md says what is told apart.
 """
 
+import functools
 import json
 import logging
 import zlib
@@ -139,6 +140,33 @@ def restore_step(
     Raises:
         UserError: there is no checkpoint, none is good, or the arrays of these parts differ in name or shape.
     """
+    folder, steps = _find_steps(path)
+    step, state, meta, problems = _restore_newest(folder, steps, {part: abstract_state[part] for part in parts})
+    messages = [f"checkpoint {damaged} of {folder} is passed over: {problem}." for damaged, problem in problems.items()]
+    return state, meta, [*messages, f"restored {', '.join(parts)} from checkpoint {step} of {folder}."]
+
+
+def saved_arrays(path: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of any run's newest checkpoint by dotted name, on one device; `path` is `restore_step`'s.
+
+    Raises:
+        UserError: there is no checkpoint that can be read.
+    """
+    folder, steps = _find_steps(path)
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    for step in steps:
+        try:
+            _, saved = _on_all_processes(functools.partial(_read_meta, folder / str(step)))
+        except _DamagedError:
+            continue
+        return {
+            name: jax.ShapeDtypeStruct(entry["shape"], entry["dtype"], sharding=device) for name, entry in saved.items()
+        }
+    raise UserError(f"no checkpoint in {folder} can be read. Give another path.")
+
+
+def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
+    """The folder of checkpoints that `path` means, and the steps there, newest first."""
     path = _absolute(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = _steps(folder)
@@ -148,9 +176,7 @@ def restore_step(
         raise UserError(
             f"no checkpoint at {path}: expected a run's folder, its checkpoints/ folder, or one step's folder in that"
         )
-    step, state, meta, problems = _restore_newest(folder, steps, {part: abstract_state[part] for part in parts})
-    messages = [f"checkpoint {damaged} of {folder} is passed over: {problem}." for damaged, problem in problems.items()]
-    return state, meta, [*messages, f"restored {', '.join(parts)} from checkpoint {step} of {folder}."]
+    return folder, steps
 
 
 class _DamagedError(Exception):

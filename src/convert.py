@@ -1,0 +1,200 @@
+"""Hugging Face model folders to checkpoints and back.
+
+    python -m src.convert from-hf HF_DIR OUT_DIR
+    python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16]
+
+`from-hf` writes OUT_DIR/model.yml, OUT_DIR/checkpoint and the tokenizer's files; weights keep the dtypes they have in
+the folder. `to-hf` takes such an OUT_DIR, a run's folder or one of its checkpoints, and writes a folder that
+transformers loads, in the checkpoint's dtypes or in the one given.
+"""
+
+import functools
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from src.checkpoint import WEIGHTS, Checkpointer, restore_step, saved_arrays
+from src.config import from_yaml
+from src.config_yaml import base
+from src.errors import UserError, run_command
+from src.hf.facts import folder_facts, folder_family, model_yaml
+from src.hf.folder import HfFolder, open_folder
+from src.hf.load import load_weights, match_tensors, weight_leaves
+from src.hf.save import save_folder
+from src.model import weights
+from src.model.decoder import Decoder
+from src.model.spec import model_spec
+
+USAGE = """python -m src.convert from-hf HF_DIR OUT_DIR
+python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16]"""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# A folder's files that stay as they are beside the weights, whatever those are converted to.
+# fmt: off
+COMPANIONS = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+)
+# fmt: on
+
+# A copy of the config.json that a model.yml comes from, and its entries that no key of base.yml gives.
+ORIGINAL = "hf_config.json"
+ENTRIES = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the command line `argv`.
+
+    Raises:
+        UserError: it is neither command, or what that raises.
+    """
+    # Weights are read, moved and written: no accelerator need hold them.
+    jax.config.update("jax_platforms", "cpu")
+    match list(argv):
+        case [] | ["--help" | "-h", *_]:
+            print(USAGE)
+        case ["from-hf", hf_dir, out_dir]:
+            from_hf(Path(hf_dir).expanduser(), Path(out_dir).expanduser())
+        case ["to-hf", source, out_dir]:
+            to_hf(Path(source).expanduser(), Path(out_dir).expanduser())
+        case ["to-hf", source, out_dir, option] if option.startswith("dtype="):
+            to_hf(Path(source).expanduser(), Path(out_dir).expanduser(), option.removeprefix("dtype="))
+        case _:
+            raise UserError(f"expected one of\n{USAGE}\ngot: {' '.join(argv)}")
+
+
+def from_hf(hf_dir: Path, out_dir: Path) -> None:
+    """Writes model.yml, checkpoint/ and the tokenizer's files of a Hugging Face folder.
+
+    Raises:
+        UserError: the folder is not that of a model that is supported, or `out_dir` has something in it.
+    """
+    folder = open_folder(hf_dir)
+    keys = folder_facts(folder)
+    _make_empty(out_dir)
+    family = folder_family(folder)
+    comment = f"# {family.architecture}, from {hf_dir.name}: what differs from base.yml.\n"
+    (out_dir / "model.yml").write_text(comment + model_yaml(keys), encoding="utf-8")
+    (out_dir / ORIGINAL).write_text(json.dumps(folder.config, indent=2) + "\n", encoding="utf-8")
+    _copy_companions(hf_dir, out_dir)
+
+    notes: list[str] = []
+    config = {**base().defaults, **keys}
+    parts = load_weights(hf_dir, _as_stored(folder, config), notes)
+    checkpointer = Checkpointer(out_dir / "checkpoint", max_to_keep=-1, async_save=False)
+    checkpointer.save(0, parts, {"vocab_size": config["vocab_size"], "tokenizer": None})
+    checkpointer.close()
+    for note in notes:
+        print(note)
+    count = sum(leaf.size for leaf in jax.tree.leaves(parts))
+    print(f"{count:,} weights: model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint", flush=True)
+
+
+def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
+    """Writes a checkpoint as a Hugging Face folder.
+
+    Args:
+        source: what `from_hf` wrote, or a run's folder or one of its checkpoints.
+        out_dir: a folder that is new or empty.
+        dtype: of the tensors; empty: that of each weight in the checkpoint.
+
+    Raises:
+        UserError: there is no checkpoint, no family has its model, or `out_dir` has something in it.
+    """
+    if dtype and dtype not in DTYPES:
+        raise UserError(f"dtype={dtype} is none of {', '.join(DTYPES)}")
+    config, checkpoint, model_folder = _find(source)
+    saved = {name: leaf for name, leaf in saved_arrays(checkpoint).items() if name.split(".")[0] in WEIGHTS}
+    abstract = {part: {} for part in WEIGHTS}
+    for name, leaf in saved.items():
+        _insert(abstract, [int(word) if word.isdecimal() else word for word in name.split(".")], leaf)
+    parts, _, messages = restore_step(checkpoint, abstract)
+    for message in messages:
+        print(message)
+    _make_empty(out_dir)
+    entries = _original_entries(model_folder)
+    arrays = {weight: np.asarray(leaf) for weight, leaf in weight_leaves(parts).items()}
+    save_folder(
+        out_dir,
+        config,
+        arrays,
+        jnp.dtype(dtype) if dtype else None,
+        entries,
+    )
+    _copy_companions(model_folder, out_dir)
+    print(f"wrote {out_dir}", flush=True)
+
+
+def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a model's state, on one device, in the dtypes that the folder's tensors have."""
+    _, declarations = weights.abstract(functools.partial(Decoder, model_spec(config)))
+    shapes, part_of = weights.shapes(declarations), weights.parts(declarations)
+    parts = {part: weights.select(shapes, part_of, part) for part in WEIGHTS}
+    leaves = weight_leaves(parts)
+    pieces, tensors = match_tensors(folder, {weight: leaf.shape for weight, leaf in leaves.items()}, [])
+    stored: dict[Any, Any] = {}
+    for piece in pieces:
+        dtype = tensors[piece.file].dtype
+        stored[piece.weight] = jnp.promote_types(stored.get(piece.weight, dtype), dtype)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.unflatten(
+        jax.tree.structure(parts),
+        [jax.ShapeDtypeStruct(leaf.shape, stored[weight], sharding=device) for weight, leaf in leaves.items()],
+    )
+
+
+def _find(source: Path) -> tuple[dict[str, Any], Path, Path]:
+    """(every key of base.yml, the checkpoint's or checkpoints' folder, the folder of the model file) of `source`."""
+    if (source / "model.yml").is_file():
+        keys = from_yaml((source / "model.yml").read_text(encoding="utf-8"))
+        return {**base().defaults, **keys}, source / "checkpoint", source
+    for run in (source, source.parent, source.parent.parent):
+        if (run / "config.yml").is_file():
+            config = {**base().defaults, **from_yaml((run / "config.yml").read_text(encoding="utf-8"))}
+            model = Path(config["model_name"])
+            return config, source, model if model.is_dir() else model.parent
+    raise UserError(
+        f"there is no model.yml in {source}, and no config.yml in it or above it: expected what from-hf wrote, or a "
+        "run's folder or one of its checkpoints"
+    )
+
+
+def _original_entries(model_folder: Path) -> dict[str, Any]:
+    """`ENTRIES`, as far as the config.json has them that the model file comes from."""
+    for name in (ORIGINAL, "config.json"):
+        if (model_folder / name).is_file():
+            entries = json.loads((model_folder / name).read_text(encoding="utf-8"))
+            entries = {**entries, **entries.get("text_config", {})}
+            return {name: entries[name] for name in ENTRIES if name in entries}
+    return {}
+
+
+def _insert(tree: dict[Any, Any], path: Sequence[Any], leaf: Any) -> None:
+    """Puts a leaf into nested dicts, at a path of keys."""
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = leaf
+
+
+def _make_empty(folder: Path) -> None:
+    """Makes the folder, or raises UserError where it has something in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder: name a new one")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,130 @@
+"""The models that Hugging Face folders describe, in keys of base.yml."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from src.config import scaled_sizes
+from src.config_yaml import base, dump
+from src.errors import UserError
+from src.hf.families import FAMILIES
+from src.hf.family import Family, Json, Keys
+from src.hf.folder import HfFolder, open_folder
+from src.model.spec import model_spec, segments
+
+
+def is_hf_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a Hugging Face model folder, whole or not, at `path`."""
+    folder = Path(path).expanduser()
+    return folder.is_dir() and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors")))
+
+
+def model_facts(path: str | os.PathLike[str]) -> Keys:
+    """The keys of base.yml that describe the model in a folder, those alone that differ from base.yml's.
+
+    Raises:
+        UserError: it is no model folder, or its model is of no family here, or uses what is not here.
+    """
+    return folder_facts(open_folder(path))
+
+
+def folder_facts(folder: HfFolder) -> Keys:
+    """As `model_facts`, of an opened folder."""
+    family = folder_family(folder)
+    keys = family.facts(text_config(folder))
+    if predicted := keys.get("mtp_num_layers"):
+        # transformers leaves the extra layers out of what it saves, but not out of config.json.
+        names = family.table_names(folder.tensors)
+        first = keys["base_num_decoder_layers"]
+        tensor = next(row.file for row in family.rows if row.weight == "mtp.projection")
+        keys["mtp_num_layers"] = sum(
+            tensor.replace("{layer}", str(first + index)) in names for index in range(predicted)
+        )
+    if "decoder_segments" in keys:
+        keys["decoder_segments"] = _compressed(keys)
+    return {key: value for key, value in keys.items() if value != base().defaults[key]}
+
+
+def folder_family(folder: HfFolder) -> Family:
+    """The family of a folder's text model.
+
+    Raises:
+        UserError: it is none of those here.
+    """
+    kind = text_config(folder).get("model_type")
+    for family in FAMILIES:
+        if family.model_type == kind:
+            return family
+    known = ", ".join(f"{family.architecture} ({family.model_type})" for family in FAMILIES)
+    raise UserError(f"{folder.path} holds a model of type {kind}, which is not supported; those that are: {known}")
+
+
+def describe(config: Mapping[str, Any]) -> tuple[Family, Json]:
+    """The first family that has the model of `config` (every key of base.yml), and the model's config.json.
+
+    A family has it if config.json, read again, describes the same model.
+
+    Raises:
+        UserError: no family does.
+    """
+    wanted, layers = model_spec(config), _layer_keys(config)
+    # What alters no logits is the run's own: it stands in no config.json.
+    own = {key: config[key] for key in config if key not in base().keys_in("Model:") or key == "dropout_rate"}
+    for family in FAMILIES:
+        hf = family.hf_config(layers)
+        try:
+            keys = family.facts(hf)
+        except UserError:
+            continue
+        if model_spec({**base().defaults, **keys, **own}) == wanted:
+            return family, hf
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise UserError(
+        f"no family of Hugging Face's has this model: its keys together describe none of {known}. "
+        "A run keeps to a family if only keys outside of base.yml's model groups differ from its model file."
+    )
+
+
+def _layer_keys(config: Mapping[str, Any]) -> list[Keys]:
+    """The keys of each layer, with `global_parameter_scale` in the sizes."""
+    layers = scaled_sizes(config)["num_decoder_layers"]
+    facts: list[Mapping[str, Any]] = []
+    for entry in config["decoder_segments"] or [{"pattern": [{}], "repeats": layers}]:
+        repeats = entry["repeats"]
+        if repeats == -1:
+            others = sum(e["repeats"] * len(e["pattern"]) for e in config["decoder_segments"] if e["repeats"] != -1)
+            repeats = (layers - others) // len(entry["pattern"])
+        facts += [*entry["pattern"]] * repeats
+    merged = [{**config, **own} for own in facts]
+    return [{**keys, **{f"base_{name}": size for name, size in scaled_sizes(keys).items()}} for keys in merged]
+
+
+def text_config(folder: HfFolder) -> Mapping[str, Any]:
+    """config.json's part about the text model: all of it, where the model has no other parts."""
+    return folder.config.get("text_config") or folder.config
+
+
+def model_yaml(keys: Mapping[str, Any]) -> str:
+    """The keys as lines of YAML, a line for each layer of a pattern."""
+    lines = []
+    for key, value in keys.items():
+        if key != "decoder_segments":
+            lines.append(f"{key}: {dump(value)}")
+            continue
+        lines.append("decoder_segments:")
+        for entry in value:
+            lines += [f"  - repeats: {entry['repeats']}", "    pattern:"]
+            lines += [f"      - {dump(facts)}" for facts in entry["pattern"]]
+    return "\n".join([*lines, ""])
+
+
+def _compressed(keys: Keys) -> list[dict[str, Any]]:
+    """The decoder_segments of `keys`, of one layer each, as repeated patterns."""
+    layers = [facts for entry in keys["decoder_segments"] for facts in entry["pattern"]]
+    result, first = [], 0
+    for segment in segments(model_spec({**base().defaults, **keys}).layers):
+        period = len(segment.pattern)
+        result.append({"repeats": segment.repeats, "pattern": layers[first : first + period]})
+        first += period * segment.repeats
+    return result

@@ -1,0 +1,68 @@
+"""What is known of a family of models."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from src.hf.table import Row
+
+Keys = dict[str, Any]  # of base.yml, with their values
+Json = dict[str, Any]  # config.json
+
+# What multi-modal folders have beside the text model, and how they prefix the text model's names.
+NOT_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|audio_tower)\.")
+TEXT_MODEL = re.compile(r"^(language_model\.model|model\.language_model)\.")
+TEXT_HEAD = re.compile(r"^language_model\.")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family: one small module of families/ each.
+
+    Attributes:
+        model_type: config.json's name for it.
+        architecture: the class that transformers loads it with.
+        facts: config.json to the keys of base.yml; layers that differ are `decoder_segments` of one layer each.
+        hf_config: every layer's keys (the model's own included, sizes scaled) to config.json. `facts` of that gives
+            other keys where the family has no such model.
+        rows: its table of tensors.
+        prefix: of all its tensors but the output projection's; a folder of a bare model has them without it.
+        skipped: patterns of names of tensors that hold no weights, or none that another does not hold too.
+        copied: rows of tensors that repeat a weight for each extra prediction layer; they are written, not read.
+    """
+
+    model_type: str
+    architecture: str
+    facts: Callable[[Mapping[str, Any]], Keys]
+    hf_config: Callable[[Sequence[Mapping[str, Any]]], Json]
+    rows: tuple[Row, ...]
+    prefix: str = "model."
+    skipped: tuple[str, ...] = ()
+    copied: tuple[Row, ...] = ()
+
+    @property
+    def output_file(self) -> str:
+        """The output projection's name."""
+        return next(row.file for row in self.rows if row.weight == "output")
+
+    def is_further_layer(self, name: str, layers: int) -> bool:
+        """Whether a tensor of this name belongs to an extra prediction layer, which follow the model's `layers`."""
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        return self.predicts_ahead and found is not None and int(found[1]) >= layers
+
+    @property
+    def predicts_ahead(self) -> bool:
+        """Whether the family's models may have extra prediction layers."""
+        return any(row.weight.startswith("mtp.") for row in self.rows)
+
+    def is_skipped(self, name: str) -> bool:
+        """Whether a tensor of this name holds no weights."""
+        return any(re.search(pattern, name) for pattern in self.skipped)
+
+    def table_names(self, names: Iterable[str]) -> dict[str, str]:
+        """The name that the table has for each tensor of a folder's text model -> its name in the files."""
+        text = {TEXT_HEAD.sub("", TEXT_MODEL.sub("model.", name)): name for name in names if not NOT_TEXT.match(name)}
+        if not any(name.startswith(self.prefix) for name in text):
+            text = {self.prefix + name: on_disk for name, on_disk in text.items()}
+        return text

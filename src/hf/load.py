@@ -1,0 +1,141 @@
+"""Weights out of a Hugging Face folder onto devices: each process reads the slices that its own devices hold."""
+
+import functools
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import track
+
+from src.config_yaml import base
+from src.errors import UserError
+from src.hf.facts import folder_facts, folder_family
+from src.hf.folder import HfFolder, Tensor, open_folder
+from src.hf.rearrange import Range
+from src.hf.table import Piece, WeightPath, lay_out
+
+T = TypeVar("T")
+
+
+def load_weights(
+    path: str | os.PathLike[str], abstract: Mapping[str, Any], notes: list[str] | None = None
+) -> dict[str, Any]:
+    """A folder's weights, as a model's state holds them.
+
+    They go to the devices tensor by tensor of the files, so host memory holds no more than one of those. Rows that pad
+    the vocabulary are zeros.
+
+    Args:
+        path: the folder.
+        abstract: the state's parts that hold weights, nested dicts of `jax.ShapeDtypeStruct`s with shardings.
+        notes: takes lines on what of the folder is left out.
+
+    Returns:
+        `abstract` with arrays for its leaves.
+
+    Raises:
+        UserError: the folder cannot be read (folder.py), or its tensors are not those of the model.
+    """
+    leaves = weight_leaves(abstract)
+    pieces, tensors = match_tensors(
+        open_folder(path), {weight: leaf.shape for weight, leaf in leaves.items()}, [] if notes is None else notes
+    )
+    filling: dict[WeightPath, _Filling] = {}
+    for piece in progress(pieces, f"reading {path}"):
+        if piece.weight not in filling:
+            filling[piece.weight] = _Filling(leaves[piece.weight])
+        filling[piece.weight].put(piece, tensors[piece.file])
+    return jax.tree.unflatten(jax.tree.structure(dict(abstract)), [filling[weight].array() for weight in leaves])
+
+
+def weight_leaves(parts: Mapping[str, Any]) -> dict[WeightPath, Any]:
+    """The leaves of a state's parts by their path within their part."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(dict(parts))
+    return {tuple(key.key for key in path[1:]): leaf for path, leaf in leaves}
+
+
+def match_tensors(
+    folder: HfFolder, shapes: Mapping[WeightPath, tuple[int, ...]], notes: list[str]
+) -> tuple[list[Piece], dict[str, Tensor]]:
+    """What of the folder lies where in the weights: the pieces, weight by weight, and the tensors by their table names.
+
+    Raises:
+        UserError: a tensor is missing, unknown or of another shape; all such are named.
+    """
+    family, facts = folder_family(folder), {**base().defaults, **folder_facts(folder)}
+    pieces = lay_out(family.rows, shapes, facts["vocab_size"], str(folder.path))
+    on_disk = family.table_names(folder.tensors)
+    expected = {piece.file: piece.file_shape for piece in pieces}
+    unknown = [name for name in on_disk if name not in expected and not family.is_skipped(name)]
+    if facts["logits_via_embedding"]:  # Some folders hold the tied output projection a second time.
+        unknown = [name for name in unknown if name != family.output_file]
+    further = [name for name in unknown if family.is_further_layer(name, facts["base_num_decoder_layers"])]
+    problems = [
+        *(f"{name} is missing" for name in expected if name not in on_disk),
+        *(f"{on_disk[name]} is unknown" for name in unknown if name not in further),
+        *(
+            f"{on_disk[name]} has the shape {list(folder.tensors[on_disk[name]].shape)}, not {list(shape)}"
+            for name, shape in expected.items()
+            if name in on_disk and folder.tensors[on_disk[name]].shape != shape
+        ),
+    ]
+    if problems:
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise UserError(
+            f"the tensors of {folder.path} are not those of this model:\n  " + "\n  ".join(problems[:20]) + more
+        )
+    if other := len(folder.tensors) - len(on_disk):
+        notes.append(f"{folder.path}: {other} tensors of the vision or audio model are left out")
+    if further:
+        notes.append(f"{folder.path}: the {len(further)} tensors of extra prediction layers are left out")
+    return pieces, {name: folder.tensors[on_disk[name]] for name in expected}
+
+
+class _Filling:
+    """One weight that is being read: a buffer on each device of this process, zeros at first."""
+
+    def __init__(self, leaf: jax.ShapeDtypeStruct) -> None:
+        self._leaf = leaf
+        self._buffers: dict[jax.Device, jax.Array] = {}
+        self._holders: dict[tuple[Range, ...], list[jax.Device]] = {}  # the devices that hold each region
+        for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+            region = tuple(at.indices(size)[:2] for at, size in zip(index, leaf.shape, strict=True))
+            self._holders.setdefault(region, []).append(device)
+            shape = [stop - start for start, stop in region]
+            self._buffers[device] = jnp.zeros(shape, leaf.dtype, device=device)
+
+    def put(self, piece: Piece, tensor: Tensor) -> None:
+        """Reads what the devices hold of `piece`, once for all that hold the same."""
+        for region, devices in self._holders.items():
+            shared = [
+                (max(start, first), min(stop, last))
+                for (start, stop), (first, last) in zip(region, piece.region(), strict=True)
+            ]
+            if any(start >= stop for start, stop in shared):
+                continue
+            block = piece.read(tensor, shared)
+            at = [start - first for (start, _), (first, _) in zip(shared, region, strict=True)]
+            for device in devices:
+                self._buffers[device] = _update(self._buffers[device], jax.device_put(block, device), at)
+        # Else blocks would pile up in host memory, waiting for their transfer.
+        jax.block_until_ready(self._buffers)
+
+    def array(self) -> jax.Array:
+        """The whole weight."""
+        return jax.make_array_from_single_device_arrays(
+            self._leaf.shape, self._leaf.sharding, list(self._buffers.values())
+        )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _update(buffer: jax.Array, block: jax.Array, at: Sequence[int]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(buffer, block.astype(buffer.dtype), at)
+
+
+def progress(items: Sequence[T], what: str) -> Iterable[T]:
+    """The items, with a bar on process 0's terminal that tells how many are done."""
+    silent = jax.process_index() != 0 or not Console(stderr=True).is_terminal
+    return track(items, what, console=Console(stderr=True), disable=silent)

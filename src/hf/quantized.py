@@ -1,0 +1,105 @@
+"""Weights that are stored in 4 or 8 bits with scales, read as bfloat16."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from src.errors import UserError
+
+if TYPE_CHECKING:
+    from src.hf.folder import Index, Tensor
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+# The sixteen values of a 4-bit float with two exponent bits and one of mantissa (OCP Microscaling Formats 1.0, 5.3.3).
+FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+MX_BLOCK = 32  # elements that share a scale
+MX_BIAS = 127  # of a scale, which is an exponent of two
+
+
+@dataclass(frozen=True)
+class BlockScaledTensor:
+    """DeepSeek V3's float8: a matrix of which each block of rows and columns has a float32 factor (its report, 3.3)."""
+
+    values: "Tensor"  # [rows, columns]
+    scales: "Tensor"  # [rows / block, columns / block], rounded up
+    block: tuple[int, int]
+    dtype: np.dtype = BFLOAT16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the values."""
+        return self.values.shape
+
+    def read(self, index: "Index") -> np.ndarray:
+        """A copy of the part at `index`, dequantised."""
+        factors = self.scales.read(
+            tuple(slice(at.start // n, -(-at.stop // n)) for at, n in zip(index, self.block, strict=True))
+        )
+        for dim, (at, n) in enumerate(zip(index, self.block, strict=True)):
+            first = at.start // n * n  # the element that the first factor read is of
+            factors = np.repeat(factors, n, axis=dim)
+            factors = factors.take(range(at.start - first, at.stop - first), axis=dim)
+        return (self.values.read(index).astype(np.float32) * factors).astype(self.dtype)
+
+
+@dataclass(frozen=True)
+class Mxfp4Tensor:
+    """gpt-oss's experts: 4-bit floats in blocks of 32 along the dim that is summed over, which here comes before the
+    last one, although it is stored last.
+    """
+
+    blocks: "Tensor"  # uint8 [E, F, D / 32, 16]; a byte's low half is the earlier element
+    scales: "Tensor"  # uint8 [E, F, D / 32]
+    dtype: np.dtype = BFLOAT16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[E, D, F]."""
+        E, F, blocks, _ = self.blocks.shape
+        return (E, blocks * MX_BLOCK, F)
+
+    def read(self, index: "Index") -> np.ndarray:
+        """A copy of the part at `index`, dequantised."""
+        at_E, at_D, at_F = index
+        in_blocks = slice(at_D.start // MX_BLOCK, -(-at_D.stop // MX_BLOCK))
+        bytes_EFGP = self.blocks.read((at_E, at_F, in_blocks, slice(0, MX_BLOCK // 2)))
+        exponents_EFG = self.scales.read((at_E, at_F, in_blocks)).astype(np.int32) - MX_BIAS
+        mantissas = FLOAT4[np.stack([bytes_EFGP & 15, bytes_EFGP >> 4], axis=-1)]
+        values = np.ldexp(mantissas, exponents_EFG[..., None, None]).astype(self.dtype)
+        values_EFD = values.reshape(*values.shape[:2], -1)
+        first = in_blocks.start * MX_BLOCK
+        return values_EFD[:, :, at_D.start - first : at_D.stop - first].swapaxes(1, 2)
+
+
+def dequantized(stored: Mapping[str, "Tensor"], quantization: Mapping[str, Any], path: Path) -> dict[str, "Tensor"]:
+    """`stored`, with one tensor in place of each pair of quantised values and their scales.
+
+    Args:
+        stored: the files' tensors by name.
+        quantization: config.json's `quantization_config`; empty: nothing is quantised.
+        path: of the folder, for messages.
+
+    Raises:
+        UserError: they are quantised in another format than DeepSeek V3's or gpt-oss's.
+    """
+    tensors = dict(stored)
+    match quantization:
+        case {"quant_method": "fp8", "weight_block_size": [rows, columns]}:
+            for name in [name for name in stored if name.endswith("_scale_inv")]:
+                weight = name.removesuffix("_scale_inv")
+                tensors[weight] = BlockScaledTensor(stored[weight], tensors.pop(name), (rows, columns))
+        case {"quant_method": "mxfp4"}:
+            for name in [name for name in stored if name.endswith("_blocks")]:
+                weight = name.removesuffix("_blocks")
+                tensors[weight] = Mxfp4Tensor(tensors.pop(name), tensors.pop(f"{weight}_scales"))
+        case {"quant_method": method}:
+            raise UserError(
+                f"the weights in {path} are quantised as {method}, which is not read: expected none, fp8 with "
+                "weight_block_size (DeepSeek V3), or mxfp4 (gpt-oss). Give a folder that was dequantised."
+            )
+    return tensors

@@ -1,0 +1,102 @@
+"""A model's weights into a Hugging Face folder, which transformers loads."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from src.hf.facts import describe
+from src.hf.folder import DTYPES, INDEX, SINGLE
+from src.hf.load import progress
+from src.hf.table import Piece, WeightPath, copies, lay_out
+
+SHARD_BYTES = 5_000_000_000
+
+Weights = Mapping[WeightPath, np.ndarray]
+
+
+def save_folder(
+    path: Path,
+    config: Mapping[str, Any],
+    weights: Weights,
+    dtype: np.dtype | None = None,
+    entries: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes config.json and the safetensors files; one tensor beside `weights` is in memory at a time.
+
+    Args:
+        path: of the folder, which exists.
+        config: every key of base.yml.
+        weights: all of the model's.
+        dtype: of the tensors; None: their weights' own.
+        entries: of config.json that no key gives, such as the ids of special tokens.
+        shard_bytes: that a file of tensors may have.
+
+    Raises:
+        UserError: no family has such a model, or such weights.
+    """
+    family, hf = describe(config)
+    shapes = {weight: array.shape for weight, array in weights.items()}
+    by_file: dict[str, list[Piece]] = {}
+    for piece in [
+        *lay_out(family.rows, shapes, config["vocab_size"], family.architecture),
+        *copies(family.copied, shapes, config["vocab_size"]),
+    ]:
+        by_file.setdefault(piece.file, []).append(piece)
+    dtypes = {name: dtype or weights[pieces[0].weight].dtype for name, pieces in by_file.items()}
+    sizes = {name: math.prod(pieces[0].file_shape) * dtypes[name].itemsize for name, pieces in by_file.items()}
+    largest = max(sizes, key=lambda name: sizes[name])
+    hf = {"architectures": [family.architecture], "model_type": family.model_type, **hf, **(entries or {})}
+    _write_json(path / "config.json", {**hf, "torch_dtype": dtypes[largest].name})
+
+    shards = _shards(sizes, shard_bytes)
+    count = len(shards)
+    files = (
+        [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)] if count > 1 else [SINGLE]
+    )
+    file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    if count > 1:
+        _write_json(path / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of})
+    for file, shard in zip(files, shards, strict=True):
+        with open(path / file, "wb") as opened:
+            _write_header(opened, {name: (dtypes[name], by_file[name][0].file_shape) for name in shard})
+            for name in progress(shard, f"writing {file}"):
+                tensor = np.empty(by_file[name][0].file_shape, weights[by_file[name][0].weight].dtype)
+                for piece in by_file[name]:
+                    piece.write(weights[piece.weight], tensor)
+                opened.write(tensor.astype(dtypes[name], copy=False).reshape(-1).view(np.uint8))
+
+
+def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+    """The tensors' names, file by file; a tensor that is too large has a file of its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name in sorted(sizes):
+        if shards[-1] and filled + sizes[name] > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += sizes[name]
+    return shards
+
+
+def _write_header(file: BinaryIO, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
+    """What a safetensors file begins with (folder.py)."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    offset = 0
+    for name, (dtype, shape) in tensors.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

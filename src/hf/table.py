@@ -1,0 +1,173 @@
+"""A family's table of tensors, laid out over a model: which tensor of the files lies where in which weight.
+
+A row of a table is (weight, file, dims):
+
+    ("layer.feed_forward.wi", "model.layers.{layer}.mlp.experts.{E}.{A:gate_proj,up_proj}.weight", "F D -> E D A F")
+
+`weight` is a dotted path in the model's nested dict, where "layer." stands for any layer and "mtp." for any extra
+prediction layer. `file` is a tensor's name; `{layer}` in it is the layer's number, `{E}` the index along the weight's
+dim E, `{A:a,b}` the name for each index along A. `dims` is a pattern of rearrange.py. A row is for weights of its
+number of dims; a weight that is stacked over layers has one more in front.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from src.errors import UserError
+from src.hf.folder import Tensor
+from src.hf.rearrange import Range, Rearrangement, parse
+
+WeightPath = tuple[str | int, ...]  # in the model's nested dict, without its part of the state
+
+
+Shapes = Mapping[WeightPath, tuple[int, ...]]
+
+
+class Row(NamedTuple):
+    """A row of a family's table, as above."""
+
+    weight: str
+    file: str
+    dims: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a weight that is one tensor of the files, or a part of one."""
+
+    weight: WeightPath
+    file: str  # the tensor's name
+    rearrangement: Rearrangement
+    sizes: Mapping[str, int]  # of each letter
+    stacked_at: tuple[int, ...]  # the index along the dim of stacked layers; empty where there is none
+    gathered_at: Mapping[str, int]  # the index along each dim that is spread over several tensors
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.rearrangement.file_shape(self.sizes)
+
+    def region(self) -> tuple[Range, ...]:
+        """What it covers of the weight, dim by dim."""
+        own = [(at, at + 1) for at in self.stacked_at]
+        for letter in self.rearrangement.dims:
+            at = self.gathered_at.get(letter)
+            own.append((0, self.sizes[letter]) if at is None else (at, at + 1))
+        return tuple(own)
+
+    def read(self, tensor: Tensor, region: Sequence[Range]) -> np.ndarray:
+        """The values of a region of the weight, which is within the piece's own."""
+        letters = region[len(self.stacked_at) :]
+        block = self.rearrangement.read(tensor, self.sizes, dict(zip(self.rearrangement.dims, letters, strict=True)))
+        return block.reshape([stop - start for start, stop in region])
+
+    def write(self, weight: np.ndarray, tensor: np.ndarray) -> None:
+        """Puts into the file's `tensor` what it holds of the whole `weight`."""
+        part = weight[tuple(slice(*span) for span in self.region())]
+        self.rearrangement.write(part.reshape(part.shape[len(self.stacked_at) :]), tensor, self.sizes)
+
+
+def lay_out(rows: Sequence[Row], shapes: Shapes, vocab_size: int, family: str) -> list[Piece]:
+    """All pieces of a model's weights, weight by weight.
+
+    Args:
+        rows: the family's table.
+        shapes: of each weight.
+        vocab_size: the vocabulary in the files, where the model's is padded.
+        family: its name, for messages.
+
+    Raises:
+        UserError: the model has weights that are in no row.
+    """
+    layers = _layer_numbers(shapes)
+    pieces, homeless = [], []
+    for weight, shape in shapes.items():
+        name, numbers = _place(weight, shape, layers)
+        stacked = weight[0] == "segments"
+        row = _matching(rows, name, shape[stacked:])
+        if row is None:
+            homeless.append(f"{'.'.join(map(str, weight))} {list(shape)}")
+            continue
+        rearrangement = parse(row.dims)
+        sizes = dict(zip(rearrangement.dims, shape[stacked:], strict=True)) | {"V": vocab_size}
+        for at, number in enumerate(numbers):
+            for file, gathered_at in _files(row.file.replace("{layer}", str(number)), sizes):
+                stacked_at = (at,) if stacked else ()
+                pieces.append(Piece(weight, file, rearrangement, sizes, stacked_at, gathered_at))
+    if homeless:
+        raise UserError(
+            f"{family}'s files have no tensor for {', '.join(homeless[:20])}: the model is described otherwise than "
+            "its config.json does, or by another family's facts"
+        )
+    return pieces
+
+
+def copies(rows: Sequence[Row], shapes: Shapes, vocab_size: int) -> list[Piece]:
+    """The pieces of tensors that repeat a weight for each extra prediction layer."""
+    pieces = []
+    for (kind, _), positions in _layer_numbers(shapes).items():
+        for row in rows if kind == "mtp" else ():
+            weight, rearrangement = (row.weight,), parse(row.dims)
+            sizes = dict(zip(rearrangement.dims, shapes[weight], strict=True)) | {"V": vocab_size}
+            file = row.file.replace("{layer}", str(positions[0][0]))
+            pieces.append(Piece(weight, file, rearrangement, sizes, (), {}))
+    return pieces
+
+
+def _layer_numbers(shapes: Shapes) -> dict[tuple[str, int], list[list[int]]]:
+    """For each ("segments", i) and ("mtp", i), the numbers of the layers at each position of its pattern."""
+    repeats: dict[int, int] = {}
+    periods: dict[int, int] = {}
+    for weight, shape in shapes.items():
+        if weight[0] == "segments":
+            repeats[weight[1]] = shape[0]
+            periods[weight[1]] = max(periods.get(weight[1], 0), weight[2] + 1)
+    numbers, first = {}, 0
+    for segment in sorted(repeats):
+        period, last = periods[segment], first + periods[segment] * repeats[segment]
+        numbers["segments", segment] = [list(range(first + position, last, period)) for position in range(period)]
+        first = last
+    for index in {weight[1] for weight in shapes if weight[0] == "mtp"}:
+        numbers["mtp", index] = [[first + index]]
+    return numbers
+
+
+def _place(weight: WeightPath, shape: tuple[int, ...], layers: Mapping[Any, list[list[int]]]) -> tuple[str, list[int]]:
+    """The weight's name in a table, and the numbers of the layers that it is stacked over."""
+    match weight:
+        case ("segments", segment, position, *rest):
+            return ".".join(["layer", *rest]), layers["segments", segment][position]
+        case ("mtp", index, "block", *rest):
+            return ".".join(["layer", *rest]), layers["mtp", index][0]
+        case ("mtp", index, *rest):
+            return ".".join(["mtp", *rest]), layers["mtp", index][0]
+    return ".".join(map(str, weight)), [0]
+
+
+def _matching(rows: Sequence[Row], name: str, shape: Sequence[int]) -> Row | None:
+    """The row of a weight of this name, number of dims and, for a dim with names, that size."""
+    for row in rows:
+        dims = row.dims.partition(" -> ")[2].split()
+        if row.weight == name and len(dims) == len(shape):
+            named = dict(re.findall(r"\{(\w):([^}]*)\}", row.file))
+            sizes = dict(zip(dims, shape, strict=True))
+            if all(len(names.split(",")) == sizes[letter] for letter, names in named.items()):
+                return row
+    return None
+
+
+def _files(template: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
+    """Each tensor's name that the template stands for, with its index along each letter in the template."""
+    found = re.search(r"\{(\w)(?::([^}]*))?\}", template)
+    if found is None:
+        yield template, {}
+        return
+    letter = found[1]
+    values = found[2].split(",") if found[2] else map(str, range(sizes[letter]))
+    for index, value in enumerate(values):
+        for name, rest in _files(template[: found.start()] + value + template[found.end() :], sizes):
+            yield name, {letter: index, **rest}

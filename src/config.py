@@ -38,9 +38,10 @@ MODEL_GROUPS = "Model:"
 # them: on other devices they may differ while the global batch is the same.)
 # fmt: off
 RUN_IDENTITY = (
-    *("weight_dtype", "opt_type", "mu_dtype"),
+    *("weight_dtype", "opt_type", "mu_dtype", "trainable_parameters", "lora_rank", "lora_alpha", "lora_parameters"),
     *("dataset_type", "dataset_path", "max_document_bytes", "eval_dataset_path", "eval_fraction"),
     *("tokenizer_type", "tokenizer_path", "max_target_length", "packing", "data_shuffle_seed"),
+    *("use_sft", "sft_train_on_completion_only"),
 )
 # fmt: on
 

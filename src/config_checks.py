@@ -41,7 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "lr_schedule_type": ("cosine", "wsd"),
     "on_nonfinite": ("stop", "skip"),
     "dataset_type": ("text", "synthetic"),
-    "tokenizer_type": ("byte", "sentencepiece"),
+    "tokenizer_type": ("byte", "sentencepiece", "huggingface"),
     "profiler": ("", "xplane"),
 }
 
@@ -49,7 +49,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("a positive number", lambda value: value > 0,
      ("per_device_batch_size", "normalization_layer_epsilon", "rope_max_timescale", "learning_rate", "adam_eps",
-      "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow", "routed_scaling_factor")),
+      "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow",
+      "routed_scaling_factor", "lora_alpha")),
     ("more than 0, at most 1", lambda value: 0 < value <= 1, ("partial_rotary_factor",)),
     ("1 or more", lambda value: value >= 1,
      ("attn_temperature_floor", "original_max_position_embeddings", "rope_factor", "num_experts",
@@ -65,7 +66,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
      ("normalization_scale_offset", "mtp_num_layers", "sliding_window_size", "chunk_attn_window_size",
       "attn_logits_soft_cap", "query_pre_attn_scalar", "attn_temperature_scale", "q_lora_rank", "kv_lora_rank",
       "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale", "mscale_all_dim", "mlp_activations_limit",
-      "base_moe_mlp_dim", "shared_experts", "load_balance_loss_weight", "routed_bias_update_rate",
+      "base_moe_mlp_dim", "shared_experts", "lora_rank", "load_balance_loss_weight", "routed_bias_update_rate",
       "mtp_loss_scaling_factor", "final_logits_soft_cap", "adam_weight_decay",
       "gradient_clipping_threshold", "z_loss_multiplier",
       "eval_per_device_batch_size", "sample_length", "decode_sampling_temperature", "skip_first_n_steps_for_profiler")),
@@ -387,8 +388,19 @@ def _tokenizer(config: Mapping[str, Any]) -> list[str]:
         return []
     if kind == "sentencepiece" and not path:
         return ["tokenizer_type=sentencepiece needs tokenizer_path, the .model file"]
+    if kind == "huggingface" and not path:
+        return ["tokenizer_type=huggingface needs tokenizer_path, a model's folder or a tokenizer.json"]
     if kind == "byte" and path:
-        return [f"tokenizer_path={path} is not read with tokenizer_type=byte; set tokenizer_type=sentencepiece"]
+        return [
+            f"tokenizer_path={path} is not read with tokenizer_type=byte; set tokenizer_type=sentencepiece (a .model "
+            "file) or tokenizer_type=huggingface (a model's folder or a tokenizer.json)"
+        ]
+    return []
+
+
+def _finetuning(config: Mapping[str, Any]) -> list[str]:
+    if config["use_sft"] and (config["dataset_type"] != "text" or not config["dataset_path"]):
+        return ["use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"]
     return []
 
 
@@ -403,6 +415,17 @@ def _loading(config: Mapping[str, Any]) -> list[str]:
     if config["load_parameters_path"] and config["load_full_state_path"]:
         return ["load_parameters_path and load_full_state_path exclude each other: weights alone, or the whole state"]
     return []
+
+
+def _adapters(config: Mapping[str, Any]) -> list[str]:
+    if not config["lora_rank"]:
+        return []
+    problems = []
+    if not config["lora_parameters"]:
+        problems.append("lora_rank needs lora_parameters, such as [attention.query, attention.value]")
+    if not config["load_parameters_path"]:
+        problems.append("lora_rank needs load_parameters_path: the weights that its adapters add to")
+    return problems
 
 
 def _processes(config: Mapping[str, Any]) -> list[str]:
@@ -436,8 +459,10 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]
     (("steps", "learning_rate_schedule_steps", "warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule),
     (("max_target_length", "num_vocab_tiling"), _tiles),
     (("dataset_type", "tokenizer_type", "tokenizer_path"), _tokenizer),
+    (("use_sft", "dataset_type", "dataset_path"), _finetuning),
     (("eval_interval", "dataset_type", "eval_dataset_path", "eval_fraction"), _evaluation),
     (("load_parameters_path", "load_full_state_path"), _loading),
+    (("lora_rank", "lora_parameters", "load_parameters_path"), _adapters),
     (("coordinator_address", "num_processes", "process_id"), _processes),
     (("accept_changes",), _accepted),
 )

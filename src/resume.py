@@ -11,6 +11,7 @@ from ml_collections import FrozenConfigDict
 
 from src.checkpoint import WEIGHTS, Checkpointer, restore_step
 from src.config import compare_runs, from_yaml
+from src.data.tokenizer import Tokenizer
 from src.errors import UserError
 from src.optimizer import hyper_parameters
 from src.run_folder import RunFolder
@@ -18,7 +19,7 @@ from src.train_step import StepPlan, TrainState, init_state
 
 # The keys that alter an entry of the data's fingerprint: accepting one of them accepts the entry. The first is the one
 # to tell a user whose configuration is the same as before.
-SOURCE_KEYS = ("dataset_path", "dataset_type")
+SOURCE_KEYS = ("dataset_path", "dataset_type", "use_sft")
 TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")
 ACCEPTED_BY = {
     "global batch": ("per_device_batch_size", "gradient_accumulation_steps"),
@@ -33,6 +34,10 @@ ACCEPTED_BY = {
     "tokenizer type": TOKENIZER_KEYS,
     "tokenizer vocab_size": TOKENIZER_KEYS,
     "tokenizer digest": TOKENIZER_KEYS,
+    "tokenizer bos": TOKENIZER_KEYS,
+    "tokenizer eos": TOKENIZER_KEYS,
+    "chat template": ("tokenizer_path", "use_sft"),
+    "sft_train_on_completion_only": ("sft_train_on_completion_only", "use_sft"),
 }
 
 Messages = list[str]
@@ -50,11 +55,13 @@ def starting_state(
     folder: RunFolder,
     checkpointer: Checkpointer,
     fingerprint: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
 ) -> tuple[TrainState, Messages]:
     """The state to go on from, and what to tell the user about it.
 
     Raises:
-        UserError: the run has no good checkpoint, or is resumed with another model or other data than it had.
+        UserError: the run has no good checkpoint, is resumed with another model or other data than it had, or begins
+            with weights that another tokenizer's ids were trained into.
     """
     saved = folder.read_text("config.yml")
     has_checkpoints = (folder.path / "checkpoints").exists()
@@ -80,6 +87,7 @@ def starting_state(
     if config.load_parameters_path:
         fields, meta, messages = restore_step(config.load_parameters_path, parts(abstract), WEIGHTS)
         check_vocabulary(config, meta)
+        check_tokenizer(config, meta, tokenizer)
         return dataclasses.replace(new_state(config, plan, abstract), **fields), messages
     return new_state(config, plan, abstract), []
 
@@ -116,6 +124,24 @@ def check_vocabulary(config: FrozenConfigDict, meta: Mapping[str, Any]) -> None:
         raise UserError(
             f"the checkpoint's vocab_size is {meta['vocab_size']}, and this configuration's is {config.vocab_size}: "
             "set vocab_size to the checkpoint's"
+        )
+
+
+def check_tokenizer(config: FrozenConfigDict, meta: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
+    """Raises UserError where a checkpoint's weights know another tokenizer's ids, unless `accept_changes` says so.
+
+    Nothing is known of a checkpoint from before tokenizers were recorded, nor of one trained on synthetic data.
+    """
+    old, new = meta.get("tokenizer"), tokenizer.fingerprint() if tokenizer else None
+    if not old or not new or set(config.accept_changes).intersection(TOKENIZER_KEYS):
+        return
+    different = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if different:
+        listed = "\n".join(f"  {name}: {old.get(name)} -> {new.get(name)}" for name in different)
+        raise UserError(
+            f"The checkpoint was trained with another tokenizer (old -> new):\n{listed}\n"
+            "Set tokenizer_type and tokenizer_path to its own, or, where its ids mean the same in this one, accept it: "
+            "accept_changes=[tokenizer_path]"
         )
 
 

@@ -94,6 +94,11 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     place = batch_sharding(layout)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
     fingerprint = data_fingerprint(config, source, tokenizer, global_batch)
+    meta = {
+        "data": fingerprint,
+        "vocab_size": config.vocab_size,
+        "tokenizer": tokenizer.fingerprint() if tokenizer else None,
+    }
     evaluation = Evaluation(config, plan, eval_step, eval_source, tokenizer) if eval_source else None
     if wants_sample := bool(config.sample_length and tokenizer):
         encode_prompt(config, tokenizer)  # now, for a prompt that is too long is better said before the run than after
@@ -108,7 +113,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         async_save=config.async_checkpointing,
     )
     exits.callback(checkpointer.close)
-    state, messages = starting_state(config, plan, abstract, folder, checkpointer, fingerprint)
+    state, messages = starting_state(config, plan, abstract, folder, checkpointer, fingerprint, tokenizer)
     first_step = int(state.step)
     if first_step >= config.steps:
         raise UserError(f"steps={config.steps} is already reached: the run is at step {first_step}. Raise steps.")
@@ -155,7 +160,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
                 if saves and config.enable_checkpointing:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
                     folder.sync()
-                    checkpointer.save(done, parts(state), {"data": fingerprint, "vocab_size": config.vocab_size})
+                    checkpointer.save(done, parts(state), meta)
                 recorder.start_clock()
             if preempted:
                 break
@@ -212,7 +217,8 @@ def header(
     data = "synthetic: random tokens"
     if not isinstance(source, SyntheticSource):
         path = config.dataset_path or "the Python standard library's source"
-        data = f"{config.dataset_type}: {path}, {len(source):,} documents"
+        items = "conversations" if config.use_sft else "documents"
+        data = f"{config.dataset_type}: {path}, {len(source):,} {items}"
     return [
         ("run", f"{folder.path} (run_name={folder.path.name} resumes it)"),
         ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),

@@ -34,8 +34,10 @@ def main(argv: Sequence[str]) -> None:
     config = configuration.load(argv, notes)
     for note in notes:
         print(note)
-    if config.dataset_type != "text" or config.tokenizer_type != "sentencepiece":
-        raise UserError("a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece: set these")
+    if config.dataset_type != "text" or config.use_sft or config.tokenizer_type != "sentencepiece":
+        raise UserError(
+            "a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece use_sft=false: set these"
+        )
     path = Path(config.tokenizer_path)
     if path.exists():
         raise UserError(f"tokenizer_path={path} exists, and runs may need it: name a new file, or delete this one")

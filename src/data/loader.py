@@ -8,6 +8,7 @@ B: rows of a batch, over all hosts.  T: tokens a row.  S: sources (1; the dim is
 
 import collections
 import functools
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from src.data import order
-from src.data.packing import Batch, Documents, Lane, empty_batch, rows_needed
+from src.data.conversations import Conversation, encode_conversation
+from src.data.packing import Batch, Document, Documents, Lane, empty_batch, rows_needed
 from src.data.sources import Source, SyntheticSource
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
@@ -40,7 +42,7 @@ def train_batches(
     """Endless batches, made ahead of time in a thread. Errors in it are raised here; closing the iterator ends it.
 
     Args:
-        config: `packing`, `max_target_length` and `data_shuffle_seed` of it.
+        config: `packing`, `max_target_length`, `data_shuffle_seed` and `sft_train_on_completion_only` of it.
         source: the documents.
         tokenizer: None with a SyntheticSource.
         rows: the rows of the global batch to make, ascending: see `host_rows`.
@@ -55,14 +57,14 @@ def train_batches(
         UserError: the source has less text than one row.
     """
     length = config.max_target_length
-    if (pairs := _count_pairs(source, tokenizer, length)) < length:
+    if (pairs := _count_pairs(config, source, tokenizer, length)) < length:
         raise UserError(
             f"the training data have {pairs} tokens, fewer than one row of max_target_length={length}: set "
             "max_target_length to less, or give a dataset_path with more text"
         )
     if position is None:
         position = np.zeros((len(rows), 1, 2), np.int32)
-    documents = _documents(source, tokenizer, config.data_shuffle_seed)
+    documents = _documents(config, source, tokenizer)
     lanes = [Lane(documents, row, global_batch, config.packing, position[i, _SOURCE]) for i, row in enumerate(rows)]
     return _prefetch(_endless(lanes, length))
 
@@ -75,7 +77,7 @@ class EvalBatches:
     on every host. For that each host counts its rows the first time, which reads and tokenizes its documents once more.
 
     Args:
-        config: `eval_steps`, `packing`, `max_target_length` and `data_shuffle_seed` of it.
+        config: `eval_steps`, `packing`, `max_target_length`, `data_shuffle_seed` and `sft_train_on_completion_only`.
         source: the documents.
         tokenizer: None with a SyntheticSource.
         rows: the rows of the global batch to make, ascending.
@@ -96,9 +98,9 @@ class EvalBatches:
         one_epoch = config.eval_steps == -1
         if one_epoch and isinstance(source, SyntheticSource):
             raise UserError("dataset_type=synthetic has no end to evaluate to: set eval_steps to a number of batches")
-        if not _count_pairs(source, tokenizer, 1):
+        if not _count_pairs(config, source, tokenizer, 1):
             raise UserError("the evaluation data have no text: give other data with eval_dataset_path=PATH")
-        self._documents = _documents(source, tokenizer, config.data_shuffle_seed)
+        self._documents = _documents(config, source, tokenizer)
         self._end = len(source) if one_epoch else math.inf
         self._steps = None if one_epoch else config.eval_steps
         self._rows = rows
@@ -119,7 +121,7 @@ class EvalBatches:
 
     def _count_rows(self, row: int) -> int:
         """How many rows the lane of this row has in one epoch."""
-        sizes = (len(self._documents(ordinal)) for ordinal in range(row, self._end, self._global_batch))
+        sizes = (len(self._documents(ordinal).ids) for ordinal in range(row, self._end, self._global_batch))
         return rows_needed(sizes, self._length, self._packing)
 
 
@@ -128,8 +130,16 @@ def data_fingerprint(
 ) -> dict[str, str | int]:
     """Everything the sequence of training batches depends on: while it is equal, so are the batches at each step."""
     parts = {"source": source.fingerprint(), "tokenizer": tokenizer.fingerprint() if tokenizer else {}}
+    finetuning: dict[str, str | int] = {}
+    if config.use_sft:
+        template = (tokenizer.chat_template or "").encode()
+        finetuning = {
+            "chat template": hashlib.sha256(template).hexdigest()[:16],
+            "sft_train_on_completion_only": config.sft_train_on_completion_only,
+        }
     return {
         **{f"{part} {name}": value for part, facts in parts.items() for name, value in facts.items()},
+        **finetuning,
         "global batch": global_batch,
         "max_target_length": config.max_target_length,
         "packing": config.packing,
@@ -187,25 +197,29 @@ def _local(global_rows: slice, rows: Sequence[int], global_batch: int) -> slice:
     return slice(start, start + last - first)
 
 
-def _documents(source: Source | SyntheticSource, tokenizer: Tokenizer | None, seed: int) -> Documents:
+def _documents(config: "FrozenConfigDict", source: Source | SyntheticSource, tokenizer: Tokenizer | None) -> Documents:
     """The endless stream of documents: all of the source's in a random order, then all in another, and so on."""
     if isinstance(source, SyntheticSource):
-        return source.ids
+        return lambda ordinal: Document(source.ids(ordinal))
     count = len(source)
 
-    def ids(ordinal: int) -> np.ndarray:
+    def document(ordinal: int) -> Document:
         epoch, i = divmod(ordinal, count)
-        return _encode(tokenizer, source[order.permute(i, count, seed, _SOURCE, epoch)])
+        return _encode(config, tokenizer, source[order.permute(i, count, config.data_shuffle_seed, _SOURCE, epoch)])
 
-    return ids
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """The ids of a text; none at all for an empty one, which has nothing to learn but its own end."""
-    return tokenizer.encode(text) if text else np.empty(0, np.int32)
+    return document
 
 
-def _count_pairs(source: Source | SyntheticSource, tokenizer: Tokenizer | None, enough: int) -> int:
+def _encode(config: "FrozenConfigDict", tokenizer: Tokenizer, item: str | Conversation) -> Document:
+    """A source's item in ids; none at all for an empty text, which has nothing to learn but its own end."""
+    if isinstance(item, Conversation):
+        return encode_conversation(tokenizer, item, config.sft_train_on_completion_only)
+    return Document(tokenizer.encode(item) if item else np.empty(0, np.int32))
+
+
+def _count_pairs(
+    config: "FrozenConfigDict", source: Source | SyntheticSource, tokenizer: Tokenizer | None, enough: int
+) -> int:
     """How many (token, target) pairs the documents have, not counted further than to `enough`: mostly a few reads."""
     if isinstance(source, SyntheticSource):
         return enough
@@ -213,7 +227,7 @@ def _count_pairs(source: Source | SyntheticSource, tokenizer: Tokenizer | None, 
     for i in range(len(source)):
         if pairs >= enough:
             break
-        pairs += max(len(_encode(tokenizer, source[i])) - 1, 0)
+        pairs += max(len(_encode(config, tokenizer, source[i]).ids) - 1, 0)
     return pairs
 
 

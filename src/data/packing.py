@@ -2,19 +2,34 @@
 
 Row j of every batch is the work of lane j, which depends on no other lane: hosts share nothing, and any number of them
 gives the same batches. A document of n ids gives n - 1 (token, target) pairs, `ids[:-1]` and `ids[1:]`. A lane lays the
-pairs of its documents end to end and cuts at T, so each transition is predicted once, whatever the cuts.
+pairs of its documents end to end and cuts at T, so each transition is predicted once, whatever the cuts. Whether a pair
+counts in the loss goes with it.
 
 T: tokens a row.  B: rows of a batch, over all hosts.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 Batch = dict[str, np.ndarray]
-Documents = Callable[[int], np.ndarray]
-"""Ordinal (which document of the endless stream over all epochs) to its ids: int32, maybe empty."""
+
+
+class Document(NamedTuple):
+    """What a lane lays into rows.
+
+    ids: int32 [n], maybe none.
+    learned: bool [n], which of the ids count in the loss as targets; None: all of them.
+    """
+
+    ids: np.ndarray
+    learned: np.ndarray | None = None
+
+
+Documents = Callable[[int], Document]
+"""Ordinal (which document of the endless stream over all epochs) to the document."""
 
 
 def empty_batch(rows: int, length: int) -> Batch:
@@ -25,7 +40,7 @@ def empty_batch(rows: int, length: int) -> Batch:
         targets: int32 [rows, T], the id that follows each token in its document.
         segment_ids: int32 [rows, T], 1 and up for the documents of a row, 0 for padding.
         positions: int32 [rows, T], from 0 in each segment.
-        loss_mask: float32 [rows, T], 1 where there is a target, 0 on padding.
+        loss_mask: float32 [rows, T], 1 where the target counts in the loss; 0 on padding.
     """
     batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
     return batch | {"loss_mask": np.zeros((rows, length), np.float32)}
@@ -35,7 +50,7 @@ class Lane:
     """The stream of documents with ordinals `first`, `first + stride`, ... cut into rows.
 
     Args:
-        documents: the ids of an ordinal.
+        documents: the document of an ordinal.
         first: the lane's number, j.
         stride: the number of lanes, B.
         packing: whether a row may hold more than one document.
@@ -58,7 +73,7 @@ class Lane:
         self._packing = packing
         self._end = end
         self._taken, self._offset = (int(part) for part in position)
-        self._ids: np.ndarray | None = None  # of the document at the position, once read
+        self._document: Document | None = None  # at the position, once read
 
     @property
     def position(self) -> tuple[int, int]:
@@ -73,31 +88,33 @@ class Lane:
         """
         length = batch["tokens"].shape[1]
         filled = segment = 0
-        while filled < length and (ids := self._current()) is not None:
+        while filled < length and (document := self._current()) is not None:
+            ids, learned = document
             pairs = min(len(ids) - 1 - self._offset, length - filled)
             if pairs > 0:
                 segment += 1
                 here = (row, slice(filled, filled + pairs))
+                targets = slice(self._offset + 1, self._offset + 1 + pairs)
                 batch["tokens"][here] = ids[self._offset : self._offset + pairs]
-                batch["targets"][here] = ids[self._offset + 1 : self._offset + pairs + 1]
+                batch["targets"][here] = ids[targets]
                 batch["segment_ids"][here] = segment
                 batch["positions"][here] = np.arange(pairs)
-                batch["loss_mask"][here] = 1
+                batch["loss_mask"][here] = 1 if learned is None else learned[targets]
                 self._offset += pairs
                 filled += pairs
             if self._offset >= len(ids) - 1:
-                self._taken, self._offset, self._ids = self._taken + 1, 0, None
+                self._taken, self._offset, self._document = self._taken + 1, 0, None
             if filled and not self._packing:
                 return
 
-    def _current(self) -> np.ndarray | None:
-        """The ids of the document at the position; None past the end."""
+    def _current(self) -> Document | None:
+        """The document at the position; None past the end."""
         ordinal = self._first + self._taken * self._stride
         if ordinal >= self._end:
             return None
-        if self._ids is None:
-            self._ids = self._documents(ordinal)
-        return self._ids
+        if self._document is None:
+            self._document = self._documents(ordinal)
+        return self._document
 
 
 def rows_needed(document_sizes: Iterable[int], length: int, packing: bool) -> int:

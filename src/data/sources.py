@@ -1,16 +1,15 @@
-"""Where documents come from: numbered texts that can be read in any order.
+"""Where documents come from: numbered texts, or conversations, that can be read in any order.
 
-A long document is cut into pieces, so that none owns a row of the batch for thousands of steps. Everything after this
-module takes a piece for a document.
+A long text is cut into pieces, so that none owns a row of the batch for thousands of steps. Everything after this
+module takes a piece for a document. A conversation is always one piece.
 """
 
-import hashlib
-import os
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from src.data import order, text_files
+from src.data.conversations import Conversation, ConversationSource
 from src.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,13 +19,13 @@ Fingerprint = dict[str, str | int]
 
 
 class Source(Protocol):
-    """Texts numbered from 0, read in any order."""
+    """Texts or conversations numbered from 0, read in any order."""
 
     def __len__(self) -> int:
         """How many pieces there are."""
 
-    def __getitem__(self, i: int) -> str:
-        """The text of piece `i`; may be empty."""
+    def __getitem__(self, i: int) -> str | Conversation:
+        """Piece `i`; a text may be empty."""
 
     def document_keys(self) -> np.ndarray:
         """uint64 [pieces]: a hash that the pieces of one document share."""
@@ -53,18 +52,11 @@ class TextSource:
 
     def __init__(self, path: str, max_document_bytes: int, key: str = "dataset_path") -> None:
         self._max_bytes = max_document_bytes
-        root, self._names = text_files.list_files(path, key)
-        self._paths = [root / name for name in self._names]
-        extents = [text_files.documents(path) for path in self._paths]
-        # Of each document: its file, and where in the file it begins and ends.
-        self._file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
-        self._extent = np.concatenate([*extents, np.empty((0, 2), np.int64)])
-        if not len(self._file):
-            raise UserError(f"{key}={path} has no document: expected text files, or .jsonl files, that are not empty")
-        pieces = text_files.count_pieces(np.diff(self._extent)[:, 0], max_document_bytes)
+        self._files = text_files.DocumentFiles(path, key)
+        pieces = text_files.count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes)
         self._first_piece = np.cumsum(pieces) - pieces
         self._pieces = int(pieces.sum())
-        for document in np.unique(self._file, return_index=True)[1]:
+        for document in np.unique(self._files.file, return_index=True)[1]:
             self[int(self._first_piece[document])]
 
     def __len__(self) -> int:
@@ -74,29 +66,17 @@ class TextSource:
     def __getitem__(self, i: int) -> str:
         """The text of piece `i`; may be empty, as the length of a text in JSON is not known before it is read."""
         document = int(np.searchsorted(self._first_piece, i, side="right")) - 1
-        number = i - int(self._first_piece[document])
-        start, stop = self._extent[document].tolist()
-        return text_files.read_piece(self._paths[self._file[document]], start, stop, number, self._max_bytes)
+        path, start, stop = self._files.locate(document)
+        return text_files.read_piece(path, start, stop, i - int(self._first_piece[document]), self._max_bytes)
 
     def document_keys(self) -> np.ndarray:
         """uint64 [pieces]: a hash of file name and place in the file, which other files don't change."""
-        names = np.array([order.keys("file", name)[0] for name in self._names], np.uint64)
-        keys = order.mix64(names[self._file] + self._extent[:, 0].astype(np.uint64))
-        return np.repeat(keys, np.diff(self._first_piece, append=self._pieces))
+        return np.repeat(self._files.keys(), np.diff(self._first_piece, append=self._pieces))
 
     def fingerprint(self) -> Fingerprint:
         """Counts, and a digest of the files' names and sizes: what is inside the files is not read for it."""
-        sizes = [path.stat().st_size for path in self._paths]
-        listing = "\n".join(f"{size} {name}" for size, name in zip(sizes, self._names, strict=True))
-        return {
-            "type": "text",
-            "files": len(sizes),
-            "bytes": sum(sizes),
-            "documents": len(self._file),
-            "pieces": self._pieces,
-            "max_document_bytes": self._max_bytes,
-            "digest": hashlib.sha256(os.fsencode(listing)).hexdigest()[:16],
-        }
+        own = {"type": "text", "pieces": self._pieces, "max_document_bytes": self._max_bytes}
+        return {**self._files.fingerprint(), **own}
 
 
 class Part:
@@ -117,8 +97,8 @@ class Part:
         """How many pieces there are."""
         return len(self._indices)
 
-    def __getitem__(self, i: int) -> str:
-        """The text of piece `i` of the part."""
+    def __getitem__(self, i: int) -> str | Conversation:
+        """Piece `i` of the part."""
         return self._source[int(self._indices[i])]
 
     def document_keys(self) -> np.ndarray:
@@ -193,9 +173,14 @@ def open_sources(config: "FrozenConfigDict") -> tuple[Source | SyntheticSource, 
             for seed in (config.data_shuffle_seed, -1 - config.data_shuffle_seed)
         )
         return train, held_out if evaluates else None
-    train = TextSource(config.dataset_path, config.max_document_bytes)
+    train = _open_files(config, config.dataset_path, "dataset_path")
     if not evaluates:
         return train, None
     if config.eval_dataset_path:
-        return train, TextSource(config.eval_dataset_path, config.max_document_bytes, "eval_dataset_path")
+        return train, _open_files(config, config.eval_dataset_path, "eval_dataset_path")
     return split(train, config.eval_fraction)
+
+
+def _open_files(config: "FrozenConfigDict", path: str, key: str) -> Source:
+    """What the files of `key`=`path` have: conversations with `use_sft`, else texts."""
+    return ConversationSource(path, key) if config.use_sft else TextSource(path, config.max_document_bytes, key)

@@ -1,16 +1,18 @@
 """The files behind a text source: finding them, the documents in them, and the pieces of a document."""
 
 import glob
+import hashlib
 import itertools
 import json
 import os
 import sysconfig
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from src.data import order
 from src.errors import UserError
 
 # A cut is made at a line end if there is one in this part of a piece before its place.
@@ -23,6 +25,56 @@ _OTHER_TYPES = {
     ".parquet": "parquet",
     ".tfrecord": "tfrecord",
 }
+
+
+class DocumentFiles:
+    """The documents in files, numbered: each file is one, or in a .jsonl file each line.
+
+    Files are taken in the order of their names.
+
+    Args:
+        path: a file, a folder (its files at any depth, but for hidden ones) or a glob. Empty: the source code of the
+            running Python's standard library.
+        key: the config key that gave `path`, for messages.
+
+    Raises:
+        UserError: nothing there, or no document in it.
+    """
+
+    def __init__(self, path: str, key: str) -> None:
+        root, self._names = list_files(path, key)
+        self.paths = [root / name for name in self._names]
+        extents = [documents(path) for path in self.paths]
+        # Of each document: its file, and where in the file it begins and ends.
+        self.file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
+        self.extent = np.concatenate([*extents, np.empty((0, 2), np.int64)])
+        if not len(self.file):
+            raise UserError(f"{key}={path} has no document: expected text files, or .jsonl files, that are not empty")
+
+    def __len__(self) -> int:
+        """How many documents there are."""
+        return len(self.file)
+
+    def locate(self, document: int) -> tuple[Path, int, int]:
+        """The file of a document, and the bytes in it where the document begins and ends."""
+        start, stop = self.extent[document].tolist()
+        return self.paths[self.file[document]], start, stop
+
+    def keys(self) -> np.ndarray:
+        """uint64 [documents]: a hash of file name and place in the file, which other files don't change."""
+        names = np.array([order.keys("file", name)[0] for name in self._names], np.uint64)
+        return order.mix64(names[self.file] + self.extent[:, 0].astype(np.uint64))
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Counts, and a digest of the files' names and sizes: what is inside the files is not read for it."""
+        sizes = [path.stat().st_size for path in self.paths]
+        listing = "\n".join(f"{size} {name}" for size, name in zip(sizes, self._names, strict=True))
+        return {
+            "files": len(sizes),
+            "bytes": sum(sizes),
+            "documents": len(self),
+            "digest": hashlib.sha256(os.fsencode(listing)).hexdigest()[:16],
+        }
 
 
 def list_files(path: str, key: str) -> tuple[Path, list[str]]:
@@ -90,7 +142,7 @@ def _refuse_other_types(root: Path, names: list[str], setting: str) -> None:
 
 def documents(path: Path) -> np.ndarray:
     """int64 [documents, 2]: where each document of a file begins and ends, in bytes. An empty file has none."""
-    if _is_jsonl(path):
+    if is_jsonl(path):
         return _lines(path)
     with _open(path) as file:  # a link that leads nowhere is an error that names it
         size = os.fstat(file.fileno()).st_size
@@ -111,14 +163,42 @@ def read_piece(path: Path, start: int, stop: int, number: int, max_bytes: int) -
     Raises:
         UserError: it can't be read or is not text.
     """
-    if not _is_jsonl(path):
+    if not is_jsonl(path):
         return _decode(_piece(number, stop, max_bytes, lambda begin, end: _read(path, begin, end)), path)
-    text = _json_text(_read(path, start, stop), f"{path}, the line at byte {start}")
+    text = _json_text(path, start, stop)
     return _piece(number, len(text), max_bytes, lambda begin, end: text[begin:end]).decode()
 
 
-def _is_jsonl(path: Path) -> bool:
+def is_jsonl(path: Path) -> bool:
+    """Whether each line of the file is a document."""
     return path.suffix == ".jsonl"
+
+
+def read_json(path: Path, start: int, stop: int) -> Any:
+    """The value in bytes [start, stop) of a .jsonl file.
+
+    Raises:
+        UserError: they are not JSON.
+    """
+    try:
+        return json.loads(_read(path, start, stop))
+    except ValueError as error:
+        raise UserError(f"{line_name(path, start)}: not JSON ({error})") from None
+
+
+def line_name(path: Path, start: int) -> str:
+    """What to call the line that begins at byte `start`, for a message: the lines before it are read to count them."""
+    with _open(path) as file:
+        number = 1
+        while start > 0 and (chunk := file.read(min(start, 1 << 24))):
+            number += chunk.count(b"\n")
+            start -= len(chunk)
+    return f"{path}, line {number}"
+
+
+def well_formed(text: str) -> str:
+    """The text with "?" for each surrogate without its pair: JSON can spell one, UTF-8 can't."""
+    return text.encode(errors="replace").decode()
 
 
 def _open(path: Path) -> BinaryIO:
@@ -148,15 +228,13 @@ def _lines(path: Path) -> np.ndarray:
     return np.stack([starts, stops], axis=1)[stops - starts >= len("{}")]
 
 
-def _json_text(line: bytes, where: str) -> bytes:
-    """The "text" of a JSON object, in UTF-8, with "?" for a surrogate without its pair."""
-    try:
-        document = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error})") from None
+def _json_text(path: Path, start: int, stop: int) -> bytes:
+    """The "text" of a JSON object, in UTF-8."""
+    document = read_json(path, start, stop)
     if not isinstance(document, dict) or not isinstance(document.get("text"), str):
-        raise UserError(f'{where}: expected a JSON object with a string "text", found {line[:80]!r}')
-    return document["text"].encode(errors="replace")
+        found = _read(path, start, min(stop, start + 80))
+        raise UserError(f'{line_name(path, start)}: expected a JSON object with a string "text", found {found!r}')
+    return well_formed(document["text"]).encode()
 
 
 def _window(max_bytes: int) -> int:

@@ -1,6 +1,7 @@
 """Text to token ids and back. A document's ids are [bos, ..., eos]."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,16 +12,34 @@ from src.errors import UserError
 if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
 
+    from src.data.chat_template import Message
+
 
 class Tokenizer(Protocol):
-    """What the loader and the sample at a run's end need of a tokenizer."""
+    """What the loader and text generation need of a tokenizer.
+
+    vocab_size: a model's vocabulary has at least as many ids.
+    stop_ids: the ids that end what a model says, eos among them.
+    chat_template: the source of the template that `render_chat` follows; None if there is none.
+    """
 
     vocab_size: int
     bos: int
     eos: int
+    stop_ids: frozenset[int]
+    chat_template: str | None
 
     def encode(self, text: str) -> np.ndarray:
         """The int32 ids of a document, bos and eos included."""
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """The int32 ids of a document's beginning, bos included."""
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """The int32 ids of the text alone."""
+
+    def render_chat(self, messages: "Sequence[Message]", add_generation_prompt: bool) -> str:
+        """A conversation as text for `encode_text`; a UserError where there is no template."""
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of ids; special ids, and ids beyond the vocabulary, give none."""
@@ -35,6 +54,8 @@ class ByteTokenizer:
     vocab_size = 258
     bos = 256
     eos = 257
+    stop_ids = frozenset({257})
+    chat_template = None
 
     def encode(self, text: str) -> np.ndarray:
         """The int32 ids of a document, bos and eos included."""
@@ -44,6 +65,18 @@ class ByteTokenizer:
         ids[1:-1] = data
         ids[-1] = self.eos
         return ids
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """The int32 ids of a document's beginning, bos included."""
+        return self.encode(text)[:-1]
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """The int32 ids of the text alone."""
+        return self.encode(text)[1:-1]
+
+    def render_chat(self, messages: "Sequence[Message]", add_generation_prompt: bool) -> str:
+        """Raises UserError: bytes have no template."""
+        raise missing_template()
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of ids; a byte sequence that is not UTF-8 gives U+FFFD, ids that are no bytes give nothing."""
@@ -64,6 +97,8 @@ class SentencePieceTokenizer:
         UserError: the file is missing, is no SentencePiece model, or has no eos.
     """
 
+    chat_template = None
+
     def __init__(self, path: str) -> None:
         import sentencepiece  # only runs that use it pay for the import
 
@@ -81,11 +116,24 @@ class SentencePieceTokenizer:
         if self.eos < 0:
             raise UserError(f"tokenizer_path={path}: the model has no eos token, so documents can't be told apart")
         self.bos: int = self._processor.bos_id() if self._processor.bos_id() >= 0 else self.eos
+        self.stop_ids = frozenset({self.eos})
         self._digest = hashlib.sha256(model).hexdigest()[:16]
 
     def encode(self, text: str) -> np.ndarray:
         """The int32 ids of a document, bos and eos included."""
         return np.array([self.bos, *self._processor.encode(text), self.eos], np.int32)
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """The int32 ids of a document's beginning, bos included."""
+        return self.encode(text)[:-1]
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """The int32 ids of the text alone."""
+        return self.encode(text)[1:-1]
+
+    def render_chat(self, messages: "Sequence[Message]", add_generation_prompt: bool) -> str:
+        """Raises UserError: a SentencePiece model carries no template."""
+        raise missing_template()
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of ids; byte pieces that are not UTF-8 give U+FFFD, special ids give nothing."""
@@ -105,10 +153,40 @@ def make_tokenizer(config: "FrozenConfigDict") -> Tokenizer | None:
     """
     if config.dataset_type == "synthetic":
         return None
-    tokenizer = ByteTokenizer() if config.tokenizer_type == "byte" else SentencePieceTokenizer(config.tokenizer_path)
+    if config.tokenizer_type == "byte":
+        tokenizer = ByteTokenizer()
+    elif config.tokenizer_type == "sentencepiece":
+        tokenizer = SentencePieceTokenizer(config.tokenizer_path)
+    else:
+        tokenizer = _from_folder(Path(config.tokenizer_path).expanduser(), config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} ids of the "
             f"{config.tokenizer_type} tokenizer: set vocab_size={tokenizer.vocab_size} or more"
         )
     return tokenizer
+
+
+def _from_folder(path: Path, model_vocab_size: int) -> Tokenizer:
+    """The tokenizer of a Hugging Face model folder, or a tokenizer.json; older folders have a SentencePiece model."""
+    from src.data.huggingface import HuggingFaceTokenizer  # only runs that use it pay for its imports
+
+    for file in (path / "tokenizer.json", path):
+        if file.is_file():
+            return HuggingFaceTokenizer(file, model_vocab_size)
+    if (path / "tokenizer.model").is_file():
+        return SentencePieceTokenizer(str(path / "tokenizer.model"))
+    if path.is_dir():
+        raise UserError(f"tokenizer_path={path} has neither tokenizer.json nor tokenizer.model: expected one of them")
+    raise UserError(
+        f"tokenizer_path={path}: there is no such file or folder. tokenizer_type=huggingface reads a tokenizer.json, "
+        "or a model's folder with one in it, once it is downloaded"
+    )
+
+
+def missing_template() -> UserError:
+    """What to say to a conversation where the tokenizer has no chat template."""
+    return UserError(
+        "messages are written by a chat template, and this tokenizer has none: set tokenizer_type=huggingface, and "
+        "tokenizer_path to a folder that has one in chat_template.jinja or as chat_template in tokenizer_config.json"
+    )

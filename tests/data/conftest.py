@@ -56,6 +56,8 @@ def config():
         "tokenizer_path": "",
         "vocab_size": 258,
         "packing": True,
+        "use_sft": False,
+        "sft_train_on_completion_only": True,
         "data_shuffle_seed": 3,
         "max_target_length": 64,
     }

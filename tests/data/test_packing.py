@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from src.data.packing import Lane, empty_batch, rows_needed
+from src.data.packing import Document, Lane, empty_batch, rows_needed
 
 FAR = 1000
 
@@ -14,7 +14,7 @@ sizes_strategy = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(la
 
 def consecutive(sizes):
     """Endless documents whose ids tell where they are from: document n has n * FAR, n * FAR + 1, ..."""
-    return lambda n: np.arange(sizes[n % len(sizes)], dtype=np.int32) + n * FAR
+    return lambda n: Document(np.arange(sizes[n % len(sizes)], dtype=np.int32) + n * FAR)
 
 
 def read(lane, rows, length):

@@ -1,0 +1,169 @@
+"""Data for supervised finetuning: conversations, and which of their tokens the model learns to say."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from src.data import text_files
+from src.data.packing import Document
+from src.data.tokenizer import Tokenizer
+from src.errors import UserError
+
+if TYPE_CHECKING:
+    from src.data.chat_template import Message
+    from src.data.huggingface import HuggingFaceTokenizer
+
+ROLES = ("system", "user", "assistant", "tool")
+_EXPECTED = 'expected {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
+
+
+class Conversation(NamedTuple):
+    """One line of a .jsonl file.
+
+    messages: at least one is the assistant's.
+    is_pair: it was given as prompt and completion, which are then the two messages.
+    path, start: the file, and the byte in it where the line begins.
+    """
+
+    messages: "tuple[Message, ...]"
+    is_pair: bool
+    path: Path
+    start: int
+
+
+class ConversationSource:
+    """.jsonl files of conversations, or of prompts with their completions. All lines are checked at once.
+
+    Args:
+        path: a file, a folder (its files at any depth, but for hidden ones) or a glob.
+        key: the config key that gave `path`, for messages.
+
+    Raises:
+        UserError: nothing there, or a line that is neither.
+    """
+
+    def __init__(self, path: str, key: str) -> None:
+        self._files = text_files.DocumentFiles(path, key)
+        for file in self._files.paths:
+            if not text_files.is_jsonl(file):
+                raise UserError(f"{key}: {file} is no .jsonl file; use_sft=true reads lines of JSON: {_EXPECTED}")
+        for i in range(len(self)):
+            self[i]
+
+    def __len__(self) -> int:
+        """How many conversations there are."""
+        return len(self._files)
+
+    def __getitem__(self, i: int) -> Conversation:
+        """Conversation `i`."""
+        path, start, stop = self._files.locate(i)
+        record = text_files.read_json(path, start, stop)
+        try:
+            messages, is_pair = _read_record(record)
+        except ValueError as error:
+            raise UserError(f"{text_files.line_name(path, start)}: {error}") from None
+        return Conversation(messages, is_pair, path, start)
+
+    def document_keys(self) -> np.ndarray:
+        """uint64 [conversations]: a hash of file name and place in the file, which other files don't change."""
+        return self._files.keys()
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Counts, and a digest of the files' names and sizes: what is inside the files is not read for it."""
+        return {**self._files.fingerprint(), "type": "conversations"}
+
+
+def _read_record(record: Any) -> "tuple[tuple[Message, ...], bool]":
+    """The messages of a line, and whether it was a prompt and its completion. Raises ValueError for what is neither."""
+    if not isinstance(record, dict):
+        raise ValueError(_EXPECTED)
+    if "messages" in record:
+        messages = record["messages"]
+        if not isinstance(messages, list):
+            raise ValueError(f'"messages" is no list: {_EXPECTED}')
+        messages = tuple(_read_message(message, number) for number, message in enumerate(messages, start=1))
+        if all(message["role"] != "assistant" for message in messages):
+            raise ValueError("no message is the assistant's: there is nothing to learn")
+        return messages, False
+    completion = "response" if "response" in record else "completion"
+    for field in ("prompt", completion):
+        if not isinstance(record.get(field), str):
+            fault = f'"{field}" is no string' if field in record else f'there is no "{field}"'
+            raise ValueError(f"{fault}: {_EXPECTED}")
+    if not record[completion].strip():
+        raise ValueError(f'"{completion}" is empty: there is nothing to learn')
+    prompt, answer = (text_files.well_formed(record[field]) for field in ("prompt", completion))
+    return ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}), True
+
+
+def _read_message(message: Any, number: int) -> "Message":
+    """A message with a role and a text; other fields go to the chat template as they are."""
+    if not isinstance(message, dict):
+        raise ValueError(f'message {number} is no object: expected {{"role": ..., "content": ...}}')
+    for field in ("role", "content"):
+        if field not in message:
+            raise ValueError(f'message {number} has no "{field}"')
+    if message["role"] not in ROLES:
+        raise ValueError(f"message {number} has the role {message['role']!r}: expected one of {', '.join(ROLES)}")
+    if not isinstance(message["content"], str):
+        raise ValueError(f'message {number}: "content" is no string')
+    if message["role"] == "assistant" and not message["content"].strip():
+        raise ValueError(f"message {number}, of the assistant, is empty: there is nothing to learn")
+    return {**message, "content": text_files.well_formed(message["content"])}
+
+
+def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, completion_only: bool) -> Document:
+    """The ids of a conversation, and which of them count in the loss.
+
+    The tokenizer's chat template writes it. Without one, a prompt and its completion are bos, prompt, completion, eos.
+
+    Args:
+        tokenizer: any.
+        conversation: what it says.
+        completion_only: count the assistant's tokens alone, with the token after each turn that ends it.
+
+    Raises:
+        UserError: messages without a template, or a template that does not show what the assistant says.
+    """
+    if conversation.is_pair and tokenizer.chat_template is None:
+        prompt, completion = (message["content"] for message in conversation.messages)
+        prompt_ids, completion_ids = tokenizer.encode_prompt(prompt), tokenizer.encode_text(completion)
+        ids = np.concatenate([prompt_ids, completion_ids, [tokenizer.eos]]).astype(np.int32)
+        return Document(ids, np.arange(len(ids)) >= len(prompt_ids) if completion_only else None)
+    try:
+        if completion_only:
+            return _encode_turns(tokenizer, conversation.messages)
+        return Document(tokenizer.encode_text(tokenizer.render_chat(conversation.messages, False)))
+    except UserError as error:
+        raise UserError(f"{text_files.line_name(conversation.path, conversation.start)}: {error}") from None
+
+
+def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: "tuple[Message, ...]") -> Document:
+    """The ids of a conversation as the template writes it; those of the assistant's turns count in the loss.
+
+    A turn is what the conversation up to it has more than the prompt for it.
+    """
+    text = tokenizer.render_chat(messages, False)
+    ids, spans = tokenizer.encode_with_spans(text)
+    stops = np.isin(ids, list(tokenizer.stop_ids))
+    learned = np.zeros(len(ids), bool)
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.render_chat(messages[:turn], True)
+        through = tokenizer.render_chat(messages[: turn + 1], False)
+        if not (text.startswith(through) and through.startswith(before) and len(through) > len(before)):
+            raise UserError(
+                f"the tokenizer's chat template writes the conversation up to message {turn + 1} in another way than "
+                "the whole, so the assistant's tokens can't be told from the rest. Let the conversation end with its "
+                "only assistant message, give the tokenizer a template that only appends, or set "
+                "sft_train_on_completion_only=false"
+            )
+        said = (spans[:, 0] < len(through)) & (spans[:, 1] > len(before))
+        ends = np.flatnonzero(said & stops)
+        # A template may write a line end after the token that ends the turn: a model that stops there never says it.
+        if len(ends) and not text[spans[ends[-1], 1] : len(through)].strip():
+            said[ends[-1] + 1 :] = False
+        learned |= said
+    return Document(ids, learned)

@@ -1,0 +1,164 @@
+"""Tokenizers of Hugging Face model folders: tokenizer.json, what stands beside it, and the chat template."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from src.data.chat_template import ChatTemplate, Message
+from src.data.tokenizer import missing_template
+from src.errors import UserError
+
+# Where the special tokens are named, first come first served: files that give their text, then files with their ids.
+_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_ID_FILES = ("generation_config.json", "config.json")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, which the `tokenizers` package reads.
+
+    bos and eos are, in this order, what tokenizer_config.json, special_tokens_map.json, generation_config.json and
+    config.json beside it say; a null is passed over. A tokenizer without bos starts documents with its eos. The bos
+    that a post-processor would add is left out, so that there is never a second one. Special tokens that a text spells
+    out are read as such: chat templates write them.
+
+    Args:
+        file: tokenizer.json.
+        model_vocab_size: V. Added tokens at or beyond it are an error where a text has one, not before: Gemma 3 lists
+            an image token that its text models have no weights for.
+
+    Raises:
+        UserError: the file is no tokenizer, or no eos is named.
+    """
+
+    def __init__(self, file: Path, model_vocab_size: int) -> None:
+        data = file.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except ValueError as error:
+            raise UserError(f"tokenizer_path: {file} can't be read as a tokenizer: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.post_processor = None  # it would add bos, and leave spaces out of the spans
+        self._file = file
+        self._model_vocab_size = model_vocab_size
+        named = {name: _read_json(file.parent / name) for name in (*_TOKEN_FILES, *_ID_FILES)}
+        tokens = _special_tokens(named)
+        eos = self._special_id("eos", tokens, named)
+        if eos is None:
+            raise UserError(
+                f"tokenizer_path: no file beside {file} names its eos token, so documents can't be told apart: give "
+                f'"eos_token" in {file.parent / _TOKEN_FILES[0]}'
+            )
+        bos = self._special_id("bos", tokens, named)
+        self.eos: int = eos
+        self.bos: int = eos if bos is None else bos
+        self.stop_ids = frozenset({eos, *_ids(named, "eos_token_id")})
+        words = self._tokenizer.get_vocab(with_added_tokens=False).values()
+        self.vocab_size: int = max(*words, self.bos, *self.stop_ids) + 1
+        self._digest = hashlib.sha256(data).hexdigest()[:16]
+        self.chat_template = _chat_template(file.parent, named)
+        self._template = ChatTemplate(self.chat_template, tokens, str(file.parent)) if self.chat_template else None
+
+    def encode(self, text: str) -> np.ndarray:
+        """The int32 ids of a document, bos and eos included."""
+        return self._array([self.bos, *self._tokenizer.encode(text).ids, self.eos])
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """The int32 ids of a document's beginning, bos included."""
+        return self._array([self.bos, *self._tokenizer.encode(text).ids])
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """The int32 ids of the text alone."""
+        return self._array(self._tokenizer.encode(text).ids)
+
+    def encode_with_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """As `encode_text`, and int [n, 2]: which characters of the text, from and to, each id stands for."""
+        encoding = self._tokenizer.encode(text)
+        return self._array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2)
+
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of ids; special ids, and ids beyond the vocabulary, give none."""
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        """A conversation as the template writes it, special tokens included; for `encode_text`.
+
+        Raises:
+            UserError: the tokenizer has no template, or the template refuses the conversation.
+        """
+        if self._template is None:
+            raise missing_template()
+        return self._template.render(messages, add_generation_prompt)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What makes two tokenizers give the same ids."""
+        ids = {"vocab_size": self.vocab_size, "bos": self.bos, "eos": self.eos}
+        return {"type": "huggingface", **ids, "digest": self._digest}
+
+    def _array(self, ids: list[int]) -> np.ndarray:
+        array = np.array(ids, np.int32)
+        if len(array) and (highest := int(array.max())) >= self._model_vocab_size:
+            raise UserError(
+                f"a text has the token {self._tokenizer.id_to_token(highest)!r}, id {highest} of {self._file}, which "
+                f"vocab_size={self._model_vocab_size} does not have: set vocab_size to the model's, "
+                f"{highest + 1} or more if it has this token"
+            )
+        return array
+
+    def _special_id(self, kind: str, tokens: dict[str, str], named: dict[str, dict[str, Any]]) -> int | None:
+        """The id of bos or eos; None if no file names it."""
+        if f"{kind}_token" not in tokens:
+            return next(iter(_ids(named, f"{kind}_token_id")), None)
+        token = tokens[f"{kind}_token"]
+        if (found := self._tokenizer.token_to_id(token)) is None:
+            raise UserError(f"tokenizer_path: {self._file} has no token {token!r}, which is said to be its {kind}")
+        return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; {} where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object")
+    return content
+
+
+def _special_tokens(named: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """bos_token, eos_token, unk_token and so on: the text of each that one of the files names."""
+    tokens: dict[str, str] = {}
+    for name in _TOKEN_FILES:
+        for key, value in named[name].items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                tokens.setdefault(key, text)
+    return tokens
+
+
+def _ids(named: dict[str, dict[str, Any]], key: str) -> list[int]:
+    """One id or a list of them, from the first file that has any."""
+    for name in _ID_FILES:
+        value = named[name].get(key)
+        if value is not None:
+            return value if isinstance(value, list) else [value]
+    return []
+
+
+def _chat_template(folder: Path, named: dict[str, dict[str, Any]]) -> str | None:
+    """chat_template.jinja, or else the one (of several named ones, `default`) in tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = named["tokenizer_config.json"].get("chat_template")
+    if isinstance(template, list):
+        return {each["name"]: each["template"] for each in template}.get("default")
+    return template

@@ -1,6 +1,6 @@
 """Parts of config.json that many families share, read into keys of base.yml and written from them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from src.errors import UserError
@@ -29,6 +29,8 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "squared_relu",
 }
+
+WINDOWED, GLOBAL = "sliding_attention", "full_attention"
 
 # Kinds of scaled rotary positions: their name -> ours, and for each the parameters it has, their name -> our key.
 ROPE_TYPES = {"default": "default", "linear": "linear", "llama3": "llama3.1", "yarn": "yarn"}
@@ -75,6 +77,11 @@ def write(keys: Mapping[str, Any], names: Mapping[str, str]) -> Json:
     return {name: keys[key] for name, key in names.items()}
 
 
+def whole(number: float) -> float | int:
+    """An integer in place of a number that is one, which transformers asks for in some entries."""
+    return int(number) if number == int(number) else number
+
+
 def shared_keys(hf: Mapping[str, Any], **defaults: Any) -> Keys:
     """The keys of `SHARED`; `defaults` are the family's values of entries that its config.json may leave out.
 
@@ -112,6 +119,29 @@ def activation_name(keys: Mapping[str, Any], preferred: str = "") -> str:
     return preferred if preferred in names else [*names, ""][0]
 
 
+def refuse(hf: Mapping[str, Any], **only: Any) -> None:
+    """Raises UserError where an entry of config.json has another value than `only` names for it; absent ones pass."""
+    for name, value in only.items():
+        if hf.get(name, value) != value:
+            raise UserError(f"config.json has {name} {hf[name]}, which is not here: expected {value}")
+
+
+def pattern(layers: Sequence[Keys]) -> Keys:
+    """Each layer's own facts, as decoder_segments of a layer each; nothing where no layer has any."""
+    return {"decoder_segments": [{"repeats": 1, "pattern": [facts]} for facts in layers]} if any(layers) else {}
+
+
+def first(layers: Sequence[Mapping[str, Any]], key: str, *values: Any) -> Mapping[str, Any]:
+    """The first layer whose `key` is one of `values`, or the model's first."""
+    return next((layer for layer in layers if layer[key] in values), layers[0])
+
+
+def dense_and_sparse(layers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The first layer without experts and the first with; the model's first for a kind that it has not."""
+    dense = first(layers, "num_experts", 1)
+    return dense, next((layer for layer in layers if layer["num_experts"] > 1), layers[0])
+
+
 def window_keys(hf: Mapping[str, Any]) -> Keys:
     """The attention of a family whose layers all have a sliding window, or none."""
     window = hf.get("sliding_window")
@@ -123,8 +153,35 @@ def window_json(keys: Mapping[str, Any]) -> Json:
     return {"sliding_window": keys["sliding_window_size"] if keys["attention_type"] == "local_sliding" else None}
 
 
-def rope_keys(hf: Mapping[str, Any]) -> Keys:
+def windowed_layers(hf: Mapping[str, Any], count: int, global_every: int, **local: Any) -> Keys:
+    """The pattern of a family in which some layers have windows.
+
+    Args:
+        hf: config.json, which may tell each layer's kind.
+        count: of layers.
+        global_every: if it does not: every so manieth has none.
+        local: further facts of those that have.
+
+    Raises:
+        UserError: a layer's attention is of another kind.
+    """
+    kinds = hf.get("layer_types") or [WINDOWED if (i + 1) % global_every else GLOBAL for i in range(count)]
+    if others := set(kinds) - {WINDOWED, GLOBAL}:
+        raise UserError(f"config.json has layers of {', '.join(sorted(others))}: expected {WINDOWED} or {GLOBAL}")
+    return pattern([{"attention_type": "local_sliding", **local} if kind == WINDOWED else {} for kind in kinds])
+
+
+def layer_types(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The kinds of such layers, in config.json's words."""
+    return [WINDOWED if layer["attention_type"] == "local_sliding" else GLOBAL for layer in layers]
+
+
+def rope_keys(hf: Mapping[str, Any], theta: float = 10_000.0) -> Keys:
     """The keys of rotary positions, from transformers 5's rope_parameters or the older rope_theta and rope_scaling.
+
+    Args:
+        hf: config.json.
+        theta: the family's, where config.json has none.
 
     Raises:
         UserError: they are scaled in a way that is not here.
@@ -136,7 +193,7 @@ def rope_keys(hf: Mapping[str, Any]) -> Keys:
     if parameters.get("attention_factor") is not None:
         raise UserError("config.json has an attention_factor for rotary positions: expected mscale, or neither")
     return {
-        "rope_max_timescale": parameters.get("rope_theta") or hf.get("rope_theta") or 10_000.0,
+        "rope_max_timescale": parameters.get("rope_theta") or hf.get("rope_theta") or theta,
         "rope_type": ROPE_TYPES[kind],
         # Where rope_scaling doesn't say how long the original length is.
         **read(hf, {"max_position_embeddings": "original_max_position_embeddings"} if kind == "yarn" else {}),
@@ -147,5 +204,9 @@ def rope_keys(hf: Mapping[str, Any]) -> Keys:
 def rope_json(keys: Mapping[str, Any]) -> Json:
     """The reverse of `rope_keys`, in the older style, which every version of transformers reads."""
     kind = next(name for name, ours in ROPE_TYPES.items() if ours == keys["rope_type"])
-    scaling = {"rope_type": kind, **write(keys, ROPE_PARAMETERS[kind])}
+    # A zero stands for an mscale that is not given.
+    parameters = {
+        name: value for name, value in write(keys, ROPE_PARAMETERS[kind]).items() if value or name == "truncate"
+    }
+    scaling = {"rope_type": kind, **parameters}
     return {"rope_theta": keys["rope_max_timescale"], "rope_scaling": None if kind == "default" else scaling}

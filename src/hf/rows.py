@@ -29,6 +29,12 @@ NORMS_BEFORE = (
     Row("layer.attention_norm.scale", LAYER + "input_layernorm.weight", "D -> D"),
     Row("layer.feed_forward_norm.scale", LAYER + "post_attention_layernorm.weight", "D -> D"),
 )
+NORMS_BOTH = (  # Gemma's names, from its second version on
+    Row("layer.attention_norm.scale", LAYER + "input_layernorm.weight", "D -> D"),
+    Row("layer.attention_out_norm.scale", LAYER + "post_attention_layernorm.weight", "D -> D"),
+    Row("layer.feed_forward_norm.scale", LAYER + "pre_feedforward_layernorm.weight", "D -> D"),
+    Row("layer.feed_forward_out_norm.scale", LAYER + "post_feedforward_layernorm.weight", "D -> D"),
+)
 FEED_FORWARD = (
     Row("layer.feed_forward.wi", LAYER + "mlp.{A:gate_proj,up_proj}.weight", "F D -> D A F"),
     Row("layer.feed_forward.wo", LAYER + "mlp.down_proj.weight", "D F -> F D"),
@@ -36,6 +42,11 @@ FEED_FORWARD = (
 FEED_FORWARD_BIASES = (
     Row("layer.feed_forward.wi_bias", LAYER + "mlp.{A:gate_proj,up_proj}.bias", "F -> A F"),
     Row("layer.feed_forward.wo_bias", LAYER + "mlp.down_proj.bias", "D -> D"),
+)
+EXPERTS = (
+    Row("layer.feed_forward.router", LAYER + "mlp.gate.weight", "E D -> D E"),
+    Row("layer.feed_forward.wi", LAYER + "mlp.experts.{E}.{A:gate_proj,up_proj}.weight", "F D -> E D A F"),
+    Row("layer.feed_forward.wo", LAYER + "mlp.experts.{E}.down_proj.weight", "D F -> E F D"),
 )
 
 # Tables of angles that old files hold beside the weights.

@@ -7,7 +7,8 @@ A row of a table is (weight, file, dims):
 `weight` is a dotted path in the model's nested dict, where "layer." stands for any layer and "mtp." for any extra
 prediction layer. `file` is a tensor's name; `{layer}` in it is the layer's number, `{E}` the index along the weight's
 dim E, `{A:a,b}` the name for each index along A. `dims` is a pattern of rearrange.py. A row is for weights of its
-number of dims; a weight that is stacked over layers has one more in front.
+number of dims; a weight that is stacked over layers has one more in front. With a fourth entry, a row is only for
+weights that have one of this name beside them.
 """
 
 import re
@@ -33,6 +34,7 @@ class Row(NamedTuple):
     weight: str
     file: str
     dims: str
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def lay_out(rows: Sequence[Row], shapes: Shapes, vocab_size: int, family: str) -
     for weight, shape in shapes.items():
         name, numbers = _place(weight, shape, layers)
         stacked = weight[0] == "segments"
-        row = _matching(rows, name, shape[stacked:])
+        row = next((row for row in rows if _is_for(row, name, shape[stacked:], weight, shapes)), None)
         if row is None:
             homeless.append(f"{'.'.join(map(str, weight))} {list(shape)}")
             continue
@@ -148,16 +150,13 @@ def _place(weight: WeightPath, shape: tuple[int, ...], layers: Mapping[Any, list
     return ".".join(map(str, weight)), [0]
 
 
-def _matching(rows: Sequence[Row], name: str, shape: Sequence[int]) -> Row | None:
-    """The row of a weight of this name, number of dims and, for a dim with names, that size."""
-    for row in rows:
-        dims = row.dims.partition(" -> ")[2].split()
-        if row.weight == name and len(dims) == len(shape):
-            named = dict(re.findall(r"\{(\w):([^}]*)\}", row.file))
-            sizes = dict(zip(dims, shape, strict=True))
-            if all(len(names.split(",")) == sizes[letter] for letter, names in named.items()):
-                return row
-    return None
+def _is_for(row: Row, name: str, shape: Sequence[int], weight: WeightPath, shapes: Shapes) -> bool:
+    """Whether a row is for the weight of this name and shape, without the dim that it may be stacked along."""
+    dims = row.dims.partition(" -> ")[2].split()
+    if row.weight != name or len(dims) != len(shape) or (row.beside and (*weight[:-1], row.beside) not in shapes):
+        return False
+    sizes, listed = dict(zip(dims, shape, strict=True)), re.findall(r"\{(\w):([^}]*)\}", row.file)
+    return all(len(names.split(",")) == sizes[letter] for letter, names in listed)
 
 
 def _files(template: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, dict[str, int]]]:

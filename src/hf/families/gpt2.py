@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from src.errors import UserError
 from src.hf import config_json as cj
 from src.hf.family import Family
 from src.hf.table import Row
@@ -18,15 +17,11 @@ NAMES = {
     "layer_norm_epsilon": "normalization_layer_epsilon",
     "tie_word_embeddings": "logits_via_embedding",
 }
-# config.json's entries that change what is computed -> the only value of them that is here.
-FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
-    for name, value in FIXED.items():
-        if hf.get(name, value) != value:
-            raise UserError(f"config.json has {name} {hf[name]}, which is not here: expected {value}")
+    cj.refuse(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     hf = {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5, **hf}
     cj.read_all(hf, {"n_embd": "base_emb_dim"})
     keys = cj.read_all({**hf, "n_inner": hf.get("n_inner") or 4 * hf["n_embd"]}, NAMES)

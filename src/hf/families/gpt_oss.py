@@ -1,0 +1,70 @@
+"""gpt-oss: biases everywhere, attention sinks, windows in every other layer, a clipped activation, experts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from src.hf import config_json as cj
+from src.hf import rows
+from src.hf.family import Family
+from src.hf.table import Row
+
+NAMES = {
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "swiglu_limit": "mlp_activations_limit",
+    "sliding_window": "sliding_window_size",
+    "attention_bias": "attention_bias",
+}
+DEFAULTS = {"swiglu_limit": 7.0, "sliding_window": 128, "attention_bias": True}
+EXPERTS = rows.LAYER + "mlp.experts."
+ROUTER = rows.LAYER + "mlp.router."
+
+
+def facts(hf: Mapping[str, Any]) -> cj.Keys:
+    """config.json to keys."""
+    cj.refuse(hf, swiglu_alpha=1.702, hidden_act="silu")
+    keys = {
+        **cj.shared_keys(hf, head_dim=64, rms_norm_eps=1e-5),
+        **cj.rope_keys(hf, theta=150_000.0),
+        **cj.read_all({**DEFAULTS, **hf}, NAMES),
+        "mlp_activations": ["quick_gelu", "plus_one"],
+        "mlp_bias": True,
+        "attention_sink": True,
+        "router_bias": True,
+        "norm_topk_prob": True,
+    }
+    return {**keys, **cj.windowed_layers(hf, keys["base_num_decoder_layers"], global_every=2)}
+
+
+def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
+    """Keys to config.json."""
+    keys, local = layers[0], cj.first(layers, "attention_type", "local_sliding")
+    return {
+        **cj.shared_json(keys),
+        **cj.rope_json(keys),
+        **cj.write(local, NAMES),
+        "intermediate_size": keys["base_moe_mlp_dim"],
+        "swiglu_alpha": 1.702,
+        "layer_types": cj.layer_types(layers),
+    }
+
+
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    facts=facts,
+    hf_config=hf_config,
+    rows=(
+        *rows.OUTER,
+        *rows.NORMS_BEFORE,
+        *rows.ATTENTION,
+        *rows.ATTENTION_BIASES,
+        Row("layer.attention.sinks", rows.LAYER + "self_attn.sinks", "N -> N"),
+        Row("layer.feed_forward.router", ROUTER + "weight", "E D -> D E"),
+        Row("layer.feed_forward.router_bias", ROUTER + "bias", "E -> E"),
+        Row("layer.feed_forward.wi", EXPERTS + "gate_up_proj", "E D (F A) -> E D A F"),
+        Row("layer.feed_forward.wi_bias", EXPERTS + "gate_up_proj_bias", "E (F A) -> E A F"),
+        Row("layer.feed_forward.wo", EXPERTS + "down_proj", "E F D -> E F D"),
+        Row("layer.feed_forward.wo_bias", EXPERTS + "down_proj_bias", "E D -> E D"),
+    ),
+)

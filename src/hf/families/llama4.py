@@ -1,0 +1,91 @@
+"""Llama 4's text models: chunked attention with every fourth layer global and without positions, and experts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from src.hf import config_json as cj
+from src.hf import rows
+from src.hf.family import Family
+from src.hf.table import Row
+
+NAMES = {
+    "intermediate_size": "base_moe_mlp_dim",
+    "intermediate_size_mlp": "base_mlp_dim",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "attention_chunk_size": "chunk_attn_window_size",
+}
+FEED_FORWARD = rows.LAYER + "feed_forward."
+PROJECTIONS = "{A:gate_proj,up_proj}.weight"
+
+
+def facts(hf: Mapping[str, Any]) -> cj.Keys:
+    """config.json to keys."""
+    keys = {
+        **cj.shared_keys(hf, head_dim=128, rms_norm_eps=1e-5),
+        **cj.rope_keys(hf, theta=500_000.0),
+        **cj.read_all(hf, NAMES),
+        "mlp_activations": [cj.activation(hf), "linear"],
+        "attention_bias": hf.get("attention_bias", False),
+        "rope_interleave": True,
+        "shared_experts": 1,
+        "routed_score_func": "sigmoid",
+        "scale_expert_inputs": True,
+    }
+    count = keys["base_num_decoder_layers"]
+    step = hf.get("interleave_moe_layer_step", 1)
+    sparse = range(step - 1, count, step) if hf.get("moe_layers") is None else hf["moe_layers"]
+    every = hf.get("no_rope_layer_interval", 4)
+    rotated = hf.get("no_rope_layers") or [(i + 1) % every for i in range(count)]
+    local = {"attention_type": "chunk", "qk_norm": "l2" if hf.get("use_qk_norm", True) else "none"}
+    tuned = hf.get("attn_temperature_tuning", True)
+    everywhere = {
+        "position_type": "none",
+        **({"attn_temperature_scale": hf.get("attn_scale", 0.1)} if tuned else {}),
+        "attn_temperature_floor": hf.get("floor_scale", 8192),
+    }
+    attention = [local if rotates else everywhere for rotates in rotated]
+    dense = [{} if i in sparse else {"num_experts": 1} for i in range(count)]
+    return {**keys, **cj.pattern([{**one, **other} for one, other in zip(attention, dense, strict=True)])}
+
+
+def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
+    """Keys to config.json."""
+    dense, sparse = cj.dense_and_sparse(layers)
+    local, everywhere = cj.first(layers, "attention_type", "chunk"), cj.first(layers, "position_type", "none")
+    return {
+        **cj.shared_json(layers[0]),
+        **cj.rope_json(local),
+        **cj.write(sparse, NAMES),
+        "intermediate_size_mlp": dense["base_mlp_dim"],
+        "attention_chunk_size": local["chunk_attn_window_size"],
+        "hidden_act": cj.activation_name(layers[0]),
+        "attention_bias": layers[0]["attention_bias"],
+        "use_qk_norm": local["qk_norm"] == "l2",
+        "no_rope_layers": [int(layer["position_type"] == "rope") for layer in layers],
+        "moe_layers": [i for i, layer in enumerate(layers) if layer["num_experts"] > 1],
+        "attn_temperature_tuning": everywhere["attn_temperature_scale"] > 0,
+        "attn_scale": everywhere["attn_temperature_scale"] or 0.1,
+        "floor_scale": everywhere["attn_temperature_floor"],
+    }
+
+
+LLAMA4 = Family(
+    model_type="llama4_text",
+    architecture="Llama4ForCausalLM",
+    facts=facts,
+    hf_config=hf_config,
+    rows=(
+        *rows.OUTER,
+        *rows.NORMS_BEFORE,
+        *rows.ATTENTION,
+        *rows.ATTENTION_BIASES,
+        Row("layer.feed_forward.wi", FEED_FORWARD + PROJECTIONS, "F D -> D A F"),
+        Row("layer.feed_forward.wo", FEED_FORWARD + "down_proj.weight", "D F -> F D"),
+        Row("layer.feed_forward.router", FEED_FORWARD + "router.weight", "E D -> D E"),
+        Row("layer.feed_forward.wi", FEED_FORWARD + "experts.gate_up_proj", "E D (A F) -> E D A F"),
+        Row("layer.feed_forward.wo", FEED_FORWARD + "experts.down_proj", "E F D -> E F D"),
+        Row("layer.feed_forward.shared.wi", FEED_FORWARD + "shared_expert." + PROJECTIONS, "F D -> D A F"),
+        Row("layer.feed_forward.shared.wo", FEED_FORWARD + "shared_expert.down_proj.weight", "D F -> F D"),
+    ),
+)

@@ -1,0 +1,316 @@
+"""Finetuning data: what is read, which tokens count in the loss, and how that travels through rows."""
+
+import itertools
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from src.data.conversations import ConversationSource, encode_conversation
+from src.data.huggingface import HuggingFaceTokenizer
+from src.data.loader import EvalBatches, data_fingerprint, train_batches
+from src.data.sources import open_sources
+from src.data.tokenizer import ByteTokenizer
+from src.errors import UserError
+
+B = 4
+SPECIALS = ["<|bos|>", "<|eos|>", "<|start|>", "<|end|>"]
+CHAT_ML = (
+    "{% for message in messages %}{{ '<|start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+# As Llama 2's: no token opens the assistant's turn, and eos closes it.
+INSTRUCT = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[I] ' + message['content'] + ' [/I]' }}"
+    "{% else %}{% generation %}{{ ' ' + message['content'] + ' ' + eos_token }}{% endgeneration %}{% endif %}"
+    "{% endfor %}"
+)
+# As Qwen 3's: an empty thought before the last answer alone.
+THINKING = CHAT_ML.replace("{% generation %}", "{% generation %}{% if loop.last %}<think></think>{% endif %}")
+TURNS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": " it's  héé\n\n"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory):
+    """Bytes as ids 4 to 259 after the special tokens, with a template; spans leave out spaces, as in Llama 3's file."""
+
+    def make(template, stop_ids=(1, 3)):
+        folder = tmp_path_factory.mktemp("hf")
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab = {token: n for n, token in enumerate([*SPECIALS, *alphabet, "Ġi"])}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "i")]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(SPECIALS)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        settings = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": template}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(stop_ids)}))
+        return HuggingFaceTokenizer(folder / "tokenizer.json", 261), folder
+
+    return make
+
+
+@pytest.fixture
+def conversations(write):
+    """A source of lines."""
+
+    def make(*records, name="chat.jsonl"):
+        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+        return ConversationSource(str(write(name, "\n".join(lines))), "dataset_path")
+
+    return make
+
+
+def pair(prompt, completion):
+    return {"prompt": prompt, "completion": completion}
+
+
+def learned_text(tokenizer, document):
+    """The runs of tokens that count, special tokens and all."""
+    runs = itertools.groupby(zip(document.ids, document.learned, strict=True), key=lambda each: each[1])
+    return [
+        tokenizer._tokenizer.decode([int(token) for token, _ in run], skip_special_tokens=False)
+        for learned, run in runs
+        if learned
+    ]
+
+
+def test_a_pair_without_a_template_is_bos_prompt_completion_eos(conversations):
+    source = conversations(pair("ab", "cd"), {"prompt": "", "response": "é"})
+    document = encode_conversation(ByteTokenizer(), source[0], True)
+    assert document.ids.dtype == np.int32
+    assert document.ids.tolist() == [256, *b"abcd", 257]
+    assert document.learned.tolist() == [False, False, False, True, True, True]
+    document = encode_conversation(ByteTokenizer(), source[1], True)
+    assert document.ids.tolist() == [256, *"é".encode(), 257]
+    assert document.learned.tolist() == [False, True, True, True]
+    assert encode_conversation(ByteTokenizer(), source[0], False).learned is None
+
+
+def test_a_pair_with_a_template_is_a_user_and_an_assistant(conversations, chat_tokenizer):
+    tokenizer, _ = chat_tokenizer(CHAT_ML)
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    source = conversations(pair("ab", "cd"), {"messages": messages})
+    first, second = (encode_conversation(tokenizer, source[i], True) for i in range(2))
+    assert first.ids.tolist() == second.ids.tolist()
+    assert learned_text(tokenizer, first) == learned_text(tokenizer, second) == ["cd<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "said"),
+    [
+        (CHAT_ML, TURNS, [" it's  héé\n\n<|end|>", "no<|end|>"]),
+        (CHAT_ML, TURNS[1:4], [" it's  héé\n\n<|end|>"]),
+        (INSTRUCT, TURNS[1:], ["  it's  héé\n\n <|eos|>", " no <|eos|>"]),
+        (THINKING, TURNS[:3], ["<think></think> it's  héé\n\n<|end|>"]),
+    ],
+)
+def test_what_counts_is_what_transformers_marks_between_generation_tags(
+    conversations, chat_tokenizer, template, messages, said
+):
+    tokenizer, folder = chat_tokenizer(template)
+    document = encode_conversation(tokenizer, conversations({"messages": messages})[0], True)
+    assert learned_text(tokenizer, document) == said
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    untrimmed = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    untrimmed.post_processor = processors.ByteLevel(trim_offsets=False)  # else transformers finds no token at a space
+    theirs = PreTrainedTokenizerFast(tokenizer_object=untrimmed, **settings).apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True
+    )
+    assert document.ids.tolist() == theirs["input_ids"]
+    assert document.learned.tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
+
+
+def test_all_tokens_count_where_the_user_says_so(conversations, chat_tokenizer):
+    tokenizer, _ = chat_tokenizer(CHAT_ML)
+    source = conversations({"messages": TURNS})
+    whole, part = (encode_conversation(tokenizer, source[0], only) for only in (False, True))
+    assert whole.learned is None
+    assert whole.ids.tolist() == part.ids.tolist()
+
+
+def test_without_the_end_of_turn_among_the_stop_ids_the_turn_counts_to_its_last_character(
+    conversations, chat_tokenizer
+):
+    tokenizer, _ = chat_tokenizer(CHAT_ML, stop_ids=(1,))
+    document = encode_conversation(tokenizer, conversations(pair("a", "b"))[0], True)
+    assert learned_text(tokenizer, document) == ["b<|end|>\n"]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (THINKING, TURNS),  # the first answer is written in another way once there is a second
+        (CHAT_ML.replace("add_generation_prompt", "true"), TURNS),  # a prompt where none was asked for
+        ("{{ messages[0].content }}", TURNS),  # the answer is not written at all
+    ],
+)
+def test_a_template_that_does_not_show_the_turns_is_an_error(conversations, chat_tokenizer, template, messages):
+    tokenizer, _ = chat_tokenizer(template)
+    source = conversations(pair("a", "b"), {"messages": messages})
+    with pytest.raises(UserError, match=r"chat\.jsonl, line 2: the tokenizer's chat template.*message [35]"):
+        encode_conversation(tokenizer, source[1], True)
+    assert encode_conversation(tokenizer, source[1], False).learned is None
+
+
+def test_a_template_that_refuses_names_the_line(conversations, chat_tokenizer):
+    tokenizer, _ = chat_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UserError, match=r"chat\.jsonl, line 1: .*roles must alternate"):
+        encode_conversation(tokenizer, conversations({"messages": TURNS})[0], True)
+
+
+def test_messages_without_a_template_are_an_error(conversations):
+    source = conversations({"messages": TURNS})
+    for completion_only in (True, False):
+        with pytest.raises(UserError, match=r"chat\.jsonl, line 1: .*tokenizer_type=huggingface.*tokenizer_path"):
+            encode_conversation(ByteTokenizer(), source[0], completion_only)
+
+
+def test_other_fields_of_a_message_reach_the_template(conversations, chat_tokenizer):
+    tokenizer, _ = chat_tokenizer("{% for m in messages %}{{ m.content + (m.name or '') }}{% endfor %}")
+    source = conversations({"messages": [{"role": "assistant", "content": "a", "name": "b"}], "id": 7})
+    assert tokenizer.decode(encode_conversation(tokenizer, source[0], False).ids) == "ab"
+
+
+def test_a_surrogate_without_its_pair_is_replaced(conversations):
+    assert conversations(r'{"prompt": "a\ud800", "completion": "b"}')[0].messages[0]["content"] == "a?"
+
+
+def role(name, content="x"):
+    return {"messages": [{"role": "user", "content": "x"}, {"role": name, "content": content}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (role("human"), "message 2 has the role 'human': expected one of system, user, assistant, tool"),
+        (role(["user"]), r"message 2 has the role \['user'\]"),
+        ({"messages": [{"content": "x"}]}, 'message 1 has no "role"'),
+        ({"messages": [{"role": "assistant"}]}, 'message 1 has no "content"'),
+        (role("assistant", None), 'message 2: "content" is no string'),
+        ({"messages": ["x"]}, "message 1 is no object"),
+        ({"messages": "x"}, '"messages" is no list'),
+        (role("user"), "no message is the assistant's"),
+        ({"messages": []}, "no message is the assistant's"),
+        (role("assistant", " \n"), "message 2, of the assistant, is empty"),
+        (pair("a", ""), '"completion" is empty'),
+        ({"prompt": "a", "response": " "}, '"response" is empty'),
+        ({"prompt": "a"}, 'there is no "completion": expected .*"messages"'),
+        ({"completion": "a"}, 'there is no "prompt"'),
+        ({"text": "a"}, 'there is no "prompt"'),
+        (pair(3, "a"), '"prompt" is no string'),
+        ([1, 2], 'expected .*"prompt"'),
+        ("{not json}", "not JSON"),
+    ],
+)
+def test_an_unfit_line_is_an_error_at_the_start_with_its_number(conversations, record, message):
+    with pytest.raises(UserError, match=r"chat\.jsonl, line 4: .*" + message):
+        conversations(pair("a", "b"), "", pair("c", "d"), record, pair("e", "f"))
+
+
+def test_files_without_conversations_are_an_error(conversations):
+    with pytest.raises(UserError, match="no document"):
+        conversations(name="empty.jsonl")
+    with pytest.raises(UserError, match=r"dataset_path: .*chat\.txt is no \.jsonl file"):
+        conversations(pair("a", "b"), name="chat.txt")
+
+
+# ---- Through rows
+
+
+def sft(config, **changes):
+    return config(**{"use_sft": True, "max_target_length": 8, **changes})
+
+
+def take(config, source, rows, steps, position=None):
+    batches = train_batches(config, source, ByteTokenizer(), rows, B, position)
+    taken = list(itertools.islice(batches, steps))
+    batches.close()
+    return taken
+
+
+def test_rows_of_a_hand_computed_layout(config, conversations):
+    source = conversations(pair("abc", "defghij"))  # b a b c d e f g h i j e: 11 pairs, the last 8 count
+    batches = take(sft(config), source, [0], 2)
+    bos, eos = 256, 257
+    assert [batch["tokens"][0].tolist() for batch in batches] == [[bos, *b"abcdefg"], [*b"hij", bos, *b"abcd"]]
+    assert [batch["targets"][0].tolist() for batch in batches] == [[*b"abcdefgh"], [*b"ij", eos, *b"abcde"]]
+    assert [batch["loss_mask"][0].tolist() for batch in batches] == [[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 1, 1]]
+    assert [batch["segment_ids"][0].tolist() for batch in batches] == [[1] * 8, [1] * 3 + [2] * 5]
+    unpacked = take(sft(config, packing=False), source, [0], 2)
+    assert unpacked[1]["loss_mask"][0].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert unpacked[1]["segment_ids"][0].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    everything = take(sft(config, sft_train_on_completion_only=False), source, [0], 2)
+    assert all((batch["loss_mask"] == 1).all() for batch in everything)
+
+
+@pytest.fixture
+def many(conversations):
+    """Pairs whose completions are upper-case words, each another, and whose prompts are lower-case."""
+    return conversations(*(pair("p" * (n % 7), chr(65 + n) * (1 + n % 11)) for n in range(23)))
+
+
+def counted(batches):
+    """How often each character is a target that counts."""
+    targets = np.concatenate([batch["targets"][batch["loss_mask"] == 1] for batch in batches])
+    return Counter(targets.tolist())
+
+
+def expected(epochs):
+    """Each completion's bytes and an eos for it, and not one byte of a prompt."""
+    return Counter({**{65 + n: epochs * (1 + n % 11) for n in range(23)}, ByteTokenizer.eos: epochs * 23})
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_one_epoch_of_evaluation_counts_each_completion_once(config, many, packing):
+    for rows in (1, 3, 8):
+        evaluation = EvalBatches(sft(config, packing=packing), many, ByteTokenizer(), range(rows), rows)
+        assert counted(evaluation) == expected(1)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_hosts_and_resuming_change_no_mask(config, many, packing):
+    settings = sft(config, packing=packing)
+    whole = take(settings, many, range(B), 12)
+    first = take(settings, many, range(B), 5)
+    halves = [take(settings, many, rows, 7, first[-1]["data_position"][rows]) for rows in ([0, 1], [2, 3])]
+    for k, batch in enumerate(whole):
+        for name, array in batch.items():
+            other = first[k][name] if k < 5 else np.concatenate([half[k - 5][name] for half in halves])
+            assert array.tobytes() == other.tobytes(), name
+
+
+def test_conversations_are_not_cut_and_split_whole(config, write):
+    path = write("long.jsonl", "\n".join(json.dumps(pair("a" * 500, f"{n}" * 500)) for n in range(20)))
+    train, held_out = open_sources(sft(config, dataset_path=str(path), max_document_bytes=64))
+    assert len(train) + len(held_out) == 20
+    assert min(len(train), len(held_out)) >= 1
+    sizes = {len(encode_conversation(ByteTokenizer(), part[0], True).ids) for part in (train, held_out)}
+    assert min(sizes) >= 1002
+
+
+def test_the_fingerprint_tells_masks_and_templates_apart(config, many, chat_tokenizer):
+    def prints(settings, tokenizer):
+        return data_fingerprint(settings, many, tokenizer, B)
+
+    first, second = chat_tokenizer(CHAT_ML)[0], chat_tokenizer(INSTRUCT)[0]
+    one, other = prints(sft(config), first), prints(sft(config), second)
+    assert json.loads(json.dumps(one)) == one
+    assert {name for name in one if one[name] != other[name]} == {"chat template"}
+    all_tokens = prints(sft(config, sft_train_on_completion_only=False), first)
+    assert {name for name in one if one[name] != all_tokens[name]} == {"sft_train_on_completion_only"}
+    assert not {"chat template", "sft_train_on_completion_only"} & prints(config(), first).keys()

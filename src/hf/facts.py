@@ -2,10 +2,9 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from src.config import scaled_sizes
+from src.config_checks import scaled_sizes
 from src.config_yaml import base, dump
 from src.errors import UserError
 from src.hf.families import FAMILIES
@@ -14,14 +13,8 @@ from src.hf.folder import HfFolder, open_folder
 from src.model.spec import model_spec, segments
 
 
-def is_hf_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a Hugging Face model folder, whole or not, at `path`."""
-    folder = Path(path).expanduser()
-    return folder.is_dir() and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors")))
-
-
 def model_facts(path: str | os.PathLike[str]) -> Keys:
-    """The keys of base.yml that describe the model in a folder, those alone that differ from base.yml's.
+    """The keys of base.yml that describe the model in a folder.
 
     Raises:
         UserError: it is no model folder, or its model is of no family here, or uses what is not here.
@@ -43,7 +36,7 @@ def folder_facts(folder: HfFolder) -> Keys:
         )
     if "decoder_segments" in keys:
         keys["decoder_segments"] = _compressed(keys)
-    return {key: value for key, value in keys.items() if value != base().defaults[key]}
+    return keys
 
 
 def folder_family(folder: HfFolder) -> Family:
@@ -106,9 +99,11 @@ def text_config(folder: HfFolder) -> Mapping[str, Any]:
 
 
 def model_yaml(keys: Mapping[str, Any]) -> str:
-    """The keys as lines of YAML, a line for each layer of a pattern."""
+    """The keys whose values are not base.yml's, as lines of YAML, a line for each layer of a pattern."""
     lines = []
     for key, value in keys.items():
+        if value == base().defaults[key]:
+            continue
         if key != "decoder_segments":
             lines.append(f"{key}: {dump(value)}")
             continue

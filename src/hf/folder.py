@@ -66,6 +66,12 @@ class HfFolder:
     tensors: Mapping[str, Tensor]
 
 
+def is_hf_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a Hugging Face model folder, whole or not, at `path`."""
+    folder = Path(path).expanduser()
+    return folder.is_dir() and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors")))
+
+
 def open_folder(path: str | os.PathLike[str]) -> HfFolder:
     """The folder's config and tensors; of the files of weights, only headers are read.
 

@@ -1,5 +1,6 @@
 """What a user can get wrong about a whole run: one message that helps, exit code 2, nothing written, nothing lost."""
 
+import json
 import os
 import shutil
 import sys
@@ -123,6 +124,26 @@ def test_one_document_can_not_also_be_evaluated_on(refused, tmp_path):
 
 def test_a_tokenizer_with_more_ids_than_the_vocabulary(refused):
     assert_says(refused(vocab_size=256), "vocab_size=256", "258 ids", "byte tokenizer")
+
+
+def test_a_conversation_with_a_wrong_role(refused, tmp_path):
+    turns = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "hello"}]
+    lines = [{"prompt": "hi", "completion": "hello"}, {"messages": turns}]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    said = refused(use_sft=True, dataset_path=tmp_path / "chat.jsonl")
+    assert_says(said, f"{tmp_path / 'chat.jsonl'}, line 2", "message 2", "'bot'", "assistant")
+
+
+def test_messages_for_a_tokenizer_without_a_chat_template(refused, tmp_path):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}))
+    said = refused(use_sft=True, dataset_path=tmp_path / "chat.jsonl")
+    assert_says(said, "line 1", "tokenizer_type=huggingface", "tokenizer_path")
+
+
+def test_a_model_folder_without_a_tokenizer(refused, tmp_path):
+    said = refused(tokenizer_type="huggingface", tokenizer_path=tmp_path)
+    assert_says(said, f"tokenizer_path={tmp_path}", "tokenizer.json", "tokenizer.model")
 
 
 # ---- Where it is to be written

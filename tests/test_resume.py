@@ -1,14 +1,19 @@
 """A run that is interrupted and started again ends as if nothing had happened; what it may change in between."""
 
+import json
 import os
 import random
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from src.data.tokenizer import ByteTokenizer
+from src.resume import check_tokenizer
 from tests import runs
 
 STEPS = 30
@@ -294,6 +299,31 @@ def test_weights_of_another_run_start_a_new_one(whole, corpus, tmp_path, capsys)
     assert "resumed from step 2" in capsys.readouterr().out
     assert [step for step, _ in runs.losses(folder)] == [1, 2, 3, 4]
     assert runs.contents(whole) == before
+
+
+def test_weights_that_know_another_tokenizer_are_refused_until_that_is_accepted(
+    whole, corpus, tmp_path, monkeypatch, capsys
+):
+    words = Tokenizer(models.WordLevel({"[end]": 0, "alpha": 1, "beta": 2, "gamma": 3, "delta": 4}, unk_token="[end]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[end]"}')
+    keys = keys_of(tmp_path / "new" / "run", corpus, load_parameters_path=whole)
+    keys |= {"steps": 2, "tokenizer_type": "huggingface", "tokenizer_path": tmp_path}
+    said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys))
+    assert "type: byte -> huggingface" in said
+    assert "vocab_size: 258 -> 5" in said
+    assert "accept_changes=[tokenizer_path]" in said
+    runs.run_here(**keys, accept_changes="[tokenizer_path]")
+    meta = json.loads((tmp_path / "new" / "run" / "checkpoints" / "2" / "meta" / "metadata").read_text())
+    tokenizer = meta["meta"]["tokenizer"]
+    assert (tokenizer["type"], tokenizer["eos"]) == ("huggingface", 0)
+
+
+@pytest.mark.parametrize("meta", [{}, {"tokenizer": None}, {"tokenizer": ByteTokenizer().fingerprint()}])
+def test_weights_that_know_no_other_tokenizer_are_taken(meta):
+    check_tokenizer(SimpleNamespace(accept_changes=()), meta, ByteTokenizer())
+    check_tokenizer(SimpleNamespace(accept_changes=()), meta, None)
 
 
 def test_the_whole_state_of_another_run_goes_on_as_that_run_did(whole, corpus, tmp_path):

@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 
 from src.digest import digests
 from src.errors import UserError
+from src.model import weights
 
 T = TypeVar("T")
 AtomicityMode = ocp.options.AtomicityMode
@@ -30,6 +31,9 @@ AtomicityMode = ocp.options.AtomicityMode
 # Errors after which a checkpoint may well be good: to take them for damage would have it deleted.
 NO_ANSWER = (PermissionError, TimeoutError, ConnectionError, MemoryError)
 NO_ANSWER_STATUS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+
+# Given a checkpoint's meta and its arrays' shapes and dtypes by name: what of it to restore.
+AbstractOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 WEIGHTS = ("trainable", "frozen", "stats")  # the parts of a state that another run may start from
 
@@ -43,9 +47,12 @@ class Checkpointer:
         directory: its checkpoints/ folder.
         max_to_keep: how many checkpoints stay; -1: all.
         async_save: files are written while the caller goes on.
+        compress: files are smaller by a quarter or so; without, arrays in host memory are written as they lie there.
     """
 
-    def __init__(self, directory: epath.PathLike, *, max_to_keep: int, async_save: bool) -> None:
+    def __init__(
+        self, directory: epath.PathLike, *, max_to_keep: int, async_save: bool, compress: bool = True
+    ) -> None:
         self._directory = _absolute(directory)
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=None if max_to_keep == -1 else max_to_keep,
@@ -58,6 +65,10 @@ class Checkpointer:
                 mode=AtomicityMode.COMMIT_FILE if _is_remote(self._directory) else AtomicityMode.ATOMIC_RENAME
             ),
         )
+        self._handlers = {"meta": ocp.JsonCheckpointHandler(), "state": ocp.PyTreeCheckpointHandler()}
+        if not compress:
+            # Nothing is copied, so no array is too large to be written (the default is 96 GB at once).
+            self._handlers["state"] = ocp.PyTreeCheckpointHandler(use_compression=False, save_concurrent_gb=10**6)
         self._manager: ocp.CheckpointManager | None = None
         self._damaged_steps: list[int] = []
 
@@ -93,7 +104,7 @@ class Checkpointer:
         steps = _steps(self._directory)
         if not steps:
             return None
-        _, state, meta, problems = _restore_newest(self._directory, steps, abstract_state)
+        _, state, meta, problems = _restore_newest(self._directory, steps, lambda meta, saved: abstract_state)
         self._damaged_steps = list(problems)
         messages = [
             f"checkpoint {damaged} is passed over: {problem}. The next checkpoint saved deletes it."
@@ -119,7 +130,7 @@ class Checkpointer:
         self._damaged_steps = []
         # The others may not list the folder before that is done.
         multihost_utils.sync_global_devices("damaged checkpoints deleted")
-        return ocp.CheckpointManager(self._directory, options=self._options, item_names=("state", "meta"))
+        return ocp.CheckpointManager(self._directory, options=self._options, item_handlers=self._handlers)
 
 
 def restore_step(
@@ -140,10 +151,44 @@ def restore_step(
     Raises:
         UserError: there is no checkpoint, none is good, or the arrays of these parts differ in name or shape.
     """
+    wanted = {part: abstract_state[part] for part in parts}
+    return _restore_of_any_run(path, lambda meta, saved: wanted, ", ".join(parts))
+
+
+def restore_weights(
+    path: epath.PathLike, tree_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """The weights of any run's checkpoint, whichever part of its state each was in.
+
+    Args:
+        path: as `restore_step`'s.
+        tree_of: told the checkpoint's meta, and the `shape` and `dtype` of each weight by dotted path, gives what to
+            restore: nested dicts of `jax.ShapeDtypeStruct`s with shardings.
+
+    Returns:
+        `tree_of`'s nested dicts, of arrays; meta; and what to tell the user.
+
+    Raises:
+        UserError: as `restore_step` does.
+    """
+
+    def parts_of(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        part_of = {name.partition(".")[2]: part for name in saved if (part := name.partition(".")[0]) in WEIGHTS}
+        tree = tree_of(meta, {name: saved[f"{part}.{name}"] for name, part in part_of.items()})
+        labels = jax.tree.map_with_path(lambda where, _: part_of.get(_dotted(where), WEIGHTS[0]), tree)
+        return {part: weights.select(tree, labels, part) for part in WEIGHTS}
+
+    parts, meta, messages = _restore_of_any_run(path, parts_of, "the weights")
+    return weights.join(*parts.values()), meta, messages
+
+
+def _restore_of_any_run(
+    path: epath.PathLike, abstract_of: AbstractOf, what: str
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     folder, steps = _find_steps(path)
-    step, state, meta, problems = _restore_newest(folder, steps, {part: abstract_state[part] for part in parts})
+    step, state, meta, problems = _restore_newest(folder, steps, abstract_of)
     messages = [f"checkpoint {damaged} of {folder} is passed over: {problem}." for damaged, problem in problems.items()]
-    return state, meta, [*messages, f"restored {', '.join(parts)} from checkpoint {step} of {folder}."]
+    return state, meta, [*messages, f"restored {what} from checkpoint {step} of {folder}."]
 
 
 def saved_arrays(path: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
@@ -162,6 +207,22 @@ def saved_arrays(path: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
         return {
             name: jax.ShapeDtypeStruct(entry["shape"], entry["dtype"], sharding=device) for name, entry in saved.items()
         }
+    raise UserError(f"no checkpoint in {folder} can be read. Give another path.")
+
+
+def checkpoint_identity(path: epath.PathLike) -> str:
+    """A text that another checkpoint's differs from; `path` is `restore_step`'s, whose newest readable one it is of.
+
+    Raises:
+        UserError: there is no checkpoint that can be read.
+    """
+    folder, steps = _find_steps(path)
+    for step in steps:
+        try:
+            meta, saved = _on_all_processes(functools.partial(_read_meta, folder / str(step)))
+        except _DamagedError:
+            continue
+        return f"step {step}, {_checksum({'meta': meta, 'arrays': saved}):08x}"
     raise UserError(f"no checkpoint in {folder} can be read. Give another path.")
 
 
@@ -184,13 +245,13 @@ class _DamagedError(Exception):
 
 
 def _restore_newest(
-    folder: epath.Path, steps: list[int], abstract_state: Mapping[str, Any]
+    folder: epath.Path, steps: list[int], abstract_of: AbstractOf
 ) -> tuple[int, dict[str, Any], dict[str, Any], dict[int, str]]:
     """(step, state, meta, the problem of each step passed over) of the first of `steps` that is good."""
     problems = {}
     for step in steps:
         try:
-            state, meta = _restore(folder / str(step), abstract_state)
+            state, meta = _restore(folder / str(step), abstract_of)
         except _DamagedError as error:
             problems[step] = str(error)
         else:
@@ -202,9 +263,10 @@ def _restore_newest(
     )
 
 
-def _restore(step_folder: epath.Path, abstract_state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str, Any], dict[str, Any]]:
     """(state, meta) of one checkpoint. Raises _DamagedError or UserError, on all processes alike."""
     meta, saved = _on_all_processes(lambda: _read_meta(step_folder))
+    abstract_state = abstract_of(meta, saved)
     saved = {name: entry for name, entry in saved.items() if name.split(".")[0] in abstract_state}
     wanted = _flatten(abstract_state)
     names = list(wanted)
@@ -326,7 +388,11 @@ def _first_few(items: list[str], separator: str) -> str:
 def _flatten(state: Any) -> dict[str, Any]:
     """The leaves by dotted name, so that what is on disk doesn't depend on the types of optax's containers."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    return {_dotted(path): leaf for path, leaf in leaves}
+
+
+def _dotted(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _steps(folder: epath.Path) -> list[int]:

@@ -24,6 +24,8 @@ from src.config_yaml import (
 )
 from src.errors import UserError
 from src.foreign_keys import answer
+from src.hf.facts import model_facts, model_yaml
+from src.hf.folder import is_hf_folder
 
 __all__ = ["compare_runs", "diff_from_base", "from_yaml", "help_for", "help_text", "load", "scaled_sizes", "to_yaml"]
 
@@ -168,14 +170,24 @@ def _model_name(settings: Sequence[Setting]) -> str:
 
 
 def _model_settings(name: str, problems: list[str]) -> list[Setting]:
-    """What the model file sets that `name` names, or that has `name` for its path."""
+    """What the model file sets that `name` names, or the file or Hugging Face folder that it is the path of."""
     if not name:
         return []
+    if is_hf_folder(name):
+        try:
+            keys = parse_keys(model_yaml(model_facts(name)), name)
+        except UserError as error:
+            problems.append(f"model_name={name}: {error}")
+            return []
+        return [Setting(key, value, f"in {name}") for key, value in keys.items()]
     path = Path(name) if name.endswith(".yml") else CONFIGS / "models" / f"{name}.yml"
     if not path.is_file():
         models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
         hint = nearest(name, models) or f" There are {', '.join(models)}."
-        problems.append(f"model_name={name}: there is no file {path}.{hint} A name ending in .yml is a path.")
+        problems.append(
+            f"model_name={name}: there is no file {path}.{hint} A name ending in .yml is a path, and so is the folder "
+            "of a Hugging Face model."
+        )
         return []
     settings = [Setting(key, value, f"in {path}") for key, value in _read(path, problems).items()]
     for setting in settings:

@@ -88,7 +88,7 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     notes: list[str] = []
     config = {**base().defaults, **keys}
     parts = load_weights(hf_dir, _as_stored(folder, config), notes)
-    checkpointer = Checkpointer(out_dir / "checkpoint", max_to_keep=-1, async_save=False)
+    checkpointer = Checkpointer(out_dir / "checkpoint", max_to_keep=-1, async_save=False, compress=False)
     checkpointer.save(0, parts, {"vocab_size": config["vocab_size"], "tokenizer": None})
     checkpointer.close()
     for note in notes:
@@ -135,7 +135,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
 def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a model's state, on one device, in the dtypes that the folder's tensors have."""
     _, declarations = weights.abstract(functools.partial(Decoder, model_spec(config)))
-    shapes, part_of = weights.shapes(declarations), weights.parts(declarations)
+    shapes, part_of = weights.values(declarations), weights.parts(declarations)
     parts = {part: weights.select(shapes, part_of, part) for part in WEIGHTS}
     leaves = weight_leaves(parts)
     pieces, tensors = match_tensors(folder, {weight: leaf.shape for weight, leaf in leaves.items()}, [])

@@ -32,7 +32,10 @@ class Evaluation:
         self._batches = EvalBatches(config, source, tokenizer, self._rows, self._global_batch)
 
     def run(self, parts: tuple[Any, ...]) -> dict[str, float]:
-        """Of a model given as `state_weights` does: `eval_loss`, a mean over the set's tokens in nats, and `eval_perplexity`, its exponential."""
+        """`eval_loss`, a mean over the set's tokens in nats, and `eval_perplexity`, its exponential.
+
+        `parts` is the model, as `state_weights` gives it.
+        """
         sums = [
             self._eval_step(parts, to_global(batch, self._place, self._rows, self._global_batch))
             for batch in self._batches

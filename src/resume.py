@@ -3,19 +3,22 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ml_collections import FrozenConfigDict
 
-from src.checkpoint import WEIGHTS, Checkpointer, restore_step
+from src.checkpoint import Checkpointer, restore_step
 from src.config import compare_runs, from_yaml
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
+from src.load_weights import check_base, identity, load_weights
+from src.model.weights import Tree, join
 from src.optimizer import hyper_parameters
 from src.run_folder import RunFolder
-from src.train_step import StepPlan, TrainState, init_state
+from src.train_step import StepPlan, TrainState, init_state, state_weights
 
 # The keys that alter an entry of the data's fingerprint: accepting one of them accepts the entry. The first is the one
 # to tell a user whose configuration is the same as before.
@@ -74,22 +77,78 @@ def starting_state(
         changes = ["the run's config.yml is missing or empty: nobody can tell what has changed since its last start"]
         if saved:
             changes = compare_configs(config, saved)
-        restored = checkpointer.restore_latest(parts(abstract))
+        restored = checkpointer.restore_latest(saved_parts(plan, abstract))
         if restored is not None:
             fields, meta, messages = restored
+            fields |= base_weights(plan, abstract, meta)
             state, more = with_position(fields, meta, config, abstract, fingerprint)
             return state, [*changes, *messages, f"resumed from step {int(state.step)}", *more]
-    if config.load_full_state_path:
-        fields, meta, messages = restore_step(config.load_full_state_path, parts(abstract), tuple(parts(abstract)))
+    if path := config.load_full_state_path:
+        wanted = saved_parts(plan, abstract)
+        fields, meta, messages = restore_step(path, wanted, tuple(wanted))
         check_vocabulary(config, meta)
+        fields |= base_weights(plan, abstract, meta)
         state, more = with_position(fields, meta, config, abstract, fingerprint)
         return state, [*messages, *more]
     if config.load_parameters_path:
-        fields, meta, messages = restore_step(config.load_parameters_path, parts(abstract), WEIGHTS)
+        weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract))
         check_vocabulary(config, meta)
         check_tokenizer(config, meta, tokenizer)
-        return dataclasses.replace(new_state(config, plan, abstract), **fields), messages
+        return state_of(weights, config, plan, abstract), messages
     return new_state(config, plan, abstract), []
+
+
+def saved_parts(plan: StepPlan, state: TrainState) -> dict[str, Any]:
+    """What a checkpoint holds of a state: all of it, but adapters without the weights that they are trained on."""
+    saved = parts(state)
+    if plan.lora:
+        del saved["frozen"]
+    return saved
+
+
+def saved_meta(config: FrozenConfigDict, fingerprint: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What a checkpoint says of itself beside its arrays."""
+    meta = {
+        "data": fingerprint,
+        "vocab_size": config.vocab_size,
+        "tokenizer": tokenizer.fingerprint() if tokenizer else None,
+    }
+    if config.lora_rank:
+        base = str(Path(config.load_parameters_path).expanduser().absolute())
+        meta["lora"] = {"rank": config.lora_rank, "alpha": config.lora_alpha, "base": base}
+        meta["lora"]["base_identity"] = identity(config.load_parameters_path)
+    return meta
+
+
+def base_weights(plan: StepPlan, abstract: TrainState, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The frozen part of a state whose checkpoint holds adapters without it; empty where it holds all."""
+    if not plan.lora:
+        return {}
+    check_base(meta["lora"])
+    weights, _, _ = load_weights(meta["lora"]["base"], all_weights(abstract))
+    return {"frozen": plan.by_part(weights)["frozen"]}
+
+
+def all_weights(abstract: TrainState) -> Tree:
+    """The model's weights, whatever part of the state they are in, without adapters."""
+    weights = join(*state_weights(abstract))
+    return {name: entry for name, entry in weights.items() if name != "lora"}
+
+
+def state_of(weights: Tree, config: FrozenConfigDict, plan: StepPlan, abstract: TrainState) -> TrainState:
+    """The state before the first step of a run that starts from these weights."""
+    loaded = plan.by_part(weights)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+    def rest(loaded: dict[str, Tree]) -> TrainState:
+        """All that a new state has and `loaded` lacks: adapters, the optimizer's arrays, the position."""
+        adapters = {"lora": plan.init_adapters()} if plan.lora else {}
+        trainable = join(loaded["trainable"], adapters)
+        return init_state(
+            plan, hyper_parameters(config, 0), abstract.data_position.shape, {**loaded, "trainable": trainable}
+        )
+
+    return jax.jit(rest, out_shardings=shardings, donate_argnums=0)(loaded)
 
 
 def new_state(config: FrozenConfigDict, plan: StepPlan, abstract: TrainState) -> TrainState:

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from src.optimizer import hyper_parameters
 from src.preemption import Preemption
 from src.recorder import Recorder
 from src.report import write_report
-from src.resume import parts, starting_state
+from src.resume import saved_meta, saved_parts, starting_state
 from src.run_folder import RunFolder
 from src.train_step import (
     StepPlan,
@@ -94,11 +95,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     place = batch_sharding(layout)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
     fingerprint = data_fingerprint(config, source, tokenizer, global_batch)
-    meta = {
-        "data": fingerprint,
-        "vocab_size": config.vocab_size,
-        "tokenizer": tokenizer.fingerprint() if tokenizer else None,
-    }
+    meta = saved_meta(config, fingerprint, tokenizer)
     evaluation = Evaluation(config, plan, eval_step, eval_source, tokenizer) if eval_source else None
     if wants_sample := bool(config.sample_length and tokenizer):
         encode_prompt(config, tokenizer)  # now, for a prompt that is too long is better said before the run than after
@@ -160,7 +157,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
                 if saves and config.enable_checkpointing:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
                     folder.sync()
-                    checkpointer.save(done, parts(state), meta)
+                    checkpointer.save(done, saved_parts(plan, state), meta)
                 recorder.start_clock()
             if preempted:
                 break
@@ -225,6 +222,7 @@ def header(
         ("devices", f"{facts['devices']}, processes: {facts['processes']}"),
         ("mesh", describe(plan.layout)),
         ("model", f"{count_params(plan.spec):,} parameters, {len(plan.spec.layers)} layers"),
+        ("trained", describe_trained(plan)),
         ("step", f"{global_batch} rows x {config.max_target_length} = {tokens:,} tokens"),
         ("FLOPs a token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
         ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
@@ -237,6 +235,15 @@ def header(
         ("steps", f"{first_step} to {config.steps}"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
     ]
+
+
+def describe_trained(plan: StepPlan) -> str:
+    """What of the model the optimizer changes."""
+    by_part = plan.by_part(plan.shapes)
+    if not by_part["frozen"]:
+        return "all parameters"
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(by_part["trainable"]))
+    return f"{count:,} parameters" + (f", with adapters of rank {plan.lora.rank}" if plan.lora else "")
 
 
 def printable(text: str) -> str:

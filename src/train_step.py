@@ -1,7 +1,7 @@
 """The training step and its state: pure functions of pytrees, compiled alike by train.py and train_compile.py."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from src.checkpoint import WEIGHTS
+from src.errors import UserError
 from src.mesh import Layout, weight_shardings
-from src.model import moe, weights
+from src.model import lora, moe, weights
 from src.model.context import Context
 from src.model.decoder import Decoder
 from src.model.kernels import choose_kernel
+from src.model.lora import LoraSpec
 from src.model.loss import cross_entropy
 from src.model.segments import Execution
 from src.model.spec import ModelSpec
@@ -22,8 +25,6 @@ from src.optimizer import Hyper, clip, hyper_parameters, transform
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-
-WEIGHT_PARTS = ("trainable", "frozen", "stats")  # the parts of the state that hold the model
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +45,7 @@ class StepPlan:
     """What is compiled into the step: the model's structure and how it is computed."""
 
     spec: ModelSpec
+    lora: LoraSpec | None
     graphdef: nnx.GraphDef
     parts: Any  # of each weight: trainable, frozen or stats; this and the next three are nested as all weights are
     shapes: Any
@@ -65,30 +67,48 @@ class StepPlan:
 
     def init_weights(self) -> dict[str, Any]:
         """The model's initial weights by part of the state: trainable, frozen and stats."""
-        return self.by_part(weights.initial(functools.partial(Decoder, self.spec), self.seed))
+        tree = weights.initial(functools.partial(Decoder, self.spec), self.seed)
+        return self.by_part({**tree, "lora": self.init_adapters()} if self.lora else tree)
+
+    def init_adapters(self) -> weights.Tree:
+        """The initial adapters, which change nothing."""
+        _, declarations = weights.abstract(functools.partial(Decoder, self.spec))
+        rngs = nnx.Rngs(params=jax.random.fold_in(jax.random.key(self.seed), 1))
+        return weights.values(lora.declare(self.lora, declarations)(rngs))
 
     def by_part(self, tree: Any) -> dict[str, Any]:
         """A tree nested as all weights are, as one tree for each part of the state."""
-        return {part: weights.select(tree, self.parts, part) for part in WEIGHT_PARTS}
+        return {part: weights.select(tree, self.parts, part) for part in WEIGHTS}
 
     def decoder(self, *parts: Any) -> Decoder:
         """The model with the weights of these parts of the state, which make up all of them."""
-        return nnx.merge(self.graphdef, weights.join(*parts))
+        tree = weights.join(*parts)
+        if self.lora:
+            tree = lora.attach(tree, tree.pop("lora"), self.lora)
+        return nnx.merge(self.graphdef, tree)
 
 
 def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> StepPlan:
     """The plan of the config's step on this layout.
 
     Raises:
-        UserError: sizes do not divide over the mesh, or the attention kernel does not run on its devices.
+        UserError: sizes do not divide over the mesh, the attention kernel does not run on its devices, or a pattern of
+            `trainable_parameters` or `lora_parameters` fits no weight.
     """
     graphdef, declarations = weights.abstract(functools.partial(Decoder, spec))
-    shapes = weights.shapes(declarations)
+    lora_spec = lora_of(config)
+    parts = trained_parts(declarations, config["trainable_parameters"], lora_spec is not None)
+    if lora_spec:
+        adapters = jax.eval_shape(lambda: lora.declare(lora_spec, declarations)(nnx.Rngs(params=0)))
+        declarations = {**declarations, "lora": adapters}
+        parts["lora"] = weights.parts(adapters)
+    shapes = weights.values(declarations)
     platform = layout.mesh.devices.flat[0].platform
     return StepPlan(
         spec=spec,
+        lora=lora_spec,
         graphdef=graphdef,
-        parts=weights.parts(declarations),
+        parts=parts,
         shapes=shapes,
         shardings=weight_shardings(layout, shapes, weights.field(declarations, "out_sharding")),
         decays=weights.field(declarations, "decays"),
@@ -108,9 +128,39 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
     )
 
 
-def init_state(plan: StepPlan, hyper: Hyper, position_shape: tuple[int, ...]) -> TrainState:
-    """The state before the first step."""
-    parts = plan.init_weights()
+def lora_of(config: Mapping[str, Any]) -> LoraSpec | None:
+    """The adapters that the config asks for; None where it asks for none."""
+    if not config["lora_rank"]:
+        return None
+    return LoraSpec(config["lora_rank"], float(config["lora_alpha"]), tuple(map(str, config["lora_parameters"])))
+
+
+def trained_parts(declarations: weights.Tree, patterns: Sequence[str], adapted: bool) -> weights.Tree:
+    """The part of the state of each weight: without patterns all are trainable, or none where adapters are trained.
+
+    Raises:
+        UserError: a pattern fits no weight.
+    """
+    parts = weights.parts(declarations)
+    flat = weights.by_path(parts)
+    patterns = list(map(str, patterns)) or ([] if adapted else ["*"])
+    for pattern in patterns:
+        if not any(weights.matches(path, [pattern]) for path in flat):
+            names = sorted({weights.dotted(path[3:] if path[0] == "segments" else path) for path in flat})
+            raise UserError(f"trainable_parameters: {pattern} fits no weight of {', '.join(names)}")
+
+    def part_of(path: Any, part: str) -> str:
+        keys = tuple(entry.key for entry in path)
+        return "frozen" if part == "trainable" and not weights.matches(keys, patterns) else part
+
+    return jax.tree.map_with_path(part_of, parts)
+
+
+def init_state(
+    plan: StepPlan, hyper: Hyper, position_shape: tuple[int, ...], parts: dict[str, Any] | None = None
+) -> TrainState:
+    """The state before the first step, with the weights `parts`; None: the initial ones."""
+    parts = parts or plan.init_weights()
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         opt=_optimizer(plan, hyper).init(parts["trainable"]),
@@ -184,7 +234,7 @@ def compile_steps(plan: StepPlan, state: TrainState) -> tuple[jax.stages.Wrapped
 
 def state_weights(state: TrainState) -> tuple[Any, ...]:
     """The parts of a state that make up the model, as `StepPlan.decoder` takes them."""
-    return tuple(getattr(state, part) for part in WEIGHT_PARTS)
+    return tuple(getattr(state, part) for part in WEIGHTS)
 
 
 def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) -> tuple[TrainState, Metrics]:

@@ -8,7 +8,7 @@ import jax
 
 from src.model.decoder import Decoder
 from src.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec
-from src.model.weights import abstract, shapes
+from src.model.weights import abstract, values
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class FlopsPerToken:
 def count_params(spec: ModelSpec) -> int:
     """The model's parameters, without the rows that pad its vocabulary; a router's correction bias is among them."""
     _, declarations = abstract(functools.partial(Decoder, spec))
-    physical = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(declarations)))
+    physical = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(values(declarations)))
     tables = 1 if spec.tied_output else 2
     return physical - tables * (spec.padded_vocab_size - spec.vocab_size) * spec.emb_dim
 

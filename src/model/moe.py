@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from src.model.context import Context
 from src.model.feedforward import FeedForward, activated
 from src.model.spec import ExpertsSpec
-from src.model.weights import Statistic, Tree, grouped_matmul, weight
+from src.model.weights import Statistic, Tree, grouped_matmul, matmul, weight
 
 Report = dict[str, jax.Array]
 
@@ -48,8 +48,7 @@ class Experts(nnx.Module):
 
     def _scores(self, x_BTD: jax.Array) -> jax.Array:
         """Each expert's score, in float32: a choice between two close ones must not hang on rounding."""
-        x_BTD, router = x_BTD.astype(jnp.float32), self.router[...].astype(jnp.float32)
-        logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD, router, precision="highest")
+        logits_BTE = matmul(x_BTD.astype(jnp.float32), self.router[...], "BTD,DE->BTE", precision="highest")
         if self.spec.router_bias:
             logits_BTE += self.router_bias[...].astype(jnp.float32)
         return {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[self.spec.score_func](logits_BTE)

@@ -4,7 +4,9 @@ Weights live in `flax.nnx` modules; the training step sees them as a plain neste
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -54,16 +56,44 @@ def weight(
     return nnx.Param(value.astype(dtype), out_sharding=axes, fan_in=fan_in, decays=decays)
 
 
-def matmul(x: jax.Array, kernel: jax.Array, einsum: str) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """A weight and what is added to it: `down` times `up`, two thin matrices (LoRA, Hu et al. 2021, section 4.1).
+
+    It stands where the weight would: a projection that multiplies by it never forms the sum.
+    """
+
+    base: jax.Array
+    down: jax.Array  # the dims that are summed over, then the rank
+    up: jax.Array  # the rank, then the other dims; it carries alpha / rank
+
+    def __getitem__(self, index: Any) -> "Adapted":
+        assert index is Ellipsis, "a part of an adapted weight: src/model/lora.py merges them"
+        return self
+
+
+def matmul(x: jax.Array, kernel: jax.Array | Adapted, einsum: str, precision: str | None = None) -> jax.Array:
     """Every projection of the model: `x` times a weight in `x`'s dtype, as `einsum` says."""
-    return jnp.einsum(einsum, x, kernel.astype(x.dtype))
+    if isinstance(kernel, Adapted):
+        inputs, out = einsum.split("->")
+        x_dims, dims = inputs.split(",")
+        summed = "".join(dim for dim in dims if dim not in out)
+        thin = "".join(dim for dim in x_dims if dim not in summed) + "r"
+        added = matmul(x, kernel.down, f"{x_dims},{summed}r->{thin}", precision)
+        added = matmul(added, kernel.up, f"{thin},r{dims.replace(summed, '')}->{out}", precision)
+        return matmul(x, kernel.base, einsum, precision) + added
+    return jnp.einsum(einsum, x, kernel.astype(x.dtype), precision=precision)
 
 
-def grouped_matmul(x_MX: jax.Array, kernel: jax.Array, rows_E: jax.Array) -> jax.Array:
+def grouped_matmul(x_MX: jax.Array, kernel: jax.Array | Adapted, rows_E: jax.Array) -> jax.Array:
     """Rows of `x` times the weight of their expert: [M, X] and [E, X, ...] to [M, ...].
 
     The first rows_E[0] rows are expert 0's, the next rows_E[1] expert 1's, and so on.
     """
+    if isinstance(kernel, Adapted):
+        added = grouped_matmul(grouped_matmul(x_MX, kernel.down, rows_E), kernel.up, rows_E)
+        return grouped_matmul(x_MX, kernel.base, rows_E) + added
     kernel_EXY = kernel.astype(x_MX.dtype).reshape(*kernel.shape[:2], -1)
     return jax.lax.ragged_dot(x_MX, kernel_EXY, rows_E).reshape(-1, *kernel.shape[2:])
 
@@ -83,9 +113,15 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, repeats: int) 
     return nnx.merge(graphdef, state)
 
 
-def abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, nnx.State]:
-    """The structure of `make`'s module and its weights' declarations, without a single array."""
-    return nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
+def abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
+    """The structure of `make`'s module, and its declarations: a nested dict of `nnx.Variable`s without arrays."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
+    return graphdef, nnx.to_pure_dict(state, lambda variable: variable)
+
+
+def values(variables: Tree) -> Tree:
+    """The arrays of a nested dict of `nnx.Variable`s; of declarations, their `jax.ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda v: v.get_value(), variables, is_leaf=_is_variable)
 
 
 def initial(make: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Tree:
@@ -93,15 +129,34 @@ def initial(make: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Tree:
     return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=jax.random.key(seed)))))
 
 
-def field(declarations: nnx.State, name: str) -> Tree:
-    """A nested dict of one field of each declaration: `out_sharding` (the logical axes), `decays`, `fan_in`."""
-    return nnx.to_pure_dict(jax.tree.map(lambda v: v.get_metadata()[name], declarations, is_leaf=_is_variable))
+def by_path(tree: Tree, above: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    """The leaves of a nested dict by path, such as ("segments", 0, 0, "attention", "query")."""
+    flat = {}
+    for name, entry in tree.items():
+        flat |= by_path(entry, (*above, name)) if isinstance(entry, dict) else {(*above, name): entry}
+    return flat
 
 
-def parts(declarations: nnx.State) -> Tree:
-    """A nested dict of the part of the state that each weight belongs to: `trainable`, or `stats` for statistics."""
-    part = {nnx.Param: "trainable", Statistic: "stats"}
-    return nnx.to_pure_dict(jax.tree.map(lambda v: part[type(v)], declarations, is_leaf=_is_variable))
+def nested(flat: dict[tuple[Any, ...], Any]) -> Tree:
+    """The nested dict whose leaves `by_path` gave."""
+    tree: Tree = {}
+    for path, leaf in flat.items():
+        below = tree
+        for name in path[:-1]:
+            below = below.setdefault(name, {})
+        below[path[-1]] = leaf
+    return tree
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    """A weight's path as users type it: segments.0.0.attention.query."""
+    return ".".join(map(str, path))
+
+
+def matches(path: tuple[Any, ...], patterns: Sequence[str]) -> bool:
+    """Whether a pattern fits a weight's dotted path or a whole end of it; * stands for anything."""
+    name = dotted(path)
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
 
 
 def select(tree: Tree, parts: Tree, part: str) -> Tree:
@@ -125,9 +180,15 @@ def join(*trees: Tree) -> Tree:
     return joined
 
 
-def shapes(declarations: nnx.State) -> Tree:
-    """A nested dict of `jax.ShapeDtypeStruct`."""
-    return nnx.to_pure_dict(declarations)
+def parts(declarations: Tree) -> Tree:
+    """A nested dict of the part of the state that each weight belongs to: `trainable`, or `stats` for statistics."""
+    part = {nnx.Param: "trainable", Statistic: "stats"}
+    return jax.tree.map(lambda v: part[type(v)], declarations, is_leaf=_is_variable)
+
+
+def field(declarations: Tree, name: str) -> Tree:
+    """A nested dict of one field of each declaration: `out_sharding` (the logical axes), `decays`, `fan_in`."""
+    return jax.tree.map(lambda v: v.get_metadata()[name], declarations, is_leaf=_is_variable)
 
 
 def _is_variable(node: Any) -> bool:

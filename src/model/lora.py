@@ -1,0 +1,94 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): what is trained in place of the weights they add to.
+
+They are nested as the weights are, under the name `lora` in the trainable part of the state, with `down` and `up` where
+an adapted weight is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from src.errors import UserError
+from src.model.weights import Adapted, Tree, by_path, dotted, field, matches, nested, values, weight
+
+STACKED = ("layers", "expert")  # dims of several weights in one array: each has its own adapter
+LOOKED_UP = ("vocab", "position")  # a table whose first dim is this is not multiplied by
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """Which weights have an adapter, and of what rank."""
+
+    rank: int
+    alpha: float  # the product of the two thin matrices is times alpha / rank
+    patterns: tuple[str, ...]  # of the weights' dotted paths; * stands for anything
+
+
+def declare(spec: LoraSpec, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
+    """What makes the adapters of a model, a nested dict of `nnx.Param`s, from the declarations of its weights.
+
+    Raises:
+        UserError: a pattern fits no weight that is multiplied by.
+    """
+    axes, fan_ins = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))
+    sizes = by_path(values(declarations))
+    multiplied = [path for path in sizes if fan_ins[path] and axes[path][0] not in LOOKED_UP]
+    for pattern in spec.patterns:
+        if not any(matches(path, (pattern,)) for path in multiplied):
+            names = sorted({dotted(path[3:] if path[0] == "segments" else path) for path in multiplied})
+            raise UserError(f"lora_parameters: {pattern} fits no weight that is multiplied by: {', '.join(names)}")
+
+    def make(rngs: nnx.Rngs) -> Tree:
+        pairs = {
+            path: _pair(rngs, sizes[path].shape, axes[path], fan_ins[path], spec.rank, str(sizes[path].dtype))
+            for path in multiplied
+            if matches(path, spec.patterns)
+        }
+        return nested(pairs)
+
+    return make
+
+
+def _pair(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: tuple[int, ...], rank: int, dtype: str
+) -> Tree:
+    stacked = sum(axis in STACKED for axis in axes)
+    end = stacked + len(fan_in)
+    assert fan_in == tuple(range(stacked, end)), "weights have the dims that are summed over first"
+    down_shape, down_axes = (*shape[:end], rank), (*axes[:end], None)
+    up_shape, up_axes = (*shape[:stacked], rank, *shape[end:]), (*axes[:stacked], None, *axes[end:])
+    return {
+        "down": weight(rngs, down_shape, down_axes, dtype, fan_in=fan_in),
+        "up": weight(rngs, up_shape, up_axes, dtype, constant=0.0),
+    }
+
+
+def attach(weights: Tree, adapters: Tree, spec: LoraSpec) -> Tree:
+    """The weights with each adapted one as an `Adapted`."""
+    return _with_adapters(weights, adapters, lambda base, down, up: Adapted(base, down, up * (spec.alpha / spec.rank)))
+
+
+def merge(weights: Tree, adapters: Tree, spec: LoraSpec) -> Tree:
+    """The weights with their adapters added in, in the weights' dtypes."""
+
+    def add(base: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
+        stacked = up.ndim - 1 - (base.ndim - down.ndim + 1)
+        down, up = down.astype(jnp.float32), up.astype(jnp.float32)
+        thin = down.reshape(*down.shape[:stacked], -1, spec.rank) @ up.reshape(*up.shape[: stacked + 1], -1)
+        return (base.astype(jnp.float32) + spec.alpha / spec.rank * thin.reshape(base.shape)).astype(base.dtype)
+
+    return _with_adapters(weights, adapters, add)
+
+
+def _with_adapters(weights: Tree, adapters: Tree, change: Callable[..., Any]) -> Tree:
+    changed = dict(weights)
+    for name, below in adapters.items():
+        if isinstance(weights[name], dict):
+            changed[name] = _with_adapters(weights[name], below, change)
+        else:
+            changed[name] = change(weights[name], below["down"], below["up"])
+    return changed

@@ -144,7 +144,7 @@ def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: "tuple[Message, .
 
     A turn is what the conversation up to it has more than the prompt for it.
     """
-    text = tokenizer.render_chat(messages, False)
+    text = tokenizer.render_chat(messages, False)  # an error for all other kinds of tokenizer
     ids, spans = tokenizer.encode_with_spans(text)
     stops = np.isin(ids, list(tokenizer.stop_ids))
     learned = np.zeros(len(ids), bool)

@@ -41,6 +41,18 @@ def test_each_transition_of_each_document_is_predicted_once_and_in_order(sizes, 
 
 
 @given(sizes_strategy, st.integers(1, 20), st.booleans())
+def test_what_counts_of_a_document_counts_wherever_it_lies(sizes, length, packing):
+    def documents(n):
+        ids = consecutive(sizes)(n).ids
+        return Document(ids, ids % 3 == 0) if n % 2 else Document(ids)
+
+    batch = read(Lane(documents, 0, 1, packing, end=len(sizes)), rows_needed(sizes, length, packing), length)
+    targets, document = batch["targets"], batch["tokens"] // FAR
+    counts = (targets % 3 == 0) | (document % 2 == 0)
+    assert (batch["loss_mask"] == np.where(batch["segment_ids"] > 0, counts, 0)).all()
+
+
+@given(sizes_strategy, st.integers(1, 20), st.booleans())
 def test_a_segment_is_a_run_of_one_document(sizes, length, packing):
     batch = read(Lane(consecutive(sizes), 0, 1, packing, end=len(sizes)), 12, length)
     for tokens, segments, positions, mask in zip(

@@ -61,7 +61,8 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes each string that would not be read back as one."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        reads_otherwise = text in NOTHING or literal(Plain(text)) != text
+        several_lines = len(f"{text}.".splitlines()) > 1  # of which YAML knows other ends than \n
+        reads_otherwise = text in NOTHING or literal(Plain(text)) != text or several_lines
         return self.represent_scalar("tag:yaml.org,2002:str", str(text), style='"' if reads_otherwise else None)
 
 

@@ -43,7 +43,7 @@ ANSWERED = [
     ("dataset_type=tfds dataset_name=c4/en:3.0.1", "dataset_type=text"),
     ("dataset_type=hf hf_path=allenai/c4", "JSONL"),
     ("dataset_type=grain grain_train_files=/data/*.array_record", "dataset_path=/data/*.array_record"),
-    ("model_name=llama3-8b", "llama2-7b"),
+    ("model_name=llama5-7b", "llama2-7b"),
     ("interleave_moe_layer_step=2", "decoder_segments"),
     ("quantization=int8", "quantisation"),
     ("quantization=fp8", "quantisation"),

@@ -1,0 +1,122 @@
+"""Adapters against the sum they stand for, and what a run with frozen weights leaves as it was."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import Trainer, assert_close, make, packed_rows, random_weights, tree_bits
+
+from src.errors import UserError
+from src.model import lora, weights
+from src.train_step import loss_sums
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1, "base_moe_mlp_dim": 24}
+LATENT = {
+    "attention_type": "mla",
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+ADAPTED = {"lora_rank": 3, "lora_alpha": 5.0, "load_parameters_path": "elsewhere"}
+
+
+def adapters_of(plan):
+    """Adapters of a plan's weights, none of them zero."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda leaf: rng.normal(scale=0.1, size=leaf.shape).astype(leaf.dtype), plan.shapes["lora"])
+
+
+@pytest.mark.parametrize("facts", [{}, EXPERTS, LATENT, {"attention_bias": "true", "scan_layers": "false"}])
+def test_an_adapted_model_is_the_model_with_the_products_added(facts):
+    _, plan = make(lora_parameters="['*']", **ADAPTED, **facts)
+    batch, adapters = packed_rows(0), adapters_of(plan)
+    added = weights.by_path(weights_of(plan))
+    pairs = weights.by_path(adapters)
+    for *path, name in pairs:
+        if name == "down":
+            # One weight at a time, as the paper has it: W + alpha / rank * A B.
+            down, up = pairs[*path, "down"], pairs[*path, "up"]
+            weight = added[tuple(path)]
+            stacked = up.ndim - 1 - (weight.ndim - down.ndim + 1)
+            for index in np.ndindex(weight.shape[:stacked]):
+                weight[index] += 5.0 / 3 * np.tensordot(down[index], up[index], axes=1)
+    summed = weights.nested(added)
+
+    def loss(tree, adapted):
+        parts = (tree, {"lora": adapted}) if adapted else (tree,)
+        decoder = plan.decoder(*parts) if adapted else nnx.merge(plan.graphdef, tree)
+        return loss_sums(decoder, batch, plan, None)[0]
+
+    value = jax.jit(functools.partial(loss, adapted=adapters))(weights_of(plan))
+    assert_close(value, jax.jit(functools.partial(loss, adapted=None))(summed), 1e-5)
+    assert_close(lora.merge(weights_of(plan), adapters, plan.lora), summed, 1e-6)
+
+
+def weights_of(plan):
+    tree = random_weights(plan)
+    del tree["lora"]
+    return tree
+
+
+def test_adapters_train_and_the_weights_beneath_do_not():
+    trainer = Trainer(lora_parameters="[attention.*, feed_forward.wi]", **ADAPTED)
+    frozen, adapters = jax.device_get((trainer.state.frozen, trainer.state.trainable))
+    assert set(adapters) == {"lora"}
+    moments = {leaf.shape for leaf in jax.tree.leaves(trainer.state.opt) if leaf.ndim}
+    assert moments == {leaf.shape for leaf in jax.tree.leaves(adapters)}
+    losses = [trainer.step(packed_rows(0), step)["loss"] for step in range(10)]
+    assert losses[-1] < losses[0] - 0.5
+    assert tree_bits(trainer.state.frozen) == tree_bits(frozen)
+    assert all((leaf != 0).any() for leaf in jax.tree.leaves(trainer.state.trainable))
+
+
+def test_a_fresh_adapter_changes_nothing():
+    adapted = Trainer(lora_parameters="[attention.*]", **ADAPTED)
+    plain = Trainer()
+    assert tree_bits(adapted.state.frozen) == tree_bits(plain.state.trainable)
+    assert adapted.step(packed_rows(0), 0)["loss"] == plain.step(packed_rows(0), 0)["loss"]
+
+
+def test_what_trainable_parameters_leaves_out_stays_and_has_no_optimizer_state():
+    trainer = Trainer(trainable_parameters="[attention.query, segments.0.0.feed_forward.*]")
+    assert {weights.dotted(path[3:]) for path in weights.by_path(trainer.state.trainable)} == {
+        "attention.query",
+        "feed_forward.wi",
+        "feed_forward.wo",
+    }
+    moments = {leaf.shape for leaf in jax.tree.leaves(trainer.state.opt) if leaf.ndim}
+    assert moments == {leaf.shape for leaf in jax.tree.leaves(trainer.state.trainable)}
+    before = jax.device_get((trainer.state.frozen, trainer.state.trainable))
+    trainer.step(packed_rows(0), 5)
+    assert tree_bits(trainer.state.frozen) == tree_bits(before[0])
+    assert tree_bits(trainer.state.trainable) != tree_bits(before[1])
+
+
+def test_adapters_shard_as_their_weights_do():
+    mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+    sharded = Trainer(devices=4, lora_parameters="[attention.*, feed_forward.*]", **ADAPTED, **mesh)
+    single = Trainer(lora_parameters="[attention.*, feed_forward.*]", **ADAPTED)
+    losses = [[trainer.step(packed_rows(step), step)["loss"] for step in range(4)] for trainer in (single, sharded)]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    query = sharded.state.trainable["lora"]["segments"][0][0]["attention"]["query"]
+    assert query["down"].sharding.shard_shape(query["down"].shape)[1] == query["down"].shape[1] // 2
+    assert query["up"].sharding.shard_shape(query["up"].shape)[2] == query["up"].shape[2] // 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({**ADAPTED, "lora_parameters": "[attention.qurey]"}, "lora_parameters: attention.qurey fits no weight"),
+        ({**ADAPTED, "lora_parameters": "[embedding]"}, "fits no weight that is multiplied by"),
+        ({"trainable_parameters": "[nothing]"}, "trainable_parameters: nothing fits no weight"),
+        ({"lora_rank": 4}, "lora_rank needs load_parameters_path"),
+        ({**ADAPTED, "lora_parameters": "[]"}, "lora_rank needs lora_parameters"),
+    ],
+)
+def test_bad_input(keys, sentence):
+    with pytest.raises(UserError, match=sentence):
+        make(**keys)

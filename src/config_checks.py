@@ -188,8 +188,8 @@ def _rope(facts: Mapping[str, Any]) -> list[str]:
         part = "" if facts["partial_rotary_factor"] == 1 else f" times partial_rotary_factor, {rotated},"
         problems.append(f"position_type=rope rotates pairs: {name}={facts[name]}{part} must be even")
     low, high = facts["rope_low_freq_factor"], facts["rope_high_freq_factor"]
-    if high <= low and facts["rope_type"] == "llama3.1":
-        problems.append(f"rope_high_freq_factor={high} must be more than rope_low_freq_factor={low}")
+    if high < low and facts["rope_type"] == "llama3.1":
+        problems.append(f"rope_high_freq_factor={high} must be at least rope_low_freq_factor={low}")
     return problems
 
 

@@ -39,8 +39,8 @@ def _frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
     if spec.kind == "llama3.1":
         # Waves are kept or stretched by their length, those between by a mix that is linear in their turns.
         turns = spec.original_length * plain / (2 * np.pi)
-        kept = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-        kept = np.clip(kept, 0.0, 1.0)
+        between = max(spec.high_freq_factor - spec.low_freq_factor, 1e-6)  # Llama 4 Scout has none between
+        kept = np.clip((turns - spec.low_freq_factor) / between, 0.0, 1.0)
         return (stretched + kept * (plain - stretched)).astype(np.float32), 1.0
     assert spec.kind == "yarn"  # Peng et al. 2023, arXiv:2309.00071, section 3
 

@@ -50,9 +50,7 @@ class Checkpointer:
         compress: files are smaller by a quarter or so; without, arrays in host memory are written as they lie there.
     """
 
-    def __init__(
-        self, directory: epath.PathLike, *, max_to_keep: int, async_save: bool, compress: bool = True
-    ) -> None:
+    def __init__(self, directory: epath.PathLike, *, max_to_keep: int, async_save: bool, compress: bool = True) -> None:
         self._directory = _absolute(directory)
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=None if max_to_keep == -1 else max_to_keep,
@@ -189,25 +187,6 @@ def _restore_of_any_run(
     step, state, meta, problems = _restore_newest(folder, steps, abstract_of)
     messages = [f"checkpoint {damaged} of {folder} is passed over: {problem}." for damaged, problem in problems.items()]
     return state, meta, [*messages, f"restored {what} from checkpoint {step} of {folder}."]
-
-
-def saved_arrays(path: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of any run's newest checkpoint by dotted name, on one device; `path` is `restore_step`'s.
-
-    Raises:
-        UserError: there is no checkpoint that can be read.
-    """
-    folder, steps = _find_steps(path)
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    for step in steps:
-        try:
-            _, saved = _on_all_processes(functools.partial(_read_meta, folder / str(step)))
-        except _DamagedError:
-            continue
-        return {
-            name: jax.ShapeDtypeStruct(entry["shape"], entry["dtype"], sharding=device) for name, entry in saved.items()
-        }
-    raise UserError(f"no checkpoint in {folder} can be read. Give another path.")
 
 
 def checkpoint_identity(path: epath.PathLike) -> str:

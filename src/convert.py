@@ -11,22 +11,25 @@ transformers loads, in the checkpoint's dtypes or in the one given.
 import functools
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import FrozenConfigDict
 
-from src.checkpoint import WEIGHTS, Checkpointer, restore_step, saved_arrays
+from src.checkpoint import WEIGHTS, Checkpointer
 from src.config import from_yaml
 from src.config_yaml import base
+from src.data.tokenizer import make_tokenizer
 from src.errors import UserError, run_command
 from src.hf.facts import folder_facts, folder_family, model_yaml
 from src.hf.folder import HfFolder, open_folder
-from src.hf.load import load_weights, match_tensors, weight_leaves
+from src.hf.load import load_weights, match_tensors
 from src.hf.save import save_folder
+from src.load_weights import load_weights as load_any_weights
 from src.model import weights
 from src.model.decoder import Decoder
 from src.model.spec import model_spec
@@ -85,16 +88,17 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     (out_dir / ORIGINAL).write_text(json.dumps(folder.config, indent=2) + "\n", encoding="utf-8")
     _copy_companions(hf_dir, out_dir)
 
-    notes: list[str] = []
     config = {**base().defaults, **keys}
-    parts = load_weights(hf_dir, _as_stored(folder, config), notes)
+    notes: list[str] = []
+    tree, part_of = _as_stored(folder, config)
+    arrays = load_weights(hf_dir, {"weights": tree}, notes)["weights"]
+    meta = {"vocab_size": config["vocab_size"], "tokenizer": _tokenizer_fingerprint(hf_dir, config, notes)}
     checkpointer = Checkpointer(out_dir / "checkpoint", max_to_keep=-1, async_save=False, compress=False)
-    checkpointer.save(0, parts, {"vocab_size": config["vocab_size"], "tokenizer": None})
+    checkpointer.save(0, {part: weights.select(arrays, part_of, part) for part in WEIGHTS}, meta)
     checkpointer.close()
-    for note in notes:
-        print(note)
-    count = sum(leaf.size for leaf in jax.tree.leaves(parts))
-    print(f"{count:,} weights: model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint", flush=True)
+    _say(notes)
+    count = sum(leaf.size for leaf in jax.tree.leaves(arrays))
+    _say([f"{count:,} weights: model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint"])
 
 
 def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
@@ -111,43 +115,57 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
     if dtype and dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is none of {', '.join(DTYPES)}")
     config, checkpoint, model_folder = _find(source)
-    saved = {name: leaf for name, leaf in saved_arrays(checkpoint).items() if name.split(".")[0] in WEIGHTS}
-    abstract = {part: {} for part in WEIGHTS}
-    for name, leaf in saved.items():
-        _insert(abstract, [int(word) if word.isdecimal() else word for word in name.split(".")], leaf)
-    parts, _, messages = restore_step(checkpoint, abstract)
-    for message in messages:
-        print(message)
+    tree, _ = _declared(config)
+    arrays, _, messages = load_any_weights(str(checkpoint), tree, keep_dtypes=True)
+    _say(messages)
     _make_empty(out_dir)
-    entries = _original_entries(model_folder)
-    arrays = {weight: np.asarray(leaf) for weight, leaf in weight_leaves(parts).items()}
     save_folder(
         out_dir,
         config,
-        arrays,
+        {weight: np.asarray(leaf) for weight, leaf in weights.by_path(arrays).items()},
         jnp.dtype(dtype) if dtype else None,
-        entries,
+        _original_entries(model_folder),
     )
     _copy_companions(model_folder, out_dir)
-    print(f"wrote {out_dir}", flush=True)
+    _say([f"wrote {out_dir}"])
 
 
-def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a model's state, on one device, in the dtypes that the folder's tensors have."""
+def _declared(config: Mapping[str, Any]) -> tuple[weights.Tree, weights.Tree]:
+    """The weights of the model of `config`, on one device, and the part of a state that each is in."""
     _, declarations = weights.abstract(functools.partial(Decoder, model_spec(config)))
-    shapes, part_of = weights.values(declarations), weights.parts(declarations)
-    parts = {part: weights.select(shapes, part_of, part) for part in WEIGHTS}
-    leaves = weight_leaves(parts)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    tree = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), weights.values(declarations)
+    )
+    return tree, weights.parts(declarations)
+
+
+def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> tuple[weights.Tree, weights.Tree]:
+    """As `_declared`, in the dtypes that the folder's tensors have."""
+    tree, part_of = _declared(config)
+    leaves = weights.by_path(tree)
     pieces, tensors = match_tensors(folder, {weight: leaf.shape for weight, leaf in leaves.items()}, [])
     stored: dict[Any, Any] = {}
     for piece in pieces:
         dtype = tensors[piece.file].dtype
         stored[piece.weight] = jnp.promote_types(stored.get(piece.weight, dtype), dtype)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.unflatten(
-        jax.tree.structure(parts),
-        [jax.ShapeDtypeStruct(leaf.shape, stored[weight], sharding=device) for weight, leaf in leaves.items()],
-    )
+    typed = {
+        weight: jax.ShapeDtypeStruct(leaf.shape, stored[weight], sharding=leaf.sharding)
+        for weight, leaf in leaves.items()
+    }
+    return weights.nested(typed), part_of
+
+
+def _tokenizer_fingerprint(hf_dir: Path, config: Mapping[str, Any], notes: list[str]) -> dict[str, Any] | None:
+    """Of the folder's tokenizer; None where it has none that can be read, on which `notes` takes a line."""
+    if not any((hf_dir / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        return None
+    keys = {**config, "tokenizer_type": "huggingface", "tokenizer_path": str(hf_dir)}
+    try:
+        return make_tokenizer(FrozenConfigDict(keys)).fingerprint()
+    except UserError as error:
+        notes.append(f"the checkpoint does not know its tokenizer: {error}")
+        return None
 
 
 def _find(source: Path) -> tuple[dict[str, Any], Path, Path]:
@@ -176,13 +194,6 @@ def _original_entries(model_folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _insert(tree: dict[Any, Any], path: Sequence[Any], leaf: Any) -> None:
-    """Puts a leaf into nested dicts, at a path of keys."""
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = leaf
-
-
 def _make_empty(folder: Path) -> None:
     """Makes the folder, or raises UserError where it has something in it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -194,6 +205,11 @@ def _copy_companions(source: Path, target: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class _Filling:
             for device in devices:
                 self._buffers[device] = _update(self._buffers[device], jax.device_put(block, device), at)
         # Else blocks would pile up in host memory, waiting for their transfer.
-        jax.block_until_ready(self._buffers)
+        jax.block_until_ready(list(self._buffers.values()))
 
     def array(self) -> jax.Array:
         """The whole weight."""

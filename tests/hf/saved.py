@@ -1,0 +1,128 @@
+"""Tiny models of each family as transformers saves them, with sizes that nothing else derives from."""
+
+import json
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCAB = 97
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+HEAD = {"head_dim": 10}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LATENT = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
+VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+
+# Name -> transformers' class of the config, and its entries.
+CONFIGS = {
+    "llama": ("LlamaConfig", {**SIZES, **HEAD, "attention_bias": True, "mlp_bias": True}),
+    "llama3": ("LlamaConfig", {**SIZES, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {**SIZES, **HEAD, "sliding_window": 5}),
+    "mixtral": ("MixtralConfig", {**SIZES, **EXPERTS}),
+    "qwen3": ("Qwen3Config", {**SIZES, **HEAD}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            **SIZES,
+            **HEAD,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmo2": ("Olmo2Config", SIZES),
+    "gemma": ("GemmaConfig", {**SIZES, **HEAD}),
+    "gemma2": ("Gemma2Config", {**SIZES, **HEAD, "sliding_window": 5, "query_pre_attn_scalar": 7}),
+    "gemma3": ("Gemma3TextConfig", {**SIZES, **HEAD, "num_hidden_layers": 8, "sliding_window": 5}),
+    "llama4": (
+        "Llama4TextConfig",
+        {**SIZES, **HEAD, "num_hidden_layers": 4, "intermediate_size_mlp": 28, "num_local_experts": 4}
+        | {"interleave_moe_layer_step": 2, "attention_chunk_size": 8, "floor_scale": 4},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**LATENT, "topk_method": "group_limited_greedy", "rope_parameters": YARN},
+    ),
+    "deepseek_v2_lite": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3Config", {**LATENT, "rope_parameters": YARN}),
+    "gpt_oss": ("GptOssConfig", {**SIZES, **HEAD, **EXPERTS, "sliding_window": 5}),
+    "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 4}),
+}
+
+
+def save(folder, name, dtype=torch.float32, shard="50GB"):
+    """Saves a model of `CONFIGS` with random weights, no scale one and no bias zero; returns the folder."""
+    kind, entries = CONFIGS[name]
+    return save_config(folder, getattr(transformers, kind)(**entries), dtype, shard)
+
+
+def save_config(folder, config, dtype=torch.float32, shard="50GB", auto=transformers.AutoModelForCausalLM):
+    """Saves a model of any config, as `save`."""
+    torch.manual_seed(0)
+    model = auto.from_config(config).to(dtype)
+    for weight in (*model.parameters(), *model.buffers()):
+        if weight.is_floating_point() and weight.ndim:
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def tensors(folder):
+    """Every tensor of a folder's safetensors files by name."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def logits(folder):
+    """transformers' logits of some tokens, in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.arange(28).reshape(2, 14) * 13 % VOCAB).logits
+
+
+def edit_config(folder, **entries):
+    """Sets entries of a folder's config.json; None deletes one."""
+    config = {**json.loads((folder / "config.json").read_text()), **entries}
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))

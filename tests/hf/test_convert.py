@@ -1,0 +1,200 @@
+import json
+
+import numpy as np
+import pytest
+import saved
+import torch
+import transformers
+from safetensors import safe_open
+from tiny import BASE
+
+from src import config as configuration
+from src import convert
+from src.checkpoint import Checkpointer
+from src.errors import UserError
+from src.hf.load import load_weights
+from src.hf.save import save_folder
+from src.model.weights import by_path
+
+
+def there_and_back(folder, tmp_path):
+    """The folder that to-hf writes of what from-hf made of a folder."""
+    convert.from_hf(folder, tmp_path / "converted")
+    convert.to_hf(tmp_path / "converted", tmp_path / "back")
+    return tmp_path / "back"
+
+
+def assert_same_tensors(folder, expected):
+    """Bit for bit, under the same names."""
+    assert folder.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert folder[name].dtype == tensor.dtype, name
+        assert torch.equal(folder[name], tensor), name
+
+
+@pytest.mark.parametrize("name", saved.CONFIGS)
+def test_there_and_back_every_tensor_is_the_same_and_transformers_computes_the_same(tmp_path, name):
+    """Families in turn in bfloat16 and in float32, in several files."""
+    dtype = (torch.bfloat16, torch.float32)[list(saved.CONFIGS).index(name) % 2]
+    folder = saved.save(tmp_path / "hf", name, dtype, shard="20KB")
+    back = there_and_back(folder, tmp_path)
+    assert_same_tensors(saved.tensors(back), saved.tensors(folder))
+    assert torch.equal(saved.logits(back), saved.logits(folder))
+    types = [json.loads((path / "config.json").read_text())["model_type"] for path in (folder, back)]
+    assert types[0] == types[1]
+
+
+def test_a_text_model_comes_back_of_a_multi_modal_folder(tmp_path, capsys):
+    text = {**saved.SIZES, **saved.HEAD, "sliding_window": 5}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=1
+    )
+    folder = saved.save_config(tmp_path / "hf", config, auto=transformers.AutoModelForImageTextToText)
+    # As the published folders leave out what transformers has defaults for.
+    entries = json.loads((folder / "config.json").read_text())["text_config"]
+    for name in ("tie_word_embeddings", "rms_norm_eps", "query_pre_attn_scalar", "layer_types", "hidden_activation"):
+        del entries[name]
+    saved.edit_config(folder, text_config=entries)
+    back = there_and_back(folder, tmp_path)
+    assert "tensors of the vision or audio model are left out" in capsys.readouterr().out
+    prefix = "language_model."
+    expected = {name.removeprefix(prefix): x for name, x in saved.tensors(folder).items() if name.startswith(prefix)}
+    assert_same_tensors(saved.tensors(back), expected)
+    assert json.loads((back / "config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
+
+
+def test_quantised_weights_come_back_as_bfloat16(tmp_path):
+    folder = saved.save(tmp_path / "hf", "llama3", torch.bfloat16)
+    expected = saved.tensors(folder)
+    name = "model.layers.0.mlp.up_proj.weight"
+    stored = expected[name].to(torch.float8_e4m3fn)
+    scales = torch.tensor([[0.5, 2.0], [4.0, 1.0]])
+    expected[name] = (stored.float() * scales.repeat_interleave(16, 0)[:20].repeat_interleave(16, 1)[:, :24]).bfloat16()
+    tensors = {**saved.tensors(folder), name: stored, f"{name}_scale_inv": scales}
+    from safetensors.torch import save_file
+
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    saved.edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    back = there_and_back(folder, tmp_path)
+    assert_same_tensors(saved.tensors(back), expected)
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+
+
+def test_the_copies_that_extra_prediction_layers_have_are_written(tmp_path):
+    """V3's files repeat the embedding and the output projection for each of them."""
+    config = configuration.load([BASE, "dataset_type=synthetic", f"model_name={deepseek_yaml(tmp_path)}"])
+    tree, _ = convert._declared(config)
+    rng = np.random.default_rng(0)
+    weights = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in by_path(tree).items()}
+    (tmp_path / "out").mkdir()
+    save_folder(tmp_path / "out", config, weights)
+    files = saved.tensors(tmp_path / "out")
+    assert torch.equal(files["model.layers.3.embed_tokens.weight"], files["model.embed_tokens.weight"])
+    assert torch.equal(files["model.layers.3.shared_head.head.weight"], files["lm_head.weight"])
+    arrays = load_weights(tmp_path / "out", {"weights": tree})["weights"]
+    for path, array in by_path(arrays).items():
+        rows = saved.VOCAB if path[0] == "embedding" else None
+        columns = saved.VOCAB if path[0] == "output" else None
+        np.testing.assert_array_equal(
+            array[:rows, ..., :columns] if array.ndim > 1 else array,
+            weights[path][:rows, ..., :columns] if array.ndim > 1 else weights[path],
+        )
+
+
+def deepseek_yaml(tmp_path):
+    """A model file of DeepSeek V3 with an extra prediction layer."""
+    folder = saved.save(tmp_path / "v3", "deepseek_v3")
+    convert.from_hf(folder, tmp_path / "v3-converted")
+    file = tmp_path / "v3-converted" / "model.yml"
+    file.write_text(file.read_text() + "mtp_num_layers: 1\n")
+    return file
+
+
+def test_a_file_is_full_when_the_next_tensor_does_not_fit(tmp_path):
+    folder = saved.save(tmp_path / "hf", "llama3")
+    config = configuration.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
+    tree, _ = convert._declared(config)
+    weights = {path: np.zeros(leaf.shape, np.float32) for path, leaf in by_path(tree).items()}
+    out = tmp_path / "out"
+    out.mkdir()
+    save_folder(out, config, weights, shard_bytes=12_000)
+    files = sorted(out.glob("*.safetensors"))
+    assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    assert all(file.stat().st_size < 12_000 + 4_000 for file in files)  # and the header
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            assert {name for name, place in index["weight_map"].items() if place == file.name} == set(opened.keys())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in saved.tensors(out).values())
+    assert saved.logits(out).shape == (2, 14, saved.VOCAB)
+
+
+# ---- What else is in the folders
+
+
+def test_model_yml_is_a_model_file_and_tokenizer_files_travel(tmp_path):
+    folder = saved.save(tmp_path / "hf", "gemma2")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    saved.edit_config(folder, eos_token_id=42, max_position_embeddings=1234)
+    back = there_and_back(folder, tmp_path)
+    text = (tmp_path / "converted" / "model.yml").read_text()
+    assert text.startswith("# Gemma2ForCausalLM, from hf")
+    config = configuration.load([BASE, f"model_name={tmp_path}/converted/model.yml", "dataset_type=synthetic"])
+    assert config.attn_logits_soft_cap == 50.0
+    assert "attention_bias" not in text  # it is base.yml's
+    assert (back / "tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
+    entries = json.loads((back / "config.json").read_text())
+    assert (entries["eos_token_id"], entries["max_position_embeddings"]) == (42, 1234)
+
+
+def test_a_runs_checkpoint_is_written_in_the_dtype_asked_for(tmp_path):
+    folder = saved.save(tmp_path / "hf", "qwen3")
+    config = configuration.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yml").write_text(configuration.to_yaml(config))
+    tree, _ = convert._declared(config)
+    checkpointer = Checkpointer(run / "checkpoints", max_to_keep=-1, async_save=False)
+    checkpointer.save(3, {"trainable": load_weights(folder, {"weights": tree})["weights"]}, {})
+    checkpointer.close()
+    for source in (run, run / "checkpoints" / "3"):
+        out = tmp_path / f"out-{source.name}"
+        convert.main(["to-hf", str(source), str(out), "dtype=bfloat16"])
+        expected = {name: tensor.bfloat16() for name, tensor in saved.tensors(folder).items()}
+        assert_same_tensors(saved.tensors(out), expected)
+        assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+# ---- Bad input
+
+
+@pytest.mark.parametrize("argv", [["from-hf", "a"], ["to-hf", "a", "b", "bfloat16"], ["convert", "a", "b"]])
+def test_another_command_is_answered_with_those_there_are(argv):
+    with pytest.raises(UserError, match=r"from-hf HF_DIR OUT_DIR"):
+        convert.main(argv)
+
+
+def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
+    folder = saved.save(tmp_path / "hf", "llama3")
+    with pytest.raises(UserError, match="is not an empty folder"):
+        convert.from_hf(folder, folder)
+
+
+def test_a_source_that_is_neither_a_run_nor_converted(tmp_path):
+    with pytest.raises(UserError, match=r"no model\.yml in .*expected what from-hf wrote"):
+        convert.to_hf(tmp_path, tmp_path / "out")
+
+
+def test_another_dtype_is_refused(tmp_path):
+    with pytest.raises(UserError, match="dtype=int8 is none of float32, bfloat16, float16"):
+        convert.to_hf(tmp_path, tmp_path / "out", "int8")
+
+
+def test_a_model_that_no_family_has_is_refused(tmp_path):
+    folder = saved.save(tmp_path / "hf", "llama3")
+    convert.from_hf(folder, tmp_path / "converted")
+    with open(tmp_path / "converted" / "model.yml", "a") as file:
+        file.write("attn_logits_soft_cap: 20.0\n")
+    with pytest.raises(UserError, match="no family of Hugging Face's has this model"):
+        convert.to_hf(tmp_path / "converted", tmp_path / "out")

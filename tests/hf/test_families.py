@@ -1,0 +1,138 @@
+import json
+
+import pytest
+import saved
+import transformers
+from tiny import BASE
+
+from src import config as configuration
+from src.config_yaml import CONFIGS, base
+from src.errors import UserError
+from src.hf import config_json
+from src.hf.facts import describe, model_facts
+from src.hf.families import FAMILIES
+from src.model.spec import model_spec
+
+# How the names of a family's model files begin.
+FILES_OF = {
+    "llama": ("llama2-", "llama3"),
+    "mistral": ("mistral-",),
+    "mixtral": ("mixtral-",),
+    "qwen3": ("qwen3-",),
+    "qwen3_moe": ("qwen3-",),
+    "olmo2": ("olmo2-",),
+    "gemma": ("gemma-",),
+    "gemma2": ("gemma2-",),
+    "gemma3_text": ("gemma3-",),
+    "llama4_text": ("llama4-",),
+    "deepseek_v2": ("deepseek2-",),
+    "deepseek_v3": ("deepseek3-",),
+    "gpt_oss": ("gpt-oss-",),
+    "gpt2": ("gpt3-",),  # of one shape
+}
+
+
+def facts(hf):
+    """The model that a config.json describes, as far as nothing but its keys says."""
+    family = next(family for family in FAMILIES if family.model_type == hf["model_type"])
+    return model_spec({**base().defaults, **family.facts(hf)})
+
+
+LLAMA31 = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+}
+SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_old_and_new_config_json_describe_the_same_positions():
+    old = facts({**LLAMA31, "rope_theta": 5e5, "rope_scaling": {**SCALING, "rope_type": "llama3"}})
+    new = facts({**LLAMA31, "rope_parameters": {**SCALING, "rope_theta": 5e5, "rope_type": "llama3"}})
+    assert old == new
+    rope = old.layers[0].attention.rope
+    assert (rope.kind, rope.max_timescale, rope.factor, rope.original_length) == ("llama3.1", 5e5, 8.0, 8192)
+    assert facts({**LLAMA31, "rope_scaling": {"type": "linear", "factor": 4.0}}).layers[0].attention.rope.factor == 4.0
+
+
+def test_yarns_original_length_is_that_of_the_positions_where_nothing_else_says():
+    rope = facts({**LLAMA31, "rope_scaling": {"type": "yarn", "factor": 2.0}}).layers[0].attention.rope
+    assert rope.original_length == 131_072
+
+
+def test_gemma_3s_two_kinds_of_positions_in_old_and_new_config_json():
+    sizes = {**saved.SIZES, **saved.HEAD, "num_hidden_layers": 7, "model_type": "gemma3_text", "sliding_window": 5}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = facts({**sizes, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": linear})
+    by_kind = {
+        "full_attention": {**linear, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert old == facts({**sizes, "rope_parameters": by_kind})
+    assert [layer.attention.window for layer in old.layers] == [5, 5, 5, 5, 5, 0, 5]
+    assert [layer.attention.rope.max_timescale for layer in old.layers] == [1e4] * 5 + [1e6, 1e4]
+    assert [layer.attention.rope.kind for layer in old.layers] == ["default"] * 5 + ["linear", "default"]
+
+
+@pytest.mark.parametrize("name", saved.CONFIGS)
+def test_what_transformers_5_writes_and_what_is_written_here_describe_the_same_model(name):
+    """`hf_config`'s older style is read by transformers 5 as what it was made from."""
+    kind, entries = saved.CONFIGS[name]
+    config = getattr(transformers, kind)(**entries)
+    hf = {**json.loads(config.to_json_string()), "num_nextn_predict_layers": 0}
+    family = next(family for family in FAMILIES if family.model_type == hf["model_type"])
+    keys = {**base().defaults, **family.facts(hf)}
+    layers = [{**keys, **layer} for entry in keys["decoder_segments"] for layer in entry["pattern"]]
+    layers = layers or [keys] * keys["base_num_decoder_layers"]
+    layers = [{**layer, "base_moe_mlp_dim": layer["base_moe_mlp_dim"] or layer["base_mlp_dim"]} for layer in layers]
+    written = family.hf_config(layers)
+    again = json.loads(type(config)(**written).to_json_string())
+    assert facts({**again, "num_nextn_predict_layers": 0}) == facts(hf)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act gelu: expected one of silu"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary positions of type dynamic"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.0}}, "attention_factor"),
+        ({"num_attention_heads": None}, "config.json lacks num_attention_heads"),
+    ],
+)
+def test_what_a_family_cannot_say_is_refused_by_name(entries, message):
+    with pytest.raises(UserError, match=message):
+        facts({**LLAMA31, **entries})
+
+
+def test_sliding_windows_of_qwen_3_are_refused():
+    with pytest.raises(UserError, match="use_sliding_window True, which is not here: expected False"):
+        facts({**LLAMA31, "model_type": "qwen3", "use_sliding_window": True})
+
+
+def test_a_layer_of_an_unknown_kind_is_refused():
+    with pytest.raises(UserError, match="layers of linear_attention"):
+        config_json.windowed_layers({"layer_types": ["linear_attention"]}, 1, global_every=2)
+
+
+def test_layers_that_repeat_are_one_pattern(tmp_path):
+    keys = model_facts(saved.save(tmp_path, "gemma3"))
+    assert [(entry["repeats"], len(entry["pattern"])) for entry in keys["decoder_segments"]] == [(5, 1), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("file", sorted((CONFIGS / "models").glob("*.yml")), ids=lambda file: file.stem)
+def test_every_model_file_describes_a_model_that_can_be_written(file):
+    config = configuration.load([BASE, f"model_name={file}", "dataset_type=synthetic", "max_target_length=16"])
+    family, hf = describe(config)
+    assert file.stem.startswith(FILES_OF[family.model_type])
+    assert config.base_emb_dim in (hf.get("hidden_size"), hf.get("n_embd"))

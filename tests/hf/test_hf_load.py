@@ -1,0 +1,183 @@
+import jax
+import numpy as np
+import pytest
+import saved
+import torch
+from jax.sharding import NamedSharding
+from safetensors.torch import load_file, save_file
+from tiny import BASE
+
+from src import config as configuration
+from src.errors import UserError
+from src.hf.facts import model_facts
+from src.hf.folder import StoredTensor
+from src.hf.load import load_weights
+from src.mesh import make_layout
+from src.model.spec import model_spec
+from src.train_step import make_plan
+
+
+def abstract(folder, devices=1, **keys):
+    """The parts of the state of the folder's model, on a mesh of so many devices."""
+    keys = {"dataset_type": "synthetic", "max_target_length": 16, "model_name": folder, **keys}
+    config = configuration.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
+    plan = make_plan(config, model_spec(config), make_layout(config, jax.devices()[:devices]))
+    leaves = jax.tree.map(
+        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), plan.shapes, plan.shardings
+    )
+    return plan.by_part(leaves)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss", "gpt2"])
+def test_weights_on_eight_devices_are_those_on_one(tmp_path, name):
+    folder = saved.save(tmp_path, name)
+    one = load_weights(folder, abstract(folder))
+    wanted = abstract(folder, 8, ici_fsdp_parallelism=4, ici_tensor_parallelism=2)
+    eight = load_weights(folder, wanted)
+    assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(eight))
+
+    def compare(leaf, expected, asked):
+        assert leaf.sharding == asked.sharding
+        np.testing.assert_array_equal(leaf, expected)
+
+    jax.tree.map(compare, eight, one, wanted)
+
+
+def test_values_are_the_files_own_and_rows_of_padding_are_zero(tmp_path):
+    folder = saved.save(tmp_path, "llama3", torch.bfloat16)
+    weights = load_weights(folder, abstract(folder))["trainable"]
+    files = {name: tensor.float().numpy() for name, tensor in saved.tensors(folder).items()}
+    assert weights["embedding"].dtype == np.float32
+    np.testing.assert_array_equal(weights["embedding"][: saved.VOCAB], files["model.embed_tokens.weight"])
+    assert not np.any(weights["embedding"][saved.VOCAB :])
+    layers = weights["segments"][0][0]
+    query = files["model.layers.2.self_attn.q_proj.weight"].reshape(4, 6, 24)
+    np.testing.assert_array_equal(layers["attention"]["query"][2], query.transpose(2, 0, 1))
+    np.testing.assert_array_equal(layers["feed_forward"]["wi"][1, :, 0].T, files["model.layers.1.mlp.gate_proj.weight"])
+    np.testing.assert_array_equal(layers["feed_forward"]["wi"][1, :, 1].T, files["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_a_process_reads_what_its_devices_hold_and_no_more(tmp_path, monkeypatch):
+    """With half of each sharded weight on its one device, a process reads about half of the bytes."""
+    folder = saved.save(tmp_path, "llama3")
+    wanted = abstract(folder, 2)
+    read = StoredTensor.read
+
+    def bytes_read(parts):
+        copied = []
+        monkeypatch.setattr(StoredTensor, "read", lambda self, at: copied.append(read(self, at)) or copied[-1])
+        load_weights(folder, parts)
+        return sum(part.nbytes for part in copied)
+
+    whole = bytes_read(abstract(folder))
+    assert whole == sum(tensor.nbytes for tensor in saved.tensors(folder).values())
+    assert bytes_read(wanted) == pytest.approx(whole, rel=0.02)  # norms alone are read for both devices
+
+    # As if the second device were another process's.
+    addressable = NamedSharding.addressable_devices_indices_map
+    monkeypatch.setattr(
+        NamedSharding,
+        "addressable_devices_indices_map",
+        lambda self, shape: dict([next(iter(addressable(self, shape).items()))]),
+    )
+    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda shape, sharding, arrays: arrays[0])
+    assert bytes_read(wanted) == pytest.approx(whole / 2, rel=0.02)
+
+
+# ---- What the files may have beside the weights
+
+
+def change_tensors(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_tables_of_angles_and_a_second_copy_of_a_tied_output_are_passed_over(tmp_path):
+    folder = saved.save(tmp_path, "llama3")
+    expected = load_weights(folder, abstract(folder))
+
+    def add(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+
+    change_tensors(folder, add)
+    jax.tree.map(np.testing.assert_array_equal, load_weights(folder, abstract(folder)), expected)
+
+
+def test_a_bare_models_names_lack_the_prefix(tmp_path):
+    folder = saved.save(tmp_path, "gpt2")
+    expected = load_weights(folder, abstract(folder))
+
+    def strip(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+    change_tensors(folder, strip)
+    jax.tree.map(np.testing.assert_array_equal, load_weights(folder, abstract(folder)), expected)
+
+
+def test_extra_prediction_layers_are_read_or_left_out_with_a_line(tmp_path):
+    folder = saved.save(tmp_path, "deepseek_v3")
+
+    def add(tensors):
+        """Layer 3 is on disk what transformers doesn't save: a copy of layer 2, and what joins it to the model."""
+        for name in [name for name in tensors if ".layers.2." in name]:
+            tensors[name.replace(".2.", ".3.", 1)] = tensors[name] + 1
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"model.layers.3.{name}.weight"] = torch.randn(24)
+        tensors["model.layers.3.eh_proj.weight"] = torch.randn(24, 48)
+        tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+
+    assert model_facts(folder)["mtp_num_layers"] == 0
+    change_tensors(folder, add)
+    saved.edit_config(folder, num_nextn_predict_layers=1)
+    assert model_facts(folder)["mtp_num_layers"] == 1
+    files = {name: tensor.numpy() for name, tensor in saved.tensors(folder).items()}
+    parts = load_weights(folder, abstract(folder))
+    extra = parts["trainable"]["mtp"][0]
+    np.testing.assert_array_equal(extra["projection"], files["model.layers.3.eh_proj.weight"].T)
+    np.testing.assert_array_equal(extra["embedding_norm"]["scale"], files["model.layers.3.enorm.weight"])
+    np.testing.assert_array_equal(
+        parts["stats"]["mtp"][0]["block"]["feed_forward"]["correction_bias"],
+        files["model.layers.3.mlp.gate.e_score_correction_bias"],
+    )
+    notes = []
+    load_weights(folder, abstract(folder, mtp_num_layers=0), notes)
+    assert "extra prediction layers are left out" in "".join(notes)
+
+
+# ---- Bad input
+
+
+def test_missing_unknown_and_misshapen_tensors_are_named(tmp_path):
+    folder = saved.save(tmp_path, "llama3")
+    wanted = abstract(folder)
+
+    def damage(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.extra.weight"] = torch.ones(2)
+        tensors["model.norm.weight"] = torch.ones(25)
+
+    change_tensors(folder, damage)
+    with pytest.raises(UserError) as error:
+        load_weights(folder, wanted)
+    message = str(error.value)
+    assert "model.layers.1.mlp.up_proj.weight is missing" in message
+    assert "model.layers.0.extra.weight is unknown" in message
+    assert "model.norm.weight has the shape [25], not [24]" in message
+
+
+def test_a_weight_that_the_family_does_not_have_is_named(tmp_path):
+    folder = saved.save(tmp_path, "mistral")
+    with pytest.raises(UserError, match=r"no tensor for segments\.0\.0\.attention\.key_bias \[3, 2, 10\]"):
+        load_weights(folder, abstract(folder, attention_bias=True))
+
+
+def test_an_unsupported_model_is_answered_with_those_that_are(tmp_path):
+    folder = saved.save(tmp_path, "llama3")
+    saved.edit_config(folder, model_type="mamba")
+    with pytest.raises(UserError, match=r"a model of type mamba.*LlamaForCausalLM \(llama\), MistralForCausalLM"):
+        model_facts(folder)

@@ -411,6 +411,11 @@ def _evaluation(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
+def _scoring(config: Mapping[str, Any]) -> list[str]:
+    pairs = (("texts_path", "scores_path"), ("tokens_path", "logits_path"))
+    return [f"{a} and {b} go together: give both or none" for a, b in pairs if bool(config[a]) != bool(config[b])]
+
+
 def _loading(config: Mapping[str, Any]) -> list[str]:
     if config["load_parameters_path"] and config["load_full_state_path"]:
         return ["load_parameters_path and load_full_state_path exclude each other: weights alone, or the whole state"]
@@ -461,6 +466,7 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]
     (("dataset_type", "tokenizer_type", "tokenizer_path"), _tokenizer),
     (("use_sft", "dataset_type", "dataset_path"), _finetuning),
     (("eval_interval", "dataset_type", "eval_dataset_path", "eval_fraction"), _evaluation),
+    (("texts_path", "scores_path", "tokens_path", "logits_path"), _scoring),
     (("load_parameters_path", "load_full_state_path"), _loading),
     (("lora_rank", "lora_parameters", "load_parameters_path"), _adapters),
     (("coordinator_address", "num_processes", "process_id"), _processes),

@@ -1,16 +1,24 @@
-"""The loss on held-out data."""
+"""The loss on held-out data, in a run or by itself: `python -m src.evaluate CONFIG.yml load_parameters_path=PATH`.
 
+With texts_path it scores given texts, with tokens_path it computes logits, and then nothing else.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from ml_collections import FrozenConfigDict
 
 from src.data.loader import EvalBatches, host_rows, to_global
-from src.data.sources import Source, SyntheticSource
+from src.data.sources import Source, SyntheticSource, open_eval_source
 from src.data.tokenizer import Tokenizer
+from src.errors import run_command
+from src.inference import open_model
 from src.mesh import global_batch_size
 from src.metrics import perplexity
-from src.train_step import StepPlan, batch_sharding
+from src.scoring import score_texts, write_logits
+from src.startup import configured, say
+from src.train_step import StepPlan, batch_sharding, compile_eval_step
 
 
 class Evaluation:
@@ -42,5 +50,43 @@ class Evaluation:
         ]
         sums = jax.device_get(sums)
         tokens = sum(float(batch["tokens"]) for batch in sums)
-        loss = sum(float(batch["loss_sum"]) for batch in sums) / tokens
-        return {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+        loss = sum(float(batch["loss_sum"]) for batch in sums) / max(tokens, 1.0)
+        further = [batch["further"] for batch in sums if "further" in batch]
+        return {
+            "eval_loss": loss,
+            "eval_perplexity": perplexity(loss),
+            **{
+                f"eval_{name}": float(
+                    sum(batch[name][0] for batch in further) / sum(batch[name][1] for batch in further)
+                )
+                for name in (further[0] if further else ())
+            },
+        }
+
+
+def main(argv: Sequence[str]) -> dict[str, float] | None:
+    """Runs the command line `argv`; returns the evaluation's metrics, None where it asked for something else.
+
+    Raises:
+        UserError: a mistake in the command, its data or its weights.
+    """
+    config = configured(argv)
+    if config is None:
+        return None
+    opened = open_model(config)
+    say(opened.messages)
+    if config.texts_path or config.tokens_path:
+        if config.texts_path:
+            say([f"{score_texts(config, opened)} texts scored: {config.scores_path}"])
+        if config.tokens_path:
+            say([f"logits of shape {list(write_logits(config, opened))}: {config.logits_path}"])
+        return None
+    plan = opened.plan
+    step = compile_eval_step(plan, tuple(plan.by_part(plan.shardings).values()))
+    metrics = Evaluation(config, plan, step, open_eval_source(config), opened.tokenizer).run(opened.parts)
+    say(f"{name} {value:.5f}" for name, value in metrics.items())
+    return metrics
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -19,11 +19,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from src.errors import UserError
 
 # A train line of metrics.jsonl has these keys in this order, mfu and mfu_palm only where the device's peak rate is
-# known; an eval line has `step` and EVAL_KEYS. Line k of the train lines is the k-th update's: steps count from 1.
+# known, the losses of experts and of extra prediction layers only where the model has them; an eval line has `step`,
+# EVAL_KEYS, and what `eval_metrics` adds. Line k of the train lines is the k-th update's: steps count from 1.
 TRAIN_KEYS = (
     "step",
     "loss",
     "perplexity",
+    "load_balance_loss",
+    "mtp_loss",
     "grad_norm",
     "learning_rate",
     "step_time_seconds",
@@ -73,13 +76,14 @@ class MetricsLog:
     def write(self, entry: Mapping[str, int | float]) -> None:
         """Adds one line: `step` with the keys of TRAIN_KEYS, or of EVAL_KEYS for an evaluation after that step."""
         ordered = [key for key in TRAIN_KEYS + EVAL_KEYS if key in entry]
+        ordered += own_metrics(entry)
         assert len(ordered) == len(entry), f"metrics without a place in the line: {set(entry) - set(ordered)}"
         finite = {key: entry[key] if math.isfinite(entry[key]) else None for key in ordered}
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
         for key, value in finite.items():
             if key != "step" and value is not None:
-                name = f"eval/{key.removeprefix('eval_')}" if key in EVAL_KEYS else f"train/{key}"
+                name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
                 self._tensorboard.add_scalar(name, value, entry["step"])
 
     def flush(self) -> None:
@@ -196,9 +200,16 @@ def train_line(entry: Mapping[str, int | float], steps: int, seconds_left: float
     return "  ".join(columns)
 
 
+def own_metrics(entry: Mapping[str, int | float]) -> list[str]:
+    """The keys of an evaluation's metrics that `eval_metrics` added."""
+    return [key for key in entry if key.startswith("eval_") and key not in EVAL_KEYS]
+
+
 def eval_line(entry: Mapping[str, int | float], steps: int) -> str:
     """An evaluation's metrics, its loss under the training losses."""
-    return f"{_step_column(entry, steps)}  eval {entry['eval_loss']:7.4f}  perplexity {entry['eval_perplexity']:.3f}"
+    own = "".join(f"  {key.removeprefix('eval_')} {entry[key]:.4f}" for key in own_metrics(entry))
+    loss = f"eval {entry['eval_loss']:7.4f}  perplexity {entry['eval_perplexity']:.3f}"
+    return f"{_step_column(entry, steps)}  {loss}{own}"
 
 
 def _step_column(entry: Mapping[str, int | float], steps: int) -> str:

@@ -91,6 +91,7 @@ class Recorder:
             "step": step,
             "loss": metrics["loss"],
             "perplexity": perplexity(metrics["loss"]),
+            **{name: metrics[name] for name in ("load_balance_loss", "mtp_loss") if name in metrics},
             "grad_norm": metrics["grad_norm"],
             "learning_rate": learning_rate(self._config, step - 1),
             "step_time_seconds": seconds,

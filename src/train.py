@@ -4,9 +4,7 @@ import contextlib
 import datetime
 import json
 import math
-import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,8 +21,8 @@ from src.decode import encode_prompt, sample
 from src.diagnostics import Profile, stack_traces
 from src.errors import UserError, run_command
 from src.evaluate import Evaluation
-from src.mesh import check_hardware, describe, global_batch_size, make_layout, start_distributed
-from src.metrics import MetricsLog, StepPrinter, environment, print_header, version
+from src.mesh import check_hardware, describe, global_batch_size, make_layout
+from src.metrics import MetricsLog, StepPrinter, environment, print_header
 from src.model.flops import FlopsPerToken, count_params, flops_per_token
 from src.model.spec import model_spec
 from src.optimizer import hyper_parameters
@@ -33,6 +31,7 @@ from src.recorder import Recorder
 from src.report import write_report
 from src.resume import saved_meta, saved_parts, starting_state
 from src.run_folder import RunFolder
+from src.startup import configured, printable, say
 from src.train_step import (
     StepPlan,
     TrainState,
@@ -59,15 +58,9 @@ def main(argv: Sequence[str]) -> Result | None:
     Raises:
         UserError: a mistake in the command, its data or its checkpoints, or a loss that is not finite.
     """
-    if (help_text := configuration.help_for(argv)) is not None:
-        print(help_text)
+    config = configured(argv)
+    if config is None:
         return None
-    print(f"MinText {version()}", flush=True)
-    notes: list[str] = []
-    config = configuration.load(argv, notes)
-    configure_jax(config)
-    start_distributed(config)
-    say(notes)
     with stack_traces(config), contextlib.ExitStack() as exits:
         return train(config, exits)
 
@@ -179,17 +172,6 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     return Result(state, recorder.last, eval_metrics)
 
 
-def configure_jax(config: FrozenConfigDict) -> None:
-    """Settings of JAX that have to be made before it looks for devices or compiles anything."""
-    jax.config.update("jax_default_matmul_precision", config.matmul_precision)
-    if config.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", str(Path(config.jax_cache_dir).expanduser()))
-    if (virtual_devices := jax.config.jax_num_cpu_devices) > 1:
-        # XLA has as many threads as virtual CPU devices, and a collective takes one up until all devices are in it. If
-        # some devices begin one of two independent collectives and some the other, none has a thread left to join in.
-        os.environ.setdefault("PJRT_NPROC", str(4 * virtual_devices))
-
-
 def dated_name() -> str:
     """A name for a run that has none: its start, as process 0's clock has it."""
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -244,18 +226,6 @@ def describe_trained(plan: StepPlan) -> str:
         return "all parameters"
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(by_part["trainable"]))
     return f"{count:,} parameters" + (f", with adapters of rank {plan.lora.rank}" if plan.lora else "")
-
-
-def printable(text: str) -> str:
-    """The text with a mark for each character that a terminal would obey: a model of bytes says any of them."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
-
-
-def say(lines: Iterable[str]) -> None:
-    """Prints lines, once a job."""
-    if jax.process_index() == 0:
-        for line in lines:
-            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The training step and its state: pure functions of pytrees, compiled alike by train.py and train_compile.py."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from src.checkpoint import WEIGHTS
-from src.errors import UserError
+from src.errors import UserError, imported
 from src.mesh import Layout, weight_shardings
 from src.model import lora, moe, weights
 from src.model.context import Context
@@ -60,6 +60,7 @@ class StepPlan:
     load_balance: float  # weight of the experts' load-balance loss
     bias_update_rate: float  # of the experts' correction biases
     further_loss: float  # weight of the mean loss of the extra prediction layers
+    eval_metrics: Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]] | None
     micro_batches: int
     opt_type: str
     mu_dtype: str
@@ -92,8 +93,8 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
     """The plan of the config's step on this layout.
 
     Raises:
-        UserError: sizes do not divide over the mesh, the attention kernel does not run on its devices, or a pattern of
-            `trainable_parameters` or `lora_parameters` fits no weight.
+        UserError: there is no function `eval_metrics`, sizes do not divide over the mesh, the attention kernel does not
+            run on its devices, or a pattern of `trainable_parameters` or `lora_parameters` fits no weight.
     """
     graphdef, declarations = weights.abstract(functools.partial(Decoder, spec))
     lora_spec = lora_of(config)
@@ -121,6 +122,7 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         load_balance=config["load_balance_loss_weight"],
         bias_update_rate=config["routed_bias_update_rate"],
         further_loss=config["mtp_loss_scaling_factor"],
+        eval_metrics=imported("eval_metrics", config["eval_metrics"]) if config["eval_metrics"] else None,
         micro_batches=config["gradient_accumulation_steps"],
         opt_type=config["opt_type"],
         mu_dtype=config["mu_dtype"] or config["weight_dtype"],
@@ -214,7 +216,7 @@ def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
 
 
 def compile_steps(plan: StepPlan, state: TrainState) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
-    """The jitted `train_step(state, batch, hyper)` and `eval_step(weights, batch)`; `state` gives the shardings."""
+    """The jitted `train_step(state, batch, hyper)` and `eval_step(parts, batch)`; `state` gives the shardings."""
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     batch, copy = batch_sharding(plan.layout), plan.layout.sharding(())
     train = jax.jit(
@@ -223,13 +225,17 @@ def compile_steps(plan: StepPlan, state: TrainState) -> tuple[jax.stages.Wrapped
         out_shardings=(state_shardings, copy),
         donate_argnums=0,
     )
-    eval_batch = {name: batch[name] for name in batch if name != "data_position"}
-    evaluate = jax.jit(
+    return train, compile_eval_step(plan, state_weights(state_shardings))
+
+
+def compile_eval_step(plan: StepPlan, shardings: tuple[Any, ...]) -> jax.stages.Wrapped:
+    """The jitted `eval_step(parts, batch)`, for weights of these shardings."""
+    batch = {name: at for name, at in batch_sharding(plan.layout).items() if name != "data_position"}
+    return jax.jit(
         functools.partial(eval_step, plan=plan),
-        in_shardings=(state_weights(state_shardings), eval_batch),
-        out_shardings=copy,
+        in_shardings=(shardings, batch),
+        out_shardings=plan.layout.sharding(()),
     )
-    return train, evaluate
 
 
 def state_weights(state: TrainState) -> tuple[Any, ...]:
@@ -297,9 +303,17 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
 
 
 def eval_step(parts: tuple[Any, ...], batch: Batch, plan: StepPlan) -> Metrics:
-    """The loss of a batch, without update: scalars `loss_sum` in nats and `tokens`, to be added up over batches."""
-    loss_sum, _, _, _ = loss_sums(plan.decoder(*parts), batch, plan, dropout_key=None)
-    return {"loss_sum": loss_sum, "tokens": jnp.sum(batch["loss_mask"], dtype=jnp.float32)}
+    """The loss of a batch, without update: scalars `loss_sum` in nats and `tokens`, to be added up over batches.
+
+    And `further`, where `eval_metrics` has metrics of its own: each a sum and the number to divide it by.
+    """
+    decoder = plan.decoder(*parts)
+    sums = {"loss_sum": loss_sums(decoder, batch, plan, dropout_key=None)[0]}
+    sums["tokens"] = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
+    if plan.eval_metrics:
+        hidden_BTD, context, _ = hidden_states(decoder, batch, plan, dropout_key=None)
+        sums["further"] = plan.eval_metrics(decoder.logits(hidden_BTD, context)[..., : plan.spec.vocab_size], batch)
+    return sums
 
 
 def loss_sums(
@@ -309,10 +323,7 @@ def loss_sums(
 
     And the layers' reports.
     """
-    context = Context(
-        batch["positions"], batch["segment_ids"], plan.layout, plan.kernel, plan.packed, dropout_key=dropout_key
-    )
-    hidden_BTD, _, reports = decoder(batch["tokens"], context, plan.execution)
+    hidden_BTD, context, reports = hidden_states(decoder, batch, plan, dropout_key)
     logits_of = functools.partial(decoder.logits, context=context)
     loss, squares = cross_entropy(logits_of, hidden_BTD, batch["targets"], batch["loss_mask"], plan.vocab_tiles)
     further = jnp.zeros((), jnp.float32)
@@ -321,6 +332,17 @@ def loss_sums(
         targets_BT, mask_BT = targets_ahead(batch, distance)
         further += cross_entropy(logits_of, hidden_BTD, targets_BT, mask_BT, plan.vocab_tiles)[0]
     return loss, squares, further, {**reports, **more_reports}
+
+
+def hidden_states(
+    decoder: Decoder, batch: Batch, plan: StepPlan, dropout_key: jax.Array | None
+) -> tuple[jax.Array, Context, Any]:
+    """The decoder's hidden states [B, T, D] of a batch, what its blocks were told, and their reports."""
+    context = Context(
+        batch["positions"], batch["segment_ids"], plan.layout, plan.kernel, plan.packed, dropout_key=dropout_key
+    )
+    hidden_BTD, _, reports = decoder(batch["tokens"], context, plan.execution)
+    return hidden_BTD, context, reports
 
 
 def targets_ahead(batch: Batch, distance: int) -> tuple[jax.Array, jax.Array]:

@@ -56,13 +56,13 @@ def tensorboard_events(folder):
 
 def test_a_line_a_step_with_keys_in_order_whatever_order_they_came_in(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", None)
-    entry = {**train_entry(1), "mfu_palm": 0.5, "mfu": 0.4}
+    entry = {**train_entry(1), "mfu_palm": 0.5, "mfu": 0.4, "mtp_loss": 3.0, "load_balance_loss": 1.0}
     log.write(dict(reversed(entry.items())))
-    log.write({"eval_perplexity": 2.0, "eval_loss": 1.0, "step": 1})
+    log.write({"eval_own": 3.0, "eval_perplexity": 2.0, "eval_loss": 1.0, "step": 1})
     log.close()
     train, evaluation = read_lines(tmp_path)
     assert tuple(train) == TRAIN_KEYS
-    assert tuple(evaluation) == ("step", *EVAL_KEYS)
+    assert tuple(evaluation) == ("step", *EVAL_KEYS, "eval_own")
     assert train == entry
 
 

@@ -165,7 +165,23 @@ def open_sources(config: "FrozenConfigDict") -> tuple[Source | SyntheticSource, 
     Raises:
         UserError: a path in the config has no text, or nothing can be held out.
     """
-    evaluates = config.eval_interval > 0
+    return _open(config, evaluates=config.eval_interval > 0)
+
+
+def open_eval_source(config: "FrozenConfigDict") -> Source | SyntheticSource:
+    """The data that a run of this config evaluates on, or would.
+
+    Raises:
+        UserError: as `open_sources` does.
+    """
+    if config.dataset_type == "text" and config.eval_dataset_path:
+        return _open_files(config, config.eval_dataset_path, "eval_dataset_path")
+    return _open(config, evaluates=True)[1]
+
+
+def _open(
+    config: "FrozenConfigDict", evaluates: bool
+) -> tuple[Source | SyntheticSource, Source | SyntheticSource | None]:
     if config.dataset_type == "synthetic":
         # Unlike every training seed, which is at least 0: the two must share no document.
         train, held_out = (

@@ -1,0 +1,57 @@
+"""A model and its weights, opened to be used and not trained: what decode.py and evaluate.py begin with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from ml_collections import FrozenConfigDict
+
+from src.data.tokenizer import Tokenizer, make_tokenizer
+from src.errors import UserError
+from src.load_weights import load_weights
+from src.mesh import Layout, check_hardware, make_layout
+from src.model.spec import model_spec
+from src.resume import all_weights, check_tokenizer, check_vocabulary
+from src.train_step import StepPlan, abstract_state, make_plan
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with its weights, as `StepPlan.decoder` takes them, and the tokenizer of its texts."""
+
+    plan: StepPlan
+    parts: tuple[Any, ...]
+    tokenizer: Tokenizer | None
+    messages: list[str]
+
+
+def open_model(config: FrozenConfigDict) -> Opened:
+    """The model that the config describes with the weights of its `load_parameters_path`, adapters merged.
+
+    Raises:
+        UserError: there are no such weights, or they are another model's or another tokenizer's.
+    """
+    if not config.load_parameters_path:
+        raise UserError(
+            "load_parameters_path says whose weights to use: a run's folder, a checkpoint, a Hugging Face one"
+        )
+    check_hardware(config)
+    tokenizer = make_tokenizer(config)
+    plan = inference_plan(config, make_layout(config, jax.devices()), config.max_target_length, packed=config.packing)
+    weights, meta, messages = load_weights(
+        config.load_parameters_path, all_weights(abstract_state(plan, config, (plan.layout.shards("batch"), 1, 2)))
+    )
+    check_vocabulary(config, meta)
+    check_tokenizer(config, meta, tokenizer)
+    return Opened(plan, tuple(plan.by_part(weights).values()), tokenizer, messages)
+
+
+def inference_plan(config: Mapping[str, Any], layout: Layout, length: int, packed: bool) -> StepPlan:
+    """The plan of the config's model on rows of `length` tokens, without what is trained beside it.
+
+    Raises:
+        UserError: as `make_plan` does.
+    """
+    keys = {**config, "max_target_length": length, "packing": packed, "lora_rank": 0, "trainable_parameters": []}
+    return make_plan(keys, model_spec(config), layout)

@@ -1,0 +1,153 @@
+"""What a model makes of given tokens: the log-probabilities of texts, and whole logits."""
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import FrozenConfigDict
+
+from src.errors import UserError
+from src.inference import Opened, inference_plan
+from src.mesh import global_batch_size
+from src.model.context import Context
+from src.train_step import StepPlan
+
+
+def score_texts(config: FrozenConfigDict, opened: Opened) -> int:
+    """Writes a line of `scores_path` for each text of `texts_path`, in their order; returns how many.
+
+    A line is a JSON object: `text`, `ids` (with the tokenizer's beginning of a text), `log_probs` of each id given
+    those before it, in nats (null for the first), and `log_prob`, their sum.
+
+    Raises:
+        UserError: a text is malformed, or has more tokens than a row; there is no text or no tokenizer.
+    """
+    if opened.tokenizer is None:
+        raise UserError("texts_path needs a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
+    texts = read_texts(Path(config.texts_path).expanduser(), "texts_path")
+    encoded = [opened.tokenizer.encode_prompt(text) for text in texts]
+    longest = max(map(len, encoded))
+    if longest > config.max_target_length:
+        text = texts[[len(ids) for ids in encoded].index(longest)]
+        raise UserError(
+            f"texts_path: the text that begins {text[:40]!r} has {longest} tokens, and max_target_length="
+            f"{config.max_target_length} is a row's: raise it, or shorten the text"
+        )
+    compute = _compiled(opened.plan, _log_probs)
+    # Every process computes, process 0 writes.
+    path = Path(config.scores_path).expanduser() if jax.process_index() == 0 else os.devnull
+    with open(path, "w", encoding="utf-8") as file:
+        for first, count, tokens_BT in _row_batches(config, opened.plan, encoded, config.max_target_length):
+            log_probs_BT = compute(opened.parts, tokens_BT)
+            for index in range(first, first + count):
+                ids = encoded[index]
+                log_probs = [None, *map(float, log_probs_BT[index - first, : len(ids) - 1])]
+                line = {"text": texts[index], "ids": ids.tolist(), "log_probs": log_probs}
+                file.write(json.dumps({**line, "log_prob": sum(log_probs[1:])}, ensure_ascii=False) + "\n")
+    return len(texts)
+
+
+def write_logits(config: FrozenConfigDict, opened: Opened) -> tuple[int, ...]:
+    """Writes `logits_path`, float32 [B, T, V], for the ids of `tokens_path`, int32 [B, T]; returns that shape.
+
+    Each row is one text from its beginning to its end; there is no mask but the model's own.
+
+    Raises:
+        UserError: the file is no such array, or an id is not in the vocabulary.
+    """
+    path = Path(config.tokens_path).expanduser()
+    try:
+        tokens = np.load(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"tokens_path={path} cannot be read as a .npy file: {error}") from None
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or not tokens.size:
+        raise UserError(f"tokens_path={path}: expected int32 [B, T], got {tokens.dtype} {list(tokens.shape)}")
+    vocab_size = opened.plan.spec.vocab_size
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise UserError(f"tokens_path={path}: ids reach from {tokens.min()} to {tokens.max()}, vocab_size={vocab_size}")
+    B, T = tokens.shape
+    plan = inference_plan(config, opened.plan.layout, T, packed=False)
+    compute = _compiled(plan, _logits)
+    out = None
+    if jax.process_index() == 0:
+        shape = (B, T, vocab_size)
+        out = np.lib.format.open_memmap(Path(config.logits_path).expanduser(), "w+", np.float32, shape)
+    for first, count, tokens_BT in _row_batches(config, plan, tokens, T):
+        logits_BTV = compute(opened.parts, tokens_BT)
+        if out is not None:
+            out[first : first + count] = logits_BTV[:count]
+    return (B, T, vocab_size)
+
+
+def read_texts(path: Path, key: str) -> list[str]:
+    """The texts of a file: one a line, or in a .jsonl file the field `text` of each; empty lines are left out.
+
+    Raises:
+        UserError: there is no such file, it is not UTF-8 or has no text, or a line of a .jsonl file has no `text`.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{key}={path} cannot be read: {error}") from None
+    texts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if path.suffix == ".jsonl":
+            try:
+                line = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f'{key}={path}, line {number}: expected {{"text": "..."}}') from None
+        texts.append(line)
+    if not texts:
+        raise UserError(f"{key}={path} has no text")
+    return texts
+
+
+def _row_batches(
+    config: FrozenConfigDict, plan: StepPlan, rows: Sequence[np.ndarray], length: int
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(number of the first row, how many rows, their ids [B, length] padded with zeros), B being the same each time."""
+    key = "eval_per_device_batch_size" if config.eval_per_device_batch_size else "per_device_batch_size"
+    B = global_batch_size(plan.layout, config[key], 1, key)
+    for first in range(0, len(rows), B):
+        batch = rows[first : first + B]
+        tokens_BT = np.zeros((B, length), np.int32)
+        for index, ids in enumerate(batch):
+            tokens_BT[index, : len(ids)] = ids
+        yield first, len(batch), tokens_BT
+
+
+def _compiled(plan: StepPlan, function: Callable[..., jax.Array]) -> Callable[[Any, np.ndarray], np.ndarray]:
+    """`function(parts, tokens_BT, plan)` as a function of host arrays, which every process has and gets whole."""
+    rows = plan.layout.sharding(("batch", "length"))
+    shardings = tuple(plan.by_part(plan.shardings).values())
+    compiled = jax.jit(functools.partial(function, plan=plan), in_shardings=(shardings, rows))
+
+    def call(parts: Any, tokens_BT: np.ndarray) -> np.ndarray:
+        placed = jax.make_array_from_callback(tokens_BT.shape, rows, lambda index: tokens_BT[index])
+        return multihost_utils.process_allgather(compiled(parts, placed), tiled=True)
+
+    return call
+
+
+def _logits(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
+    """Logits [B, T, V] of rows that each are one text."""
+    decoder = plan.decoder(*parts)
+    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    context = Context(positions_BT, jnp.ones_like(tokens_BT), plan.layout, plan.kernel, packed=False)
+    hidden_BTD, _, _ = decoder(tokens_BT, context, plan.execution)
+    return decoder.logits(hidden_BTD, context)[..., : plan.spec.vocab_size]
+
+
+def _log_probs(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
+    """The log-probability [B, T - 1] of each token but the first, given those before it."""
+    log_probs_BTV = jax.nn.log_softmax(_logits(parts, tokens_BT, plan)[:, :-1])
+    return jnp.take_along_axis(log_probs_BTV, tokens_BT[:, 1:, None], axis=-1)[..., 0]

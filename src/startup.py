@@ -1,0 +1,53 @@
+"""What every command begins with, and how it speaks to its terminal."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax
+from ml_collections import FrozenConfigDict
+
+from src import config as configuration
+from src.mesh import start_distributed
+from src.metrics import version
+
+
+def configured(argv: Sequence[str], usage: str = "") -> FrozenConfigDict | None:
+    """The configuration of a command line, after which JAX may be used; None if it only asked for help.
+
+    Raises:
+        UserError: a mistake in the command line.
+    """
+    if (help_text := configuration.help_for(argv)) is not None:
+        print(usage + help_text)
+        return None
+    print(f"MinText {version()}", flush=True)
+    notes: list[str] = []
+    config = configuration.load(argv, notes)
+    configure_jax(config)
+    start_distributed(config)
+    say(notes)
+    return config
+
+
+def configure_jax(config: FrozenConfigDict) -> None:
+    """Settings of JAX that have to be made before it looks for devices or compiles anything."""
+    jax.config.update("jax_default_matmul_precision", config.matmul_precision)
+    if config.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.jax_cache_dir).expanduser()))
+    if (virtual_devices := jax.config.jax_num_cpu_devices) > 1:
+        # XLA has as many threads as virtual CPU devices, and a collective takes one up until all devices are in it. If
+        # some devices begin one of two independent collectives and some the other, none has a thread left to join in.
+        os.environ.setdefault("PJRT_NPROC", str(4 * virtual_devices))
+
+
+def printable(text: str) -> str:
+    """The text with a mark for each character that a terminal would obey: a model of bytes says any of them."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+
+
+def say(lines: Iterable[str]) -> None:
+    """Prints lines, once a job."""
+    if jax.process_index() == 0:
+        for line in lines:
+            print(line, flush=True)

@@ -1,0 +1,129 @@
+"""`python -m src.evaluate` on a Hugging Face model, against transformers."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from src import evaluate
+from src.data.tokenizer import ByteTokenizer
+from src.errors import UserError
+
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny Llama and its folder."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=20,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        initializer_range=0.3,
+    )
+    folder = tmp_path_factory.mktemp("hf") / "llama"
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def run(folder, **keys):
+    settings = {
+        "model_name": folder,
+        "load_parameters_path": folder,
+        "dtype": "float32",
+        "max_target_length": LENGTH,
+        "per_device_batch_size": 1,
+        "jax_cache_dir": "",
+        "ici_data_parallelism": -1,
+        "ici_fsdp_parallelism": 1,
+        **keys,
+    }
+    return evaluate.main(["configs/base.yml", *(f"{key}={value}" for key, value in settings.items())])
+
+
+def log_probs(model, ids):
+    with torch.no_grad():
+        logits = model(torch.tensor(np.asarray(ids)[None].astype(np.int64))).logits[0]
+    return torch.log_softmax(logits, -1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:]).long()].numpy()
+
+
+def test_texts_are_scored_token_by_token(model, tmp_path):
+    texts = ["def f(x):", "é", "a longer line of text, 31 by"]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n\n" for text in texts))
+    run(model[1], texts_path=tmp_path / "texts.jsonl", scores_path=tmp_path / "scores.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in lines] == texts
+    for line in lines:
+        assert line["ids"] == ByteTokenizer().encode(line["text"])[:-1].tolist()
+        expected = log_probs(model[0], line["ids"])
+        assert line["log_probs"][0] is None
+        np.testing.assert_allclose(line["log_probs"][1:], expected, atol=1e-5)
+        assert line["log_prob"] == pytest.approx(expected.sum(), abs=1e-4)
+
+
+def test_logits_of_given_ids(model, tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 300, (10, 17)).astype(np.int32)
+    np.save(tmp_path / "in.npy", tokens)
+    run(model[1], tokens_path=tmp_path / "in.npy", logits_path=tmp_path / "out.npy")
+    with torch.no_grad():
+        expected = model[0](torch.tensor(tokens).long()).logits.numpy()
+    logits = np.load(tmp_path / "out.npy")
+    assert logits.dtype == np.float32
+    assert np.abs(logits - expected).max() <= 2e-4 * expected.std()
+
+
+def accuracy(logits, batch):
+    """A metric of a user's own."""
+    hits = (jnp.argmax(logits, -1) == batch["targets"]) * batch["loss_mask"]
+    return {"accuracy": (hits.sum(), batch["loss_mask"].sum()), "vocabulary": (logits.shape[-1], 1)}
+
+
+def test_the_loss_on_any_data_and_metrics_of_ones_own(model, tmp_path):
+    texts = ["one line\n", "another, which is rather longer\n", "x"]
+    for index, text in enumerate(texts):
+        (tmp_path / f"{index}.txt").write_text(text)
+    keys = {"eval_dataset_path": tmp_path, "packing": False, "max_target_length": 64}
+    metrics = run(model[1], eval_metrics="tests.test_scoring:accuracy", **keys)
+    encoded = [ByteTokenizer().encode(text) for text in texts]
+    everything = np.concatenate([log_probs(model[0], ids) for ids in encoded])
+    assert metrics["eval_loss"] == pytest.approx(-everything.mean(), abs=1e-5)
+    with torch.no_grad():
+        logits = [model[0](torch.tensor(ids[None, :-1].astype(np.int64))).logits[0].numpy() for ids in encoded]
+    hits = [(x.argmax(-1) == ids[1:]).sum() for x, ids in zip(logits, encoded, strict=True)]
+    assert metrics["eval_accuracy"] == pytest.approx(sum(hits) / len(everything))
+    assert metrics["eval_vocabulary"] == 300
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"texts_path": "nowhere.txt", "scores_path": "out"}, "texts_path=nowhere.txt cannot be read"),
+        ({"texts_path": "{tmp}/empty.txt", "scores_path": "out"}, "has no text"),
+        ({"texts_path": "{tmp}/long.txt", "scores_path": "out"}, "'aaaa.*' has 41 tokens"),
+        ({"texts_path": "{tmp}/no.jsonl", "scores_path": "out"}, "line 2: expected"),
+        ({"texts_path": "x.txt"}, "texts_path and scores_path go together"),
+        ({"tokens_path": "{tmp}/float.npy", "logits_path": "out"}, "expected int32 .B, T., got float64"),
+        ({"tokens_path": "{tmp}/big.npy", "logits_path": "out"}, "ids reach from 0 to 300"),
+        ({"tokens_path": "{tmp}/long.txt", "logits_path": "out"}, "cannot be read as a .npy file"),
+        ({"load_parameters_path": ""}, "load_parameters_path says whose weights to use"),
+        ({"eval_metrics": "accuracy"}, "expected module:function"),
+        ({"eval_metrics": "tests.test_scoring:precision"}, "no attribute 'precision'"),
+    ],
+)
+def test_bad_input(model, tmp_path, keys, sentence):
+    (tmp_path / "empty.txt").write_text("\n  \n")
+    (tmp_path / "long.txt").write_text("a" * 40)
+    (tmp_path / "no.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
+    np.save(tmp_path / "float.npy", np.zeros((2, 3)))
+    np.save(tmp_path / "big.npy", np.array([[0, 300]], np.int32))
+    with pytest.raises(UserError, match=sentence):
+        run(model[1], **{key: value.replace("{tmp}", str(tmp_path)) for key, value in keys.items()})

@@ -40,6 +40,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "opt_type": ("adamw", "sgd"),
     "lr_schedule_type": ("cosine", "wsd"),
     "on_nonfinite": ("stop", "skip"),
+    "decode_sampling_strategy": ("greedy", "weighted", "topk", "nucleus", "composite"),
     "dataset_type": ("text", "synthetic"),
     "tokenizer_type": ("byte", "sentencepiece", "huggingface"),
     "profiler": ("", "xplane"),
@@ -52,6 +53,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
       "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow",
       "routed_scaling_factor", "lora_alpha")),
     ("more than 0, at most 1", lambda value: 0 < value <= 1, ("partial_rotary_factor",)),
+    ("more than 0, at most 1, or -1", lambda value: 0 < value <= 1 or value == -1, ("decode_sampling_nucleus_p",)),
     ("1 or more", lambda value: value >= 1,
      ("attn_temperature_floor", "original_max_position_embeddings", "rope_factor", "num_experts",
       "num_experts_per_tok", "n_routing_groups", "topk_routing_group",
@@ -60,7 +62,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
       "checkpoint_period", "profiler_steps", "stack_trace_interval_seconds")),
     ("1 or more, or -1", lambda value: value >= 1 or value == -1,
      ("steps", "learning_rate_schedule_steps", "trainable_position_size", "eval_interval", "eval_steps",
-      "max_num_checkpoints_to_keep", "num_processes", "ici_data_parallelism", "ici_fsdp_parallelism",
+      "max_num_checkpoints_to_keep", "max_prefill_predict_length", "num_processes", "ici_data_parallelism", "ici_fsdp_parallelism",
       "ici_tensor_parallelism", "dcn_data_parallelism", "dcn_fsdp_parallelism", "dcn_tensor_parallelism")),
     ("0 or more", lambda value: value >= 0,
      ("normalization_scale_offset", "mtp_num_layers", "sliding_window_size", "chunk_attn_window_size",
@@ -69,7 +71,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
       "base_moe_mlp_dim", "shared_experts", "lora_rank", "load_balance_loss_weight", "routed_bias_update_rate",
       "mtp_loss_scaling_factor", "final_logits_soft_cap", "adam_weight_decay",
       "gradient_clipping_threshold", "z_loss_multiplier",
-      "eval_per_device_batch_size", "sample_length", "decode_sampling_temperature", "skip_first_n_steps_for_profiler")),
+      "eval_per_device_batch_size", "sample_length", "decode_sampling_temperature", "decode_sampling_top_k",
+      "skip_first_n_steps_for_profiler")),
     ("64 or more", lambda value: value >= 64, ("max_document_bytes",)),
     ("0 or more, or -1", lambda value: value >= -1,
      ("process_id",)),
@@ -78,10 +81,13 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("at least 0 and less than 1", lambda value: 0 <= value < 1,
      ("adam_b1", "adam_b2", "dropout_rate", "eval_fraction")),
     ("at least 0 and less than 2**32", lambda value: 0 <= value < 2**32,
-     ("init_weights_seed", "data_shuffle_seed")),
+     ("init_weights_seed", "data_shuffle_seed", "decode_seed")),
     ("a power of two, from 1 up", lambda value: value >= 1 and value & (value - 1) == 0,
      ("global_parameter_scale",)),
 )
+
+# Keys whose value is a list of names, and an example of one.
+NAMES = {"trainable_parameters": "[attention.*]", "lora_parameters": "[attention.query]"}
 
 # Facts that a pattern of decoder_segments may give a layer of its own.
 ATTENTION_FACTS = (
@@ -142,6 +148,8 @@ def check_value(key: str, value: Any) -> str:
         if key in keys and not holds(value):
             comment = base().comment(key)
             return f"{key}={dump(value)} must be {words}" + (f" ({comment})" if comment else "")
+    if key in NAMES and not all(isinstance(name, str) for name in value):
+        return f"{key}={dump(value)} must be a list of names, such as {NAMES[key]}"
     if key == "mlp_activations":
         unknown = [str(name) for name in value if name not in ACTIVATIONS]
         if unknown or not value:
@@ -416,6 +424,28 @@ def _scoring(config: Mapping[str, Any]) -> list[str]:
     return [f"{a} and {b} go together: give both or none" for a, b in pairs if bool(config[a]) != bool(config[b])]
 
 
+def _decoding(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    strategy = config["decode_sampling_strategy"]
+    for key, strategies in (
+        ("decode_sampling_top_k", ("topk", "composite")),
+        ("decode_sampling_nucleus_p", ("nucleus", "composite")),
+    ):
+        given = config[key] != base().defaults[key]
+        if strategy in strategies and not given:
+            problems.append(f"decode_sampling_strategy={strategy} needs {key}")
+        if strategy not in strategies and given:
+            problems.append(f"{key}={config[key]} needs decode_sampling_strategy={' or '.join(strategies)}")
+    if config["interactive"] and config["prompt_path"]:
+        problems.append("interactive and prompt_path exclude each other: prompts are typed, or read from a file")
+    prefill, length = config["max_prefill_predict_length"], config["max_target_length"]
+    if prefill >= length:
+        problems.append(
+            f"max_prefill_predict_length={prefill} leaves no room in max_target_length={length}, prompt and all"
+        )
+    return problems
+
+
 def _loading(config: Mapping[str, Any]) -> list[str]:
     if config["load_parameters_path"] and config["load_full_state_path"]:
         return ["load_parameters_path and load_full_state_path exclude each other: weights alone, or the whole state"]
@@ -467,6 +497,13 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]
     (("use_sft", "dataset_type", "dataset_path"), _finetuning),
     (("eval_interval", "dataset_type", "eval_dataset_path", "eval_fraction"), _evaluation),
     (("texts_path", "scores_path", "tokens_path", "logits_path"), _scoring),
+    (
+        (
+            *("decode_sampling_strategy", "decode_sampling_top_k", "decode_sampling_nucleus_p"),
+            *("interactive", "prompt_path", "max_prefill_predict_length", "max_target_length"),
+        ),
+        _decoding,
+    ),
     (("load_parameters_path", "load_full_state_path"), _loading),
     (("lora_rank", "lora_parameters", "load_parameters_path"), _adapters),
     (("coordinator_address", "num_processes", "process_id"), _processes),

@@ -2,10 +2,12 @@
 
     python -m src.convert from-hf HF_DIR OUT_DIR
     python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16]
+    python -m src.convert check HF_DIR CKPT_OR_RUN
 
 `from-hf` writes OUT_DIR/model.yml, OUT_DIR/checkpoint and the tokenizer's files; weights keep the dtypes they have in
 the folder. `to-hf` takes such an OUT_DIR, a run's folder or one of its checkpoints, and writes a folder that
-transformers loads, in the checkpoint's dtypes or in the one given.
+transformers loads, in the checkpoint's dtypes or in the one given. `check` compares the logits of a checkpoint with
+those that transformers, where it is installed, computes of the folder.
 """
 
 import functools
@@ -25,7 +27,8 @@ from src.config import from_yaml
 from src.config_yaml import base
 from src.data.tokenizer import make_tokenizer
 from src.errors import UserError, run_command
-from src.hf.facts import folder_facts, folder_family, model_yaml
+from src.hf import check
+from src.hf.facts import describe, folder_facts, folder_family, model_yaml
 from src.hf.folder import HfFolder, open_folder
 from src.hf.load import load_weights, match_tensors
 from src.hf.save import save_folder
@@ -35,7 +38,8 @@ from src.model.decoder import Decoder
 from src.model.spec import model_spec
 
 USAGE = """python -m src.convert from-hf HF_DIR OUT_DIR
-python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16]"""
+python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16]
+python -m src.convert check HF_DIR CKPT_OR_RUN"""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -67,6 +71,10 @@ def main(argv: Sequence[str]) -> None:
             from_hf(Path(hf_dir).expanduser(), Path(out_dir).expanduser())
         case ["to-hf", source, out_dir]:
             to_hf(Path(source).expanduser(), Path(out_dir).expanduser())
+        case ["check", hf_dir, source]:
+            source = Path(source).expanduser()
+            checkpoint = source / "checkpoint" if (source / "model.yml").is_file() else source
+            print(check.described(check.compare(Path(hf_dir).expanduser(), checkpoint)), flush=True)
         case ["to-hf", source, out_dir, option] if option.startswith("dtype="):
             to_hf(Path(source).expanduser(), Path(out_dir).expanduser(), option.removeprefix("dtype="))
         case _:
@@ -80,17 +88,16 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
         UserError: the folder is not that of a model that is supported, or `out_dir` has something in it.
     """
     folder = open_folder(hf_dir)
-    keys = folder_facts(folder)
+    keys, family = folder_facts(folder), folder_family(folder)
+    config = {**base().defaults, **keys}
+    tree, part_of = _as_stored(folder, config)
     _make_empty(out_dir)
-    family = folder_family(folder)
     comment = f"# {family.architecture}, from {hf_dir.name}: what differs from base.yml.\n"
     (out_dir / "model.yml").write_text(comment + model_yaml(keys), encoding="utf-8")
     (out_dir / ORIGINAL).write_text(json.dumps(folder.config, indent=2) + "\n", encoding="utf-8")
     _copy_companions(hf_dir, out_dir)
 
-    config = {**base().defaults, **keys}
     notes: list[str] = []
-    tree, part_of = _as_stored(folder, config)
     arrays = load_weights(hf_dir, {"weights": tree}, notes)["weights"]
     meta = {"vocab_size": config["vocab_size"], "tokenizer": _tokenizer_fingerprint(hf_dir, config, notes)}
     checkpointer = Checkpointer(out_dir / "checkpoint", max_to_keep=-1, async_save=False, compress=False)
@@ -115,16 +122,18 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
     if dtype and dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is none of {', '.join(DTYPES)}")
     config, checkpoint, model_folder = _find(source)
+    family, hf = describe(config)
     tree, _ = _declared(config)
     arrays, _, messages = load_any_weights(str(checkpoint), tree, keep_dtypes=True)
     _say(messages)
     _make_empty(out_dir)
     save_folder(
         out_dir,
-        config,
+        family,
+        {**hf, **_original_entries(model_folder)},
         {weight: np.asarray(leaf) for weight, leaf in weights.by_path(arrays).items()},
+        config["vocab_size"],
         jnp.dtype(dtype) if dtype else None,
-        _original_entries(model_folder),
     )
     _copy_companions(model_folder, out_dir)
     _say([f"wrote {out_dir}"])

@@ -86,6 +86,11 @@ def write_logits(config: FrozenConfigDict, opened: Opened) -> tuple[int, ...]:
     return (B, T, vocab_size)
 
 
+def compute_logits(plan: StepPlan, parts: tuple[Any, ...], tokens_BT: np.ndarray) -> np.ndarray:
+    """Logits, float32 [B, T, V], of rows that each are one text; B divides over the mesh."""
+    return _compiled(plan, _logits)(parts, tokens_BT)
+
+
 def read_texts(path: Path, key: str) -> list[str]:
     """The texts of a file: one a line, or in a .jsonl file the field `text` of each; empty lines are left out.
 

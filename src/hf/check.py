@@ -1,0 +1,80 @@
+"""How near a checkpoint's logits come to those that transformers computes of a Hugging Face folder."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from src import config as configuration
+from src.config_yaml import BASE
+from src.errors import UserError
+from src.inference import inference_plan
+from src.load_weights import load_weights
+from src.mesh import make_layout
+from src.resume import all_weights
+from src.scoring import compute_logits
+from src.train_step import abstract_state
+
+ROWS, LENGTH = 2, 64  # of random ids
+
+
+class Agreement(NamedTuple):
+    """Of the logits at every position; differences are in standard deviations of transformers' logits."""
+
+    largest_difference: float
+    mean_difference: float
+    kl_divergence: float  # of our distribution from theirs, a mean over positions, in nats
+    top_1: float  # the share of positions with the same likeliest token
+
+
+def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
+    """Compares in float32, on the same random ids. Both models are held in memory.
+
+    Raises:
+        UserError: torch and transformers are not installed, or the checkpoint is not of the folder's model.
+    """
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        sentence = f"check compares with transformers on torch, which are not here ({error}): pip install both"
+        raise UserError(sentence) from None
+    settings = ("dtype=float32", "weight_dtype=float32", "matmul_precision=highest", "remat_policy=none")
+    config = configuration.load([str(BASE), f"model_name={hf_dir}", *settings])
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, LENGTH)).astype(np.int32)
+
+    plan = inference_plan(config, make_layout(config, jax.devices()[:1]), LENGTH, packed=False)
+    weights, _, messages = load_weights(str(checkpoint), all_weights(abstract_state(plan, config, (ROWS, 1, 2))))
+    for message in messages:
+        print(message, flush=True)
+    ours = compute_logits(plan, tuple(plan.by_part(weights).values()), tokens)
+    del weights
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens).long()).logits.numpy()
+    return agreement(ours, theirs)
+
+
+def agreement(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> Agreement:
+    """How near two arrays of logits are."""
+    ours_BTV, theirs_BTV = ours_BTV.astype(np.float64), theirs_BTV.astype(np.float64)
+    difference = np.abs(ours_BTV - theirs_BTV) / theirs_BTV.std()
+    ours, theirs = (np.asarray(jax.nn.log_softmax(jnp.asarray(x))) for x in (ours_BTV, theirs_BTV))
+    return Agreement(
+        largest_difference=float(difference.max()),
+        mean_difference=float(difference.mean()),
+        kl_divergence=float(np.sum(np.exp(theirs) * (theirs - ours), axis=-1).mean()),
+        top_1=float(np.mean(ours_BTV.argmax(-1) == theirs_BTV.argmax(-1))),
+    )
+
+
+def described(found: Agreement) -> str:
+    """The comparison in lines to print."""
+    return (
+        f"largest difference  {found.largest_difference:.2e} of the logits' standard deviation\n"
+        f"mean difference     {found.mean_difference:.2e}\n"
+        f"KL divergence       {found.kl_divergence:.2e} nats\n"
+        f"same likeliest id   {found.top_1:.1%} of positions"
+    )

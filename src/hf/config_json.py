@@ -209,4 +209,11 @@ def rope_json(keys: Mapping[str, Any]) -> Json:
         name: value for name, value in write(keys, ROPE_PARAMETERS[kind]).items() if value or name == "truncate"
     }
     scaling = {"rope_type": kind, **parameters}
-    return {"rope_theta": keys["rope_max_timescale"], "rope_scaling": None if kind == "default" else scaling}
+    stretched = "original_max_position_embeddings" in parameters
+    return {
+        "rope_theta": keys["rope_max_timescale"],
+        "rope_scaling": None if kind == "default" else scaling,
+        "max_position_embeddings": round(keys["original_max_position_embeddings"] * keys["rope_factor"])
+        if stretched
+        else keys["max_target_length"],
+    }

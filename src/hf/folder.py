@@ -30,6 +30,8 @@ DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "U8": np.dtype(np.uint8),
 }
+# Any other, such as an int64 table of positions: a weight has none of them.
+UNREADABLE = np.dtype("V1")
 
 
 class Tensor(Protocol):
@@ -139,9 +141,8 @@ def _stored_tensors(file: Path) -> dict[str, StoredTensor]:
     if end > size:
         raise UserError(f"{file} is truncated: it has {size} bytes, its header describes {end}. Fetch it again.")
     return {
-        # A tensor of a dtype without arithmetic here (an int64 position id, say) may still be one that is skipped.
         name: StoredTensor(
-            file, start + entry["data_offsets"][0], tuple(entry["shape"]), DTYPES.get(entry["dtype"], np.dtype("V1"))
+            file, start + entry["data_offsets"][0], tuple(entry["shape"]), DTYPES.get(entry["dtype"], UNREADABLE)
         )
         for name, entry in header.items()
     }

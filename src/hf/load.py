@@ -13,7 +13,7 @@ from rich.progress import track
 from src.config_yaml import base
 from src.errors import UserError
 from src.hf.facts import folder_facts, folder_family
-from src.hf.folder import HfFolder, Tensor, open_folder
+from src.hf.folder import DTYPES, UNREADABLE, HfFolder, Tensor, open_folder
 from src.hf.rearrange import Range
 from src.hf.table import Piece, WeightPath, lay_out
 
@@ -73,13 +73,19 @@ def match_tensors(
     if facts["logits_via_embedding"]:  # Some folders hold the tied output projection a second time.
         unknown = [name for name in unknown if name != family.output_file]
     further = [name for name in unknown if family.is_further_layer(name, facts["base_num_decoder_layers"])]
+    found = {name: folder.tensors[on_disk[name]] for name in expected if name in on_disk}
     problems = [
-        *(f"{name} is missing" for name in expected if name not in on_disk),
+        *(f"{name} is missing" for name in expected if name not in found),
         *(f"{on_disk[name]} is unknown" for name in unknown if name not in further),
         *(
-            f"{on_disk[name]} has the shape {list(folder.tensors[on_disk[name]].shape)}, not {list(shape)}"
-            for name, shape in expected.items()
-            if name in on_disk and folder.tensors[on_disk[name]].shape != shape
+            f"{on_disk[name]} has the shape {list(tensor.shape)}, not {list(expected[name])}"
+            for name, tensor in found.items()
+            if tensor.shape != expected[name]
+        ),
+        *(
+            f"{on_disk[name]} is of a dtype that is none of {', '.join(DTYPES)}"
+            for name, tensor in found.items()
+            if tensor.dtype == UNREADABLE
         ),
     ]
     if problems:
@@ -91,7 +97,7 @@ def match_tensors(
         notes.append(f"{folder.path}: {other} tensors of the vision or audio model are left out")
     if further:
         notes.append(f"{folder.path}: the {len(further)} tensors of extra prediction layers are left out")
-    return pieces, {name: folder.tensors[on_disk[name]] for name in expected}
+    return pieces, found
 
 
 class _Filling:

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from src.hf.facts import describe
+from src.hf.family import Family
 from src.hf.folder import DTYPES, INDEX, SINGLE
 from src.hf.load import progress
 from src.hf.table import Piece, WeightPath, copies, lay_out
@@ -20,38 +20,39 @@ Weights = Mapping[WeightPath, np.ndarray]
 
 def save_folder(
     path: Path,
-    config: Mapping[str, Any],
+    family: Family,
+    hf: Mapping[str, Any],
     weights: Weights,
+    vocab_size: int,
     dtype: np.dtype | None = None,
-    entries: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes config.json and the safetensors files; one tensor beside `weights` is in memory at a time.
 
     Args:
         path: of the folder, which exists.
-        config: every key of base.yml.
+        family: the model's.
+        hf: config.json, but for the names of the family and of the tensors' dtype.
         weights: all of the model's.
+        vocab_size: rows of the embedding that are no padding.
         dtype: of the tensors; None: their weights' own.
-        entries: of config.json that no key gives, such as the ids of special tokens.
         shard_bytes: that a file of tensors may have.
 
     Raises:
-        UserError: no family has such a model, or such weights.
+        UserError: the family has no such weights.
     """
-    family, hf = describe(config)
     shapes = {weight: array.shape for weight, array in weights.items()}
     by_file: dict[str, list[Piece]] = {}
     for piece in [
-        *lay_out(family.rows, shapes, config["vocab_size"], family.architecture),
-        *copies(family.copied, shapes, config["vocab_size"]),
+        *lay_out(family.rows, shapes, vocab_size, family.architecture),
+        *copies(family.copied, shapes, vocab_size),
     ]:
         by_file.setdefault(piece.file, []).append(piece)
     dtypes = {name: dtype or weights[pieces[0].weight].dtype for name, pieces in by_file.items()}
     sizes = {name: math.prod(pieces[0].file_shape) * dtypes[name].itemsize for name, pieces in by_file.items()}
     largest = max(sizes, key=lambda name: sizes[name])
-    hf = {"architectures": [family.architecture], "model_type": family.model_type, **hf, **(entries or {})}
-    _write_json(path / "config.json", {**hf, "torch_dtype": dtypes[largest].name})
+    names = {"architectures": [family.architecture], "model_type": family.model_type}
+    _write_json(path / "config.json", {**names, **hf, "torch_dtype": dtypes[largest].name})
 
     shards = _shards(sizes, shard_bytes)
     count = len(shards)

@@ -6,12 +6,14 @@ import saved
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tiny import BASE
 
 from src import config as configuration
 from src import convert
 from src.checkpoint import Checkpointer
 from src.errors import UserError
+from src.hf.facts import describe
 from src.hf.load import load_weights
 from src.hf.save import save_folder
 from src.model.weights import by_path
@@ -72,8 +74,6 @@ def test_quantised_weights_come_back_as_bfloat16(tmp_path):
     scales = torch.tensor([[0.5, 2.0], [4.0, 1.0]])
     expected[name] = (stored.float() * scales.repeat_interleave(16, 0)[:20].repeat_interleave(16, 1)[:, :24]).bfloat16()
     tensors = {**saved.tensors(folder), name: stored, f"{name}_scale_inv": scales}
-    from safetensors.torch import save_file
-
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     saved.edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
     back = there_and_back(folder, tmp_path)
@@ -88,7 +88,7 @@ def test_the_copies_that_extra_prediction_layers_have_are_written(tmp_path):
     rng = np.random.default_rng(0)
     weights = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in by_path(tree).items()}
     (tmp_path / "out").mkdir()
-    save_folder(tmp_path / "out", config, weights)
+    save_folder(tmp_path / "out", *describe(config), weights, saved.VOCAB)
     files = saved.tensors(tmp_path / "out")
     assert torch.equal(files["model.layers.3.embed_tokens.weight"], files["model.embed_tokens.weight"])
     assert torch.equal(files["model.layers.3.shared_head.head.weight"], files["lm_head.weight"])
@@ -118,7 +118,7 @@ def test_a_file_is_full_when_the_next_tensor_does_not_fit(tmp_path):
     weights = {path: np.zeros(leaf.shape, np.float32) for path, leaf in by_path(tree).items()}
     out = tmp_path / "out"
     out.mkdir()
-    save_folder(out, config, weights, shard_bytes=12_000)
+    save_folder(out, *describe(config), weights, saved.VOCAB, shard_bytes=12_000)
     files = sorted(out.glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
     assert all(file.stat().st_size < 12_000 + 4_000 for file in files)  # and the header
@@ -181,6 +181,14 @@ def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
         convert.from_hf(folder, folder)
 
 
+def test_nothing_is_written_of_a_folder_whose_tensors_do_not_fit(tmp_path):
+    folder = saved.save(tmp_path / "hf", "llama3")
+    saved.edit_config(folder, hidden_size=32)
+    with pytest.raises(UserError, match="are not those of this model"):
+        convert.from_hf(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_source_that_is_neither_a_run_nor_converted(tmp_path):
     with pytest.raises(UserError, match=r"no model\.yml in .*expected what from-hf wrote"):
         convert.to_hf(tmp_path, tmp_path / "out")
@@ -198,3 +206,4 @@ def test_a_model_that_no_family_has_is_refused(tmp_path):
         file.write("attn_logits_soft_cap: 20.0\n")
     with pytest.raises(UserError, match="no family of Hugging Face's has this model"):
         convert.to_hf(tmp_path / "converted", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -160,6 +160,7 @@ def test_missing_unknown_and_misshapen_tensors_are_named(tmp_path):
         del tensors["model.layers.1.mlp.up_proj.weight"]
         tensors["model.layers.0.extra.weight"] = torch.ones(2)
         tensors["model.norm.weight"] = torch.ones(25)
+        tensors["model.layers.2.input_layernorm.weight"] = torch.ones(24, dtype=torch.int64)
 
     change_tensors(folder, damage)
     with pytest.raises(UserError) as error:
@@ -168,6 +169,7 @@ def test_missing_unknown_and_misshapen_tensors_are_named(tmp_path):
     assert "model.layers.1.mlp.up_proj.weight is missing" in message
     assert "model.layers.0.extra.weight is unknown" in message
     assert "model.norm.weight has the shape [25], not [24]" in message
+    assert "model.layers.2.input_layernorm.weight is of a dtype that is none of F32" in message
 
 
 def test_a_weight_that_the_family_does_not_have_is_named(tmp_path):

@@ -1,0 +1,93 @@
+"""The extra prediction layers' loss, computed again in numpy document by document."""
+
+import jax
+import numpy as np
+import pytest
+from tiny import Trainer, make, packed_rows, random_weights
+
+from src.train_step import hidden_states, loss_sums
+
+SETTINGS = {"mtp_num_layers": 2, "position_type": "none", "base_num_kv_heads": 4}
+EPSILON = 1e-5
+
+
+def norm(x, weights):
+    return weights["scale"] * x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPSILON)
+
+
+def block(x_TD, weights):
+    """A layer without positions."""
+    y, attention = norm(x_TD, weights["attention_norm"]), weights["attention"]
+    q, k, v = (np.einsum("td,dnh->nth", y, attention[name]) for name in ("query", "key", "value"))
+    scores = np.einsum("nth,nsh->nts", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(np.tri(len(x_TD), dtype=bool), scores, -np.inf)
+    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    shares /= shares.sum(axis=-1, keepdims=True)
+    x_TD = x_TD + np.einsum("nts,nsh,nhd->td", shares, v, attention["out"])
+    y, wi = norm(x_TD, weights["feed_forward_norm"]), weights["feed_forward"]["wi"]
+    gate, up = np.einsum("td,daf->atf", y, wi)
+    return x_TD + (gate / (1 + np.exp(-gate)) * up) @ weights["feed_forward"]["wo"]
+
+
+def further_loss(weights, hidden_TD, tokens_T, targets_T, vocab):
+    """The sum of the losses of all extra layers on one document.
+
+    The first joins hidden states after the final norm with the embeddings of the next tokens; each further one what the
+    last gave with the embeddings of the tokens one on. No layer sees, or predicts, past the document's end.
+    """
+    loss = 0.0
+    for distance, layer in enumerate(weights["mtp"].values(), start=1):
+        length = len(tokens_T) - distance
+        if length < 1:
+            break
+        embedded = norm(weights["embedding"][tokens_T[distance:]], layer["embedding_norm"])
+        hidden_TD = np.concatenate([embedded, norm(hidden_TD[:length], layer["hidden_norm"])], axis=-1)
+        hidden_TD = block(hidden_TD @ layer["projection"], layer["block"])
+        logits_TV = norm(hidden_TD, layer["final_norm"]) @ weights["output"][:, :vocab]
+        log_normaliser_T = np.log(np.exp(logits_TV).sum(axis=-1))
+        loss += np.sum(log_normaliser_T - logits_TV[np.arange(length), targets_T[distance:]])
+    return loss
+
+
+@pytest.mark.parametrize("num_vocab_tiling", [1, 4])
+def test_the_loss_is_that_of_each_document_by_itself(num_vocab_tiling):
+    _, plan = make(**SETTINGS, num_vocab_tiling=num_vocab_tiling)
+    weights, batch = random_weights(plan), packed_rows(0, rows=4)
+
+    @jax.jit
+    def compute(weights):
+        decoder = plan.decoder(weights)
+        return hidden_states(decoder, batch, plan, None)[0], loss_sums(decoder, batch, plan, None)[2]
+
+    hidden_BTD, further = jax.device_get(compute(weights))
+    expected = 0.0
+    for row in range(4):
+        for segment in range(1, batch["segment_ids"][row].max() + 1):
+            place = batch["segment_ids"][row] == segment
+            document = [array[row, place] for array in (hidden_BTD, batch["tokens"], batch["targets"])]
+            expected += further_loss(jax.tree.map(np.float64, weights), *document, plan.spec.vocab_size)
+    np.testing.assert_allclose(further, expected, rtol=1e-5)
+
+
+def test_masked_targets_count_for_nothing():
+    """The loss of one target is that of all targets, less that of all others."""
+    _, plan = make(**SETTINGS)
+    weights, batch = random_weights(plan), packed_rows(0, rows=2)
+
+    @jax.jit
+    def further(mask):
+        return loss_sums(plan.decoder(weights), {**batch, "loss_mask": mask}, plan, None)[2]
+
+    one, first = np.zeros_like(batch["loss_mask"]), np.zeros_like(batch["loss_mask"])
+    one[0, np.argmax(batch["positions"][0] == 2)] = 1.0
+    whole, without, alone = further(batch["loss_mask"]), further(batch["loss_mask"] - one), further(one)
+    np.testing.assert_allclose(whole - without, alone, rtol=1e-4)
+    assert alone > 1.0
+    first[0, 0] = 1.0  # the target of a document's first token, which the decoder alone predicts
+    assert further(first) == 0.0
+
+
+def test_training_steps_descend_it():
+    trainer, batch = Trainer(initial=False, **SETTINGS, mtp_loss_scaling_factor=10.0), packed_rows(0)
+    losses = [trainer.step(batch, number)["mtp_loss"] for number in range(15)]
+    assert losses[-1] < 0.9 * losses[0]

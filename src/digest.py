@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 PIECE = 2**22  # elements
+_GOLDEN = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, odd: positions spread over all bits
 
 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -28,19 +30,14 @@ def _in_host_memory(x: jax.Array) -> bool:
 
 
 def _digest_in_pieces(x: np.ndarray) -> jax.Array:
-    """As `digest`. XLA's CPU backend would hold the bits of all of `x` at once, as uint32."""
-    flat = x.reshape(-1)
-    pieces = [
-        _digest_of_piece(flat[start : start + PIECE], np.uint32(start % 2**32)) for start in range(0, x.size, PIECE)
-    ]
-    return jnp.sum(jnp.array(pieces, jnp.uint32), dtype=jnp.uint32)
-
-
-@jax.jit
-def _digest_of_piece(x: jax.Array, start: jax.Array) -> jax.Array:
-    """What a row-major run of elements, the first of which is number `start`, adds to its array's digest."""
-    position = start + jax.lax.broadcasted_iota(jnp.uint32, x.shape, 0)
-    return jnp.sum(_scramble(_bits(x) ^ (position * jnp.uint32(0x9E3779B1))), dtype=jnp.uint32)
+    """As `digest`, by numpy: XLA's CPU backend would hold the bits of all of `x` at once, as uint32."""
+    flat, total = x.reshape(-1), 0
+    for start in range(0, x.size, PIECE):
+        piece = flat[start : start + PIECE]
+        bits = piece.view(f"u{x.dtype.itemsize}").astype(np.uint32)
+        position = np.arange(start, start + piece.size).astype(np.uint32)  # modulo 2**32
+        total += int(np.sum(_scramble(bits ^ (position * _GOLDEN)), dtype=np.uint64))
+    return jnp.uint32(total % 2**32)
 
 
 def digest(x: jax.Array) -> jax.Array:
@@ -50,7 +47,7 @@ def digest(x: jax.Array) -> jax.Array:
     elements apart. For a given position the hash is a bijection of the bits, so a change in one element alone is
     always seen; any other change goes unseen with a chance of about 2**-32. Elements have 8, 16 or 32 bits.
     """
-    return jnp.sum(_scramble(_bits(x) ^ (_position(x.shape) * jnp.uint32(0x9E3779B1))), dtype=jnp.uint32)
+    return jnp.sum(_scramble(_bits(x) ^ (_position(x.shape) * _GOLDEN)), dtype=jnp.uint32)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -70,8 +67,11 @@ def _position(shape: tuple[int, ...]) -> jax.Array:
     return position
 
 
-def _scramble(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every input bit moves about half of the output bits: MurmurHash3's finalizer."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+def _scramble(x: Any) -> Any:
+    """A bijection of uint32, of JAX's arrays or numpy's: MurmurHash3's finalizer.
+
+    Every input bit moves about half of the output bits.
+    """
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

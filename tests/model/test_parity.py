@@ -1,70 +1,131 @@
-"""Logits and gradients equal those of transformers' Llama and GPT-2 of the same weights."""
+"""Every family's logits, gradients and cached decoding equal those of transformers, from the files it saves."""
+
+import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
-from references import LENGTH, gpt2, gpt2_tree, llama, llama_tree, random_sizes
-from tiny import assert_close, make
+from families import CONFIGS, LENGTH, greedy, logits_of, plan_of, reference, routing_gaps, weights_of
+from tiny import assert_close
 
-from src.model.context import Context
-
-ROWS = 2
-
-
-@pytest.mark.parametrize(("seed", "tied"), [(0, False), (1, True), (2, False)])
-def test_llama(seed, tied):
-    sizes = random_sizes(seed)
-    reference = llama(sizes, tied)
-    _, plan = make(logits_via_embedding=str(tied).lower(), **sizes)
-    assert_parity(plan, reference, lambda get: llama_tree(get, plan))
-
-
-@pytest.mark.parametrize("seed", [3, 4])
-def test_gpt2(seed):
-    sizes = random_sizes(seed)
-    heads, width = sizes["base_num_query_heads"], sizes["base_num_query_heads"] * sizes["head_dim"]
-    sizes |= {"base_num_kv_heads": heads, "base_emb_dim": width}  # GPT-2's heads share out its width
-    del sizes["rope_max_timescale"]
-    reference = gpt2(sizes)
-    _, plan = make(
-        mlp_activations="[gelu]",
-        mlp_bias="true",
-        attention_bias="true",
-        normalization="layer",
-        position_type="learned",
-        trainable_position_size=LENGTH + 3,
-        logits_via_embedding="true",
-        **sizes,
-    )
-    assert_parity(plan, reference, lambda get: gpt2_tree(get, plan))
+MESH = {"devices": 8, "ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+UNROLLED = {"scan_layers": "false"}
+# Each config as it is; a pattern, rings and latents unrolled too; and experts, groups and latents on a mesh.
+RUNS = {
+    **{name: (name, {}) for name in CONFIGS},
+    **{f"{name}-unrolled": (name, UNROLLED) for name in ("gemma3", "deepseek3")},
+    **{f"{name}-mesh": (name, MESH) for name in ("mixtral", "deepseek3")},
+}
+# Four texts: three fill a row each, the last row is packed with two documents of these lengths and padding.
+DOCUMENTS = (15, 10)
+PROMPTS, STEPS = (9, 3, 14, 1), 16
 
 
-def assert_parity(plan, reference, tree_of):
-    """Both models' logits, and the gradients of a random linear function of them."""
-    rng = np.random.default_rng(0)
-    vocab = plan.spec.vocab_size
-    tokens = rng.integers(0, vocab, (ROWS, LENGTH))
-    direction = rng.normal(size=(ROWS, LENGTH, vocab)).astype(np.float32)
-    expected = reference(torch.tensor(tokens)).logits
-    (expected * torch.tensor(direction)).sum().backward()
-    parameters = dict(reference.named_parameters())
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A config's name -> transformers' model and the folder it is saved in."""
 
-    def value_and_logits(weights):
-        logits = our_logits(plan, weights, tokens)
-        return jnp.sum(logits[..., :vocab] * direction), logits
+    @functools.cache
+    def save(name):
+        model, folder = reference(name), tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder)
+        return model, folder
 
-    weights = tree_of(lambda name: parameters[name].detach().numpy())
-    (_, logits), gradients = jax.jit(jax.value_and_grad(value_and_logits, has_aux=True))(weights)
-    assert_close(logits[..., :vocab], expected.detach().numpy(), 1e-5)
-    assert_close(gradients, tree_of(lambda name: parameters[name].grad.numpy()), 1e-4)
+    return save
 
 
-def our_logits(plan, weights, tokens):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    context = Context(positions, jnp.ones_like(positions), plan.layout, plan.kernel, packed=True)
-    decoder = nnx.merge(plan.graphdef, weights)
-    hidden, _, _ = decoder(jnp.asarray(tokens), context, plan.execution)
-    return decoder.logits(hidden, context)
+@pytest.fixture(scope="module")
+def loaded(saved):
+    """A run's name -> transformers' model, and the plan and the weights of the same model here."""
+
+    @functools.cache
+    def load(run):
+        name, settings = RUNS[run]
+        model, folder = saved(name)
+        plan = plan_of(folder, **settings)
+        return model, plan, weights_of(folder, plan)
+
+    return load
+
+
+def rows(vocab_size):
+    """Tokens, segments and positions of the four rows, [4, LENGTH] each."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (4, LENGTH))
+    segment_ids, positions = np.ones_like(tokens), np.tile(np.arange(LENGTH), (4, 1))
+    segment_ids[-1], positions[-1] = 0, 0
+    for index, (start, end) in enumerate(document_places(), start=1):
+        segment_ids[-1, start:end], positions[-1, start:end] = index, np.arange(end - start)
+    return tokens, segment_ids, positions
+
+
+def document_places():
+    ends = np.cumsum(DOCUMENTS)
+    return list(zip(ends - DOCUMENTS, ends, strict=True))
+
+
+def expected_logits(model, tokens):
+    """transformers' logits of the rows: of the last one's documents each by itself, and none of its padding."""
+    rows = [model(torch.tensor(tokens[:-1])).logits.reshape(-1, model.config.vocab_size)]
+    rows += [model(torch.tensor(tokens[-1:, start:end])).logits[0] for start, end in document_places()]
+    return torch.cat(rows)
+
+
+def real(logits_BTV):
+    """The same of ours, [tokens, V]."""
+    return logits_BTV.reshape(-1, logits_BTV.shape[-1])[: 3 * LENGTH + sum(DOCUMENTS)]
+
+
+def assert_equal_to(expected, actual, tolerance):
+    """To this many standard deviations of the logits, at every position."""
+    assert actual.shape == expected.shape
+    assert np.max(np.abs(actual - expected)) <= tolerance * np.std(expected)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_logits(loaded, run):
+    model, plan, weights = loaded(run)
+    batch = rows(model.config.vocab_size)
+    with torch.no_grad(), routing_gaps() as gaps:
+        expected = expected_logits(model, batch[0]).numpy()
+    assert min(gaps, default=1.0) > 1e-4, "choose another seed"
+    logits = jax.jit(functools.partial(logits_of, plan))(weights, *batch)
+    assert_equal_to(expected, real(np.asarray(logits)), 2e-4)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_cached_decoding(loaded, run):
+    """Past windows, chunks and the length before positions were stretched; prompts of different lengths together."""
+    model, plan, weights = loaded(run)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, model.config.vocab_size, length) for length in PROMPTS]
+    tokens, logits = greedy(plan, weights, prompts, STEPS)
+    for prompt, row_tokens, row_logits in zip(prompts, tokens, logits, strict=True):
+        text = np.concatenate([prompt, row_tokens[:-1]])
+        with torch.no_grad(), routing_gaps() as gaps:
+            expected = model(torch.tensor(text[None])).logits[0, len(prompt) - 1 :].numpy()
+        assert min(gaps, default=1.0) > 1e-5, "choose another seed"
+        assert_equal_to(expected, row_logits, 1e-4)
+        assert list(row_tokens) == list(np.argmax(expected, axis=-1))
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "gpt3", "gemma2", "llama4-scout", "mixtral", "gpt-oss", "deepseek3"])
+def test_gradients(loaded, name, tmp_path):
+    """Of a random linear function of the logits; transformers' are saved in the weights' place and read as they are."""
+    model, plan, weights = loaded(name)
+    batch = rows(model.config.vocab_size)
+    size = (3 * LENGTH + sum(DOCUMENTS), model.config.vocab_size)
+    direction = np.random.default_rng(2).normal(size=size).astype(np.float32)
+    model.zero_grad()
+    (expected_logits(model, batch[0]) * torch.tensor(direction)).sum().backward()
+    gradients = reference(name)
+    with torch.no_grad():
+        for theirs, weight in zip(gradients.parameters(), model.parameters(), strict=True):
+            theirs.copy_(weight.grad)
+        for path, buffer in gradients.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                buffer.zero_()
+    gradients.save_pretrained(tmp_path)
+
+    linear = jax.grad(lambda weights: (real(logits_of(plan, weights, *batch)) * direction).sum())
+    assert_close(jax.jit(linear)(weights), weights_of(tmp_path, plan), 1e-4)

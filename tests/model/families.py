@@ -1,0 +1,291 @@
+"""Tiny random models of every family as transformers makes them, and the same models here, through their saved files.
+
+Sizes are awkward on purpose: head sizes that are not width over heads, hardly two sizes of a model alike, vocabularies
+of odd size. Windows, chunks, the length before rotary positions were stretched, and the floor of Llama 4's temperature
+are all shorter than LENGTH, so texts go past them.
+"""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from tiny import BASE
+
+from src import config as configuration
+from src.hf.load import load_weights
+from src.mesh import make_layout
+from src.model.context import Context
+from src.model.decoder import empty_caches
+from src.model.spec import model_spec
+from src.train_step import make_plan
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+LENGTH = 27
+
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 36,
+    "intermediate_size": 58,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "rms_norm_eps": 3e-4,
+    "max_position_embeddings": 64,
+}
+LLAMA3_POSITIONS = {
+    "rope_type": "llama3",
+    "rope_theta": 700.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    # Half of the pairs of a head are between those that are stretched and those that are not.
+    "rope_theta": 50.0,
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+    "original_max_position_embeddings": 16,
+}
+LLAMA4 = {
+    **SIZES,
+    "model_type": "llama4_text",
+    "num_hidden_layers": 5,
+    "intermediate_size_mlp": 44,
+    "num_local_experts": 5,
+    "attention_chunk_size": 8,
+    "floor_scale": 4,
+    "attn_scale": 0.3,
+}
+LATENT = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 52,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,  # transformers has this one in the latents' norms, whatever config.json says
+    "max_position_embeddings": 64,
+    "q_lora_rank": 22,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 18,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "tie_word_embeddings": False,
+}
+
+# Name -> config.json, in transformers' names.
+CONFIGS = {
+    "llama2": {**SIZES, "model_type": "llama", "tie_word_embeddings": False},
+    "llama-biases": {**SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama3.1": {**SIZES, "model_type": "llama", "rope_parameters": LLAMA3_POSITIONS, "tie_word_embeddings": True},
+    "llama4-scout": {
+        **LLAMA4,
+        # The published one's factors are equal, too.
+        "rope_parameters": {**LLAMA3_POSITIONS, "high_freq_factor": 1.0, "factor": 16.0},
+    },
+    "llama4-maverick": {
+        **LLAMA4,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2,
+        "use_qk_norm": False,
+        "attention_bias": True,
+    },
+    "mistral": {**SIZES, "model_type": "mistral", "sliding_window": 7},
+    "mixtral": {**SIZES, "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
+    "gemma": {**SIZES, "model_type": "gemma", "num_key_value_heads": 1},
+    "gemma2": {
+        **SIZES,
+        "model_type": "gemma2",
+        "num_hidden_layers": 5,
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 17,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 2.5,
+    },
+    "gemma3": {
+        **SIZES,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 8,
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 17,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
+        },
+    },
+    "deepseek2-lite": {
+        **LATENT,
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+    },
+    "deepseek2": {
+        **LATENT,
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.6},
+    },
+    "deepseek3": {
+        **LATENT,
+        "model_type": "deepseek_v3",
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "qwen3": {**SIZES, "model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3-moe": {
+        **SIZES,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "olmo2": {**{name: size for name, size in SIZES.items() if name != "head_dim"}, "model_type": "olmo2"},
+    "gpt-oss": {
+        **SIZES,
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "swiglu_limit": 0.6,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
+    "gpt3": {
+        "model_type": "gpt2",
+        "vocab_size": 101,
+        "n_positions": 64,
+        "n_embd": 40,
+        "n_inner": 58,
+        "n_layer": 3,
+        "n_head": 5,
+        "layer_norm_epsilon": 3e-4,
+        "activation_function": "gelu_new",
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+}
+
+
+# Seeds with which the tests' texts leave no expert's or group's choice to rounding; 0 for the others.
+SEEDS = {"deepseek2": 4}
+
+
+def reference(name):
+    """transformers' model of a config, in float32, all its weights drawn: no scale is one and no bias zero."""
+    config = transformers.AutoConfig.for_model(**{"pad_token_id": None, **CONFIGS[name]})
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
+    generator = torch.Generator().manual_seed(SEEDS.get(name, 0))
+    biases = [(path, buffer) for path, buffer in model.named_buffers() if path.endswith("e_score_correction_bias")]
+    with torch.no_grad():
+        for path, weight in [*model.named_parameters(), *biases]:
+            # Routers wider than the rest, so that their choices are clear.
+            weight.normal_(std=0.8 if path.endswith((".gate.weight", ".router.weight")) else 0.3, generator=generator)
+    return model.eval()
+
+
+def plan_of(folder, devices=1, **overrides):
+    """The plan of the model in a Hugging Face folder, on the first devices."""
+    settings = {"max_target_length": LENGTH, "dtype": "float32", "matmul_precision": "highest", "remat_policy": "none"}
+    keys = {"model_name": folder, **settings, "dataset_type": "synthetic", **overrides}
+    config = configuration.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
+    return make_plan(config, model_spec(config), make_layout(config, jax.devices()[:devices]))
+
+
+def weights_of(folder, plan):
+    """The folder's weights for the plan's model."""
+
+    def placed(shape, sharding):
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    return load_weights(folder, {"all": jax.tree.map(placed, plan.shapes, plan.shardings)})["all"]
+
+
+def logits_of(plan, weights, tokens_BT, segment_ids_BT, positions_BT):
+    """The model's logits [B, T, V] of whole rows, without the vocabulary's padding."""
+    context = Context(positions_BT, segment_ids_BT, plan.layout, plan.kernel, packed=True)
+    decoder = plan.decoder(weights)
+    hidden_BTD, _, _ = decoder(tokens_BT, context, plan.execution)
+    return decoder.logits(hidden_BTD, context)[..., : plan.spec.vocab_size]
+
+
+def greedy(plan, weights, prompts, steps):
+    """Texts drawn from caches: of each prompt the `steps` likeliest next tokens, and the logits [steps, V] they are of.
+
+    The prompts, arrays of different lengths, stand in one batch, padded on the right.
+    """
+    lengths_B = np.array([len(prompt) for prompt in prompts])
+    tokens_BT = np.stack([np.pad(prompt, (0, max(lengths_B) - len(prompt))) for prompt in prompts])
+
+    @jax.jit
+    def prefill(weights):
+        decoder, positions_BT = plan.decoder(weights), jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        segment_ids_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
+        context = Context(positions_BT, segment_ids_BT, plan.layout, plan.kernel, packed=False)
+        caches = empty_caches(plan.spec, len(prompts), max(lengths_B) + steps)
+        hidden_BTD, caches, _ = decoder(jnp.asarray(tokens_BT), context, plan.execution, caches)
+        last_B1D = jnp.take_along_axis(hidden_BTD, lengths_B[:, None, None] - 1, axis=1)
+        return decoder.logits(last_B1D, context)[:, 0, : plan.spec.vocab_size], caches
+
+    @jax.jit
+    def step(weights, token_B, position_B, caches):
+        decoder, position_B1 = plan.decoder(weights), position_B[:, None]
+        context = Context(
+            position_B1, jnp.ones_like(position_B1), plan.layout, plan.kernel, packed=False, decoding=True
+        )
+        hidden_B1D, caches, _ = decoder(token_B[:, None], context, plan.execution, caches)
+        return decoder.logits(hidden_B1D, context)[:, 0, : plan.spec.vocab_size], caches
+
+    logits_BV, caches = prefill(weights)
+    tokens, logits = [], []
+    for count in range(steps):
+        tokens.append(np.argmax(logits_BV, axis=-1))
+        logits.append(np.asarray(logits_BV))
+        if count < steps - 1:
+            logits_BV, caches = step(weights, tokens[-1], lengths_B + count, caches)
+    return np.stack(tokens, axis=1), np.stack(logits, axis=1)
+
+
+@contextlib.contextmanager
+def routing_gaps():
+    """Collects by how much the last expert, or group, that each token chose was ahead of the first it did not."""
+    gaps, topk = [], torch.topk
+
+    def watched(scores, k, *args, **kwargs):
+        if k < scores.shape[-1]:
+            best = topk(scores.detach(), k + 1, dim=-1).values
+            gaps.append((best[..., k - 1] - best[..., k]).min().item())
+        return topk(scores, k, *args, **kwargs)
+
+    torch.topk = watched
+    try:
+        yield gaps
+    finally:
+        torch.topk = topk

@@ -10,7 +10,7 @@ from src.errors import UserError
 from src.hf.families import FAMILIES
 from src.hf.family import Family, Json, Keys
 from src.hf.folder import HfFolder, open_folder
-from src.model.spec import model_spec, segments
+from src.model.spec import layer_facts, model_spec, segments
 
 
 def model_facts(path: str | os.PathLike[str]) -> Keys:
@@ -81,16 +81,10 @@ def describe(config: Mapping[str, Any]) -> tuple[Family, Json]:
 
 def _layer_keys(config: Mapping[str, Any]) -> list[Keys]:
     """The keys of each layer, with `global_parameter_scale` in the sizes."""
-    layers = scaled_sizes(config)["num_decoder_layers"]
-    facts: list[Mapping[str, Any]] = []
-    for entry in config["decoder_segments"] or [{"pattern": [{}], "repeats": layers}]:
-        repeats = entry["repeats"]
-        if repeats == -1:
-            others = sum(e["repeats"] * len(e["pattern"]) for e in config["decoder_segments"] if e["repeats"] != -1)
-            repeats = (layers - others) // len(entry["pattern"])
-        facts += [*entry["pattern"]] * repeats
-    merged = [{**config, **own} for own in facts]
-    return [{**keys, **{f"base_{name}": size for name, size in scaled_sizes(keys).items()}} for keys in merged]
+    return [
+        {**keys, **{f"base_{name}": size for name, size in scaled_sizes(keys).items()}}
+        for keys, _ in layer_facts(config)
+    ]
 
 
 def text_config(folder: HfFolder) -> Mapping[str, Any]:

@@ -147,6 +147,15 @@ class ModelSpec:
     dropout_rate: float
     weight_dtype: str
     dtype: str
+    stacked: bool = True  # weights of repeated layers lie in one array, for a scan over them; else each has its own
+
+    @property
+    def plan(self) -> tuple[Segment, ...]:
+        """The layers as the segments that the weights and caches are nested by."""
+        plan = segments(self.layers)
+        if self.stacked:
+            return plan
+        return tuple(s if s.shared else Segment(s.pattern * s.repeats, 1, shared=False) for s in plan)
 
     @property
     def has_experts(self) -> bool:
@@ -182,22 +191,27 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
 
 def layer_specs(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
     """One spec a layer, first to last: the config's facts, overridden by `decoder_segments`' patterns."""
+    return tuple(_layer(facts, shared_weights) for facts, shared_weights in layer_facts(config))
+
+
+def layer_facts(config: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:
+    """Each layer's keys, and the name of the weights it shares; empty: its own."""
     num_layers = scaled_sizes(config)["num_decoder_layers"]
     if not config["decoder_segments"]:
-        return (_layer(config),) * num_layers
+        return [(config, "")] * num_layers
     lengths = [entry.get("repeats", 1) * len(entry["pattern"]) for entry in config["decoder_segments"]]
     rest = num_layers - sum(length for length in lengths if length > 0)
-    layers: list[LayerSpec] = []
+    layers: list[tuple[Mapping[str, Any], str]] = []
     for index, entry in enumerate(config["decoder_segments"]):
         pattern, repeats = entry["pattern"], entry.get("repeats", 1)
         if repeats == -1:
             repeats = rest // len(pattern)
-        for _ in range(repeats):
-            for position, facts in enumerate(pattern):
-                shared_weights = f"{index}.{position}" if entry.get("shared", False) else ""
-                layers.append(_layer({**config, **facts}, shared_weights))
+        shared = entry.get("shared", False)
+        layers += repeats * [
+            ({**config, **facts}, f"{index}.{position}" if shared else "") for position, facts in enumerate(pattern)
+        ]
     assert len(layers) == num_layers, "config.load checks that decoder_segments add up"
-    return tuple(layers)
+    return layers
 
 
 def _layer(facts: Mapping[str, Any], shared_weights: str = "") -> LayerSpec:
@@ -248,21 +262,36 @@ def _attention(facts: Mapping[str, Any]) -> AttentionSpec:
     )
 
 
+# What a kind of stretching is made of: the fields of RopeSpec, and the keys they come from.
+STRETCHING = {
+    "default": {},
+    "linear": {"factor": "rope_factor"},
+    "llama3.1": {
+        "factor": "rope_factor",
+        "original_length": "original_max_position_embeddings",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+    },
+    "yarn": {
+        "factor": "rope_factor",
+        "original_length": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "rope_truncate",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+    },
+}
+
+
 def _rope(facts: Mapping[str, Any], head_dim: int) -> RopeSpec:
+    kind = facts["rope_type"]
     return RopeSpec(
         dim=int(head_dim * facts["partial_rotary_factor"]),
         max_timescale=float(facts["rope_max_timescale"]),
         interleave=facts["rope_interleave"],
-        kind=facts["rope_type"],
-        factor=float(facts["rope_factor"]),
-        original_length=facts["original_max_position_embeddings"],
-        low_freq_factor=float(facts["rope_low_freq_factor"]),
-        high_freq_factor=float(facts["rope_high_freq_factor"]),
-        beta_fast=float(facts["beta_fast"]),
-        beta_slow=float(facts["beta_slow"]),
-        truncate=facts["rope_truncate"],
-        mscale=float(facts["mscale"]),
-        mscale_all_dim=float(facts["mscale_all_dim"]),
+        kind=kind,
+        **{field: facts[key] for field, key in STRETCHING[kind].items()},
     )
 
 

@@ -62,8 +62,9 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
       "checkpoint_period", "profiler_steps", "stack_trace_interval_seconds")),
     ("1 or more, or -1", lambda value: value >= 1 or value == -1,
      ("steps", "learning_rate_schedule_steps", "trainable_position_size", "eval_interval", "eval_steps",
-      "max_num_checkpoints_to_keep", "max_prefill_predict_length", "num_processes", "ici_data_parallelism", "ici_fsdp_parallelism",
-      "ici_tensor_parallelism", "dcn_data_parallelism", "dcn_fsdp_parallelism", "dcn_tensor_parallelism")),
+      "max_num_checkpoints_to_keep", "max_prefill_predict_length", "num_processes",
+      "ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism",
+      "dcn_data_parallelism", "dcn_fsdp_parallelism", "dcn_tensor_parallelism")),
     ("0 or more", lambda value: value >= 0,
      ("normalization_scale_offset", "mtp_num_layers", "sliding_window_size", "chunk_attn_window_size",
       "attn_logits_soft_cap", "query_pre_attn_scalar", "attn_temperature_scale", "q_lora_rank", "kv_lora_rank",
@@ -86,8 +87,10 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
      ("global_parameter_scale",)),
 )
 
-# Keys whose value is a list of names, and an example of one.
-NAMES = {"trainable_parameters": "[attention.*]", "lora_parameters": "[attention.query]"}
+# Keys whose value is a list of texts, and an example of one.
+TEXTS = {
+    "trainable_parameters": "[attention.*]", "lora_parameters": "[attention.query]", "decode_stop": '["Question:"]',
+}
 
 # Facts that a pattern of decoder_segments may give a layer of its own.
 ATTENTION_FACTS = (
@@ -148,8 +151,8 @@ def check_value(key: str, value: Any) -> str:
         if key in keys and not holds(value):
             comment = base().comment(key)
             return f"{key}={dump(value)} must be {words}" + (f" ({comment})" if comment else "")
-    if key in NAMES and not all(isinstance(name, str) for name in value):
-        return f"{key}={dump(value)} must be a list of names, such as {NAMES[key]}"
+    if key in TEXTS and not all(isinstance(text, str) and text for text in value):
+        return f"{key}={dump(value)} must be a list of texts, such as {TEXTS[key]}"
     if key == "mlp_activations":
         unknown = [str(name) for name in value if name not in ACTIVATIONS]
         if unknown or not value:

@@ -1,73 +1,136 @@
-"""Text from a model: each next token is drawn from the whole row computed again."""
+"""Text from a model: `python -m src.decode CONFIG.yml load_parameters_path=PATH prompt="..."`."""
 
-import functools
+import math
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from ml_collections import FrozenConfigDict
 
+from src.answers import Answer, Speed, draw_answers
 from src.data.tokenizer import Tokenizer
-from src.errors import UserError
-from src.model.context import Context
+from src.errors import UserError, run_command
+from src.generate import Generator, Model, in_training, unrolled
+from src.inference import open_model
+from src.mesh import Layout
+from src.prompts import Prompt, encode_prompt, read_prompts
+from src.sampling import sampling
+from src.startup import configured, printable, say
 from src.train_step import StepPlan
 
 
-def encode_prompt(config: FrozenConfigDict, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of the key `prompt`, int32 [n].
+def main(argv: Sequence[str]) -> list[str] | None:
+    """Runs the command line `argv`; returns the texts drawn, without their prompts, None if it only asked for help.
 
     Raises:
-        UserError: they and `sample_length` more do not fit in a row.
+        UserError: a mistake in the command, its prompts or its weights.
     """
-    ids = tokenizer.encode(config.prompt)[:-1]  # without the document's end
-    if len(ids) + config.sample_length > config.max_target_length:
-        raise UserError(
-            f"the prompt's {len(ids)} tokens and sample_length={config.sample_length} are more than "
-            f"max_target_length={config.max_target_length}. Use a shorter prompt or a smaller sample_length."
-        )
-    return ids
+    config = configured(argv)
+    if config is None:
+        return None
+    if config.interactive and jax.process_count() > 1:
+        raise UserError("interactive=true needs a job of one process, and this one has several: use prompt_path")
+    prompts = read_prompts(config) if config.prompt_path else [config.prompt]
+    opened = open_model(config)
+    if opened.tokenizer is None:
+        raise UserError("a prompt needs a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
+    say(opened.messages)
+    tokenizer, layout, speed = opened.tokenizer, opened.plan.layout, Speed()
+    if config.interactive:
+        texts = converse(config, tokenizer, make_generator(config, unrolled(opened.plan, opened.parts)), speed)
+    else:
+        answers = [Answer(config, tokenizer, encode_prompt(config, tokenizer, prompt)) for prompt in prompts]
+        generator = make_generator(config, unrolled(opened.plan, opened.parts))
+        draw_all(generator, answers, rows_at_once(config, layout), speed)
+        texts = [answer.text for answer in answers]
+    say(speed.lines())
+    return texts
+
+
+def make_generator(config: FrozenConfigDict, model: Model) -> Generator:
+    """What draws tokens by the config's keys."""
+    return Generator(
+        model, sampling(config), config.decode_seed, config.max_target_length, config.max_prefill_predict_length
+    )
+
+
+def rows_at_once(config: FrozenConfigDict, layout: Layout) -> int:
+    """How many prompts of a file are answered together: per_device_batch_size a device."""
+    return math.ceil(config.per_device_batch_size * layout.mesh.size)
+
+
+def draw_all(generator: Generator, answers: Sequence[Answer], rows: int, speed: Speed) -> None:
+    """Draws `rows` answers at a time and prints them; one alone is printed as it grows."""
+    if len(answers) == 1:
+        _write(answers[0].prompt_text)
+        draw_growing(generator, answers[0], 0, speed)
+        return
+    for first in range(0, len(answers), rows):
+        batch = answers[first : first + rows]
+        draw_answers(generator, batch, min(rows, len(answers)), first, speed)
+        for number, answer in enumerate(batch, start=first + 1):
+            say([f"prompt {number}:", *_indented(answer.prompt_text + answer.text)])
+
+
+def draw_growing(generator: Generator, answer: Answer, number: int, speed: Speed) -> None:
+    """Draws one answer and prints each part of it as soon as it is certain."""
+    written = 0
+
+    def look() -> None:
+        nonlocal written
+        text = answer.certain()
+        _write(text[written:])
+        written = max(written, len(text))
+
+    draw_answers(generator, [answer], 1, number, speed, look)
+    _write("\n")
+
+
+def converse(config: FrozenConfigDict, tokenizer: Tokenizer, generator: Generator, speed: Speed) -> list[str]:
+    """Answers each line of the standard input, until it ends.
+
+    With a chat template the lines are one conversation, which begins anew where it no longer fits; else each line is a
+    text of its own.
+    """
+    conversation: tuple[Any, ...] = ()
+    texts: list[str] = []
+    while True:
+        _write("> ")
+        line = sys.stdin.readline()
+        if not line:
+            _write("\n")
+            return texts
+        if not (said := line.rstrip("\n")).strip():
+            continue
+        prompt: Prompt = (*conversation, {"role": "user", "content": said}) if config.use_chat_template else said
+        try:
+            answer = Answer(config, tokenizer, encode_prompt(config, tokenizer, prompt))
+        except UserError as error:
+            conversation = ()
+            say([f"error: {error}" + (" (the conversation begins anew)" if config.use_chat_template else "")])
+            continue
+        draw_growing(generator, answer, len(texts), speed)
+        texts.append(answer.text)
+        if config.use_chat_template:
+            conversation = (*prompt, {"role": "assistant", "content": answer.text})
 
 
 def sample(config: FrozenConfigDict, plan: StepPlan, parts: tuple[Any, ...], tokenizer: Tokenizer) -> str:
-    """The prompt and up to `sample_length` tokens that the model gives it, fewer if it ends the document, as text."""
-    prompt = encode_prompt(config, tokenizer)
-    start, end = len(prompt), len(prompt) + config.sample_length
-    row = np.zeros(config.max_target_length, np.int32)
-    row[:start] = prompt
-    copy = plan.layout.sharding(())
-    draw = jax.jit(
-        functools.partial(
-            _draw_tokens, plan=plan, start=start, end=end, temperature=config.decode_sampling_temperature
-        ),
-        in_shardings=(tuple(plan.by_part(plan.shardings).values()), copy),
-        out_shardings=copy,
-    )
-    drawn = np.asarray(draw(parts, row))[:end]
-    document_ends = np.flatnonzero(drawn[start:] == tokenizer.eos)
-    return tokenizer.decode(drawn[: start + document_ends[0]] if len(document_ends) else drawn)
+    """The prompt, and up to `sample_length` tokens that a model in training draws after it, as text."""
+    answer = Answer(config, tokenizer, encode_prompt(config, tokenizer, config.prompt))
+    draw_answers(make_generator(config, in_training(plan, parts)), [answer], 1, 0, Speed())
+    return answer.prompt_text + answer.text
 
 
-def _draw_tokens(
-    parts: tuple[Any, ...], row_T: jax.Array, plan: StepPlan, start: int, end: int, temperature: float
-) -> jax.Array:
-    """The row [T] with the tokens from position `start` to `end` drawn; temperature 0 takes the likeliest."""
-    decoder = plan.decoder(*parts)
-    # Copies of the row: one a shard of the batch dim is the fewest that fits any mesh.
-    tokens_BT = jnp.broadcast_to(row_T, (plan.layout.shards("batch"), len(row_T)))
-    tokens_BT = plan.layout.constrain(tokens_BT, "batch", "length")
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    context = Context(positions_BT, jnp.ones_like(tokens_BT), plan.layout, plan.kernel, packed=False)
-    key = jax.random.key(plan.seed)
+def _write(text: str) -> None:
+    if jax.process_index() == 0:
+        print(printable(text), end="", flush=True)
 
-    def draw(position: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        hidden_BTD, _, _ = decoder(tokens_BT, context, plan.execution)
-        last_B1D = jax.lax.dynamic_slice_in_dim(hidden_BTD, position - 1, 1, axis=1)
-        logits_V = decoder.logits(last_B1D, context)[0, 0]
-        if temperature == 0.0:
-            token = jnp.argmax(logits_V)
-        else:
-            token = jax.random.categorical(jax.random.fold_in(key, position), logits_V / temperature)
-        return tokens_BT.at[:, position].set(token.astype(tokens_BT.dtype))
 
-    return jax.lax.fori_loop(start, end, draw, tokens_BT)[0]
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in printable(text).splitlines()]
+
+
+if __name__ == "__main__":
+    run_command(main)

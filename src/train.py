@@ -17,7 +17,7 @@ from src.checkpoint import Checkpointer
 from src.data.loader import data_fingerprint, host_rows, to_global, to_host, train_batches
 from src.data.sources import Source, SyntheticSource, open_sources
 from src.data.tokenizer import Tokenizer, make_tokenizer
-from src.decode import encode_prompt, sample
+from src.decode import sample
 from src.diagnostics import Profile, stack_traces
 from src.errors import UserError, run_command
 from src.evaluate import Evaluation
@@ -27,6 +27,7 @@ from src.model.flops import FlopsPerToken, count_params, flops_per_token
 from src.model.spec import model_spec
 from src.optimizer import hyper_parameters
 from src.preemption import Preemption
+from src.prompts import encode_prompt
 from src.recorder import Recorder
 from src.report import write_report
 from src.resume import saved_meta, saved_parts, starting_state
@@ -91,7 +92,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     meta = saved_meta(config, fingerprint, tokenizer)
     evaluation = Evaluation(config, plan, eval_step, eval_source, tokenizer) if eval_source else None
     if wants_sample := bool(config.sample_length and tokenizer):
-        encode_prompt(config, tokenizer)  # now, for a prompt that is too long is better said before the run than after
+        encode_prompt(config, tokenizer, config.prompt)  # now: one too long is better said before the run than after
 
     # ---- The run's folder, and where in the run it is
     folder = RunFolder(config.base_output_directory, config.run_name or dated_name())

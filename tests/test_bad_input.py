@@ -64,7 +64,7 @@ def assert_says(message, *parts):
             ["eval_per_device_batch_size=0.5", "4 rows", "8 shards"],
         ),
         ({"hardware": "tpu"}, ["hardware=tpu", "JAX found cpu"]),
-        ({"sample_length": 62}, ["prompt", "sample_length=62", "max_target_length=64"]),
+        ({"sample_length": 1, "prompt": 63 * "a"}, ["aaa", "64 tokens", "max_target_length=64"]),
         ({"load_parameters_path": "/nowhere/run"}, ["no checkpoint at /nowhere/run"]),
         ({"load_full_state_path": "/nowhere/run"}, ["no checkpoint at /nowhere/run"]),
     ],

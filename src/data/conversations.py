@@ -82,7 +82,7 @@ def _read_record(record: Any) -> "tuple[tuple[Message, ...], bool]":
         messages = record["messages"]
         if not isinstance(messages, list):
             raise ValueError(f'"messages" is no list: {_EXPECTED}')
-        messages = tuple(_read_message(message, number) for number, message in enumerate(messages, start=1))
+        messages = tuple(read_message(message, number) for number, message in enumerate(messages, start=1))
         if all(message["role"] != "assistant" for message in messages):
             raise ValueError("no message is the assistant's: there is nothing to learn")
         return messages, False
@@ -97,7 +97,7 @@ def _read_record(record: Any) -> "tuple[tuple[Message, ...], bool]":
     return ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}), True
 
 
-def _read_message(message: Any, number: int) -> "Message":
+def read_message(message: Any, number: int) -> "Message":
     """A message with a role and a text; other fields go to the chat template as they are."""
     if not isinstance(message, dict):
         raise ValueError(f'message {number} is no object: expected {{"role": ..., "content": ...}}')

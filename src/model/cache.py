@@ -29,6 +29,13 @@ def empty(layer: LayerSpec, model: ModelSpec, rows: int, length: int) -> Cache:
     return {name: jnp.zeros(shape, model.dtype) for name, shape in shapes.items()}
 
 
+def axes(layer: LayerSpec) -> dict[str, tuple[str | None, ...]]:
+    """The logical axis of each dim of a layer's cache."""
+    if layer.attention.latent:
+        return {"latent": ("batch", None, None, None)}
+    return dict.fromkeys(("key", "value"), ("batch", None, "kv_heads", "head_dim"))
+
+
 def update(cache: Cache, new: Cache, context: Context) -> Cache:
     """The cache with the arrays [B, T, ...] of these positions in it.
 

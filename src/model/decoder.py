@@ -19,7 +19,7 @@ from src.model.mla import LatentAttention
 from src.model.moe import Experts
 from src.model.norms import Norm
 from src.model.segments import Execution, run_segment
-from src.model.spec import ExpertsSpec, LayerSpec, ModelSpec, Segment, segments
+from src.model.spec import ExpertsSpec, LayerSpec, ModelSpec, Segment
 from src.model.weights import Tree, matmul, stack, weight
 
 
@@ -82,7 +82,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
         self.spec = spec
-        self.plan = segments(spec.layers)
+        self.plan = spec.plan
         V, D, dtype = spec.padded_vocab_size, spec.emb_dim, spec.weight_dtype
         # As an input its values are of size 1, as a norm's output is; tied, it is also a projection that sums over D.
         self.embedding = weight(rngs, (V, D), ("vocab", "embed"), dtype, fan_in=(1,) if spec.tied_output else ())
@@ -182,8 +182,7 @@ def empty_caches(spec: ModelSpec, rows: int, length: int) -> list[list[cache.Cac
         one = cache.empty(layer, spec, rows, length)
         return {name: jnp.zeros((repeats, *array.shape), array.dtype) for name, array in one.items()}
 
-    plan = segments(spec.layers)
-    return [[repeated(layer, segment.repeats) for layer in segment.pattern] for segment in plan]
+    return [[repeated(layer, segment.repeats) for layer in segment.pattern] for segment in spec.plan]
 
 
 def _normalised(norm: Norm | None, x: jax.Array) -> jax.Array:

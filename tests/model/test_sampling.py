@@ -1,74 +1,79 @@
-"""Text drawn from a model, against transformers' generation."""
+"""Which tokens are drawn, against transformers' logits processors."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from references import llama, llama_tree, random_sizes
-from tiny import make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from src.data.tokenizer import ByteTokenizer
-from src.decode import encode_prompt, sample
-from src.errors import UserError
+from src.sampling import Sampling, draw, sampling, warped
 
-TOKENIZER = ByteTokenizer()
-SETTINGS = {"vocab_size": TOKENIZER.vocab_size, "max_target_length": 32, "prompt": "def ", "sample_length": 20}
+V = 50
 
 
-def test_at_temperature_zero_the_text_is_that_of_greedy_generation():
-    sizes = {**random_sizes(0), **{key: SETTINGS[key] for key in ("vocab_size", "max_target_length")}}
-    reference = llama(sizes, tied=False)
-    config, plan = make(**{**sizes, **SETTINGS}, decode_sampling_temperature=0)
-    parameters = dict(reference.named_parameters())
-    text = sample(
-        config, plan, parts(plan, llama_tree(lambda name: parameters[name].detach().numpy(), plan)), TOKENIZER
-    )
-
-    prompt = torch.tensor(encode_prompt(config, TOKENIZER)[None].astype(np.int64))
-    generated = reference.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=20,
-        eos_token_id=TOKENIZER.eos,
-        pad_token_id=TOKENIZER.eos,
-    )[0].numpy()
-    assert text == TOKENIZER.decode(generated)
-    assert text.startswith("def ")
-    assert len(set(generated[5:])) > 3
+def logits(seed, rows=3, spread=3.0):
+    return np.random.default_rng(seed).normal(scale=spread, size=(rows, V)).astype(np.float32)
 
 
-def parts(plan, weights):
-    return tuple(plan.by_part(weights).values())
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 1000),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 2, 7, V - 1, V, 10 * V]),
+    nucleus_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    spread=st.sampled_from([0.01, 1.0, 10.0]),
+)
+def test_limits_leave_out_what_transformers_leaves_out(seed, temperature, top_k, nucleus_p, spread):
+    logits_BV = logits(seed, spread=spread)
+    expected = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits_BV))
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if nucleus_p < 1.0:
+        expected = TopPLogitsWarper(nucleus_p)(None, expected)
+    left = warped(jnp.asarray(logits_BV), Sampling(temperature, top_k, nucleus_p))
+    np.testing.assert_allclose(left, expected.numpy(), rtol=1e-6)
 
 
-def weights_that_favour(plan, tokens):
-    """Logits of 30 for these tokens whatever came before, and of 0 for others."""
-    weights = jax.tree.map(lambda weight: np.zeros(weight.shape, weight.dtype), plan.shapes)
-    weights["embedding"][:] = 1.0
-    weights["final_norm"]["scale"][:] = 1.0
-    weights["output"][:, tokens] = 30.0 / plan.spec.emb_dim
-    return weights
+def test_draws_have_the_probabilities_of_the_logits_at_the_temperature():
+    draws = 20_000
+    logits_V = logits(0, rows=1)[0]
+    wanted = Sampling(temperature=0.5, top_k=5, nucleus_p=0.9)
+    logits_BV = jnp.broadcast_to(logits_V, (draws, V))
+    drawn = draw(logits_BV, wanted, 3, jnp.arange(draws), jnp.zeros(draws, jnp.int32))
+    probabilities = np.asarray(jax.nn.softmax(warped(logits_V[None], wanted)[0]))
+    assert np.sum(probabilities > 0) > 1
+    counts = np.bincount(drawn, minlength=V)
+    deviations = np.sqrt(draws * probabilities * (1 - probabilities))
+    assert np.all(np.abs(counts - draws * probabilities) <= 5 * deviations)
 
 
-def test_the_text_ends_where_the_document_does():
-    config, plan = make(**SETTINGS)
-    assert sample(config, plan, parts(plan, weights_that_favour(plan, [TOKENIZER.eos])), TOKENIZER) == "def "
+def test_a_draw_depends_on_seed_number_and_position_alone():
+    logits_BV = jnp.zeros((64, V))
+    rows = jnp.arange(64)
+    wanted = Sampling(1.0, 0, 1.0)
+    drawn = np.asarray(draw(logits_BV, wanted, 3, rows, rows + 7))
+    mixed = np.random.default_rng(0).permutation(64)[:20]
+    assert np.array_equal(draw(logits_BV[:20], wanted, 3, rows[mixed], rows[mixed] + 7), drawn[mixed])
+    for other in ((4, rows, rows + 7), (3, rows + 1, rows + 7), (3, rows, rows + 8)):
+        assert np.mean(drawn == draw(logits_BV, wanted, *other)) < 0.2
 
 
-def test_at_a_temperature_likely_tokens_are_drawn_each_by_its_share_on_any_mesh():
-    texts = []
-    settings = {**SETTINGS, "max_target_length": 256, "sample_length": 250, "decode_sampling_temperature": 1.0}
-    for devices in (1, 8):
-        config, plan = make(devices, **settings)
-        texts.append(sample(config, plan, parts(plan, weights_that_favour(plan, [ord("a"), ord("b")])), TOKENIZER))
-    assert texts[0] == texts[1]
-    drawn = texts[0].removeprefix("def ")
-    assert set(drawn) == {"a", "b"}
-    assert abs(drawn.count("a") - 125) < 40  # five standard deviations
+@pytest.mark.parametrize("keys", [{"decode_sampling_strategy": "greedy"}, {"decode_sampling_temperature": 0.0}])
+def test_greedy_takes_the_likeliest(keys):
+    config = {"decode_sampling_strategy": "weighted", "decode_sampling_temperature": 1.0, **keys}
+    logits_BV = logits(1)
+    numbers = jnp.arange(3)
+    assert np.array_equal(draw(jnp.asarray(logits_BV), sampling(config), 0, numbers, numbers), logits_BV.argmax(-1))
 
 
-def test_a_prompt_that_leaves_no_room_is_an_error():
-    config, _ = make(**{**SETTINGS, "sample_length": 28})
-    with pytest.raises(UserError, match="prompt's 5 tokens and sample_length=28 are more than max_target_length=32"):
-        encode_prompt(config, TOKENIZER)
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [("weighted", (0, 1.0)), ("topk", (4, 1.0)), ("nucleus", (0, 0.5)), ("composite", (4, 0.5))],
+)
+def test_a_strategy_has_its_limits(strategy, expected):
+    keys = {"decode_sampling_temperature": 0.7, "decode_sampling_top_k": 4, "decode_sampling_nucleus_p": 0.5}
+    found = sampling({"decode_sampling_strategy": strategy, **keys})
+    assert (found.temperature, (found.top_k, found.nucleus_p)) == (0.7, expected)

@@ -1,0 +1,315 @@
+"""Text from a model, as users ask for it, against transformers' generation."""
+
+import io
+import json
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from src import decode
+from src.answers import Answer, Speed, draw_answers
+from src.data.huggingface import HuggingFaceTokenizer
+from src.data.tokenizer import ByteTokenizer
+from src.errors import UserError
+from src.generate import Generator, in_training, unrolled
+from src.inference import inference_plan
+from src.sampling import Sampling
+from src.startup import printable
+from tests import runs, tiny
+
+BYTES = ByteTokenizer()
+LENGTH = 48
+SIZES = {
+    "vocab_size": 262,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": BYTES.bos,
+    "eos_token_id": BYTES.eos,
+}
+PROMPTS = ["a", "What is the answer?", "def main(argv):", "zz top", "é漢😀 is", "x = 1"]
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+def save(model, folder):
+    """A Hugging Face folder of the model with other weights, some of which make it end texts, and with a tokenizer."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
+        model.lm_head.weight[BYTES.eos] *= 2.5
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([f"<{i}>" for i in range(256, 262)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<256>", "eos_token": "<257>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder, and transformers' model of it."""
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, save(LlamaForCausalLM(LlamaConfig(**SIZES)), folder)
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory):
+    """The same of a model whose layers see seven tokens."""
+    folder = tmp_path_factory.mktemp("mistral")
+    return folder, save(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=7)), folder)
+
+
+def arguments(folder, **keys):
+    keys = {
+        "model_name": folder,
+        "load_parameters_path": folder,
+        "max_target_length": LENGTH,
+        "dtype": "float32",
+        "matmul_precision": "highest",
+        "decode_sampling_strategy": "greedy",
+        "jax_cache_dir": runs.TINY["jax_cache_dir"],
+        **keys,
+    }
+    return [runs.BASE, *(f"{key}={json.dumps(v) if isinstance(v, list) else v}" for key, v in keys.items())]
+
+
+def continuation(model, prompt_ids, tokenizer=BYTES, new=None):
+    """What transformers' greedy generation says after a prompt, and how many tokens that took."""
+    prompt = torch.tensor(np.asarray(prompt_ids)[None].astype(np.int64))
+    ids = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=new or LENGTH - prompt.shape[1],
+        pad_token_id=BYTES.eos,
+    )[0].numpy()
+    count = len(ids) - prompt.shape[1]
+    return tokenizer.decode(ids)[len(tokenizer.decode(prompt_ids)) :], count
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_file_of_prompts_is_answered_as_greedy_generation_does(family, request, tmp_path, capsys):
+    folder, reference = request.getfixturevalue(family)
+    expected = [continuation(reference, BYTES.encode_prompt(prompt)) for prompt in PROMPTS]
+    assert len({count for _, count in expected}) > 2, "texts should end at different places"
+    (tmp_path / "prompts.txt").write_text("\n\n".join(PROMPTS), encoding="utf-8")
+    # Half a row a device: two batches.
+    texts = decode.main(arguments(folder, prompt_path=tmp_path / "prompts.txt", per_device_batch_size=0.5))
+    assert texts == [text for text, _ in expected]
+    output = capsys.readouterr().out
+    for number, prompt in enumerate(PROMPTS, start=1):
+        assert f"prompt {number}:\n  {prompt}" in output
+    tokens = sum(len(BYTES.encode_prompt(prompt)) for prompt in PROMPTS)
+    assert re.search(rf"^prefill: {tokens} tokens in [\d.]+ s, [\d.,]+ tokens/s$", output, re.MULTILINE)
+    drawn = sum(count for _, count in expected) - len(PROMPTS)
+    assert re.search(rf"^decode: {drawn} tokens in [\d.]+ s, [\d.,]+ tokens/s$", output, re.MULTILINE)
+
+
+def test_one_prompt_streams_its_whole_text(llama, capsys, monkeypatch):
+    folder, reference = llama
+    pieces = []
+    monkeypatch.setattr(decode, "_write", pieces.append)
+    (text,) = decode.main(arguments(folder, prompt=PROMPTS[1], sample_length=20))
+    assert text == continuation(reference, BYTES.encode_prompt(PROMPTS[1]), new=20)[0]
+    assert len(pieces) > 10
+    assert "".join(pieces) == f"{PROMPTS[1]}{text}\n"
+
+
+def test_a_chat_template_writes_what_the_user_says(llama, tmp_path):
+    folder, reference = llama
+    lines = [{"prompt": "hi"}, {"messages": [{"role": "system", "content": "b"}, {"role": "user", "content": "hi"}]}]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    keys = {"prompt_path": tmp_path / "chat.jsonl", "tokenizer_type": "huggingface", "tokenizer_path": folder}
+    texts = decode.main(arguments(folder, use_chat_template=True, **keys))
+    tokenizer = huggingface(folder)
+    rendered = ["user: hi\nassistant:", "system: b\nuser: hi\nassistant:"]
+    assert texts == [continuation(reference, tokenizer.encode_text(text), tokenizer)[0] for text in rendered]
+
+
+def huggingface(folder):
+    return HuggingFaceTokenizer(folder / "tokenizer.json", SIZES["vocab_size"])
+
+
+def test_an_interactive_conversation_goes_on_and_begins_anew_when_it_is_full(llama, monkeypatch, capsys):
+    folder, reference = llama
+    tokenizer = huggingface(folder)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nho\nwhat?\nhe\n"))
+    keys = {"tokenizer_type": "huggingface", "tokenizer_path": folder, "sample_length": 4}
+    keys |= {"max_target_length": 64}
+    texts = decode.main(arguments(folder, interactive=True, use_chat_template=True, **keys))
+
+    def answer(rendered):
+        return continuation(reference, tokenizer.encode_text(rendered), tokenizer, new=4)[0]
+
+    first = answer("user: hi\nassistant:")
+    second = answer(f"user: hi\nassistant: {first}\nuser: ho\nassistant:")
+    assert texts[:2] == [first, second]
+    output = capsys.readouterr().out
+    assert "max_target_length" in output
+    assert "begins anew" in output
+    assert texts[2:] == [answer("user: he\nassistant:")]
+
+
+def test_interactive_texts_stand_alone_without_a_template(llama, monkeypatch, capsys):
+    folder, reference = llama
+    monkeypatch.setattr(sys, "stdin", io.StringIO("zz top\nx = 1\n"))
+    texts = decode.main(arguments(folder, interactive=True))
+    assert texts == [continuation(reference, BYTES.encode_prompt(prompt))[0] for prompt in ("zz top", "x = 1")]
+    assert "> " + "\n> ".join(map(printable, texts)) + "\n> \n" in capsys.readouterr().out
+
+
+# ---- Where a text ends, and what of it may be shown
+
+
+def config_of(**keys):
+    return tiny.load(**{"vocab_size": 258, "max_target_length": LENGTH, **keys})
+
+
+def answered(text, **keys):
+    """An answer that was given the text's bytes, until it was done, and what was certain after each."""
+    answer = Answer(config_of(**keys), BYTES, BYTES.encode_prompt("ab"))
+    certain = []
+    for byte in text.encode():
+        if not answer.done:
+            answer.add(byte)
+            certain.append(answer.certain())
+    return answer, certain
+
+
+def test_only_whole_characters_are_certain():
+    answer, certain = answered("é漢😀!")
+    assert certain == ["", "é", "é", "é", "é漢", "é漢", "é漢", "é漢", "é漢😀", "é漢😀!"]
+    assert not answer.done
+
+
+def test_a_stop_text_ends_an_answer_and_no_part_of_it_is_shown():
+    answer, certain = answered("say END or E, END. more", decode_stop='["E, EN", "END."]')
+    assert answer.done
+    assert answer.text == "say END or "
+    assert certain[4:7] == ["say ", "say ", "say "]  # it may be the beginning of END.
+    assert certain[7] == "say END "
+
+
+def test_an_answer_ends_where_its_room_does():
+    assert answered(100 * "x")[0].text == (LENGTH - 3) * "x"
+    assert answered(100 * "x", sample_length=5)[0].text == 5 * "x"
+
+
+# ---- Any layout, any way of running
+
+
+def generated(devices, stacked, **keys):
+    """Texts of a tiny random model for prompts of several lengths."""
+    config = config_of(base_num_decoder_layers=4, decode_seed=5, **keys)
+    _, trained = tiny.make(devices)
+    plan = inference_plan(config, trained.layout, LENGTH, packed=False)
+    shardings = plan.shardings
+    weights = jax.tree.map(jax.device_put, tiny.random_weights(plan), shardings)
+    parts = tuple(plan.by_part(weights).values())
+    model = in_training(plan, parts) if stacked else unrolled(plan, parts)
+    generator = Generator(model, Sampling(1.0, 0, 0.9), config.decode_seed, LENGTH)
+    answers = [Answer(config, BYTES, BYTES.encode_prompt(prompt)) for prompt in PROMPTS]
+    draw_answers(generator, answers, len(answers), 0, Speed())
+    alone = Answer(config, BYTES, BYTES.encode_prompt(PROMPTS[3]))
+    draw_answers(generator, [alone], 1, 3, Speed())
+    assert alone.text == answers[3].text
+    return [answer.text for answer in answers]
+
+
+WINDOWS = "[{repeats: 2, pattern: [{attention_type: local_sliding, sliding_window_size: 5}, {}]}]"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"decoder_segments": WINDOWS, "ici_tensor_parallelism": 2},
+        {"decoder_segments": "[{repeats: 1, pattern: [{}]}, {repeats: 3, shared: true, pattern: [{}]}]"},
+        {"attention_type": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    ],
+)
+def test_a_mesh_of_eight_and_unrolled_layers_draw_what_one_device_does(keys):
+    alone = {key: value for key, value in keys.items() if key != "ici_tensor_parallelism"}
+    expected = generated(1, stacked=True, **alone)
+    assert len(set(expected)) == len(PROMPTS)
+    assert generated(8, stacked=False, **keys) == expected
+
+
+def test_a_sample_in_training_is_what_decode_gives_its_checkpoint(tmp_path, capsys):
+    corpus = runs.write_corpus(tmp_path / "corpus")
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 4}
+    runs.run_here(**keys, sample_length=20, prompt="alpha ")
+    sample = capsys.readouterr().out.rpartition("sample:\n")[2].rpartition("report:")[0]
+    folder = tmp_path / "run"
+    (text,) = decode.main([str(folder / "config.yml"), f"load_parameters_path={folder}"])
+    assert "".join(f"  {line}\n" for line in printable("alpha " + text).splitlines()) == sample
+
+
+# ---- Bad input
+
+
+def refused(*argv):
+    with pytest.raises(UserError) as error:
+        decode.main(list(argv))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("prompts.txt", "\n \n", ["prompts.txt has no prompt"]),
+        ("prompts.jsonl", '{"prompt": "a"}\n{"text": "b"}', ["line 2", "messages"]),
+        ("prompts.jsonl", '{"prompt": "a"', ["line 1"]),
+        (
+            "chat.jsonl",
+            '{"messages": [{"role": "human", "content": "a"}]}',
+            ["line 1", "message 1", "'human'", "assistant"],
+        ),
+    ],
+)
+def test_a_malformed_file_of_prompts(llama, write, name, content, parts):
+    said = refused(*arguments(llama[0], prompt_path=write(name, content)))
+    assert all(part in said for part in parts), said
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"prompt": 47 * "a"}, ["'aaa", "48 tokens", "47", "max_target_length=48"]),
+        ({"prompt": 8 * "a", "max_prefill_predict_length": 8}, ["9 tokens", "max_prefill_predict_length=8"]),
+        ({"prompt_path": "/nowhere"}, ["prompt_path=/nowhere"]),
+        ({"load_parameters_path": ""}, ["load_parameters_path"]),
+        ({"use_chat_template": True}, ["template", "tokenizer_path"]),
+        ({"dataset_type": "synthetic"}, ["tokenizer"]),
+        ({"decode_sampling_strategy": "topk"}, ["topk needs decode_sampling_top_k"]),
+        ({"decode_sampling_nucleus_p": 0.9}, ["nucleus or composite"]),
+        ({"interactive": True, "prompt_path": "x"}, ["interactive and prompt_path"]),
+    ],
+)
+def test_keys_that_do_not_fit(llama, keys, parts):
+    said = refused(*arguments(llama[0], **keys))
+    assert all(part in said for part in parts), said
+
+
+def test_another_tokenizer_than_the_checkpoint_was_trained_with(tmp_path, llama):
+    corpus = runs.write_corpus(tmp_path / "corpus")
+    runs.run_here(base_output_directory=tmp_path, dataset_path=corpus, steps=1, vocab_size=262)
+    folder = tmp_path / "run"
+    keys = ["tokenizer_type=huggingface", f"tokenizer_path={llama[0]}"]
+    said = refused(str(folder / "config.yml"), f"load_parameters_path={folder}", *keys)
+    assert "type: byte -> huggingface" in said

@@ -35,6 +35,7 @@ from src.hf.save import save_folder
 from src.load_weights import load_weights as load_any_weights
 from src.model import weights
 from src.model.decoder import Decoder
+from src.model.flops import count_params
 from src.model.spec import model_spec
 
 USAGE = """python -m src.convert from-hf HF_DIR OUT_DIR
@@ -104,7 +105,7 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     checkpointer.save(0, {part: weights.select(arrays, part_of, part) for part in WEIGHTS}, meta)
     checkpointer.close()
     _say(notes)
-    count = sum(leaf.size for leaf in jax.tree.leaves(arrays))
+    count = count_params(model_spec(config))
     _say([f"{count:,} weights: model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint"])
 
 

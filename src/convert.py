@@ -106,7 +106,7 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     checkpointer.close()
     _say(notes)
     count = count_params(model_spec(config))
-    _say([f"{count:,} weights: model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint"])
+    _say([f"{count:,} parameters: model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint"])
 
 
 def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:

@@ -3,17 +3,16 @@
 # documentation), and shows that its first loss there is below that of a model that starts from nothing.
 #
 #   bash end_to_end/finetune.sh [FOLDER]     about three minutes on two cores; FOLDER, else a temporary one, is kept
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 out=${1:-$(mktemp -d)}
 keys=(base_output_directory="$out" tokenizer_type=sentencepiece tokenizer_path="$out/tokens.model" vocab_size=1000
   max_target_length=128 eval_interval=-1 sample_length=0)
 
-.venv/bin/python -m src.train_tokenizer configs/quickstart.yml "${keys[@]}"
-.venv/bin/python -m src.train configs/quickstart.yml "${keys[@]}" run_name=pretrained steps=200
-.venv/bin/python -m src.train configs/quickstart.yml "${keys[@]}" run_name=finetuned steps=40 \
+"$python" -m src.train_tokenizer configs/quickstart.yml "${keys[@]}"
+"$python" -m src.train configs/quickstart.yml "${keys[@]}" run_name=pretrained steps=200
+"$python" -m src.train configs/quickstart.yml "${keys[@]}" run_name=finetuned steps=40 \
   dataset_path="docs/*.md" learning_rate=1e-3 load_parameters_path="$out/pretrained"
-.venv/bin/python -m src.train configs/quickstart.yml "${keys[@]}" run_name=from_nothing steps=1 dataset_path="docs/*.md"
+"$python" -m src.train configs/quickstart.yml "${keys[@]}" run_name=from_nothing steps=1 dataset_path="docs/*.md"
 
 first_loss() { head -n 1 "$out/$1/metrics.jsonl" | grep -o '"loss": [^,]*' | grep -o '[0-9.]*$'; }
 echo "first loss on the documentation: finetuned $(first_loss finetuned), from nothing $(first_loss from_nothing)"

@@ -5,15 +5,14 @@
 #   bash end_to_end/kill_resume.sh [FOLDER]     about five minutes on two cores; FOLDER, else a temporary one, is kept
 #
 # DEVICES=8 runs on eight virtual CPU devices, KILLS=20 kills twenty times.
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 out=${1:-$(mktemp -d)}
 devices=${DEVICES:-1}
 kills=${KILLS:-10}
 export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=$devices
 
 train() {
-  exec .venv/bin/python -m src.train configs/quickstart.yml base_output_directory="$out" steps=200 checkpoint_period=20 \
+  exec "$python" -m src.train configs/quickstart.yml base_output_directory="$out" steps=200 checkpoint_period=20 \
     per_device_batch_size="$(awk "BEGIN {print 8 / $devices}")" max_target_length=64 eval_interval=-1 sample_length=0 "$@"
 }
 

@@ -2,24 +2,33 @@
 
 import re
 import shlex
+import string
 import subprocess
 import sys
 
 import pytest
 
 from src import config as configuration
-from tests.runs import ROOT
+from src import convert
+from src.model.flops import count_active_params, count_params
+from src.model.spec import model_spec
+from tests.hf import saved
+from tests.runs import BASE, ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ("src.train", "src.train_tokenizer")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "end_to_end" / "README.md"]
+PROGRAMS = ("src.train", "src.train_tokenizer", "src.evaluate", "src.decode")
+MODELS = ROOT / "docs" / "models" / "README.md"
 
 
 def commands_of(page):
     """The commands of a page's bash blocks, each a list of words; a line's end after a backslash does not end one."""
+    variables = {}
     for block in re.findall(r"```(?:bash|sh)\n(.*?)```", page.read_text(), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             for command in line.split("&&"):
-                words = shlex.split(command, comments=True)
+                words = shlex.split(string.Template(command).safe_substitute(variables), comments=True)
+                if len(words) == 1 and (assigned := re.fullmatch(r"([A-Z_]+)=(.*)", words[0])):
+                    variables[assigned[1]] = assigned[2]
                 while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
                     del words[0]
                 if words:
@@ -27,7 +36,31 @@ def commands_of(page):
 
 
 COMMANDS = [(page.name, words) for page in PAGES for words in commands_of(page)]
-RUNS = [(page, words) for page, words in COMMANDS if "-m" in words and words[words.index("-m") + 1] in PROGRAMS]
+
+
+def started(*programs):
+    """The arguments that the pages give these programs."""
+    return [
+        words[words.index("-m") + 2 :]
+        for _, words in COMMANDS
+        if "-m" in words and words[words.index("-m") + 1] in programs
+    ]
+
+
+@pytest.fixture(scope="module")
+def anywhere(tmp_path_factory):
+    """A folder like the repository's root, in which the models that the pages name have been fetched and converted."""
+    root = tmp_path_factory.mktemp("root")
+    (root / "configs").symlink_to(ROOT / "configs")
+    tiny = saved.save(root / "tiny", "llama")
+    words = {word for _, words in COMMANDS for word in words}
+    for folder in {found for word in words for found in re.findall(r"hf/[\w.-]+", word)}:
+        (root / "hf").mkdir(exist_ok=True)
+        (root / folder).symlink_to(tiny)
+    for folder in {found for word in words for found in re.findall(r"converted/[\w.-]+", word)}:
+        (root / folder).mkdir(parents=True)
+        (root / folder / "model.yml").symlink_to(ROOT / "configs" / "models" / "llama2-7b.yml")
+    return root
 
 
 def test_the_readme_begins_with_the_two_commands():
@@ -42,20 +75,37 @@ def test_the_readme_begins_with_the_two_commands():
     assert "-m pytest" in "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
 
 
-@pytest.mark.parametrize(("page", "words"), RUNS, ids=[" ".join(words) for _, words in RUNS])
-def test_a_command_is_understood(page, words, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    argv = words[words.index("-m") + 2 :]
+@pytest.mark.parametrize("argv", started(*PROGRAMS), ids=" ".join)
+def test_a_command_is_understood(argv, anywhere, monkeypatch):
+    monkeypatch.chdir(anywhere)
     if configuration.help_for(argv) is None:
         configuration.load(argv)
     else:
         assert "there is no key" not in configuration.help_for(argv)
 
 
+@pytest.mark.parametrize("argv", started("src.convert"), ids=" ".join)
+def test_a_conversion_is_understood(argv, monkeypatch):
+    called = []
+    for name in ("from_hf", "to_hf"):
+        monkeypatch.setattr(convert, name, lambda *arguments: called.append(arguments))
+    monkeypatch.setattr(
+        convert.check, "compare", lambda *folders: called.append(folders) or convert.check.Agreement(0, 0, 0, 1)
+    )
+    convert.main(argv)
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize("argv", started("end_to_end.tiny_model"), ids=" ".join)
+def test_a_tiny_models_family_is_there(argv):
+    assert argv[0] == "make"
+    assert argv[1] in saved.CONFIGS
+
+
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[" ".join(words) for _, words in COMMANDS])
 def test_what_a_command_starts_is_there(page, words):
     for word in words:
-        if re.fullmatch(r"[\w/]+\.(sh|py|yml)", word) and not word.startswith("my"):
+        if re.fullmatch(r"[\w/]+\.(sh|py|yml)", word) and not word.startswith(("my", "converted/")):
             assert (ROOT / word).is_file(), word
 
 
@@ -76,3 +126,37 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_table_of_models_has_each_file_and_its_numbers():
+    rows = re.findall(
+        r"^\| `([\w.-]+)` \| ([\d,]+) \| ([\d,]+|all) \| ([\d,.]+) GB \|", MODELS.read_text(), re.MULTILINE
+    )
+    files = {path.stem for path in (ROOT / "configs" / "models").glob("*.yml")}
+    assert len(rows) == len(files)
+    expected = set()
+    for name in files:
+        spec = model_spec(configuration.load([BASE, f"model_name={name}"]))
+        count, active = count_params(spec), count_active_params(spec)
+        expected.add((name, f"{count:,}", "all" if active == count else f"{active:,}", f"{2 * count / 1e9:,.1f}"))
+    assert set(rows) == expected
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent == MODELS.parent and page != MODELS], ids=lambda page: page.stem
+)
+def test_a_familys_page_has_the_rows_of_that_table(page):
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| `")]
+    assert rows
+    assert set(rows) <= set(MODELS.read_text().splitlines())
+
+
+def test_what_adding_a_family_quotes_is_in_the_code():
+    code = "\n".join(
+        (ROOT / file).read_text()
+        for file in ("src/hf/families/qwen3.py", "src/hf/rows.py", "tests/hf/saved.py", "configs/models/qwen3-0.6b.yml")
+    )
+    quoted = re.findall(r"```(?:python|yaml)\n(.*?)```", (ROOT / "docs" / "adding_a_family.md").read_text(), re.DOTALL)
+    assert len(quoted) == 6
+    for block in quoted:
+        assert block in code

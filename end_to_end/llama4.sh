@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Llama 4's text model from a Hugging Face folder: logits beside transformers', loss, text, LoRA, and back (family.sh).
+#
+#   bash end_to_end/llama4.sh [HF_DIR [OUT_DIR]]     without HF_DIR, or with "": a tiny random model
+source "$(dirname "${BASH_SOURCE[0]}")/family.sh"
+main_of "${1:-}" "${2:-}" llama4

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from ml_collections import FrozenConfigDict
 
-from src.config_checks import check_config, nearest, read_segments, scaled_sizes
+from src.config_checks import check_config
+from src.config_values import nearest, scaled_sizes
 from src.config_yaml import (
     BASE,
     CONFIGS,
@@ -26,6 +27,7 @@ from src.errors import UserError
 from src.foreign_keys import answer
 from src.hf.facts import model_facts, model_yaml
 from src.hf.folder import is_hf_folder
+from src.model_checks import read_segments
 
 __all__ = ["compare_runs", "diff_from_base", "from_yaml", "help_for", "help_text", "load", "scaled_sizes", "to_yaml"]
 

@@ -1,164 +1,25 @@
-"""What values a configuration may have: choices, ranges, and what keys demand of each other.
+"""What the keys of a configuration demand of each other.
 
-Types are config_yaml.py's business; what depends on the devices or the data is checked where those are known.
+What depends on the devices or the data is checked where those are known.
 """
 
-import difflib
-import math
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from src.config_yaml import Plain, base, convert, dump
-from src.foreign_keys import value_hint
-
-MESH_AXES = ("data", "fsdp", "tensor")
-
-# Tables, wrapped by hand to be read.
-# fmt: off
-DTYPES = ("bfloat16", "float32")
-ACTIVATIONS = ("silu", "gelu", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
-REMAT_ARRAYS = ("decoder_layer_input", "query_proj", "key_proj", "value_proj", "context", "out_proj", "mlpwi", "mlpwo")
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "hardware": ("", "cpu", "gpu", "tpu"),
-    "normalization": ("rms", "layer"),
-    "normalization_placement": ("before", "after", "both"),
-    "attention_type": ("global", "local_sliding", "chunk", "mla"),
-    "qk_norm": ("none", "head", "all_heads", "l2"),
-    "position_type": ("rope", "learned", "sinusoidal", "none"),
-    "rope_type": ("default", "linear", "llama3.1", "yarn"),
-    "routed_score_func": ("softmax", "sigmoid"),
-    "routing_group_score": ("max", "top2"),
-    "dtype": DTYPES,
-    "weight_dtype": DTYPES,
-    "mu_dtype": ("", *DTYPES),
-    "matmul_precision": ("default", "high", "highest"),
-    "attention": ("autoselected", "dot_product", "flash", "cudnn_flash"),
-    "remat_policy": ("none", "full", "minimal", "minimal_with_context", "save_qkv_proj", "save_out_proj",
-                     "qkv_proj_offloaded", "minimal_offloaded", "custom"),
-    "opt_type": ("adamw", "sgd"),
-    "lr_schedule_type": ("cosine", "wsd"),
-    "on_nonfinite": ("stop", "skip"),
-    "decode_sampling_strategy": ("greedy", "weighted", "topk", "nucleus", "composite"),
-    "dataset_type": ("text", "synthetic"),
-    "tokenizer_type": ("byte", "sentencepiece", "huggingface"),
-    "profiler": ("", "xplane"),
-}
-
-# What numbers may be: in words, as a test, and the keys it is for.
-RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
-    ("a positive number", lambda value: value > 0,
-     ("per_device_batch_size", "normalization_layer_epsilon", "rope_max_timescale", "learning_rate", "adam_eps",
-      "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow",
-      "routed_scaling_factor", "lora_alpha")),
-    ("more than 0, at most 1", lambda value: 0 < value <= 1, ("partial_rotary_factor",)),
-    ("more than 0, at most 1, or -1", lambda value: 0 < value <= 1 or value == -1, ("decode_sampling_nucleus_p",)),
-    ("1 or more", lambda value: value >= 1,
-     ("attn_temperature_floor", "original_max_position_embeddings", "rope_factor", "num_experts",
-      "num_experts_per_tok", "n_routing_groups", "topk_routing_group",
-      "base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads",
-      "head_dim", "vocab_size", "max_target_length", "num_vocab_tiling", "gradient_accumulation_steps", "log_period",
-      "checkpoint_period", "profiler_steps", "stack_trace_interval_seconds")),
-    ("1 or more, or -1", lambda value: value >= 1 or value == -1,
-     ("steps", "learning_rate_schedule_steps", "trainable_position_size", "eval_interval", "eval_steps",
-      "max_num_checkpoints_to_keep", "max_prefill_predict_length", "num_processes",
-      "ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism",
-      "dcn_data_parallelism", "dcn_fsdp_parallelism", "dcn_tensor_parallelism")),
-    ("0 or more", lambda value: value >= 0,
-     ("normalization_scale_offset", "mtp_num_layers", "sliding_window_size", "chunk_attn_window_size",
-      "attn_logits_soft_cap", "query_pre_attn_scalar", "attn_temperature_scale", "q_lora_rank", "kv_lora_rank",
-      "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale", "mscale_all_dim", "mlp_activations_limit",
-      "base_moe_mlp_dim", "shared_experts", "lora_rank", "load_balance_loss_weight", "routed_bias_update_rate",
-      "mtp_loss_scaling_factor", "final_logits_soft_cap", "adam_weight_decay",
-      "gradient_clipping_threshold", "z_loss_multiplier",
-      "eval_per_device_batch_size", "sample_length", "decode_sampling_temperature", "decode_sampling_top_k",
-      "skip_first_n_steps_for_profiler")),
-    ("64 or more", lambda value: value >= 64, ("max_document_bytes",)),
-    ("0 or more, or -1", lambda value: value >= -1,
-     ("process_id",)),
-    ("from 0 to 1", lambda value: 0 <= value <= 1,
-     ("warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction")),
-    ("at least 0 and less than 1", lambda value: 0 <= value < 1,
-     ("adam_b1", "adam_b2", "dropout_rate", "eval_fraction")),
-    ("at least 0 and less than 2**32", lambda value: 0 <= value < 2**32,
-     ("init_weights_seed", "data_shuffle_seed", "decode_seed")),
-    ("a power of two, from 1 up", lambda value: value >= 1 and value & (value - 1) == 0,
-     ("global_parameter_scale",)),
+from src.config_values import MESH_AXES, REMAT_ARRAYS, check_value, nearest
+from src.config_yaml import base, dump
+from src.model_checks import (
+    ATTENTION_FACTS,
+    EXPERT_FACTS,
+    LAYER_FACTS,
+    ROPE_FACTS,
+    check_attention,
+    check_experts,
+    check_heads,
+    check_positions,
+    check_rope,
+    check_segments,
 )
-
-# Keys whose value is a list of texts, and an example of one.
-TEXTS = {
-    "trainable_parameters": "[attention.*]", "lora_parameters": "[attention.query]", "decode_stop": '["Question:"]',
-}
-
-# Facts that a pattern of decoder_segments may give a layer of its own.
-ATTENTION_FACTS = (
-    "attention_type", "sliding_window_size", "chunk_attn_window_size", "attention_bias", "attention_sink",
-    "attn_logits_soft_cap", "query_pre_attn_scalar", "qk_norm", "attn_temperature_scale", "attn_temperature_floor",
-    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-)
-ROPE_FACTS = (
-    "position_type", "rope_max_timescale", "rope_interleave", "partial_rotary_factor", "rope_type", "rope_factor",
-    "original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow",
-    "rope_truncate", "mscale", "mscale_all_dim",
-)
-EXPERT_FACTS = (
-    "num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func", "router_bias",
-    "routed_bias", "n_routing_groups", "topk_routing_group", "routing_group_score", "norm_topk_prob",
-    "routed_scaling_factor", "scale_expert_inputs",
-)
-LAYER_FACTS = (
-    "normalization", "normalization_layer_epsilon", "normalization_scale_offset", "normalization_placement",
-    "dropout_rate", "base_num_query_heads", "base_num_kv_heads", "head_dim", *ATTENTION_FACTS, *ROPE_FACTS,
-    "base_mlp_dim", "mlp_activations", "mlp_activations_limit", "mlp_bias", *EXPERT_FACTS,
-)
-# fmt: on
-
-
-def scaled_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """The model's sizes after `global_parameter_scale`: emb_dim, (moe_)mlp_dim, num_decoder_layers, num_*_heads.
-
-    Parameters grow with layers x emb x mlp, so each doubling of the scale doubles one of them in turn: mlp (and
-    heads), then emb, then layers.
-    """
-    turns, rest = divmod(int(math.log2(config["global_parameter_scale"])), 3)
-    width = 2 ** (turns + (rest > 0))
-    return {
-        "emb_dim": config["base_emb_dim"] * 2 ** (turns + (rest > 1)),
-        "mlp_dim": config["base_mlp_dim"] * width,
-        "moe_mlp_dim": (config["base_moe_mlp_dim"] or config["base_mlp_dim"]) * width,
-        "num_decoder_layers": config["base_num_decoder_layers"] * 2**turns,
-        "num_query_heads": config["base_num_query_heads"] * width,
-        "num_kv_heads": config["base_num_kv_heads"] * width,
-    }
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """` Did you mean ...?` with the most similar of `names`, then those it is a part of; or nothing."""
-    names = list(names)
-    parts_of = [other for other in names if len(name) >= 3 and name in other]
-    similar = list(dict.fromkeys([*difflib.get_close_matches(name, names, n=3), *parts_of]))[:4]
-    return f" Did you mean {' or '.join(similar)}?" if similar else ""
-
-
-def check_value(key: str, value: Any) -> str:
-    """What is wrong with `value` for `key`, itself alone; empty where nothing is."""
-    if key in CHOICES and value not in CHOICES[key]:
-        choices = ", ".join(choice or "(empty)" for choice in CHOICES[key])
-        return f"{key}={value} is none of {choices}{value_hint(key, value)}"
-    for words, holds, keys in RANGES:
-        if key in keys and not holds(value):
-            comment = base().comment(key)
-            return f"{key}={dump(value)} must be {words}" + (f" ({comment})" if comment else "")
-    if key in TEXTS and not all(isinstance(text, str) and text for text in value):
-        return f"{key}={dump(value)} must be a list of texts, such as {TEXTS[key]}"
-    if key == "mlp_activations":
-        unknown = [str(name) for name in value if name not in ACTIVATIONS]
-        if unknown or not value:
-            named = ", ".join(unknown) or "an empty list"
-            return f"mlp_activations: {named}; expected one or more of {', '.join(ACTIVATIONS)}"
-    return ""
 
 
 def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
@@ -177,162 +38,6 @@ def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
         if not failed.intersection(keys):
             problems.extend(check(config))
     return problems
-
-
-def _layer(facts: Mapping[str, Any]) -> list[str]:
-    """What the facts of one layer demand of each other."""
-    return [*_heads(facts), *_attention(facts), *_rope(facts), *_experts(facts)]
-
-
-def _heads(facts: Mapping[str, Any]) -> list[str]:
-    query_heads, kv_heads = facts["base_num_query_heads"], facts["base_num_kv_heads"]
-    if query_heads % kv_heads and facts["attention_type"] != "mla":
-        return [f"base_num_query_heads={query_heads} is not a multiple of base_num_kv_heads={kv_heads}"]
-    return []
-
-
-def _rope(facts: Mapping[str, Any]) -> list[str]:
-    problems = []
-    name = "qk_rope_head_dim" if facts["attention_type"] == "mla" else "head_dim"
-    rotated = int(facts[name] * facts["partial_rotary_factor"])
-    if facts["position_type"] == "rope" and rotated % 2:
-        part = "" if facts["partial_rotary_factor"] == 1 else f" times partial_rotary_factor, {rotated},"
-        problems.append(f"position_type=rope rotates pairs: {name}={facts[name]}{part} must be even")
-    low, high = facts["rope_low_freq_factor"], facts["rope_high_freq_factor"]
-    if high < low and facts["rope_type"] == "llama3.1":
-        problems.append(f"rope_high_freq_factor={high} must be at least rope_low_freq_factor={low}")
-    return problems
-
-
-def _attention(facts: Mapping[str, Any]) -> list[str]:
-    kind = facts["attention_type"]
-    needed = {
-        "local_sliding": ("sliding_window_size",),
-        "chunk": ("chunk_attn_window_size",),
-        "mla": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    }
-    problems = [f"attention_type={kind} needs {key}" for key in needed.get(kind, ()) if not facts[key]]
-    if kind == "mla":
-        problems.extend(
-            f"attention_type=mla has no {key}={dump(facts[key])} (set {key}={dump(base().defaults[key])})"
-            for key in ("attention_bias", "attention_sink", "attn_logits_soft_cap", "qk_norm", "attn_temperature_scale")
-            if facts[key] != base().defaults[key]
-        )
-    return problems
-
-
-def _experts(facts: Mapping[str, Any]) -> list[str]:
-    experts, chosen = facts["num_experts"], facts["num_experts_per_tok"]
-    groups, chosen_groups = facts["n_routing_groups"], facts["topk_routing_group"]
-    if experts == 1:
-        return []
-    if experts % groups or chosen_groups > groups:
-        return [
-            f"num_experts={experts} must be a multiple of n_routing_groups={groups}, of which "
-            f"topk_routing_group={chosen_groups} are chosen"
-        ]
-    if chosen > chosen_groups * (experts // groups):
-        return [f"num_experts_per_tok={chosen} is more than the {chosen_groups * (experts // groups)} to choose from"]
-    if facts["routing_group_score"] == "top2" and groups > 1 and experts // groups < 2:
-        return [f"routing_group_score=top2 needs two experts a group: num_experts={experts}, n_routing_groups={groups}"]
-    return []
-
-
-def _positions(config: Mapping[str, Any]) -> list[str]:
-    size, length = config["trainable_position_size"], config["max_target_length"]
-    if size != -1 and config["position_type"] != "learned":
-        return [f"trainable_position_size={size} needs position_type=learned (or set it to -1)"]
-    if size != -1 and size < length:
-        return [f"trainable_position_size={size} is shorter than max_target_length={length}: rows would have none"]
-    if config["position_type"] == "sinusoidal" and config["base_emb_dim"] % 2:
-        return ["position_type=sinusoidal needs an even base_emb_dim"]
-    return []
-
-
-def _segments(config: Mapping[str, Any]) -> list[str]:
-    problems = []
-    segments = config["decoder_segments"]
-    if not segments:
-        return []
-    layers = scaled_sizes(config)["num_decoder_layers"]
-    fixed = sum(entry["repeats"] * len(entry["pattern"]) for entry in segments if entry["repeats"] != -1)
-    open_ended = [entry for entry in segments if entry["repeats"] == -1]
-    rest = layers - fixed
-    if len(open_ended) > 1:
-        problems.append("decoder_segments: only one segment may have repeats: -1, which takes the rest of the layers")
-    elif open_ended and (rest <= 0 or rest % len(open_ended[0]["pattern"])):
-        problems.append(
-            f"decoder_segments: {rest} of {layers} layers are left for the segment with repeats: -1, whose pattern has "
-            f"{len(open_ended[0]['pattern'])}; change repeats or base_num_decoder_layers"
-        )
-    elif not open_ended and rest:
-        problems.append(
-            f"decoder_segments describe {fixed} layers, the model has {layers}; "
-            "change repeats (-1: the rest) or base_num_decoder_layers"
-        )
-    for number, entry in enumerate(segments, start=1):
-        for facts in entry["pattern"]:
-            found = _layer({**config, **facts})
-            problems.extend(f"decoder_segments, segment {number}: {problem}" for problem in found)
-    return problems
-
-
-def read_segments(value: Any) -> list[Mapping[str, Any]]:
-    """decoder_segments as `parse` gives them, with every entry's three keys and every fact of its key's type.
-
-    Returns:
-        The segments, immutable mappings: a frozen config can hold no dict within a list.
-
-    Raises:
-        ValueError: everything that is wrong with them.
-    """
-    if not isinstance(value, list):
-        return convert(value, [])
-    segments, problems = [], []
-    for number, entry in enumerate(value, start=1):
-        try:
-            segments.append(_read_segment(entry))
-        except ValueError as error:
-            problems.append(f"segment {number}: {error}")
-    if problems:
-        raise ValueError("; ".join(problems))
-    return segments
-
-
-def _read_segment(entry: Any) -> Mapping[str, Any]:
-    if not isinstance(entry, dict) or set(entry) - {"repeats", "shared", "pattern"} or not entry.get("pattern"):
-        raise ValueError(f"expected {{repeats: n, shared: true or false, pattern: [...]}}, got {dump(entry)}")
-    repeats = _convert_named("repeats", entry.get("repeats", Plain("1")), 1)
-    if repeats < 1 and repeats != -1:
-        raise ValueError(f"repeats={repeats} must be 1 or more, or -1 (the rest of the layers)")
-    shared = _convert_named("shared", entry.get("shared", Plain("false")), False)
-    if not isinstance(entry["pattern"], list) or not all(isinstance(facts, dict) for facts in entry["pattern"]):
-        raise ValueError("pattern must be a list of layers, each {fact: value, ...}; {} is one as the model's keys say")
-    pattern = tuple(MappingProxyType(_layer_facts(facts)) for facts in entry["pattern"])
-    return MappingProxyType({"repeats": repeats, "shared": shared, "pattern": pattern})
-
-
-def _layer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of one layer of a pattern, each of its key's type."""
-    typed = {}
-    for key, value in facts.items():
-        if key not in LAYER_FACTS:
-            hint = nearest(key, LAYER_FACTS) or f" Those that may: {', '.join(LAYER_FACTS)}."
-            raise ValueError(f"{key} cannot differ by layer.{hint}")
-        fact = _convert_named(key, value, base().defaults[key])
-        if key == "position_type" and fact not in ("rope", "none"):
-            raise ValueError(f"position_type={fact} cannot differ by layer, only rope or none")
-        if problem := check_value(key, fact):
-            raise ValueError(problem)
-        typed[key] = tuple(fact) if isinstance(fact, list) else fact
-    return typed
-
-
-def _convert_named(key: str, value: Any, default: Any) -> Any:
-    try:
-        return convert(value, default)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
 
 
 def _remat(config: Mapping[str, Any]) -> list[str]:
@@ -485,12 +190,12 @@ def _accepted(config: Mapping[str, Any]) -> list[str]:
 
 # The keys that a check reads, and the check.
 RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]], ...] = (
-    (("base_num_query_heads", "base_num_kv_heads", "attention_type"), _heads),
-    (ATTENTION_FACTS, _attention),
-    (("head_dim", "attention_type", *ROPE_FACTS), _rope),
-    (EXPERT_FACTS, _experts),
-    (("trainable_position_size", "position_type", "max_target_length", "base_emb_dim"), _positions),
-    (("decoder_segments", "base_num_decoder_layers", "global_parameter_scale", *LAYER_FACTS), _segments),
+    (("base_num_query_heads", "base_num_kv_heads", "attention_type"), check_heads),
+    (ATTENTION_FACTS, check_attention),
+    (("head_dim", "attention_type", *ROPE_FACTS), check_rope),
+    (EXPERT_FACTS, check_experts),
+    (("trainable_position_size", "position_type", "max_target_length", "base_emb_dim"), check_positions),
+    (("decoder_segments", "base_num_decoder_layers", "global_parameter_scale", *LAYER_FACTS), check_segments),
     (("remat_policy", "remat_custom"), _remat),
     (("mesh_axes", *(f"{kind}_{axis}_parallelism" for kind in ("ici", "dcn") for axis in MESH_AXES)), _mesh),
     (("logical_axis_rules",), _rules),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from src.config import load
-from src.config_checks import CHOICES, RANGES
+from src.config_values import CHOICES, RANGES
 from src.config_yaml import base
 from src.errors import UserError
 
@@ -83,7 +83,7 @@ def error_of(*arguments, config=BASE):
         (["coordinator_address=a:1", "num_processes=2", "process_id=2"], ["process_id=2", "num_processes=2"]),
         (["accept_changes=[vocab]"], ["vocab", "vocab_size"]),
         (["model_name=lama2"], ["model_name=lama2", "llama2-7b"]),
-        (["model_name=zzz"], ["gpt3-125m, gpt3-6.7b, llama2-7b"]),
+        (["model_name=zzz"], ["gpt3-6.7b, ", "llama2-7b, "]),
         (["decoder_segments=3"], ["decoder_segments", "a list"]),
         (["decoder_segments=[{repeats: 2}]"], ["segment 1", "pattern"]),
         (["decoder_segments=[{pattern: 3}]"], ["segment 1", "pattern must be a list"]),

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from src.config_checks import scaled_sizes
+from src.config_values import scaled_sizes
 from src.config_yaml import base, dump
 from src.errors import UserError
 from src.hf.families import FAMILIES

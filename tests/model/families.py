@@ -22,6 +22,7 @@ from src.model.decoder import empty_caches
 from src.model.spec import model_spec
 from src.train_step import make_plan
 
+torch.set_num_threads(1)  # more only wait for each other in models as small as these
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

@@ -190,6 +190,7 @@ def rope_keys(hf: Mapping[str, Any], theta: float = 10_000.0) -> Keys:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise UserError(f"config.json has rotary positions of type {kind}: expected one of {', '.join(ROPE_TYPES)}")
+    refuse({**hf, **parameters}, partial_rotary_factor=1.0)
     if parameters.get("attention_factor") is not None:
         raise UserError("config.json has an attention_factor for rotary positions: expected mscale, or neither")
     return {

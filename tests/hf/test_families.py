@@ -101,9 +101,26 @@ def test_what_transformers_5_writes_and_what_is_written_here_describe_the_same_m
     assert facts({**again, "num_nextn_predict_layers": 0}) == facts(hf)
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_an_entry_that_is_absent_has_transformers_value_or_is_an_error(family):
+    config = transformers.CONFIG_MAPPING[family.model_type]
+    # The entries whose value in transformers is none, which no published model has.
+    given = {"num_experts_per_tok": 6} if family.model_type == "deepseek_v2" else {}
+    whole = {**json.loads(config(**given).to_json_string(use_diff=False)), "model_type": family.model_type}
+    for absent in set(whole) - {"model_type", *given}:
+        rest = {name: value for name, value in whole.items() if name != absent}
+        try:
+            found = family.facts(rest)
+        except UserError:
+            continue
+        completed = json.loads(config.from_dict(rest).to_json_string(use_diff=False))
+        assert found == family.facts(completed), f"without {absent}"
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, which"),
         ({"hidden_act": "gelu"}, "hidden_act gelu: expected one of silu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary positions of type dynamic"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.0}}, "attention_factor"),

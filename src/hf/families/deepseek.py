@@ -58,14 +58,15 @@ def _facts(hf: Mapping[str, Any]) -> cj.Keys:
         **cj.shared_keys(hf, rms_norm_eps=1e-6),
         **cj.rope_keys(hf),
         **cj.read_all(hf, NAMES),
-        "q_lora_rank": hf.get("q_lora_rank") or 0,
-        "shared_experts": hf.get("n_shared_experts") or 0,
+        # A null means none, and no entry the value of the published models.
+        "q_lora_rank": hf.get("q_lora_rank", 1536) or 0,
+        "shared_experts": hf["n_shared_experts"] or 0,
         "attention_type": "mla",
         "mlp_activations": [cj.activation(hf), "linear"],
         "rope_interleave": hf.get("rope_interleave", True),
     }
     del keys["head_dim"]  # In newer config.json files that of the rotary part.
-    dense = hf.get("first_k_dense_replace", 0)
+    dense = hf["first_k_dense_replace"]
     count = keys["base_num_decoder_layers"]
     return {**keys, **cj.pattern([{"num_experts": 1} if i < dense else {} for i in range(count)])}
 
@@ -93,6 +94,7 @@ def _hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
 def v2_facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json of version 2 to keys."""
     cj.refuse(hf, scoring_func="softmax")
+    hf = {"n_shared_experts": 2, "first_k_dense_replace": 0, **hf}
     grouped = hf.get("topk_method", "greedy") == "group_limited_greedy"
     return {
         **_facts(hf),
@@ -111,6 +113,7 @@ def v2_hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
 def v3_facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json of version 3 to keys."""
     cj.refuse(hf, scoring_func="sigmoid", topk_method="noaux_tc")
+    hf = {"n_shared_experts": 1, "first_k_dense_replace": 3, **hf}
     return {
         **_facts(hf),
         "norm_topk_prob": hf.get("norm_topk_prob", True),
@@ -119,7 +122,7 @@ def v3_facts(hf: Mapping[str, Any]) -> cj.Keys:
         "routed_score_func": "sigmoid",
         "routing_group_score": "top2",
         "routed_bias": True,
-        "mtp_num_layers": hf.get("num_nextn_predict_layers", 0),
+        "mtp_num_layers": hf.get("num_nextn_predict_layers", 1),
     }
 
 

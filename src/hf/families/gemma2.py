@@ -48,7 +48,7 @@ def gemma2_json(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
 
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
-    keys = {**gemma2_keys({**CAPS, **hf}), **cj.rope_keys(hf)}
+    keys = {**gemma2_keys({**CAPS, **hf}, num_key_value_heads=4), **cj.rope_keys(hf)}
     return {**keys, **cj.windowed_layers(hf, keys["base_num_decoder_layers"], global_every=2)}
 
 

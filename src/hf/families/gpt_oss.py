@@ -15,7 +15,13 @@ NAMES = {
     "sliding_window": "sliding_window_size",
     "attention_bias": "attention_bias",
 }
-DEFAULTS = {"swiglu_limit": 7.0, "sliding_window": 128, "attention_bias": True}
+# fmt: off
+DEFAULTS = {
+    "swiglu_limit": 7.0, "sliding_window": 128, "attention_bias": True,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                     "original_max_position_embeddings": 4096},
+}
+# fmt: on
 EXPERTS = rows.LAYER + "mlp.experts."
 ROUTER = rows.LAYER + "mlp.router."
 
@@ -23,10 +29,11 @@ ROUTER = rows.LAYER + "mlp.router."
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
     cj.refuse(hf, swiglu_alpha=1.702, hidden_act="silu")
+    hf = {**DEFAULTS, **hf}
     keys = {
-        **cj.shared_keys(hf, head_dim=64, rms_norm_eps=1e-5),
+        **cj.shared_keys(hf, num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5),
         **cj.rope_keys(hf, theta=150_000.0),
-        **cj.read_all({**DEFAULTS, **hf}, NAMES),
+        **cj.read_all(hf, NAMES),
         "mlp_activations": ["quick_gelu", "plus_one"],
         "mlp_bias": True,
         "attention_sink": True,

@@ -22,7 +22,7 @@ PROJECTIONS = "{A:gate_proj,up_proj}.weight"
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
     keys = {
-        **cj.shared_keys(hf, head_dim=128, rms_norm_eps=1e-5),
+        **cj.shared_keys(hf, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5),
         **cj.rope_keys(hf, theta=500_000.0),
         **cj.read_all(hf, NAMES),
         "mlp_activations": [cj.activation(hf), "linear"],

@@ -11,9 +11,9 @@ from src.hf.family import Family
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
     return {
-        **cj.shared_keys(hf),
+        **cj.shared_keys(hf, num_key_value_heads=8),
         **cj.rope_keys(hf),
-        **cj.window_keys(hf),
+        **cj.window_keys({"sliding_window": 4096, **hf}),
         "mlp_activations": [cj.activation(hf), "linear"],
     }
 

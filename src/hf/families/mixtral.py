@@ -15,7 +15,7 @@ EXPERTS = rows.LAYER + "block_sparse_moe."
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
     return {
-        **cj.shared_keys(hf),
+        **cj.shared_keys(hf, num_key_value_heads=8),
         **cj.rope_keys(hf, theta=1e6),
         **cj.window_keys(hf),
         **cj.read_all(hf, NAMES),

@@ -21,7 +21,7 @@ def facts(hf: Mapping[str, Any]) -> cj.Keys:
     experts = {**hf, "num_experts": hf.get("num_experts", hf.get("num_local_experts"))}
     dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
     keys = {
-        **qwen3.facts(hf),
+        **qwen3.facts({"num_key_value_heads": 4, **hf}),
         **cj.read_all(experts, NAMES),
         "norm_topk_prob": hf.get("norm_topk_prob", False),
     }

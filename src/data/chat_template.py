@@ -34,7 +34,6 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         self._tokens = dict(tokens)
         self._where = where
         try:
@@ -42,8 +41,15 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"the chat template of {where} can't be read: line {error.lineno}: {error}") from None
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime.datetime | None = None
+    ) -> str:
         """The conversation as text; with `add_generation_prompt`, up to where an answer of the assistant begins.
+
+        Args:
+            messages: the conversation.
+            add_generation_prompt: end with what comes before an answer.
+            now: what the template is told of the time; None: what the clock says.
 
         Raises:
             UserError: the template refuses the conversation.
@@ -54,6 +60,7 @@ class ChatTemplate:
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
+                strftime_now=(now or datetime.datetime.now()).strftime,
                 **self._tokens,
             )
         except (jinja2.TemplateError, TypeError) as error:
@@ -84,7 +91,3 @@ def _tojson(
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

@@ -1,5 +1,6 @@
 """Data for supervised finetuning: conversations, and which of their tokens the model learns to say."""
 
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,10 @@ from src.errors import UserError
 if TYPE_CHECKING:
     from src.data.chat_template import Message
     from src.data.huggingface import HuggingFaceTokenizer
+
+# What chat templates are told of the time: training data must be the same on the day a run is resumed. It is the date
+# that Llama 3.1's template falls back on.
+NOW = datetime(2024, 7, 26)
 
 ROLES = ("system", "user", "assistant", "tool")
 _EXPECTED = 'expected {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
@@ -134,7 +139,7 @@ def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, comple
     try:
         if completion_only:
             return _encode_turns(tokenizer, conversation.messages)
-        return Document(tokenizer.encode_text(tokenizer.render_chat(conversation.messages, False)))
+        return Document(tokenizer.encode_text(tokenizer.render_chat(conversation.messages, False, NOW)))
     except UserError as error:
         raise UserError(f"{text_files.line_name(conversation.path, conversation.start)}: {error}") from None
 
@@ -144,15 +149,15 @@ def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: "tuple[Message, .
 
     A turn is what the conversation up to it has more than the prompt for it.
     """
-    text = tokenizer.render_chat(messages, False)  # an error for all other kinds of tokenizer
+    text = tokenizer.render_chat(messages, False, NOW)  # an error for all other kinds of tokenizer
     ids, spans = tokenizer.encode_with_spans(text)
     stops = np.isin(ids, list(tokenizer.stop_ids))
     learned = np.zeros(len(ids), bool)
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.render_chat(messages[:turn], True)
-        through = tokenizer.render_chat(messages[: turn + 1], False)
+        before = tokenizer.render_chat(messages[:turn], True, NOW)
+        through = tokenizer.render_chat(messages[: turn + 1], False, NOW)
         if not (text.startswith(through) and through.startswith(before) and len(through) > len(before)):
             raise UserError(
                 f"the tokenizer's chat template writes the conversation up to message {turn + 1} in another way than "

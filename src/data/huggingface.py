@@ -1,5 +1,6 @@
 """Tokenizers of Hugging Face model folders: tokenizer.json, what stands beside it, and the chat template."""
 
+import datetime
 import hashlib
 import json
 from collections.abc import Sequence
@@ -85,15 +86,19 @@ class HuggingFaceTokenizer:
         """The text of ids; special ids, and ids beyond the vocabulary, give none."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime.datetime | None = None
+    ) -> str:
         """A conversation as the template writes it, special tokens included; for `encode_text`.
+
+        The arguments are `ChatTemplate.render`'s.
 
         Raises:
             UserError: the tokenizer has no template, or the template refuses the conversation.
         """
         if self._template is None:
             raise missing_template()
-        return self._template.render(messages, add_generation_prompt)
+        return self._template.render(messages, add_generation_prompt, now)
 
     def fingerprint(self) -> dict[str, str | int]:
         """What makes two tokenizers give the same ids."""

@@ -10,6 +10,8 @@ import numpy as np
 from src.errors import UserError
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from ml_collections import FrozenConfigDict
 
     from src.data.chat_template import Message
@@ -38,8 +40,10 @@ class Tokenizer(Protocol):
     def encode_text(self, text: str) -> np.ndarray:
         """The int32 ids of the text alone."""
 
-    def render_chat(self, messages: "Sequence[Message]", add_generation_prompt: bool) -> str:
-        """A conversation as text for `encode_text`; a UserError where there is no template."""
+    def render_chat(
+        self, messages: "Sequence[Message]", add_generation_prompt: bool, now: "datetime | None" = None
+    ) -> str:
+        """A conversation as text for `encode_text`; a UserError without a template. ChatTemplate's arguments."""
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of ids; special ids, and ids beyond the vocabulary, give none."""
@@ -74,7 +78,9 @@ class ByteTokenizer:
         """The int32 ids of the text alone."""
         return self.encode(text)[1:-1]
 
-    def render_chat(self, messages: "Sequence[Message]", add_generation_prompt: bool) -> str:
+    def render_chat(
+        self, messages: "Sequence[Message]", add_generation_prompt: bool, now: "datetime | None" = None
+    ) -> str:
         """Raises UserError: bytes have no template."""
         raise missing_template()
 
@@ -131,7 +137,9 @@ class SentencePieceTokenizer:
         """The int32 ids of the text alone."""
         return self.encode(text)[1:-1]
 
-    def render_chat(self, messages: "Sequence[Message]", add_generation_prompt: bool) -> str:
+    def render_chat(
+        self, messages: "Sequence[Message]", add_generation_prompt: bool, now: "datetime | None" = None
+    ) -> str:
         """Raises UserError: a SentencePiece model carries no template."""
         raise missing_template()
 

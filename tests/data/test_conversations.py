@@ -1,5 +1,6 @@
 """Finetuning data: what is read, which tokens count in the loss, and how that travels through rows."""
 
+import datetime
 import itertools
 import json
 from collections import Counter
@@ -185,6 +186,16 @@ def test_other_fields_of_a_message_reach_the_template(conversations, chat_tokeni
     tokenizer, _ = chat_tokenizer("{% for m in messages %}{{ m.content + (m.name or '') }}{% endfor %}")
     source = conversations({"messages": [{"role": "assistant", "content": "a", "name": "b"}], "id": 7})
     assert tokenizer.decode(encode_conversation(tokenizer, source[0], False).ids) == "ab"
+
+
+def test_a_template_that_asks_for_the_date_writes_the_same_data_on_every_day(conversations, chat_tokenizer):
+    dated = "{{ strftime_now('%d %b %Y') }}" + CHAT_ML
+    tokenizer, _ = chat_tokenizer(dated)
+    source = conversations({"messages": TURNS})
+    for completion_only in (True, False):
+        document = encode_conversation(tokenizer, source[0], completion_only)
+        assert tokenizer.decode(document.ids).startswith("26 Jul 2024")
+    assert tokenizer.render_chat(TURNS, False).startswith(f"{datetime.date.today():%d %b %Y}")
 
 
 def test_a_surrogate_without_its_pair_is_replaced(conversations):

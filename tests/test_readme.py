@@ -70,7 +70,7 @@ def test_the_readme_begins_with_the_two_commands():
         ["bash", "setup.sh"],
         [".venv/bin/python", "-m", "src.train", "configs/quickstart.yml"],
         ["bash", "setup.sh", "dev"],
-        [".venv/bin/python", "-m", "pytest"],
+        [".venv/bin/python", "-m", "pytest", "-n", "2", "--dist", "loadfile"],
     ]
     assert "-m pytest" in "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
 

@@ -106,7 +106,10 @@ def read_config(path: Path) -> dict[str, Any]:
 def _weight_files(path: Path) -> list[Path]:
     """The folder's safetensors files."""
     if (path / INDEX).is_file():
-        files = [path / name for name in sorted(set(_read_json(path / INDEX)["weight_map"].values()))]
+        placed = _read_json(path / INDEX).get("weight_map")
+        if not isinstance(placed, dict):
+            raise UserError(f'{path / INDEX} has no "weight_map", which says what tensor is in which file')
+        files = [path / name for name in sorted(set(placed.values()))]
         if missing := [file.name for file in files if not file.is_file()]:
             raise UserError(f"{path} lacks {', '.join(missing)}, which its {INDEX} names: fetch the whole folder")
         return files
@@ -133,9 +136,9 @@ def _stored_tensors(file: Path) -> dict[str, StoredTensor]:
         if start > size:
             raise UserError(f"{file} is truncated, or no safetensors file: {size} bytes end in its header")
         try:
-            header = json.loads(opened.read(header_size))
-        except ValueError:
-            raise UserError(f"{file} is no safetensors file: its header is not JSON") from None
+            header = dict(json.loads(opened.read(header_size)).items())
+        except (ValueError, AttributeError):
+            raise UserError(f"{file} is no safetensors file: its header is not JSON that names tensors") from None
     header.pop("__metadata__", None)
     end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if end > size:

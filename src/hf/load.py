@@ -87,6 +87,11 @@ def match_tensors(
             for name, tensor in found.items()
             if tensor.dtype == UNREADABLE
         ),
+        *(
+            f"{on_disk[name]} is stored as {tensor.dtype}, and no scales belong to it"
+            for name, tensor in found.items()
+            if tensor.dtype.itemsize == 1 and tensor.dtype != UNREADABLE
+        ),
     ]
     if problems:
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""

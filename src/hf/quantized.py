@@ -85,21 +85,42 @@ def dequantized(stored: Mapping[str, "Tensor"], quantization: Mapping[str, Any],
         path: of the folder, for messages.
 
     Raises:
-        UserError: they are quantised in another format than DeepSeek V3's or gpt-oss's.
+        UserError: they are quantised in another format than DeepSeek V3's or gpt-oss's; values or scales are missing,
+            or do not fit each other.
     """
     tensors = dict(stored)
     match quantization:
         case {"quant_method": "fp8", "weight_block_size": [rows, columns]}:
-            for name in [name for name in stored if name.endswith("_scale_inv")]:
-                weight = name.removesuffix("_scale_inv")
-                tensors[weight] = BlockScaledTensor(stored[weight], tensors.pop(name), (rows, columns))
+            for weight, values, scales in _pairs(stored, "", "_scale_inv", path):
+                expected = tuple(-(-size // n) for size, n in zip(values.shape, (rows, columns), strict=False))
+                _check_scales(f"{weight}_scale_inv", scales, expected, path)
+                tensors[weight] = BlockScaledTensor(values, tensors.pop(f"{weight}_scale_inv"), (rows, columns))
         case {"quant_method": "mxfp4"}:
-            for name in [name for name in stored if name.endswith("_blocks")]:
-                weight = name.removesuffix("_blocks")
-                tensors[weight] = Mxfp4Tensor(tensors.pop(name), tensors.pop(f"{weight}_scales"))
-        case {"quant_method": method}:
+            for weight, blocks, scales in _pairs(stored, "_blocks", "_scales", path):
+                _check_scales(f"{weight}_scales", scales, blocks.shape[:-1], path)
+                tensors[weight] = Mxfp4Tensor(tensors.pop(f"{weight}_blocks"), tensors.pop(f"{weight}_scales"))
+        case {} if quantization:
+            method = quantization.get("quant_method") or f"quantization_config says ({', '.join(quantization)})"
             raise UserError(
                 f"the weights in {path} are quantised as {method}, which is not read: expected none, fp8 with "
                 "weight_block_size (DeepSeek V3), or mxfp4 (gpt-oss). Give a folder that was dequantised."
             )
     return tensors
+
+
+def _pairs(
+    stored: Mapping[str, "Tensor"], values: str, scales: str, path: Path
+) -> list[tuple[str, "Tensor", "Tensor"]]:
+    """(weight, its values, its scales), which are stored under the weight's name and the two endings."""
+    weights = [name.removesuffix(scales) for name in stored if name.endswith(scales)]
+    if values:
+        weights += [name.removesuffix(values) for name in stored if name.endswith(values)]
+    weights = list(dict.fromkeys(weights))
+    if missing := [weight + end for weight in weights for end in (values, scales) if weight + end not in stored]:
+        raise UserError(f"the quantised weights in {path} are not whole: {', '.join(missing[:20])} missing")
+    return [(weight, stored[weight + values], stored[weight + scales]) for weight in weights]
+
+
+def _check_scales(name: str, scales: "Tensor", expected: tuple[int, ...], path: Path) -> None:
+    if scales.shape != expected:
+        raise UserError(f"{name} in {path} has the shape {list(scales.shape)}, not {list(expected)}")

@@ -1,0 +1,68 @@
+"""Odd things found by trying to break families, conversion and decoding: each gets an answer that names it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from src.errors import UserError
+from src.hf.folder import open_folder
+from src.hf.load import match_tensors
+
+
+def make(folder, tensors, **config):
+    """A Hugging Face folder of these tensors."""
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+FLOAT8 = {"quant_method": "fp8", "weight_block_size": [4, 4]}
+MXFP4 = {"quant_method": "mxfp4"}
+VALUES, BLOCKS = torch.ones(8, 5).to(torch.float8_e4m3fn), torch.ones(2, 3, 1, 16, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "tensors", "named"),
+    [
+        (FLOAT8, {"x_scale_inv": torch.ones(2, 2)}, "x missing"),
+        (FLOAT8, {"x": VALUES, "x_scale_inv": torch.ones(1, 2)}, r"x_scale_inv .*shape \[1, 2\], not \[2, 2\]"),
+        (MXFP4, {"x_blocks": BLOCKS}, "x_scales missing"),
+        (MXFP4, {"x_scales": BLOCKS[..., 0].clone().contiguous()}, "x_blocks missing"),
+        (
+            MXFP4,
+            {"x_blocks": BLOCKS.clone(), "x_scales": BLOCKS[:, :, 0].clone().contiguous()},
+            r"x_scales .*shape \[2, 3, 16\], not \[2, 3, 1\]",
+        ),
+        ({"load_in_8bit": True}, {"x": torch.ones(2)}, "load_in_8bit"),
+    ],
+)
+def test_quantised_weights_that_are_not_whole_are_named(tmp_path, quantization, tensors, named):
+    with pytest.raises(UserError, match=named):
+        open_folder(make(tmp_path, tensors, quantization_config=quantization))
+
+
+def test_float8_without_scales_is_no_weight(tmp_path):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, **sizes)).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.norm\.weight is stored as float8_e4m3fn, and no scales"):
+        match_tensors(open_folder(tmp_path), {("final_norm", "scale"): (8,)}, [])
+
+
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": ["x"]}'])
+def test_an_index_that_places_no_tensors(tmp_path, index):
+    (make(tmp_path, {"x": torch.ones(2)}) / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"index\.json has no \"weight_map\""):
+        open_folder(tmp_path)
+
+
+def test_a_header_that_is_a_list(tmp_path):
+    (make(tmp_path, {"x": torch.ones(2)}) / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"[1,2,34]")
+    with pytest.raises(UserError, match="header is not JSON"):
+        open_folder(tmp_path)

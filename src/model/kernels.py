@@ -188,7 +188,8 @@ def splash(
         block_q_dq=block,
         block_kv_dq=block,
     )
-    mask = sa.LocalMask((T, T), (spec.window - 1, 0), 0) if spec.window else sa.CausalMask((T, T))
+    window = spec.window or spec.chunk  # `attend` made segments of the blocks; as a window it spares what is further
+    mask = sa.LocalMask((T, T), (window - 1, 0), 0) if window else sa.CausalMask((T, T))
     kernel = sa.make_splash_mha(
         sa.MultiHeadMask([mask] * heads),
         head_shards=1,

@@ -40,7 +40,7 @@ class Evaluation:
         self._batches = EvalBatches(config, source, tokenizer, self._rows, self._global_batch)
 
     def run(self, parts: tuple[Any, ...]) -> dict[str, float]:
-        """`eval_loss`, a mean over the set's tokens in nats, and `eval_perplexity`, its exponential.
+        """`eval_loss`, a mean over the set's tokens in nats, `eval_perplexity`, its exponential, and `eval_metrics`'s.
 
         `parts` is the model, as `state_weights` gives it.
         """

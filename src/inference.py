@@ -51,7 +51,10 @@ def inference_plan(config: Mapping[str, Any], layout: Layout, length: int, packe
     """The plan of the config's model on rows of `length` tokens, without what is trained beside it.
 
     Raises:
-        UserError: as `make_plan` does.
+        UserError: as `make_plan` does, or rows are longer than the model's table of positions.
     """
+    spec = model_spec(config)
+    if 0 < spec.position_table_size < length:
+        raise UserError(f"rows of {length} tokens are longer than the model's {spec.position_table_size} positions")
     keys = {**config, "max_target_length": length, "packing": packed, "lora_rank": 0, "trainable_parameters": []}
-    return make_plan(keys, model_spec(config), layout)
+    return make_plan(keys, spec, layout)

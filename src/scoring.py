@@ -98,7 +98,7 @@ def read_texts(path: Path, key: str) -> list[str]:
         UserError: there is no such file, it is not UTF-8 or has no text, or a line of a .jsonl file has no `text`.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON's strings may hold what splitlines ends lines at
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key}={path} cannot be read: {error}") from None
     texts = []
@@ -109,7 +109,9 @@ def read_texts(path: Path, key: str) -> list[str]:
             try:
                 line = json.loads(line)["text"]
             except (ValueError, KeyError, TypeError):
-                raise UserError(f'{key}={path}, line {number}: expected {{"text": "..."}}') from None
+                line = None
+            if not isinstance(line, str):
+                raise UserError(f'{key}={path}, line {number}: expected {{"text": "..."}}')
         texts.append(line)
     if not texts:
         raise UserError(f"{key}={path} has no text")

@@ -51,7 +51,7 @@ class Checkpointer:
     """
 
     def __init__(self, directory: epath.PathLike, *, max_to_keep: int, async_save: bool, compress: bool = True) -> None:
-        self._directory = _absolute(directory)
+        self._directory = absolute(directory)
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=None if max_to_keep == -1 else max_to_keep,
             enable_async_checkpointing=async_save,
@@ -207,7 +207,7 @@ def checkpoint_identity(path: epath.PathLike) -> str:
 
 def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
     """The folder of checkpoints that `path` means, and the steps there, newest first."""
-    path = _absolute(path)
+    path = absolute(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = _steps(folder)
     if not steps and path.name.isdigit() and path.is_dir():
@@ -383,7 +383,8 @@ def _steps(folder: epath.Path) -> list[int]:
     return sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
 
 
-def _absolute(path: epath.PathLike) -> epath.Path:
+def absolute(path: epath.PathLike) -> epath.Path:
+    """The path from the root of the file system; one on an object store is that already."""
     path = epath.Path(path).expanduser()
     return path if _is_remote(path) else path.resolve()
 

@@ -46,10 +46,10 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
             path = tuple(int(word) if word.isdecimal() else word for word in name.split("."))
             chosen[path] = jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=copied)
         if keep_dtypes:
+            as_saved = {path: saved[dotted(path)]["dtype"] for path in chosen if dotted(path) in saved}
             chosen = {
-                path: jax.ShapeDtypeStruct(leaf.shape, saved[dotted(path)]["dtype"], sharding=leaf.sharding)
+                path: jax.ShapeDtypeStruct(leaf.shape, as_saved.get(path, leaf.dtype), sharding=leaf.sharding)
                 for path, leaf in chosen.items()
-                if dotted(path) in saved
             }
         return nested(chosen)
 
@@ -57,7 +57,7 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
     if "lora" not in meta:
         return restored, meta, messages
     adapters = restored.pop("lora")
-    check_base(meta["lora"])
+    check_base(meta["lora"], meta["lora"]["base"])
     base, _, base_messages = load_weights(meta["lora"]["base"], tree, keep_dtypes)
     spec = lora.LoraSpec(meta["lora"]["rank"], meta["lora"]["alpha"], ())
     whole = join(base, restored)  # what was trained whole takes the place of what it began as
@@ -72,12 +72,16 @@ def identity(path: str) -> str:
     return f"{zlib.crc32(repr(sizes).encode()):08x}"
 
 
-def check_base(adapters: Mapping[str, Any]) -> None:
-    """Raises UserError where the weights that adapters were trained on have changed."""
-    if identity(adapters["base"]) != adapters["base_identity"]:
+def check_base(adapters: Mapping[str, Any], path: str) -> None:
+    """Raises UserError where the weights at `path` are not those that adapters were trained on.
+
+    `adapters` is what their checkpoint's meta says of them.
+    """
+    if identity(path) != adapters["base_identity"]:
         raise UserError(
-            f"the weights at {adapters['base']}, on which these adapters were trained, have changed since (a run's "
-            "folder means its newest checkpoint): adapters mean nothing without them. Restore them there."
+            f"the weights at {path} are not those on which these adapters were trained, at {adapters['base']}, or have "
+            "changed since (a run's folder means its newest checkpoint): adapters mean nothing without them. Restore "
+            "them there."
         )
 
 

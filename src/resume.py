@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ml_collections import FrozenConfigDict
 
-from src.checkpoint import Checkpointer, restore_step
+from src.checkpoint import Checkpointer, absolute, restore_step
 from src.config import compare_runs, from_yaml
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
@@ -80,14 +79,14 @@ def starting_state(
         restored = checkpointer.restore_latest(saved_parts(plan, abstract))
         if restored is not None:
             fields, meta, messages = restored
-            fields |= base_weights(plan, abstract, meta)
+            if plan.lora:
+                fields["frozen"] = base_weights(plan, abstract, meta, config.load_parameters_path)
             state, more = with_position(fields, meta, config, abstract, fingerprint)
             return state, [*changes, *messages, f"resumed from step {int(state.step)}", *more]
     if path := config.load_full_state_path:
-        wanted = saved_parts(plan, abstract)
+        wanted = parts(abstract)  # config_checks.py: no adapters here, whose base load_parameters_path would be
         fields, meta, messages = restore_step(path, wanted, tuple(wanted))
         check_vocabulary(config, meta)
-        fields |= base_weights(plan, abstract, meta)
         state, more = with_position(fields, meta, config, abstract, fingerprint)
         return state, [*messages, *more]
     if config.load_parameters_path:
@@ -114,19 +113,21 @@ def saved_meta(config: FrozenConfigDict, fingerprint: Mapping[str, Any], tokeniz
         "tokenizer": tokenizer.fingerprint() if tokenizer else None,
     }
     if config.lora_rank:
-        base = str(Path(config.load_parameters_path).expanduser().absolute())
+        base = str(absolute(config.load_parameters_path))
         meta["lora"] = {"rank": config.lora_rank, "alpha": config.lora_alpha, "base": base}
         meta["lora"]["base_identity"] = identity(config.load_parameters_path)
     return meta
 
 
-def base_weights(plan: StepPlan, abstract: TrainState, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The frozen part of a state whose checkpoint holds adapters without it; empty where it holds all."""
-    if not plan.lora:
-        return {}
-    check_base(meta["lora"])
-    weights, _, _ = load_weights(meta["lora"]["base"], all_weights(abstract))
-    return {"frozen": plan.by_part(weights)["frozen"]}
+def base_weights(plan: StepPlan, abstract: TrainState, meta: Mapping[str, Any], path: str) -> Tree:
+    """The frozen part of a state whose checkpoint holds adapters without it: the weights at `path`.
+
+    Raises:
+        UserError: the adapters were trained on others.
+    """
+    check_base(meta["lora"], path)
+    weights, _, _ = load_weights(path, all_weights(abstract))
+    return plan.by_part(weights)["frozen"]
 
 
 def all_weights(abstract: TrainState) -> Tree:

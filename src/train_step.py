@@ -138,7 +138,9 @@ def lora_of(config: Mapping[str, Any]) -> LoraSpec | None:
 
 
 def trained_parts(declarations: weights.Tree, patterns: Sequence[str], adapted: bool) -> weights.Tree:
-    """The part of the state of each weight: without patterns all are trainable, or none where adapters are trained.
+    """The part of the state of each weight: without patterns all are trained, or none where adapters are.
+
+    What is not trained is frozen, a router's correction bias too: it moves where it is among the trained alone.
 
     Raises:
         UserError: a pattern fits no weight.
@@ -152,8 +154,7 @@ def trained_parts(declarations: weights.Tree, patterns: Sequence[str], adapted: 
             raise UserError(f"trainable_parameters: {pattern} fits no weight of {', '.join(names)}")
 
     def part_of(path: Any, part: str) -> str:
-        keys = tuple(entry.key for entry in path)
-        return "frozen" if part == "trainable" and not weights.matches(keys, patterns) else part
+        return part if weights.matches(tuple(entry.key for entry in path), patterns) else "frozen"
 
     return jax.tree.map_with_path(part_of, parts)
 
@@ -308,11 +309,12 @@ def eval_step(parts: tuple[Any, ...], batch: Batch, plan: StepPlan) -> Metrics:
     And `further`, where `eval_metrics` has metrics of its own: each a sum and the number to divide it by.
     """
     decoder = plan.decoder(*parts)
-    sums = {"loss_sum": loss_sums(decoder, batch, plan, dropout_key=None)[0]}
-    sums["tokens"] = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
+    hidden_BTD, context, _ = hidden_states(decoder, batch, plan, dropout_key=None)
+    logits_of = functools.partial(decoder.logits, context=context)
+    loss_sum, _ = cross_entropy(logits_of, hidden_BTD, batch["targets"], batch["loss_mask"], plan.vocab_tiles)
+    sums = {"loss_sum": loss_sum, "tokens": jnp.sum(batch["loss_mask"], dtype=jnp.float32)}
     if plan.eval_metrics:
-        hidden_BTD, context, _ = hidden_states(decoder, batch, plan, dropout_key=None)
-        sums["further"] = plan.eval_metrics(decoder.logits(hidden_BTD, context)[..., : plan.spec.vocab_size], batch)
+        sums["further"] = plan.eval_metrics(logits_of(hidden_BTD)[..., : plan.spec.vocab_size], batch)
     return sums
 
 

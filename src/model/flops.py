@@ -29,8 +29,9 @@ def count_params(spec: ModelSpec) -> int:
 
 def count_active_params(spec: ModelSpec) -> int:
     """The parameters that a token goes through: of each layer's experts those it is sent to."""
+    layers = [*spec.layers, *(spec.layers[-1:] * spec.prediction_layers)]
     idle = 0
-    for layer in spec.layers:
+    for layer in layers:
         if isinstance(layer.feed_forward, ExpertsSpec):
             experts = layer.feed_forward
             idle += (experts.count - experts.per_token) * _expert_params(experts, spec.emb_dim)

@@ -73,15 +73,19 @@ def attach(weights: Tree, adapters: Tree, spec: LoraSpec) -> Tree:
 
 
 def merge(weights: Tree, adapters: Tree, spec: LoraSpec) -> Tree:
-    """The weights with their adapters added in, in the weights' dtypes."""
+    """The weights with their adapters added in, in the weights' dtypes and where the weights are, which are donated."""
 
     def add(base: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
         stacked = up.ndim - 1 - (base.ndim - down.ndim + 1)
         down, up = down.astype(jnp.float32), up.astype(jnp.float32)
-        thin = down.reshape(*down.shape[:stacked], -1, spec.rank) @ up.reshape(*up.shape[: stacked + 1], -1)
-        return (base.astype(jnp.float32) + spec.alpha / spec.rank * thin.reshape(base.shape)).astype(base.dtype)
+        product = down.reshape(*down.shape[:stacked], -1, spec.rank) @ up.reshape(*up.shape[: stacked + 1], -1)
+        return (base.astype(jnp.float32) + spec.alpha / spec.rank * product.reshape(base.shape)).astype(base.dtype)
 
-    return _with_adapters(weights, adapters, add)
+    def add_in_place(base: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
+        # Compiled, so that no device makes the whole of a product whose weight is cut among many.
+        return jax.jit(add, out_shardings=base.sharding, donate_argnums=0)(base, down, up)
+
+    return _with_adapters(weights, adapters, add_in_place)
 
 
 def _with_adapters(weights: Tree, adapters: Tree, change: Callable[..., Any]) -> Tree:

@@ -53,7 +53,7 @@ def test_an_adapted_model_is_the_model_with_the_products_added(facts):
 
     value = jax.jit(functools.partial(loss, adapted=adapters))(weights_of(plan))
     assert_close(value, jax.jit(functools.partial(loss, adapted=None))(summed), 1e-5)
-    assert_close(lora.merge(weights_of(plan), adapters, plan.lora), summed, 1e-6)
+    assert_close(lora.merge(jax.device_put(weights_of(plan)), adapters, plan.lora), summed, 1e-6)
 
 
 def weights_of(plan):

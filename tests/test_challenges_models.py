@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from src.errors import UserError
+from src.hf.check import compare
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
 
@@ -66,3 +67,9 @@ def test_a_header_that_is_a_list(tmp_path):
     (make(tmp_path, {"x": torch.ones(2)}) / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"[1,2,34]")
     with pytest.raises(UserError, match="header is not JSON"):
         open_folder(tmp_path)
+
+
+def test_check_takes_a_model_with_fewer_positions_than_base_yml_has_tokens_a_row(tmp_path):
+    config = GPT2Config(vocab_size=9, n_positions=12, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    assert compare(tmp_path, tmp_path).largest_difference < 2e-4

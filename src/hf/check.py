@@ -10,6 +10,7 @@ import numpy as np
 from src import config as configuration
 from src.config_yaml import BASE
 from src.errors import UserError
+from src.hf.facts import model_facts
 from src.inference import inference_plan
 from src.load_weights import load_weights
 from src.mesh import make_layout
@@ -17,7 +18,7 @@ from src.resume import all_weights
 from src.scoring import compute_logits
 from src.train_step import abstract_state
 
-ROWS, LENGTH = 2, 64  # of random ids
+ROWS, LENGTH = 2, 64  # of random ids, at most
 
 
 class Agreement(NamedTuple):
@@ -41,11 +42,13 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     except ImportError as error:
         sentence = f"check compares with transformers on torch, which are not here ({error}): pip install both"
         raise UserError(sentence) from None
+    # A table of positions may be shorter than base.yml's rows.
+    length = min(LENGTH, model_facts(hf_dir).get("trainable_position_size", LENGTH))
     settings = ("dtype=float32", "weight_dtype=float32", "matmul_precision=highest", "remat_policy=none")
-    config = configuration.load([str(BASE), f"model_name={hf_dir}", *settings])
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, LENGTH)).astype(np.int32)
+    config = configuration.load([str(BASE), f"model_name={hf_dir}", f"max_target_length={length}", *settings])
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)
 
-    plan = inference_plan(config, make_layout(config, jax.devices()[:1]), LENGTH, packed=False)
+    plan = inference_plan(config, make_layout(config, jax.devices()[:1]), length, packed=False)
     weights, _, messages = load_weights(str(checkpoint), all_weights(abstract_state(plan, config, (ROWS, 1, 2))))
     for message in messages:
         print(message, flush=True)

@@ -13,7 +13,7 @@ those that transformers, where it is installed, computes of the folder.
 import functools
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from src.model import weights
 from src.model.decoder import Decoder
 from src.model.flops import count_params
 from src.model.spec import model_spec
+from src.startup import say
 
 USAGE = """python -m src.convert from-hf HF_DIR OUT_DIR
 python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16]
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
     """Runs the command line `argv`.
 
     Raises:
-        UserError: it is neither command, or what that raises.
+        UserError: it is none of the commands, or what they raise.
     """
     # Weights are read, moved and written: no accelerator need hold them.
     jax.config.update("jax_platforms", "cpu")
@@ -104,9 +105,9 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     checkpointer = Checkpointer(out_dir / "checkpoint", max_to_keep=-1, async_save=False, compress=False)
     checkpointer.save(0, {part: weights.select(arrays, part_of, part) for part in WEIGHTS}, meta)
     checkpointer.close()
-    _say(notes)
+    say(notes)
     count = count_params(model_spec(config))
-    _say([f"{count:,} parameters: model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint"])
+    say([f"{count:,} parameters: model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint"])
 
 
 def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
@@ -126,7 +127,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
     family, hf = describe(config)
     tree, _ = _declared(config)
     arrays, _, messages = load_any_weights(str(checkpoint), tree, keep_dtypes=True)
-    _say(messages)
+    say(messages)
     _make_empty(out_dir)
     save_folder(
         out_dir,
@@ -136,8 +137,9 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
         config["vocab_size"],
         jnp.dtype(dtype) if dtype else None,
     )
-    _copy_companions(model_folder, out_dir)
-    _say([f"wrote {out_dir}"])
+    if model_folder:
+        _copy_companions(model_folder, out_dir)
+    say([f"wrote {out_dir}"])
 
 
 def _declared(config: Mapping[str, Any]) -> tuple[weights.Tree, weights.Tree]:
@@ -178,25 +180,27 @@ def _tokenizer_fingerprint(hf_dir: Path, config: Mapping[str, Any], notes: list[
         return None
 
 
-def _find(source: Path) -> tuple[dict[str, Any], Path, Path]:
-    """(every key of base.yml, the checkpoint's or checkpoints' folder, the folder of the model file) of `source`."""
+def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
+    """(every key of base.yml, the checkpoint's or checkpoints' folder, the model file's folder or None) of `source`."""
     if (source / "model.yml").is_file():
         keys = from_yaml((source / "model.yml").read_text(encoding="utf-8"))
         return {**base().defaults, **keys}, source / "checkpoint", source
     for run in (source, source.parent, source.parent.parent):
         if (run / "config.yml").is_file():
             config = {**base().defaults, **from_yaml((run / "config.yml").read_text(encoding="utf-8"))}
-            model = Path(config["model_name"])
-            return config, source, model if model.is_dir() else model.parent
+            model = Path(config["model_name"]).expanduser()
+            # A name alone is a file of configs/models, beside which there is nothing to copy.
+            named = not config["model_name"] or not (model.is_dir() or model.suffix == ".yml")
+            return config, source, None if named else model if model.is_dir() else model.parent
     raise UserError(
         f"there is no model.yml in {source}, and no config.yml in it or above it: expected what from-hf wrote, or a "
         "run's folder or one of its checkpoints"
     )
 
 
-def _original_entries(model_folder: Path) -> dict[str, Any]:
+def _original_entries(model_folder: Path | None) -> dict[str, Any]:
     """`ENTRIES`, as far as the config.json has them that the model file comes from."""
-    for name in (ORIGINAL, "config.json"):
+    for name in (ORIGINAL, "config.json") if model_folder else ():
         if (model_folder / name).is_file():
             entries = json.loads((model_folder / name).read_text(encoding="utf-8"))
             entries = {**entries, **entries.get("text_config", {})}
@@ -215,11 +219,6 @@ def _copy_companions(source: Path, target: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-
-
-def _say(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,9 @@ class Speed:
     decode_seconds: float = 0.0
 
     def lines(self) -> list[str]:
-        """For the user."""
+        """For the user; nothing where nothing was asked."""
+        if not self.prompt_tokens:
+            return []
         rates = [("prefill", self.prompt_tokens, self.prefill_seconds)]
         if self.drawn_tokens:
             rates.append(("decode", self.drawn_tokens, self.decode_seconds))

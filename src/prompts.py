@@ -8,6 +8,7 @@ from ml_collections import FrozenConfigDict
 
 from src.data.chat_template import Message
 from src.data.conversations import read_message
+from src.data.text_files import well_formed
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
 
@@ -23,7 +24,7 @@ def read_prompts(config: FrozenConfigDict) -> list[Prompt]:
     """
     path = Path(config.prompt_path).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # editors on Windows begin files with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompt_path={path} can't be read: {error}") from None
     prompts: list[Prompt] = []
@@ -59,6 +60,8 @@ def encode_prompt(config: FrozenConfigDict, tokenizer: Tokenizer, prompt: Prompt
     Raises:
         UserError: they leave no room in `max_target_length`, or the tokenizer has no template.
     """
+    if isinstance(prompt, str):
+        prompt = well_formed(prompt)
     if isinstance(prompt, str) and not config.use_chat_template:
         ids = tokenizer.encode_prompt(prompt)
     else:

@@ -1,16 +1,20 @@
 """Odd things found by trying to break families, conversion and decoding: each gets an answer that names it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from src.answers import Speed
+from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
 from src.hf.check import compare
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
+from src.prompts import encode_prompt, read_prompts
 
 
 def make(folder, tensors, **config):
@@ -73,3 +77,18 @@ def test_check_takes_a_model_with_fewer_positions_than_base_yml_has_tokens_a_row
     config = GPT2Config(vocab_size=9, n_positions=12, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     assert compare(tmp_path, tmp_path).largest_difference < 2e-4
+
+
+def test_an_interactive_loop_that_ends_at_once_has_no_speed():
+    assert Speed().lines() == []
+
+
+def test_half_of_a_surrogate_pair_in_a_prompt_and_a_byte_order_mark_before_it(write):
+    config = SimpleNamespace(
+        prompt_path=write("prompts.jsonl", '\ufeff{"prompt": "a\\ud800"}\n'),
+        use_chat_template=False,
+        max_target_length=16,
+        max_prefill_predict_length=-1,
+    )
+    (prompt,) = read_prompts(config)
+    assert ByteTokenizer().decode(encode_prompt(config, ByteTokenizer(), prompt)).startswith("a")

@@ -23,6 +23,7 @@ from src.config_yaml import (
     parse_keys,
     read_file,
 )
+from src.data.tokenizer import has_tokenizer
 from src.errors import UserError
 from src.foreign_keys import answer
 from src.hf.facts import model_facts, model_yaml
@@ -172,7 +173,10 @@ def _model_name(settings: Sequence[Setting]) -> str:
 
 
 def _model_settings(name: str, problems: list[str]) -> list[Setting]:
-    """What the model file sets that `name` names, or the file or Hugging Face folder that it is the path of."""
+    """What the model file sets that `name` names, or the file or Hugging Face folder that it is the path of.
+
+    A folder's tokenizer is its model's.
+    """
     if not name:
         return []
     if is_hf_folder(name):
@@ -181,6 +185,8 @@ def _model_settings(name: str, problems: list[str]) -> list[Setting]:
         except UserError as error:
             problems.append(f"model_name={name}: {error}")
             return []
+        if has_tokenizer(Path(name).expanduser()):
+            keys |= {"tokenizer_type": "huggingface", "tokenizer_path": name}
         return [Setting(key, value, f"in {name}") for key, value in keys.items()]
     path = Path(name) if name.endswith(".yml") else CONFIGS / "models" / f"{name}.yml"
     if not path.is_file():

@@ -20,18 +20,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import FrozenConfigDict
 
 from src.checkpoint import WEIGHTS, Checkpointer
 from src.config import from_yaml
 from src.config_yaml import base
-from src.data.tokenizer import make_tokenizer
 from src.errors import UserError, run_command
 from src.hf import check
 from src.hf.facts import describe, folder_facts, folder_family, model_yaml
 from src.hf.folder import HfFolder, open_folder
 from src.hf.load import load_weights, match_tensors
 from src.hf.save import save_folder
+from src.load_weights import folder_fingerprint
 from src.load_weights import load_weights as load_any_weights
 from src.model import weights
 from src.model.decoder import Decoder
@@ -101,7 +100,7 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
 
     notes: list[str] = []
     arrays = load_weights(hf_dir, {"weights": tree}, notes)["weights"]
-    meta = {"vocab_size": config["vocab_size"], "tokenizer": _tokenizer_fingerprint(hf_dir, config, notes)}
+    meta = {"vocab_size": config["vocab_size"], "tokenizer": folder_fingerprint(hf_dir, config["vocab_size"], notes)}
     checkpointer = Checkpointer(out_dir / "checkpoint", max_to_keep=-1, async_save=False, compress=False)
     checkpointer.save(0, {part: weights.select(arrays, part_of, part) for part in WEIGHTS}, meta)
     checkpointer.close()
@@ -166,18 +165,6 @@ def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> tuple[weights.Tre
         for weight, leaf in leaves.items()
     }
     return weights.nested(typed), part_of
-
-
-def _tokenizer_fingerprint(hf_dir: Path, config: Mapping[str, Any], notes: list[str]) -> dict[str, Any] | None:
-    """Of the folder's tokenizer; None where it has none that can be read, on which `notes` takes a line."""
-    if not any((hf_dir / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        return None
-    keys = {**config, "tokenizer_type": "huggingface", "tokenizer_path": str(hf_dir)}
-    try:
-        return make_tokenizer(FrozenConfigDict(keys)).fingerprint()
-    except UserError as error:
-        notes.append(f"the checkpoint does not know its tokenizer: {error}")
-        return None
 
 
 def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:

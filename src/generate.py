@@ -1,6 +1,7 @@
 """Generation on devices: the prompts at once, then a token of every row a step, from caches."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,11 +66,16 @@ def _unstacked(blocks: dict[int, weights.Tree], segment: Segment) -> dict[int, w
     layers: dict[int, dict[tuple[Any, ...], jax.Array]] = {}
     for position, block in blocks.items():
         for path, leaf in weights.by_path(block).items():
-            split = jax.jit(lambda leaf: jnp.split(leaf, len(leaf)), out_shardings=leaf.sharding)
-            for repeat, layer in enumerate(split(leaf)):
+            for repeat, layer in enumerate(_split(leaf, leaf.sharding)):
                 layers.setdefault(repeat * len(segment.pattern) + position, {})[path] = layer
             leaf.delete()  # or the whole model would be in memory twice
     return {number: weights.nested(layer) for number, layer in layers.items()}
+
+
+@functools.partial(jax.jit, static_argnames="at")
+def _split(stacked: jax.Array, at: jax.sharding.Sharding) -> list[jax.Array]:
+    """[repeats, ...] as so many [1, ...], each placed as the stack is, whose first dim no axis shards."""
+    return [jax.lax.with_sharding_constraint(layer, at) for layer in jnp.split(stacked, len(stacked))]
 
 
 class Generator:

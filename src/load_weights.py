@@ -1,5 +1,6 @@
 """A model's weights from wherever they are: a checkpoint, a run that trained adapters, a Hugging Face folder."""
 
+import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,12 +9,15 @@ from typing import Any
 import jax
 
 from src.checkpoint import checkpoint_identity, restore_weights
+from src.data.tokenizer import folder_tokenizer, has_tokenizer
 from src.errors import UserError
 from src.hf.facts import folder_facts
 from src.hf.folder import is_hf_folder, open_folder
 from src.hf.load import load_weights as load_hf_weights
 from src.model import lora
 from src.model.weights import Tree, by_path, dotted, join, nested
+
+TAIL_BYTES = 2**16  # of each file, which training changes as it does all others
 
 
 def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree, dict[str, Any], list[str]]:
@@ -26,7 +30,7 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
 
     Returns:
         `tree` with arrays for its leaves; the checkpoint's meta, of which a Hugging Face folder gives `vocab_size`
-        alone; and what to tell the user.
+        and `tokenizer`; and what to tell the user.
 
     Raises:
         UserError: there are no such weights, they are damaged, or they are another model's.
@@ -34,7 +38,8 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
     if is_hf_folder(path):
         notes: list[str] = []
         arrays = load_hf_weights(path, {"trainable": tree}, notes)["trainable"]
-        meta = {"vocab_size": folder_facts(open_folder(path))["vocab_size"]}
+        vocab_size = folder_facts(open_folder(path))["vocab_size"]
+        meta = {"vocab_size": vocab_size, "tokenizer": folder_fingerprint(Path(path).expanduser(), vocab_size, notes)}
         return arrays, meta, [*notes, f"read the weights of {path}."]
 
     def wanted(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
@@ -64,12 +69,28 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
     return lora.merge(whole, adapters, spec), meta, [*base_messages, *messages, "its adapters are merged."]
 
 
+def folder_fingerprint(folder: Path, vocab_size: int, notes: list[str]) -> dict[str, Any] | None:
+    """Of a Hugging Face folder's tokenizer; None where it has none that can be read, on which `notes` takes a line."""
+    if not has_tokenizer(folder):
+        return None
+    try:
+        return folder_tokenizer(folder, vocab_size).fingerprint()
+    except UserError as error:
+        notes.append(f"nothing is known of the tokenizer of these weights: {error}")
+        return None
+
+
 def identity(path: str) -> str:
-    """A text that changes with the weights at `path`: with a checkpoint's digests, or the sizes of files."""
+    """A text that changes with the weights at `path`: with a checkpoint's digests, or with what files end in."""
     if not is_hf_folder(path):
         return checkpoint_identity(path)
-    sizes = sorted((file.name, file.stat().st_size) for file in Path(path).expanduser().glob("*.safetensors"))
-    return f"{zlib.crc32(repr(sizes).encode()):08x}"
+    crc = 0
+    for file in sorted(Path(path).expanduser().glob("*.safetensors")):
+        with open(file, "rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - TAIL_BYTES))
+            crc = zlib.crc32(f"{file.name} {size}".encode() + opened.read(), crc)
+    return f"{crc:08x}"
 
 
 def check_base(adapters: Mapping[str, Any], path: str) -> None:

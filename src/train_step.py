@@ -264,7 +264,9 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         decoder = plan.decoder(trainable, state.frozen, state.stats)
         loss_sum, square_sum, further_sum, reports = loss_sums(decoder, rows, plan, key)
         denominator = jnp.maximum(tokens, 1.0)
-        reports = jax.tree.map(lambda report: report / plan.micro_batches, reports)
+        # Each micro-batch's by its share of the tokens that went through the experts.
+        share = jnp.sum(rows["segment_ids"] > 0) / jnp.maximum(jnp.sum(batch["segment_ids"] > 0), 1)
+        reports = jax.tree.map(lambda report: report * share, reports)
         shares = {"loss": loss_sum / denominator}
         objective = (loss_sum + plan.z_loss * square_sum) / denominator
         if plan.spec.has_experts:

@@ -166,7 +166,7 @@ def make_tokenizer(config: "FrozenConfigDict") -> Tokenizer | None:
     elif config.tokenizer_type == "sentencepiece":
         tokenizer = SentencePieceTokenizer(config.tokenizer_path)
     else:
-        tokenizer = _from_folder(Path(config.tokenizer_path).expanduser(), config.vocab_size)
+        tokenizer = folder_tokenizer(Path(config.tokenizer_path).expanduser(), config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} ids of the "
@@ -175,8 +175,17 @@ def make_tokenizer(config: "FrozenConfigDict") -> Tokenizer | None:
     return tokenizer
 
 
-def _from_folder(path: Path, model_vocab_size: int) -> Tokenizer:
-    """The tokenizer of a Hugging Face model folder, or a tokenizer.json; older folders have a SentencePiece model."""
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a Hugging Face model folder has a tokenizer that `folder_tokenizer` reads."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def folder_tokenizer(path: Path, model_vocab_size: int) -> Tokenizer:
+    """The tokenizer of a Hugging Face model folder, or a tokenizer.json; older folders have a SentencePiece model.
+
+    Raises:
+        UserError: there is none, or it is malformed.
+    """
     from src.data.huggingface import HuggingFaceTokenizer  # only runs that use it pay for its imports
 
     for file in (path / "tokenizer.json", path):

@@ -48,7 +48,11 @@ def save_folder(
         *copies(family.copied, shapes, vocab_size),
     ]:
         by_file.setdefault(piece.file, []).append(piece)
-    dtypes = {name: dtype or weights[pieces[0].weight].dtype for name, pieces in by_file.items()}
+    dtypes = {
+        # A correction bias moves in steps that a narrow type would lose.
+        name: weights[pieces[0].weight].dtype if dtype is None or "correction_bias" in pieces[0].weight else dtype
+        for name, pieces in by_file.items()
+    }
     sizes = {name: math.prod(pieces[0].file_shape) * dtypes[name].itemsize for name, pieces in by_file.items()}
     largest = max(sizes, key=lambda name: sizes[name])
     names = {"architectures": [family.architecture], "model_type": family.model_type}

@@ -18,6 +18,8 @@ from src.model.weights import Adapted, Tree, by_path, dotted, field, matches, ne
 STACKED = ("layers", "expert")  # dims of several weights in one array: each has its own adapter
 LOOKED_UP = ("vocab", "position")  # a table whose first dim is this is not multiplied by
 
+ADAPTER_DTYPE = "float32"  # whatever the weights beneath have: updates are small, and so are adapters
+
 
 @dataclass(frozen=True)
 class LoraSpec:
@@ -44,7 +46,7 @@ def declare(spec: LoraSpec, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
 
     def make(rngs: nnx.Rngs) -> Tree:
         pairs = {
-            path: _pair(rngs, sizes[path].shape, axes[path], fan_ins[path], spec.rank, str(sizes[path].dtype))
+            path: _pair(rngs, sizes[path].shape, axes[path], fan_ins[path], spec.rank)
             for path in multiplied
             if matches(path, spec.patterns)
         }
@@ -54,7 +56,7 @@ def declare(spec: LoraSpec, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
 
 
 def _pair(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: tuple[int, ...], rank: int, dtype: str
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: tuple[int, ...], rank: int
 ) -> Tree:
     stacked = sum(axis in STACKED for axis in axes)
     end = stacked + len(fan_in)
@@ -62,8 +64,8 @@ def _pair(
     down_shape, down_axes = (*shape[:end], rank), (*axes[:end], None)
     up_shape, up_axes = (*shape[:stacked], rank, *shape[end:]), (*axes[:stacked], None, *axes[end:])
     return {
-        "down": weight(rngs, down_shape, down_axes, dtype, fan_in=fan_in),
-        "up": weight(rngs, up_shape, up_axes, dtype, constant=0.0),
+        "down": weight(rngs, down_shape, down_axes, ADAPTER_DTYPE, fan_in=fan_in),
+        "up": weight(rngs, up_shape, up_axes, ADAPTER_DTYPE, constant=0.0),
     }
 
 

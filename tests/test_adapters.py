@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from src import config as configuration
@@ -179,3 +180,17 @@ def test_adapters_on_weights_that_changed_are_refused(folders, tmp_path):
         train(folders, steps=4, **keys)
     with pytest.raises(UserError, match="not those on which these adapters were trained"):
         evaluated(folders, load_parameters_path=tmp_path / "run")
+
+
+def test_a_folders_tokenizer_is_its_models_and_another_is_refused(folders, tmp_path):
+    shutil.copytree(folders / "hf", tmp_path / "hf")
+    words = Tokenizer(models.WordLevel({"a": 0, "=": 1, "[UNK]": 2, "</s>": 3}, unk_token="[UNK]"))
+    words.save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    paths = {"model_name": tmp_path / "hf", "load_parameters_path": tmp_path / "hf"}
+    config = configuration.load(keys_of(folders, **paths))
+    assert (config.tokenizer_type, config.tokenizer_path) == ("huggingface", str(tmp_path / "hf"))
+    with pytest.raises(UserError, match=r"another tokenizer.*\n.*type: huggingface -> byte"):
+        evaluated(folders, **paths, tokenizer_type="byte", tokenizer_path="")
+    accepted = {"tokenizer_type": "byte", "tokenizer_path": "", "accept_changes": "[tokenizer_path]"}
+    assert evaluated(folders, **paths, **accepted) > 3

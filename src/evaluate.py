@@ -12,7 +12,7 @@ from ml_collections import FrozenConfigDict
 from src.data.loader import EvalBatches, host_rows, to_global
 from src.data.sources import Source, SyntheticSource, open_eval_source
 from src.data.tokenizer import Tokenizer
-from src.errors import run_command
+from src.errors import UserError, run_command
 from src.inference import open_model
 from src.mesh import global_batch_size
 from src.metrics import perplexity
@@ -43,6 +43,9 @@ class Evaluation:
         """`eval_loss`, a mean over the set's tokens in nats, `eval_perplexity`, its exponential, and `eval_metrics`'s.
 
         `parts` is the model, as `state_weights` gives it.
+
+        Raises:
+            UserError: none of the batches has a token that counts.
         """
         sums = [
             self._eval_step(parts, to_global(batch, self._place, self._rows, self._global_batch))
@@ -50,7 +53,12 @@ class Evaluation:
         ]
         sums = jax.device_get(sums)
         tokens = sum(float(batch["tokens"]) for batch in sums)
-        loss = sum(float(batch["loss_sum"]) for batch in sums) / max(tokens, 1.0)
+        if not tokens:
+            raise UserError(
+                "no token of the evaluation counts in the loss: with use_sft=true its rows hold prompts alone. Raise "
+                "eval_steps (-1: all of the data) or max_target_length"
+            )
+        loss = sum(float(batch["loss_sum"]) for batch in sums) / tokens
         further = [batch["further"] for batch in sums if "further" in batch]
         return {
             "eval_loss": loss,

@@ -316,8 +316,19 @@ def eval_step(parts: tuple[Any, ...], batch: Batch, plan: StepPlan) -> Metrics:
     loss_sum, _ = cross_entropy(logits_of, hidden_BTD, batch["targets"], batch["loss_mask"], plan.vocab_tiles)
     sums = {"loss_sum": loss_sum, "tokens": jnp.sum(batch["loss_mask"], dtype=jnp.float32)}
     if plan.eval_metrics:
-        sums["further"] = plan.eval_metrics(logits_of(hidden_BTD)[..., : plan.spec.vocab_size], batch)
+        sums["further"] = _sums_and_counts(plan.eval_metrics(logits_of(hidden_BTD)[..., : plan.spec.vocab_size], batch))
     return sums
+
+
+def _sums_and_counts(found: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """What a user's `eval_metrics` returned. Raises UserError where it is no {name: (sum, count)}."""
+    if not isinstance(found, dict) or not all(
+        isinstance(pair, tuple | list) and [jnp.shape(each) for each in pair] == [(), ()] for pair in found.values()
+    ):
+        raise UserError(f"eval_metrics must return {{name: (sum, count)}}, scalars both: it returned {found}")
+    if taken := {"loss", "perplexity"}.intersection(found):
+        raise UserError(f"eval_metrics must name its metrics otherwise than {', '.join(sorted(taken))}")
+    return found
 
 
 def loss_sums(

@@ -1,20 +1,30 @@
 """Odd things found by trying to break families, conversion and decoding: each gets an answer that names it."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from src.answers import Speed
+from src.data.sources import SyntheticSource
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
+from src.evaluate import Evaluation
 from src.hf.check import compare
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
 from src.prompts import encode_prompt, read_prompts
+from src.train_step import eval_step
+from tests import tiny
+
+ROWS = tiny.packed_rows(0)
 
 
 def make(folder, tensors, **config):
@@ -92,3 +102,24 @@ def test_half_of_a_surrogate_pair_in_a_prompt_and_a_byte_order_mark_before_it(wr
     )
     (prompt,) = read_prompts(config)
     assert ByteTokenizer().decode(encode_prompt(config, ByteTokenizer(), prompt)).startswith("a")
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [None, 1.0, {"x": 1.0}, {"x": (1, 2, 3)}, {"x": (jnp.ones(2), jnp.ones(2))}, {"loss": (1, 2)}],
+)
+def test_a_users_metrics_that_are_no_sums_and_counts(returned):
+    plan = dataclasses.replace(tiny.make()[1], eval_metrics=lambda logits, batch: returned)
+    weights = tiny.random_weights(plan)
+    with pytest.raises(UserError, match="eval_metrics must"):
+        jax.eval_shape(lambda weights: eval_step(tuple(plan.by_part(weights).values()), ROWS, plan), weights)
+
+
+def test_an_evaluation_in_which_no_token_counts_is_no_perfect_one():
+    config, plan = tiny.make(eval_steps=1, per_device_batch_size=1)
+    nothing = {"loss_sum": np.float32(0), "tokens": np.float32(0)}
+    evaluation = Evaluation(
+        config, plan, lambda parts, batch: nothing, SyntheticSource(tiny.VOCAB, tiny.LENGTH, 0), None
+    )
+    with pytest.raises(UserError, match="no token of the evaluation counts"):
+        evaluation.run(())

@@ -23,8 +23,8 @@ main_of() {
 # and back to a folder of whose model transformers computes the run's logits. The folder is read as it is, unconverted.
 take_through() {
   local model=$1 out=$2 limit=$3
-  local keys=(model_name="$model" load_parameters_path="$model" tokenizer_type=huggingface tokenizer_path="$model"
-    base_output_directory="$out" max_target_length=64 per_device_batch_size=4 "${@:4}")
+  local keys=(model_name="$model" load_parameters_path="$model" base_output_directory="$out" max_target_length=64
+    per_device_batch_size=4 "${@:4}")
   mkdir -p "$out"
   for a in {1..9}; do
     for b in {1..9}; do echo "{\"prompt\": \"$a + $b =\", \"completion\": \" $((a + b))\"}"; done

@@ -47,19 +47,22 @@ def started(*programs):
     ]
 
 
+def place(link, target):
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(target)
+
+
 @pytest.fixture(scope="module")
 def anywhere(tmp_path_factory):
-    """A folder like the repository's root, in which the models that the pages name have been fetched and converted."""
+    """A folder like the repository's root, and home, with the models and runs that the pages name."""
     root = tmp_path_factory.mktemp("root")
     (root / "configs").symlink_to(ROOT / "configs")
     tiny = saved.save(root / "tiny", "llama")
-    words = {word for _, words in COMMANDS for word in words}
-    for folder in {found for word in words for found in re.findall(r"hf/[\w.-]+", word)}:
-        (root / "hf").mkdir(exist_ok=True)
-        (root / folder).symlink_to(tiny)
-    for folder in {found for word in words for found in re.findall(r"converted/[\w.-]+", word)}:
-        (root / folder).mkdir(parents=True)
-        (root / folder / "model.yml").symlink_to(ROOT / "configs" / "models" / "llama2-7b.yml")
+    words = " ".join(word for _, words in COMMANDS for word in words)
+    for folder in set(re.findall(r"\bhf/[\w.-]+|~/[\w.-]+", words)):
+        place(root / folder.removeprefix("~/"), tiny)
+    for file in set(re.findall(r"\bruns/[\w.-]+/config\.yml", words)):
+        place(root / file, ROOT / "configs" / "base.yml")
     return root
 
 
@@ -78,6 +81,7 @@ def test_the_readme_begins_with_the_two_commands():
 @pytest.mark.parametrize("argv", started(*PROGRAMS), ids=" ".join)
 def test_a_command_is_understood(argv, anywhere, monkeypatch):
     monkeypatch.chdir(anywhere)
+    monkeypatch.setenv("HOME", str(anywhere))
     if configuration.help_for(argv) is None:
         configuration.load(argv)
     else:
@@ -105,7 +109,7 @@ def test_a_tiny_models_family_is_there(argv):
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[" ".join(words) for _, words in COMMANDS])
 def test_what_a_command_starts_is_there(page, words):
     for word in words:
-        if re.fullmatch(r"[\w/]+\.(sh|py|yml)", word) and not word.startswith(("my", "converted/")):
+        if re.fullmatch(r"[\w/]+\.(sh|py|yml)", word) and not word.startswith(("my", "runs/")):
             assert (ROOT / word).is_file(), word
 
 

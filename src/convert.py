@@ -136,8 +136,9 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
         config["vocab_size"],
         jnp.dtype(dtype) if dtype else None,
     )
-    if model_folder:
-        _copy_companions(model_folder, out_dir)
+    for folder in (model_folder, _tokenizer_folder(config)):  # the run's own tokenizer wins
+        if folder:
+            _copy_companions(folder, out_dir)
     say([f"wrote {out_dir}"])
 
 
@@ -200,6 +201,14 @@ def _make_empty(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: name a new one")
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def _tokenizer_folder(config: Mapping[str, Any]) -> Path | None:
+    """Where the files of a run's Hugging Face tokenizer are; None where it has another kind."""
+    if config["tokenizer_type"] != "huggingface" or not config["tokenizer_path"]:
+        return None
+    path = Path(config["tokenizer_path"]).expanduser()
+    return path if path.is_dir() else path.parent
 
 
 def _copy_companions(source: Path, target: Path) -> None:

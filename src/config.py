@@ -88,7 +88,7 @@ def load(argv: Sequence[str], notes: list[str] | None = None) -> FrozenConfigDic
     problems: list[str] = []
     starts_with_file = bool(argv) and "=" not in argv[0] and not argv[0].startswith("-")
     if not starts_with_file:
-        problems.append("the first argument is a YAML file, as in `python -m src.train configs/base.yml steps=100`")
+        problems.append("the first argument is a YAML file, as in `configs/base.yml steps=100`")
     files = _chain(Path(argv[0]), problems) if starts_with_file else []
     arguments = list(_arguments(argv[1:] if starts_with_file else argv, problems))
     model_name = _model_name([*files, *arguments])
@@ -334,12 +334,12 @@ def help_text(key: str) -> str:
     return f"there is no key {key}.{nearest(key, base().defaults)} --help alone lists all keys."
 
 
-def help_for(argv: Sequence[str]) -> str | None:
-    """What `--help` or `--help KEY` in a command line asks for; None where it has no `--help`."""
+def help_for(argv: Sequence[str], usage: str = USAGE) -> str | None:
+    """What `--help` or `--help KEY` asks for in a command line of this usage; None where it has no `--help`."""
     for position, argument in enumerate(argv):
         if argument in ("--help", "-h"):
             topics = [topic for topic in argv[position + 1 :] if "=" not in topic]
-            return help_text(topics[0]) if topics else _overview()
+            return help_text(topics[0]) if topics else f"{usage}\n{_overview()}"
     return None
 
 
@@ -350,4 +350,4 @@ def _overview() -> str:
     listed = (
         f"\n{group}\n{textwrap.indent(textwrap.fill('  '.join(keys), 118), '  ')}" for group, keys in groups.items()
     )
-    return "\n".join([USAGE, *listed])
+    return "\n".join(listed)

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
     jax.config.update("jax_platforms", "cpu")
     match list(argv):
         case [] | ["--help" | "-h", *_]:
-            print(USAGE)
+            print(__doc__)
         case ["from-hf", hf_dir, out_dir]:
             from_hf(Path(hf_dir).expanduser(), Path(out_dir).expanduser())
         case ["to-hf", source, out_dir]:
@@ -180,6 +180,10 @@ def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
             # A name alone is a file of configs/models, beside which there is nothing to copy.
             named = not config["model_name"] or not (model.is_dir() or model.suffix == ".yml")
             return config, source, None if named else model if model.is_dir() else model.parent
+    if not source.exists():
+        raise UserError(
+            f"there is no folder {source}: expected what from-hf wrote, or a run's folder or one of its checkpoints"
+        )
     raise UserError(
         f"there is no model.yml in {source}, and no config.yml in it or above it: expected what from-hf wrote, or a "
         "run's folder or one of its checkpoints"

@@ -19,6 +19,11 @@ from src.sampling import sampling
 from src.startup import configured, printable, say
 from src.train_step import StepPlan
 
+USAGE = """Draws text from a model.
+
+python -m src.decode CONFIG.yml load_parameters_path=PATH prompt=TEXT [key=value ...]
+python -m src.decode --help KEY    what a key does; the group Decoding has those of this command"""
+
 
 def main(argv: Sequence[str]) -> list[str] | None:
     """Runs the command line `argv`; returns the texts drawn, without their prompts, None if it only asked for help.
@@ -26,7 +31,7 @@ def main(argv: Sequence[str]) -> list[str] | None:
     Raises:
         UserError: a mistake in the command, its prompts or its weights.
     """
-    config = configured(argv)
+    config = configured(argv, USAGE)
     if config is None:
         return None
     if config.interactive and jax.process_count() > 1:

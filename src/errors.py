@@ -1,6 +1,7 @@
 """The one exception for what a user can mend, and how a command ends on it."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,13 +29,16 @@ def imported(key: str, name: str) -> Any:
 def run_command(main: Callable[[Sequence[str]], object]) -> None:
     """Runs `main(argv)` as a command of its own: a `UserError` is printed without a traceback, exit code 2.
 
-    Ctrl-C ends it with exit code 130; what a run has saved by then stays.
+    Ctrl-C ends it with exit code 130, an output that nobody reads with 141; what a run has saved by then stays.
     """
     try:
         main(sys.argv[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except BrokenPipeError:  # such as of `| head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except KeyboardInterrupt:
         print("interrupted; a run goes on from its last checkpoint", file=sys.stderr, flush=True)
         sys.exit(130)

@@ -20,6 +20,13 @@ from src.scoring import score_texts, write_logits
 from src.startup import configured, say
 from src.train_step import StepPlan, batch_sharding, compile_eval_step
 
+USAGE = """Measures the loss of a model, scores texts, computes logits.
+
+python -m src.evaluate CONFIG.yml load_parameters_path=PATH eval_dataset_path=TEXTS [key=value ...]
+python -m src.evaluate CONFIG.yml load_parameters_path=PATH texts_path=IN.txt scores_path=OUT.jsonl
+python -m src.evaluate CONFIG.yml load_parameters_path=PATH tokens_path=IN.npy logits_path=OUT.npy
+python -m src.evaluate --help KEY    what a key does; the group Evaluation has those of this command"""
+
 
 class Evaluation:
     """One evaluation set, whose batches are the same each time `run` goes through them."""
@@ -78,7 +85,7 @@ def main(argv: Sequence[str]) -> dict[str, float] | None:
     Raises:
         UserError: a mistake in the command, its data or its weights.
     """
-    config = configured(argv)
+    config = configured(argv, USAGE)
     if config is None:
         return None
     opened = open_model(config)

@@ -12,14 +12,14 @@ from src.mesh import start_distributed
 from src.metrics import version
 
 
-def configured(argv: Sequence[str], usage: str = "") -> FrozenConfigDict | None:
+def configured(argv: Sequence[str], usage: str = configuration.USAGE) -> FrozenConfigDict | None:
     """The configuration of a command line, after which JAX may be used; None if it only asked for help.
 
     Raises:
         UserError: a mistake in the command line.
     """
-    if (help_text := configuration.help_for(argv)) is not None:
-        print(usage + help_text)
+    if (help_text := configuration.help_for(argv, usage)) is not None:
+        print(help_text)
         return None
     print(f"MinText {version()}", flush=True)
     notes: list[str] = []

@@ -39,6 +39,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     try:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         sentence = f"check compares with transformers on torch, which are not here ({error}): pip install both"
         raise UserError(sentence) from None
@@ -54,6 +55,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
         print(message, flush=True)
     ours = compute_logits(plan, tuple(plan.by_part(weights).values()), tokens)
     del weights
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         theirs = model(torch.tensor(tokens).long()).logits.numpy()
@@ -68,7 +70,8 @@ def agreement(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> Agreement:
     return Agreement(
         largest_difference=float(difference.max()),
         mean_difference=float(difference.mean()),
-        kl_divergence=float(np.sum(np.exp(theirs) * (theirs - ours), axis=-1).mean()),
+        # Rounding may leave it a little below zero.
+        kl_divergence=max(0.0, float(np.sum(np.exp(theirs) * (theirs - ours), axis=-1).mean())),
         top_1=float(np.mean(ours_BTV.argmax(-1) == theirs_BTV.argmax(-1))),
     )
 

@@ -79,6 +79,9 @@ def arguments(folder, **keys):
     keys = {
         "model_name": folder,
         "load_parameters_path": folder,
+        "tokenizer_type": "byte",  # not the folder's, unless a test says so
+        "tokenizer_path": "",
+        "accept_changes": "[tokenizer_path]",
         "max_target_length": LENGTH,
         "dtype": "float32",
         "matmul_precision": "highest",

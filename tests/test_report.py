@@ -52,7 +52,8 @@ class Page(HTMLParser):
 
 def train_entry(step, loss=2.0, **others):
     values = [step, loss, loss and perplexity(loss), 0.5, 3e-4, 0.5, 2000.0, 1.5]
-    return {**dict(zip(TRAIN_KEYS, values, strict=False)), **others}
+    names = [key for key in TRAIN_KEYS if key not in ("load_balance_loss", "mtp_loss")]  # which only some models have
+    return {**dict(zip(names, values, strict=False)), **others}
 
 
 def eval_entry(step, loss=2.5):

@@ -286,7 +286,7 @@ def test_weights_of_another_run_start_a_new_one(whole, corpus, tmp_path, capsys)
     keys = keys_of(folder, corpus, load_parameters_path=whole, learning_rate=1e-30, adam_weight_decay=0)
     runs.run_here(**{**keys, "steps": 2, "eval_interval": 2})
     output = capsys.readouterr().out
-    assert "restored trainable, frozen, stats from checkpoint 30" in output
+    assert "restored the weights from checkpoint 30" in output
     assert [step for step, _ in runs.losses(folder)] == [1, 2]
     assert runs.evaluations(folder)[0][1] == runs.evaluations(whole)[0][1]
     assert runs.losses(folder)[0][1] < 0.5 * runs.losses(whole)[0][1]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from src.model.cache import Cache, update, visible_BTS
+from src.model.cache import Cache, in_order, update, visible_BTS
 from src.model.context import Context
 from src.model.embeddings import rope
 from src.model.kernels import attend, masked_attention
@@ -52,8 +52,9 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = update(cache, {"key": k_BTKH, "value": v_BTKH}, context)
         if context.decoding:
-            mask_BTS = visible_BTS(spec, context.positions_BT, cache["key"].shape[1])
-            out_BTNH = masked_attention(q_BTNH, cache["key"], cache["value"], mask_BTS, spec, sinks_N)
+            k_BSKH, v_BSKH = in_order(cache["key"]), in_order(cache["value"])
+            mask_BTS = visible_BTS(spec, context.positions_BT, k_BSKH.shape[1])
+            out_BTNH = masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, spec, sinks_N)
         else:
             out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, spec, sinks_N, context)
         out_BTD = matmul(checkpoint_name(out_BTNH, "context"), self.out[...], "BTNH,NHD->BTD")

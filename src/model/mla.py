@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from src.model.cache import Cache, update, visible_BTS
+from src.model.cache import Cache, in_order, update, visible_BTS
 from src.model.context import Context
 from src.model.embeddings import rope
 from src.model.kernels import attend, masked_attention
@@ -53,7 +53,7 @@ class LatentAttention(nnx.Module):
         if cache is not None:
             cache = update(cache, {"latent": jnp.concatenate([latent_BT1R, shared_BT1H], axis=-1)}, context)
         if context.decoding:
-            out_BTNH = self._attend_to_latents(nope_BTNH, rope_BTNH, cache["latent"], context)
+            out_BTNH = self._attend_to_latents(nope_BTNH, rope_BTNH, in_order(cache["latent"]), context)
         else:
             q_BTNH = constrain(jnp.concatenate([nope_BTNH, rope_BTNH], axis=-1), "batch", "length", "heads", "head_dim")
             k_BTNH, v_BTNH = self._expanded(latent_BT1R, shared_BT1H)

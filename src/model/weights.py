@@ -4,6 +4,7 @@ Weights live in `flax.nnx` modules; the training step sees them as a plain neste
 """
 
 import math
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -83,6 +84,9 @@ def matmul(x: jax.Array, kernel: jax.Array | Adapted, einsum: str, precision: st
         added = matmul(x, kernel.down, f"{x_dims},{summed}r->{thin}", precision)
         added = matmul(added, kernel.up, f"{thin},r{dims.replace(summed, '')}->{out}", precision)
         return matmul(x, kernel.base, einsum, precision) + added
+    # einsum sums over its letters in alphabetic order, and would turn over a weight whose dims come in another.
+    letters = dict.fromkeys(einsum.partition("->")[0].partition(",")[2] + einsum.partition(",")[0])
+    einsum = einsum.translate(str.maketrans(dict(zip(letters, string.ascii_lowercase, strict=False))))
     return jnp.einsum(einsum, x, kernel.astype(x.dtype), precision=precision)
 
 

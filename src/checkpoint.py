@@ -330,12 +330,36 @@ def _read_arrays(
         # Devices that hold the same part share one read, and all parts are read at once.
         indices = {str(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
         shards = {key: store[index].read() for key, index in indices.items()}
-        return jax.make_array_from_callback(
+        array = jax.make_array_from_callback(
             shape, sharding, lambda index: shards[str(index)].result(), dtype=saved[name]["dtype"]
         )
+        return jax.block_until_ready(array)  # else what was read stays in memory beside it
 
+    arrays: dict[str, jax.Array] = {}
     with ThreadPoolExecutor(max_workers=8) as pool:
-        return dict(zip(wanted, pool.map(read, wanted), strict=True))
+        for names in _turns(wanted):
+            arrays.update(zip(names, pool.map(read, names), strict=True))
+    return {name: arrays[name] for name in wanted}
+
+
+def _turns(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
+    """Names of arrays to be read at once: the largest first, and a turn of several has at most half of its bytes.
+
+    TensorStore holds an array up to three times while it reads it, which so costs most while the least is in memory.
+    """
+    turns: list[list[str]] = []
+    room = 0
+    for name in sorted(wanted, key=lambda name: -_bytes(wanted[name])):
+        if room < _bytes(wanted[name]):
+            turns.append([])
+            room = max(map(_bytes, wanted.values())) // 2
+        turns[-1].append(name)
+        room -= _bytes(wanted[name])
+    return turns
+
+
+def _bytes(x: jax.ShapeDtypeStruct) -> int:
+    return x.size * x.dtype.itemsize
 
 
 def _check_shapes(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PIECE = 2**22  # elements
+PIECE = 2**18  # elements
 _GOLDEN = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, odd: positions spread over all bits
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -70,10 +70,15 @@ def save_folder(
         with open(path / file, "wb") as opened:
             _write_header(opened, {name: (dtypes[name], by_file[name][0].file_shape) for name in shard})
             for name in progress(shard, f"writing {file}"):
-                tensor = np.empty(by_file[name][0].file_shape, weights[by_file[name][0].weight].dtype)
-                for piece in by_file[name]:
-                    piece.write(weights[piece.weight], tensor)
-                opened.write(tensor.astype(dtypes[name], copy=False).reshape(-1).view(np.uint8))
+                opened.write(_tensor(by_file[name], weights, dtypes[name]).reshape(-1).view(np.uint8))
+
+
+def _tensor(pieces: Sequence[Piece], weights: Weights, dtype: np.dtype) -> np.ndarray:
+    """What the file holds under the name that the pieces share."""
+    tensor = np.empty(pieces[0].file_shape, weights[pieces[0].weight].dtype)
+    for piece in pieces:
+        piece.write(weights[piece.weight], tensor)
+    return tensor.astype(dtype, copy=False)
 
 
 def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:

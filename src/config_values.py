@@ -55,7 +55,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
       "num_experts_per_tok", "n_routing_groups", "topk_routing_group",
       "base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads",
       "head_dim", "vocab_size", "max_target_length", "num_vocab_tiling", "gradient_accumulation_steps", "log_period",
-      "checkpoint_period", "profiler_steps", "stack_trace_interval_seconds")),
+      "checkpoint_period", "profiler_steps", "stack_trace_interval_seconds", "compile_topology_num_slices")),
     ("1 or more, or -1", lambda value: value >= 1 or value == -1,
      ("steps", "learning_rate_schedule_steps", "trainable_position_size", "eval_interval", "eval_steps",
       "max_num_checkpoints_to_keep", "max_prefill_predict_length", "num_processes",

@@ -38,8 +38,6 @@ WORKING = [
 
 # Commands that ask for something that is not here, or has another name, and what the answer says.
 ANSWERED = [
-    ("compile_topology=v5e-256 compile_topology_num_slices=2", "ahead of time"),
-    ("compiled_trainstep_file=my_compiled_train.pickle", "ahead of time"),
     ("dataset_type=tfds dataset_name=c4/en:3.0.1", "dataset_type=text"),
     ("dataset_type=hf hf_path=allenai/c4", "JSONL"),
     ("dataset_type=grain grain_train_files=/data/*.array_record", "dataset_path=/data/*.array_record"),

@@ -12,8 +12,10 @@ from src.mesh import start_distributed
 from src.metrics import version
 
 
-def configured(argv: Sequence[str], usage: str = configuration.USAGE) -> FrozenConfigDict | None:
+def configured(argv: Sequence[str], usage: str = configuration.USAGE, *, joins: bool = True) -> FrozenConfigDict | None:
     """The configuration of a command line, after which JAX may be used; None if it only asked for help.
+
+    With `joins` this process is one of a job's, and JAX's devices are those of this machine.
 
     Raises:
         UserError: a mistake in the command line.
@@ -25,8 +27,11 @@ def configured(argv: Sequence[str], usage: str = configuration.USAGE) -> FrozenC
     notes: list[str] = []
     config = configuration.load(argv, notes)
     configure_jax(config)
-    start_distributed(config)
-    say(notes)
+    if joins:
+        start_distributed(config)
+        say(notes)
+    else:
+        print("".join(f"{note}\n" for note in notes), end="", flush=True)
     return config
 
 

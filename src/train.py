@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from ml_collections import FrozenConfigDict
 
 from src import config as configuration
+from src.build import build
 from src.checkpoint import Checkpointer
 from src.data.loader import data_fingerprint, host_rows, to_global, to_host, train_batches
 from src.data.sources import Source, SyntheticSource, open_sources
@@ -21,10 +22,9 @@ from src.decode import sample
 from src.diagnostics import Profile, stack_traces
 from src.errors import UserError, run_command
 from src.evaluate import Evaluation
-from src.mesh import check_hardware, describe, global_batch_size, make_layout
+from src.mesh import check_hardware, describe
 from src.metrics import MetricsLog, StepPrinter, environment, print_header
 from src.model.flops import FlopsPerToken, count_params, flops_per_token
-from src.model.spec import model_spec
 from src.optimizer import hyper_parameters
 from src.preemption import Preemption
 from src.prompts import encode_prompt
@@ -33,16 +33,7 @@ from src.report import write_report
 from src.resume import saved_meta, saved_parts, starting_state
 from src.run_folder import RunFolder
 from src.startup import configured, printable, say
-from src.train_step import (
-    StepPlan,
-    TrainState,
-    abstract_batch,
-    abstract_state,
-    batch_sharding,
-    compile_steps,
-    make_plan,
-    state_weights,
-)
+from src.train_step import StepPlan, TrainState, batch_sharding, state_weights
 
 
 class Result(NamedTuple):
@@ -70,27 +61,17 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
     # ---- Devices, model and step
     check_hardware(config)
-    layout = make_layout(config, jax.devices())
-    spec = model_spec(config)
-    plan = make_plan(config, spec, layout)
-    global_batch = global_batch_size(
-        layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size"
-    )
-    abstract = abstract_state(plan, config, (global_batch, 1, 2))
-    train_step, eval_step = compile_steps(plan, abstract)
-    # Before anything is written: what does not fit the mesh comes out here. The first step finds it traced.
-    train_step.trace(
-        abstract, abstract_batch(plan, global_batch, config.max_target_length), hyper_parameters(config, 0)
-    )
+    built = build(config, jax.devices())  # before anything is written: what does not fit the mesh comes out here
+    plan, global_batch = built.plan, built.rows
 
     # ---- Data
     source, eval_source = open_sources(config)
     tokenizer = make_tokenizer(config)
-    place = batch_sharding(layout)
+    place = batch_sharding(plan.layout)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
     fingerprint = data_fingerprint(config, source, tokenizer, global_batch)
     meta = saved_meta(config, fingerprint, tokenizer)
-    evaluation = Evaluation(config, plan, eval_step, eval_source, tokenizer) if eval_source else None
+    evaluation = Evaluation(config, plan, built.eval, eval_source, tokenizer) if eval_source else None
     if wants_sample := bool(config.sample_length and tokenizer):
         encode_prompt(config, tokenizer, config.prompt)  # now: one too long is better said before the run than after
 
@@ -104,7 +85,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         async_save=config.async_checkpointing,
     )
     exits.callback(checkpointer.close)
-    state, messages = starting_state(config, plan, abstract, folder, checkpointer, fingerprint, tokenizer)
+    state, messages = starting_state(config, plan, built.state, folder, checkpointer, fingerprint, tokenizer)
     first_step = int(state.step)
     if first_step >= config.steps:
         raise UserError(f"steps={config.steps} is already reached: the run is at step {first_step}. Raise steps.")
@@ -117,7 +98,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     folder.lock()
     folder.write_text("config.yml", configuration.to_yaml(config))
     folder.write_text("environment.json", json.dumps(facts))
-    flops = flops_per_token(spec, config.max_target_length)
+    flops = flops_per_token(plan.spec, config.max_target_length)
     is_writer = jax.process_index() == 0
     log = printer = None
     if is_writer:
@@ -130,14 +111,14 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     eval_metrics: dict[str, float] = {}
     preempted = False
     with (
-        Recorder(config, log, printer, flops, global_batch * config.max_target_length, layout.mesh) as recorder,
+        Recorder(config, log, printer, flops, built.tokens, plan.layout.mesh) as recorder,
         contextlib.closing(Profile(config, first_step, str(folder.local / "tensorboard"))) as profile,
         contextlib.closing(Preemption()) as preemption,
     ):
         for step in range(first_step, config.steps):
             profile.before_step(step)
             batch = to_global(next(batches), place, rows, global_batch)
-            state, metrics = train_step(state, batch, hyper_parameters(config, step))
+            state, metrics = built.train(state, batch, hyper_parameters(config, step))
             done = step + 1
             recorder.add(done, metrics)
             preempted = preemption.reached(done) and done < config.steps  # at its end a run has nothing to go on with

@@ -216,8 +216,13 @@ def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
     return {name: jax.ShapeDtypeStruct(shapes[name], dtypes[name], sharding=place[name]) for name in place}
 
 
-def compile_steps(plan: StepPlan, state: TrainState) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
-    """The jitted `train_step(state, batch, hyper)` and `eval_step(parts, batch)`; `state` gives the shardings."""
+def compile_steps(
+    plan: StepPlan, state: TrainState, compiler_options: Mapping[str, str] | None = None
+) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
+    """The jitted `train_step(state, batch, hyper)` and `eval_step(parts, batch)`; `state` gives the shardings.
+
+    `compiler_options` are XLA's, for the first.
+    """
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     batch, copy = batch_sharding(plan.layout), plan.layout.sharding(())
     train = jax.jit(
@@ -225,6 +230,7 @@ def compile_steps(plan: StepPlan, state: TrainState) -> tuple[jax.stages.Wrapped
         in_shardings=(state_shardings, batch, copy),
         out_shardings=(state_shardings, copy),
         donate_argnums=0,
+        compiler_options=dict(compiler_options or {}),
     )
     return train, compile_eval_step(plan, state_weights(state_shardings))
 

@@ -8,8 +8,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 needs_transformers
 out=${1:-$(mktemp -d)}
 export JAX_PLATFORMS=cpu
-keys=(model_name="$out/converted/model.yml" tokenizer_type=huggingface tokenizer_path="$out/converted" dtype=float32
-  base_output_directory="$out" max_target_length=64 per_device_batch_size=8)
+keys=(model_name="$out/converted/model.yml" dtype=float32 base_output_directory="$out" max_target_length=64
+  per_device_batch_size=8)
 
 echo "---- from Hugging Face"
 "$python" -m end_to_end.tiny_model make llama "$out/tiny"

@@ -175,7 +175,7 @@ def _model_name(settings: Sequence[Setting]) -> str:
 def _model_settings(name: str, problems: list[str]) -> list[Setting]:
     """What the model file sets that `name` names, or the file or Hugging Face folder that it is the path of.
 
-    A folder's tokenizer is its model's.
+    A tokenizer in the folder, or beside a file that is given by its path, is the model's.
     """
     if not name:
         return []
@@ -185,10 +185,8 @@ def _model_settings(name: str, problems: list[str]) -> list[Setting]:
         except UserError as error:
             problems.append(f"model_name={name}: {error}")
             return []
-        if has_tokenizer(Path(name).expanduser()):
-            keys |= {"tokenizer_type": "huggingface", "tokenizer_path": name}
-        return [Setting(key, value, f"in {name}") for key, value in keys.items()]
-    path = Path(name) if name.endswith(".yml") else CONFIGS / "models" / f"{name}.yml"
+        return [Setting(key, value, f"in {name}") for key, value in (keys | _tokenizer_keys(name)).items()]
+    path = Path(name).expanduser() if name.endswith(".yml") else CONFIGS / "models" / f"{name}.yml"
     if not path.is_file():
         models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
         hint = nearest(name, models) or f" There are {', '.join(models)}."
@@ -201,7 +199,14 @@ def _model_settings(name: str, problems: list[str]) -> list[Setting]:
     for setting in settings:
         if setting.key in base().defaults and setting.key not in base().keys_in(MODEL_GROUPS):
             problems.append(f"{path}: {setting.key} does not describe a model; a model file has only keys that do")
-    return settings
+    return settings + [Setting(key, value, f"beside {path}") for key, value in _tokenizer_keys(path.parent).items()]
+
+
+def _tokenizer_keys(folder: str | Path) -> dict[str, str]:
+    """The keys that name a model folder's tokenizer; none where it has none."""
+    if not has_tokenizer(Path(folder).expanduser()):
+        return {}
+    return {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
 
 
 def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str]) -> tuple[dict[str, Any], set[str]]:

@@ -115,7 +115,9 @@ def _tokenizer(config: Mapping[str, Any]) -> list[str]:
 
 
 def _finetuning(config: Mapping[str, Any]) -> list[str]:
-    if config["use_sft"] and (config["dataset_type"] != "text" or not config["dataset_path"]):
+    # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
+    has_path = config["dataset_path"] or config["eval_dataset_path"]
+    if config["use_sft"] and (config["dataset_type"] != "text" or not has_path):
         return ["use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"]
     return []
 
@@ -202,7 +204,7 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]
     (("steps", "learning_rate_schedule_steps", "warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule),
     (("max_target_length", "num_vocab_tiling"), _tiles),
     (("dataset_type", "tokenizer_type", "tokenizer_path"), _tokenizer),
-    (("use_sft", "dataset_type", "dataset_path"), _finetuning),
+    (("use_sft", "dataset_type", "dataset_path", "eval_dataset_path"), _finetuning),
     (("eval_interval", "dataset_type", "eval_dataset_path", "eval_fraction"), _evaluation),
     (("texts_path", "scores_path", "tokens_path", "logits_path"), _scoring),
     (

@@ -79,14 +79,17 @@ def parse(text: str, where: str) -> Any:
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise UserError(f"{where} is not valid YAML{_place_and_reason(error)}") from None
+        raise UserError(f"{where} is not valid YAML{_place_and_reason(error, text)}") from None
     return Plain("") if value is None else value
 
 
-def _place_and_reason(error: yaml.YAMLError) -> str:
+def _place_and_reason(error: yaml.YAMLError, text: str) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
-        return f", line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        place = f", line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        # To YAML a star begins the name of another place in the file; here it begins a pattern of weights' names.
+        pattern = re.compile(r"\*[^\s,\]}]*").match(text, (error.context_mark or mark).index)
+        return place + (f". What begins with * needs quotes: '{pattern[0]}'" if pattern else "")
     return f": {error}"
 
 

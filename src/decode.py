@@ -9,7 +9,7 @@ import jax
 from ml_collections import FrozenConfigDict
 
 from src.answers import Answer, Speed, draw_answers
-from src.data.tokenizer import Tokenizer
+from src.data.tokenizer import Tokenizer, make_tokenizer, missing_template
 from src.errors import UserError, run_command
 from src.generate import Generator, Model, in_training, unrolled
 from src.inference import open_model
@@ -36,21 +36,29 @@ def main(argv: Sequence[str]) -> list[str] | None:
         return None
     if config.interactive and jax.process_count() > 1:
         raise UserError("interactive=true needs a job of one process, and this one has several: use prompt_path")
-    prompts = read_prompts(config) if config.prompt_path else [config.prompt]
-    opened = open_model(config)
-    if opened.tokenizer is None:
+    tokenizer = make_tokenizer(config)
+    if tokenizer is None:
         raise UserError("a prompt needs a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
+    # What is wrong with a prompt comes out before the weights are read, which takes minutes.
+    if config.use_chat_template and tokenizer.chat_template is None:
+        raise missing_template()
+    answers = [] if config.interactive else open_answers(config, tokenizer)
+    opened = open_model(config, tokenizer)
     say(opened.messages)
-    tokenizer, layout, speed = opened.tokenizer, opened.plan.layout, Speed()
+    generator, speed = make_generator(config, unrolled(opened.plan, opened.parts)), Speed()
     if config.interactive:
-        texts = converse(config, tokenizer, make_generator(config, unrolled(opened.plan, opened.parts)), speed)
+        texts = converse(config, tokenizer, generator, speed)
     else:
-        answers = [Answer(config, tokenizer, encode_prompt(config, tokenizer, prompt)) for prompt in prompts]
-        generator = make_generator(config, unrolled(opened.plan, opened.parts))
-        draw_all(generator, answers, rows_at_once(config, layout), speed)
+        draw_all(generator, answers, rows_at_once(config, opened.plan.layout), speed)
         texts = [answer.text for answer in answers]
     say(speed.lines())
     return texts
+
+
+def open_answers(config: FrozenConfigDict, tokenizer: Tokenizer) -> list[Answer]:
+    """An answer, nothing drawn of it yet, to each prompt that the config gives."""
+    prompts = read_prompts(config) if config.prompt_path else [config.prompt]
+    return [Answer(config, tokenizer, encode_prompt(config, tokenizer, prompt)) for prompt in prompts]
 
 
 def make_generator(config: FrozenConfigDict, model: Model) -> Generator:

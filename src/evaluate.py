@@ -3,7 +3,7 @@
 With texts_path it scores given texts, with tokens_path it computes logits, and then nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from ml_collections import FrozenConfigDict
 
 from src.data.loader import EvalBatches, host_rows, to_global
 from src.data.sources import Source, SyntheticSource, open_eval_source
-from src.data.tokenizer import Tokenizer
+from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.errors import UserError, run_command
 from src.inference import open_model
 from src.mesh import global_batch_size
@@ -46,37 +46,52 @@ class Evaluation:
         self._rows = host_rows(self._place["tokens"], (self._global_batch, config.max_target_length))
         self._batches = EvalBatches(config, source, tokenizer, self._rows, self._global_batch)
 
+    def sums(self, parts: tuple[Any, ...]) -> list[dict[str, Any]]:
+        """What `eval_step` gives of each batch, on the host. `parts` is the model, as `state_weights` gives it."""
+        return jax.device_get(
+            [
+                self._eval_step(parts, to_global(batch, self._place, self._rows, self._global_batch))
+                for batch in self._batches
+            ]
+        )
+
     def run(self, parts: tuple[Any, ...]) -> dict[str, float]:
-        """`eval_loss`, a mean over the set's tokens in nats, `eval_perplexity`, its exponential, and `eval_metrics`'s.
+        """The set's metrics, as `means` gives them; the argument is that of `sums`."""
+        return means(self.sums(parts))
 
-        `parts` is the model, as `state_weights` gives it.
 
-        Raises:
-            UserError: none of the batches has a token that counts.
-        """
-        sums = [
-            self._eval_step(parts, to_global(batch, self._place, self._rows, self._global_batch))
-            for batch in self._batches
-        ]
-        sums = jax.device_get(sums)
-        tokens = sum(float(batch["tokens"]) for batch in sums)
-        if not tokens:
-            raise UserError(
-                "no token of the evaluation counts in the loss: with use_sft=true its rows hold prompts alone. Raise "
-                "eval_steps (-1: all of the data) or max_target_length"
-            )
-        loss = sum(float(batch["loss_sum"]) for batch in sums) / tokens
-        further = [batch["further"] for batch in sums if "further" in batch]
-        return {
-            "eval_loss": loss,
-            "eval_perplexity": perplexity(loss),
-            **{
-                f"eval_{name}": float(
-                    sum(batch[name][0] for batch in further) / sum(batch[name][1] for batch in further)
-                )
-                for name in (further[0] if further else ())
-            },
-        }
+def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """`eval_loss`, a mean over all batches' tokens in nats, `eval_perplexity`, its exponential, and `eval_metrics`'s.
+
+    One of those that counted nothing has no value: it is left out, and the user told.
+
+    Args:
+        sums: of each batch, as `eval_step` gives them.
+
+    Raises:
+        UserError: none of the batches has a token that counts.
+    """
+    tokens = counted_tokens(sums)
+    if not tokens:
+        raise UserError(
+            "no token of the evaluation counts in the loss: with use_sft=true its rows hold prompts alone. Raise "
+            "eval_steps (-1: all of the data) or max_target_length"
+        )
+    loss = sum(float(batch["loss_sum"]) for batch in sums) / tokens
+    metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+    further = [batch["further"] for batch in sums if "further" in batch]
+    for name in further[0] if further else ():
+        total, count = (sum(float(batch[name][index]) for batch in further) for index in (0, 1))
+        if count:
+            metrics[f"eval_{name}"] = total / count
+        else:
+            say([f"eval_{name} is left out: its count is 0 over the whole evaluation"])
+    return metrics
+
+
+def counted_tokens(sums: Sequence[Mapping[str, Any]]) -> int:
+    """Over how many tokens the loss of these batches is a mean."""
+    return round(sum(float(batch["tokens"]) for batch in sums))
 
 
 def main(argv: Sequence[str]) -> dict[str, float] | None:
@@ -88,7 +103,7 @@ def main(argv: Sequence[str]) -> dict[str, float] | None:
     config = configured(argv, USAGE)
     if config is None:
         return None
-    opened = open_model(config)
+    opened = open_model(config, make_tokenizer(config))
     say(opened.messages)
     if config.texts_path or config.tokens_path:
         if config.texts_path:
@@ -98,8 +113,10 @@ def main(argv: Sequence[str]) -> dict[str, float] | None:
         return None
     plan = opened.plan
     step = compile_eval_step(plan, tuple(plan.by_part(plan.shardings).values()))
-    metrics = Evaluation(config, plan, step, open_eval_source(config), opened.tokenizer).run(opened.parts)
+    sums = Evaluation(config, plan, step, open_eval_source(config), opened.tokenizer).sums(opened.parts)
+    metrics = means(sums)
     say(f"{name} {value:.5f}" for name, value in metrics.items())
+    say([f"eval_tokens {counted_tokens(sums)}", f"eval_batches {len(sums)}"])
     return metrics
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from ml_collections import FrozenConfigDict
 
-from src.data.tokenizer import Tokenizer, make_tokenizer
+from src.data.tokenizer import Tokenizer
 from src.errors import UserError
 from src.load_weights import load_weights
 from src.mesh import Layout, check_hardware, make_layout
@@ -26,8 +26,12 @@ class Opened:
     messages: list[str]
 
 
-def open_model(config: FrozenConfigDict) -> Opened:
+def open_model(config: FrozenConfigDict, tokenizer: Tokenizer | None) -> Opened:
     """The model that the config describes with the weights of its `load_parameters_path`, adapters merged.
+
+    Args:
+        config: of the command.
+        tokenizer: of its texts; None: it has none.
 
     Raises:
         UserError: there are no such weights, or they are another model's or another tokenizer's.
@@ -37,7 +41,6 @@ def open_model(config: FrozenConfigDict) -> Opened:
             "load_parameters_path says whose weights to use: a run's folder, a checkpoint, a Hugging Face one"
         )
     check_hardware(config)
-    tokenizer = make_tokenizer(config)
     plan = inference_plan(config, make_layout(config, jax.devices()), config.max_target_length, packed=config.packing)
     weights, meta, messages = load_weights(
         config.load_parameters_path, all_weights(abstract_state(plan, config, (plan.layout.shards("batch"), 1, 2)))

@@ -17,6 +17,7 @@ from src.errors import UserError
 from src.inference import Opened, inference_plan
 from src.mesh import global_batch_size
 from src.model.context import Context
+from src.model.loss import token_log_probs
 from src.train_step import StepPlan
 
 
@@ -147,14 +148,24 @@ def _compiled(plan: StepPlan, function: Callable[..., jax.Array]) -> Callable[[A
 
 def _logits(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
     """Logits [B, T, V] of rows that each are one text."""
-    decoder = plan.decoder(*parts)
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    context = Context(positions_BT, jnp.ones_like(tokens_BT), plan.layout, plan.kernel, packed=False)
-    hidden_BTD, _, _ = decoder(tokens_BT, context, plan.execution)
-    return decoder.logits(hidden_BTD, context)[..., : plan.spec.vocab_size]
+    hidden_BTD, logits_of = _hidden_states(parts, tokens_BT, plan)
+    return logits_of(hidden_BTD)
 
 
 def _log_probs(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
     """The log-probability [B, T - 1] of each token but the first, given those before it."""
-    log_probs_BTV = jax.nn.log_softmax(_logits(parts, tokens_BT, plan)[:, :-1])
-    return jnp.take_along_axis(log_probs_BTV, tokens_BT[:, 1:, None], axis=-1)[..., 0]
+    hidden_BTD, logits_of = _hidden_states(parts, tokens_BT, plan)
+    # All T places have a target, so that they divide into tiles: the last one's is any.
+    targets_BT = jnp.roll(tokens_BT, -1, axis=1)
+    return token_log_probs(logits_of, hidden_BTD, targets_BT, plan.vocab_tiles)[:, :-1]
+
+
+def _hidden_states(
+    parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """The hidden states [B, T, D] of rows that each are one text, and what makes logits [B, t, V] of some of them."""
+    decoder = plan.decoder(*parts)
+    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    context = Context(positions_BT, jnp.ones_like(tokens_BT), plan.layout, plan.kernel, packed=False)
+    hidden_BTD, _, _ = decoder(tokens_BT, context, plan.execution)
+    return hidden_BTD, lambda hidden_BtD: decoder.logits(hidden_BtD, context)[..., : plan.spec.vocab_size]

@@ -87,7 +87,7 @@ def test_a_hundred_steps_on_converted_weights_lower_the_loss_of_responses(folder
 def test_prompt_tokens_have_no_gradient(folders):
     """The gradient of the output projection is the sum over response tokens alone of h (p - y)."""
     config = configuration.load(keys_of(folders))
-    opened = open_model(config)
+    opened = open_model(config, make_tokenizer(config))
     source, _ = open_sources(config)
     rows, tokenizer = range(8), make_tokenizer(config)
     batches = train_batches(config, source, tokenizer, rows, 8, np.zeros((8, 1, 2), np.int32))

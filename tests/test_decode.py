@@ -309,6 +309,18 @@ def test_keys_that_do_not_fit(llama, keys, parts):
     assert all(part in said for part in parts), said
 
 
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ({"use_chat_template": True}, "chat template"),
+        ({"use_chat_template": True, "interactive": True}, "chat template"),
+        ({"prompt": LENGTH * "a"}, "max_target_length"),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_is_said_before_weights_are_looked_for(llama, keys, part):
+    assert part in refused(*arguments(llama[0], load_parameters_path="/nowhere", **keys))
+
+
 def test_another_tokenizer_than_the_checkpoint_was_trained_with(tmp_path, llama):
     corpus = runs.write_corpus(tmp_path / "corpus")
     runs.run_here(base_output_directory=tmp_path, dataset_path=corpus, steps=1, vocab_size=262)

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from src import evaluate
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
+from src.model.loss import token_log_probs
+from tests import runs
 
 LENGTH = 32
 
@@ -70,6 +73,32 @@ def test_texts_are_scored_token_by_token(model, tmp_path):
         assert line["log_prob"] == pytest.approx(expected.sum(), abs=1e-4)
 
 
+def test_scores_are_the_same_in_tiles(model, tmp_path):
+    (tmp_path / "texts.txt").write_text("def f(x):\na longer line of text, 31 by\n")
+    for tiles in (1, 4):
+        scores = tmp_path / f"{tiles}.jsonl"
+        run(model[1], texts_path=tmp_path / "texts.txt", scores_path=scores, num_vocab_tiling=tiles)
+    one, four = ([json.loads(line) for line in (tmp_path / f"{n}.jsonl").open()] for n in (1, 4))
+    for whole, tiled in zip(one, four, strict=True):
+        np.testing.assert_allclose(tiled["log_probs"][1:], whole["log_probs"][1:], atol=1e-6)
+
+
+def test_tiles_hold_the_logits_of_one_tile_at_a_time():
+    rows, length, width, vocab = 2, 64, 8, 4096
+    shapes = [((rows, length, width), jnp.float32), ((width, vocab), jnp.float32), ((rows, length), jnp.int32)]
+
+    def memory(tiles):
+        def scores(hidden, output, targets):
+            return token_log_probs(lambda h: h @ output, hidden, targets, tiles)
+
+        lowered = jax.jit(scores).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    whole = 4 * rows * length * vocab
+    assert memory(1) >= whole
+    assert memory(16) < whole / 4
+
+
 def test_logits_of_given_ids(model, tmp_path):
     tokens = np.random.default_rng(0).integers(0, 300, (10, 17)).astype(np.int32)
     np.save(tmp_path / "in.npy", tokens)
@@ -85,6 +114,40 @@ def accuracy(logits, batch):
     """A metric of a user's own."""
     hits = (jnp.argmax(logits, -1) == batch["targets"]) * batch["loss_mask"]
     return {"accuracy": (hits.sum(), batch["loss_mask"].sum()), "vocabulary": (logits.shape[-1], 1)}
+
+
+def nothing(logits, batch):
+    """A metric of rows that no batch has, and one that all have."""
+    return {"of_none": (logits.sum(), jnp.zeros(())), "rows": (logits.shape[0], 1)}
+
+
+def test_a_metric_that_counted_nothing_is_left_out_and_said(model, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one line\n")
+    metrics = run(model[1], eval_metrics="tests.test_scoring:nothing", eval_dataset_path=tmp_path)
+    assert set(metrics) == {"eval_loss", "eval_perplexity", "eval_rows"}
+    assert "eval_of_none is left out: its count is 0" in capsys.readouterr().out
+
+
+def test_conversations_to_evaluate_on_are_all_the_data_it_needs(model, tmp_path, capsys):
+    pairs = [("ab", "cde"), ("", "f")]
+    lines = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in pairs]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    keys = {"use_sft": True, "packing": False, "eval_dataset_path": tmp_path / "pairs.jsonl"}
+    metrics = run(model[1], **keys)
+    answers = [
+        log_probs(model[0], ByteTokenizer().encode(prompt + completion))[len(prompt.encode()) :]
+        for prompt, completion in pairs
+    ]
+    assert metrics["eval_loss"] == pytest.approx(-np.concatenate(answers).mean(), abs=1e-5)
+    assert "eval_tokens 6\neval_batches 1\n" in capsys.readouterr().out  # with the end of each answer
+
+
+def test_conversations_to_train_on_are_asked_for(model, tmp_path):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    keys = {"use_sft": True, "eval_dataset_path": tmp_path / "pairs.jsonl", "base_output_directory": tmp_path / "out"}
+    with pytest.raises(UserError, match=r"use_sft=true reads \.jsonl files of conversations: set dataset_path"):
+        runs.run_here(**keys)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_loss_on_any_data_and_metrics_of_ones_own(model, tmp_path):

@@ -1,5 +1,7 @@
 """Data for supervised finetuning: conversations, and which of their tokens the model learns to say."""
 
+import json
+import textwrap
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -112,7 +114,11 @@ def read_message(message: Any, number: int) -> "Message":
     if message["role"] not in ROLES:
         raise ValueError(f"message {number} has the role {message['role']!r}: expected one of {', '.join(ROLES)}")
     if not isinstance(message["content"], str):
-        raise ValueError(f'message {number}: "content" is no string')
+        found = textwrap.shorten(json.dumps(message["content"], ensure_ascii=False), 40, placeholder="...")
+        raise ValueError(
+            f'message {number} has "content": {found}, expected a string. '
+            "Calls of tools and parts that are no text are not read: write them out as text, or leave the line out"
+        )
     if message["role"] == "assistant" and not message["content"].strip():
         raise ValueError(f"message {number}, of the assistant, is empty: there is nothing to learn")
     return {**message, "content": text_files.well_formed(message["content"])}

@@ -199,4 +199,8 @@ def _open(
 
 def _open_files(config: "FrozenConfigDict", path: str, key: str) -> Source:
     """What the files of `key`=`path` have: conversations with `use_sft`, else texts."""
-    return ConversationSource(path, key) if config.use_sft else TextSource(path, config.max_document_bytes, key)
+    if not config.use_sft:
+        return TextSource(path, config.max_document_bytes, key)
+    if not path:
+        raise UserError(f"use_sft=true reads .jsonl files of conversations: set {key}")
+    return ConversationSource(path, key)

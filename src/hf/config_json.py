@@ -1,8 +1,10 @@
 """Parts of config.json that many families share, read into keys of base.yml and written from them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from src.config_yaml import TYPE_NAMES, base
 from src.errors import UserError
 
 Keys = dict[str, Any]
@@ -56,16 +58,37 @@ ROPE_PARAMETERS = {
 }
 
 
+def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
+    """An entry of config.json, which has the type of `default`; that itself where the entry is absent or null.
+
+    Raises:
+        UserError: it is of another type, such as a number in quotes.
+    """
+    value = hf.get(name)
+    if value is None:
+        return default
+    fits = (int, float) if isinstance(default, float) else type(default)
+    # To Python, true is an integer too.
+    if not isinstance(value, fits) or isinstance(value, bool) != isinstance(default, bool):
+        expected = TYPE_NAMES[type(default)].partition(",")[0]
+        raise UserError(f"config.json has {name} {json.dumps(value)}: expected {expected}")
+    return value
+
+
 def read(hf: Mapping[str, Any], names: Mapping[str, str]) -> Keys:
-    """The keys that `names` maps config.json's entries to; entries that are absent or null give none."""
-    return {key: hf[name] for name, key in names.items() if hf.get(name) is not None}
+    """The keys that `names` maps config.json's entries to; entries that are absent or null give none.
+
+    Raises:
+        UserError: an entry is not of its key's type.
+    """
+    return {key: entry(hf, name, base().defaults[key]) for name, key in names.items() if hf.get(name) is not None}
 
 
 def read_all(hf: Mapping[str, Any], names: Mapping[str, str]) -> Keys:
     """As `read`.
 
     Raises:
-        UserError: an entry is absent.
+        UserError: an entry is absent, or not of its key's type.
     """
     if missing := [name for name in names if hf.get(name) is None]:
         raise UserError(f"config.json lacks {', '.join(missing)}")
@@ -123,7 +146,7 @@ def refuse(hf: Mapping[str, Any], **only: Any) -> None:
     """Raises UserError where an entry of config.json has another value than `only` names for it; absent ones pass."""
     for name, value in only.items():
         if hf.get(name, value) != value:
-            raise UserError(f"config.json has {name} {hf[name]}, which is not here: expected {value}")
+            raise UserError(f"config.json has {name} {hf[name]!r}, which is not here: expected {value!r}")
 
 
 def pattern(layers: Sequence[Keys]) -> Keys:
@@ -144,7 +167,7 @@ def dense_and_sparse(layers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, 
 
 def window_keys(hf: Mapping[str, Any]) -> Keys:
     """The attention of a family whose layers all have a sliding window, or none."""
-    window = hf.get("sliding_window")
+    window = entry(hf, "sliding_window", 0)
     return {"attention_type": "local_sliding", "sliding_window_size": window} if window else {}
 
 
@@ -165,7 +188,7 @@ def windowed_layers(hf: Mapping[str, Any], count: int, global_every: int, **loca
     Raises:
         UserError: a layer's attention is of another kind.
     """
-    kinds = hf.get("layer_types") or [WINDOWED if (i + 1) % global_every else GLOBAL for i in range(count)]
+    kinds = entry(hf, "layer_types", []) or [WINDOWED if (i + 1) % global_every else GLOBAL for i in range(count)]
     if others := set(kinds) - {WINDOWED, GLOBAL}:
         raise UserError(f"config.json has layers of {', '.join(sorted(others))}: expected {WINDOWED} or {GLOBAL}")
     return pattern([{"attention_type": "local_sliding", **local} if kind == WINDOWED else {} for kind in kinds])
@@ -186,7 +209,7 @@ def rope_keys(hf: Mapping[str, Any], theta: float = 10_000.0) -> Keys:
     Raises:
         UserError: they are scaled in a way that is not here.
     """
-    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    parameters = entry(hf, "rope_parameters", {}) or entry(hf, "rope_scaling", {})
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise UserError(f"config.json has rotary positions of type {kind}: expected one of {', '.join(ROPE_TYPES)}")
@@ -194,7 +217,7 @@ def rope_keys(hf: Mapping[str, Any], theta: float = 10_000.0) -> Keys:
     if parameters.get("attention_factor") is not None:
         raise UserError("config.json has an attention_factor for rotary positions: expected mscale, or neither")
     return {
-        "rope_max_timescale": parameters.get("rope_theta") or hf.get("rope_theta") or theta,
+        "rope_max_timescale": entry(parameters, "rope_theta", entry(hf, "rope_theta", theta)),
         "rope_type": ROPE_TYPES[kind],
         # Where rope_scaling doesn't say how long the original length is.
         **read(hf, {"max_position_embeddings": "original_max_position_embeddings"} if kind == "yarn" else {}),

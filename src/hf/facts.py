@@ -25,7 +25,10 @@ def model_facts(path: str | os.PathLike[str]) -> Keys:
 def folder_facts(folder: HfFolder) -> Keys:
     """As `model_facts`, of an opened folder."""
     family = folder_family(folder)
-    keys = family.facts(text_config(folder))
+    try:
+        keys = family.facts(text_config(folder))
+    except UserError as error:
+        raise UserError(f"{folder.path}: {error}") from None
     if predicted := keys.get("mtp_num_layers"):
         # transformers leaves the extra layers out of what it saves, but not out of config.json.
         names = family.table_names(folder.tensors)

@@ -35,13 +35,28 @@ def cross_entropy(
     if tiles == 1:
         return sums(hidden_BTD, targets_BT, mask_BT)
 
-    def tile_dim(x: jax.Array) -> jax.Array:
-        """[B, T, ...] to [tiles, B, T / tiles, ...]."""
-        return jnp.moveaxis(x.reshape(x.shape[0], tiles, -1, *x.shape[2:]), 1, 0)
-
     def add_tile(totals: tuple[jax.Array, jax.Array], tile: tuple[jax.Array, ...]) -> tuple[tuple, None]:
         loss, squares = jax.checkpoint(sums)(*tile)
         return (totals[0] + loss, totals[1] + squares), None
 
     zeros = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-    return jax.lax.scan(add_tile, zeros, (tile_dim(hidden_BTD), tile_dim(targets_BT), tile_dim(mask_BT)))[0]
+    return jax.lax.scan(add_tile, zeros, in_tiles((hidden_BTD, targets_BT, mask_BT), tiles))[0]
+
+
+def token_log_probs(
+    logits_of: Callable[[jax.Array], jax.Array], hidden_BTD: jax.Array, targets_BT: jax.Array, tiles: int
+) -> jax.Array:
+    """The log-probability [B, T] of each target, in nats; the arguments are those of `cross_entropy`."""
+
+    def of_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+        hidden_BtD, targets_Bt = tile
+        log_probs_BtV = jax.nn.log_softmax(logits_of(hidden_BtD))
+        return jnp.take_along_axis(log_probs_BtV, targets_Bt[..., None], axis=-1)[..., 0]
+
+    tiled = jax.lax.map(of_tile, in_tiles((hidden_BTD, targets_BT), tiles))
+    return jnp.moveaxis(tiled, 0, 1).reshape(targets_BT.shape)
+
+
+def in_tiles(arrays: tuple[jax.Array, ...], tiles: int) -> tuple[jax.Array, ...]:
+    """Each array's [B, T, ...] as [tiles, B, T / tiles, ...]."""
+    return tuple(jnp.moveaxis(x.reshape(x.shape[0], tiles, -1, *x.shape[2:]), 1, 0) for x in arrays)

@@ -8,10 +8,12 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny import BASE
+from tokenizers import Tokenizer, models
 
 from src import config as configuration
 from src import convert
 from src.checkpoint import Checkpointer
+from src.data.tokenizer import make_tokenizer
 from src.errors import UserError
 from src.hf.facts import describe
 from src.hf.load import load_weights
@@ -146,6 +148,18 @@ def test_model_yml_is_a_model_file_and_tokenizer_files_travel(tmp_path):
     assert (back / "tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
     entries = json.loads((back / "config.json").read_text())
     assert (entries["eos_token_id"], entries["max_position_embeddings"]) == (42, 1234)
+
+
+def test_model_yml_brings_the_tokenizer_beside_it(tmp_path):
+    folder = saved.save(tmp_path / "hf", "llama")
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="b"))
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    convert.from_hf(folder, tmp_path / "converted")
+    model = f"model_name={tmp_path}/converted/model.yml"
+    assert make_tokenizer(configuration.load([BASE, model])).encode_text("a").tolist() == [0]
+    own = configuration.load([BASE, model, "tokenizer_type=sentencepiece", "tokenizer_path=own.model"])
+    assert (own.tokenizer_type, own.tokenizer_path) == ("sentencepiece", "own.model")
 
 
 def test_a_runs_checkpoint_is_written_in_the_dtype_asked_for(tmp_path):

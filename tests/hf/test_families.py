@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import saved
@@ -117,6 +118,37 @@ def test_an_entry_that_is_absent_has_transformers_value_or_is_an_error(family):
         assert found == family.facts(completed), f"without {absent}"
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_a_number_in_quotes_is_refused_by_name_wherever_one_is_read(family):
+    given = {"num_experts_per_tok": 6, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    config = transformers.CONFIG_MAPPING[family.model_type](**(given if family.model_type == "deepseek_v2" else {}))
+    whole = {**json.loads(config.to_json_string(use_diff=False)), "model_type": family.model_type}
+
+    def read(**entries):
+        try:
+            return family.facts({**whole, **entries})
+        except UserError as error:
+            return str(error)
+
+    numbers = {name: value for name, value in whole.items() if type(value) in (int, float)}
+    found = {name: read(**{name: str(value)}) for name, value in numbers.items()}
+    refused = [name for name, read_as in found.items() if read_as != read()]
+    assert len(refused) >= 6
+    for name in refused:
+        assert re.match(rf"config\.json has {name} [\"']{numbers[name]}[\"'].*: expected", found[name])
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [({"hidden_size": "24"}, 'hidden_size "24": expected an integer'), ({"vocab_size": None}, "lacks vocab_size")],
+)
+def test_the_folder_is_named_whose_config_json_is_wrong(tmp_path, entries, message):
+    folder = saved.save(tmp_path, "llama")
+    saved.edit_config(folder, **entries)
+    with pytest.raises(UserError, match=f"{folder}: config.json (has )?{message}"):
+        model_facts(folder)
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
@@ -125,6 +157,10 @@ def test_an_entry_that_is_absent_has_transformers_value_or_is_an_error(family):
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary positions of type dynamic"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.0}}, "attention_factor"),
         ({"num_attention_heads": None}, "config.json lacks num_attention_heads"),
+        ({"num_hidden_layers": 32.5}, "num_hidden_layers 32.5: expected an integer"),
+        ({"attention_bias": "false"}, 'attention_bias "false": expected true or false'),
+        ({"rope_scaling": "yarn"}, 'rope_scaling "yarn": expected a mapping'),
+        ({"rope_scaling": {**SCALING, "rope_type": "llama3", "factor": "8.0"}}, 'factor "8.0": expected a number'),
     ],
 )
 def test_what_a_family_cannot_say_is_refused_by_name(entries, message):

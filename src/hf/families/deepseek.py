@@ -18,6 +18,7 @@ NAMES = {
     "moe_intermediate_size": "base_moe_mlp_dim",
     "routed_scaling_factor": "routed_scaling_factor",
 }
+GROUPS = {"n_group": "n_routing_groups", "topk_group": "topk_routing_group"}
 ATTENTION = rows.LAYER + "self_attn."
 SHARED = rows.LAYER + "mlp.shared_experts."
 V2_ROWS = (
@@ -59,14 +60,14 @@ def _facts(hf: Mapping[str, Any]) -> cj.Keys:
         **cj.rope_keys(hf),
         **cj.read_all(hf, NAMES),
         # A null means none, and no entry the value of the published models.
-        "q_lora_rank": hf.get("q_lora_rank", 1536) or 0,
-        "shared_experts": hf["n_shared_experts"] or 0,
+        "q_lora_rank": cj.entry(hf, "q_lora_rank", 0 if "q_lora_rank" in hf else 1536),
+        "shared_experts": cj.entry(hf, "n_shared_experts", 0),
         "attention_type": "mla",
         "mlp_activations": [cj.activation(hf), "linear"],
-        "rope_interleave": hf.get("rope_interleave", True),
+        "rope_interleave": cj.entry(hf, "rope_interleave", True),
     }
     del keys["head_dim"]  # In newer config.json files that of the rotary part.
-    dense = hf["first_k_dense_replace"]
+    dense = cj.entry(hf, "first_k_dense_replace", 0)
     count = keys["base_num_decoder_layers"]
     return {**keys, **cj.pattern([{"num_experts": 1} if i < dense else {} for i in range(count)])}
 
@@ -98,9 +99,8 @@ def v2_facts(hf: Mapping[str, Any]) -> cj.Keys:
     grouped = hf.get("topk_method", "greedy") == "group_limited_greedy"
     return {
         **_facts(hf),
-        "norm_topk_prob": hf.get("norm_topk_prob", False),
-        "n_routing_groups": hf["n_group"] if grouped else 1,
-        "topk_routing_group": hf["topk_group"] if grouped else 1,
+        "norm_topk_prob": cj.entry(hf, "norm_topk_prob", False),
+        **(cj.read_all(hf, GROUPS) if grouped else {}),
     }
 
 
@@ -116,13 +116,13 @@ def v3_facts(hf: Mapping[str, Any]) -> cj.Keys:
     hf = {"n_shared_experts": 1, "first_k_dense_replace": 3, **hf}
     return {
         **_facts(hf),
-        "norm_topk_prob": hf.get("norm_topk_prob", True),
-        "n_routing_groups": hf.get("n_group", 8),
-        "topk_routing_group": hf.get("topk_group", 4),
+        "norm_topk_prob": cj.entry(hf, "norm_topk_prob", True),
+        "n_routing_groups": cj.entry(hf, "n_group", 8),
+        "topk_routing_group": cj.entry(hf, "topk_group", 4),
         "routed_score_func": "sigmoid",
         "routing_group_score": "top2",
         "routed_bias": True,
-        "mtp_num_layers": hf.get("num_nextn_predict_layers", 1),
+        "mtp_num_layers": cj.entry(hf, "num_nextn_predict_layers", 1),
     }
 
 

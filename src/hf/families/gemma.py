@@ -21,7 +21,7 @@ def facts(hf: Mapping[str, Any]) -> cj.Keys:
         **cj.shared_keys(hf, head_dim=256, rms_norm_eps=1e-6, tie_word_embeddings=True),
         **cj.rope_keys(hf),
         **GEMMA_KEYS,
-        "attention_bias": hf.get("attention_bias", False),
+        "attention_bias": cj.entry(hf, "attention_bias", False),
     }
 
 

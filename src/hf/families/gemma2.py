@@ -26,9 +26,9 @@ def gemma2_keys(hf: Mapping[str, Any], **defaults: Any) -> cj.Keys:
         **shared,
         **GEMMA_KEYS,
         **cj.read(hf, NAMES),
-        "attention_bias": hf.get("attention_bias", False),
+        "attention_bias": cj.entry(hf, "attention_bias", False),
         "normalization_placement": "both",
-        "sliding_window_size": hf["sliding_window"],
+        "sliding_window_size": cj.entry(hf, "sliding_window", 0),
     }
 
 

@@ -22,16 +22,16 @@ DEFAULTS = {
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
     cj.refuse(hf, use_bidirectional_attention=False)
-    by_kind = hf.get("rope_parameters") or {}
-    everywhere = {"rope_theta": hf.get("rope_theta", 1e6), "rope_scaling": hf.get("rope_scaling")}
-    windowed = {"rope_theta": hf.get("rope_local_base_freq", 1e4)}
+    by_kind = cj.entry(hf, "rope_parameters", {})
+    everywhere = {"rope_theta": cj.entry(hf, "rope_theta", 1e6), "rope_scaling": hf.get("rope_scaling")}
+    windowed = {"rope_theta": cj.entry(hf, "rope_local_base_freq", 1e4)}
     local = cj.rope_keys({**windowed, "rope_parameters": by_kind.get("sliding_attention")})
     keys = {
         **gemma2_keys(hf, **DEFAULTS),
         **cj.rope_keys({**everywhere, "rope_parameters": by_kind.get("full_attention")}),
         "qk_norm": "head",
     }
-    every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
+    every = cj.entry(hf, "sliding_window_pattern", cj.entry(hf, "_sliding_window_pattern", 6))
     return {**keys, **cj.windowed_layers(hf, keys["base_num_decoder_layers"], every, **local)}
 
 

@@ -14,8 +14,8 @@ def facts(hf: Mapping[str, Any]) -> cj.Keys:
         **cj.shared_keys(hf),
         **cj.rope_keys(hf),
         "mlp_activations": [cj.activation(hf), "linear"],
-        "attention_bias": hf.get("attention_bias", False),
-        "mlp_bias": hf.get("mlp_bias", False),
+        "attention_bias": cj.entry(hf, "attention_bias", False),
+        "mlp_bias": cj.entry(hf, "mlp_bias", False),
     }
 
 

@@ -26,23 +26,23 @@ def facts(hf: Mapping[str, Any]) -> cj.Keys:
         **cj.rope_keys(hf, theta=500_000.0),
         **cj.read_all(hf, NAMES),
         "mlp_activations": [cj.activation(hf), "linear"],
-        "attention_bias": hf.get("attention_bias", False),
+        "attention_bias": cj.entry(hf, "attention_bias", False),
         "rope_interleave": True,
         "shared_experts": 1,
         "routed_score_func": "sigmoid",
         "scale_expert_inputs": True,
     }
     count = keys["base_num_decoder_layers"]
-    step = hf.get("interleave_moe_layer_step", 1)
-    sparse = range(step - 1, count, step) if hf.get("moe_layers") is None else hf["moe_layers"]
-    every = hf.get("no_rope_layer_interval", 4)
-    rotated = hf.get("no_rope_layers") or [(i + 1) % every for i in range(count)]
-    local = {"attention_type": "chunk", "qk_norm": "l2" if hf.get("use_qk_norm", True) else "none"}
-    tuned = hf.get("attn_temperature_tuning", True)
+    step = cj.entry(hf, "interleave_moe_layer_step", 1)
+    sparse = cj.entry(hf, "moe_layers", list(range(step - 1, count, step)))
+    every = cj.entry(hf, "no_rope_layer_interval", 4)
+    rotated = cj.entry(hf, "no_rope_layers", []) or [(i + 1) % every for i in range(count)]
+    local = {"attention_type": "chunk", "qk_norm": "l2" if cj.entry(hf, "use_qk_norm", True) else "none"}
+    tuned = cj.entry(hf, "attn_temperature_tuning", True)
     everywhere = {
         "position_type": "none",
-        **({"attn_temperature_scale": hf.get("attn_scale", 0.1)} if tuned else {}),
-        "attn_temperature_floor": hf.get("floor_scale", 8192),
+        **({"attn_temperature_scale": cj.entry(hf, "attn_scale", 0.1)} if tuned else {}),
+        "attn_temperature_floor": cj.entry(hf, "floor_scale", 8192),
     }
     attention = [local if rotates else everywhere for rotates in rotated]
     dense = [{} if i in sparse else {"num_experts": 1} for i in range(count)]

@@ -15,7 +15,7 @@ def facts(hf: Mapping[str, Any]) -> cj.Keys:
         **cj.shared_keys(hf, rms_norm_eps=1e-5),
         **cj.rope_keys(hf),
         "mlp_activations": [cj.activation(hf), "linear"],
-        "attention_bias": hf.get("attention_bias", False),
+        "attention_bias": cj.entry(hf, "attention_bias", False),
         "qk_norm": "all_heads",
         "normalization_placement": "after",
     }

@@ -9,7 +9,6 @@ from src.hf.families import qwen3
 from src.hf.family import Family
 
 NAMES = {
-    "num_experts": "num_experts",
     "num_experts_per_tok": "num_experts_per_tok",
     "moe_intermediate_size": "base_moe_mlp_dim",
 }
@@ -17,13 +16,12 @@ NAMES = {
 
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
-    # transformers 5 writes num_local_experts.
-    experts = {**hf, "num_experts": hf.get("num_experts", hf.get("num_local_experts"))}
-    dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
+    experts = "num_experts" if "num_experts" in hf else "num_local_experts"  # which transformers 5 writes
+    dense, step = cj.entry(hf, "mlp_only_layers", []), cj.entry(hf, "decoder_sparse_step", 1)
     keys = {
         **qwen3.facts({"num_key_value_heads": 4, **hf}),
-        **cj.read_all(experts, NAMES),
-        "norm_topk_prob": hf.get("norm_topk_prob", False),
+        **cj.read_all(hf, {**NAMES, experts: "num_experts"}),
+        "norm_topk_prob": cj.entry(hf, "norm_topk_prob", False),
     }
     layers = range(keys["base_num_decoder_layers"])
     return {**keys, **cj.pattern([{"num_experts": 1} if i in dense or (i + 1) % step else {} for i in layers])}
@@ -35,6 +33,7 @@ def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
     return {
         **qwen3.hf_config(layers),
         **cj.write(sparse, NAMES),
+        "num_experts": sparse["num_experts"],
         "intermediate_size": dense["base_mlp_dim"],
         "norm_topk_prob": sparse["norm_topk_prob"],
         "decoder_sparse_step": 1,

@@ -15,6 +15,7 @@ class Built(NamedTuple):
     """A step that is traced but not compiled, and what it is called with: `jax.ShapeDtypeStruct`s with shardings."""
 
     plan: StepPlan
+    compiler_options: Mapping[str, str]  # XLA's, of `train`
     state: TrainState
     batch: Batch
     hyper: Hyper
@@ -50,4 +51,4 @@ def build(
     batch = abstract_batch(plan, rows, config["max_target_length"])
     hyper = hyper_parameters(config, 0)
     train, evaluate = compile_steps(plan, state, compiler_options)
-    return Built(plan, state, batch, hyper, train, evaluate, train.trace(state, batch, hyper))
+    return Built(plan, compiler_options or {}, state, batch, hyper, train, evaluate, train.trace(state, batch, hyper))

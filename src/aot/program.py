@@ -1,0 +1,288 @@
+"""A compiled training step as a file: `src.train_compile` saves it, `src.train` runs it without compiling.
+
+The file, from its start: a line that says what it is; a line with the digest and the number of the bytes that follow;
+the header, a JSON object that says what the program is for; the program, a pickle that JAX made. The digest tells
+damage, not intent: a compiled program is code, to be loaded only from those whose code one would run.
+"""
+
+import hashlib
+import io
+import json
+import os
+import re
+from base64 import b64decode
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from etils import epath
+from jax.experimental import serialize_executable
+from jax.experimental.mosaic.dialects import tpu
+from jax.extend.mlir import ir
+
+from src.build import Built
+from src.compiler_flags import environment_flags
+from src.config_yaml import base, dump
+from src.errors import UserError
+
+Header = dict[str, Any]
+
+FIRST_LINE = b"MinText compiled training step, format 1\n"
+SECOND_LINE = "sha256 {digest} of the {size} bytes that follow\n"
+
+# All that a pickled step is made of, in JAX 0.10.2 and 0.11.2, on CPU, TPU and GPU.
+PICKLED = frozenset(
+    {
+        ("jax", "P"),
+        ("jax._src.core", "ManualAxisType"),
+        ("jax._src.core", "MemorySpace"),
+        ("jax._src.core", "ShapedArray"),
+        ("jax._src.interpreters.pxla", "AllArgsInfo"),
+        ("jax._src.interpreters.pxla", "UnloadedMeshExecutable"),
+        ("jax._src.layout", "AutoLayoutSingleton"),
+        ("jax._src.layout", "Layout"),
+        ("jax._src.linear_util", "DebugInfo"),
+        ("jax._src.mesh", "AbstractDevice"),
+        ("jax._src.mesh", "AbstractMesh"),
+        ("jax._src.mesh", "AxisType"),
+        ("jax._src.mesh", "Mesh"),
+        ("jax._src.named_sharding", "_unpickle_named_sharding"),
+        ("jax._src.stages", "ArgInfo"),
+        ("jaxlib._jax", "DeviceList"),
+        ("ml_dtypes", "bfloat16"),
+        ("numpy", "dtype"),
+        ("numpy", "ndarray"),
+        ("numpy._core.multiarray", "_reconstruct"),
+    }
+)
+
+# Keys of base.yml that have no part in the compiled step: whole groups, and single keys of others. Whether a program
+# is the wrong one its digest says; this only keeps the list of reasons short.
+OTHER_GROUPS = ("Run", "Compilation ahead of time", "Evaluation", "Decoding", "Checkpoints", "Diagnostics")
+# fmt: off
+OTHER_KEYS = frozenset((
+    "jax_cache_dir",
+    *("learning_rate", "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction"),
+    *("learning_rate_final_fraction", "wsd_decay_steps_fraction"),
+    *("adam_b1", "adam_b2", "adam_eps", "adam_weight_decay", "gradient_clipping_threshold", "on_nonfinite"),
+    *("dataset_type", "dataset_path", "eval_dataset_path", "max_document_bytes", "eval_fraction"),
+    *("tokenizer_type", "tokenizer_path", "data_shuffle_seed"),
+    *("use_sft", "sft_train_on_completion_only"),
+    *("coordinator_address", "num_processes", "process_id"),
+))
+# fmt: on
+
+SHOWN_ARGUMENTS = 8  # of those that differ: a wider model changes every array
+
+
+# ---- What a program is for
+
+
+def header(config: Mapping[str, Any], built: Built) -> Header:
+    """What the program of a step depends on, as a JSON object: another header, another program.
+
+    `program` is the digest of the traced step, so that any change of MinText's code or of a key is seen; `config`
+    only explains one.
+    """
+    mesh = built.plan.layout.mesh
+    devices = list(mesh.devices.flat)
+    other_keys = {*base().keys_in(*OTHER_GROUPS), *OTHER_KEYS}
+    return {
+        "devices": {
+            "kind": devices[0].device_kind,
+            "count": len(devices),
+            "slices": len({getattr(device, "slice_index", 0) for device in devices}),
+            "processes": len({device.process_index for device in devices}),
+            "order": _digest(str([(device.id, *getattr(device, "coords", ())) for device in devices])),
+            **({"processor": _processor()} if devices[0].platform == "cpu" else {}),
+        },
+        "mesh": dict(mesh.shape),
+        "versions": _versions(devices[0].platform),
+        "compiler_options": dict(built.compiler_options),
+        "environment": environment_flags(),
+        "program": _digest(program_text(built.traced)),
+        "config": {key: dump(config[key]) for key in base().defaults if key not in other_keys},
+        "arguments": {
+            jax.tree_util.keystr(path, simple=True, separator="."): _described(leaf)
+            for path, leaf in jax.tree.leaves_with_path(
+                {"state": built.state, "batch": built.batch, "hyper": built.hyper}
+            )
+        },
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _described(leaf: Any) -> str:
+    """An argument's dtype, shape, and the mesh axes that shard its dims."""
+    sharding = getattr(leaf, "sharding", None)  # the hyper-parameters are numbers, on every device
+    return f"{leaf.dtype}{list(leaf.shape)} sharded {tuple(sharding.spec) if sharding else ()}"
+
+
+def _versions(platform: str) -> dict[str, str]:
+    """Of what compiles and runs a program."""
+    packages = {"tpu": ["libtpu"], "gpu": ["jax-cuda12-plugin", "jax-cuda12-pjrt"]}.get(platform, [])
+    return {package: metadata.version(package) for package in ["jax", "jaxlib", *packages]}
+
+
+def _processor() -> str:
+    """This machine's, whose instructions XLA's CPU backend compiles for."""
+    information = Path("/proc/cpuinfo").read_text()
+    fields = dict(re.findall(r"(?m)^(\w[\w ]*?)\s*: (.+)$", information))
+    instructions = fields.get("flags") or fields["Features"]  # x86 or ARM
+    return f"{fields.get('model name', 'unnamed')}, instruction sets {_digest(instructions)[:8]}"
+
+
+# ---- The digest of a program
+
+
+def program_text(traced: jax.stages.Traced) -> str:
+    """The traced step in words that are the same in every process, and on devices that are not here.
+
+    Neither text has everything. StableHLO has shardings, donation and constants, but of kernels that XLA asks Python
+    to partition (cuDNN's attention) only a Python object's address: what they were told, such as the scale, stands in
+    the jaxpr.
+    """
+    lowered = traced.lower().as_text()
+    lowered = re.sub(r'(@CustomSPMDPartitioning\(.*?backend_config = )"\d+"', r"\1", lowered)
+    lowered = re.sub(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+", _kernel_text, lowered)
+    return _with_sorted_sets(str(traced.jaxpr)) + lowered
+
+
+def _with_sorted_sets(jaxpr: str) -> str:
+    """Python prints the names that a remat policy saves in another order each time it is started."""
+    return re.sub(r"frozenset\(\{(.*?)\}\)", lambda found: ", ".join(sorted(found[1].split(", "))), jaxpr)
+
+
+def _kernel_text(body: re.Match[str]) -> str:
+    """A Pallas kernel for TPUs as text, which unlike its serialised form does not name the source files it is from."""
+    with ir.Context() as context:
+        tpu.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        return str(ir.Module.parse(b64decode(body[0])))
+
+
+# ---- Comparing
+
+
+def differences(saved: Header, here: Header) -> list[str]:
+    """What is another in a file's header and in this run's, a line each; empty where the program is the one wanted."""
+    if {**saved, "config": None} == {**here, "config": None}:
+        return []
+    found = [
+        line
+        for section in ("config", "devices", "mesh", "versions", "compiler_options", "environment")
+        for line in _changed(saved[section], here[section], "" if section == "config" else f"{section}.")
+    ]
+    arguments = list(_changed(saved["arguments"], here["arguments"], ""))
+    found += arguments[:SHOWN_ARGUMENTS]
+    if more := len(arguments) - SHOWN_ARGUMENTS:
+        found += [f"and {more} more arguments of the step"] if more > 0 else []
+    return found or ["the step itself: no key differs, so the code of MinText or of a package that it uses has changed"]
+
+
+def _changed(saved: Mapping[str, Any], here: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name in {**saved, **here}:
+        old, new = saved.get(name, "nothing"), here.get(name, "nothing")
+        if old != new:
+            yield f"{prefix}{name}: {old} in the file, {new} here"
+
+
+# ---- Saving and loading
+
+
+def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
+    """Writes the program with its header to `path`, any that etils writes; it is there whole or not at all.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
+    # What kept the Python functions of custom partitioning (cuDNN's attention has it) alive until XLA had called them.
+    # They can't be pickled, and are not called again.
+    compiled._executable._unloaded_executable.keepalive = None
+    program, _, _ = serialize_executable.serialize(compiled)
+    body = json.dumps(header, indent=1).encode() + b"\n" + program
+    second_line = SECOND_LINE.format(digest=hashlib.sha256(body).hexdigest(), size=len(body))
+    content = FIRST_LINE + second_line.encode() + body
+    target = epath.Path(path).expanduser()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if "://" in path:  # a store shows an object when all of it is there
+            target.write_bytes(content)
+        else:
+            part = target.with_name(f"{target.name}.{os.getpid()}.part")
+            part.write_bytes(content)
+            part.replace(target)
+    except Exception as error:  # each store's client has its own types
+        raise UserError(f"compiled_trainstep_file={path}: cannot write it: {type(error).__name__}: {error}") from error
+
+
+def load(path: str, header: Header, built: Built) -> jax.stages.Compiled:
+    """The program at `path`, to be called as `built.train` is; every process of a job loads it.
+
+    Args:
+        path: a file that `save` wrote.
+        header: what the program has to be for.
+        built: the step that it takes the place of.
+
+    Raises:
+        UserError: the file can't be read, is damaged or is none of ours, or its program is for something else.
+    """
+    saved, program = _read(path)
+    if found := differences(saved, header):
+        listed = "\n".join(f"  {line}" for line in found)
+        raise UserError(
+            f"compiled_trainstep_file={path} was compiled for another run than this:\n{listed}\n"
+            "Compile it for this one (python -m src.train_compile), or leave compiled_trainstep_file empty."
+        )
+    # In the mesh's order: the devices' own order is JAX's default, with which a mesh of another ends the process.
+    devices = tuple(built.plan.layout.mesh.devices.flat)
+    try:
+        unpickler = _Unpickler(io.BytesIO(program), devices[0].client, devices)
+        unloaded, arguments, no_kwargs = unpickler.load()
+        executable = unloaded.load()
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"compiled_trainstep_file={path}: these devices do not load it: {error}") from None
+    in_tree = jax.tree.structure(((built.state, built.batch, built.hyper), {}))
+    out_tree = jax.tree.structure(built.traced.out_info)
+    return jax.stages.Compiled(executable, [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
+
+
+class _Unpickler(serialize_executable._JaxPjrtUnpickler):
+    """JAX's, which puts devices and the program in their places; it looks up no name but those a step is made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in PICKLED:
+            raise UserError(f"the compiled step holds {module}.{name}, which none of ours does: it is not loaded")
+        return super().find_class(module, name)
+
+
+def _read(path: str) -> tuple[Header, bytes]:
+    """(header, program) of a file, its digest checked before anything else.
+
+    Raises:
+        UserError: there is no such file, or it is not as `save` wrote it.
+    """
+    where = f"compiled_trainstep_file={path}"
+    try:
+        content = epath.Path(path).expanduser().read_bytes()
+    except Exception as error:  # each store's client has its own types
+        raise UserError(f"{where}: cannot read it: {type(error).__name__}: {error}") from error
+    first_line, _, rest = content.partition(b"\n")
+    if first_line + b"\n" != FIRST_LINE:
+        raise UserError(
+            f"{where} is not what src.train_compile of this version writes: it begins with {first_line[:60]!r}, "
+            f"expected {FIRST_LINE.decode().strip()!r}"
+        )
+    second_line, _, body = rest.partition(b"\n")
+    expected = re.fullmatch(SECOND_LINE.format(digest="([0-9a-f]{64})", size=r"(\d+)").strip().encode(), second_line)
+    if expected and len(body) < int(expected[2]):
+        raise UserError(f"{where} is cut off: {len(body):,} of {int(expected[2]):,} bytes are there. Copy it again.")
+    if not expected or hashlib.sha256(body).hexdigest().encode() != expected[1]:
+        raise UserError(f"{where} is damaged: its digest is another than when it was written. Copy it again.")
+    text, _, program = body.partition(b"\n}\n")
+    return json.loads(text + b"}"), program

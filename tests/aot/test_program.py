@@ -1,0 +1,296 @@
+"""A compiled step as a file: what its header tells, when it is refused, and what is never read from it."""
+
+import hashlib
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from src import train_step
+from src.aot import program
+from src.build import build
+from src.config_yaml import base
+from src.errors import UserError
+from tests.tiny import load as load_config
+from tests.tiny import tree_bits
+
+KEYS = {"per_device_batch_size": 1, "base_num_decoder_layers": 1}
+DEVICES = jax.devices()[::-1]  # the mesh of a TPU slice seldom has its devices in their own order either
+
+
+def build_step(**overrides):
+    config = load_config(**{**KEYS, **overrides})
+    return config, build(config, DEVICES)
+
+
+@pytest.fixture(scope="module")
+def step():
+    """(config, the traced step, its header)."""
+    config, built = build_step()
+    return config, built, program.header(config, built)
+
+
+@pytest.fixture(scope="module")
+def compiled(step):
+    return step[1].traced.lower().compile()
+
+
+@pytest.fixture(scope="module")
+def file(step, compiled, tmp_path_factory):
+    """The step, saved."""
+    path = tmp_path_factory.mktemp("saved") / "folder" / "step"
+    program.save(str(path), compiled, step[2])
+    return path
+
+
+def refusal(path, step):
+    """What a run with this step says to the file; nothing where it is loaded."""
+    config, built, *_ = step
+    with pytest.raises(UserError) as error:
+        program.load(str(path), program.header(config, built), built)
+    return str(error.value)
+
+
+def parts(content):
+    """(first line, header, program) of a file's bytes, read by docs/aot.md's description of it."""
+    first, _, rest = content.split(b"\n", 2)
+    header, length = json.JSONDecoder().raw_decode(rest.decode("latin-1"))
+    return first, header, rest[length + 1 :]
+
+
+def written(path, header, payload):
+    """A file whose digest is right, whatever its header and program are."""
+    body = json.dumps(header, indent=1).encode() + b"\n" + payload
+    second = f"sha256 {hashlib.sha256(body).hexdigest()} of the {len(body)} bytes that follow\n".encode()
+    path.write_bytes(b"MinText compiled training step, format 1\n" + second + body)
+    return path
+
+
+# ---- What the file says
+
+
+def test_the_file_begins_with_what_it_is_for(file, step):
+    first, header, payload = parts(file.read_bytes())
+    assert first == b"MinText compiled training step, format 1"
+    assert header == step[2]
+    assert header["devices"]["kind"] == "cpu"
+    assert (header["devices"]["count"], header["devices"]["processes"]) == (8, 1)
+    assert header["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert header["versions"] == {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
+    assert header["config"]["base_emb_dim"] == "32"
+    assert header["arguments"]["state.trainable.embedding"] == "float32[128, 32] sharded ('tensor', 'fsdp')"
+    assert header["arguments"]["batch.loss_mask"] == "float32[8, 16] sharded (('data', 'fsdp'), None)"
+    assert header["arguments"]["hyper.learning_rate"] == "float32[] sharded ()"
+    assert payload.startswith(b"\x80"), "a pickle"
+
+
+def test_it_is_written_whole_or_not_at_all(file, step, compiled, tmp_path):
+    assert [path.name for path in file.parent.iterdir()] == ["step"], "nothing is left beside it"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write it"):
+        program.save(str(tmp_path / "file" / "step"), compiled, step[2])
+
+
+def test_what_is_loaded_computes_what_was_saved(file, step, compiled):
+    _, built, header = step
+
+    def ones(leaf):
+        return jax.device_put(jnp.ones(leaf.shape, leaf.dtype), leaf.sharding)
+
+    results = []
+    for train in (compiled, program.load(str(file), header, built)):
+        state, batch = jax.tree.map(ones, (built.state, built.batch))
+        results.append(tree_bits(train(state, batch, built.hyper)))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.trainable)), "the old state is donated"
+    assert results[0] == results[1]
+
+
+# ---- A file that is not as it was written
+
+
+@settings(max_examples=40)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_seen(file, step, tmp_path_factory, place, bit):
+    content = bytearray(file.read_bytes())
+    # Half of the places are in the lines before the program, which is a thousand times as long.
+    place = int(place * 2 * 600) if place < 0.5 else int((place - 0.5) * 2 * len(content))
+    content[place] ^= 1 << bit
+    damaged = tmp_path_factory.getbasetemp() / "damaged"
+    damaged.write_bytes(content)
+    with pytest.raises(UserError, match=r"is damaged|is not what|is cut off"):
+        program.load(str(damaged), step[2], step[1])
+
+
+@pytest.mark.parametrize("kept", [0, 20, 60, 1000, -1])
+def test_a_shortened_file_is_refused(file, step, tmp_path, kept):
+    short = tmp_path / "short"
+    short.write_bytes(file.read_bytes()[:kept])
+    expected = "is cut off" if kept in (1000, -1) else "is damaged" if kept == 60 else "is not what src.train_compile"
+    assert expected in refusal(short, step)
+
+
+def test_what_is_no_compiled_step_is_refused(step, tmp_path):
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(pickle.dumps([1, 2]))
+    assert "is not what src.train_compile" in refusal(foreign, step)
+    assert "cannot read it" in refusal(tmp_path / "none", step)
+    assert "cannot read it" in refusal(tmp_path, step)
+
+
+class Touch:
+    """What a pickle may do that is loaded without care: it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_no_other_name_than_a_step_is_made_of_is_looked_up(step, tmp_path):
+    evil = written(tmp_path / "evil", step[2], pickle.dumps(Touch(tmp_path / "touched")))
+    assert "pathlib" in refusal(evil, step)
+    assert not (tmp_path / "touched").exists()
+    pickle.loads(evil.read_bytes().partition(b"\n}\n")[2])
+    assert (tmp_path / "touched").exists(), "a pickle that does no harm shows nothing"
+
+
+def test_a_program_that_the_devices_do_not_load_is_refused(file, step, tmp_path):
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj):
+            return ("exec", b"no program") if obj == "program" else None
+
+    with open(tmp_path / "payload", "wb") as opened:
+        Pickler(opened).dump(("program", [], True))
+    other = written(tmp_path / "other", step[2], (tmp_path / "payload").read_bytes())
+    assert "these devices do not load it" in refusal(other, step)
+
+
+# ---- A program for something else
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ({"per_device_batch_size": 2}, "per_device_batch_size: 1.0 in the file, 2.0 here"),
+        ({"ici_tensor_parallelism": 2}, "mesh.tensor: 1 in the file, 2 here"),
+        ({"max_target_length": 32}, "batch.tokens: int32[8, 16] sharded "),
+        ({"dtype": "bfloat16"}, "dtype: float32 in the file, bfloat16 here"),
+        ({"remat_policy": "full"}, "remat_policy: none in the file, full here"),
+        ({"opt_type": "sgd"}, "opt_type: adamw in the file, sgd here"),
+        ({"z_loss_multiplier": 1e-4}, "z_loss_multiplier: 0.0 in the file, 0.0001 here"),
+        ({"dropout_rate": 0.1}, "dropout_rate: 0.0 in the file, 0.1 here"),
+        ({"base_emb_dim": 64}, "base_emb_dim: 32 in the file, 64 here"),
+        ({"logical_axis_rules__mlp": []}, "logical_axis_rules: "),
+    ],
+)
+def test_what_is_compiled_in_may_not_change(file, overrides, line):
+    assert f"\n  {line}" in refusal(file, build_step(**overrides))
+
+
+def test_the_precision_of_products_is_compiled_in(file):
+    with jax.default_matmul_precision("high"):  # as src.startup sets it by the key
+        said = refusal(file, build_step(matmul_precision="high"))
+    assert "\n  matmul_precision: highest in the file, high here" in said
+
+
+def test_all_that_differs_is_listed(file):
+    said = refusal(file, build_step(base_emb_dim=64, remat_policy="full", mu_dtype="bfloat16", learning_rate=0.5))
+    keys = [line.split(":")[0].strip() for line in said.splitlines() if " in the file, " in line]
+    assert {"base_emb_dim", "remat_policy", "mu_dtype"} <= set(keys)
+    assert "learning_rate" not in keys, "it may change, so it is no reason"
+    assert "more arguments of the step" in said
+
+
+def test_the_seed_is_compiled_in_with_dropout_alone(step, file):
+    config, built = build_step(init_weights_seed=1)
+    assert program.differences(step[2], program.header(config, built)) == []
+    dropout = [program.header(*build_step(dropout_rate=0.1, init_weights_seed=seed)) for seed in (0, 1)]
+    assert program.differences(*dropout) == ["init_weights_seed: 0 in the file, 1 here"]
+
+
+def test_another_order_of_devices_is_another_program(file, step):
+    assert "\n  devices.order: " in refusal(file, (step[0], build(step[0], jax.devices())))
+
+
+def test_changed_code_is_another_program(file, step, monkeypatch):
+    monkeypatch.setattr(train_step, "clip", lambda gradients, norm, threshold: gradients)
+    assert "the code of MinText" in refusal(file, build_step())
+
+
+def test_another_machine_versions_and_flags_are_listed(file, step, tmp_path, monkeypatch):
+    header = {
+        **step[2],
+        "devices": {**step[2]["devices"], "kind": "TPU v5 lite", "count": 256, "slices": 2},
+        "versions": {"jax": "0.1.2", "jaxlib": "0.1.2", "libtpu": "0.0.9"},
+        "compiler_options": {"xla_a": "1"},
+        "environment": {"XLA_FLAGS": "--xla_b=1"},
+    }
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_c=1")
+    said = refusal(written(tmp_path / "other", header, b""), step)
+    for line in (
+        "devices.kind: TPU v5 lite in the file, cpu here",
+        "devices.count: 256 in the file, 8 here",
+        "devices.slices: 2 in the file, 1 here",
+        f"versions.jax: 0.1.2 in the file, {jax.__version__} here",
+        "versions.libtpu: 0.0.9 in the file, nothing here",
+        "compiler_options.xla_a: 1 in the file, nothing here",
+        "environment.XLA_FLAGS: --xla_b=1 in the file, nothing here",
+        "environment.LIBTPU_INIT_ARGS: nothing in the file, --xla_c=1 here",
+    ):
+        assert f"\n  {line}" in said
+
+
+# What a run may change: a value for each of program.OTHER_KEYS that is none of a job's coordinator.
+# fmt: off
+RUN_TIME = {
+    "jax_cache_dir": "", "learning_rate": 0.5, "lr_schedule_type": "wsd", "learning_rate_schedule_steps": 7,
+    "warmup_steps_fraction": 0.3, "learning_rate_final_fraction": 0.2, "wsd_decay_steps_fraction": 0.4,
+    "adam_b1": 0.7, "adam_b2": 0.8, "adam_eps": 1e-3, "adam_weight_decay": 0.3, "gradient_clipping_threshold": 0.0,
+    "on_nonfinite": "skip", "dataset_type": "text", "dataset_path": "x", "eval_dataset_path": "y",
+    "max_document_bytes": 4096, "eval_fraction": 0.3, "tokenizer_type": "sentencepiece", "tokenizer_path": "z",
+    "data_shuffle_seed": 3, "use_sft": True, "sft_train_on_completion_only": False,
+}
+# fmt: on
+
+
+def test_what_enters_at_run_time_may_change(step):
+    config = step[0]
+    changed = {**config, **RUN_TIME, "steps": 5, "run_name": "other", "decode_seed": 4, "checkpoint_period": 9}
+    assert program.differences(step[2], program.header(changed, build(changed, DEVICES))) == []
+    assert set(RUN_TIME) == program.OTHER_KEYS - {"coordinator_address", "num_processes", "process_id"}
+    assert all(config[key] != value for key, value in RUN_TIME.items())
+    assert set(base().defaults) > program.OTHER_KEYS
+
+
+# ---- The digest of a program
+
+KERNEL = """
+from jax.experimental import pallas as pl
+
+def double(x, factor):
+    def kernel(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * factor
+    return pl.pallas_call(kernel, out_shape=x)(x)
+"""
+
+
+def traced_for_tpu(source_file, factor):
+    """A Pallas kernel for TPUs whose source is in this file; no TPU is needed to trace and lower it."""
+    names = {}
+    exec(compile(KERNEL, source_file, "exec"), names)
+    traced = jax.jit(lambda x: names["double"](x, factor)).trace(jnp.ones((8, 128)))
+    return SimpleNamespace(jaxpr=traced.jaxpr, lower=lambda: traced.lower(lowering_platforms=("tpu",)))
+
+
+def test_a_kernel_is_the_same_wherever_its_source_lies():
+    here, there = traced_for_tpu("/here/kernel.py", 2.0), traced_for_tpu("/over/there/kernel.py", 2.0)
+    assert here.lower().as_text() != there.lower().as_text(), "the compiler is given the source's place"
+    assert program.program_text(here) == program.program_text(there)
+    assert program.program_text(here) != program.program_text(traced_for_tpu("/here/kernel.py", 3.0))

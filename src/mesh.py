@@ -92,7 +92,7 @@ def start_distributed(config: Mapping[str, Any]) -> None:
 def make_layout(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Layout:
     """The mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them, with its rules."""
     names = tuple(config["mesh_axes"])
-    groups = _slices(devices)
+    groups = count_slices(devices)
     ici = _fill("ici", [config[f"ici_{name}_parallelism"] for name in names], len(devices) // groups, names)
     dcn = _fill("dcn", [config[f"dcn_{name}_parallelism"] for name in names], groups, names)
     if groups == 1:
@@ -107,7 +107,7 @@ def make_layout(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Lay
     return Layout(mesh, rules)
 
 
-def _slices(devices: Sequence[jax.Device]) -> int:
+def count_slices(devices: Sequence[jax.Device]) -> int:
     """How many groups of devices the fast interconnect joins: TPU slices, or else hosts (processes)."""
     if hasattr(devices[0], "slice_index"):
         return len({device.slice_index for device in devices})

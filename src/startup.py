@@ -8,6 +8,7 @@ import jax
 from ml_collections import FrozenConfigDict
 
 from src import config as configuration
+from src.compiler_flags import check_environment
 from src.mesh import start_distributed
 from src.metrics import version
 
@@ -18,7 +19,7 @@ def configured(argv: Sequence[str], usage: str = configuration.USAGE, *, joins: 
     With `joins` this process is one of a job's, and JAX's devices are those of this machine.
 
     Raises:
-        UserError: a mistake in the command line.
+        UserError: a mistake in the command line, or in the flags of the environment.
     """
     if (help_text := configuration.help_for(argv, usage)) is not None:
         print(help_text)
@@ -26,6 +27,8 @@ def configured(argv: Sequence[str], usage: str = configuration.USAGE, *, joins: 
     print(f"MinText {version()}", flush=True)
     notes: list[str] = []
     config = configuration.load(argv, notes)
+    platforms = jax.config.jax_platforms  # empty: whichever JAX finds
+    check_environment(uses_tpu=not platforms or "tpu" in platforms)
     configure_jax(config)
     if joins:
         start_distributed(config)

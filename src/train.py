@@ -15,6 +15,7 @@ from ml_collections import FrozenConfigDict
 from src import config as configuration
 from src.build import build
 from src.checkpoint import Checkpointer
+from src.compiler_flags import compiler_options
 from src.data.loader import data_fingerprint, host_rows, to_global, to_host, train_batches
 from src.data.sources import Source, SyntheticSource, open_sources
 from src.data.tokenizer import Tokenizer, make_tokenizer
@@ -22,7 +23,7 @@ from src.decode import sample
 from src.diagnostics import Profile, stack_traces
 from src.errors import UserError, run_command
 from src.evaluate import Evaluation
-from src.mesh import check_hardware, describe
+from src.mesh import check_hardware, count_slices, describe
 from src.metrics import MetricsLog, StepPrinter, environment, print_header
 from src.model.flops import FlopsPerToken, count_params, flops_per_token
 from src.optimizer import hyper_parameters
@@ -61,7 +62,8 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
     # ---- Devices, model and step
     check_hardware(config)
-    built = build(config, jax.devices())  # before anything is written: what does not fit the mesh comes out here
+    options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
+    built = build(config, jax.devices(), options)  # before anything is written: what does not fit comes out here
     plan, global_batch = built.plan, built.rows
 
     # ---- Data

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from ml_collections import FrozenConfigDict
 
 from src import config as configuration
+from src.aot import program
 from src.build import build
 from src.checkpoint import Checkpointer
 from src.compiler_flags import compiler_options
@@ -65,6 +66,9 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
     built = build(config, jax.devices(), options)  # before anything is written: what does not fit comes out here
     plan, global_batch = built.plan, built.rows
+    train_step = built.train
+    if path := config.compiled_trainstep_file:
+        train_step = program.load(path, program.header(config, built), built)
 
     # ---- Data
     source, eval_source = open_sources(config)
@@ -120,7 +124,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         for step in range(first_step, config.steps):
             profile.before_step(step)
             batch = to_global(next(batches), place, rows, global_batch)
-            state, metrics = built.train(state, batch, hyper_parameters(config, step))
+            state, metrics = train_step(state, batch, hyper_parameters(config, step))
             done = step + 1
             recorder.add(done, metrics)
             preempted = preemption.reached(done) and done < config.steps  # at its end a run has nothing to go on with
@@ -194,6 +198,7 @@ def header(
         ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
         ("attention", plan.kernel),
         ("recomputed", f"remat_policy {config.remat_policy}"),
+        ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else "compiled by this run"),
         ("data", data),
         ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
         ("vocabulary", f"{config.vocab_size:,}"),

@@ -201,6 +201,8 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
     Raises:
         UserError: nothing can be written there.
     """
+    # XLA's CPU backend saves of such a program but its outline: it loads, and then fails in its first step.
+    assert not jax.config.jax_enable_compilation_cache, "the program may be one that the compilation cache kept"
     # What kept the Python functions of custom partitioning (cuDNN's attention has it) alive until XLA had called them.
     # They can't be pickled, and are not called again.
     compiled._executable._unloaded_executable.keepalive = None

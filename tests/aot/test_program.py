@@ -17,6 +17,7 @@ from src.aot import program
 from src.build import build
 from src.config_yaml import base
 from src.errors import UserError
+from tests.aot.save_step import no_cache, save
 from tests.tiny import load as load_config
 from tests.tiny import tree_bits
 
@@ -37,16 +38,15 @@ def step():
 
 
 @pytest.fixture(scope="module")
-def compiled(step):
-    return step[1].traced.lower().compile()
+def saved(step, tmp_path_factory):
+    """(the path of the step's file, its program)."""
+    path = tmp_path_factory.mktemp("saved") / "folder" / "step"
+    return path, save({**step[0], "compiled_trainstep_file": str(path)}, step[1])
 
 
 @pytest.fixture(scope="module")
-def file(step, compiled, tmp_path_factory):
-    """The step, saved."""
-    path = tmp_path_factory.mktemp("saved") / "folder" / "step"
-    program.save(str(path), compiled, step[2])
-    return path
+def file(saved):
+    return saved[0]
 
 
 def refusal(path, step):
@@ -90,21 +90,23 @@ def test_the_file_begins_with_what_it_is_for(file, step):
     assert payload.startswith(b"\x80"), "a pickle"
 
 
-def test_it_is_written_whole_or_not_at_all(file, step, compiled, tmp_path):
-    assert [path.name for path in file.parent.iterdir()] == ["step"], "nothing is left beside it"
+def test_it_is_written_whole_or_not_at_all(saved, step, tmp_path):
+    path, compiled = saved
+    assert [each.name for each in path.parent.iterdir()] == ["step"], "nothing is left beside it"
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write it"):
+    with no_cache(), pytest.raises(UserError, match="cannot write it"):
         program.save(str(tmp_path / "file" / "step"), compiled, step[2])
 
 
-def test_what_is_loaded_computes_what_was_saved(file, step, compiled):
+def test_what_is_loaded_computes_what_was_saved(saved, step):
+    path, compiled = saved
     _, built, header = step
 
     def ones(leaf):
         return jax.device_put(jnp.ones(leaf.shape, leaf.dtype), leaf.sharding)
 
     results = []
-    for train in (compiled, program.load(str(file), header, built)):
+    for train in (compiled, program.load(str(path), header, built)):
         state, batch = jax.tree.map(ones, (built.state, built.batch))
         results.append(tree_bits(train(state, batch, built.hyper)))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.trainable)), "the old state is donated"

@@ -3,6 +3,7 @@
 #
 #   bash setup.sh              all that training on a CPU needs
 #   bash setup.sh tpu|gpu      beside that, what a Cloud TPU VM or a machine with NVIDIA GPUs needs
+#   bash setup.sh aot          beside that, the compilers for TPUs and GPUs, for any machine (src.train_compile)
 #   bash setup.sh dev          beside that, what the tests, the linter and the notebook need
 #
 # Names combine (bash setup.sh gpu dev) and add up over several calls. A call that finds nothing to do takes a second.
@@ -33,7 +34,7 @@ find_python() {
 }
 
 for name in "$@"; do
-  [[ "$name" =~ ^(tpu|gpu|dev)$ ]] || fail "'$name' is none of tpu, gpu, dev"
+  [[ "$name" =~ ^(tpu|gpu|aot|dev)$ ]] || fail "'$name' is none of tpu, gpu, aot, dev"
 done
 
 if [[ ! -x .venv/bin/python ]]; then
@@ -47,16 +48,29 @@ fi
 # .venv/installed keeps a copy of each file that was installed. One that is the same is skipped; one that has changed
 # since is installed again, named or not: a new JAX does not work with the old one's plugin.
 mkdir -p .venv/installed
+asked=" base $* "
+is_due() {
+  local file="requirements/$1.txt" copy=".venv/installed/$1.txt"
+  [[ "$asked" == *" $1 "* || -f "$copy" ]] && ! cmp -s "$file" "$copy"
+}
+install() {
+  echo "setup.sh: installing $1 for $(.venv/bin/python --version); a minute or more"
+  .venv/bin/python -m pip install -qq --disable-pip-version-check "${@:2}"
+}
+
 to_install=()
 for name in base tpu gpu dev; do
-  file="requirements/$name.txt" copy=".venv/installed/$name.txt"
-  if [[ " base $* " == *" $name "* || -f "$copy" ]] && ! cmp -s "$file" "$copy"; then
-    to_install+=("$file")
+  if is_due "$name"; then
+    to_install+=("requirements/$name.txt")
   fi
 done
 if [[ ${#to_install[@]} -gt 0 ]]; then
-  echo "setup.sh: installing ${to_install[*]} for $(.venv/bin/python --version); a minute or more"
-  .venv/bin/python -m pip install -qq --disable-pip-version-check "${to_install[@]/#/--requirement=}"
+  install "${to_install[*]}" "${to_install[@]/#/--requirement=}"
   cp "${to_install[@]}" .venv/installed/
+fi
+if is_due aot; then
+  rm -rf .venv/aot # src/aot/compilers.py says why they have a folder of their own
+  install requirements/aot.txt --no-deps --target=.venv/aot --requirement=requirements/aot.txt
+  cp requirements/aot.txt .venv/installed/
 fi
 echo "setup.sh: .venv is ready; train with .venv/bin/python -m src.train configs/quickstart.yml"

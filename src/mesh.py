@@ -98,7 +98,7 @@ def make_layout(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Lay
     if groups == 1:
         device_array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     else:
-        by_process = not hasattr(devices[0], "slice_index")
+        by_process = _joined_by_process(devices[0])
         device_array = mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
         )
@@ -108,12 +108,23 @@ def make_layout(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Lay
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:
-    """How many groups of devices the fast interconnect joins: TPU slices, or else hosts (processes)."""
-    if hasattr(devices[0], "slice_index"):
-        return len({device.slice_index for device in devices})
-    if devices[0].platform == "tpu":
-        return 1
-    return len({device.process_index for device in devices})
+    """How many groups of devices the fast interconnect joins: TPU slices, or else hosts."""
+    return len({slice_of(device) for device in devices})
+
+
+def slice_of(device: jax.Device) -> int:
+    """The number of the TPU slice or host that the fast interconnect joins this device to the rest of."""
+    return device.process_index if _joined_by_process(device) else getattr(device, "slice_index", 0)
+
+
+def _joined_by_process(device: jax.Device) -> bool:
+    """Whether processes tell hosts apart: of CPUs, and of GPUs to compile for, all of which XLA puts in slice 0.
+
+    Of GPUs that are here, each of which may have a process of its own, JAX numbers the hosts as slices.
+    """
+    if device.platform == "gpu":
+        return device.client.runtime_type == "compile_only_runtime"
+    return device.platform != "tpu"
 
 
 def _fill(kind: str, sizes: list[int], total: int, names: Sequence[str]) -> list[int]:

@@ -1,9 +1,64 @@
-"""What is known of accelerators without asking one: the peak rates of their matrix products."""
+"""What is known of accelerators without asking one: chips, the slices and hosts they come in, and their peak rates."""
 
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from src.errors import UserError
 
 if TYPE_CHECKING:
     import jax
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What is stated of one JAX device: a TPU chip, half of one where JAX shows two devices a chip, or a GPU.
+
+    Attributes:
+        kind: `jax.Device.device_kind`.
+        peaks: Floating-point operations a second, by dtype, as `peak_flops` has them.
+        memory: Bytes. On a TPU what the compiler grants a program. On a GPU all that the driver reports: of that JAX
+            takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+        memory_bandwidth: Bytes a second.
+        ici_bandwidth: Bytes a second that the device sends over all its links to the rest of its slice or host.
+        dcn_bandwidth: Bytes a second that it sends to other slices or hosts: its share of its host's network cards.
+    """
+
+    kind: str
+    peaks: Mapping[str, float]
+    memory: int
+    memory_bandwidth: float
+    ici_bandwidth: float
+    dcn_bandwidth: float
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The devices that a program is compiled for.
+
+    Attributes:
+        name: As it was typed.
+        platform: tpu, gpu or cpu.
+        chip: None for a CPU, of which nothing is stated.
+        shape: Chips of a slice along each of its dims; for GPUs and CPUs the devices of a host.
+        devices_per_chip: JAX devices.
+        slices: TPU slices, or hosts of GPUs; 1 for CPUs.
+    """
+
+    name: str
+    platform: str
+    chip: Chip | None
+    shape: tuple[int, ...]
+    devices_per_chip: int
+    slices: int
+
+    @property
+    def num_devices(self) -> int:
+        """JAX devices of all slices together."""
+        return math.prod(self.shape) * self.devices_per_chip * self.slices
 
 
 def _nvidia(bfloat16: float, tensorfloat32: float, float32: float) -> dict[str, float]:
@@ -44,6 +99,171 @@ _PEAK_FLOPS = {
     # "NVIDIA Ada GPU Architecture" white paper, appendix A, with float32 accumulation.
     "NVIDIA GeForce RTX 4090": _nvidia(165.2e12, 82.6e12, 82.6e12),
 }
+
+
+_MIB = 2**20
+
+# TPUs. Memory bandwidth and the links are those of the generation's page at docs.cloud.google.com/tpu/docs (tpu7x has
+# v5p, v6e and TPU7x side by side), which counts a link's two directions together: here it is one. v4's links and its
+# host's network card (200 Gbit/s for four chips) are not on its page: "TPU v4: An Optically Reconfigurable
+# Supercomputer" (Jouppi and others, 2023) has six links of 50 GB/s, "How to Scale Your Model" (jax-ml.github.io/
+# scaling-book/tpus) the card. v5e's is its page's 6.4 Tbit/s for a pod of 256. Memory is what libtpu's compiler says it
+# has when a program needs more, the least of the versions pinned in requirements/: all but 0.25 to 1.25 GiB.
+_TPU_V4 = Chip("TPU v4", _PEAK_FLOPS["TPU v4"], 31_485 * _MIB, 1200e9, 300e9, 6.25e9)
+_TPU_V5E = Chip("TPU v5 lite", _PEAK_FLOPS["TPU v5 lite"], 16_126 * _MIB, 819e9, 200e9, 3.125e9)
+_TPU_V5P = Chip("TPU v5", _PEAK_FLOPS["TPU v5"], 98_039 * _MIB, 2765e9, 600e9, 6.25e9)
+_TPU_V6E = Chip("TPU v6 lite", _PEAK_FLOPS["TPU v6 lite"], 31_992 * _MIB, 1638e9, 400e9, 12.5e9)
+_TPU_7X = Chip("TPU7x", _PEAK_FLOPS["TPU7x"], 97_015 * _MIB, 3690e9, 300e9, 6.25e9)  # half a chip
+
+# GPUs, eight to a host. Memory is what the driver reports (xla/backends/gpu/target_config/specs of openxla/xla);
+# its bandwidth and NVLink, one direction of it, are from NVIDIA's data sheets. The network cards are those for GPUs
+# of Google's machines (docs.cloud.google.com/compute/docs/gpus/gpu-network-bandwidth): a3-highgpu-8g 4 x 200 Gbit/s,
+# a3-ultragpu-8g and a4-highgpu-8g 8 x 400 Gbit/s; for the A100 of NVIDIA's DGX A100, 8 x 200 Gbit/s.
+_GPUS_PER_HOST = 8
+_GPU_HOSTS = {
+    "a100": Chip("NVIDIA A100-SXM4-80GB", _PEAK_FLOPS["NVIDIA A100-SXM4-80GB"], 85_100_068_864, 2039e9, 300e9, 25e9),
+    "a3": Chip("NVIDIA H100 80GB HBM3", _PEAK_FLOPS["NVIDIA H100 80GB HBM3"], 84_942_979_072, 3350e9, 450e9, 12.5e9),
+    "a3-ultra": Chip("NVIDIA H200", _PEAK_FLOPS["NVIDIA H200"], 151_397_597_184, 4800e9, 450e9, 50e9),
+    "a4": Chip("NVIDIA B200", _PEAK_FLOPS["NVIDIA B200"], 191_514_411_008, 8000e9, 900e9, 50e9),
+}
+
+
+@dataclass(frozen=True)
+class _Generation:
+    """A TPU generation, and how its slices are named.
+
+    Attributes:
+        chip: One JAX device of it.
+        devices_per_chip: JAX devices.
+        counted: What the number in a slice's name counts.
+        counted_per_chip: How many of those a chip has.
+        dims: Of a slice's shape.
+        smallest: Chips of its smallest slice.
+        largest: Chips of its largest.
+    """
+
+    chip: Chip
+    devices_per_chip: int
+    counted: str
+    counted_per_chip: int
+    dims: int
+    smallest: int
+    largest: int
+
+
+# Slices and their names: the same pages, and for TPU7x MaxText's names, which count devices. The largest is a pod of
+# v4, v5e, v6e and TPU7x; of v5p the largest job, 96 of a pod's 140 cubes of 4x4x4.
+_V5E = _Generation(_TPU_V5E, 1, "chips", 1, dims=2, smallest=1, largest=256)
+_GENERATIONS = {
+    "v4": _Generation(_TPU_V4, 1, "TensorCores (two a chip)", 2, dims=3, smallest=4, largest=4096),
+    "v5e": _V5E,
+    "v5litepod": _V5E,
+    "v5p": _Generation(_TPU_V5P, 1, "TensorCores (two a chip)", 2, dims=3, smallest=4, largest=6144),
+    "v6e": _Generation(_TPU_V6E, 1, "chips", 1, dims=2, smallest=1, largest=256),
+    "tpu7x": _Generation(_TPU_7X, 2, "devices (two a chip)", 2, dims=3, smallest=1, largest=9216),
+}
+
+# Larger three-dimensional slices are made of these cubes, which optical switches join, 64 of them in a line at most.
+_CUBE = 4
+_LONGEST = 64 * _CUBE
+
+
+def parse_topology(name: str, slices: int) -> Topology:
+    """What the keys `compile_topology` and `compile_topology_num_slices` mean.
+
+    Args:
+        name: A TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3), or cpu-N.
+        slices: How many slices or hosts of that.
+
+    Raises:
+        UserError: there is no such slice or host, or no such number of them.
+    """
+    if slices < 1:
+        raise UserError(f"compile_topology_num_slices={slices}: expected a number of slices or hosts, at least 1")
+    if name in _GPU_HOSTS:
+        return Topology(name, "gpu", _GPU_HOSTS[name], (_GPUS_PER_HOST,), 1, slices)
+    written = re.fullmatch(r"(\w+)(?:-(\d+)|:(\d+(?:x\d+)*))", name)
+    family, count, shape = written.groups() if written else (None, None, None)
+    if family == "cpu" and count:
+        if slices > 1 or int(count) < 1:
+            raise UserError(
+                f"compile_topology={name} compile_topology_num_slices={slices}: expected at least one CPU device, "
+                "and one slice"
+            )
+        return Topology(name, "cpu", None, (int(count),), 1, 1)
+    if family not in _GENERATIONS:
+        raise _unknown(name)
+    generation = _GENERATIONS[family]
+    if shape:
+        chips = _given_shape(name, family, tuple(int(size) for size in shape.split("x")))
+    else:
+        chips = _counted_shape(name, family, int(count))
+    return Topology(name, "tpu", generation.chip, chips, generation.devices_per_chip, slices)
+
+
+def _counted_shape(name: str, family: str, count: int) -> tuple[int, ...]:
+    """The shape of the slice named by a number."""
+    generation = _GENERATIONS[family]
+    chips, rest = divmod(count, generation.counted_per_chip)
+    shape = None if rest else _slice_shape(chips, generation)
+    if shape is not None:
+        return shape
+    sizes = [n for n in range(1, generation.largest + 1) if _slice_shape(n, generation)]
+    names = [n * generation.counted_per_chip for n in sizes]
+    nearest = [max((n for n in names if n < count), default=None), min((n for n in names if n > count), default=None)]
+    raise UserError(
+        f"compile_topology={name}: no {family} slice has {count} {generation.counted}. The nearest: "
+        + ", ".join(f"{family}-{n}" for n in nearest if n is not None)
+    )
+
+
+def _given_shape(name: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`shape`, if slices of that shape exist."""
+    generation = _GENERATIONS[family]
+    chips = math.prod(shape)
+    of_cubes = generation.dims == len(shape) == 3 and all(size in range(_CUBE, _LONGEST + 1, _CUBE) for size in shape)
+    if shape == _slice_shape(chips, generation) or (of_cubes and chips <= generation.largest):
+        return shape
+    named = [_slice_shape(2**power, generation) for power in range(9 if generation.dims == 2 else 6)]
+    expected = ", ".join("x".join(map(str, each)) for each in named if each)
+    if generation.dims == 3:
+        expected += f", or three multiples of {_CUBE}, each at most {_LONGEST}, of {generation.largest} chips at most"
+    raise UserError(f"compile_topology={name}: no {family} slice has this shape. Expected {expected}")
+
+
+def _slice_shape(chips: int, generation: _Generation) -> tuple[int, ...] | None:
+    """The shape of the slice of so many chips that is nearest to a square or cube; None: no slice has so many."""
+    if not generation.smallest <= chips <= generation.largest:
+        return None
+    if chips.bit_count() == 1 and chips != 2:  # hosts have one, four or eight chips
+        return tuple(sorted(_factors(chips, generation.dims), key=lambda size: (size == 1, size)))  # 2x2x1
+    if generation.dims == 3 and chips % _CUBE**3 == 0:
+        shape = tuple(_CUBE * size for size in sorted(_factors(chips // _CUBE**3, 3)))
+        return shape if shape[-1] <= _LONGEST else None
+    return None
+
+
+def _factors(product: int, count: int) -> tuple[int, ...]:
+    """The `count` whole numbers of this product whose sum is least."""
+    if count == 1:
+        return (product,)
+    divisors = [n for n in range(1, product + 1) if product % n == 0]
+    return min(((n, *_factors(product // n, count - 1)) for n in divisors), key=sum)
+
+
+def _unknown(name: str) -> UserError:
+    """That no topology has this name, with those that are spelt most alike."""
+    size = re.search(r"[-:]?(\d+(?:x\d+)*)$", name)
+    end = f":{size[1]}" if size and "x" in size[1] else f"-{size[1]}" if size else "-8"
+    likely = [*_GPU_HOSTS, *(f"{family}{end}" for family in (*_GENERATIONS, "cpu"))]
+    nearest = difflib.get_close_matches(name, likely, n=3)
+    return UserError(
+        f"compile_topology={name} is unknown. "
+        + (f"Did you mean {' or '.join(nearest)}? " if nearest else "")
+        + f"Expected a TPU slice ({', '.join(f'{family}-N' for family in _GENERATIONS)}, or its chips, as v5p:4x4x8), "
+        + f"a host of {_GPUS_PER_HOST} GPUs ({', '.join(f'{host}: {chip.kind}' for host, chip in _GPU_HOSTS.items())}) "
+        + "or cpu-N."
+    )
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:

@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +64,7 @@ class FakeDevice:
     slice_index: int
     device_kind: str = "fake"
     platform: str = "gpu"
+    client: ClassVar = SimpleNamespace(runtime_type="of GPUs that are here")
 
 
 def test_dcn_axes_run_between_slices_and_ici_axes_within():

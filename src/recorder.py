@@ -44,7 +44,7 @@ class Recorder:
         self.last: dict[str, float] = {}
         self._config, self._log, self._printer = config, log, printer
         self._flops, self._tokens, self._devices = flops, tokens, mesh.size
-        self._peak = run_peak(mesh.devices.flat[0], config.dtype, config.matmul_precision)
+        self._peak = run_peak(mesh.devices.flat[0].device_kind, config.dtype, config.matmul_precision)
         self._pending: tuple[int, Metrics] | None = None
         self._clock = time.perf_counter()
 

@@ -5,12 +5,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from src.errors import UserError
-
-if TYPE_CHECKING:
-    import jax
 
 
 @dataclass(frozen=True)
@@ -281,8 +277,9 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     return _PEAK_FLOPS.get(device_kind, {}).get(dtype)
 
 
-def run_peak(device: "jax.Device", dtype: str, matmul_precision: str) -> float | None:
+def run_peak(device_kind: str, dtype: str, matmul_precision: str) -> float | None:
     """`peak_flops` of a run that computes in `dtype` under the key `matmul_precision`."""
-    if device.platform == "gpu" and dtype == "float32" and matmul_precision != "highest":
-        dtype = "tensorfloat32"
-    return peak_flops(device.device_kind, dtype)
+    if dtype == "float32" and matmul_precision != "highest":
+        rounded = peak_flops(device_kind, "tensorfloat32")  # which NVIDIA's GPUs alone have
+        return rounded or peak_flops(device_kind, dtype)
+    return peak_flops(device_kind, dtype)

@@ -1,5 +1,7 @@
 """Every test runs on 8 virtual CPU devices."""
 
+import src.aot.compilers  # noqa: F401  isort: skip  before JAX
+
 import os
 
 import hypothesis

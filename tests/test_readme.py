@@ -72,7 +72,7 @@ def test_the_readme_begins_with_the_two_commands():
     assert readme[:4] == [
         ["bash", "setup.sh"],
         [".venv/bin/python", "-m", "src.train", "configs/quickstart.yml"],
-        ["bash", "setup.sh", "dev"],
+        ["bash", "setup.sh", "dev", "aot"],
         [".venv/bin/python", "-m", "pytest", "-n", "2", "--dist", "loadfile"],
     ]
     assert "-m pytest" in "\n".join((ROOT / "README.md").read_text().splitlines()[:20])

@@ -1,0 +1,104 @@
+"""Devices that are not here: as many, of the kind, and as grouped as where they are."""
+
+import subprocess
+import sys
+from importlib import metadata, util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+from tiny import load
+
+from src.aot.devices import abstract_devices
+from src.errors import UserError
+from src.mesh import describe, make_layout
+from src.topology import parse_topology
+
+needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="bash setup.sh aot brings libtpu")
+needs_cuda = pytest.mark.skipif(
+    util.find_spec("jax_cuda12_plugin") is None, reason="bash setup.sh aot brings JAX's CUDA plugin"
+)
+TPUS = [("v4-8", 1), ("v4-128", 2), ("v5e-1", 1), ("v5e-8", 3), ("v5p-16", 1), ("v6e-16", 2), ("tpu7x-2", 1)]
+GPUS = [("a3", 1), ("a3", 4), ("a3-ultra", 2), ("a4", 2), ("a100", 2)]
+# Names and sizes that a process of its own asks for, which has not started JAX.
+FRESH = """
+import src.aot.compilers
+from src.aot.devices import abstract_devices
+from src.topology import parse_topology
+devices = abstract_devices(parse_topology("{name}", 1))
+import jax
+print(len(devices), devices[0].platform, jax.default_backend())
+"""
+
+
+def fresh(name):
+    """What a new process prints of a topology's devices, on both outputs."""
+    done = subprocess.run([sys.executable, "-c", FRESH.format(name=name)], capture_output=True, text=True, check=True)
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "slices"),
+    [pytest.param(*each, marks=needs_libtpu) for each in TPUS]
+    + [pytest.param(*each, marks=needs_cuda) for each in GPUS],
+)
+def test_devices_are_those_of_the_topology(name, slices):
+    topology = parse_topology(name, slices)
+    devices = abstract_devices(topology)
+    assert len(devices) == topology.num_devices
+    assert {device.platform for device in devices} == {topology.platform}
+    assert {device.device_kind for device in devices} == {topology.chip.kind}
+    layout = make_layout(load(dcn_data_parallelism=slices), devices)
+    assert describe(layout).startswith(f"data {slices} x fsdp {topology.num_devices // slices}")
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("name", "hosts"), [("v5e-1", 1), ("v5e-8", 1), ("v5e-16", 4), ("v5p-128", 16)])
+def test_a_slice_has_its_hosts(name, hosts):
+    """As many as Google's pages have for the slice (docs.cloud.google.com/tpu/docs/v5e, v5p)."""
+    assert len({device.process_index for device in abstract_devices(parse_topology(name, 1))}) == hosts
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v4-8", "v5e-8", "v5p-8", "v6e-8", "tpu7x-8"])
+def test_the_compiler_grants_the_memory_that_is_stated(name):
+    topology = parse_topology(name, 1)
+    sharding = SingleDeviceSharding(abstract_devices(topology)[0])
+
+    def compile_with(mebibytes):
+        x = jax.ShapeDtypeStruct((mebibytes, 2**18), jnp.float32, sharding=sharding)
+        jax.jit(lambda x: x + 1, out_shardings=sharding, donate_argnums=0).lower(x).compile()
+
+    stated = topology.chip.memory // 2**20
+    compile_with(stated - 8)  # the program itself takes some
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        compile_with(stated + 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "platform"),
+    [
+        pytest.param("v5e-8", "tpu", marks=needs_libtpu),
+        pytest.param("a3", "gpu", marks=needs_cuda),
+        ("cpu-8", "cpu"),
+    ],
+)
+def test_nothing_is_printed_and_this_machine_stays_a_cpu(name, platform):
+    assert fresh(name) == (f"8 {platform} cpu\n", "")
+
+
+def test_virtual_cpus_are_this_process_own():
+    assert abstract_devices(parse_topology("cpu-8", 1)) == jax.devices()
+    with pytest.raises(UserError, match=r"cpu-4 .* already has 8 CPU devices"):
+        abstract_devices(parse_topology("cpu-4", 1))
+
+
+@pytest.mark.parametrize(("name", "package"), [("v5e-8", "libtpu"), ("a3", "jax-cuda12-plugin")])
+def test_a_compiler_that_is_missing_is_named(name, package, monkeypatch):
+    def missing(package):
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(UserError, match=f"compile_topology={name} needs the package {package}.*bash setup.sh aot"):
+        abstract_devices(parse_topology(name, 1))

@@ -24,10 +24,10 @@ def corpus(tmp_path_factory):
     return runs.write_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
-def start_saving(file, log, devices=8, **keys):
+def start_saving(module, log, devices=8, **keys):
     """Starts a process that compiles the step of a run and saves it."""
-    arguments = runs.arguments(devices, **MODEL, **keys, compiled_trainstep_file=file)
-    return runs.start_command([sys.executable, "-m", "tests.aot.save_step", *arguments], log, devices)
+    command = [sys.executable, "-m", module, *runs.arguments(devices, **MODEL, **keys)]
+    return runs.start_command(command, log, devices)
 
 
 # ---- Processes of their own
@@ -37,7 +37,9 @@ def test_a_run_that_loads_its_step_is_the_run_that_compiles_it(tmp_path, corpus)
     file, logs = tmp_path / "step", [tmp_path / f"{name}.log" for name in ("saving", "compiled", "loaded")]
     keys = {**MODEL, **NO_CACHE, "dataset_path": corpus, "steps": STEPS, "eval_interval": 10}
     compiling = {**keys, "base_output_directory": tmp_path / "compiled"}
-    saving, compiled = start_saving(file, logs[0], **NO_CACHE), runs.start(logs[1], devices=8, **compiling)
+    aot = {"compile_topology": "cpu-8", "compiled_trainstep_file": file}
+    saving = start_saving("src.train_compile", logs[0], **aot)
+    compiled = runs.start(logs[1], devices=8, **compiling)
     with runs.ended(saving, compiled):
         runs.finish(saving, logs[0])
         output = runs.finish(compiled, logs[1])
@@ -67,8 +69,9 @@ def test_each_process_of_a_job_loads_the_file(tmp_path, corpus):
         with runs.ended(*processes):
             return [runs.finish(process, log) for process, log in zip(processes, logs, strict=True)]
 
-    on_two(lambda log, **job: start_saving(file, log, **job), "saving")
-    loading = {**keys, "base_output_directory": tmp_path / "loaded", "compiled_trainstep_file": file}
+    step = {"compiled_trainstep_file": file}
+    on_two(lambda log, **job: start_saving("tests.aot.save_step", log, **step, **job), "saving")
+    loading = {**keys, **step, "base_output_directory": tmp_path / "loaded"}
     outputs = on_two(lambda log, **job: runs.start(log, **{**loading, **job}), "loaded")
     assert f"loaded from {file}" in outputs[0]
     runs.run_here(**keys, base_output_directory=tmp_path / "one")

@@ -124,9 +124,10 @@ def _described(leaf: Any) -> str:
 
 
 def _versions(platform: str) -> dict[str, str]:
-    """Of what compiles and runs a program."""
+    """Of what compiles and runs a program, where it is installed."""
     packages = {"tpu": ["libtpu"], "gpu": ["jax-cuda12-plugin", "jax-cuda12-pjrt"]}.get(platform, [])
-    return {package: metadata.version(package) for package in ["jax", "jaxlib", *packages]}
+    installed = {distribution.name for distribution in metadata.distributions()}
+    return {package: metadata.version(package) for package in ["jax", "jaxlib", *packages] if package in installed}
 
 
 def _processor() -> str:

@@ -1,22 +1,29 @@
 """A compiled step as a file: what its header tells, when it is refused, and what is never read from it."""
 
 import hashlib
+import io
 import json
 import pickle
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from src import train_step
 from src.aot import program
 from src.build import build
 from src.config_yaml import base
 from src.errors import UserError
+from tests import runs
 from tests.aot.save_step import no_cache, save
 from tests.tiny import load as load_config
 from tests.tiny import tree_bits
@@ -296,3 +303,78 @@ def test_a_kernel_is_the_same_wherever_its_source_lies():
     assert here.lower().as_text() != there.lower().as_text(), "the compiler is given the source's place"
     assert program.program_text(here) == program.program_text(there)
     assert program.program_text(here) != program.program_text(traced_for_tpu("/here/kernel.py", 3.0))
+
+
+def traced_with_python_partitioning():
+    """A step that XLA asks Python to partition, as it does for cuDNN's attention."""
+
+    @custom_partitioning
+    def double(x):
+        return 2 * x
+
+    double.def_partition(
+        partition=lambda mesh, arguments, result: (mesh, lambda x: 2 * x, result.sharding, (result.sharding,)),
+        sharding_rule="i -> i",
+    )
+    sharding = NamedSharding(Mesh(np.array(DEVICES), "x"), PartitionSpec("x"))
+    traced = jax.jit(double, in_shardings=sharding, out_shardings=sharding).trace(jnp.ones(8))
+    return SimpleNamespace(jaxpr="the same", lower=traced.lower)
+
+
+def test_a_kernel_partitioned_by_python_is_the_same_in_every_process():
+    first, second = traced_with_python_partitioning(), traced_with_python_partitioning()
+    assert first.lower().as_text() != second.lower().as_text(), "the compiler is given a Python object's address"
+    assert program.program_text(first) == program.program_text(second)
+
+
+def test_a_kernel_partitioned_by_python_is_saved(tmp_path):
+    with no_cache():
+        program.save(str(tmp_path / "step"), traced_with_python_partitioning().lower().compile(), {"no": "header"})
+    assert parts((tmp_path / "step").read_bytes())[1] == {"no": "header"}
+
+
+# ---- Programs for devices that are not here
+
+
+class Names(pickle.Unpickler):
+    """Collects the names that a pickle looks up, and makes nothing of them."""
+
+    class Nothing:
+        def __new__(cls, *arguments, **keys):
+            return object.__new__(cls)
+
+        def __init__(self, *arguments, **keys):
+            pass
+
+        def __setstate__(self, state):
+            pass
+
+    def __init__(self, payload):
+        super().__init__(io.BytesIO(payload))
+        self.found = set()
+
+    def find_class(self, module, name):
+        self.found.add((module, name))
+        return self.Nothing
+
+    def persistent_load(self, pid):
+        return None
+
+
+@pytest.mark.parametrize(("topology", "kernel"), [("a3", "cudnn_flash"), ("v5e-8", "flash")])
+def test_steps_for_accelerators_are_made_of_the_same_names(tmp_path, topology, kernel):
+    sizes = {"base_emb_dim": 128, "base_num_query_heads": 1, "base_num_kv_heads": 1, "head_dim": 128, "vocab_size": 256}
+    keys = {"base_num_decoder_layers": 1, "base_mlp_dim": 128, "max_target_length": 128, "per_device_batch_size": 1}
+    more = {"compile_topology": topology, "compiled_trainstep_file": tmp_path / "step"}
+    arguments = [f"{key}={value}" for key, value in {**sizes, **keys, **more}.items()]
+    process = runs.start_command([sys.executable, "-m", "src.train_compile", runs.BASE, *arguments], tmp_path / "log")
+    process.wait(timeout=300)
+    output = (tmp_path / "log").read_text()
+    if "needs the package" in output:
+        pytest.skip(output.splitlines()[-1])
+    assert process.returncode == 0, output
+    assert re.search(rf"attention +{kernel}\n", output)
+    names = Names(parts((tmp_path / "step").read_bytes())[2])
+    names.load()
+    assert names.found <= program.PICKLED
+    assert ("jax._src.interpreters.pxla", "UnloadedMeshExecutable") in names.found

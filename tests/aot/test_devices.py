@@ -88,6 +88,12 @@ def test_nothing_is_printed_and_this_machine_stays_a_cpu(name, platform):
     assert fresh(name) == (f"8 {platform} cpu\n", "")
 
 
+def test_training_does_not_meet_the_compilers():
+    """JAX would try them on a machine that has no such accelerator."""
+    code = "import sys, src.train; sys.exit('src.aot.compilers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_virtual_cpus_are_this_process_own():
     assert abstract_devices(parse_topology("cpu-8", 1)) == jax.devices()
     with pytest.raises(UserError, match=r"cpu-4 .* already has 8 CPU devices"):

@@ -107,9 +107,9 @@ _MIB = 2**20
 # has when a program needs more, the least of the versions pinned in requirements/: all but 0.25 to 1.25 GiB.
 _TPU_V4 = Chip("TPU v4", _PEAK_FLOPS["TPU v4"], 31_485 * _MIB, 1200e9, 300e9, 6.25e9)
 _TPU_V5E = Chip("TPU v5 lite", _PEAK_FLOPS["TPU v5 lite"], 16_126 * _MIB, 819e9, 200e9, 3.125e9)
-_TPU_V5P = Chip("TPU v5", _PEAK_FLOPS["TPU v5"], 98_039 * _MIB, 2765e9, 600e9, 6.25e9)
+_TPU_V5P = Chip("TPU v5", _PEAK_FLOPS["TPU v5"], 98_025 * _MIB, 2765e9, 600e9, 6.25e9)
 _TPU_V6E = Chip("TPU v6 lite", _PEAK_FLOPS["TPU v6 lite"], 31_992 * _MIB, 1638e9, 400e9, 12.5e9)
-_TPU_7X = Chip("TPU7x", _PEAK_FLOPS["TPU7x"], 97_015 * _MIB, 3690e9, 300e9, 6.25e9)  # half a chip
+_TPU_7X = Chip("TPU7x", _PEAK_FLOPS["TPU7x"], 97_012 * _MIB, 3690e9, 300e9, 6.25e9)  # half a chip
 
 # GPUs, eight to a host. Memory is what the driver reports (xla/backends/gpu/target_config/specs of openxla/xla);
 # its bandwidth and NVLink, one direction of it, are from NVIDIA's data sheets. The network cards are those for GPUs

@@ -2,23 +2,26 @@
 
 import functools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import jax
 
 from src.model.decoder import Decoder
+from src.model.segments import POLICIES, Execution
 from src.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec
 from src.model.weights import abstract, values
 
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """Of one training step, forward and backward, without what rematerialisation computes again."""
+    """Of matrix products in one training step."""
 
     causal: float  # attention counted for the tokens it sees: half of the square, a window or a block
     palm: float  # attention counted in full, as in PaLM (Chowdhery et al. 2022, appendix B)
 
 
+@functools.cache  # to see how a hundred layers repeat takes a second
 def count_params(spec: ModelSpec) -> int:
     """The model's parameters, without the rows that pad its vocabulary; a router's correction bias is among them."""
     _, declarations = abstract(functools.partial(Decoder, spec))
@@ -45,7 +48,9 @@ def _expert_params(spec: ExpertsSpec, emb_dim: int) -> int:
 
 
 def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
-    """Matrix products of a training step a token, rows being `length` long.
+    """Matrix products of a training step a token, forward and backward, rows being `length` long.
+
+    What rematerialisation computes again is `recomputed_flops`.
 
     A product with a weight of n elements takes 2 n operations forward and twice that backward: 6 n. Attention's two
     products take 2 N H S each for a query that sees S keys; S is `length` in PaLM's count, and under a causal mask the
@@ -62,6 +67,74 @@ def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
         causal += a_key * _mean_seen(layer.attention, length)
         palm += a_key * length
     return FlopsPerToken(causal, palm)
+
+
+def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_tiles: int) -> FlopsPerToken:
+    """Matrix products that the backward pass of a training step computes again a token, beside `flops_per_token`.
+
+    A block computes again what its derivatives need and its policy does not keep. The product that ends it is not
+    needed where it is only added to the residual stream, and attention's two always are, by every kernel, for none of
+    what they make inside has a name to be kept by. A kernel that computes the scores again of itself is not counted.
+
+    Args:
+        spec: the model.
+        length: of a row.
+        execution: which arrays the layers keep.
+        vocab_tiles: tiles of the loss; with more than one the logits are computed again.
+    """
+    logits = (1 + spec.prediction_layers) * spec.emb_dim * spec.vocab_size
+    causal = palm = 2.0 * logits if vocab_tiles > 1 else 0.0
+    if execution.remat_policy == "none":
+        return FlopsPerToken(causal, palm)
+    if execution.remat_policy == "custom":
+        kept = set(execution.remat_custom)
+    else:
+        kept = {name for names in POLICIES[execution.remat_policy] for name in names}
+    ahead = spec.layers[-1:] * spec.prediction_layers
+    if "decoder_layer_input" not in kept:
+        causal = palm = causal + 2.0 * len(ahead) * 2 * spec.emb_dim**2
+    for layer in (*spec.layers, *ahead):
+        products = _recomputed_attention(layer.attention, spec.emb_dim, kept)
+        products += _recomputed_feed_forward(layer, spec.emb_dim, kept)
+        a_key = 2.0 * layer.attention.num_query_heads * (layer.attention.head_dim + layer.attention.value_dim)
+        causal += 2.0 * products + a_key * _mean_seen(layer.attention, length)
+        palm += 2.0 * products + a_key * length
+    return FlopsPerToken(causal, palm)
+
+
+def _recomputed_attention(spec: AttentionSpec, emb_dim: int, kept: Collection[str]) -> int:
+    """Elements of the attention weights that a token is multiplied by once more."""
+    N, K, H = spec.num_query_heads, spec.num_kv_heads, spec.head_dim
+    # The derivative of a norm needs what went into it, and what is kept has come out of it.
+    normalised = spec.qk_norm != "none"
+    products = 0 if "out_proj" in kept else N * spec.value_dim * emb_dim
+    if not spec.latent:
+        again = {name: name not in kept for name in ("query_proj", "key_proj", "value_proj")}
+        products += emb_dim * N * H * (again["query_proj"] or normalised)
+        return products + emb_dim * K * H * ((again["key_proj"] or normalised) + again["value_proj"])
+    Q, R = spec.latent.query_rank, spec.latent.kv_rank
+    products += emb_dim * (Q + R + spec.latent.rope_dim)
+    if "query_proj" not in kept:
+        products += (Q or emb_dim) * N * H
+    if not {"key_proj", "value_proj"} <= set(kept):
+        products += R * N * (spec.latent.nope_dim + spec.value_dim)
+    return products
+
+
+def _recomputed_feed_forward(layer: LayerSpec, emb_dim: int, kept: Collection[str]) -> int:
+    """Elements of the feed-forward weights that a token is multiplied by once more."""
+    output_needed = layer.norm_after and "mlpwo" not in kept
+
+    def of(spec: FeedForwardSpec, output_needed: bool) -> int:
+        factors = 0 if "mlpwi" in kept else len(spec.activations)
+        return emb_dim * spec.mlp_dim * (factors + output_needed)
+
+    spec = layer.feed_forward
+    if not isinstance(spec, ExpertsSpec):
+        return of(spec, output_needed)
+    # The derivative by the scores that experts' outputs are multiplied by needs those outputs.
+    experts = spec.per_token * of(spec.expert, output_needed or not spec.scale_inputs)
+    return emb_dim * spec.count + experts + (of(spec.shared, output_needed) if spec.shared else 0)
 
 
 def _mean_seen(attention: AttentionSpec, length: int) -> float:

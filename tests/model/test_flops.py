@@ -1,11 +1,17 @@
 """Parameters and operations against published counts and closed forms."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import pytest
-from tiny import BASE, load
+from tiny import BASE, load, make
 
 from src import config as configuration
-from src.model.flops import count_params, flops_per_token
+from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
+from src.model.segments import Execution
 from src.model.spec import model_spec
+from src.train_step import loss_sums
 
 
 def published(name):
@@ -53,3 +59,89 @@ def test_operations_of_llama_2_7b():
 def test_operations_with_grouped_queries():
     weights = 2 * (32 * 8 * (4 + 2 + 2 + 4) + 32 * 64 * 3) + 32 * 97
     assert flops_per_token(model_spec(load()), 16).palm == 6 * weights + 12 * 2 * 4 * 8 * 16
+
+
+# Wide enough that what is no matrix product is little beside the smallest of them.
+WIDE = {
+    "base_emb_dim": 256,
+    "base_mlp_dim": 512,
+    "head_dim": 64,
+    "max_target_length": 64,
+    "vocab_size": 128,
+    "matmul_precision": "default",
+    "scan_layers": "false",
+}
+LATENT = {
+    "attention_type": "mla",
+    "q_lora_rank": 32,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 48,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 256, "shared_experts": 1}
+
+
+@functools.cache
+def counted_by_jax(**overrides):
+    """Operations a token of a loss and its gradient, as jax counts them before XLA changes them, and the plan."""
+    config, plan = make(**WIDE, **overrides)
+    ids = jax.ShapeDtypeStruct((2, config.max_target_length), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ids)
+    batch["loss_mask"] = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
+
+    def loss(weights, batch):
+        loss, _, further, _ = loss_sums(plan.decoder(weights), batch, plan, None)
+        return loss + further
+
+    lowered = jax.jit(jax.value_and_grad(loss)).lower(plan.shapes, batch)
+    return lowered.cost_analysis()["flops"] / ids.size, plan
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *({"remat_policy": policy} for policy in ("full", "minimal", "minimal_with_context")),
+        *({"remat_policy": policy} for policy in ("save_qkv_proj", "save_out_proj", "minimal_offloaded")),
+        {"remat_policy": "custom", "remat_custom": "{key_proj: device, mlpwi: offload}"},
+        {"remat_policy": "save_qkv_proj", "qk_norm": "head"},
+        {"remat_policy": "full", "normalization_placement": "both"},
+        {"remat_policy": "minimal", "normalization_placement": "after"},
+        {"remat_policy": "full", **LATENT},
+        {"remat_policy": "minimal", **LATENT},
+        {"remat_policy": "full", "mtp_num_layers": 1},
+        {"remat_policy": "custom", "remat_custom": "{decoder_layer_input: device}", "mtp_num_layers": 1},
+    ],
+    ids=str,
+)
+def test_operations_computed_again_are_those_that_jax_counts(overrides):
+    without, _ = counted_by_jax(**overrides | {"remat_policy": "none", "remat_custom": "{}"})
+    counted, plan = counted_by_jax(**overrides)
+    expected = recomputed_flops(plan.spec, 64, plan.execution, 1).palm
+    assert counted - without == pytest.approx(expected, abs=0.004 * without)
+
+
+@pytest.mark.parametrize("policy", ["full", "minimal"])
+def test_operations_of_experts_computed_again(policy):
+    """On a CPU every token goes through every expert: four of four, and not two, of 2 layers' experts of 256 units."""
+    without, _ = counted_by_jax(**EXPERTS)  # computes nothing again
+    counted, plan = counted_by_jax(remat_policy=policy, **EXPERTS)
+    products = {"full": 3, "minimal": 1}[policy]  # into two factors and out of their product; out alone
+    rows = EXPERTS["num_experts_per_tok"]  # of each token, and each row is multiplied by the four
+    more = 2 * (4 - 1) * rows * 2 * products * 256 * 256
+    expected = recomputed_flops(plan.spec, 64, plan.execution, 1).palm + more
+    assert counted - without == pytest.approx(expected, abs=0.004 * without)
+
+
+def test_tiles_of_the_loss_compute_logits_again():
+    one, plan = counted_by_jax()
+    two, _ = counted_by_jax(num_vocab_tiling=2)
+    product = 2 * 256 * 128
+    assert recomputed_flops(plan.spec, 64, plan.execution, 2).palm == product
+    # jax counts the body of the loop over tiles once, half of the tokens; there are 4 products in the place of 3.
+    assert two - one == pytest.approx(4 * product / 2 - 3 * product, abs=0.1 * product)
+
+
+def test_nothing_is_computed_again_where_all_is_kept():
+    spec = model_spec(load())
+    assert recomputed_flops(spec, 16, Execution(remat_policy="none"), 1) == FlopsPerToken(0.0, 0.0)

@@ -1,0 +1,134 @@
+"""Predicted speed beside the published, as a table in Markdown: `python scripts/predict_published.py`.
+
+The collectives of these runs are counted here in closed form, for compiling each takes minutes to hours; the tests hold
+that form against programs that were compiled. Nothing is fitted to a run: src/aot/roofline.py has the only constants.
+"""
+
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax.numpy as jnp
+import yaml
+
+from src import config as configuration
+from src.aot.hlo import RING_SHARE, Collective
+from src.aot.roofline import Prediction, predict, step_work
+from src.errors import run_command
+from src.model.flops import count_params
+from src.model.segments import Execution
+from src.model.spec import ModelSpec, model_spec
+from src.topology import parse_topology
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = Path(__file__).with_name("published_runs.yml")
+LENGTH = 2048
+STATE_BYTES = 12  # of a parameter: the weight and Adam's two moments, in float32
+
+
+class Row(NamedTuple):
+    """A published cell; MFU in percent, by the PaLM paper's definition."""
+
+    run: str
+    slices: int
+    published: float
+    predicted: float
+    prediction: Prediction
+
+
+def main(argv: list[str]) -> None:
+    """Prints the table, and how far predictions are off."""
+    rows = list(predicted())
+    print("| run | slices | published | predicted | off by | longest after compute |")
+    print("| --- | ---: | ---: | ---: | ---: | --- |")
+    for row in rows:
+        others = {name: getattr(row.prediction, f"{name}_seconds") for name in ("memory", "ici", "dcn")}
+        longest = max(others, key=others.__getitem__)
+        share = others[longest] / row.prediction.step_seconds
+        off = row.predicted - row.published
+        print(
+            f"| {row.run} | {row.slices} | {row.published:.1f}% | {row.predicted:.1f}% | {off:+.1f} | "
+            f"{longest}, {share:.0%} of the step |"
+        )
+    print(f"\nMedian of the absolute errors: {median_error(rows):.1f} points of MFU, of {len(rows)} cells.")
+
+
+def median_error(rows: list[Row]) -> float:
+    """Of MFU, in points."""
+    return statistics.median(abs(row.predicted - row.published) for row in rows)
+
+
+def predicted() -> Iterator[Row]:
+    """Every published cell with its prediction."""
+    for run in yaml.safe_load(RUNS.read_text()):
+        config = configuration.load([str(ROOT / "configs/base.yml"), *(f"{k}={v}" for k, v in run["keys"].items())])
+        spec, execution = model_spec(config), Execution(remat_policy=config.remat_policy)
+        mesh = {"data": 1, "tensor": 1, **run["mesh"]}
+        tokens = config.per_device_batch_size * LENGTH
+        work = step_work(
+            spec,
+            execution,
+            "flash",
+            tokens=tokens,
+            length=LENGTH,
+            sharing=mesh["tensor"],
+            state_bytes=STATE_BYTES * count_params(spec) // (mesh["fsdp"] * mesh["tensor"]),
+        )
+        for slices, published in run["mfu"].items():
+            topology = parse_topology(run["topology"], slices)
+            links = {axis: dims / len(topology.shape) for axis, dims in run["torus"].items()}
+            moved = step_collectives(spec, execution, tokens, mesh, links, slices)
+            prediction = predict(work, topology.chip, topology.chip.peaks[spec.dtype], moved)
+            yield Row(f"{run['name']} {run['topology']}", slices, published, 100 * prediction.mfu_palm, prediction)
+
+
+def step_collectives(
+    spec: ModelSpec,
+    execution: Execution,
+    tokens: float,
+    mesh: Mapping[str, int],
+    links: Mapping[str, float],
+    slices: int,
+) -> list[Collective]:
+    """What a step of a dense model must move, all in the dtype it computes in; what is as small as a norm is left out.
+
+    Args:
+        spec: the model, with an output projection of its own.
+        execution: of its layers.
+        tokens: of a step and device.
+        mesh: the sizes of data, fsdp and tensor within a slice; between slices the model is copied.
+        links: the share of a device's links that each axis of more than one device uses.
+        slices: how many.
+    """
+    itemsize, L, D = jnp.dtype(spec.dtype).itemsize, len(spec.layers), spec.emb_dim
+    table = spec.padded_vocab_size * D * itemsize // mesh["tensor"]
+    weights = count_params(spec) * itemsize // mesh["tensor"]
+    layers = weights - 2 * table
+    activations = round(tokens * mesh["tensor"] * D * itemsize)
+    # Forward and backward, after the products with weights that `tensor` cuts: two a layer, and one of embedding and
+    # logits each. What attention adds is needed again in the backward pass.
+    sums = 4 * L + 2 + L * (execution.remat_policy == "full")
+
+    def collective(kind: str, axis: str, times: int, whole: int) -> Collective:
+        sent = round(whole * RING_SHARE[kind](mesh[axis]))
+        return Collective(kind, (axis,), "ici", times, whole, sent, links.get(axis, 1.0))
+
+    moved = [
+        collective("all-gather", "fsdp", 2, layers),  # forward, backward
+        collective("all-gather", "fsdp", 1, 2 * table),
+        collective("reduce-scatter", "fsdp", 1, layers + table),
+        collective("all-reduce", "fsdp", 1, table),  # of the embedding, whose gradient every device adds to at random
+        collective("all-reduce", "tensor", sums, activations),
+        collective("all-reduce", "data", 1, weights // mesh["fsdp"]),
+    ]
+    whole = weights // mesh["fsdp"]
+    sent = round(whole * RING_SHARE["all-reduce"](slices))
+    return [each for each in moved if each.sent_bytes] + [Collective("all-reduce", ("data",), "dcn", 1, whole, sent)]
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,328 @@
+"""What a compiled program says of itself: the collectives of a step, read from `compiled.as_text()`.
+
+The text is XLA's HLO after all optimisations: computations, each a list of `%name = type opcode(operands), attributes`.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+# What one of n devices sends of the whole array when parts of it go round a ring (Patarasuk and Yuan 2009).
+RING_SHARE = {
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1.0,
+}
+# How the runtime that joins TPU slices calls them.
+BETWEEN_SLICES = {
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_REDUCE": "all-reduce",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+
+_INNER = r"[^()]*"
+for _ in range(3):  # the elements of a tuple's type may be tuples, and their layouts have parentheses: {1,0:T(8,128)}
+    _INNER = rf"(?:[^()]|\({_INNER}\))*"
+_INSTRUCTION = re.compile(rf"\s+(ROOT )?%?([\w.\-]+) = (\({_INNER}\)|\S+) ([a-z][\w\-]*)\(([^()]*)\)(.*)")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_NAME = re.compile(r"%?([\w.\-]+)(?:,|$)")
+# By which attributes an instruction runs other computations. What a reduction applies to its elements is none of them.
+_CALLS = {
+    "while": r" body=%?([\w.\-]+)",
+    "call": r" to_apply=%?([\w.\-]+)",
+    "conditional": r" (?:branch_computations=\{|true_computation=|false_computation=)([%\w.\-, ]+?)(?=\}|, \w+=|$)",
+    "fusion": r" calls=%?([\w.\-]+)",
+    "async-start": r" calls=%?([\w.\-]+)",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective operation of a step, as one device takes part in it; bytes are of one execution.
+
+    An operation whose groups join several devices of several slices or hosts is there twice, once for each network.
+    """
+
+    kind: str  # of RING_SHARE
+    axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
+    network: str  # ici: within a TPU slice or a GPU's host; dcn: between them
+    times: int  # executions a step
+    whole_bytes: int  # of the array that is gathered, reduced or exchanged; of a permute what a device passes on
+    sent_bytes: int  # by a device over this network
+    links: float = 1.0  # the share of a device's links of this network that lead to others of its group
+
+
+class Instruction(NamedTuple):
+    """A line of a computation."""
+
+    root: bool
+    name: str
+    type: str
+    opcode: str
+    operands: str
+    attributes: str
+
+    def operand(self, index: int) -> str:
+        """The name of an operand."""
+        return _NAME.findall(re.sub(r"/\*.*?\*/|\s", "", self.operands))[index]
+
+
+Computations = Mapping[str, Mapping[str, Instruction]]  # by name, its instructions by name
+
+
+def collectives(text: str, mesh: Mesh) -> list[Collective]:
+    """The collectives of a compiled program, each place in the program where one stands.
+
+    A loop whose number of rounds the program does not say, as of a `while_loop` on data, counts as one round, and so
+    does every branch of a condition.
+
+    Args:
+        text: `compiled.as_text()`.
+        mesh: of the devices it was compiled for, in the order of its partitions.
+    """
+    computations, entry = _parse(text)
+    partitions = re.search(r"num_partitions=(\d+)", text)
+    places = _Places(mesh, int(partitions[1]) if partitions else 1)
+    found: list[Collective] = []
+    for computation, instruction, times in _executed(computations, entry, 1):
+        kind = instruction.opcode.removesuffix("-start")
+        if instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
+            kind, groups, whole = _between_slices(instruction, places)
+        elif kind in RING_SHARE and not _goes_on(instruction, computations[computation]):
+            groups = places.numbers(_groups(instruction.attributes, places.partitions))
+            whole = _bytes(_output(instruction))
+            if kind == "reduce-scatter":
+                whole *= groups.shape[1]
+            elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+                kind = "reduce-scatter"  # fused of a sum and the slice that is wanted of it, as the TPU compiler does
+        else:
+            continue
+        found += places.collectives(kind, groups, times, whole)
+    return found
+
+
+def _parse(text: str) -> tuple[Computations, str]:
+    """A module's computations, and the name of the one it starts with."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            name = match[2]
+            computations[name] = {}
+            entry = name if match[1] else entry
+        elif match := _INSTRUCTION.match(line):
+            instruction = Instruction(bool(match[1]), *match.groups()[1:])
+            computations[name][instruction.name] = instruction
+    return computations, entry
+
+
+def _executed(computations: Computations, name: str, times: int) -> Iterator[tuple[str, Instruction, int]]:
+    """Every instruction that `times` runs of a computation execute: where it stands, itself, and how often."""
+    for instruction in computations[name].values():
+        yield name, instruction, times
+        if instruction.opcode in _CALLS:
+            rounds = times * _rounds(instruction, computations) if instruction.opcode == "while" else times
+            for called in re.findall(_CALLS[instruction.opcode], instruction.attributes):
+                for callee in _NAME.findall(called.replace(" ", "")):
+                    yield from _executed(computations, callee, rounds)
+
+
+def _rounds(loop: Instruction, computations: Computations) -> int:
+    """How often a loop's body runs: as the compiler notes it, or else from a counter's start, step and bound."""
+    if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+        return int(match[1])
+    condition, body = (
+        computations[re.search(rf" {role}=%?([\w.\-]+)", loop.attributes)[1]] for role in ("condition", "body")
+    )
+    caller = next(instructions for instructions in computations.values() if loop.name in instructions)
+    compare, before, after = _root(condition), caller[loop.operand(0)], _root(body)
+    if (compare.opcode, before.opcode, after.opcode) != ("compare", "tuple", "tuple"):
+        return 1
+    counter = condition[compare.operand(0)]
+    if counter.opcode != "get-tuple-element" or "direction=LT" not in compare.attributes:
+        return 1
+    place = int(re.search(r"index=(\d+)", counter.attributes)[1])
+    start, bound = _constant(caller, before.operand(place)), _constant(condition, compare.operand(1))
+    added = body[after.operand(place)]
+    step = _constant(body, added.operand(1)) if added.opcode == "add" else None
+    return 1 if start is None or bound is None or not step else math.ceil((bound - start) / step)
+
+
+def _root(computation: Mapping[str, Instruction]) -> Instruction:
+    return next(instruction for instruction in computation.values() if instruction.root)
+
+
+def _constant(computation: Mapping[str, Instruction], name: str) -> int | None:
+    """The value of an integer constant; None where it is none."""
+    instruction = computation[name]
+    while instruction.opcode == "copy":
+        instruction = computation[instruction.operand(0)]
+    return int(instruction.operands) if instruction.opcode == "constant" else None
+
+
+def _goes_on(instruction: Instruction, computation: Mapping[str, Instruction]) -> bool:
+    """Whether it continues or ends a collective that another fusion starts.
+
+    The TPU compiler splits an asynchronous collective over fusions with products that run meanwhile. Each of them
+    names the collective again, as a link of a chain; the one that starts it hands it to AsyncCollectiveStart.
+    """
+    if "chain_id" not in instruction.attributes:
+        return False
+    return not any(
+        '"AsyncCollectiveStart"' in other.attributes and f"%{instruction.name}" in other.operands.split(", ")
+        for other in computation.values()
+    )
+
+
+def _output(instruction: Instruction) -> str:
+    """The type of what a collective makes: an asynchronous one's type is (what it takes, what it makes, ...)."""
+    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
+        return instruction.type
+    depth, parts = 0, [""]
+    for character in instruction.type[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts[1]
+
+
+def _bytes(types: str) -> int:
+    """Of all the arrays in a type."""
+    total = 0
+    for dtype, dims in _ARRAY.findall(re.sub(r"\{.*?\}", "", types)):
+        bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+        total += math.prod(map(int, filter(None, dims.split(",")))) * bits // 8
+    return total
+
+
+def _groups(attributes: str, partitions: int) -> np.ndarray:
+    """The partitions of each group, [groups, n]; of a permute each source and its target, [pairs, 2]."""
+    text = re.search(r"(?:replica_groups|source_target_pairs)=(.*)", attributes)[1]
+    if text.startswith("mesh["):
+        return _mesh_groups(text)
+    if match := re.match(r"\[(.*?)\]<=(\[.*?\])(T\(.*?\))?", text):
+        return _iota(match[2] + (match[3] or "")).reshape(_ints(match[1]))
+    listed = re.match(r"\{((?:\{[\d,]*\},?)*)\}", text)[1]
+    return np.array([_ints(group) for group in re.findall(r"\{(.*?)\}", listed)] or [range(partitions)])
+
+
+def _mesh_groups(text: str) -> np.ndarray:
+    """Of groups written as the axes they go along: mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}.
+
+    (1)2 are the two parts of an axis that has been cut into one part before them, and more after.
+    """
+    sizes, order, along = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", text).groups()
+    axes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", sizes)}
+    ids = np.arange(math.prod(axes.values()))
+    if order:
+        ids = _iota(order) if order.startswith("[") else np.array(_ints(order))
+    refs = {
+        name: (int(before or 1), int(part or axes[name]))
+        for name, before, part in re.findall(r"'(.*?)'(?::\((\d+)\)(\d+))?", along)
+    }
+    shape, grouped = [], []
+    for name, size in axes.items():
+        before, part = refs.get(name, (1, 1))
+        grouped.append(len(shape) + 1)
+        shape += [before, part, size // before // part]
+    n = math.prod(shape[dim] for dim in grouped)
+    return np.moveaxis(ids.reshape(shape), grouped, range(-len(grouped), 0)).reshape(-1, n)
+
+
+def _iota(text: str) -> np.ndarray:
+    """0, 1, 2, ... in the order that [4,2]T(1,0) means: laid out in these dims, then transposed."""
+    dims, order = re.match(r"\[(.*?)\](?:T\((.*?)\))?", text).groups()
+    ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+    return ids.transpose(_ints(order) if order else None).ravel()
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _between_slices(send: Instruction, places: "_Places") -> tuple[str, np.ndarray, int]:
+    """The kind, groups and bytes of a collective between TPU slices, which the program hands to another runtime.
+
+    Its devices are named by their ids, each group listed; or as {1,2}x{0:255}, groups of the devices that have the same
+    number, from 0 to 255, in slices 1 and 2, whose ids are 100000 times the slice and that number.
+    """
+    target, kind = re.search(
+        r'_xla_megascale_target="?(.*?)"?,_xla_megascale_transfer_type="(\w+)"', send.attributes
+    ).groups()
+    if match := re.match(r"\{([\d,]+)\}x\{(\d+):(\d+)\}", target):
+        ids = [[100_000 * s + i for s in _ints(match[1])] for i in range(int(match[2]), int(match[3]) + 1)]
+    else:
+        ids = [_ints(group.replace("->", ",")) for group in re.findall(r"\{([\d,>\-]+)\}", target)]
+    groups = np.array([[places.by_id[i] for i in group] for group in ids])
+    sent = _bytes(_ARRAY.search(send.type)[0])
+    whole = sent * groups.shape[1] if kind == "ALL_GATHER" else sent
+    return BETWEEN_SLICES[kind], groups, whole
+
+
+class _Places:
+    """Where the partitions of a program are: on the mesh, in slices or hosts, on a slice's torus."""
+
+    def __init__(self, mesh: Mesh, partitions: int) -> None:
+        self.mesh, self.partitions = mesh, partitions
+        devices: Sequence[jax.Device] = list(mesh.devices.flat)
+        self.domains = np.array([_domain(device) for device in devices])
+        self.by_id = {device.id: number for number, device in enumerate(devices)}
+        self.coords = np.array([device.coords for device in devices]) if devices[0].platform == "tpu" else None
+
+    def numbers(self, groups: np.ndarray) -> np.ndarray:
+        """The devices of these partitions, by their number in the mesh."""
+        if self.partitions == self.mesh.size:
+            return groups
+        # A program for several slices numbers the partitions of one; all have the same.
+        return np.flatnonzero(self.domains == self.domains[0])[groups]
+
+    def collectives(self, kind: str, groups: np.ndarray, times: int, whole: int) -> Iterator[Collective]:
+        """The collective of these groups of devices, [groups, n], on each network it uses."""
+        where = np.stack(np.unravel_index(groups, self.mesh.devices.shape))  # [axes, groups, n]
+        differ = (where != where[:, :, :1]).any((1, 2))
+        axes = tuple(name for name, differs in zip(self.mesh.axis_names, differ, strict=True) if differs)
+        sent = whole * RING_SHARE[kind](groups.shape[1])
+        ici, dcn = self._shares(kind, groups)
+        if ici:
+            yield Collective(kind, axes, "ici", times, whole, round(sent * ici), self._links(kind, groups))
+        if dcn:
+            yield Collective(kind, axes, "dcn", times, whole, round(sent * dcn))
+
+    def _shares(self, kind: str, groups: np.ndarray) -> tuple[float, float]:
+        """Of what a device sends the parts that stay in its slice or host, and that leave it."""
+        n, domains = groups.shape[1], self.domains[groups]
+        near = (domains == domains[:, :1]).sum(1)  # of each group, those where its first device is
+        if kind == "collective-permute":  # a device sends all it has one way: what counts is whether any goes that way
+            return float((near == n).any()), float((near < n).any())
+        g = near.max()
+        if kind == "all-to-all":  # the same to every other device
+            return (g - 1) / max(n - 1, 1), (n - g) / max(n - 1, 1)
+        # Rings leave a slice or host once for the g devices in it, and there are as many rings as ways out.
+        return (1 - 1 / g, 1 / g) if g < n else (float(n > 1), 0.0)
+
+    def _links(self, kind: str, groups: np.ndarray) -> float:
+        """Of the dims of a TPU slice's torus, the share in which a group extends; a permute uses one at a time."""
+        if self.coords is None:
+            return 1.0
+        slice_dims = (self.coords != self.coords[0]).any(0).sum()
+        where = self.coords[groups]  # [groups, n, 3]
+        dims = 1 if kind == "collective-permute" else (where != where[:, :1]).any(1).sum(1).max()
+        return float(dims / slice_dims)
+
+
+def _domain(device: jax.Device) -> int:
+    """The TPU slice or the host that a device is in."""
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else device.process_index

@@ -1,0 +1,172 @@
+"""How long a step should take, from what its devices are stated to do: a prediction, and only that.
+
+A device computes matrix products, and between them moves arrays through its memory; both add up. Communication adds
+what is not hidden behind them. What is reached of the stated rates, and what is hidden, are three constants, the same
+for all hardware, models and meshes. docs/aot.md has predictions beside published runs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from src.aot.hlo import Collective
+from src.aot.memory import device_bytes
+from src.build import Built
+from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
+from src.model.segments import Execution
+from src.model.spec import ExpertsSpec, LayerSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from src.topology import Chip
+
+# Of the stated peak the best products reach 86% on an A100 and 80% on an H100, whose clock falls under load (Bekman,
+# "Machine Learning Engineering", maximum achievable matmul FLOPS); on TPUs whole training steps have reached 80%.
+COMPUTE_REACHED = 0.85
+# What a copy in an H100's memory reaches.
+MEMORY_REACHED = 0.9
+# Weights are gathered while the layer before computes; sums of activations have the next product wait for them. How
+# much of either hides, a program does not say: half.
+HIDDEN = 0.5
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step asks of one device, communication apart."""
+
+    model_flops: FlopsPerToken  # of the device's share of the step's tokens
+    recomputed_flops: FlopsPerToken  # beside them: what rematerialisation adds
+    whole_scores: bool  # whether attention also computes the scores that its mask hides
+    memory_bytes: float  # read and written between matrix products
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step. What each resource is needed for, and the whole, which is less than the sum of them."""
+
+    compute_seconds: float
+    memory_seconds: float
+    ici_seconds: float
+    dcn_seconds: float
+    step_seconds: float
+    bound: str  # what takes longest of these four: compute, memory, ici or dcn
+    mfu: float  # causal attention counted once (`FlopsPerToken.causal`)
+    mfu_palm: float
+
+
+def predict(work: Work, chip: "Chip", peak: float, moved: Sequence[Collective]) -> Prediction:
+    """The time of a step.
+
+    Args:
+        work: of a device.
+        chip: its rates.
+        peak: operations a second of its matrix products, in the dtype that the step multiplies.
+        moved: the step's collectives.
+    """
+    model, again = work.model_flops, work.recomputed_flops
+    flops = model.palm + again.palm if work.whole_scores else model.causal + again.causal
+    seconds = {
+        "compute": flops / (COMPUTE_REACHED * peak),
+        "memory": work.memory_bytes / (MEMORY_REACHED * chip.memory_bandwidth),
+        "ici": _sent(moved, "ici") / chip.ici_bandwidth,
+        "dcn": _sent(moved, "dcn") / chip.dcn_bandwidth,
+    }
+    on_device, between = seconds["compute"] + seconds["memory"], seconds["ici"] + seconds["dcn"]
+    step = on_device + between - min(HIDDEN * between, on_device)
+    return Prediction(
+        **{f"{name}_seconds": value for name, value in seconds.items()},
+        step_seconds=step,
+        bound=max(seconds, key=seconds.__getitem__),
+        mfu=model.causal / step / peak,
+        mfu_palm=model.palm / step / peak,
+    )
+
+
+def _sent(moved: Sequence[Collective], network: str) -> float:
+    """Bytes that a device sends in a step, as if over all its links: where a group has half of them, twice as many."""
+    return sum(each.times * each.sent_bytes / each.links for each in moved if each.network == network)
+
+
+def work_of(built: Built) -> Work:
+    """What a step asks of each of its devices."""
+    plan, layout = built.plan, built.plan.layout
+    return step_work(
+        plan.spec,
+        plan.execution,
+        plan.kernel,
+        tokens=built.tokens / layout.mesh.size,
+        length=built.batch["tokens"].shape[1],
+        sharing=layout.mesh.size // (layout.shards("batch") * layout.shards("length")),
+        state_bytes=device_bytes(built.state),
+        vocab_tiles=plan.vocab_tiles,
+        micro_batches=plan.micro_batches,
+    )
+
+
+def step_work(
+    spec: ModelSpec,
+    execution: Execution,
+    kernel: str,
+    *,
+    tokens: float,
+    length: int,
+    sharing: int,
+    state_bytes: int,
+    vocab_tiles: int = 1,
+    micro_batches: int = 1,
+) -> Work:
+    """What a step asks of one device.
+
+    Args:
+        spec: the model.
+        execution: which arrays its layers keep for the backward pass.
+        kernel: of attention.
+        tokens: of the step, over the devices.
+        length: of a row.
+        sharing: devices that compute the same tokens together, each with its part of heads and hidden units.
+        state_bytes: of weights and optimizer on the device.
+        vocab_tiles: tiles of the loss.
+        micro_batches: passes a step, each of which goes through the weights.
+    """
+    model = flops_per_token(spec, length)
+    again = recomputed_flops(spec, length, execution, vocab_tiles)
+    itemsize = jnp.dtype(spec.dtype).itemsize
+    # Of an array between two products: written and read forward, and, if it is not kept, once more; backward it is
+    # read, and its gradient written and read.
+    passes = 5 if execution.remat_policy == "none" else 7
+    arrays = sum(copied * sharing + cut for layer in _layers(spec) for copied, cut in [_widths(layer, spec.emb_dim)])
+    activations = passes * tokens * arrays * itemsize
+    if kernel == "dot_product":  # scores and weights of each key, in float32
+        heads = sum(layer.attention.num_query_heads for layer in _layers(spec))
+        activations += passes * tokens * 2 * heads * length * 4
+    # Forward and backward, float32: written and read, and their gradient.
+    logits = 4 * tokens * (1 + spec.prediction_layers) * spec.padded_vocab_size * 4
+    # A weight is gathered (written) and read, forward and backward; its gradient is written, and read to be summed.
+    weights = 6 * micro_batches * count_params(spec) / sharing * itemsize
+    return Work(
+        FlopsPerToken(tokens * model.causal, tokens * model.palm),
+        FlopsPerToken(tokens * again.causal, tokens * again.palm),
+        kernel == "dot_product",
+        activations + logits + weights + 2 * state_bytes,
+    )
+
+
+def _layers(spec: ModelSpec) -> Iterator[LayerSpec]:
+    yield from spec.layers
+    yield from spec.layers[-1:] * spec.prediction_layers
+
+
+def _widths(layer: LayerSpec, emb_dim: int) -> tuple[int, int]:
+    """Numbers a token that a layer makes: in arrays as wide as the embedding, and in those that heads or units cut.
+
+    The former are the layer's input, its norm, what attention adds, their sum, its norm, and what is added last.
+    """
+    attention, feed_forward = layer.attention, layer.feed_forward
+    heads = attention.num_query_heads + attention.num_kv_heads
+    cut = heads * (attention.head_dim + attention.value_dim)  # queries and keys; values and what attention makes
+    if isinstance(feed_forward, ExpertsSpec):
+        used = [feed_forward.expert] * feed_forward.per_token + [feed_forward.shared] * bool(feed_forward.shared)
+    else:
+        used = [feed_forward]
+    return 6 * emb_dim, cut + sum((len(spec.activations) + 1) * spec.mlp_dim for spec in used)

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import platform
 import re
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
@@ -95,7 +96,8 @@ def header(config: Mapping[str, Any], built: Built) -> Header:
             "count": len(devices),
             "slices": len({getattr(device, "slice_index", 0) for device in devices}),
             "processes": len({device.process_index for device in devices}),
-            "order": _digest(str([(device.id, *getattr(device, "coords", ())) for device in devices])),
+            # Where on the network each place of the mesh is: the program sends along those links.
+            "order": _digest(str([(device.id, *getattr(device, "coords", ())) for device in devices]))[:16],
             **({"processor": _processor()} if devices[0].platform == "cpu" else {}),
         },
         "mesh": dict(mesh.shape),
@@ -123,17 +125,19 @@ def _described(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)} sharded {tuple(sharding.spec) if sharding else ()}"
 
 
-def _versions(platform: str) -> dict[str, str]:
-    """Of what compiles and runs a program, where it is installed."""
-    packages = {"tpu": ["libtpu"], "gpu": ["jax-cuda12-plugin", "jax-cuda12-pjrt"]}.get(platform, [])
+def _versions(hardware: str) -> dict[str, str]:
+    """Of what compiles and runs a program on `tpu`, `gpu` or `cpu`, where it is installed."""
+    packages = {"tpu": ["libtpu"], "gpu": ["jax-cuda12-plugin", "jax-cuda12-pjrt"]}.get(hardware, [])
     installed = {distribution.name for distribution in metadata.distributions()}
     return {package: metadata.version(package) for package in ["jax", "jaxlib", *packages] if package in installed}
 
 
 def _processor() -> str:
     """This machine's, whose instructions XLA's CPU backend compiles for."""
-    information = Path("/proc/cpuinfo").read_text()
-    fields = dict(re.findall(r"(?m)^(\w[\w ]*?)\s*: (.+)$", information))
+    information = Path("/proc/cpuinfo")
+    if not information.exists():  # no Linux
+        return platform.processor()
+    fields = dict(re.findall(r"(?m)^(\w[\w ]*?)\s*: (.+)$", information.read_text()))
     instructions = fields.get("flags") or fields["Features"]  # x86 or ARM
     return f"{fields.get('model name', 'unnamed')}, instruction sets {_digest(instructions)[:8]}"
 
@@ -174,19 +178,20 @@ def differences(saved: Header, here: Header) -> list[str]:
     """What is another in a file's header and in this run's, a line each; empty where the program is the one wanted."""
     if {**saved, "config": None} == {**here, "config": None}:
         return []
-    found = [
-        line
-        for section in ("config", "devices", "mesh", "versions", "compiler_options", "environment")
-        for line in _changed(saved[section], here[section], "" if section == "config" else f"{section}.")
-    ]
-    arguments = list(_changed(saved["arguments"], here["arguments"], ""))
+    found = []
+    if saved["program"] != here["program"]:
+        found += _changed(saved["config"], here["config"])
+    for section in ("devices", "mesh", "versions", "compiler_options", "environment"):
+        found += _changed(saved[section], here[section], f"{section}.")
+    arguments = list(_changed(saved["arguments"], here["arguments"]))
     found += arguments[:SHOWN_ARGUMENTS]
-    if more := len(arguments) - SHOWN_ARGUMENTS:
-        found += [f"and {more} more arguments of the step"] if more > 0 else []
+    if len(arguments) > SHOWN_ARGUMENTS:
+        found.append(f"and {len(arguments) - SHOWN_ARGUMENTS} more arguments of the step")
     return found or ["the step itself: no key differs, so the code of MinText or of a package that it uses has changed"]
 
 
-def _changed(saved: Mapping[str, Any], here: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _changed(saved: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """A line for each name whose value is another."""
     for name in {**saved, **here}:
         old, new = saved.get(name, "nothing"), here.get(name, "nothing")
         if old != new:

@@ -240,6 +240,7 @@ def test_another_machine_versions_and_flags_are_listed(file, step, tmp_path, mon
         "versions": {"jax": "0.1.2", "jaxlib": "0.1.2", "libtpu": "0.0.9"},
         "compiler_options": {"xla_a": "1"},
         "environment": {"XLA_FLAGS": "--xla_b=1"},
+        "config": {**step[2]["config"], "init_weights_seed": "7"},
     }
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_c=1")
     said = refusal(written(tmp_path / "other", header, b""), step)
@@ -254,6 +255,7 @@ def test_another_machine_versions_and_flags_are_listed(file, step, tmp_path, mon
         "environment.LIBTPU_INIT_ARGS: nothing in the file, --xla_c=1 here",
     ):
         assert f"\n  {line}" in said
+    assert "init_weights_seed" not in said, "the program is the same, so no key is a reason"
 
 
 # What a run may change: a value for each of program.OTHER_KEYS that is none of a job's coordinator.

@@ -99,7 +99,7 @@ def test_predictions_are_near_what_was_published(published):
             assert more.predicted <= fewer.predicted
 
 
-# GB that a device sends in programs that XLA's TPU compiler made of this model in July 2026, read by `collectives`.
+# GB that a device sends in programs that XLA's TPU compiler made (jax 0.10.2), read by `collectives`.
 COMPILED = [
     # 16B, 2 x v5e-256. Between slices it sums gradients on every device, for each to keep its part of them, which
     # sends twice what a reduce-scatter does; on one slice it scatters.

@@ -1,0 +1,206 @@
+"""What is known of a compiled step: a JSON object, and the same as lines to read."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from src.aot.hlo import collectives
+from src.aot.memory import device_bytes, memory
+from src.aot.roofline import predict, work_of
+from src.build import Built
+from src.config_yaml import dump
+from src.metrics import duration
+from src.model.flops import count_active_params, count_params
+from src.topology import Topology, run_peak
+
+Report = dict[str, Any]
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+JAX_GPU_FRACTION = 0.75  # unless XLA_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev, GPU memory allocation)
+# How the TPU compiler says what a program would need: beside its arguments, or in all.
+TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
+TOTAL = re.compile(r"(?:Total hbm usage >=|Used) ([\d.]+)([KMGT])")
+
+
+def make_report(
+    topology: Topology,
+    built: Built,
+    matmul_precision: str,
+    compiled: jax.stages.Compiled | None,
+    refusal: str,
+    seconds: Mapping[str, float],
+) -> Report:
+    """All that is said of a step but what would make it smaller; bytes and FLOPs are a device's.
+
+    Args:
+        topology: of the devices it is for.
+        built: the step.
+        matmul_precision: the key, which says how fast products are.
+        compiled: the program; None where the compiler refused it for want of memory.
+        refusal: the compiler's message then, or empty.
+        seconds: what tracing, lowering and compiling took.
+    """
+    plan, work = built.plan, work_of(built)
+    report = {
+        "topology": topology.name,
+        "slices": topology.slices,
+        "devices": topology.num_devices,
+        "device_kind": topology.chip.kind if topology.chip else "cpu",
+        "mesh": dict(plan.layout.mesh.shape),
+        "parameters": count_params(plan.spec),
+        "active_parameters": count_active_params(plan.spec),
+        "rows": built.rows,
+        "tokens": built.tokens,
+        "attention": plan.kernel,
+        "seconds": dict(seconds),
+        "memory": _memory(topology, built, compiled, refusal),
+        "flops": {
+            "model": work.model_flops.causal,
+            "model_palm": work.model_flops.palm,
+            "recomputed": work.recomputed_flops.causal,
+        },
+        "compiler_message": refusal,
+    }
+    if compiled:
+        moved = collectives(compiled.as_text(), plan.layout.mesh)
+        report["collectives"] = [dataclasses.asdict(collective) for collective in moved]
+        chip = topology.chip
+        if chip and (peak := run_peak(chip.kind, plan.spec.dtype, matmul_precision)):
+            report["prediction"] = dataclasses.asdict(predict(work, chip, peak, moved))
+    return report
+
+
+def _memory(topology: Topology, built: Built, compiled: jax.stages.Compiled | None, refusal: str) -> dict[str, Any]:
+    """What a device needs, has, and what fills it; `needed` is a lower bound where the compiler gave up."""
+    parts = memory(built)
+    capacity = _capacity(topology)
+    if compiled:
+        stats = compiled.memory_analysis()
+        # Outputs that take the place of donated arguments need nothing of their own.
+        outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        sizes = {
+            "arguments": stats.argument_size_in_bytes,
+            "temporaries": stats.temp_size_in_bytes,
+            "outputs": stats.output_size_in_bytes,
+            "donated": stats.alias_size_in_bytes,
+            "program": stats.generated_code_size_in_bytes,
+        }
+        needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes + outputs
+    else:
+        arguments = device_bytes((built.state, built.batch, built.hyper))
+        needed = max(arguments + _bytes(TEMPORARIES, refusal), _bytes(TOTAL, refusal))
+        sizes = {"arguments": arguments, "temporaries": needed - arguments}
+    return {
+        **sizes,
+        "needed": needed,
+        "capacity": capacity,
+        "left": capacity - needed if capacity else None,
+        "fits": compiled is not None and (capacity is None or needed <= capacity),
+        "argument_parts": parts.arguments,
+        "temporary_parts": parts.temporaries,
+    }
+
+
+def _capacity(topology: Topology) -> int | None:
+    """The bytes that a program may use: of a GPU's memory the part that JAX takes; None of a CPU's."""
+    if topology.platform != "gpu":
+        return topology.chip.memory if topology.chip else None
+    fraction = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    return int(topology.chip.memory * float(fraction or JAX_GPU_FRACTION))
+
+
+def _bytes(pattern: re.Pattern[str], message: str) -> int:
+    """The largest size that stands in a message in the pattern's words; 0: none does."""
+    return max((round(float(number) * UNITS[unit]) for number, unit in pattern.findall(message)), default=0)
+
+
+def verdict(report: Report) -> str:
+    """Whether the step fits its devices, in a sentence."""
+    memory = report["memory"]
+    if memory["capacity"] is None:
+        return "it compiles; a CPU's memory is not judged"
+    words = f"{_size(memory['needed'])} of {_size(memory['capacity'])} a device"
+    if memory["fits"]:
+        return f"fits: {words}, {_size(memory['left'])} left"
+    return f"does not fit: {'at least ' if report['compiler_message'] else ''}{words}"
+
+
+def lines(report: Report) -> Iterator[tuple[str, str]]:
+    """A report as names and values."""
+    slices = f"{report['slices']} x " if report["slices"] > 1 else ""
+    yield "topology", f"{slices}{report['topology']}: {report['devices']:,} x {report['device_kind']}"
+    yield "mesh", " x ".join(f"{name} {size}" for name, size in report["mesh"].items())
+    active = report["active_parameters"]
+    a_token = f", of which a token meets {active:,}" if active < report["parameters"] else ""
+    yield "model", f"{report['parameters']:,} parameters{a_token}"
+    yield "step", f"{report['rows']:,} rows, {report['tokens']:,} tokens"
+    yield "attention", report["attention"]
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in report["seconds"].items())
+    yield "compiled", f"in {duration(sum(report['seconds'].values()))} (seconds: {parts})"
+    yield "memory", "\n".join(_memory_lines(report["memory"]))
+    flops = report["flops"]
+    again = f"; {flops['recomputed']:.4g} more are computed again" if flops["recomputed"] else ""
+    yield "FLOPs", f"{flops['model']:.4g} a device (attention causal; {flops['model_palm']:.4g} as in PaLM){again}"
+    if report.get("collectives"):
+        yield "collectives", "\n".join(_collective_lines(report["collectives"]))
+    if "prediction" in report:
+        yield "prediction", "\n".join(_prediction_lines(report["prediction"]))
+    if report["compiler_message"]:
+        yield "compiler", report["compiler_message"]
+    yield "verdict", verdict(report)
+    if report.get("changes"):
+        yield "would help", "\n".join(_change_lines(report["changes"], report["memory"]["capacity"]))
+
+
+def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
+    """Of a device."""
+    yield f"{_size(memory['arguments']):>11}  arguments"
+    yield from _part_lines(memory["argument_parts"])
+    if "donated" in memory:
+        yield f"{_size(memory['outputs'] - memory['donated']):>11}  outputs that take no argument's place"
+    yield f"{_size(memory['temporaries']):>11}  temporaries, of which by estimate"
+    yield from _part_lines(memory["temporary_parts"])
+    if (rest := memory["temporaries"] - sum(memory["temporary_parts"].values())) > 0:
+        yield from _part_lines({"what a block computes, and the compiler's own": rest})
+
+
+def _part_lines(parts: Mapping[str, int]) -> Iterator[str]:
+    return (f"{_size(size):>15}  {name}" for name, size in parts.items() if size)
+
+
+def _collective_lines(moved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Those of one kind over the same mesh axes in a line, the most bytes first."""
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for each in moved:
+        total = sums.setdefault((each["kind"], " x ".join(each["axes"]), each["network"]), [0, 0])
+        total[0] += each["times"]
+        total[1] += each["times"] * each["sent_bytes"]
+    for (kind, axes, network), (times, sent) in sorted(sums.items(), key=lambda entry: -entry[1][1]):
+        yield f"{kind:<18} over {axes} ({network}): {times:,} a step, a device sends {_size(sent)}"
+
+
+def _prediction_lines(prediction: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"{prediction['step_seconds']:.3g} s a step, MFU {prediction['mfu']:.1%} (as in PaLM "
+        f"{prediction['mfu_palm']:.1%}): by a roofline, not measured"
+    )
+    parts = ", ".join(f"{name} {prediction[f'{name}_seconds']:.3g}" for name in ("compute", "memory", "ici", "dcn"))
+    yield f"seconds for each: {parts}; {prediction['bound']} takes the most"
+
+
+def _change_lines(found: Sequence[Mapping[str, Any]], capacity: int) -> Iterator[str]:
+    for change in found:
+        keys = " ".join(f"{key}={dump(value)}" for key, value in change["keys"].items())
+        fits = "" if change["needed"] <= capacity else ", still too much"
+        yield f"{keys}\n    about {_size(change['needed'])}{fits}; {change['cost']}"
+
+
+def _size(number: int) -> str:
+    """Bytes in the largest unit of which there is one."""
+    unit, factor = next(
+        ((f"{letter}iB", factor) for letter, factor in reversed(UNITS.items()) if number >= factor), ("B", 1)
+    )
+    return f"{number / factor:.2f} {unit}" if factor > 1 else f"{number} B"

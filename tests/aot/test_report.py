@@ -1,0 +1,97 @@
+"""The verdict on a step, from what compilers say, and the lines that say it."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+from tiny import load
+
+from src.aot.report import lines, make_report, verdict
+from src.build import build
+from src.topology import parse_topology
+
+GIB = 2**30
+SECONDS = {"tracing": 1.0, "lowering": 0.5, "compiling": 61.0}
+
+# As libtpu 0.0.42.1 prints them.
+EARLY = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (37.30G) exceeds "
+    "available HBM (15.75G)."
+)
+LATE = """RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.10G of 15.75G hbm.
+Exceeded hbm capacity by 2.35G.
+
+Total hbm usage >= 18.35G:
+    reserved        258.00M
+    program          16.10G
+    arguments         2.00G
+"""
+
+
+@pytest.fixture(scope="module")
+def step():
+    return build(load(base_num_query_heads=8, base_num_kv_heads=8, head_dim=4, dtype="bfloat16"), jax.devices())
+
+
+def report(step, compiled=None, refusal="", topology="v5e-8"):
+    return make_report(parse_topology(topology, 1), step, "default", compiled, refusal, SECONDS)
+
+
+def program(arguments, temporaries, outputs=0, donated=0):
+    """What a compiled program says of its memory, for one that has no collectives."""
+    stats = SimpleNamespace(
+        argument_size_in_bytes=arguments,
+        temp_size_in_bytes=temporaries,
+        output_size_in_bytes=outputs,
+        alias_size_in_bytes=donated,
+        generated_code_size_in_bytes=0,
+    )
+    text = "HloModule empty\n\nENTRY %main (a: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n"
+    return SimpleNamespace(memory_analysis=lambda: stats, as_text=lambda: text)
+
+
+def test_a_refusal_before_memory_is_assigned_names_temporaries(step):
+    memory = report(step, refusal=EARLY)["memory"]
+    assert not memory["fits"]
+    assert memory["needed"] == round(37.30 * GIB) + memory["arguments"]
+
+
+def test_a_refusal_after_it_names_all(step):
+    memory = report(step, refusal=LATE)["memory"]
+    assert not memory["fits"]
+    assert memory["needed"] == round(18.35 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "temporaries", "outputs", "donated", "fits"),
+    [
+        (1 * GIB, 14 * GIB, 1 * GIB, 1 * GIB, True),
+        # What MaxText reports as a success for its 16B at batch 8.
+        (round(0.745 * GIB), round(15.125 * GIB), round(0.745 * GIB), round(0.745 * GIB), False),
+        (1 * GIB, 14 * GIB, 1 * GIB, 0, False),
+    ],
+)
+def test_a_program_that_compiles_may_still_not_fit(step, arguments, temporaries, outputs, donated, fits):
+    found = report(step, program(arguments, temporaries, outputs, donated))
+    assert found["memory"]["fits"] == fits
+    assert verdict(found).startswith("fits" if fits else "does not fit")
+    assert found["memory"]["left"] == found["memory"]["capacity"] - found["memory"]["needed"]
+
+
+def test_a_gpu_has_a_verdict_though_its_compiler_gives_none(step, monkeypatch):
+    # Of an H100's 79.1 GiB JAX takes 59.3 by itself.
+    assert report(step, program(40 * GIB, 19 * GIB), topology="a3")["memory"]["fits"]
+    assert not report(step, program(40 * GIB, 20 * GIB), topology="a3")["memory"]["fits"]
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+    assert report(step, program(40 * GIB, 31 * GIB), topology="a3")["memory"]["fits"]
+
+
+def test_the_lines_name_what_a_user_asks_for(step):
+    found = report(step, program(3 * GIB, 20 * GIB))
+    found["changes"] = [{"keys": {"per_device_batch_size": 0.5}, "cost": "half of it", "needed": 12 * GIB}]
+    said = dict(lines(found))
+    assert said["topology"] == "v5e-8: 8 x TPU v5 lite"
+    assert said["verdict"] == "does not fit: 23.00 GiB of 15.75 GiB a device"
+    assert said["would help"].splitlines()[0] == "per_device_batch_size=0.5"
+    assert "about 12.00 GiB; half of it" in said["would help"]
+    assert "not measured" in said["prediction"]

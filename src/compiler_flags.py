@@ -5,6 +5,7 @@ XLA reads flags in three ways. Options go with one compilation and are refused b
 process reads them first.
 """
 
+import difflib
 import mmap
 import os
 import re
@@ -20,9 +21,9 @@ import jax
 from src.config_values import nearest
 from src.errors import UserError
 
-# The flags that `auto` stands for, by `jax.Device.device_kind` (before it, "multi-slice" where it is one), or else by
-# platform. docs/aot.md tells what each does, and which of MaxText's and Pax's are left out: those that today's
-# compiler does unasked, or takes without a difference.
+# The flags that `auto` stands for, by `jax.Device.device_kind` (before it "multi-slice", where there are several), or
+# else by platform. docs/aot.md tells what each does, and which of MaxText's and Pax's are left out: those that today's
+# compilers do unasked, or take without a difference.
 _ASYNC_ALL_REDUCE = {
     "xla_enable_async_all_reduce": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
@@ -31,7 +32,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "cpu": {},
     "gpu": {
         "xla_gpu_all_gather_combine_threshold_bytes": "134217728",
-        "xla_gpu_enable_pipelined_all_gather": "true",
+        "xla_gpu_enable_while_loop_double_buffering": "true",
     },
     "tpu": _ASYNC_ALL_REDUCE,
     "TPU v6 lite": {**_ASYNC_ALL_REDUCE, "xla_tpu_scoped_vmem_limit_kib": "98304"},
@@ -89,7 +90,7 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
     flags = preset(device, slices) if text == "auto" else parse_flags(text)
     # XLA's parser of options, unlike that of flags, reads a truth value with a capital alone.
     options = {name: value.title() if value in ("true", "false") else value for name, value in flags.items()}
-    if options and _refusal(options, device):
+    if options and _complaint(options, device):
         refusals = [_refusal({name: value}, device) for name, value in options.items()]
         raise UserError("\n".join(f"compile_xla_flags: {refusal}" for refusal in filter(None, refusals)))
     return options
@@ -103,30 +104,41 @@ def preset(device: jax.Device, slices: int) -> dict[str, str]:
 
 def _refusal(options: Mapping[str, str], device: jax.Device) -> str:
     """Why the compiler of `device` does not take these options; empty where it does."""
-    # What else may go wrong here is that no program of a single device can be: the real step tells its own errors.
+    complaint = _complaint(options, device)
+    if not (match := re.match(r"No such compile option: '(\w+)'", complaint)):
+        return complaint
+    packages = ["jaxlib", "libtpu"] if device.platform == "tpu" else ["jaxlib"]
+    # Some names are of flags that are retired or can't be options: those are no help.
+    similar = difflib.get_close_matches(match[1], _names_in(packages), n=8)
+    options_too = [name for name in similar if not _complaint({name: ""}, device).startswith("No such")]
+    return f"{match[1]} is no option of {_versions(packages)}.{nearest(match[1], options_too)}"
+
+
+def _complaint(options: Mapping[str, str], device: jax.Device) -> str:
+    """What the compiler of `device` says against these options, in a line; empty where it takes them."""
     scalar = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
     except jax.errors.JaxRuntimeError as error:
-        message = str(error).removeprefix("INVALID_ARGUMENT: ")
-        if match := re.match(r"No such compile option: '(\w+)'", message):
-            return _unknown(match[1], *(["jaxlib", "libtpu"] if device.platform == "tpu" else ["jaxlib"]))
-        if message.startswith(("While setting option", "Failed to parse")):
-            return message.splitlines()[0]
+        message = str(error).removeprefix("INVALID_ARGUMENT: ").splitlines()[0]
+        # Anything else is not about options: for two slices that are not here no program of one device compiles.
+        if message.startswith(("No such compile option", "While setting option", "Failed to parse")):
+            return message
     return ""
 
 
-def _unknown(flag: str, *packages: str) -> str:
-    """That none of the packages knows `flag`, and the names in them that are like it."""
+def _names_in(packages: Sequence[str]) -> list[str]:
+    """What may be a flag, among the strings in the packages' libraries: no library lists its flags."""
     names = set()
     for package in packages:
         for library in Path(find_spec(package).origin).parent.glob("*.so"):
-            # No library lists its flags, but each has their names as C's strings.
             with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 names.update(name.decode() for name in re.findall(rb"xla_[a-z0-9_]{4,80}(?=\0)", content))
-    versions = " or ".join(f"{package} {version(package)}" for package in packages)
-    similar = nearest(re.search(r"\w+", flag)[0], sorted(names))
-    return f"{flag} is no flag of {versions}.{similar}"
+    return sorted(names)
+
+
+def _versions(packages: Sequence[str]) -> str:
+    return " or ".join(f"{package} {version(package)}" for package in packages)
 
 
 # ---- Flags in the environment
@@ -163,8 +175,12 @@ def check_environment(uses_tpu: bool) -> None:
 
 def _start(program: str) -> str:
     """What a Python program that reads the environment's flags says where it fails; empty where it does not."""
-    # Beside a process that holds the TPU this one may load libtpu, and on a machine without any it asks no server.
-    settings = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TF_CPP_MIN_LOG_LEVEL": "0"}
+    settings = {
+        "PYTHONPATH": os.pathsep.join(sys.path),  # of the same libraries
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it takes no TPU, so another process may have them
+        "TPU_SKIP_MDS_QUERY": "1",  # nor is there a server to ask for the slice
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+    }
     child = subprocess.run([sys.executable, "-c", program], env=os.environ | settings, capture_output=True, text=True)
     return child.stderr if child.returncode else ""
 
@@ -174,7 +190,9 @@ def _refuse(variable: str, complaints: Sequence[str], package: str) -> None:
     problems = []
     for complaint in complaints:
         if match := re.match(r"Unknown flags? in XLA_FLAGS: (.+)|Unknown command line flag '(\w+)'", complaint):
-            problems += [_unknown(flag, package) for flag in (match[1] or match[2]).split()]
+            for flag in (match[1] or match[2]).split():
+                similar = nearest(re.search(r"\w+", flag)[0], _names_in([package]))
+                problems.append(f"{flag} is no flag of {_versions([package])}.{similar}")
         else:
             problems.append(complaint)
     if problems:

@@ -28,7 +28,7 @@ def configured(argv: Sequence[str], usage: str = configuration.USAGE, *, joins: 
     notes: list[str] = []
     config = configuration.load(argv, notes)
     platforms = jax.config.jax_platforms  # empty: whichever JAX finds
-    check_environment(uses_tpu=not platforms or "tpu" in platforms)
+    check_environment(uses_tpu=joins and (not platforms or "tpu" in platforms))
     configure_jax(config)
     if joins:
         start_distributed(config)

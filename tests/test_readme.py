@@ -16,7 +16,7 @@ from tests.hf import saved
 from tests.runs import BASE, ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "end_to_end" / "README.md"]
-PROGRAMS = ("src.train", "src.train_tokenizer", "src.evaluate", "src.decode")
+PROGRAMS = ("src.train", "src.train_compile", "src.train_tokenizer", "src.evaluate", "src.decode")
 MODELS = ROOT / "docs" / "models" / "README.md"
 
 

@@ -6,8 +6,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
+
+from src.train_compile import _compile
 
 ROOT = Path(__file__).parents[1]
 BASE = str(ROOT / "configs" / "base.yml")
@@ -91,6 +95,21 @@ def test_a_gpu_host_has_a_verdict_though_its_compiler_gives_none(tmp_path):
     assert report["compiler_message"] == ""
     assert report["memory"]["needed"] > report["memory"]["capacity"]
     assert report["changes"]
+
+
+@needs_libtpu
+def test_flags_that_would_end_libtpu_are_answered(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_no_such=1")
+    said = train_compile("compile_topology=v5e-4", *SMALL, code=2)
+    assert "LIBTPU_INIT_ARGS in the environment: xla_no_such is no flag of libtpu" in said
+
+
+def test_another_memory_than_the_devices_main_one_is_no_question_of_size():
+    def refuse():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 18M of 16M")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
+        _compile(SimpleNamespace(compile=refuse))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -193,7 +194,7 @@ def _prediction_lines(prediction: Mapping[str, Any]) -> Iterator[str]:
 
 def _change_lines(found: Sequence[Mapping[str, Any]], capacity: int) -> Iterator[str]:
     for change in found:
-        keys = " ".join(f"{key}={dump(value)}" for key, value in change["keys"].items())
+        keys = " ".join(shlex.quote(f"{key}={dump(value)}") for key, value in change["keys"].items())
         fits = "" if change["needed"] <= capacity else ", still too much"
         yield f"{keys}\n    about {_size(change['needed'])}{fits}; {change['cost']}"
 

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from src.mesh import slice_of
+
 # What one of n devices sends of the whole array when parts of it go round a ring (Patarasuk and Yuan 2009).
 RING_SHARE = {
     "all-gather": lambda n: (n - 1) / n,
@@ -278,7 +280,7 @@ class _Places:
     def __init__(self, mesh: Mesh, partitions: int) -> None:
         self.mesh, self.partitions = mesh, partitions
         devices: Sequence[jax.Device] = list(mesh.devices.flat)
-        self.domains = np.array([_domain(device) for device in devices])
+        self.domains = np.array([slice_of(device) for device in devices])
         self.by_id = {device.id: number for number, device in enumerate(devices)}
         self.coords = np.array([device.coords for device in devices]) if devices[0].platform == "tpu" else None
 
@@ -319,10 +321,9 @@ class _Places:
             return 1.0
         slice_dims = (self.coords != self.coords[0]).any(0).sum()
         where = self.coords[groups]  # [groups, n, 3]
-        dims = 1 if kind == "collective-permute" else (where != where[:, :1]).any(1).sum(1).max()
-        return float(dims / slice_dims)
-
-
-def _domain(device: jax.Device) -> int:
-    """The TPU slice or the host that a device is in."""
-    return getattr(device, "slice_index", 0) if device.platform == "tpu" else device.process_index
+        dims = (where != where[:, :1]).any(1).sum(1).max()
+        if kind == "collective-permute":
+            dims = min(dims, 1)
+        # The two devices of a TPU7x chip have a link of their own, as fast as all of the chip's six others
+        # (docs.cloud.google.com/tpu/docs/tpu7x).
+        return float(dims / slice_dims) if dims else 1.0

@@ -27,6 +27,7 @@ from src.build import Built
 from src.compiler_flags import environment_flags
 from src.config_yaml import base, dump
 from src.errors import UserError
+from src.mesh import count_slices
 
 Header = dict[str, Any]
 
@@ -94,7 +95,7 @@ def header(config: Mapping[str, Any], built: Built) -> Header:
         "devices": {
             "kind": devices[0].device_kind,
             "count": len(devices),
-            "slices": len({getattr(device, "slice_index", 0) for device in devices}),
+            "slices": count_slices(devices),
             "processes": len({device.process_index for device in devices}),
             # Where on the network each place of the mesh is: the program sends along those links.
             "order": _digest(str([(device.id, *getattr(device, "coords", ())) for device in devices]))[:16],

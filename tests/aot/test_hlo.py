@@ -110,7 +110,10 @@ def test_loops_multiply_what_is_in_them():
 
 def on_hosts(size):
     """A stand-in for a mesh of 2 x 4 on hosts of `size` devices each."""
-    devices = [SimpleNamespace(id=i, platform="gpu", process_index=i // size) for i in range(8)]
+    client = SimpleNamespace(runtime_type="compile_only_runtime")
+    devices = [
+        SimpleNamespace(id=i, platform="gpu", process_index=i // size, slice_index=0, client=client) for i in range(8)
+    ]
     return SimpleNamespace(devices=np.array(devices, dtype=object).reshape(2, 4), axis_names=("data", "tensor"), size=8)
 
 
@@ -208,6 +211,27 @@ def test_ways_to_write_groups(written, axes):
     whole = 64 * 32 * 2
     found = collectives(program([line]), slices(1))
     assert found == [Collective("all-reduce", axes, "ici", 1, whole, round(2 * whole * (n - 1) / n), links)]
+
+
+def test_the_two_devices_of_a_chip_have_a_link_of_their_own():
+    """Four chips, 2 x 2, of two devices each, which the last axis of the mesh joins."""
+    devices = [
+        SimpleNamespace(id=2 * x + 4 * y + core, platform="tpu", coords=[x, y, 0])
+        for y in range(2)
+        for x in range(2)
+        for core in range(2)
+    ]
+    names = ("data", "fsdp", "tensor")
+    chips = SimpleNamespace(devices=np.array(devices, dtype=object).reshape(2, 2, 2), axis_names=names, size=8)
+
+    def links(line):
+        (found,) = collectives(program([line]), chips)
+        return found.axes, found.links
+
+    gather = "%g = f32[8]{0} all-gather(%p), replica_groups=[4,2]<=[8]"
+    assert links(gather) == (("tensor",), 1.0)
+    assert links(f"{gather[:-3]}[2,2,2]T(0,2,1)") == (("fsdp",), 0.5)
+    assert links("%s = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}") == (("tensor",), 1.0)
 
 
 TYPES = {

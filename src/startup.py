@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import jax
 from ml_collections import FrozenConfigDict
@@ -16,10 +15,11 @@ from src.metrics import version
 def configured(argv: Sequence[str], usage: str = configuration.USAGE, *, joins: bool = True) -> FrozenConfigDict | None:
     """The configuration of a command line, after which JAX may be used; None if it only asked for help.
 
-    With `joins` this process is one of a job's, and JAX's devices are those of this machine.
+    With `joins` this process is one of a job's, and JAX's devices are those of this machine. Without, JAX has not been
+    started, and the environment's flags are the caller's to check: which of them will be read only it knows.
 
     Raises:
-        UserError: a mistake in the command line, or in the flags of the environment.
+        UserError: a mistake in the command line, or with `joins` in the flags of the environment.
     """
     if (help_text := configuration.help_for(argv, usage)) is not None:
         print(help_text)
@@ -27,13 +27,13 @@ def configured(argv: Sequence[str], usage: str = configuration.USAGE, *, joins: 
     print(f"MinText {version()}", flush=True)
     notes: list[str] = []
     config = configuration.load(argv, notes)
-    platforms = jax.config.jax_platforms  # empty: whichever JAX finds
-    check_environment(uses_tpu=joins and (not platforms or "tpu" in platforms))
     configure_jax(config)
     if joins:
+        platforms = jax.config.jax_platforms  # empty: whichever JAX finds
+        check_environment(uses_tpu=not platforms or "tpu" in platforms)
         start_distributed(config)
         say(notes)
-    else:
+    else:  # `say` would have JAX look for devices
         print("".join(f"{note}\n" for note in notes), end="", flush=True)
     return config
 
@@ -42,7 +42,7 @@ def configure_jax(config: FrozenConfigDict) -> None:
     """Settings of JAX that have to be made before it looks for devices or compiles anything."""
     jax.config.update("jax_default_matmul_precision", config.matmul_precision)
     if config.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", str(Path(config.jax_cache_dir).expanduser()))
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
     if (virtual_devices := jax.config.jax_num_cpu_devices) > 1:
         # XLA has as many threads as virtual CPU devices, and a collective takes one up until all devices are in it. If
         # some devices begin one of two independent collectives and some the other, none has a thread left to join in.

@@ -19,7 +19,7 @@ from src.aot.advice import changes
 from src.aot.devices import abstract_devices
 from src.aot.report import Report, lines, make_report
 from src.build import build
-from src.compiler_flags import compiler_options
+from src.compiler_flags import check_environment, compiler_options
 from src.errors import UserError, run_command
 from src.metrics import print_header
 from src.startup import configured
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> Report | None:
         raise UserError(
             f"hardware={config.hardware}, but {topology.name} is a {topology.platform}. Leave hardware empty."
         )
+    check_environment(uses_tpu=topology.platform == "tpu")
     # What is measured is a compilation, not the finding of an earlier one.
     jax.config.update("jax_enable_compilation_cache", False)
     devices = abstract_devices(topology)
@@ -68,23 +69,25 @@ def main(argv: Sequence[str]) -> Report | None:
     if not memory["fits"]:
         report["changes"] = [change._asdict() for change in changes(config, devices, built, memory["needed"])]
     print_header(lines(report))
-    if config.compile_report:
-        _write(config.compile_report, json.dumps(report, indent=2) + "\n")
     if config.compiled_trainstep_file:
         if memory["fits"]:
             program.save(config.compiled_trainstep_file, compiled, program.header(config, built))
             print(f"saved {config.compiled_trainstep_file}", flush=True)
         else:
             print(f"{config.compiled_trainstep_file} is not written: the step does not fit", flush=True)
+    # Last: the program, which took long to make, is not lost where this can't be written.
+    if config.compile_report:
+        _write(config.compile_report, json.dumps(report, indent=2) + "\n")
     return report
 
 
 def _compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, str]:
-    """(the program, "") or, where the compiler finds that it does not fit the device's memory, (None, its message)."""
+    """(the program, "") or, where the compiler finds that it does not fit a TPU's memory (HBM), (None, its message)."""
     try:
         return lowered.compile(), ""
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        # A kernel may exhaust another memory, such as the vector units': that says nothing of the step's size.
+        if "RESOURCE_EXHAUSTED" not in str(error) or "hbm" not in str(error).lower():
             raise
         return None, str(error)
 

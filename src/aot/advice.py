@@ -1,5 +1,6 @@
 """Changes that would make a step need less memory, each with the effect it is estimated to have."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,7 +51,8 @@ def changes(config: Mapping[str, Any], devices: Sequence[jax.Device], built: Bui
 
 
 def _candidates(config: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    yield {"num_vocab_tiling": config["num_vocab_tiling"] * 8}, "logits are computed twice"
+    tiles = math.gcd(config["num_vocab_tiling"] * 8, config["max_target_length"])  # tiles have to divide a row
+    yield {"num_vocab_tiling": tiles}, "logits are computed twice"
     full = {"remat_policy": "full"} | ({"remat_custom": {}} if config["remat_policy"] == "custom" else {})
     yield full, "blocks are computed twice"
     halved = {

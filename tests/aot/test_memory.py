@@ -114,6 +114,12 @@ def test_changes_are_keys_that_train_takes_and_do_what_they_say():
     built(**{"dtype": "bfloat16", **together.keys})
 
 
+def test_tiles_that_are_offered_divide_a_row():
+    config, step = built(max_target_length=12)
+    found = changes(config, jax.devices(), step, memory(step).total + 10**6)
+    assert {"num_vocab_tiling": 4} in [change.keys for change in found]
+
+
 def test_more_devices_share_the_weights():
     config, step = built(devices=4)
     needed = memory(step).total

@@ -66,9 +66,8 @@ def abstract_devices(topology: Topology) -> list[jax.Device]:
     Raises:
         UserError: the compiler for them is not installed, or this process has CPU devices already, and another number.
     """
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # or JAX would take hold of an accelerator, or complain that there is none
+    # Or JAX would take hold of an accelerator, or complain that there is none.
+    jax.config.update("jax_platforms", "cpu")
     if topology.platform == "tpu":
         return _tpus(topology)
     if topology.platform == "gpu":

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 
 from src.build import Built
+from src.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec
 from src.model.weights import by_path
 
 
@@ -33,9 +34,8 @@ def memory(built: Built) -> Memory:
     arguments = {
         "weights": device_bytes((state.trainable, state.frozen, state.stats)),
         "optimizer": device_bytes(state.opt),
-        "batch": device_bytes(
-            built.batch
-        ),  # the state's own data position is not read, so the program does not take it
+        # The state's own data position is not read, so the program does not take it.
+        "batch": device_bytes(built.batch),
         "scalars": device_bytes((state.step, built.hyper)),
     }
     temporaries = {
@@ -99,12 +99,12 @@ def _kept(jaxpr: Jaxpr) -> Iterator[Any]:
             yield from _kept(inner)
 
 
-def _head_counts(attention: Any) -> tuple[int, int]:
+def _head_counts(attention: AttentionSpec) -> tuple[int, int]:
     return attention.num_query_heads, attention.num_kv_heads
 
 
-def _mlp_dim(feed_forward: Any) -> int:
-    return feed_forward.expert.mlp_dim if hasattr(feed_forward, "expert") else feed_forward.mlp_dim
+def _mlp_dim(feed_forward: FeedForwardSpec | ExpertsSpec) -> int:
+    return feed_forward.expert.mlp_dim if isinstance(feed_forward, ExpertsSpec) else feed_forward.mlp_dim
 
 
 def _logits_bytes(built: Built) -> int:

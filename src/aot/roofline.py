@@ -7,7 +7,6 @@ for all hardware, models and meshes. docs/aot.md has predictions beside publishe
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -17,9 +16,7 @@ from src.build import Built
 from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
 from src.model.segments import Execution
 from src.model.spec import ExpertsSpec, LayerSpec, ModelSpec
-
-if TYPE_CHECKING:
-    from src.topology import Chip
+from src.topology import Chip
 
 # Of the stated peak the best products reach 86% on an A100 and 80% on an H100, whose clock falls under load (Bekman,
 # "Machine Learning Engineering", maximum achievable matmul FLOPS); on TPUs whole training steps have reached 80%.
@@ -55,7 +52,7 @@ class Prediction:
     mfu_palm: float
 
 
-def predict(work: Work, chip: "Chip", peak: float, moved: Sequence[Collective]) -> Prediction:
+def predict(work: Work, chip: Chip, peak: float, moved: Sequence[Collective]) -> Prediction:
     """The time of a step.
 
     Args:

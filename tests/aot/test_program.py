@@ -20,9 +20,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from src import train_step
 from src.aot import program
+from src.aot.devices import abstract_devices
 from src.build import build
 from src.config_yaml import base
 from src.errors import UserError
+from src.topology import parse_topology
 from tests import runs
 from tests.aot.save_step import no_cache, save
 from tests.tiny import load as load_config
@@ -361,6 +363,17 @@ class Names(pickle.Unpickler):
 
     def persistent_load(self, pid):
         return None
+
+
+def test_hosts_of_gpus_are_its_slices():
+    """As they are where the program is loaded: there JAX numbers each host as a slice."""
+    try:
+        hosts = abstract_devices(parse_topology("a3", 4))
+    except UserError as error:
+        pytest.skip(str(error))
+    config = load_config(**KEYS, attention="dot_product")
+    devices = program.header(config, build(config, hosts))["devices"]
+    assert (devices["count"], devices["slices"], devices["processes"]) == (32, 4, 4)
 
 
 @pytest.mark.parametrize(("topology", "kernel"), [("a3", "cudnn_flash"), ("v5e-8", "flash")])

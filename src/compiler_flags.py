@@ -21,28 +21,37 @@ import jax
 from src.config_values import nearest
 from src.errors import UserError
 
-# The flags that `auto` stands for, by `jax.Device.device_kind` (before it "multi-slice", where there are several), or
-# else by platform. docs/aot.md tells what each does, and which of MaxText's and Pax's are left out: those that today's
-# compilers do unasked, or take without a difference.
+# A collective is fused with the computation it runs beside where both flags are on; today's libtpu has them off.
+_ASYNC_ALL_GATHER = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+}
 _ASYNC_ALL_REDUCE = {
     "xla_enable_async_all_reduce": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
 }
+# The flags that `auto` stands for, by `jax.Device.device_kind` (before it "multi-slice", where there are several), or
+# else by platform. docs/aot.md tells what each does, and which of MaxText's and Pax's are left out: those that today's
+# compilers do unasked, or take without a difference.
 PRESETS: dict[str, dict[str, str]] = {
     "cpu": {},
     "gpu": {
         "xla_gpu_all_gather_combine_threshold_bytes": "134217728",
         "xla_gpu_enable_while_loop_double_buffering": "true",
     },
-    "tpu": _ASYNC_ALL_REDUCE,
-    "TPU v6 lite": {**_ASYNC_ALL_REDUCE, "xla_tpu_scoped_vmem_limit_kib": "98304"},
-    # Those of Pax's runs on several slices of v4.
+    "tpu": {},
+    "TPU v4": {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE},
     "multi-slice TPU v4": {
+        **_ASYNC_ALL_GATHER,
+        **_ASYNC_ALL_REDUCE,
+        # With the first, those of Pax's runs on several slices.
         "xla_jf_spmd_threshold_for_windowed_einsum_mib": "0",
         "xla_tpu_spmd_threshold_for_allgather_cse": "10000",
-        "xla_enable_async_all_gather": "true",
         "xla_tpu_enable_latency_hiding_scheduler": "true",
     },
+    "TPU v5": {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE},
+    "TPU v5 lite": _ASYNC_ALL_REDUCE,
+    "TPU v6 lite": {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE, "xla_tpu_scoped_vmem_limit_kib": "98304"},
 }
 
 # JAX adds this flag to LIBTPU_INIT_ARGS where it finds TPUs: it is not the user's, and not there on another machine.

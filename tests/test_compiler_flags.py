@@ -1,5 +1,6 @@
 """Compiler flags from the configuration and from the environment, against XLA itself."""
 
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from src.errors import UserError
 from src.topology import parse_topology
 from tests import runs
 
+PAGES = "\n".join(page.read_text() for page in [runs.ROOT / "README.md", *runs.ROOT.glob("docs/**/*.md")])
 NAMES = st.from_regex(r"xla_[a-z][a-z0-9_]*", fullmatch=True)
 VALUES = st.from_regex(r"[A-Za-z0-9_/.,+=-]*", fullmatch=True).filter(lambda value: ",--" not in value)
 
@@ -96,11 +98,11 @@ def test_a_run_with_flags_dumps_its_step_and_learns_the_same(tmp_path):
     ("topology", "slices", "holds"),
     [
         ("v4-16", 2, {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"}),
-        ("v4-16", 1, {"xla_enable_async_all_reduce": "True"}),
-        ("v5p-16", 2, {"xla_enable_async_all_reduce": "True"}),
+        ("v4-16", 1, {"xla_enable_async_all_gather": "True"}),
+        ("v5p-16", 2, {"xla_enable_async_all_gather": "True"}),
         ("v5e-16", 2, {"xla_enable_async_all_reduce": "True"}),
         ("v6e-16", 1, {"xla_tpu_scoped_vmem_limit_kib": "98304"}),
-        ("tpu7x-16", 1, {"xla_enable_async_all_reduce": "True"}),
+        ("tpu7x-16", 1, {}),
         ("a3", 2, {"xla_gpu_enable_while_loop_double_buffering": "True"}),
     ],
 )
@@ -121,6 +123,12 @@ def test_a_tpu_names_the_flag_whose_value_is_wrong():
         compiler_options("--xla_enable_async_all_gather=maybe", device, 1)
     with pytest.raises(UserError, match=r"xla_latency_hiding_scheduler is no option of.*Did you mean"):
         compiler_options("--xla_latency_hiding_scheduler=true", device, 1)
+
+
+def test_options_that_the_pages_show_are_taken():
+    for text in re.findall(r'compile_xla_flags="([^"]+)"', PAGES):
+        of_tpu = any(name.startswith("xla_tpu") for name in parse_flags(text))
+        compiler_options(text, abstract_device("v5e-16", 1) if of_tpu else jax.devices()[0], 1)
 
 
 # ---- The environment
@@ -148,6 +156,13 @@ def test_xla_flags_that_work_are_let_through(monkeypatch, write):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=2  --xla_cpu_enable_fast_math --xla_dump_to=/nowhere")
     check_environment(uses_tpu=False)
     monkeypatch.setenv("XLA_FLAGS", str(write("flags.txt", "--xla_cpu_enable_fast_math=false\n")))
+    check_environment(uses_tpu=False)
+
+
+def test_flags_for_the_environment_that_the_pages_show_are_taken(monkeypatch):
+    shown = re.findall(r'XLA_FLAGS="?(--\w+=\w+(?: --\w+=\w+)*)', PAGES)
+    assert shown
+    monkeypatch.setenv("XLA_FLAGS", " ".join(shown))
     check_environment(uses_tpu=False)
 
 

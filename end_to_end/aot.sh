@@ -58,11 +58,11 @@ compiles llama2-7b-1-host 0 compile_topology=a3 model_name=llama2-7b per_device_
 compiles llama2-7b-4-hosts 0 compile_topology=a3 compile_topology_num_slices=4 model_name=llama2-7b \
   per_device_batch_size=2 max_target_length=4096
 # MaxText's GPU example.
-compiles 16b-gpu 3 compile_topology=a3 compile_topology_num_slices=4 attention=dot_product \
+compiles 16b-gpu 0 compile_topology=a3 compile_topology_num_slices=4 attention=dot_product \
   global_parameter_scale=16 per_device_batch_size=4
 if [[ "${LARGEST:-}" == 1 ]]; then
   compiles 1160b 0 compile_topology=v5p-12288 global_parameter_scale=512 base_emb_dim=6144 ici_tensor_parallelism=16 \
-    per_device_batch_size=2
+    "logical_axis_rules.activation_embed=[tensor]" per_device_batch_size=2
   compiles 199-slices 0 compile_topology=v5e-256 compile_topology_num_slices=199 global_parameter_scale=32 \
     per_device_batch_size=4
 fi

@@ -25,7 +25,7 @@ def changes(config: Mapping[str, Any], devices: Sequence[jax.Device], built: Bui
     A part of the memory that can be told from shapes changes as those say. What remains, which is what one block
     computes, is taken to grow with a device's rows.
     """
-    rest = max(needed - memory(built).total, 0)
+    rest = needed - memory(built).total
     rows = built.rows / built.plan.micro_batches
 
     def estimate(keys: Mapping[str, Any]) -> int | None:

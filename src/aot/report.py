@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from src.aot.hlo import collectives
-from src.aot.memory import device_bytes, memory
+from src.aot.memory import memory
 from src.aot.roofline import predict, work_of
 from src.build import Built
 from src.config_yaml import dump
@@ -91,7 +91,7 @@ def _memory(topology: Topology, built: Built, compiled: jax.stages.Compiled | No
         }
         needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes + outputs
     else:
-        arguments = device_bytes((built.state, built.batch, built.hyper))
+        arguments = sum(parts.arguments.values())
         needed = max(arguments + _bytes(TEMPORARIES, refusal), _bytes(TOTAL, refusal))
         sizes = {"arguments": arguments, "temporaries": needed - arguments}
     return {

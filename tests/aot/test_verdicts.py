@@ -1,0 +1,73 @@
+"""Ten steps that fit a TPU and ten that don't: `src.train_compile` says of each what the compiler says.
+
+.venv/bin/python -m pytest -m long tests/aot/test_verdicts.py     about eight minutes on two cores
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import pytest
+
+from src import config as configuration
+from src.aot.devices import abstract_devices
+from src.build import build
+from src.topology import parse_topology
+from src.train_compile import main
+from tests.runs import BASE
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not (Path(sys.prefix) / "aot" / "libtpu").is_dir() and not find_spec("libtpu"),
+        reason="libtpu is not installed: setup.sh aot",
+    ),
+]
+SMALL = (
+    *("base_emb_dim=256", "base_mlp_dim=512", "base_num_decoder_layers=2", "base_num_query_heads=2"),
+    *("base_num_kv_heads=2", "vocab_size=1024", "max_target_length=256"),
+)
+MANY = "per_device_batch_size=16384"
+FIT = [
+    ("per_device_batch_size=1",),
+    ("per_device_batch_size=8",),
+    ("per_device_batch_size=4", "remat_policy=none"),
+    ("per_device_batch_size=4", "remat_policy=minimal"),
+    ("per_device_batch_size=4", "num_vocab_tiling=4"),
+    ("per_device_batch_size=4", "ici_tensor_parallelism=2"),
+    ("per_device_batch_size=4", "ici_data_parallelism=2"),
+    ("per_device_batch_size=4", "gradient_accumulation_steps=2"),
+    ("per_device_batch_size=4", "packing=false"),
+    ("per_device_batch_size=4", "base_num_decoder_layers=4", "mu_dtype=bfloat16"),
+]
+DO_NOT = [
+    (MANY,),
+    (MANY, "remat_policy=none"),
+    (MANY, "remat_policy=minimal"),
+    (MANY, "ici_tensor_parallelism=2"),
+    (MANY, "ici_data_parallelism=2"),
+    (MANY, "packing=false"),
+    (MANY, "base_num_decoder_layers=4"),
+    ("per_device_batch_size=32768", "num_vocab_tiling=2"),
+    ("per_device_batch_size=2048", "max_target_length=2048"),
+    ("per_device_batch_size=4", "global_parameter_scale=262144"),
+]
+
+
+def compilers_own(keys):
+    """Whether the step compiles into what the compiler's errors say that the device has, 15.75 GiB."""
+    config = configuration.load([str(BASE), *SMALL, *keys])
+    step = build(config, abstract_devices(parse_topology("v5e-4", 1)))
+    try:
+        stats = step.traced.lower().compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        return "RESOURCE_EXHAUSTED" not in str(error)
+    return stats.argument_size_in_bytes + stats.temp_size_in_bytes <= 15.75 * 2**30
+
+
+@pytest.mark.parametrize("keys", [*FIT, *DO_NOT], ids=" ".join)
+def test_the_verdict_is_the_compilers(keys):
+    assert compilers_own(keys) == (keys in FIT), "the case is one of its list"
+    report = main([str(BASE), *SMALL, "compile_topology=v5e-4", *keys])
+    assert report["memory"]["fits"] == (keys in FIT)

@@ -19,12 +19,15 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, spec: RopeSpec) -> jax.Arra
     angle_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
     sin, cos = size * jnp.sin(angle_BT1P), size * jnp.cos(angle_BT1P)
     rotated, rest = jnp.split(x_BTNH, [spec.dim], axis=-1)
-    # Pairs as the dim of size 2: the last one where they lie side by side, the last but one where halves pair.
-    pair_dim, pairs = (-1, (spec.dim // 2, 2)) if spec.interleave else (-2, (2, spec.dim // 2))
-    halves = rotated.astype(jnp.float32).reshape(*rotated.shape[:-1], *pairs)
-    first, second = jnp.take(halves, 0, axis=pair_dim), jnp.take(halves, 1, axis=pair_dim)
-    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=pair_dim)
-    return jnp.concatenate([turned.reshape(rotated.shape).astype(x_BTNH.dtype), rest], axis=-1)
+    # Halves are cut and joined, not stacked: a dim of size 2 has XLA lay all of it out again, in float32, on a TPU.
+    if spec.interleave:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+    else:
+        first, second = jnp.split(rotated, 2, axis=-1)
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    joined = jnp.stack(turned, axis=-1).reshape(rotated.shape) if spec.interleave else jnp.concatenate(turned, axis=-1)
+    return jnp.concatenate([joined.astype(x_BTNH.dtype), rest], axis=-1)
 
 
 def _frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:

@@ -28,7 +28,9 @@ def cross_entropy(
     def sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, mask_Bt: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_BtV = logits_of(hidden_BtD)
         log_normaliser_Bt = jax.nn.logsumexp(logits_BtV, axis=-1)
-        target_logit_Bt = jnp.take_along_axis(logits_BtV, targets_Bt[..., None], axis=-1)[..., 0]
+        # A sum in place of a lookup, for which XLA would hold the logits in float32.
+        is_target_BtV = targets_Bt[..., None] == jnp.arange(logits_BtV.shape[-1])
+        target_logit_Bt = jnp.sum(jnp.where(is_target_BtV, logits_BtV, 0.0), axis=-1)
         loss = jnp.sum((log_normaliser_Bt - target_logit_Bt) * mask_Bt)
         return loss, jnp.sum(jnp.square(log_normaliser_Bt) * mask_Bt)
 

@@ -101,7 +101,7 @@ def test_a_run_with_flags_dumps_its_step_and_learns_the_same(tmp_path):
         ("v4-16", 1, {"xla_enable_async_all_gather": "True"}),
         ("v5p-16", 2, {"xla_enable_async_all_gather": "True"}),
         ("v5e-16", 2, {"xla_enable_async_all_reduce": "True"}),
-        ("v6e-16", 1, {"xla_tpu_scoped_vmem_limit_kib": "98304"}),
+        ("v6e-16", 1, {}),
         ("tpu7x-16", 1, {}),
         ("a3", 2, {"xla_gpu_enable_while_loop_double_buffering": "True"}),
     ],

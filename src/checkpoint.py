@@ -348,11 +348,11 @@ def _turns(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
     TensorStore holds an array up to three times while it reads it, which so costs most while the least is in memory.
     """
     turns: list[list[str]] = []
-    room = 0
+    limit, room = max(map(_bytes, wanted.values()), default=0) // 2, 0
     for name in sorted(wanted, key=lambda name: -_bytes(wanted[name])):
         if room < _bytes(wanted[name]):
             turns.append([])
-            room = max(map(_bytes, wanted.values())) // 2
+            room = limit
         turns[-1].append(name)
         room -= _bytes(wanted[name])
     return turns

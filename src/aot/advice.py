@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from src.aot.memory import memory
+from src.aot.memory import Memory, memory
 from src.build import Built, build
 from src.errors import UserError
 
@@ -25,7 +25,8 @@ def changes(config: Mapping[str, Any], devices: Sequence[jax.Device], built: Bui
     A part of the memory that can be told from shapes changes as those say. What remains, which is what one block
     computes, is taken to grow with a device's rows.
     """
-    rest = needed - memory(built).total
+    now = memory(built)
+    rest = needed - now.total
     rows = built.rows / built.plan.micro_batches
 
     def estimate(keys: Mapping[str, Any]) -> int | None:
@@ -47,7 +48,7 @@ def changes(config: Mapping[str, Any], devices: Sequence[jax.Device], built: Bui
             together |= change.keys
     if len(found) > 1 and (then := estimate(together)) and then < min(change.needed for change in found):
         found.append(Change(together, "all of these", then))
-    return [*found, _with_more_devices(config, built, needed)]
+    return [*found, _with_more_devices(config, built, now, needed)]
 
 
 def _candidates(config: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -70,19 +71,17 @@ def _candidates(config: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str
     yield {**wide, **wider}, "weights are gathered between slices or hosts too"
 
 
-def _with_more_devices(config: Mapping[str, Any], built: Built, needed: int) -> Change:
+def _with_more_devices(config: Mapping[str, Any], built: Built, now: Memory, needed: int) -> Change:
     """Twice the slices or hosts, with weights sharded over all of them."""
-    now, mesh = memory(built), built.plan.layout.mesh
+    mesh = built.plan.layout.mesh
     sharded = now.arguments["weights"] + now.arguments["optimizer"] + now.temporaries["gradients"]
     fsdp = 2 * mesh.size // mesh.shape["tensor"]
     keys = {
         "compile_topology_num_slices": config["compile_topology_num_slices"] * 2,
-        **{
-            "ici_data_parallelism": 1,
-            "ici_fsdp_parallelism": -1,
-            "dcn_data_parallelism": 1,
-            "dcn_fsdp_parallelism": -1,
-        },
+        "ici_data_parallelism": 1,
+        "ici_fsdp_parallelism": -1,
+        "dcn_data_parallelism": 1,
+        "dcn_fsdp_parallelism": -1,
     }
     then = round(needed - sharded * (1 - mesh.shape["fsdp"] / fsdp))
     changed = {key: value for key, value in keys.items() if value != config[key]}

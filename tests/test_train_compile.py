@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,21 +11,10 @@ import jax
 import pytest
 
 from src.train_compile import _compile
+from tests.compilers import SMALL, needs_cuda, needs_libtpu
 
 ROOT = Path(__file__).parents[1]
 BASE = str(ROOT / "configs" / "base.yml")
-SMALL = (
-    *("base_emb_dim=256", "base_mlp_dim=512", "base_num_decoder_layers=2", "base_num_query_heads=2"),
-    *("base_num_kv_heads=2", "vocab_size=1024", "max_target_length=256"),
-)
-COMPILERS = Path(sys.prefix) / "aot"
-needs_libtpu = pytest.mark.skipif(
-    not (COMPILERS / "libtpu").is_dir() and not find_spec("libtpu"), reason="libtpu is not installed: setup.sh aot"
-)
-needs_cuda = pytest.mark.skipif(
-    not (COMPILERS / "jax_plugins").is_dir() and not find_spec("jax_plugins"),
-    reason="JAX's CUDA plugin is not installed: setup.sh aot",
-)
 
 
 def train_compile(*arguments, code=0):

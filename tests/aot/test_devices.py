@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from importlib import metadata, util
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,8 @@ from src.aot.devices import abstract_devices
 from src.errors import UserError
 from src.mesh import describe, make_layout
 from src.topology import parse_topology
+from tests.compilers import needs_cuda, needs_libtpu
 
-needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="bash setup.sh aot brings libtpu")
-needs_cuda = pytest.mark.skipif(
-    util.find_spec("jax_cuda12_plugin") is None, reason="bash setup.sh aot brings JAX's CUDA plugin"
-)
 TPUS = [("v4-8", 1), ("v4-128", 2), ("v5e-1", 1), ("v5e-8", 3), ("v5p-16", 1), ("v6e-16", 2), ("tpu7x-2", 1)]
 GPUS = [("a3", 1), ("a3", 4), ("a3-ultra", 2), ("a4", 2), ("a100", 2)]
 # Names and sizes that a process of its own asks for, which has not started JAX.

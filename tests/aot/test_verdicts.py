@@ -3,10 +3,6 @@
 .venv/bin/python -m pytest -m long tests/aot/test_verdicts.py     about eight minutes on two cores
 """
 
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import jax
 import pytest
 
@@ -15,19 +11,10 @@ from src.aot.devices import abstract_devices
 from src.build import build
 from src.topology import parse_topology
 from src.train_compile import main
+from tests.compilers import SMALL, needs_libtpu
 from tests.runs import BASE
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        not (Path(sys.prefix) / "aot" / "libtpu").is_dir() and not find_spec("libtpu"),
-        reason="libtpu is not installed: setup.sh aot",
-    ),
-]
-SMALL = (
-    *("base_emb_dim=256", "base_mlp_dim=512", "base_num_decoder_layers=2", "base_num_query_heads=2"),
-    *("base_num_kv_heads=2", "vocab_size=1024", "max_target_length=256"),
-)
+pytestmark = [pytest.mark.long, needs_libtpu]
 MANY = "per_device_batch_size=16384"
 FIT = [
     ("per_device_batch_size=1",),

@@ -133,8 +133,9 @@ def bench_input(argv: list[str], steps: int) -> None:
 
     config = configuration.load(argv)
     rows = np.arange(round(config.per_device_batch_size))
-    source, _ = open_sources(config)
-    batches = train_batches(config, source, make_tokenizer(config), rows, len(rows))
+    tokenizer = make_tokenizer(config)
+    data, _ = open_sources(config, tokenizer)
+    batches = train_batches(config, data, tokenizer, rows, len(rows))
     next(batches)
     count = 100 * steps
     start = time.perf_counter()

@@ -91,8 +91,8 @@ class Checkpointer:
 
         Returns:
             state: arrays as `abstract_state` describes them, cast where its dtype is another than the saved one. A
-                `data_position` saved in another shape is None: the global batch has changed, and what that means
-                is the caller's to say.
+                `data_position` saved in another shape has that shape: the data have changed, and what that means is
+                the caller's to say.
             meta: as it was saved.
             messages: what to tell the user; empty where the newest checkpoint was good.
 
@@ -142,7 +142,7 @@ def restore_step(
         parts: the parts to restore.
 
     Returns:
-        state: a dict of the parts. A `data_position` is None as in `Checkpointer.restore_latest`.
+        state: a dict of the parts. A `data_position` may have another shape, as in `Checkpointer.restore_latest`.
         meta: as it was saved.
         messages: what to tell the user.
 
@@ -251,7 +251,8 @@ def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str
     names = list(wanted)
     position = "data_position"
     if position in wanted.keys() & saved.keys() and list(wanted[position].shape) != saved[position]["shape"]:
-        del wanted[position], saved[position]
+        everywhere = jax.sharding.NamedSharding(wanted[position].sharding.mesh, jax.sharding.PartitionSpec())
+        wanted[position] = jax.ShapeDtypeStruct(saved[position]["shape"], wanted[position].dtype, sharding=everywhere)
     _check_shapes(step_folder, wanted, saved)
 
     arrays = _on_all_processes(lambda: _read_arrays(step_folder, wanted, saved))

@@ -23,7 +23,9 @@ from src.config_yaml import (
     parse_keys,
     read_file,
 )
+from src.data.source_spec import ENTRY_KEYS
 from src.data.tokenizer import has_tokenizer
+from src.data_checks import read_entries
 from src.errors import UserError
 from src.foreign_keys import answer
 from src.hf.facts import model_facts, model_yaml
@@ -44,8 +46,10 @@ MODEL_GROUPS = "Model:"
 # fmt: off
 RUN_IDENTITY = (
     *("weight_dtype", "opt_type", "mu_dtype", "trainable_parameters", "lora_rank", "lora_alpha", "lora_parameters"),
-    *("dataset_type", "dataset_path", "max_document_bytes", "eval_dataset_path", "eval_fraction"),
-    *("tokenizer_type", "tokenizer_path", "max_target_length", "packing", "data_shuffle_seed"),
+    *("dataset_type", "dataset_path", "dataset_name", "train_split", "dataset_column", "array_record_format"),
+    *("dataset_factory", "datasets", "max_document_bytes", "eval_dataset_path", "eval_fraction"),
+    *("tokenizer_type", "tokenizer_path", "max_target_length", "packing", "long_documents", "batch_transform"),
+    "data_shuffle_seed",
     *("use_sft", "sft_train_on_completion_only"),
 )
 # fmt: on
@@ -246,9 +250,14 @@ def _typed(setting: Setting) -> Any:
     default = _default(setting.key)
     if default is None:  # an entry of a mapping that base.yml does not have: its check knows which there may be
         return literal(setting.value)
-    if setting.key == "decoder_segments":
-        return read_segments(setting.value)
-    return convert(setting.value, default)
+    return _convert(setting.key, setting.value, default)
+
+
+def _convert(key: str, value: Any, default: Any) -> Any:
+    """A parsed value as its key's type."""
+    if key == "decoder_segments":
+        return read_segments(value)
+    return read_entries(key, value) if key in ENTRY_KEYS else convert(value, default)
 
 
 def _answer_unknown(setting: Setting, problems: list[str], notes: list[str]) -> None:
@@ -280,10 +289,8 @@ def from_yaml(text: str) -> FrozenConfigDict:
     config = {}
     for key, value in parse_keys(text, "the run's config.yml").items():
         try:
-            if key == "decoder_segments":
-                config[key] = read_segments(value)
-            else:
-                config[key] = convert(value, base().defaults[key]) if key in base().defaults else literal(value)
+            known = key in base().defaults
+            config[key] = _convert(key, value, base().defaults[key]) if known else literal(value)
         except ValueError as error:
             raise UserError(f"{key} in the run's config.yml: {error}") from None
     return FrozenConfigDict(config)

@@ -8,6 +8,14 @@ from typing import Any
 
 from src.config_values import MESH_AXES, REMAT_ARRAYS, check_value, nearest
 from src.config_yaml import base, dump
+from src.data_checks import (
+    SOURCE_KEYS,
+    check_evaluation,
+    check_finetuning,
+    check_long_documents,
+    check_sources,
+    check_tokenizer,
+)
 from src.model_checks import (
     ATTENTION_FACTS,
     EXPERT_FACTS,
@@ -98,37 +106,6 @@ def _tiles(config: Mapping[str, Any]) -> list[str]:
     return [f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles"] if length % tiles else []
 
 
-def _tokenizer(config: Mapping[str, Any]) -> list[str]:
-    kind, path = config["tokenizer_type"], config["tokenizer_path"]
-    if config["dataset_type"] == "synthetic":
-        return []
-    if kind == "sentencepiece" and not path:
-        return ["tokenizer_type=sentencepiece needs tokenizer_path, the .model file"]
-    if kind == "huggingface" and not path:
-        return ["tokenizer_type=huggingface needs tokenizer_path, a model's folder or a tokenizer.json"]
-    if kind == "byte" and path:
-        return [
-            f"tokenizer_path={path} is not read with tokenizer_type=byte; set tokenizer_type=sentencepiece (a .model "
-            "file) or tokenizer_type=huggingface (a model's folder or a tokenizer.json)"
-        ]
-    return []
-
-
-def _finetuning(config: Mapping[str, Any]) -> list[str]:
-    # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
-    has_path = config["dataset_path"] or config["eval_dataset_path"]
-    if config["use_sft"] and (config["dataset_type"] != "text" or not has_path):
-        return ["use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"]
-    return []
-
-
-def _evaluation(config: Mapping[str, Any]) -> list[str]:
-    evaluates_text = config["eval_interval"] != -1 and config["dataset_type"] == "text"
-    if evaluates_text and not config["eval_dataset_path"] and config["eval_fraction"] == 0:
-        return ["eval_interval needs data to evaluate on: set eval_dataset_path or an eval_fraction above 0"]
-    return []
-
-
 def _scoring(config: Mapping[str, Any]) -> list[str]:
     pairs = (("texts_path", "scores_path"), ("tokens_path", "logits_path"))
     return [f"{a} and {b} go together: give both or none" for a, b in pairs if bool(config[a]) != bool(config[b])]
@@ -203,9 +180,11 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]
     (("logical_axis_rules",), _rules),
     (("steps", "learning_rate_schedule_steps", "warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule),
     (("max_target_length", "num_vocab_tiling"), _tiles),
-    (("dataset_type", "tokenizer_type", "tokenizer_path"), _tokenizer),
-    (("use_sft", "dataset_type", "dataset_path", "eval_dataset_path"), _finetuning),
-    (("eval_interval", "dataset_type", "eval_dataset_path", "eval_fraction"), _evaluation),
+    (SOURCE_KEYS, check_sources),
+    (("tokenizer_type", "tokenizer_path", *SOURCE_KEYS), check_tokenizer),
+    (("use_sft", *SOURCE_KEYS), check_finetuning),
+    (("eval_interval", "eval_fraction", "eval_steps", "eval_mode", *SOURCE_KEYS), check_evaluation),
+    (("packing", "long_documents"), check_long_documents),
     (("texts_path", "scores_path", "tokens_path", "logits_path"), _scoring),
     (
         (

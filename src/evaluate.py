@@ -9,13 +9,14 @@ from typing import Any
 import jax
 from ml_collections import FrozenConfigDict
 
-from src.data.loader import EvalBatches, host_rows, to_global
-from src.data.sources import Source, SyntheticSource, open_eval_source
+from src.data.global_arrays import host_rows, to_global
+from src.data.loader import EvalBatches
+from src.data.sources import EvalSet, open_eval_sets
 from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.errors import UserError, run_command
 from src.inference import open_model
 from src.mesh import global_batch_size
-from src.metrics import perplexity
+from src.metrics import eval_key, perplexity
 from src.scoring import score_texts, write_logits
 from src.startup import configured, say
 from src.train_step import StepPlan, batch_sharding, compile_eval_step
@@ -29,22 +30,33 @@ python -m src.evaluate --help KEY    what a key does; the group Evaluation has t
 
 
 class Evaluation:
-    """One evaluation set, whose batches are the same each time `run` goes through them."""
+    """One evaluation set.
+
+    Args:
+        config: the run's.
+        plan: the model's.
+        eval_step: as `compile_steps` makes it.
+        data: the set.
+        tokenizer: None where nothing is text.
+        position: of a rolling set, as a checkpoint has it; None: from the start.
+    """
 
     def __init__(
         self,
         config: FrozenConfigDict,
         plan: StepPlan,
         eval_step: jax.stages.Wrapped,
-        source: Source | SyntheticSource,
+        data: EvalSet,
         tokenizer: Tokenizer | None,
+        position: Mapping[str, Any] | None = None,
     ) -> None:
+        self.name = data.name
         key = "eval_per_device_batch_size" if config.eval_per_device_batch_size else "per_device_batch_size"
         self._eval_step = eval_step
         self._global_batch = global_batch_size(plan.layout, config[key], 1, key)
         self._place = batch_sharding(plan.layout)
         self._rows = host_rows(self._place["tokens"], (self._global_batch, config.max_target_length))
-        self._batches = EvalBatches(config, source, tokenizer, self._rows, self._global_batch)
+        self._batches = EvalBatches(config, data, tokenizer, self._rows, self._global_batch, position)
 
     def sums(self, parts: tuple[Any, ...]) -> list[dict[str, Any]]:
         """What `eval_step` gives of each batch, on the host. `parts` is the model, as `state_weights` gives it."""
@@ -56,8 +68,12 @@ class Evaluation:
         )
 
     def run(self, parts: tuple[Any, ...]) -> dict[str, float]:
-        """The set's metrics, as `means` gives them; the argument is that of `sums`."""
-        return means(self.sums(parts))
+        """The set's metrics, as `means` gives them, by its name if it has one; the argument is that of `sums`."""
+        return {eval_key(metric, self.name): value for metric, value in means(self.sums(parts)).items()}
+
+    def position(self) -> dict[str, Any]:
+        """How far a rolling set has come, for a checkpoint."""
+        return self._batches.position()
 
 
 def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -113,10 +129,14 @@ def main(argv: Sequence[str]) -> dict[str, float] | None:
         return None
     plan = opened.plan
     step = compile_eval_step(plan, tuple(plan.by_part(plan.shardings).values()))
-    sums = Evaluation(config, plan, step, open_eval_source(config), opened.tokenizer).sums(opened.parts)
-    metrics = means(sums)
-    say(f"{name} {value:.5f}" for name, value in metrics.items())
-    say([f"eval_tokens {counted_tokens(sums)}", f"eval_batches {len(sums)}"])
+    metrics: dict[str, float] = {}
+    for data in open_eval_sets(config, opened.tokenizer):
+        sums = Evaluation(config, plan, step, data, opened.tokenizer).sums(opened.parts)
+        found = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
+        say(f"{metric} {value:.5f}" for metric, value in found.items())
+        counts = {"eval_tokens": counted_tokens(sums), "eval_batches": len(sums)}
+        say(f"{eval_key(name, data.name)} {count}" for name, count in counts.items())
+        metrics |= found
     return metrics
 
 

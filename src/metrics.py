@@ -20,7 +20,8 @@ from src.errors import UserError
 
 # A train line of metrics.jsonl has these keys in this order, mfu and mfu_palm only where the device's peak rate is
 # known, the losses of experts and of extra prediction layers only where the model has them; an eval line has `step`,
-# EVAL_KEYS, and what `eval_metrics` adds. Line k of the train lines is the k-th update's: steps count from 1.
+# EVAL_KEYS, and what `eval_metrics` adds, all with /NAME after them for a set that has a name. Line k of the train
+# lines is the k-th update's: steps count from 1.
 TRAIN_KEYS = (
     "step",
     "loss",
@@ -30,6 +31,7 @@ TRAIN_KEYS = (
     "grad_norm",
     "learning_rate",
     "step_time_seconds",
+    "data_wait_seconds",
     "tokens_per_second",
     "tflops_per_device",
     "mfu",
@@ -201,15 +203,33 @@ def train_line(entry: Mapping[str, int | float], steps: int, seconds_left: float
 
 
 def own_metrics(entry: Mapping[str, int | float]) -> list[str]:
-    """The keys of an evaluation's metrics that `eval_metrics` added."""
+    """The keys of an evaluation's metrics that `eval_metrics` or named sets added."""
     return [key for key in entry if key.startswith("eval_") and key not in EVAL_KEYS]
 
 
+def eval_sets(entry: Mapping[str, int | float]) -> dict[str, dict[str, float]]:
+    """The metrics of an evaluation by the name of the set, which is empty where there is one without a name."""
+    sets: dict[str, dict[str, float]] = {}
+    for key, value in entry.items():
+        if key.startswith("eval_"):
+            metric, _, name = key.partition("/")
+            sets.setdefault(name, {})[metric] = value
+    return sets
+
+
+def eval_key(metric: str, name: str) -> str:
+    """What a metric of the evaluation set `name` is called: `eval_loss/books`."""
+    return f"{metric}/{name}" if name else metric
+
+
 def eval_line(entry: Mapping[str, int | float], steps: int) -> str:
-    """An evaluation's metrics, its loss under the training losses."""
-    own = "".join(f"  {key.removeprefix('eval_')} {entry[key]:.4f}" for key in own_metrics(entry))
-    loss = f"eval {entry['eval_loss']:7.4f}  perplexity {entry['eval_perplexity']:.3f}"
-    return f"{_step_column(entry, steps)}  {loss}{own}"
+    """An evaluation's metrics, the losses under the training losses: a line for each set."""
+    lines = []
+    for name, metrics in eval_sets(entry).items():
+        own = "".join(f"  {key.removeprefix('eval_')} {metrics[key]:.4f}" for key in own_metrics(metrics))
+        loss = f"eval {metrics['eval_loss']:7.4f}  perplexity {metrics['eval_perplexity']:.3f}"
+        lines.append(f"{_step_column(entry, steps)}  {loss}{own}{f'  {name}' if name else ''}")
+    return "\n".join(lines)
 
 
 def _step_column(entry: Mapping[str, int | float], steps: int) -> str:

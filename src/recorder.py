@@ -1,6 +1,8 @@
 """Turns the arrays that steps return into lines: metrics.jsonl, TensorBoard and the console."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Self
 
 import jax
@@ -45,7 +47,8 @@ class Recorder:
         self._config, self._log, self._printer = config, log, printer
         self._flops, self._tokens, self._devices = flops, tokens, mesh.size
         self._peak = run_peak(mesh.devices.flat[0].device_kind, config.dtype, config.matmul_precision)
-        self._pending: tuple[int, Metrics] | None = None
+        self._pending: tuple[int, Metrics, float] | None = None
+        self._data_wait = 0.0
         self._clock = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -63,6 +66,13 @@ class Recorder:
         """The next step begins now: what came before it is no step's time."""
         self._clock = time.perf_counter()
 
+    @contextlib.contextmanager
+    def waits_for_data(self) -> Iterator[None]:
+        """Around the taking of a batch: how long it takes is the next step's `data_wait_seconds`."""
+        begin = time.perf_counter()
+        yield
+        self._data_wait = time.perf_counter() - begin
+
     def add(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of update number `step` (from 1), which may still be computed, and records the last one's.
 
@@ -70,13 +80,13 @@ class Recorder:
             UserError: that one's loss or gradient is not finite, and `on_nonfinite` is stop.
         """
         self.flush()
-        self._pending = (step, metrics)
+        self._pending = (step, metrics, self._data_wait)
 
     def flush(self) -> None:
         """Waits for the step added last, and records it; raises as `add` does."""
         if self._pending is None:
             return
-        (step, arrays), self._pending = self._pending, None
+        (step, arrays, data_wait), self._pending = self._pending, None
         metrics = {name: value.item() for name, value in jax.device_get(arrays).items()}
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
@@ -95,6 +105,7 @@ class Recorder:
             "grad_norm": metrics["grad_norm"],
             "learning_rate": learning_rate(self._config, step - 1),
             "step_time_seconds": seconds,
+            "data_wait_seconds": data_wait,
             "tokens_per_second": self._tokens / seconds,
             **self._rates(self._tokens / seconds / self._devices),
         }

@@ -16,7 +16,7 @@ from etils import epath
 from src.charts import Point, Scale, Series, line_chart, running_median, show_number
 from src.config_yaml import base, dump, literal, parse_keys
 from src.errors import UserError, run_command
-from src.metrics import duration, perplexity
+from src.metrics import duration, eval_key, eval_sets, perplexity
 
 _TEMPLATE = Path(__file__).with_name("report_template.html")
 
@@ -53,8 +53,8 @@ def write_report(run_folder: epath.PathLike, out_path: epath.PathLike) -> None:
 
 def page(run_name: str, entries: Sequence[Entry], config_text: str, environment: Mapping[str, str]) -> str:
     """The whole page, from the lines of metrics.jsonl, the text of config.yml and `metrics.environment()`."""
-    train = [entry for entry in entries if "eval_loss" not in entry]
-    evals = [entry for entry in entries if "eval_loss" in entry]
+    train = [entry for entry in entries if not eval_sets(entry)]
+    evals = [entry for entry in entries if eval_sets(entry)]
     config = literal(parse_keys(config_text, "config.yml"))
     done = train[-1]["step"] if train else 0
     steps = config["steps"]
@@ -92,11 +92,13 @@ def key_figures(train: Sequence[Entry], evals: Sequence[Entry]) -> list[tuple[st
     figures = []
     if losses := _finite(train[-math.ceil(len(train) / 100) :], "loss"):
         figures.append(("Train loss", f"{statistics.fmean(losses):.4f}"))
-    if losses := _finite(evals, "eval_loss"):
-        figures.append(("Eval loss", f"{losses[-1]:.4f}"))
-        if min(losses) < losses[-1]:
-            figures.append(("Lowest eval loss", f"{min(losses):.4f}"))
-        figures.append(("Eval perplexity", f"{perplexity(losses[-1]):.4g}"))
+    for name in eval_names(evals):
+        if losses := _finite(evals, eval_key("eval_loss", name)):
+            of = f", {html.escape(name)}" if name else ""
+            figures.append((f"Eval loss{of}", f"{losses[-1]:.4f}"))
+            if min(losses) < losses[-1]:
+                figures.append((f"Lowest eval loss{of}", f"{min(losses):.4f}"))
+            figures.append((f"Eval perplexity{of}", f"{perplexity(losses[-1]):.4g}"))
     if train:
         figures += [
             ("Tokens", show_number(sum(entry["tokens_per_second"] * entry["step_time_seconds"] for entry in train))),
@@ -113,13 +115,20 @@ def key_figures(train: Sequence[Entry], evals: Sequence[Entry]) -> list[tuple[st
     return figures
 
 
+def eval_names(evals: Sequence[Entry]) -> list[str]:
+    """The names of the evaluation sets, in their order."""
+    return list(dict.fromkeys(name for entry in evals for name in eval_sets(entry)))
+
+
 def charts(train: Sequence[Entry], evals: Sequence[Entry]) -> list[str]:
     """The page's figures: loss, perplexity, learning rate, gradient norm, tokens a second; none of nulls alone."""
     if not train:
         return ['<p class="card">No step is recorded yet.</p>']
     figures = []
     for title, key in [("Loss", "loss"), ("Perplexity", "perplexity")]:
-        series = [*_curve_and_median("train", train, key), Series("eval", "marked", _points(evals, f"eval_{key}"))]
+        series = _curve_and_median("train", train, key)
+        for name in eval_names(evals):
+            series.append(Series(f"eval {name}".strip(), "marked", _points(evals, eval_key(f"eval_{key}", name))))
         if _values(series):
             scale, note = settled_scale(series)
             figures.append(line_chart(title, note, series, scale, show_number))
@@ -173,7 +182,7 @@ def _log_if_wide(values: Sequence[float]) -> Scale:
 
 
 def _points(entries: Iterable[Entry], key: str) -> list[Point]:
-    return [(entry["step"], entry[key]) for entry in entries]
+    return [(entry["step"], entry.get(key)) for entry in entries]
 
 
 def _values(series: Iterable[Series]) -> list[float]:

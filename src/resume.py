@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from ml_collections import FrozenConfigDict
 
 from src.checkpoint import Checkpointer, absolute, restore_step
@@ -21,12 +21,17 @@ from src.train_step import StepPlan, TrainState, init_state, state_weights
 
 # The keys that alter an entry of the data's fingerprint: accepting one of them accepts the entry. The first is the one
 # to tell a user whose configuration is the same as before.
-SOURCE_KEYS = ("dataset_path", "dataset_type", "use_sft")
+SOURCE_KEYS = (
+    *("dataset_path", "dataset_type", "dataset_name", "train_split", "dataset_factory", "dataset_column"),
+    *("array_record_format", "datasets", "use_sft"),
+)
 TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")
 ACCEPTED_BY = {
     "global batch": ("per_device_batch_size", "gradient_accumulation_steps"),
     "max_target_length": ("max_target_length",),
     "packing": ("packing",),
+    "long_documents": ("long_documents", "packing"),
+    "batch_transform": ("batch_transform",),
     "data_shuffle_seed": ("data_shuffle_seed",),
     "source max_document_bytes": ("max_document_bytes", *SOURCE_KEYS),
     "source pieces": (*SOURCE_KEYS, "max_document_bytes"),
@@ -45,6 +50,21 @@ ACCEPTED_BY = {
 Messages = list[str]
 
 
+class Start(NamedTuple):
+    """Where a run goes on, or begins.
+
+    state: the whole state.
+    rows_taken: rows of training data that came before.
+    eval_position: of each rolling evaluation set by name, as `EvalBatches.position` gave it.
+    messages: what to tell the user.
+    """
+
+    state: TrainState
+    rows_taken: int
+    eval_position: Mapping[str, Any]
+    messages: Messages
+
+
 def parts(state: TrainState) -> dict[str, Any]:
     """The state's fields by name, as checkpoints hold them."""
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
@@ -58,8 +78,8 @@ def starting_state(
     checkpointer: Checkpointer,
     fingerprint: Mapping[str, Any],
     tokenizer: Tokenizer | None,
-) -> tuple[TrainState, Messages]:
-    """The state to go on from, and what to tell the user about it.
+) -> Start:
+    """The state to go on from, where in the data it stands, and what to tell the user about it.
 
     Raises:
         UserError: the run has no good checkpoint, is resumed with another model or other data than it had, or begins
@@ -81,20 +101,21 @@ def starting_state(
             fields, meta, messages = restored
             if plan.lora:
                 fields["frozen"] = base_weights(plan, abstract, meta, config.load_parameters_path)
-            state, more = with_position(fields, meta, config, abstract, fingerprint)
-            return state, [*changes, *messages, f"resumed from step {int(state.step)}", *more]
+            start = with_position(fields, meta, config, abstract, fingerprint)
+            resumed = f"resumed from step {int(start.state.step)}"
+            return start._replace(messages=[*changes, *messages, resumed, *start.messages])
     if path := config.load_full_state_path:
         wanted = parts(abstract)  # config_checks.py: no adapters here, whose base load_parameters_path would be
         fields, meta, messages = restore_step(path, wanted, tuple(wanted))
         check_vocabulary(config, meta)
-        state, more = with_position(fields, meta, config, abstract, fingerprint)
-        return state, [*messages, *more]
+        start = with_position(fields, meta, config, abstract, fingerprint)
+        return start._replace(messages=[*messages, *start.messages])
     if config.load_parameters_path:
         weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract))
         check_vocabulary(config, meta)
         check_tokenizer(config, meta, tokenizer)
-        return state_of(weights, config, plan, abstract), messages
-    return new_state(config, plan, abstract), []
+        return Start(state_of(weights, config, plan, abstract), 0, {}, messages)
+    return Start(new_state(config, plan, abstract), 0, {}, [])
 
 
 def saved_parts(plan: StepPlan, state: TrainState) -> dict[str, Any]:
@@ -211,27 +232,64 @@ def with_position(
     config: FrozenConfigDict,
     abstract: TrainState,
     fingerprint: Mapping[str, Any],
-) -> tuple[TrainState, Messages]:
+) -> Start:
     """The restored state, if it stands in the data that the config describes.
 
-    Where the user accepts another global batch size, rows no longer mean the same lanes, so all of them start over.
+    Where the user accepts another global batch size or row length, the data go on after as many documents, or rows of
+    tokens, as were taken: those that lanes were in the middle of are repeated or missed. Where the number of sources is
+    another, they start over.
 
     Raises:
         UserError: the data differ, and `accept_changes` does not say that they may.
     """
     old = meta["data"]
-    different = [name for name in {**old, **fingerprint} if old.get(name) != fingerprint.get(name)]
-    refused = [
-        name for name in different if not set(config.accept_changes).intersection(ACCEPTED_BY.get(name, SOURCE_KEYS))
+    # Files were not listed one by one before; where both lists are there they say which file it is.
+    lists_files = {is_listed(old), is_listed(fingerprint)} == {True}
+    different = [
+        name
+        for name in {**old, **fingerprint}
+        if old.get(name) != fingerprint.get(name) and (lists_files or " file " not in name)
     ]
+    refused = [name for name in different if not set(config.accept_changes).intersection(accepted_by(name))]
     if refused:
         listed = "\n".join(f"  {name}: {old.get(name)} -> {fingerprint.get(name)}" for name in refused)
-        keys = ", ".join(dict.fromkeys(ACCEPTED_BY.get(name, SOURCE_KEYS)[0] for name in refused))
+        keys = ", ".join(dict.fromkeys(accepted_by(name)[0] for name in refused))
         raise UserError(
             f"The checkpoint stands in other data than the config describes (old -> new):\n{listed}\n"
             f"Restore the data, or accept that examples repeat or are missed: accept_changes=[{keys}]"
         )
-    if fields["data_position"] is not None:
-        return TrainState(**fields), []
-    position = jax.device_put(jnp.zeros(abstract.data_position.shape, jnp.int32), abstract.data_position.sharding)
-    return TrainState(**{**fields, "data_position": position}), ["the data start over: the global batch changed"]
+    rows_taken = meta.get("rows_taken", int(fields["step"]) * old["global batch"])
+    rows_taken = rows_taken * old["max_target_length"] // fingerprint["max_target_length"]
+    eval_position = meta.get("eval_position", {})
+    position, wanted = fields["data_position"], abstract.data_position
+    if position.shape == wanted.shape:
+        return Start(TrainState(**fields), rows_taken, eval_position, [])
+    if position.shape[1] == wanted.shape[1]:
+        moved, told = after_documents(np.asarray(position), wanted.shape[0]), "the data go on after {:,} documents"
+        message = f"the global batch changed: {told.format(int(moved[..., 0].sum()))}"
+    else:
+        moved, rows_taken = np.zeros(wanted.shape, np.int32), 0
+        message = "the number of datasets changed: the data start over"
+    state = TrainState(**{**fields, "data_position": jax.device_put(moved, wanted.sharding)})
+    return Start(state, rows_taken, eval_position, [message])
+
+
+def after_documents(position_BS2: np.ndarray, rows: int) -> np.ndarray:
+    """The position [rows, S, 2] of lanes that go on after as many documents as those of `position_BS2` have taken."""
+    taken_S = position_BS2[..., 0].sum(axis=0)
+    # Lane j has the documents j, j + rows, ...: of the first n it has ceil((n - j) / rows).
+    taken_BS = -((np.arange(rows)[:, None] - taken_S) // rows)
+    return np.stack([np.maximum(taken_BS, 0), np.zeros_like(taken_BS)], axis=-1).astype(np.int32)
+
+
+def is_listed(fingerprint: Mapping[str, Any]) -> bool:
+    """Whether a fingerprint has its files one by one."""
+    return any(" file " in name for name in fingerprint)
+
+
+def accepted_by(name: str) -> tuple[str, ...]:
+    """The keys of which `accept_changes` has to name one, where an entry of the data's fingerprint has changed."""
+    if name in ACCEPTED_BY:
+        return ACCEPTED_BY[name]
+    in_mixture = name == "source weights" or (name.startswith("source ") and len(name.split()) > 2)
+    return ("datasets", *SOURCE_KEYS) if in_mixture and " file " not in name else SOURCE_KEYS

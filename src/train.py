@@ -17,8 +17,10 @@ from src.aot import program
 from src.build import build
 from src.checkpoint import Checkpointer
 from src.compiler_flags import compiler_options
-from src.data.loader import data_fingerprint, host_rows, to_global, to_host, train_batches
-from src.data.sources import Source, SyntheticSource, open_sources
+from src.data.global_arrays import host_rows, to_global, to_host
+from src.data.loader import data_fingerprint, train_batches
+from src.data.source_spec import train_specs
+from src.data.sources import RowSource, TrainData, open_sources
 from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.decode import sample
 from src.diagnostics import Profile, stack_traces
@@ -71,13 +73,12 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         train_step = program.load(path, program.header(config, built), built)
 
     # ---- Data
-    source, eval_source = open_sources(config)
     tokenizer = make_tokenizer(config)
+    data, eval_sets = open_sources(config, tokenizer)
     place = batch_sharding(plan.layout)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
-    fingerprint = data_fingerprint(config, source, tokenizer, global_batch)
+    fingerprint = data_fingerprint(config, data, tokenizer, global_batch)
     meta = saved_meta(config, fingerprint, tokenizer)
-    evaluation = Evaluation(config, plan, built.eval, eval_source, tokenizer) if eval_source else None
     if wants_sample := bool(config.sample_length and tokenizer):
         encode_prompt(config, tokenizer, config.prompt)  # now: one too long is better said before the run than after
 
@@ -91,13 +92,17 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         async_save=config.async_checkpointing,
     )
     exits.callback(checkpointer.close)
-    state, messages = starting_state(config, plan, built.state, folder, checkpointer, fingerprint, tokenizer)
-    first_step = int(state.step)
+    start = starting_state(config, plan, built.state, folder, checkpointer, fingerprint, tokenizer)
+    state, first_step = start.state, int(start.state.step)
     if first_step >= config.steps:
         raise UserError(f"steps={config.steps} is already reached: the run is at step {first_step}. Raise steps.")
     position = to_host(state.data_position, rows)
-    batches = train_batches(config, source, tokenizer, rows, global_batch, position)
+    batches = train_batches(config, data, tokenizer, rows, global_batch, start.rows_taken, position)
     exits.callback(batches.close)
+    evaluations = [
+        Evaluation(config, plan, built.eval, eval_set, tokenizer, start.eval_position.get(eval_set.name))
+        for eval_set in eval_sets
+    ]
 
     # ---- What the user sees
     facts = environment()
@@ -108,10 +113,10 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     is_writer = jax.process_index() == 0
     log = printer = None
     if is_writer:
-        print_header(header(config, plan, facts, folder, flops, global_batch, source, tokenizer, first_step))
+        print_header(header(config, plan, facts, folder, flops, global_batch, data, tokenizer, first_step))
         log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", first_step or None)
         printer = StepPrinter(config.steps, first_step, config.log_period)
-    say(messages)
+    say(start.messages)
 
     # ---- The loop: a step is recorded while the next one runs
     eval_metrics: dict[str, float] = {}
@@ -123,22 +128,28 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     ):
         for step in range(first_step, config.steps):
             profile.before_step(step)
-            batch = to_global(next(batches), place, rows, global_batch)
+            with recorder.waits_for_data():
+                rows_of_host = next(batches)
+            batch = to_global(rows_of_host, place, rows, global_batch)
             state, metrics = train_step(state, batch, hyper_parameters(config, step))
             done = step + 1
             recorder.add(done, metrics)
             preempted = preemption.reached(done) and done < config.steps  # at its end a run has nothing to go on with
-            evaluates = evaluation and not preempted and (done % config.eval_interval == 0 or done == config.steps)
+            evaluates = evaluations and not preempted and (done % config.eval_interval == 0 or done == config.steps)
             saves = done % config.checkpoint_period == 0 or preempted or done == config.steps
             if evaluates or saves:
                 recorder.flush()
                 if evaluates:
-                    eval_metrics = evaluation.run(state_weights(state))
+                    results = [evaluation.run(state_weights(state)) for evaluation in evaluations]
+                    eval_metrics = {name: value for result in results for name, value in result.items()}
                     recorder.add_evaluation(done, eval_metrics)
                 if saves and config.enable_checkpointing:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
                     folder.sync()
-                    checkpointer.save(done, saved_parts(plan, state), meta)
+                    where = {"rows_taken": start.rows_taken + (done - first_step) * global_batch}
+                    if config.eval_mode == "rolling":
+                        where["eval_position"] = {set.name: set.position() for set in evaluations}
+                    checkpointer.save(done, saved_parts(plan, state), {**meta, **where})
                 recorder.start_clock()
             if preempted:
                 break
@@ -174,18 +185,13 @@ def header(
     folder: RunFolder,
     flops: FlopsPerToken,
     global_batch: int,
-    source: Source | SyntheticSource,
+    data: TrainData,
     tokenizer: Tokenizer | None,
     first_step: int,
 ) -> list[tuple[str, str]]:
     """What was chosen for this run, by name: nothing that a user would have to guess."""
     tokens = global_batch * config.max_target_length
     order = f"shuffled by seed {config.data_shuffle_seed}, {'packed' if config.packing else 'a document a row'}"
-    data = "synthetic: random tokens"
-    if not isinstance(source, SyntheticSource):
-        path = config.dataset_path or "the Python standard library's source"
-        items = "conversations" if config.use_sft else "documents"
-        data = f"{config.dataset_type}: {path}, {len(source):,} {items}"
     return [
         ("run", f"{folder.path} (run_name={folder.path.name} resumes it)"),
         ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
@@ -199,13 +205,29 @@ def header(
         ("attention", plan.kernel),
         ("recomputed", f"remat_policy {config.remat_policy}"),
         ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else "compiled by this run"),
-        ("data", data),
+        ("data", "\n".join(describe_data(config, data))),
         ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("order", order),
         ("steps", f"{first_step} to {config.steps}"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
     ]
+
+
+def describe_data(config: FrozenConfigDict, data: TrainData) -> list[str]:
+    """A line for each source: its type, where it is from, how much it has, and its share of the rows."""
+    lines = []
+    for spec, source, weight in zip(train_specs(config), data.sources, data.weights, strict=True):
+        place = " ".join(filter(None, (spec.settings["dataset_name"], spec.path, spec.settings["dataset_factory"])))
+        if spec.type == "text" and not place:
+            place = "the Python standard library's source"
+        if isinstance(source, RowSource):
+            amount = f"{source.row_count:,} rows an epoch" if source.row_count else "random tokens"
+        else:
+            amount = f"{len(source):,} {'conversations' if config.use_sft else 'documents'}"
+        share = f", {weight / sum(data.weights):.4g} of the rows" if spec.name else ""
+        lines.append(f"{spec.name}: " * bool(spec.name) + f"{spec.type}: {place}, {amount}{share}".replace(": ,", ":"))
+    return lines
 
 
 def describe_trained(plan: StepPlan) -> str:

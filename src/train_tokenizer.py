@@ -34,14 +34,15 @@ def main(argv: Sequence[str]) -> None:
     config = configuration.load(argv, notes)
     for note in notes:
         print(note)
-    if config.dataset_type != "text" or config.use_sft or config.tokenizer_type != "sentencepiece":
+    if config.dataset_type != "text" or config.datasets or config.use_sft or config.tokenizer_type != "sentencepiece":
         raise UserError(
             "a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece use_sft=false: set these"
         )
     path = Path(config.tokenizer_path)
     if path.exists():
         raise UserError(f"tokenizer_path={path} exists, and runs may need it: name a new file, or delete this one")
-    source, _ = sources.open_sources(config)
+    data, _ = sources.open_sources(config, tokenizer=None)
+    source = data.sources[0]
     texts = list(_sample(source, config.data_shuffle_seed))
     print(f"training on {len(texts)} of {len(source)} documents, {sum(map(len, texts))} characters", flush=True)
     model = train(texts, config.vocab_size)

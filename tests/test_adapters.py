@@ -88,9 +88,9 @@ def test_prompt_tokens_have_no_gradient(folders):
     """The gradient of the output projection is the sum over response tokens alone of h (p - y)."""
     config = configuration.load(keys_of(folders))
     opened = open_model(config, make_tokenizer(config))
-    source, _ = open_sources(config)
-    rows, tokenizer = range(8), make_tokenizer(config)
-    batches = train_batches(config, source, tokenizer, rows, 8, np.zeros((8, 1, 2), np.int32))
+    tokenizer = make_tokenizer(config)
+    data, _ = open_sources(config, tokenizer)
+    batches = train_batches(config, data, tokenizer, range(8), 8)
     batch = {name: jnp.asarray(array) for name, array in next(batches).items()}
     batches.close()
     tree = weights.join(*opened.parts)

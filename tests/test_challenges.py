@@ -8,7 +8,7 @@ import pytest
 from src import checkpoint, train
 from src import config as configuration
 from src.config_values import check_value
-from src.data.sources import TextSource
+from src.data.text import TextSource
 from src.errors import UserError, run_command
 from src.run_folder import RunFolder
 from tests import runs

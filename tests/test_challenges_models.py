@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from src.answers import Speed
-from src.data.sources import SyntheticSource
+from src.data.sources import EvalSet
+from src.data.synthetic import SyntheticSource
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
 from src.evaluate import Evaluation
@@ -119,7 +120,7 @@ def test_an_evaluation_in_which_no_token_counts_is_no_perfect_one():
     config, plan = tiny.make(eval_steps=1, per_device_batch_size=1)
     nothing = {"loss_sum": np.float32(0), "tokens": np.float32(0)}
     evaluation = Evaluation(
-        config, plan, lambda parts, batch: nothing, SyntheticSource(tiny.VOCAB, tiny.LENGTH, 0), None
+        config, plan, lambda parts, batch: nothing, EvalSet("", SyntheticSource(tiny.VOCAB, tiny.LENGTH, 0), 1), None
     )
     with pytest.raises(UserError, match="no token of the evaluation counts"):
         evaluation.run(())

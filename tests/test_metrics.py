@@ -20,6 +20,7 @@ def train_entry(step, loss=2.0):
         "grad_norm": 0.5,
         "learning_rate": 3e-4,
         "step_time_seconds": 0.25,
+        "data_wait_seconds": 0.001,
         "tokens_per_second": 4096.0,
         "tflops_per_device": 0.1,
     }

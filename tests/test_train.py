@@ -115,7 +115,8 @@ def test_a_log_has_no_control_characters(run, tmp_path, corpus, capsys):
 
 def test_metrics_have_their_keys_in_every_line(run):
     folder, _, _ = run
-    train_keys = "step loss perplexity grad_norm learning_rate step_time_seconds tokens_per_second tflops_per_device"
+    train_keys = "step loss perplexity grad_norm learning_rate step_time_seconds data_wait_seconds tokens_per_second"
+    train_keys += " tflops_per_device"
     eval_keys = "step eval_loss eval_perplexity"
     lines = runs.lines(folder)
     # No MFU: no peak rate of a CPU is known.

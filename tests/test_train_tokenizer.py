@@ -1,7 +1,8 @@
 import pytest
 
 from src.config import load
-from src.data.sources import TextSource, open_sources
+from src.data.sources import open_sources
+from src.data.text import TextSource
 from src.data.tokenizer import SentencePieceTokenizer
 from src.errors import UserError
 from src.train_tokenizer import main, train
@@ -60,7 +61,8 @@ def knows(path, character):
 @pytest.mark.parametrize(("eval_interval", "seen"), [(-1, True), (10, False)])
 def test_documents_held_out_for_evaluation_are_not_trained_on(command, corpus, eval_interval, seen):
     make, path = command
-    _, held_out = open_sources(load(make(eval_interval=10)))
+    _, (evaluation,) = open_sources(load(make(eval_interval=10)), None)
+    held_out = evaluation.source
     texts = [held_out[i] for i in range(len(held_out))]
     for file in corpus.iterdir():
         if file.read_text() in texts:

@@ -76,6 +76,9 @@ class ConversationSource:
         """uint64 [conversations]: a hash of file name and place in the file, which other files don't change."""
         return self._files.keys()
 
+    def group_sizes(self) -> None:
+        """Each conversation is read on its own."""
+
     def fingerprint(self) -> dict[str, str | int]:
         """Counts, and a digest of the files' names and sizes: what is inside the files is not read for it."""
         return {**self._files.fingerprint(), "type": "conversations"}

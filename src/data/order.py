@@ -55,3 +55,47 @@ def permute(i: int, n: int, seed: int, source: int, epoch: int) -> int:
         i = high << low_bits | low
         if i < n:
             return i
+
+
+class Shuffle:
+    """The endless stream of a source's items: all of them in a random order, then all in another, and so on.
+
+    Items that are stored together (the rows of a Parquet row group) stay together: the groups are shuffled, and the
+    items of each. So a group is read about once an epoch.
+
+    Args:
+        count: N, how many items there are.
+        seed: `data_shuffle_seed`.
+        source: index of the source in a mixture.
+        group_sizes: int64, of items that are stored together, in order; None: each is on its own.
+    """
+
+    def __init__(self, count: int, seed: int, source: int, group_sizes: np.ndarray | None = None) -> None:
+        self._count = count
+        self._seed = seed
+        self._source = source
+        self._sizes = group_sizes
+        if group_sizes is not None:
+            assert group_sizes.sum() == count
+            self._starts = np.cumsum(group_sizes) - group_sizes
+            # Rows of a batch may be an epoch apart for a while: two are needed at a time.
+            self._groups = functools.lru_cache(maxsize=2)(self._shuffled_groups)
+
+    def __call__(self, ordinal: int) -> int:
+        """The number in the source of item `ordinal` of the stream."""
+        epoch, i = divmod(ordinal, self._count)
+        if self._sizes is None:
+            return permute(i, self._count, self._seed, self._source, epoch)
+        groups, ends = self._groups(epoch)
+        place = int(np.searchsorted(ends, i, side="right"))
+        group = groups[place]
+        size = int(self._sizes[group])
+        inside = permute(i - int(ends[place]) + size, size, self._seed, self._source, epoch)
+        return int(self._starts[group]) + inside
+
+    def _shuffled_groups(self, epoch: int) -> tuple[list[int], np.ndarray]:
+        """The groups of an epoch in their order, and where each ends in it."""
+        number = len(self._sizes)
+        # No epoch of items is below 0, so that the order of groups has nothing of the order in one.
+        groups = [permute(i, number, self._seed, self._source, -1 - epoch) for i in range(number)]
+        return groups, np.cumsum(self._sizes[groups])

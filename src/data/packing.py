@@ -46,6 +46,26 @@ def empty_batch(rows: int, length: int) -> Batch:
     return batch | {"loss_mask": np.zeros((rows, length), np.float32)}
 
 
+def lay(batch: Batch, row: int, start: int, segment: int, document: Document, first: int, pairs: int) -> None:
+    """Writes `pairs` pairs of a document, from pair `first` on, into a row, from `start` on, as segment `segment`."""
+    here = (row, slice(start, start + pairs))
+    targets = slice(first + 1, first + 1 + pairs)
+    batch["tokens"][here] = document.ids[first : first + pairs]
+    batch["targets"][here] = document.ids[targets]
+    batch["segment_ids"][here] = segment
+    batch["positions"][here] = np.arange(pairs)
+    batch["loss_mask"][here] = 1 if document.learned is None else document.learned[targets]
+
+
+def fill_row(batch: Batch, row: int, documents: Iterable[Document]) -> None:
+    """Writes documents into a row that is still padding and has room for all their pairs."""
+    filled = 0
+    for segment, document in enumerate(documents, start=1):
+        pairs = len(document.ids) - 1
+        lay(batch, row, filled, segment, document, 0, pairs)
+        filled += pairs
+
+
 class Lane:
     """The stream of documents with ordinals `first`, `first + stride`, ... cut into rows.
 
@@ -89,20 +109,14 @@ class Lane:
         length = batch["tokens"].shape[1]
         filled = segment = 0
         while filled < length and (document := self._current()) is not None:
-            ids, learned = document
-            pairs = min(len(ids) - 1 - self._offset, length - filled)
+            all_pairs = max(len(document.ids) - 1, 0)
+            pairs = min(all_pairs - self._offset, length - filled)
             if pairs > 0:
                 segment += 1
-                here = (row, slice(filled, filled + pairs))
-                targets = slice(self._offset + 1, self._offset + 1 + pairs)
-                batch["tokens"][here] = ids[self._offset : self._offset + pairs]
-                batch["targets"][here] = ids[targets]
-                batch["segment_ids"][here] = segment
-                batch["positions"][here] = np.arange(pairs)
-                batch["loss_mask"][here] = 1 if learned is None else learned[targets]
+                lay(batch, row, filled, segment, document, self._offset, pairs)
                 self._offset += pairs
                 filled += pairs
-            if self._offset >= len(ids) - 1:
+            if self._offset >= all_pairs:
                 self._taken, self._offset, self._document = self._taken + 1, 0, None
             if filled and not self._packing:
                 return

@@ -154,18 +154,18 @@ def count_pieces(sizes: np.ndarray, max_bytes: int) -> np.ndarray:
     return -(-sizes // (max_bytes - _window(max_bytes)))
 
 
-def read_piece(path: Path, start: int, stop: int, number: int, max_bytes: int) -> str:
+def read_piece(path: Path, start: int, stop: int, number: int, max_bytes: int, column: str) -> str:
     """The text of piece `number`, from 0, of the document in bytes [start, stop) of a file.
 
     A document has `count_pieces` of them. The last ones may be empty in a .jsonl file, where the text is only a part of
-    the line.
+    the line, its field `column`.
 
     Raises:
         UserError: it can't be read or is not text.
     """
     if not is_jsonl(path):
         return _decode(_piece(number, stop, max_bytes, lambda begin, end: _read(path, begin, end)), path)
-    text = _json_text(path, start, stop)
+    text = _json_text(path, start, stop, column)
     return _piece(number, len(text), max_bytes, lambda begin, end: text[begin:end]).decode()
 
 
@@ -228,13 +228,13 @@ def _lines(path: Path) -> np.ndarray:
     return np.stack([starts, stops], axis=1)[stops - starts >= len("{}")]
 
 
-def _json_text(path: Path, start: int, stop: int) -> bytes:
-    """The "text" of a JSON object, in UTF-8."""
+def _json_text(path: Path, start: int, stop: int, column: str) -> bytes:
+    """The text in a field of a JSON object, in UTF-8."""
     document = read_json(path, start, stop)
-    if not isinstance(document, dict) or not isinstance(document.get("text"), str):
+    if not isinstance(document, dict) or not isinstance(document.get(column), str):
         found = _read(path, start, min(stop, start + 80))
-        raise UserError(f'{line_name(path, start)}: expected a JSON object with a string "text", found {found!r}')
-    return well_formed(document["text"]).encode()
+        raise UserError(f'{line_name(path, start)}: expected a JSON object with a string "{column}", found {found!r}')
+    return well_formed(document[column]).encode()
 
 
 def _window(max_bytes: int) -> int:

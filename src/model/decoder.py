@@ -166,7 +166,7 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
         # Gathered over fsdp before it is looked up, as every weight is: else XLA replicates the result.
-        table_VD = context.layout.constrain(self.embedding[...].astype(self.spec.dtype), "vocab", "activation_embed")
+        table_VD = context.layout.constrain(self.embedding[...].astype(self.spec.dtype), "vocab", None)
         x_BTD = table_VD[tokens_BT]
         # Gemma's own code has the factor in the compute dtype too.
         return x_BTD * jnp.sqrt(float(self.spec.emb_dim)).astype(x_BTD.dtype) if self.spec.scale_embedding else x_BTD

@@ -1,8 +1,8 @@
 import hashlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ml_collections import FrozenConfigDict
 
 from src.data.tokenizer import ByteTokenizer
 
@@ -24,6 +24,9 @@ class ListSource:
     def document_keys(self):
         digests = [hashlib.sha256(text.encode()).digest()[:8] for text in self.texts]
         return np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
+
+    def group_sizes(self):
+        return None
 
     def fingerprint(self):
         return {"type": "list", "documents": len(self.texts)}
@@ -48,7 +51,20 @@ def config():
         "dataset_type": "text",
         "dataset_path": "",
         "max_document_bytes": 64 * 1024,
+        "dataset_name": "",
+        "train_split": "train",
+        "dataset_column": "text",
+        "array_record_format": "example",
+        "dataset_factory": "",
+        "datasets": [],
         "eval_dataset_path": "",
+        "eval_dataset_name": "",
+        "eval_split": "validation",
+        "eval_datasets": [],
+        "eval_mode": "reset",
+        "long_documents": "split",
+        "batch_transform": "",
+        "data_threads": 1,
         "eval_fraction": 0.1,
         "eval_interval": 10,
         "eval_steps": -1,
@@ -64,7 +80,7 @@ def config():
 
     def make(**changes):
         assert changes.keys() <= defaults.keys()
-        return SimpleNamespace(**{**defaults, **changes})
+        return FrozenConfigDict({**defaults, **changes})
 
     return make
 

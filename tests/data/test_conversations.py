@@ -16,6 +16,7 @@ from src.data.loader import EvalBatches, data_fingerprint, train_batches
 from src.data.sources import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
+from tests.data.one_source import alone, held_out
 
 B = 4
 SPECIALS = ["<|bos|>", "<|eos|>", "<|start|>", "<|end|>"]
@@ -250,7 +251,7 @@ def sft(config, **changes):
 
 
 def take(config, source, rows, steps, position=None):
-    batches = train_batches(config, source, ByteTokenizer(), rows, B, position)
+    batches = train_batches(config, alone(source), ByteTokenizer(), rows, B, position=position)
     taken = list(itertools.islice(batches, steps))
     batches.close()
     return taken
@@ -291,7 +292,7 @@ def expected(epochs):
 @pytest.mark.parametrize("packing", [True, False])
 def test_one_epoch_of_evaluation_counts_each_completion_once(config, many, packing):
     for rows in (1, 3, 8):
-        evaluation = EvalBatches(sft(config, packing=packing), many, ByteTokenizer(), range(rows), rows)
+        evaluation = EvalBatches(sft(config, packing=packing), held_out(many), ByteTokenizer(), range(rows), rows)
         assert counted(evaluation) == expected(1)
 
 
@@ -309,16 +310,17 @@ def test_hosts_and_resuming_change_no_mask(config, many, packing):
 
 def test_conversations_are_not_cut_and_split_whole(config, write):
     path = write("long.jsonl", "\n".join(json.dumps(pair("a" * 500, f"{n}" * 500)) for n in range(20)))
-    train, held_out = open_sources(sft(config, dataset_path=str(path), max_document_bytes=64))
-    assert len(train) + len(held_out) == 20
-    assert min(len(train), len(held_out)) >= 1
-    sizes = {len(encode_conversation(ByteTokenizer(), part[0], True).ids) for part in (train, held_out)}
+    data, (evaluation,) = open_sources(sft(config, dataset_path=str(path), max_document_bytes=64), ByteTokenizer())
+    parts = (data.sources[0], evaluation.source)
+    assert sum(map(len, parts)) == 20
+    assert min(map(len, parts)) >= 1
+    sizes = {len(encode_conversation(ByteTokenizer(), part[0], True).ids) for part in parts}
     assert min(sizes) >= 1002
 
 
 def test_the_fingerprint_tells_masks_and_templates_apart(config, many, chat_tokenizer):
     def prints(settings, tokenizer):
-        return data_fingerprint(settings, many, tokenizer, B)
+        return data_fingerprint(settings, alone(many), tokenizer, B)
 
     first, second = chat_tokenizer(CHAT_ML)[0], chat_tokenizer(INSTRUCT)[0]
     one, other = prints(sft(config), first), prints(sft(config), second)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from src.data.loader import train_batches
-from src.data.sources import TextSource
+from src.data.text import TextSource
 from src.data.tokenizer import ByteTokenizer
+from tests.data.one_source import alone
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,9 +62,11 @@ def processes(corpus, tmp_path_factory):
     ],
 )
 def test_global_batches_of_two_processes_are_those_of_one(processes, corpus, mesh, rows):
-    config = SimpleNamespace(max_target_length=64, packing=True, data_shuffle_seed=3)
+    config = SimpleNamespace(
+        max_target_length=64, packing=True, data_shuffle_seed=3, data_threads=1, batch_transform=""
+    )
     expected = list(
-        itertools.islice(train_batches(config, TextSource(corpus, 64 * 1024), ByteTokenizer(), range(16), 16), 3)
+        itertools.islice(train_batches(config, alone(TextSource(corpus, 64 * 1024)), ByteTokenizer(), range(16), 16), 3)
     )
     for result, own_rows in zip(processes, rows, strict=True):
         assert result[f"{mesh}, rows"] == own_rows

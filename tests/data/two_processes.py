@@ -14,12 +14,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from src.data.loader import EvalBatches, host_rows, to_global, to_host, train_batches
-from src.data.sources import TextSource
+from src.data.global_arrays import host_rows, to_global, to_host
+from src.data.loader import EvalBatches, train_batches
+from src.data.text import TextSource
 from src.data.tokenizer import ByteTokenizer
+from tests.data.one_source import alone, held_out
 
 B = 16
-CONFIG = SimpleNamespace(max_target_length=64, packing=True, data_shuffle_seed=3, eval_steps=-1)
+CONFIG = SimpleNamespace(
+    max_target_length=64, packing=True, data_shuffle_seed=3, eval_mode="reset", data_threads=1, batch_transform=""
+)
 
 
 def gather(batch):
@@ -45,7 +49,7 @@ def main(address, process_id, corpus, result_path):
         tokens = NamedSharding(mesh, PartitionSpec("batch", "length"))
         position = NamedSharding(mesh, PartitionSpec("batch"))
         rows = host_rows(position, (B, 1, 2))
-        batches = train_batches(CONFIG, source, tokenizer, rows, B)
+        batches = train_batches(CONFIG, alone(source), tokenizer, rows, B)
         for k, batch in enumerate(itertools.islice(batches, 3)):
             shardings = dict.fromkeys(batch, tokens) | {"data_position": position}
             whole = to_global(batch, shardings, rows, B)
@@ -55,7 +59,7 @@ def main(address, process_id, corpus, result_path):
         batches.close()
         result[f"{name}, rows"] = rows.tolist()
     rows = np.arange(8) + 8 * jax.process_index()
-    evaluation = EvalBatches(CONFIG, source, tokenizer, rows, B)
+    evaluation = EvalBatches(CONFIG, held_out(source), tokenizer, rows, B)
     local = list(evaluation)
     result["eval steps"] = len(local)
     result["eval steps with tokens"] = sum(bool(batch["loss_mask"].any()) for batch in local)

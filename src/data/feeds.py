@@ -1,0 +1,178 @@
+"""What fills rows from one source: lanes, which keep a place in it, or rows whose number alone says what is in them.
+
+B: rows of a batch, over all hosts.  T: tokens a row.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from src.data.conversations import Conversation, encode_conversation
+from src.data.order import Shuffle
+from src.data.packing import Batch, Document, Lane, fill_row
+from src.data.sources import Item, RowSource, Source
+from src.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ml_collections import FrozenConfigDict
+
+
+class Feed(Protocol):
+    """Fills this host's rows from one source; different rows may be filled at the same time."""
+
+    def fill(self, batch: Batch, row: int, ordinal: int) -> None:
+        """Writes the next row from the source into row `row` of this host's batch, which is still padding.
+
+        Args:
+            batch: of this host's rows.
+            row: which of them.
+            ordinal: how many rows of the run before it are from this source.
+        """
+
+    def positions(self) -> np.ndarray:
+        """int32 [rows, 2]: for each row (documents taken, pairs taken of the next one); zeros if none is needed."""
+
+
+class LaneFeed:
+    """A lane for each row.
+
+    Args:
+        documents: the document of an ordinal.
+        rows: the host's rows of the global batch.
+        global_batch: B.
+        packing: whether a row may hold more than one document.
+        positions: int32 [rows, 2], where to go on, as `positions` gave it; None: at the start.
+        end: ordinals from here on don't exist.
+    """
+
+    def __init__(
+        self,
+        documents: Callable[[int], Document],
+        rows: Sequence[int],
+        global_batch: int,
+        packing: bool,
+        positions: np.ndarray | None,
+        end: float,
+    ) -> None:
+        if positions is None:
+            positions = np.zeros((len(rows), 2), np.int32)
+        self._lanes = [
+            Lane(documents, row, global_batch, packing, position, end)
+            for row, position in zip(rows, positions, strict=True)
+        ]
+
+    def fill(self, batch: Batch, row: int, ordinal: int) -> None:
+        """The next row of the row's own lane, wherever else rows of this source are."""
+        del ordinal
+        self._lanes[row].fill(batch, row)
+
+    def positions(self) -> np.ndarray:
+        """int32 [rows, 2]: for each row (documents taken, pairs taken of the next one)."""
+        return np.array([lane.position for lane in self._lanes], np.int32)
+
+
+class RowFeed:
+    """Rows that are a function of their number: nothing is kept of what came before.
+
+    Args:
+        documents: those of the row with an ordinal.
+        rows: how many rows the host has.
+        end: ordinals from here on don't exist, and leave their rows empty.
+    """
+
+    def __init__(self, documents: Callable[[int], list[Document]], rows: int, end: float) -> None:
+        self._documents = documents
+        self._rows = rows
+        self._end = end
+
+    def fill(self, batch: Batch, row: int, ordinal: int) -> None:
+        """The documents of row `ordinal` of the source's stream."""
+        if ordinal < self._end:
+            fill_row(batch, row, self._documents(ordinal))
+
+    def positions(self) -> np.ndarray:
+        """int32 [rows, 2], zeros."""
+        return np.zeros((self._rows, 2), np.int32)
+
+
+def make_feed(
+    config: "FrozenConfigDict",
+    source: Source | RowSource,
+    tokenizer: Tokenizer | None,
+    rows: Sequence[int],
+    global_batch: int,
+    *,
+    index: int = 0,
+    positions: np.ndarray | None = None,
+    one_epoch: bool = False,
+) -> Feed:
+    """The feed of a source.
+
+    Args:
+        config: `packing`, `long_documents`, `max_target_length`, `data_shuffle_seed` and what `encode` reads of it.
+        source: the documents, or rows.
+        tokenizer: None where nothing is text.
+        rows: the host's rows of the global batch, ascending.
+        global_batch: B.
+        index: of the source in the mixture.
+        positions: int32 [rows, 2]: see LaneFeed.
+        one_epoch: each document once, and then padding; else without an end.
+    """
+    documents = Documents(config, source, tokenizer, index)
+    if (count := rows_an_epoch(config, source)) is not None:
+        return RowFeed(documents.row, len(rows), count if one_epoch else math.inf)
+    end = len(source) if one_epoch else math.inf
+    return LaneFeed(documents, rows, global_batch, config.packing, positions, end)
+
+
+def rows_an_epoch(config: "FrozenConfigDict", source: Source | RowSource) -> float | None:
+    """How many rows an epoch has, infinity without an end; None where only tokenizing all of it could tell."""
+    if isinstance(source, RowSource):
+        return math.inf if source.row_count is None else source.row_count
+    return len(source) if not config.packing and config.long_documents == "truncate" else None
+
+
+class Documents:
+    """The endless stream of a source: all of it in a random order, then all in another, and so on.
+
+    Args:
+        config: as for `make_feed`.
+        source: the documents, or rows.
+        tokenizer: None where nothing is text.
+        index: of the source in the mixture.
+    """
+
+    def __init__(
+        self, config: "FrozenConfigDict", source: Source | RowSource, tokenizer: Tokenizer | None, index: int
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._tokenizer = tokenizer
+        seed = config.data_shuffle_seed
+        if not isinstance(source, RowSource):
+            self._order = Shuffle(len(source), seed, index, source.group_sizes())
+        elif source.row_count is not None:
+            self._order = Shuffle(source.row_count, seed, index)
+
+    def __call__(self, ordinal: int) -> Document:
+        """Document `ordinal` of the stream."""
+        return encode(self._config, self._tokenizer, self._source[self._order(ordinal)])
+
+    def row(self, ordinal: int) -> list[Document]:
+        """Row `ordinal` of the stream: of a source of rows, or a document and no more of it than a row holds."""
+        if isinstance(self._source, RowSource):
+            return self._source.row(ordinal if self._source.row_count is None else self._order(ordinal))
+        ids, learned = self(ordinal)
+        most = self._config.max_target_length + 1
+        return [Document(ids[:most], None if learned is None else learned[:most])] if len(ids) > 1 else []
+
+
+def encode(config: "FrozenConfigDict", tokenizer: Tokenizer | None, item: Item) -> Document:
+    """A source's item in ids; none at all for an empty text, which has nothing to learn but its own end."""
+    if isinstance(item, Conversation):
+        return encode_conversation(tokenizer, item, config.sft_train_on_completion_only)
+    if isinstance(item, str):
+        return Document(tokenizer.encode(item) if item else np.empty(0, np.int32))
+    return Document(item)

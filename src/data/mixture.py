@@ -1,0 +1,92 @@
+"""Which source each row of a run is from: exact weights, integers only, no state."""
+
+import heapq
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from src.data import order
+from src.errors import UserError
+
+# The schedule repeats after as many rows as the weights, as whole numbers without a common divisor, add up to.
+_LONGEST_PERIOD = 100_000
+
+
+class Mixture:
+    """The sources of the rows 0, 1, 2, ... of a run, such that of any first n rows each has its share to within one.
+
+    Weights count rows. The schedule is that of proportionately fair scheduling (Baruah, Cohen, Plaxton and Varvel,
+    "Proportionate Progress", 1996): row number k of a source with share w belongs between rows floor(k / w) and
+    ceil((k + 1) / w), and of the sources whose next row may come that with the earliest end is taken. That keeps every
+    source's count after n rows within one of n w.
+
+    Args:
+        weights: whole numbers or decimal fractions, such as [7, 2, 1] or [0.7, 0.2, 0.1]; a 0 is never taken.
+
+    Raises:
+        UserError: one is negative, all are 0, or they have too many digits.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        shares = whole_numbers(weights)
+        self._shares = shares
+        self._period = sum(shares)
+        self._source, self._before = _schedule(shares)
+
+    def at(self, row: int) -> tuple[int, int]:
+        """The source of a row of the run, and how many earlier rows have the same one."""
+        turns, place = divmod(row, self._period)
+        source = int(self._source[place])
+        return source, turns * self._shares[source] + int(self._before[place])
+
+    def deal(self, before: int, rows: Sequence[int], global_batch: int, seed: int) -> list[tuple[int, int]]:
+        """`at` for rows j of a batch that comes after `before` rows of the run.
+
+        Inside a batch the rows are dealt out at random: the schedule repeats, and row j of every batch would otherwise
+        have the same sources again and again where the period and the batch have a common divisor.
+
+        Args:
+            before: rows of the run before the batch.
+            rows: j, of this host.
+            global_batch: B.
+            seed: `data_shuffle_seed`.
+        """
+        if len(self._shares) == 1:
+            return [(0, before + int(row)) for row in rows]
+        return [self.at(before + order.permute(int(row), global_batch, seed, source=-1, epoch=before)) for row in rows]
+
+
+def whole_numbers(weights: Sequence[float]) -> list[int]:
+    """The weights as the smallest whole numbers in the same proportion; raises as Mixture does."""
+    # By way of their digits: 0.1 is a tenth, not the nearest binary fraction.
+    fractions = [Fraction(str(weight)) for weight in weights]
+    if any(fraction < 0 for fraction in fractions) or not any(fractions):
+        raise UserError(f"the weights of datasets are {list(weights)}: expected none below 0, and one above")
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    counts = [int(fraction * denominator) for fraction in fractions]
+    divisor = math.gcd(*counts)
+    counts = [count // divisor for count in counts]
+    if sum(counts) > _LONGEST_PERIOD:
+        raise UserError(
+            f"the weights of datasets, {list(weights)}, are in the proportion of {counts}: write them with fewer "
+            f"digits, so that these numbers add up to {_LONGEST_PERIOD:,} at most"
+        )
+    return counts
+
+
+def _schedule(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The source of each row of a period, and how many rows before it in the period have the same one."""
+    period = sum(shares)
+    source, before = np.empty(period, np.int32), np.empty(period, np.int64)
+    coming = [(0, index, 0) for index, share in enumerate(shares) if share]  # (first row it may have, source, number)
+    ready: list[tuple[int, int, int]] = []  # (row it must come before, source, number)
+    for row in range(period):
+        while coming and coming[0][0] <= row:
+            _, index, number = heapq.heappop(coming)
+            heapq.heappush(ready, (-(-(number + 1) * period // shares[index]), index, number))
+        _, index, number = heapq.heappop(ready)
+        source[row], before[row] = index, number
+        heapq.heappush(coming, ((number + 1) * period // shares[index], index, number + 1))
+    return source, before

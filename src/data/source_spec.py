@@ -1,0 +1,90 @@
+"""The sets of data that a configuration names, each described by the same few settings."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+# A setting of one set of data: the config key that gives it for training, and the one for evaluation. An entry of
+# `datasets` or `eval_datasets` gives it by its name here, and what it leaves out is taken from these keys.
+SETTINGS = {
+    "dataset_type": ("dataset_type", "dataset_type"),
+    "dataset_path": ("dataset_path", "eval_dataset_path"),
+    "dataset_name": ("dataset_name", "eval_dataset_name"),
+    "split": ("train_split", "eval_split"),
+    "dataset_column": ("dataset_column", "dataset_column"),
+    "array_record_format": ("array_record_format", "array_record_format"),
+    "dataset_factory": ("dataset_factory", "dataset_factory"),
+}
+ENTRY_KEYS = {"datasets": ("name", "weight", *SETTINGS), "eval_datasets": ("name", "eval_steps", *SETTINGS)}
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceSpec:
+    """One set of data.
+
+    Attributes:
+        name: of an entry of `datasets` or `eval_datasets`; empty for the one that the keys themselves describe.
+        settings: by the names of SETTINGS.
+        max_document_bytes: the config's.
+        is_eval: it is named by the keys for evaluation.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    max_document_bytes: int
+    is_eval: bool = False
+
+    @property
+    def type(self) -> str:
+        """`dataset_type`."""
+        return self.settings["dataset_type"]
+
+    @property
+    def path(self) -> str:
+        """`dataset_path`, or `eval_dataset_path`."""
+        return self.settings["dataset_path"]
+
+    @property
+    def column(self) -> str:
+        """`dataset_column`: the field of a record that has its text, or its ids."""
+        return self.settings["dataset_column"]
+
+    def key(self, setting: str) -> str:
+        """What to call a setting in a message: the key that a user changes, such as `eval_dataset_path`."""
+        if not self.name:
+            return SETTINGS[setting][self.is_eval]
+        return f"{'eval_datasets' if self.is_eval else 'datasets'}, {self.name}: {setting}"
+
+    def setting(self, setting: str) -> str:
+        """The setting as a user wrote it, for a message: `dataset_path=books/*.txt`."""
+        return f"{self.key(setting)}={self.settings[setting]}"
+
+
+def train_specs(config: Mapping[str, Any]) -> list[SourceSpec]:
+    """The sets of data that a run trains on: the entries of `datasets`, or the one that the keys describe."""
+    return _specs(config, config["datasets"], is_eval=False)
+
+
+def eval_specs(config: Mapping[str, Any]) -> list[SourceSpec]:
+    """The sets that a run evaluates on: the entries of `eval_datasets`, or the one that the keys describe."""
+    return _specs(config, config["eval_datasets"], is_eval=True)
+
+
+def train_weights(config: Mapping[str, Any]) -> tuple[float, ...]:
+    """How many rows of each set of `train_specs` there are, in proportion."""
+    return tuple(entry.get("weight", 1.0) for entry in config["datasets"]) or (1.0,)
+
+
+def names_eval_data(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration names data to evaluate on; else they are a part of the training data."""
+    return bool(config["eval_datasets"] or config["eval_dataset_path"] or config["eval_dataset_name"])
+
+
+def _specs(config: Mapping[str, Any], entries: Any, is_eval: bool) -> list[SourceSpec]:
+    shared = {setting: config[keys[is_eval]] for setting, keys in SETTINGS.items()}
+    if shared["dataset_type"] == "tfds":  # whose path is the folder of all datasets
+        shared["dataset_path"] = shared["dataset_path"] or config["dataset_path"]
+    named = [(entry["name"], {name: entry.get(name, shared[name]) for name in SETTINGS}) for entry in entries]
+    return [
+        SourceSpec(name, settings, config["max_document_bytes"], is_eval) for name, settings in named or [("", shared)]
+    ]

@@ -1,0 +1,62 @@
+"""Texts in files: the pieces of their documents, numbered.
+
+A long text is cut into pieces, so that none owns a row of the batch for thousands of steps. Everything after this
+module takes a piece for a document.
+"""
+
+import numpy as np
+
+from src.data import text_files
+
+
+class TextSource:
+    """Text files, each a document, and .jsonl files, each line of which is a JSON object with the document in
+    one field.
+
+    Files are taken in the order of their names. The first piece of every file is read at once, so that an unfit file
+    is an error at the start; a later one is an error when it is reached.
+
+    Args:
+        path: a file, a folder (its files at any depth, but for hidden ones) or a glob. Empty: the source code of the
+            running Python's standard library.
+        max_document_bytes: longer documents are cut into pieces, each a document of its own from there on.
+        key: the config key that gave `path`, for messages.
+        column: the field of a .jsonl file's objects that has the document.
+
+    Raises:
+        UserError: nothing there, no document in it, or a file that is not text.
+    """
+
+    def __init__(self, path: str, max_document_bytes: int, key: str = "dataset_path", column: str = "text") -> None:
+        self._column = column
+        self._max_bytes = max_document_bytes
+        self._files = text_files.DocumentFiles(path, key)
+        pieces = text_files.count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes)
+        self._first_piece = np.cumsum(pieces) - pieces
+        self._pieces = int(pieces.sum())
+        for document in np.unique(self._files.file, return_index=True)[1]:
+            self[int(self._first_piece[document])]
+
+    def __len__(self) -> int:
+        """How many pieces there are."""
+        return self._pieces
+
+    def __getitem__(self, i: int) -> str:
+        """The text of piece `i`; may be empty, as the length of a text in JSON is not known before it is read."""
+        document = int(np.searchsorted(self._first_piece, i, side="right")) - 1
+        path, start, stop = self._files.locate(document)
+        return text_files.read_piece(
+            path, start, stop, i - int(self._first_piece[document]), self._max_bytes, self._column
+        )
+
+    def document_keys(self) -> np.ndarray:
+        """uint64 [pieces]: a hash of file name and place in the file, which other files don't change."""
+        return np.repeat(self._files.keys(), np.diff(self._first_piece, append=self._pieces))
+
+    def group_sizes(self) -> None:
+        """Each piece is read on its own."""
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Counts, and a digest of the files' names and sizes: what is inside the files is not read for it."""
+        own = {"type": "text", "pieces": self._pieces, "max_document_bytes": self._max_bytes}
+        return {**self._files.fingerprint(), **own}

@@ -3,12 +3,11 @@
 import json
 import textwrap
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from src.data import text_files
+from src.data import files, text_files
 from src.data.packing import Document
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
@@ -30,12 +29,12 @@ class Conversation(NamedTuple):
 
     messages: at least one is the assistant's.
     is_pair: it was given as prompt and completion, which are then the two messages.
-    path, start: the file, and the byte in it where the line begins.
+    file, start: the path of the file, and the byte in it where the line begins.
     """
 
     messages: "tuple[Message, ...]"
     is_pair: bool
-    path: Path
+    file: str
     start: int
 
 
@@ -43,7 +42,7 @@ class ConversationSource:
     """.jsonl files of conversations, or of prompts with their completions. All lines are checked at once.
 
     Args:
-        path: a file, a folder (its files at any depth, but for hidden ones) or a glob.
+        path: a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote.
         key: the config key that gave `path`, for messages.
 
     Raises:
@@ -52,11 +51,13 @@ class ConversationSource:
 
     def __init__(self, path: str, key: str) -> None:
         self._files = text_files.DocumentFiles(path, key)
-        for file in self._files.paths:
+        for file in self._files.files:
             if not text_files.is_jsonl(file):
                 raise UserError(f"{key}: {file} is no .jsonl file; use_sft=true reads lines of JSON: {_EXPECTED}")
-        for i in range(len(self)):
-            self[i]
+        for file, extent in self._files.extents():
+            content = b"".join(files.chunks(file, int(extent[-1, 1])))  # at once: of a remote file a line is a request
+            for start, stop in extent.tolist():
+                _read_line(content[start:stop], file, start)
 
     def __len__(self) -> int:
         """How many conversations there are."""
@@ -64,13 +65,8 @@ class ConversationSource:
 
     def __getitem__(self, i: int) -> Conversation:
         """Conversation `i`."""
-        path, start, stop = self._files.locate(i)
-        record = text_files.read_json(path, start, stop)
-        try:
-            messages, is_pair = _read_record(record)
-        except ValueError as error:
-            raise UserError(f"{text_files.line_name(path, start)}: {error}") from None
-        return Conversation(messages, is_pair, path, start)
+        file, start, stop = self._files.locate(i)
+        return _read_line(files.read(file, start, stop), file, start)
 
     def document_keys(self) -> np.ndarray:
         """uint64 [conversations]: a hash of file name and place in the file, which other files don't change."""
@@ -80,8 +76,18 @@ class ConversationSource:
         """Each conversation is read on its own."""
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Counts, and a digest of the files' names and sizes: what is inside the files is not read for it."""
+        """Of the files, and how many conversations are in them."""
         return {**self._files.fingerprint(), "type": "conversations"}
+
+
+def _read_line(line: bytes, file: str, start: int) -> Conversation:
+    """What a line says that begins at byte `start` of a file. Raises UserError for what is no conversation."""
+    record = text_files.parse_json(line, file, start)
+    try:
+        messages, is_pair = _read_record(record)
+    except ValueError as error:
+        raise UserError(f"{text_files.line_name(file, start)}: {error}") from None
+    return Conversation(messages, is_pair, file, start)
 
 
 def _read_record(record: Any) -> "tuple[tuple[Message, ...], bool]":
@@ -150,7 +156,7 @@ def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, comple
             return _encode_turns(tokenizer, conversation.messages)
         return Document(tokenizer.encode_text(tokenizer.render_chat(conversation.messages, False, NOW)))
     except UserError as error:
-        raise UserError(f"{text_files.line_name(conversation.path, conversation.start)}: {error}") from None
+        raise UserError(f"{text_files.line_name(conversation.file, conversation.start)}: {error}") from None
 
 
 def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: "tuple[Message, ...]") -> Document:

@@ -6,19 +6,21 @@ module takes a piece for a document.
 
 import numpy as np
 
-from src.data import text_files
+from src.data import files, text_files
 
 
 class TextSource:
     """Text files, each a document, and .jsonl files, each line of which is a JSON object with the document in
-    one field.
+    one field: its text, or a list of ids.
 
     Files are taken in the order of their names. The first piece of every file is read at once, so that an unfit file
-    is an error at the start; a later one is an error when it is reached.
+    is an error at the start; a later piece is an error when it is reached. Of remote files, where that would be a
+    request for each, the first file alone is checked so. The lines of a remote .jsonl file are found by reading all of
+    it once.
 
     Args:
-        path: a file, a folder (its files at any depth, but for hidden ones) or a glob. Empty: the source code of the
-            running Python's standard library.
+        path: a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote. Empty: the
+            source code of the running Python's standard library.
         max_document_bytes: longer documents are cut into pieces, each a document of its own from there on.
         key: the config key that gave `path`, for messages.
         column: the field of a .jsonl file's objects that has the document.
@@ -34,19 +36,20 @@ class TextSource:
         pieces = text_files.count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes)
         self._first_piece = np.cumsum(pieces) - pieces
         self._pieces = int(pieces.sum())
-        for document in np.unique(self._files.file, return_index=True)[1]:
+        first_documents = np.unique(self._files.file, return_index=True)[1]
+        for document in first_documents[:1] if files.is_remote(path) else first_documents:
             self[int(self._first_piece[document])]
 
     def __len__(self) -> int:
         """How many pieces there are."""
         return self._pieces
 
-    def __getitem__(self, i: int) -> str:
-        """The text of piece `i`; may be empty, as the length of a text in JSON is not known before it is read."""
+    def __getitem__(self, i: int) -> str | np.ndarray:
+        """The text or ids of piece `i`; may be empty, as the length of a document in JSON is known when it is read."""
         document = int(np.searchsorted(self._first_piece, i, side="right")) - 1
-        path, start, stop = self._files.locate(document)
+        file, start, stop = self._files.locate(document)
         return text_files.read_piece(
-            path, start, stop, i - int(self._first_piece[document]), self._max_bytes, self._column
+            file, start, stop, i - int(self._first_piece[document]), self._max_bytes, self._column
         )
 
     def document_keys(self) -> np.ndarray:
@@ -57,6 +60,6 @@ class TextSource:
         """Each piece is read on its own."""
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Counts, and a digest of the files' names and sizes: what is inside the files is not read for it."""
+        """Of the files, and how they are cut into pieces."""
         own = {"type": "text", "pieces": self._pieces, "max_document_bytes": self._max_bytes}
         return {**self._files.fingerprint(), **own}

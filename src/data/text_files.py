@@ -1,18 +1,15 @@
-"""The files behind a text source: finding them, the documents in them, and the pieces of a document."""
+"""The files behind a text source: the documents in them, and the pieces of a document."""
 
-import glob
-import hashlib
-import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from src.data import order
+from src.data import files, order
 from src.errors import UserError
 
 # A cut is made at a line end if there is one in this part of a piece before its place.
@@ -30,22 +27,27 @@ _OTHER_TYPES = {
 class DocumentFiles:
     """The documents in files, numbered: each file is one, or in a .jsonl file each line.
 
-    Files are taken in the order of their names.
+    Files are taken in the order of their names. Each .jsonl file is read through once to find its lines: of a remote
+    one, all of it is fetched for that.
 
     Args:
-        path: a file, a folder (its files at any depth, but for hidden ones) or a glob. Empty: the source code of the
-            running Python's standard library.
+        path: a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote. Empty: the
+            source code of the running Python's standard library.
         key: the config key that gave `path`, for messages.
+
+    Attributes:
+        files: their paths.
+        file: int [documents], which of `files` each document is in.
+        extent: int64 [documents, 2], where in its file each begins and ends, in bytes.
 
     Raises:
         UserError: nothing there, or no document in it.
     """
 
     def __init__(self, path: str, key: str) -> None:
-        root, self._names = list_files(path, key)
-        self.paths = [root / name for name in self._names]
-        extents = [documents(path) for path in self.paths]
-        # Of each document: its file, and where in the file it begins and ends.
+        self._listing = list_files(path, key)
+        self.files = self._listing.files()
+        extents = [documents(file, size) for file, size in zip(self.files, self._listing.sizes, strict=True)]
         self.file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
         self.extent = np.concatenate([*extents, np.empty((0, 2), np.int64)])
         if not len(self.file):
@@ -55,97 +57,81 @@ class DocumentFiles:
         """How many documents there are."""
         return len(self.file)
 
-    def locate(self, document: int) -> tuple[Path, int, int]:
+    def locate(self, document: int) -> tuple[str, int, int]:
         """The file of a document, and the bytes in it where the document begins and ends."""
         start, stop = self.extent[document].tolist()
-        return self.paths[self.file[document]], start, stop
+        return self.files[self.file[document]], start, stop
+
+    def extents(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Each file that has documents, and its part of `extent`."""
+        bounds = np.searchsorted(self.file, np.arange(len(self.files) + 1))
+        for file, first, end in zip(self.files, bounds, bounds[1:], strict=False):
+            if first < end:
+                yield file, self.extent[first:end]
 
     def keys(self) -> np.ndarray:
         """uint64 [documents]: a hash of file name and place in the file, which other files don't change."""
-        names = np.array([order.keys("file", name)[0] for name in self._names], np.uint64)
+        names = np.array([order.keys("file", name)[0] for name in self._listing.names], np.uint64)
         return order.mix64(names[self.file] + self.extent[:, 0].astype(np.uint64))
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Counts, and a digest of the files' names and sizes: what is inside the files is not read for it."""
-        sizes = [path.stat().st_size for path in self.paths]
-        listing = "\n".join(f"{size} {name}" for size, name in zip(sizes, self._names, strict=True))
-        return {
-            "files": len(sizes),
-            "bytes": sum(sizes),
-            "documents": len(self),
-            "digest": hashlib.sha256(os.fsencode(listing)).hexdigest()[:16],
-        }
+        """Of the files, and how many documents are in them."""
+        return {**files.fingerprint(self._listing), "documents": len(self)}
 
 
-def list_files(path: str, key: str) -> tuple[Path, list[str]]:
-    """The files that a config's path names: the folder they are in, and their sorted names relative to it.
+def list_files(path: str, key: str) -> files.Listing:
+    """The files that a config's path names, as `files.list_files` does; empty: the running Python's standard library.
 
     Raises:
         UserError: there is nothing at `path`, or it is data of another type.
     """
     if not path:
         return _standard_library()
-    place = Path(path).expanduser()
-    if place.is_dir():
-        root, names = place, _walk(place)
-    elif place.is_file():
-        root, names = place.parent, [place.name]
-    else:
-        root = Path(*itertools.takewhile(lambda part: not set(part) & set("*?["), place.parts))
-        pattern = str(place.relative_to(root))
-        names = [name for name in glob.glob(pattern, root_dir=root, recursive=True) if (root / name).is_file()]
-        if not names:
-            raise UserError(f"{key}={path}: there is no such file or folder, and no file that matches")
-    _refuse_other_types(root, names, f"{key}={path}")
-    return root, sorted(names)
+    listing = files.list_files(path, key)
+    _refuse_other_types(listing, f"{key}={path}")
+    return listing
 
 
-def _walk(root: Path, without: Collection[str] = ()) -> list[str]:
-    """The files in a folder at any depth, but for hidden ones and those in hidden folders or in folders `without`."""
-    names = []
-    for parent, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
-        inside = os.path.relpath(parent, root)
-        names += [os.path.normpath(os.path.join(inside, name)) for name in files if not name.startswith(".")]
-    return names
-
-
-def _standard_library() -> tuple[Path, list[str]]:
-    """As `list_files`, the .py files of the running Python's standard library, but for those that are not UTF-8.
+def _standard_library() -> files.Listing:
+    """The .py files of the running Python's standard library, but for those that are not UTF-8.
 
     (Its tests of source encodings hold some that aren't.)
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    names = [name for name in _walk(root, ("site-packages", "dist-packages", "__pycache__")) if name.endswith(".py")]
-    names = [name for name in names if _flaw((root / name).read_bytes()) is None]
-    if not names:
-        raise UserError(f"this Python has no source of its standard library in {root}: give dataset_path=PATH")
-    return root, sorted(names)
+    folder = sysconfig.get_path("stdlib")
+    sizes = {}
+    for name in files.walk(folder, ("site-packages", "dist-packages", "__pycache__")):
+        if name.endswith(".py") and _flaw(data := (Path(folder) / name).read_bytes()) is None:
+            sizes[name] = len(data)
+    if not sizes:
+        raise UserError(f"this Python has no source of its standard library in {folder}: give dataset_path=PATH")
+    return files.Listing(folder, sorted(sizes), [sizes[name] for name in sorted(sizes)])
 
 
-def _refuse_other_types(root: Path, names: list[str], setting: str) -> None:
+def _refuse_other_types(listing: files.Listing, setting: str) -> None:
     """Raises UserError for data of another type, which would be read as text or refused one binary file at a time."""
     expected = "dataset_type=text reads text files and .jsonl"
-    files = set(names)
-    for name in names:
+    names = set(listing.names)
+    for name in listing.names:
         folder, file = os.path.split(name)
-        if file == "dataset_info.json" and os.path.join(folder, "features.json") in files:
+        if file == "dataset_info.json" and os.path.join(folder, "features.json") in names:
+            place = os.path.join(listing.folder, folder).rstrip("/")
             raise UserError(
-                f"{setting}: {root / folder} is a TFDS dataset (dataset_info.json, features.json): data of type tfds, "
+                f"{setting}: {place} is a TFDS dataset (dataset_info.json, features.json): data of type tfds, "
                 f"not text. {expected}"
             )
-    for name in names:
+    for name, file in zip(listing.names, listing.files(), strict=True):
         for mark, kind in _OTHER_TYPES.items():
             if mark in name:
-                raise UserError(f"{setting}: {root / name} is data of type {kind}, not text. {expected}")
+                raise UserError(f"{setting}: {file} is data of type {kind}, not text. {expected}")
 
 
-def documents(path: Path) -> np.ndarray:
-    """int64 [documents, 2]: where each document of a file begins and ends, in bytes. An empty file has none."""
-    if is_jsonl(path):
-        return _lines(path)
-    with _open(path) as file:  # a link that leads nowhere is an error that names it
-        size = os.fstat(file.fileno()).st_size
+def documents(file: str, size: int) -> np.ndarray:
+    """int64 [documents, 2]: where each document of a file begins and ends, in bytes. An empty file has none.
+
+    For that a .jsonl file is read through once; another file is not read at all.
+    """
+    if is_jsonl(file):
+        return _lines(file, size)
     return np.array([(0, size)] if size else [], np.int64).reshape(-1, 2)
 
 
@@ -154,46 +140,45 @@ def count_pieces(sizes: np.ndarray, max_bytes: int) -> np.ndarray:
     return -(-sizes // (max_bytes - _window(max_bytes)))
 
 
-def read_piece(path: Path, start: int, stop: int, number: int, max_bytes: int, column: str) -> str:
-    """The text of piece `number`, from 0, of the document in bytes [start, stop) of a file.
+def read_piece(file: str, start: int, stop: int, number: int, max_bytes: int, column: str) -> str | np.ndarray:
+    """The text or ids of piece `number`, from 0, of the document in bytes [start, stop) of a file.
 
-    A document has `count_pieces` of them. The last ones may be empty in a .jsonl file, where the text is only a part of
-    the line, its field `column`.
+    A document has `count_pieces` of them. The last ones may be empty in a .jsonl file, where the document is only a
+    part of the line, its field `column`.
 
     Raises:
-        UserError: it can't be read or is not text.
+        UserError: it can't be read, or is neither text nor, in a .jsonl file, ids.
     """
-    if not is_jsonl(path):
-        return _decode(_piece(number, stop, max_bytes, lambda begin, end: _read(path, begin, end)), path)
-    text = _json_text(path, start, stop, column)
+    if not is_jsonl(file):
+        return _decode(_piece(number, stop, max_bytes, lambda begin, end: files.read(file, begin, end)), file)
+    text = _json_field(file, start, stop, column)
+    if isinstance(text, np.ndarray):
+        count = int(count_pieces(np.int64(stop - start), max_bytes))
+        return text[number * len(text) // count : (number + 1) * len(text) // count]
     return _piece(number, len(text), max_bytes, lambda begin, end: text[begin:end]).decode()
 
 
-def is_jsonl(path: Path) -> bool:
+def is_jsonl(file: str) -> bool:
     """Whether each line of the file is a document."""
-    return path.suffix == ".jsonl"
+    return file.endswith(".jsonl")
 
 
-def read_json(path: Path, start: int, stop: int) -> Any:
-    """The value in bytes [start, stop) of a .jsonl file.
+def parse_json(line: bytes, file: str, start: int) -> Any:
+    """The value of a line that begins at byte `start` of a file.
 
     Raises:
-        UserError: they are not JSON.
+        UserError: it is not JSON.
     """
     try:
-        return json.loads(_read(path, start, stop))
+        return json.loads(line)
     except ValueError as error:
-        raise UserError(f"{line_name(path, start)}: not JSON ({error})") from None
+        raise UserError(f"{line_name(file, start)}: not JSON ({error})") from None
 
 
-def line_name(path: Path, start: int) -> str:
+def line_name(file: str, start: int) -> str:
     """What to call the line that begins at byte `start`, for a message: the lines before it are read to count them."""
-    with _open(path) as file:
-        number = 1
-        while start > 0 and (chunk := file.read(min(start, 1 << 24))):
-            number += chunk.count(b"\n")
-            start -= len(chunk)
-    return f"{path}, line {number}"
+    lines_before = sum(chunk.count(b"\n") for chunk in files.chunks(file, start))
+    return f"{file}, line {lines_before + 1}"
 
 
 def well_formed(text: str) -> str:
@@ -201,40 +186,52 @@ def well_formed(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _open(path: Path) -> BinaryIO:
+def as_ids(values: Any, vocab_size: int = 1 << 31) -> np.ndarray:
+    """A list or an array of ids as int32 [n].
+
+    Raises:
+        ValueError: they are no whole numbers in [0, vocab_size), or in more than one dim.
+    """
     try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror}") from error
+        ids = np.asarray(values)
+    except ValueError:
+        raise ValueError("lists in it have different lengths, and one dim is expected") from None
+    if ids.ndim != 1:
+        raise ValueError(f"it has {ids.ndim} dims, and one is expected")
+    if len(ids) and ids.dtype.kind not in "iu":
+        raise ValueError(f"it has values of type {ids.dtype}, and whole numbers are expected")
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        outside = ids.min() if ids.min() < 0 else ids.max()
+        raise ValueError(f"the id {outside} is not in the range from 0 to {vocab_size - 1}")
+    return ids.astype(np.int32)
 
 
-def _read(path: Path, begin: int, end: int) -> bytes:
-    """The bytes [begin, end) of a file, or those of them there are."""
-    with _open(path) as file:
-        file.seek(begin)
-        return file.read(end - begin)
-
-
-def _lines(path: Path) -> np.ndarray:
+def _lines(file: str, size: int) -> np.ndarray:
     """int64 [lines, 2]: where each line begins and ends, but for lines too short to hold a JSON object."""
     line_ends = []
-    size = 0
-    with _open(path) as file:
-        while chunk := file.read(1 << 24):
-            line_ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + size)
-            size += len(chunk)
-    stops = np.concatenate([*line_ends, [size]])
+    at = 0
+    for chunk in files.chunks(file, size):
+        line_ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + at)
+        at += len(chunk)
+    stops = np.concatenate([*line_ends, [at]])
     starts = np.concatenate([[0], stops[:-1] + 1])
     return np.stack([starts, stops], axis=1)[stops - starts >= len("{}")]
 
 
-def _json_text(path: Path, start: int, stop: int, column: str) -> bytes:
-    """The text in a field of a JSON object, in UTF-8."""
-    document = read_json(path, start, stop)
-    if not isinstance(document, dict) or not isinstance(document.get(column), str):
-        found = _read(path, start, min(stop, start + 80))
-        raise UserError(f'{line_name(path, start)}: expected a JSON object with a string "{column}", found {found!r}')
-    return well_formed(document[column]).encode()
+def _json_field(file: str, start: int, stop: int, column: str) -> bytes | np.ndarray:
+    """What is in a field of a JSON object: a text, in UTF-8, or ids."""
+    line = files.read(file, start, stop)
+    record = parse_json(line, file, start)
+    document = record.get(column) if isinstance(record, dict) else None
+    if isinstance(document, str):
+        return well_formed(document).encode()
+    if isinstance(document, list):
+        try:
+            return as_ids(document)
+        except ValueError as error:
+            raise UserError(f'{line_name(file, start)}: "{column}" is no list of ids: {error}') from None
+    expected = f'expected a JSON object with a string "{column}", or a list of ids'
+    raise UserError(f"{line_name(file, start)}: {expected}, found {line[:80]!r}")
 
 
 def _window(max_bytes: int) -> int:
@@ -285,10 +282,10 @@ def _flaw(data: bytes) -> str | None:
     return None
 
 
-def _decode(data: bytes, path: Path) -> str:
+def _decode(data: bytes, file: str) -> str:
     if (flaw := _flaw(data)) is not None:
         raise UserError(
-            f"{path} is not a text file: {flaw}. dataset_type=text reads UTF-8; leave other files out with a glob, "
+            f"{file} is not a text file: {flaw}. dataset_type=text reads UTF-8; leave other files out with a glob, "
             "as in dataset_path='FOLDER/**/*.txt'"
         )
     return data.decode()

@@ -1,4 +1,5 @@
 import functools
+import hashlib
 import json
 import sysconfig
 from collections import Counter
@@ -9,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.data import sources, text_files
-from src.data.sources import SyntheticSource, open_sources, split
+from src.data import text, text_files
+from src.data.held_out import split
+from src.data.sources import open_sources
+from src.data.synthetic import SyntheticSource
 from src.errors import UserError
 
 KIB = 1024
-TextSource = functools.partial(sources.TextSource, max_document_bytes=64 * KIB)
+TextSource = functools.partial(text.TextSource, max_document_bytes=64 * KIB)
 
 
 def texts(source):
@@ -57,6 +60,16 @@ def test_each_line_of_jsonl_is_a_document(tmp_path):
     assert texts(TextSource(write_files(tmp_path, {"d.jsonl": content}))) == ["one\ntwo", "é", "raw é", "", "😀"]
 
 
+def test_a_field_of_jsonl_may_have_another_name_and_ids(tmp_path):
+    lines = [json.dumps({"ids": ids, "text": "no"}) for ids in ([3, 1, 2], [], list(range(20_000)))]
+    source = TextSource(write_files(tmp_path, {"d.jsonl": "\n".join(lines)}), column="ids")
+    assert [source[i].tolist() for i in range(2)] == [[3, 1, 2], []]
+    pieces = [source[i] for i in range(2, len(source))]
+    assert len(pieces) == 3  # 118,890 bytes of at most 57,344
+    assert np.concatenate(pieces).tolist() == list(range(20_000))
+    assert {piece.dtype for piece in pieces} == {np.dtype(np.int32)}
+
+
 def test_a_surrogate_without_its_pair_is_replaced(tmp_path):
     assert texts(TextSource(write_files(tmp_path, {"d.jsonl": r'{"text": "a\ud800b"}'}))) == ["a?b"]
 
@@ -64,10 +77,10 @@ def test_a_surrogate_without_its_pair_is_replaced(tmp_path):
 @pytest.mark.parametrize("line", ["short lines of text, é\n", "x" * 70_000, "é漢😀" * 9_000, "漢" * 5_000 + "\n"])
 @pytest.mark.parametrize("name", ["d.txt", "d.jsonl"])
 def test_a_long_document_is_cut_into_pieces_that_join_to_it(tmp_path, line, name):
-    text = line * (400 * KIB // len(line.encode()))
-    source = TextSource(write_files(tmp_path, {name: json.dumps({"text": text}) if name == "d.jsonl" else text}))
+    long = line * (400 * KIB // len(line.encode()))
+    source = TextSource(write_files(tmp_path, {name: json.dumps({"text": long}) if name == "d.jsonl" else long}))
     pieces = texts(source)
-    assert "".join(pieces) == text
+    assert "".join(pieces) == long
     assert 6 <= len([piece for piece in pieces if piece]) <= 10
     assert max(len(piece.encode()) for piece in pieces) <= 64 * KIB
     assert len(set(source.document_keys().tolist())) == 1
@@ -78,10 +91,10 @@ def test_a_long_document_is_cut_into_pieces_that_join_to_it(tmp_path, line, name
 @given(st.integers(1, 100 * KIB), st.sampled_from([64, 1000, 64 * KIB]))
 def test_pieces_of_any_size_of_document_join_to_it(tmp_path_factory, size, max_bytes):
     path = tmp_path_factory.mktemp("sizes") / "d.txt"
-    text = "".join(f"line {n}\n" for n in range(size // 7))[:size]
-    path.write_text(text or "x")
-    pieces = texts(sources.TextSource(str(path), max_bytes))
-    assert "".join(pieces) == (text or "x")
+    content = "".join(f"line {n}\n" for n in range(size // 7))[:size] or "x"
+    path.write_text(content)
+    pieces = texts(TextSource(str(path), max_document_bytes=max_bytes))
+    assert "".join(pieces) == content
     assert max(len(piece) for piece in pieces) <= max_bytes
 
 
@@ -90,7 +103,7 @@ def test_no_path_is_the_standard_library():
     root = Path(sysconfig.get_path("stdlib"))
     assert len(source) > 500
     assert (root / "this.py").read_text() in texts(source)
-    assert not [name for name in text_files.list_files("", "dataset_path")[1] if "site-packages" in name]
+    assert not [name for name in text_files.list_files("", "dataset_path").names if "site-packages" in name]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +119,12 @@ def test_no_path_is_the_standard_library():
         ({"b.jsonl": '{"content": "x"}'}, "", r'b\.jsonl, line 1: expected .*"text"'),
         ({"b.jsonl": '{"text": 3}'}, "", 'string "text"'),
         ({"b.jsonl": '["text"]'}, "", 'string "text"'),
+        ({"b.jsonl": '{"text": [1, 2.5]}'}, "", r'b\.jsonl, line 1: "text" is no list of ids: .*float64'),
+        ({"b.jsonl": '{"text": [1, -2]}'}, "", "the id -2 is not in the range"),
+        ({"b.jsonl": '{"text": [[1], [2]]}'}, "", "2 dims"),
+        ({"b.jsonl": '{"text": [[1], [2, 3]]}'}, "", "different lengths"),
         ({"1.0/dataset_info.json": "{}", "1.0/features.json": "{}", "1.0/x-train.array_record-0": b"\0"}, "", "tfds"),
-        ({"x.array_record-00000-of-00010": b"\0"}, "", "type array_record"),
+        ({"x.array_record-00000-of-00001": b"\0"}, "", "type array_record"),
         ({"x.parquet": b"PAR1"}, "x.parquet", "type parquet"),
         ({"x-train.tfrecord-00000-of-00001": b"\0"}, "", "type tfrecord"),
     ],
@@ -135,6 +152,49 @@ def test_fingerprint_is_of_names_and_sizes_and_not_of_the_place(tmp_path):
     changed = ({**files, "a.txt": "longer"}, {**files, "d.txt": "three"}, {"a.txt": "one", "b/d.txt": "two"})
     for n, other in enumerate(changed):
         assert TextSource(write_files(tmp_path / str(n), other)).fingerprint()["digest"] != first["digest"]
+
+
+def test_fingerprint_keeps_the_facts_it_has_always_had(tmp_path):
+    found = TextSource(write_files(tmp_path, {"b/c.txt": "two é", "a.txt": "one", "empty": ""})).fingerprint()
+    listed = "3 a.txt\n6 b/c.txt\n0 empty"
+    expected = {"type": "text", "files": 3, "bytes": 9, "documents": 2, "pieces": 2, "max_document_bytes": 64 * KIB}
+    assert {name: found[name] for name in expected} == expected
+    assert found["digest"] == hashlib.sha256(listed.encode()).hexdigest()[:16]
+
+
+def test_fingerprint_names_a_hundred_files_at_most(tmp_path):
+    write_files(tmp_path, {f"{n:03}.txt": "x" * (n + 1) for n in range(100)})
+    found = TextSource(str(tmp_path)).fingerprint()
+    listed = {name: value for name, value in found.items() if name.startswith("file ")}
+    assert listed == {f"file {n:03}.txt": n + 1 for n in range(100)}
+    write_files(tmp_path, {"100.txt": "x"})
+    assert not [name for name in TextSource(str(tmp_path)).fingerprint() if name.startswith("file ")]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["x-00000-of-00003.txt", "x-00002-of-00003.txt"], r"of 3 files x-00001-of-00003\.txt is missing"),
+        (["d/x-00001-of-00003.txt"], r"d/x-00000-of-00003\.txt, d/x-00002-of-00003\.txt are missing"),
+        (["x-00000-of-00003-ab12.txt", "x-00001-of-00003-cd34.txt"], "x-00002-of-00003 is missing"),
+        (["x.000-of-100.txt"], r"x\.005-of-100\.txt and 94 more are missing"),
+        (["x-00001-of-00003.txt", "x-00003-of-00003.txt"], r"x-00002-of-00003\.txt is missing"),
+    ],
+)
+def test_a_missing_file_of_a_numbered_set_is_an_error_that_names_it(tmp_path, names, message):
+    path = write_files(tmp_path, dict.fromkeys([*names, "other.txt"], "x"))
+    with pytest.raises(UserError, match=rf"^dataset_path={path}: .*{message}"):
+        TextSource(path)
+
+
+def test_a_part_of_a_numbered_set_may_be_chosen(tmp_path):
+    write_files(tmp_path, {f"x-{n:05}-of-00003.txt": str(n) for n in (0, 1)})
+    assert texts(TextSource(f"{tmp_path}/x-00001-of-00003.txt")) == ["1"]
+    assert texts(TextSource(f"{tmp_path}/x-0000[01]-of-*")) == ["0", "1"]
+    with pytest.raises(UserError, match=r"x-00002-of-00003\.txt is missing"):
+        TextSource(f"{tmp_path}/*.txt")
+    write_files(tmp_path, {"x-00002-of-00003.txt": "2"})
+    assert texts(TextSource(str(tmp_path))) == ["0", "1", "2"]
 
 
 def test_split_puts_each_document_whole_on_one_side(tmp_path):
@@ -179,14 +239,17 @@ def test_one_document_can_not_be_split(list_source):
 
 def test_open_sources_holds_out_only_if_the_run_evaluates(config, tmp_path):
     path = write_files(tmp_path, {f"{n}.txt": f"{n}" for n in range(20)})
-    train, held_out = open_sources(config(dataset_path=path))
-    assert len(train) + len(held_out) == 20
-    train, held_out = open_sources(config(dataset_path=path, eval_interval=-1))
-    assert (len(train), held_out) == (20, None)
-    train, held_out = open_sources(config(dataset_path=path, eval_dataset_path=f"{path}/1?.txt"))
-    assert (len(train), len(held_out)) == (20, 10)
+
+    def opened(**keys):
+        train, evaluation = open_sources(config(dataset_path=path, **keys), None)
+        return len(train.sources[0]), [len(part.source) for part in evaluation]
+
+    trained, (held_out,) = opened()
+    assert trained + held_out == 20
+    assert opened(eval_interval=-1) == (20, [])
+    assert opened(eval_dataset_path=f"{path}/1?.txt") == (20, [10])
     with pytest.raises(UserError, match=r"eval_dataset_path=.*no such"):
-        open_sources(config(dataset_path=path, eval_dataset_path=f"{path}/none"))
+        opened(eval_dataset_path=f"{path}/none")
 
 
 def test_synthetic_ids_are_uniform_and_a_function_of_seed_and_number():
@@ -203,5 +266,5 @@ def test_synthetic_ids_are_uniform_and_a_function_of_seed_and_number():
 
 
 def test_synthetic_training_and_evaluation_data_differ(config):
-    train, held_out = open_sources(config(dataset_type="synthetic"))
-    assert not any((train.ids(n) == held_out.ids(n)).all() for n in range(10))
+    train, (held_out,) = open_sources(config(dataset_type="synthetic", eval_dataset_path="x"), None)
+    assert not any((train.sources[0].ids(n) == held_out.source.ids(n)).all() for n in range(10))

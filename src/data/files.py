@@ -1,0 +1,290 @@
+"""Files on local and remote paths: finding them, reading parts of them, and telling one set of them from another.
+
+A path with a protocol (gs://, s3://, ...) is remote and read by fsspec. Any other is local, as is one with file://.
+"""
+
+import fnmatch
+import glob
+import hashlib
+import io
+import itertools
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
+
+from src.errors import UserError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+# A fingerprint of so many files or fewer names each, so that an error can say which of them is another.
+_MOST_NAMED = 100
+_CHUNK_BYTES = 1 << 24
+_SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d{3,})-of-(?P<total>\d{3,})(?P<after>[^/]*)")
+
+Result = TypeVar("Result")
+
+
+class Listing(NamedTuple):
+    """Files in a folder.
+
+    folder: as the user wrote it, with its protocol if it is remote.
+    names: relative to the folder, sorted.
+    sizes: in bytes.
+    """
+
+    folder: str
+    names: list[str]
+    sizes: list[int]
+
+    def files(self) -> list[str]:
+        """The files, by the paths that the functions here take."""
+        return [os.path.join(self.folder, name) for name in self.names]
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is read by requests to a store."""
+    return "://" in path and not path.startswith("file://")
+
+
+def list_files(path: str, key: str) -> Listing:
+    """The files that a config's path names: a file, a folder (its files at any depth, but for hidden ones) or a glob.
+
+    Args:
+        path: local or remote.
+        key: the config key that gave `path`, for messages.
+
+    Raises:
+        UserError: nothing is there, nothing here can read such a path, or a file of a numbered set (x-00000-of-00010
+            and so on) is missing that a folder or a glob would have.
+    """
+    if not path:
+        raise UserError(f"{key} is empty: expected a file, a folder or a glob")
+    listing, pattern = (_list_remote if is_remote(path) else _list_local)(path, f"{key}={path}")
+    if pattern:
+        _refuse_gaps(listing.names, pattern, f"{key}={path}")
+    return listing
+
+
+def walk(folder: str, without: Collection[str] = ()) -> list[str]:
+    """The files in a local folder at any depth, but for hidden ones and those in hidden folders or in `without`."""
+    names = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        inside = os.path.relpath(parent, folder)
+        names += [os.path.normpath(os.path.join(inside, name)) for name in files if not name.startswith(".")]
+    return names
+
+
+def size(file: str) -> int:
+    """How many bytes a file has.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    if is_remote(file):
+        return _remote(file, file, lambda fs, place: fs.size(place))
+    try:
+        return os.stat(_local(file)).st_size
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def read(file: str, begin: int, end: int) -> bytes:
+    """The bytes [begin, end) of a file, or those of them there are. Of a remote file this is one request.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    if is_remote(file):
+        return _remote(file, file, lambda fs, place: fs.cat_file(place, begin, end)) if begin < end else b""
+    try:
+        with open(_local(file), "rb") as opened:
+            opened.seek(begin)
+            return opened.read(end - begin)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def chunks(file: str, end: int) -> Iterator[bytes]:
+    """The bytes [0, end) of a file, 16 MiB at a time."""
+    return (read(file, begin, min(begin + _CHUNK_BYTES, end)) for begin in range(0, end, _CHUNK_BYTES))
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file for a library that wants an open one. Each read is a request, and nothing is read ahead.
+
+    fsspec's own would read ahead megabytes that a reader of columns skips, and the one of memory:// is shared by all
+    that open it.
+
+    Args:
+        file: its path.
+        length: its size in bytes.
+    """
+
+    def __init__(self, file: str, length: int) -> None:
+        self._file = file
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Sets where the next read begins, as every open file does."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        """The next `count` bytes, or the rest."""
+        end = self._length if count < 0 else min(self._at + count, self._length)
+        data = read(self._file, self._at, end)
+        self._at += len(data)
+        return data
+
+
+def open_file(file: str, length: int) -> BinaryIO:
+    """A file of `length` bytes, open to be read and to seek in.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    if is_remote(file):
+        return RemoteFile(file, length)
+    try:
+        return open(_local(file), "rb")
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def fingerprint(listing: Listing) -> dict[str, str | int]:
+    """Counts, and a digest of the files' names and sizes: what is inside the files is not read for it.
+
+    A hundred files or fewer are named one by one too, as `file NAME`: SIZE.
+    """
+    names = sorted(zip(listing.names, listing.sizes, strict=True))
+    digest = hashlib.sha256(os.fsencode("\n".join(f"{size} {name}" for name, size in names))).hexdigest()[:16]
+    named = {f"file {name}": size for name, size in names} if len(names) <= _MOST_NAMED else {}
+    return {"files": len(names), "bytes": sum(listing.sizes), "digest": digest, **named}
+
+
+def _list_local(path: str, setting: str) -> tuple[Listing, str]:
+    """The files, and what the names of those that belong to them match; empty for a file by itself."""
+    place = Path(_local(path)).expanduser()
+    if place.is_dir():
+        folder, pattern, names = place, "*", walk(str(place))
+    elif place.is_file():
+        folder, pattern, names = place.parent, "", [place.name]
+    else:
+        folder, pattern = Path(_fixed_part(str(place))), place.name
+        found = glob.glob(str(place.relative_to(folder)), root_dir=folder, recursive=True)
+        names = [name for name in found if (folder / name).is_file()]
+        if not names:
+            raise _nothing_there(setting)
+    names.sort()
+    return Listing(str(folder), names, [size(os.path.join(folder, name)) for name in names]), pattern
+
+
+def _list_remote(path: str, setting: str) -> tuple[Listing, str]:
+    """As `_list_local`."""
+
+    def find(fs: "AbstractFileSystem", place: str) -> tuple[str, str, dict[str, dict]]:
+        fs.invalidate_cache()  # of listings: the files may be newer
+        try:
+            info = fs.info(place)
+        except FileNotFoundError:
+            return _fixed_part(path), os.path.basename(path), fs.glob(place, detail=True)
+        if info["type"] == "directory":
+            return path, "*", fs.find(place, detail=True)
+        return path.removesuffix(os.path.basename(path)), "", {place: info}
+
+    folder, pattern, found = _remote(path, setting, find)
+    top = _remote(folder, setting, lambda _, place: place)
+    sizes = {name.removeprefix(top).lstrip("/"): info["size"] for name, info in found.items() if info["type"] == "file"}
+    if pattern:
+        # Hidden files, and the empty object "folder/" that a store without folders may have in the place of one.
+        sizes = {
+            name: size for name, size in sizes.items() if all(part[:1] not in (".", "") for part in name.split("/"))
+        }
+        if not sizes and pattern != "*":
+            raise _nothing_there(setting)
+    names = sorted(sizes)
+    return Listing(folder, names, [sizes[name] for name in names]), pattern
+
+
+def _fixed_part(path: str) -> str:
+    """The folder of a path up to its first part with a wildcard, or of a path without one."""
+    protocol, colon, place = path.rpartition("://")
+    parts = place.split("/")[:-1]
+    fixed = "/".join(itertools.takewhile(lambda part: not set(part) & set("*?["), parts))
+    return protocol + colon + (fixed or ("/" if place.startswith("/") else ""))
+
+
+def _nothing_there(setting: str) -> UserError:
+    return UserError(f"{setting}: there is no such file or folder, and no file that matches")
+
+
+def _refuse_gaps(names: list[str], pattern: str, setting: str) -> None:
+    """Raises UserError where a numbered set lacks a file whose name would match `pattern`."""
+    sets: dict[tuple[str, str, str], dict[int, str]] = {}
+    for name in names:
+        if match := _SHARD.fullmatch(name):
+            # What follows the numbers may be a hash, another for each file, but for the file's type.
+            kind = (match["before"], match["total"], os.path.splitext(match["after"])[1])
+            sets.setdefault(kind, {})[int(match["number"])] = match["after"]
+    for (before, total, _), there in sets.items():
+        first = int(0 not in there and int(total) in there)  # some count from 1
+        (after, *more) = set(there.values())
+        missing = (
+            f"{before}{number:0{len(total)}}-of-{total}{after if not more else ''}"
+            for number in range(first, first + int(total))
+            if number not in there
+            and fnmatch.fnmatch(os.path.basename(f"{before}{number:0{len(total)}}-of-{total}{after}"), pattern)
+        )
+        shown = list(itertools.islice(missing, 5))
+        if shown:
+            more_missing = sum(1 for _ in missing)
+            listed = ", ".join(shown) + (f" and {more_missing} more" if more_missing else "")
+            raise UserError(
+                f"{setting}: of {int(total)} files {listed} {'is' if len(shown) == 1 else 'are'} missing. Restore what "
+                "is missing, or leave it out on purpose by a glob that does not match it, such as x-0000[0-4]-of-*"
+            )
+
+
+def _local(path: str) -> str:
+    return path.removeprefix("file://")
+
+
+def _remote(path: str, what: str, use: Callable[["AbstractFileSystem", str], Result]) -> Result:
+    """What `use` returns, given the file system of a path and what the path is called there.
+
+    Raises:
+        UserError: anything goes wrong, which stores and their clients each have errors of their own for. The message
+            begins with `what`.
+    """
+    from fsspec.core import url_to_fs
+
+    try:
+        return use(*url_to_fs(path))
+    except ImportError as error:
+        raise UserError(
+            f"{what}: {error}. What reads such paths is a package of its own: .venv/bin/python -m pip install PACKAGE"
+        ) from error
+    except Exception as error:
+        raise _unreadable(what, error) from error
+
+
+def _unreadable(file: str, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return UserError(f"{file} can't be read: {reason}")

@@ -19,8 +19,7 @@ from src.checkpoint import Checkpointer
 from src.compiler_flags import compiler_options
 from src.data.global_arrays import host_rows, to_global, to_host
 from src.data.loader import data_fingerprint, train_batches
-from src.data.source_spec import train_specs
-from src.data.sources import RowSource, TrainData, open_sources
+from src.data.sources import TrainData, describe_data, open_sources
 from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.decode import sample
 from src.diagnostics import Profile, stack_traces
@@ -212,22 +211,6 @@ def header(
         ("steps", f"{first_step} to {config.steps}"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
     ]
-
-
-def describe_data(config: FrozenConfigDict, data: TrainData) -> list[str]:
-    """A line for each source: its type, where it is from, how much it has, and its share of the rows."""
-    lines = []
-    for spec, source, weight in zip(train_specs(config), data.sources, data.weights, strict=True):
-        place = " ".join(filter(None, (spec.settings["dataset_name"], spec.path, spec.settings["dataset_factory"])))
-        if spec.type == "text" and not place:
-            place = "the Python standard library's source"
-        if isinstance(source, RowSource):
-            amount = f"{source.row_count:,} rows an epoch" if source.row_count else "random tokens"
-        else:
-            amount = f"{len(source):,} {'conversations' if config.use_sft else 'documents'}"
-        share = f", {weight / sum(data.weights):.4g} of the rows" if spec.name else ""
-        lines.append(f"{spec.name}: " * bool(spec.name) + f"{spec.type}: {place}, {amount}{share}".replace(": ,", ":"))
-    return lines
 
 
 def describe_trained(plan: StepPlan) -> str:

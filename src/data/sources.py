@@ -168,3 +168,19 @@ def open_source(spec: SourceSpec, config: "FrozenConfigDict", tokenizer: Tokeniz
             from src.data.custom import custom_source
 
             return custom_source(spec, config)
+
+
+def describe_data(config: "FrozenConfigDict", data: TrainData) -> list[str]:
+    """A line for each source: its type, where it is from, how much it has, and its share of the rows."""
+    lines = []
+    for spec, source, weight in zip(train_specs(config), data.sources, data.weights, strict=True):
+        place = " ".join(filter(None, (spec.settings["dataset_name"], spec.path, spec.settings["dataset_factory"])))
+        if spec.type == "text" and not place:
+            place = "the Python standard library's source"
+        if isinstance(source, RowSource):
+            amount = f"{source.row_count:,} rows an epoch" if source.row_count else "random tokens"
+        else:
+            amount = f"{len(source):,} {'conversations' if config.use_sft else 'documents'}"
+        share = f", {weight / sum(data.weights):.4g} of the rows" if spec.name else ""
+        lines.append(f"{spec.name}: " * bool(spec.name) + f"{spec.type}: {place}, {amount}{share}".replace(": ,", ":"))
+    return lines

@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from src.data.loader import EvalBatches, data_fingerprint, train_batches
+from src.data.mixture import Mixture
+from src.data.packing import Document
 from src.data.sources import TrainData
 from src.data.synthetic import SyntheticSource
 from src.data.text import TextSource
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
+from src.resume import after_documents
 from tests.data.one_source import alone, held_out
 
 B = 8
@@ -80,6 +83,144 @@ def test_stopped_anywhere_and_resumed_on_other_hosts_the_batches_go_on(
         resumed += joined(settings, list_source(words), count, steps, len(resumed) * B, position)
         position = resumed[-1]["data_position"]
     assert_same(resumed, whole)
+
+
+class Rows:
+    """Rows of one document each, which say their number."""
+
+    def __init__(self, count, length):
+        self.row_count = count
+        self._length = length
+
+    def row(self, i):
+        return [Document(np.full(self._length + 1, i, np.int32))]
+
+    def fingerprint(self):
+        return {"type": "rows", "rows": self.row_count}
+
+
+def mixed(list_source, words, length, weights=(5, 2, 1)):
+    """Three sources: two of documents, stored alone and in groups, and one of rows."""
+    grouped = list_source([f"grouped {word}" for word in words[:30]])
+    grouped.group_sizes = lambda: np.array([4, 16, 0, 10])
+    sources = (list_source(words), grouped, Rows(17, length))
+    return TrainData(("single", "grouped", "rows"), sources, weights)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    stops=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    hosts=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=4, max_size=4),
+    packing=st.booleans(),
+    long_documents=st.sampled_from(["split", "truncate"]),
+    length=st.sampled_from([7, 64, 500]),
+    threads=st.sampled_from([1, 3]),
+)
+def test_a_mixture_stopped_anywhere_and_resumed_on_other_hosts_goes_on(
+    config, list_source, words, stops, hosts, packing, long_documents, length, threads
+):
+    keys = {"packing": packing, "long_documents": long_documents, "max_target_length": length}
+    data = mixed(list_source, words, length)
+    whole = joined(config(**keys), data, hosts[0], sum(stops))
+    resumed, position = [], None
+    for steps, count in zip(stops, hosts[1:], strict=False):
+        resumed += joined(config(**keys, data_threads=threads), data, count, steps, len(resumed) * B, position)
+        position = resumed[-1]["data_position"]
+    assert_same(resumed, whole)
+
+
+def test_documents_of_a_mixture_come_once_an_epoch_by_their_lanes_ordinals(config, list_source, words, lane_documents):
+    settings = config(max_target_length=50)
+    data = mixed(list_source, words, 50, weights=(1, 1, 1))
+    batches = joined(settings, data, 2, 900)
+    mixture = Mixture(data.weights)
+    of_source = [[] for _ in data.sources]  # the rows of each lane and source, in order
+    for k, batch in enumerate(batches):
+        for row, (source, _) in enumerate(mixture.deal(k * B, range(B), B, settings.data_shuffle_seed)):
+            of_source[source].append((row, {name: array[row] for name, array in batch.items()}))
+    for source, texts in enumerate([words, [f"grouped {word}" for word in words[:30]]]):
+        finished = {}
+        for lane in range(B):
+            mine = [content for row, content in of_source[source] if row == lane]
+            stacked = {name: np.stack([content[name] for content in mine]) for name in mine[0]}
+            for k, ids in enumerate(lane_documents(stacked)):
+                finished[lane + k * B] = TOKENIZER.decode(ids)
+        for epoch in range(3):
+            assert Counter(finished[epoch * len(texts) + n] for n in range(len(texts))) == Counter(texts)
+    rows = [int(content["tokens"][0]) for _, content in of_source[2]]
+    # Ten epochs of 17 rows; within a step rows are dealt out at random, so one may be of the epoch before or after.
+    first_epochs = Counter(rows[: 17 * 10])
+    assert max(first_epochs.values()) <= 11
+    assert min(first_epochs.values()) >= 9
+    assert len(first_epochs) == 17
+
+
+@pytest.mark.parametrize("keys", [{}, {"packing": False, "long_documents": "truncate"}])
+def test_what_needs_no_state_goes_to_any_step_without_the_ones_before(config, list_source, words, keys):
+    settings = config(**keys)
+    source = Rows(10**8, 64) if not keys else list_source(words)
+    far = 10**9
+    (batch,) = joined(settings, source, 2, 1, far)
+    (again,) = joined(settings, source, 4, 1, far)
+    assert_same([batch], [again])
+    if not keys:
+        everything = joined(settings, Rows(40, 64), 1, 5)
+        assert sorted(int(row[0]) for batch in everything for row in batch["tokens"]) == list(range(40))
+    else:
+        steps = 5 * len(words) // B
+        from_the_start = joined(settings, source, 1, steps + 1)
+        assert_same(joined(settings, source, 1, 1, steps * B), from_the_start[steps:])
+
+
+def test_truncated_documents_are_rows_of_their_beginnings(config, list_source, words):
+    settings = config(packing=False, long_documents="truncate", max_target_length=20)
+    batches = joined(settings, list_source(words), 1, len(words) // B)
+    found = Counter(
+        tuple(row[mask == 1])
+        for batch in batches
+        for row, mask in zip(batch["tokens"], batch["loss_mask"], strict=True)
+    )
+    assert found == Counter(tuple(TOKENIZER.encode(word)[:-1][:20]) for word in words)
+
+
+@pytest.mark.parametrize("source_of", [lambda make, words: make(words), lambda make, words: Rows(37, 64)])
+def test_rolling_evaluations_go_on_where_the_last_one_ended(config, list_source, words, source_of):
+    settings = config(eval_mode="rolling")
+    source = source_of(list_source, words)
+    stream = joined(config(data_shuffle_seed=3), source, 1, 12)
+    for batch in stream:
+        del batch["data_position"]
+    rolling = EvalBatches(settings, held_out(source, 3), TOKENIZER, range(B), B)
+    assert_same(list(rolling) + list(rolling), stream[:6])
+    position = json.loads(json.dumps(rolling.position()))
+    resumed = [EvalBatches(settings, held_out(source, 3), TOKENIZER, rows, B, position) for rows in hosts_of(2)]
+    halves = [list(part) + list(part) for part in resumed]
+    joined_halves = [
+        {name: np.concatenate([half[k][name] for half in halves]) for name in halves[0][k]} for k in range(6)
+    ]
+    assert_same(joined_halves, stream[6:])
+    reset = EvalBatches(config(), held_out(source, 3), TOKENIZER, range(B), B)
+    assert_same(list(reset) + list(reset), stream[:3] + stream[:3])
+
+
+def test_one_epoch_of_rows_ends_with_the_last(config):
+    batches = list(EvalBatches(config(), held_out(Rows(19, 64)), TOKENIZER, range(B), B))
+    assert len(batches) == 3
+    seen = [
+        int(row[0])
+        for batch in batches
+        for row, mask in zip(batch["tokens"], batch["loss_mask"], strict=True)
+        if mask.any()
+    ]
+    assert sorted(seen) == list(range(19))
+
+
+def test_a_batch_size_may_change_without_documents_coming_again(config, list_source, words):
+    """After n documents the lanes of another number of rows go on with documents n, n + 1, ..."""
+    taken = np.array([[[3, 20]], [[2, 0]], [[4, 1]]], np.int32)  # nine documents by three lanes
+    moved = after_documents(taken, 4)
+    assert moved.tolist() == [[[3, 0]], [[2, 0]], [[2, 0]], [[2, 0]]]
+    assert sorted(row + 4 * k for row in range(4) for k in range(moved[row, 0, 0])) == list(range(9))
 
 
 def test_synthetic_data_resume_too_and_fill_every_row(config):

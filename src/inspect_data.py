@@ -1,0 +1,195 @@
+"""Shows what a run would read: `python -m src.inspect_data CONFIG.yml key=value`.
+
+Prints batches as text, with where documents begin and end, what of the rows is padding, and what counts in the loss;
+checks that ids decode to text that encodes to the same ids; and measures how fast batches are made. No model is made
+and no other process is needed: `process_count` and `process_index` choose whose rows are shown.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import FrozenConfigDict
+
+from src.data.feeds import Documents, rows_an_epoch
+from src.data.loader import train_batches
+from src.data.mixture import Mixture
+from src.data.packing import Batch
+from src.data.sources import RowSource, TrainData, describe_data, open_sources
+from src.data.tokenizer import Tokenizer, make_tokenizer
+from src.errors import UserError, run_command
+from src.metrics import print_header
+from src.startup import configured, printable
+
+USAGE = """Shows the first batches of a run as text, checks them, and measures how fast they are made.
+
+python -m src.inspect_data CONFIG.yml [key=value ...]
+python -m src.inspect_data CONFIG.yml process_count=4 process_index=1     what the second of four hosts would read
+python -m src.inspect_data --help KEY    what a key does; the group "Tools for data" has those of this command"""
+
+_MEASURED_SECONDS = 2.0
+_WIDTH = 100  # of the text that is shown of a document
+_SHOWN_IDS = 12
+_CHECKED_BATCHES = 20  # beside those that are shown
+_CHECKED_DOCUMENTS = 100
+
+
+class Segment(NamedTuple):
+    """A document in a row, or as much of it as is there.
+
+    start, stop: its places in the row.
+    ids: int32 [stop - start + 1], its tokens and the last one's target.
+    learned: bool [stop - start], which targets count in the loss.
+    """
+
+    start: int
+    stop: int
+    ids: np.ndarray
+    learned: np.ndarray
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the command line `argv` (without the program's name).
+
+    Raises:
+        UserError: a mistake in the command or its data.
+    """
+    config = configured(argv, USAGE)
+    if config is None:
+        return
+    tokenizer = make_tokenizer(config)
+    data, _ = open_sources(config, tokenizer)
+    global_batch, rows = host_rows(config)
+    length = config.max_target_length
+    print_header(
+        [
+            ("data", "\n".join(describe_data(config, data))),
+            ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
+            ("step", f"{global_batch} rows x {length} = {global_batch * length:,} tokens"),
+            ("rows", f"{rows[0]} to {rows[-1]}, of process {config.process_index} of {config.process_count}"),
+        ]
+    )
+    batches = _from_first_step(config, data, tokenizer, rows, global_batch)
+    shown = list(itertools.islice(batches, config.inspect_num_steps))
+    mixture = Mixture(data.weights)
+    for step, batch in enumerate(shown, start=config.inspect_first_step):
+        dealt = mixture.deal(step * global_batch, rows, global_batch, config.data_shuffle_seed)
+        for index, row in enumerate(rows):
+            name = data.names[dealt[index][0]]
+            print("\n".join(_row_lines(f"step {step}, row {row}" + f" ({name})" * bool(name), batch, index, tokenizer)))
+    summary = _summary(shown, batches)
+    batches.close()
+    if tokenizer:
+        summary.append(("round trip", _round_trip(config, data, tokenizer)))
+    print_header(summary)
+
+
+def host_rows(config: FrozenConfigDict) -> tuple[int, np.ndarray]:
+    """The rows of a batch of `process_count` hosts that have as many devices as this one; those of `process_index`.
+
+    Raises:
+        UserError: the rows don't divide by the hosts, or there is no such process.
+    """
+    count, index = config.process_count, config.process_index
+    if index >= count:
+        raise UserError(f"process_index={index} must be less than process_count={count}")
+    rows = config.per_device_batch_size * jax.local_device_count() * count * config.gradient_accumulation_steps
+    if rows != round(rows) or round(rows) % count:
+        raise UserError(
+            f"per_device_batch_size={config.per_device_batch_size:g} on {count} processes of "
+            f"{jax.local_device_count()} devices is {rows:g} rows a batch, which don't divide by {count} processes"
+        )
+    share = round(rows) // count
+    return round(rows), np.arange(index * share, (index + 1) * share)
+
+
+def segments(batch: Batch, row: int) -> list[Segment]:
+    """The documents in one row of a batch."""
+    found = []
+    ids = batch["segment_ids"][row]
+    for number in range(1, int(ids.max()) + 1):
+        places = np.flatnonzero(ids == number)
+        start, stop = int(places[0]), int(places[-1]) + 1
+        tokens = np.append(batch["tokens"][row, start:stop], batch["targets"][row, stop - 1])
+        found.append(Segment(start, stop, tokens, batch["loss_mask"][row, start:stop] == 1))
+    return found
+
+
+def _from_first_step(
+    config: FrozenConfigDict, data: TrainData, tokenizer: Tokenizer | None, rows: np.ndarray, global_batch: int
+) -> Iterator[Batch]:
+    """Batches from `inspect_first_step` on. Where lanes keep a place in the data, all before it are made too."""
+    step = config.inspect_first_step
+    computed = all(rows_an_epoch(config, source) is not None for source in data.sources)
+    batches = train_batches(config, data, tokenizer, rows, global_batch, step * global_batch if computed else 0)
+    if not computed:
+        next(itertools.islice(batches, step, step), None)
+    return batches
+
+
+def _row_lines(title: str, batch: Batch, row: int, tokenizer: Tokenizer | None) -> list[str]:
+    """What one row is, a line or two for each document."""
+    in_row = segments(batch, row)
+    used, length = sum(segment.stop - segment.start for segment in in_row), batch["tokens"].shape[1]
+    learned = sum(int(segment.learned.sum()) for segment in in_row)
+    lines = [f"{title}: documents {len(in_row)}, tokens {used} of {length}, in the loss {learned}"]
+    for segment in in_row:
+        begins = tokenizer is None or segment.ids[0] == tokenizer.bos
+        ends = tokenizer is None or segment.ids[-1] == tokenizer.eos
+        place = f"  {segment.start:>6} to {segment.stop:<6}"
+        edges = f"{'begins' if begins else 'goes on':7}  {'ends' if ends else 'is cut':6}"
+        ids = " ".join(map(str, segment.ids[:_SHOWN_IDS])) + " ..." * (len(segment.ids) > _SHOWN_IDS)
+        lines.append(f"{place}  {edges}  ids {ids}")
+        if tokenizer:
+            lines.append(f"      {_shown(tokenizer.decode(segment.ids))}")
+            if not segment.learned.all():
+                lines.append(f"      in the loss: {_shown(tokenizer.decode(segment.ids[1:][segment.learned]))}")
+    return lines
+
+
+def _shown(text: str) -> str:
+    if len(text) > _WIDTH:
+        text = f"{text[: _WIDTH * 2 // 3]} ... {text[-_WIDTH // 3 :]}"
+    return repr(printable(text))
+
+
+def _summary(shown: list[Batch], batches: Iterator[Batch]) -> list[tuple[str, str]]:
+    """What holds of the batches shown and those that come next, and how fast they are made."""
+    made, begin = list(shown), time.perf_counter()
+    while (seconds := time.perf_counter() - begin) < _MEASURED_SECONDS:
+        made.append(next(batches))
+    looked_at = made[: len(shown) + _CHECKED_BATCHES]
+    filled = np.concatenate([batch["segment_ids"] > 0 for batch in looked_at])
+    in_loss = np.concatenate([batch["loss_mask"] for batch in looked_at])
+    documents = [found for batch in looked_at for row in range(len(batch["tokens"])) for found in segments(batch, row)]
+    tokens = sum(batch["tokens"].size for batch in made[len(shown) :])
+    return [
+        ("looked at", f"{len(looked_at)} batches, of which {len(shown)} are shown"),
+        ("filled", f"{filled.mean():.2%} of their tokens; the rest is padding"),
+        ("in the loss", f"{in_loss.mean():.2%} of their tokens"),
+        ("documents", f"{len(documents) / len(filled):.2f} a row"),
+        ("speed", f"{tokens / seconds:,.0f} tokens a second on this machine"),
+    ]
+
+
+def _round_trip(config: FrozenConfigDict, data: TrainData, tokenizer: Tokenizer) -> str:
+    """Whether the texts of documents encode to the ids that they were decoded from."""
+    checked, different = 0, []
+    for index, source in enumerate(data.sources):
+        documents = Documents(config, source, tokenizer, index)
+        if isinstance(source, RowSource):
+            found = [document.ids for n in range(_CHECKED_BATCHES) for document in documents.row(n)]
+        else:
+            found = [documents(n).ids for n in range(_CHECKED_DOCUMENTS)]
+        whole = [ids for ids in found if len(ids) and ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos]
+        checked += len(whole)
+        different += [ids for ids in whole if not np.array_equal(tokenizer.encode(tokenizer.decode(ids)), ids)]
+    told = f"{checked - len(different)} of {checked} documents decode to text that encodes to the same ids"
+    return told + (f"; this one does not: {_shown(tokenizer.decode(different[0]))}" if different else "")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,113 @@
+"""What src.inspect_data prints, against the texts that are there."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from src import config as configuration
+from src.data.loader import train_batches
+from src.data.sources import open_sources
+from src.data.tokenizer import ByteTokenizer
+from src.errors import UserError
+from src.inspect_data import host_rows, main, segments
+from tests import runs
+
+SMALL = {"max_target_length": 32, "data_shuffle_seed": 1}
+
+
+def inspect(capsys, tmp_path, **keys):
+    main(runs.arguments(dataset_path=tmp_path, **{**SMALL, **keys}))
+    return capsys.readouterr().out
+
+
+def rows_shown(printed):
+    return [int(row) for row in re.findall(r"^step \d+, row (\d+)", printed, re.MULTILINE)]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    found = [f"{n}:" + "ab" * (3 * n) for n in range(12)]
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in found))
+    return found
+
+
+def test_rows_are_shown_as_text_with_where_documents_begin_and_end(capsys, tmp_path, texts):
+    printed = inspect(capsys, tmp_path)
+    assert rows_shown(printed) == list(range(8))
+    whole = re.findall(r"begins   ends .*\n +'(.*)'", printed)
+    assert whole
+    assert set(whole) <= set(texts)
+    for text in re.findall(r"goes on  .*\n +'(.*)'", printed):
+        assert any(text in other and not other.startswith(text) for other in texts)
+    assert "12 of 12" not in printed  # the stream goes on after an epoch: a hundred documents are checked
+    assert "100 of 100 documents decode to text that encodes to the same ids" in printed
+    assert "filled       100.00%" in printed
+
+
+def test_the_hosts_of_a_job_share_the_rows_that_one_process_has(capsys, tmp_path, texts):
+    def row_texts(printed):
+        return re.findall(r"^step.*\n(?:  .*\n)+", printed, re.MULTILINE)
+
+    # As many devices a host, so as many rows a host: two hosts' batches are those of one with twice the rows.
+    whole = row_texts(inspect(capsys, tmp_path))
+    parts = [
+        row_texts(inspect(capsys, tmp_path, per_device_batch_size=0.5, process_count=2, process_index=index))
+        for index in range(2)
+    ]
+    assert parts[0] + parts[1] == whole
+    assert len(whole) == 8
+
+
+def test_later_steps_are_those_that_a_run_comes_to(capsys, tmp_path, texts):
+    both = inspect(capsys, tmp_path, inspect_num_steps=2)
+    later = inspect(capsys, tmp_path, inspect_first_step=1)
+    assert later[later.index("step 1, row 0") : later.index("looked at")] in both
+
+
+def test_padding_and_what_does_not_count_are_told(capsys, tmp_path):
+    lines = [{"prompt": "p" * n, "completion": "c" * n} for n in range(1, 9)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    keys = {"packing": "false", "use_sft": "true", "max_target_length": 40}
+    printed = inspect(capsys, tmp_path, **keys)
+    # Of a pair with n characters each 2n + 1 tokens have a target, n + 1 of which count.
+    for n in range(1, 9):
+        assert f"documents 1, tokens {2 * n + 1} of 40, in the loss {n + 1}\n" in printed
+        assert f"in the loss: '{'c' * n}'\n" in printed
+    filled = sum(2 * n + 1 for n in range(1, 9)) / (8 * 40)
+    assert f"{filled:.2%}" in printed
+
+
+def test_the_source_of_each_row_of_a_mixture_is_named(capsys, tmp_path, texts):
+    (tmp_path / "other.txt").write_text("zz " * 200)
+    one = f"{{name: one, weight: 3, dataset_path: {tmp_path}/d.jsonl}}"
+    two = f"{{name: two, dataset_path: {tmp_path}/other.txt}}"
+    printed = inspect(capsys, tmp_path, datasets=f"[{one}, {two}]")
+    named = re.findall(r"^step 0, row \d \((\w+)\).*\n.*\n +'(.*)'", printed, re.MULTILINE)
+    assert sorted(name for name, _ in named) == ["one"] * 6 + ["two"] * 2
+    assert all(("z" in text) == (name == "two") for name, text in named)
+
+
+def test_segments_have_every_pair_of_the_row(tmp_path, texts):
+    config = configuration.load(runs.arguments(dataset_path=tmp_path, **SMALL))
+    data, _ = open_sources(config, ByteTokenizer())
+    batches = train_batches(config, data, ByteTokenizer(), range(8), 8)
+    batch = next(batches)
+    batches.close()
+    for row in range(8):
+        found = segments(batch, row)
+        assert np.concatenate([segment.ids[:-1] for segment in found]).tolist() == batch["tokens"][row].tolist()
+        assert np.concatenate([segment.ids[1:] for segment in found]).tolist() == batch["targets"][row].tolist()
+
+
+def test_hosts_that_do_not_divide_the_batch():
+    def config(**keys):
+        return configuration.load(runs.arguments(**keys))
+
+    rows, own = host_rows(config(process_count=4, process_index=3))
+    assert (rows, own.tolist()) == (32, list(range(24, 32)))
+    with pytest.raises(UserError, match=r"is 4.8 rows a batch, which don't divide by 3 processes"):
+        host_rows(config(per_device_batch_size=0.2, process_count=3))
+    with pytest.raises(UserError, match=r"process_index=2 must be less than process_count=2"):
+        host_rows(config(process_count=2, process_index=2))

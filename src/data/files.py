@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from src.errors import UserError
 
@@ -152,20 +152,6 @@ class RemoteFile(io.RawIOBase):
         data = read(self._file, self._at, end)
         self._at += len(data)
         return data
-
-
-def open_file(file: str, length: int) -> BinaryIO:
-    """A file of `length` bytes, open to be read and to seek in.
-
-    Raises:
-        UserError: it can't be read.
-    """
-    if is_remote(file):
-        return RemoteFile(file, length)
-    try:
-        return open(_local(file), "rb")
-    except OSError as error:
-        raise _unreadable(file, error) from error
 
 
 def fingerprint(listing: Listing) -> dict[str, str | int]:

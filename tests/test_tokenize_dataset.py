@@ -1,0 +1,319 @@
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from src import tokenize_dataset
+from src.config import load
+from src.data.loader import EvalBatches, train_batches
+from src.data.source_spec import train_specs
+from src.data.sources import EvalSet, open_sources
+from src.data.tokenizer import ByteTokenizer, make_tokenizer
+from src.data.tokens import TokenDocuments
+from src.errors import UserError
+from src.tokenize_dataset import main
+from src.train_tokenizer import train
+from tests import runs
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    """Of about a thousand ids."""
+    monkeypatch.setattr(tokenize_dataset, "_SMALL_SHARD_IDS", 1000)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    rng = np.random.default_rng(0)
+    return ["".join(rng.choice(list("abc é\n"), rng.integers(1, 200))) for _ in range(80)]
+
+
+@pytest.fixture
+def corpus(tmp_path, texts):
+    """Three texts in files of their own, the others with an empty one between them as lines of JSON."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, text in enumerate(texts[:3]):
+        (folder / f"{number}.txt").write_text(text)
+    lines = [json.dumps({"text": text}) + "\n" for text in [*texts[3:40], "", *texts[40:]]]
+    (folder / "rest.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def command(corpus, tmp_path):
+    def make(**changes):
+        keys = {"dataset_path": corpus, "tokenized_path": tmp_path / "out", "vocab_size": 258} | changes
+        return ["configs/base.yml", *(f"{key}={value}" for key, value in keys.items() if value is not None)]
+
+    return make
+
+
+def documents_in(folder):
+    tokens = TokenDocuments(train_specs(load(["configs/base.yml", f"dataset_path={folder}"]))[0])
+    return [tokens[i].tolist() for i in range(len(tokens))]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_documents_are_the_texts_in_order_by_the_tokenizer(command, tmp_path, texts):
+    main(command())
+    assert documents_in(tmp_path / "out") == [[256, *text.encode(), 257] for text in texts]
+    summary = json.loads((tmp_path / "out" / "tokens.json").read_text())
+    assert len(summary["shards"]) > 5
+    assert summary["tokenizer"] == ByteTokenizer().fingerprint()
+    assert (summary["dtype"], summary["vocab_size"]) == ("uint16", 258)
+    names = {f"{n:06d}{end}" for n in range(len(summary["shards"])) for end in (".ids", ".pair_starts.npy")}
+    assert set(contents(tmp_path / "out")) == {"tokens.json", *names}
+
+
+def test_a_large_vocabulary_takes_32_bits(command, tmp_path, texts):
+    main(command(vocab_size=65_537))
+    assert json.loads((tmp_path / "out" / "tokens.json").read_text())["dtype"] == "uint32"
+    assert documents_in(tmp_path / "out") == [[256, *text.encode(), 257] for text in texts]
+
+
+def test_the_config_s_tokenizer_is_used(command, tmp_path, texts):
+    model = tmp_path / "t.model"
+    model.write_bytes(train(texts, 300))
+    main(command(tokenizer_type="sentencepiece", tokenizer_path=model, vocab_size=300))
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    expected = [[processor.bos_id(), *processor.encode(text), processor.eos_id()] for text in texts]
+    assert documents_in(tmp_path / "out") == expected
+
+
+def test_a_source_of_ids_is_written_as_it_is(command, tmp_path):
+    ids = [[5, 6, 7], [8], [], [9, 4]]
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps({"ids": some}) + "\n" for some in ids))
+    main(command(dataset_path=tmp_path / "ids.jsonl", dataset_column="ids", vocab_size=300))
+    assert documents_in(tmp_path / "out") == [[5, 6, 7], [9, 4]]  # the others have nothing to predict
+    assert json.loads((tmp_path / "out" / "tokens.json").read_text())["tokenizer"] is None
+
+
+def test_an_id_beyond_the_vocabulary_is_an_error(command, tmp_path):
+    (tmp_path / "ids.jsonl").write_text('{"ids": [5, 6]}\n{"ids": [5, 300]}\n')
+    with pytest.raises(
+        UserError, match=r"item 1 has ids from 5 to 300: expected them from 0 to 299, by vocab_size=300"
+    ):
+        main(command(dataset_path=tmp_path / "ids.jsonl", dataset_column="ids", vocab_size=300))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_epoch_on_the_tokens_has_each_pair_of_the_texts_once(command, tmp_path, texts, packing):
+    main(command())
+    keys = {"dataset_type": "tokens", "dataset_path": tmp_path / "out", "tokenized_path": None}
+    config = load([*command(**keys, max_target_length=32, packing=packing), "eval_interval=-1"])
+    tokenizer = make_tokenizer(config)
+    data, _ = open_sources(config, tokenizer)
+    pairs = Counter()
+    for batch in EvalBatches(config, EvalSet("", data.sources[0], -1), tokenizer, range(4), 4):
+        learned = batch["loss_mask"] == 1
+        pairs.update(zip(batch["tokens"][learned].tolist(), batch["targets"][learned].tolist(), strict=True))
+    encoded = [ByteTokenizer().encode(text).tolist() for text in texts]
+    assert pairs == Counter(pair for ids in encoded for pair in itertools.pairwise(ids))
+
+
+def test_nothing_is_held_out_before_the_run_does(command, tmp_path, texts):
+    main(command(eval_interval=10))
+    assert len(documents_in(tmp_path / "out")) == len(texts)
+
+
+def test_the_last_line_is_a_command_that_trains_on_the_tokens(command, tmp_path, capsys):
+    main(command(train_split="train", max_target_length=64))
+    line = capsys.readouterr().out.splitlines()[-1]
+    python, m, module, *argv = shlex.split(line.removeprefix("train on it: "))
+    assert (python, m, module) == ("python", "-m", "src.train")
+    config = load(argv)
+    assert (config.max_target_length, config.vocab_size) == (64, 258)
+    tokenizer = make_tokenizer(config)
+    data, _ = open_sources(config, tokenizer)
+    batch = next(train_batches(config, data, tokenizer, range(2), 2))
+    assert (batch["loss_mask"] == 1).all()
+
+
+def test_a_model_is_trained_on_the_tokens(tmp_path, capsys):
+    corpus = runs.write_corpus(tmp_path / "corpus")
+    main([runs.BASE, f"dataset_path={corpus}", f"tokenized_path={tmp_path / 'out'}", "vocab_size=258"])
+    keys = {"dataset_type": "tokens", "dataset_path": tmp_path / "out", "base_output_directory": tmp_path}
+    runs.run_here(**keys, steps=3)
+    assert [step for step, _ in runs.losses(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_any_number_of_processes_writes_the_same_bytes(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    main(command())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    main(command(tokenized_path=tmp_path / "again"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "again")
+
+
+def test_a_killed_command_goes_on_and_writes_the_same_bytes(tmp_path, capsys, monkeypatch):
+    """SIGKILL when the first shard is finished and others are not."""
+    monkeypatch.undo()  # processes of their own have shards of the usual size
+    line = json.dumps({"text": "some words of a document " * 4}) + "\n"
+    (tmp_path / "corpus.jsonl").write_text(line * 100_000)
+    argv = ["configs/base.yml", f"dataset_path={tmp_path / 'corpus.jsonl'}", "vocab_size=258"]
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "src.tokenize_dataset", *argv, f"tokenized_path={out}"]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    while not list(out.glob("0*.json")):
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    wait_for_the_end_of_session(process.pid)
+    assert not (out / "tokens.json").exists()
+    finished = {path.stem: (out / f"{path.stem}.ids").stat().st_mtime_ns for path in out.glob("0*.json")}
+    assert finished
+
+    main([*argv, f"tokenized_path={out}"])
+    shards = json.loads((out / "tokens.json").read_text())["shards"]
+    assert f"going on: {len(finished)} of {len(shards)} shards are finished" in capsys.readouterr().out
+    assert {name: (out / f"{name}.ids").stat().st_mtime_ns for name in finished} == finished
+    main([*argv, f"tokenized_path={tmp_path / 'whole'}"])
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def wait_for_the_end_of_session(session):
+    """Until its last process has ended: those that the killed one had started must end by themselves."""
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(session, 0)
+            time.sleep(0.01)
+        os.killpg(session, signal.SIGKILL)
+        pytest.fail("a process outlived the command that had started it")
+
+
+def test_a_shard_that_lost_a_part_is_written_again(command, tmp_path):
+    main(command())
+    expected = contents(tmp_path / "out")
+    summary = json.loads(expected["tokens.json"])
+    for number, shard in enumerate(summary.pop("shards")):
+        (tmp_path / "out" / f"{number:06d}.json").write_text(json.dumps(shard))
+    (tmp_path / "out" / "unfinished.json").write_text(json.dumps(summary))
+    (tmp_path / "out" / "tokens.json").unlink()
+    (tmp_path / "out" / "000003.ids").write_bytes(expected["000003.ids"][:-2])
+    main(command())
+    assert contents(tmp_path / "out") == expected
+
+
+def test_a_finished_folder_is_left_as_it_is(command, tmp_path, capsys):
+    main(command())
+    expected = contents(tmp_path / "out")
+    main(command())
+    assert "is finished already" in capsys.readouterr().out
+    assert contents(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"max_document_bytes": 100}, "source max_document_bytes 65536 there, 100 here"),
+        ({"vocab_size": 300}, "vocab_size 258 there, 300 here"),
+        ({"dataset_column": "other"}, "settings dataset_column 'text' there, 'other' here"),
+        ({"tokenizer_type": "sentencepiece"}, "tokenizer type 'byte' there, 'sentencepiece' here"),
+    ],
+)
+def test_a_folder_of_other_data_is_an_error(command, tmp_path, corpus, texts, changes, difference, finished):
+    main(command())
+    if not finished:
+        (tmp_path / "out" / "tokens.json").rename(tmp_path / "out" / "unfinished.json")
+    if "tokenizer_type" in changes:
+        (tmp_path / "t.model").write_bytes(train(texts, 258 + 30))
+        changes = changes | {"tokenizer_path": tmp_path / "t.model", "vocab_size": 288}
+    if "dataset_column" in changes:
+        for file in corpus.glob("*.jsonl"):
+            file.write_text(file.read_text().replace('"text"', '"other"'))
+    with pytest.raises(UserError) as error:
+        main(command(**changes))
+    assert difference in str(error.value)
+    assert "name a new folder, or delete this one" in str(error.value)
+
+
+def test_a_folder_with_other_files_is_an_error(command, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match=r"has other files \(thesis\.tex\): name a new folder"):
+        main(command())
+    assert list(contents(tmp_path / "out")) == ["thesis.tex"]
+
+
+def test_two_commands_do_not_write_one_folder(command, tmp_path):
+    (tmp_path / "out").mkdir()
+    descriptor = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(UserError, match="another process is writing"):
+            main(command())
+    finally:
+        os.close(descriptor)
+
+
+def test_an_item_that_can_not_be_read_is_an_error_that_names_its_file(command, corpus, tmp_path):
+    """It is met by another process, in the middle of a shard; the command goes on once it is mended."""
+    good = (corpus / "rest.jsonl").read_bytes()
+    lines = good.splitlines(keepends=True)
+    lines[60] = b'{"text": 7} ' + b" " * (len(lines[60]) - 13) + b"\n"
+    (corpus / "rest.jsonl").write_bytes(b"".join(lines))
+    with pytest.raises(UserError, match=r"rest\.jsonl, line 61: expected a JSON object"):
+        main(command())
+    assert not list((tmp_path / "out").glob(".*"))
+    (corpus / "rest.jsonl").write_bytes(good)
+    main(command())
+    assert len(documents_in(tmp_path / "out")) == 80
+
+
+def test_data_without_text_are_an_error(command, tmp_path):
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)
+    with pytest.raises(UserError, match="the data have no text"):
+        main(command(dataset_path=tmp_path / "empty.jsonl"))
+
+
+def test_a_folder_that_can_not_be_written_is_an_error(command, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=f"tokenized_path={tmp_path}/file/out can't be written"):
+        main(command(tokenized_path=tmp_path / "file" / "out"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenized_path": None}, "tokenized_path is empty: expected the folder"),
+        ({"tokenized_path": "gs://bucket/out"}, "expected a local folder"),
+        ({"dataset_type": "synthetic"}, "dataset_type=synthetic has token ids already"),
+        ({"dataset_type": "tokens"}, "dataset_type=tokens has token ids already"),
+        ({"use_sft": True}, "set use_sft=false"),
+        (
+            {"datasets": "[{name: a, dataset_path: x}, {name: b, dataset_path: y}]"},
+            "datasets has a, b: .* one at a time",
+        ),
+    ],
+)
+def test_what_can_not_be_written_as_tokens_is_an_error(command, changes, message):
+    if "datasets" in changes:
+        changes = changes | {"dataset_path": None}
+    with pytest.raises(UserError, match=message):
+        main(command(**changes))
+
+
+def test_help_is_answered(capsys):
+    main(["--help"])
+    assert "src.tokenize_dataset CONFIG.yml" in capsys.readouterr().out

@@ -46,7 +46,7 @@ def third_party_imports(folder):
 
 
 def test_there_is_a_file_for_each_name_of_setup_sh():
-    assert set(FILES) == {"base", "tpu", "gpu", "aot", "dev"}
+    assert set(FILES) == {"base", "tpu", "gpu", "aot", "data", "dev"}
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -59,7 +59,7 @@ def test_requirements_are_plain_pins(name):
 @pytest.mark.parametrize("python", PYTHONS)
 def test_files_agree_on_what_they_share(python):
     base = pins("base", python)
-    others = [pins(name, python) for name in ("tpu", "gpu", "aot", "dev")]
+    others = [pins(name, python) for name in ("tpu", "gpu", "aot", "data", "dev")]
     for other in others:
         assert not base.keys() & other.keys()
     versions = {}
@@ -77,14 +77,14 @@ def test_each_python_gets_one_matching_jax(python, jax):
     assert {"libtpu"} <= pins("tpu", python).keys() & pins("aot", python).keys()
 
 
-@pytest.mark.parametrize("name", ["base", "aot", "dev"])
+@pytest.mark.parametrize("name", ["base", "aot", "data", "dev"])
 def test_what_pinned_packages_need_is_pinned_too(name):
     """By the installed packages' own metadata, so for the Python and system that this runs on.
 
     What only the CUDA build of torch needs is left out: the tests use its CPU part.
     """
-    if name == "aot" and util.find_spec("libtpu") is None:
-        pytest.skip("bash setup.sh aot installs them")
+    if (missing := {"aot": "libtpu", "data": "tensorflow_datasets"}.get(name)) and util.find_spec(missing) is None:
+        pytest.skip(f"bash setup.sh {name} installs them")
     pinned = pins("base") | pins(name)
     for package in pins(name):
         for requirement in map(Requirement, metadata.requires(package) or []):
@@ -96,7 +96,7 @@ def test_what_pinned_packages_need_is_pinned_too(name):
                 assert requirement.specifier.contains(version, prereleases=True), f"{package} needs {requirement}"
 
 
-@pytest.mark.parametrize(("folder", "names"), [("src", ["base"]), ("tests", ["base", "dev"])])
+@pytest.mark.parametrize(("folder", "names"), [("src", ["base", "data"]), ("tests", ["base", "data", "dev"])])
 def test_every_import_is_pinned(folder, names):
     pinned = {package for name in names for package in pins(name)}
     providers = metadata.packages_distributions()
@@ -115,7 +115,7 @@ def test_scripts_are_bash(script):
 def test_setup_refuses_a_name_it_does_not_know():
     done = subprocess.run(["bash", REPOSITORY / "setup.sh", "cuda"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "'cuda' is none of tpu, gpu, aot, dev" in done.stderr
+    assert "'cuda' is none of tpu, gpu, aot, data, dev" in done.stderr
 
 
 def test_the_changelog_has_the_version_of_pyproject():

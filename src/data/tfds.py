@@ -1,0 +1,188 @@
+"""Documents in a dataset that TFDS has prepared: `dataset_type=tfds`.
+
+TFDS says which records of which files make a split, and of what kind the features are; neither the code of the
+dataset's builder nor TensorFlow is needed for that. The records themselves are read as those of other ArrayRecord files
+are, and of each only the feature that is wanted.
+"""
+
+import glob
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from src.data import files
+from src.data.array_record import RecordSource, Shard, count_records, missing_package, refuse_remote
+from src.data.source_spec import SourceSpec
+from src.errors import UserError
+
+if TYPE_CHECKING:
+    from tensorflow_datasets.core import DatasetInfo
+    from tensorflow_datasets.core.features import TensorInfo
+
+_INFO = "dataset_info.json"
+_FORMAT = "array_record"
+_VERSION = re.compile(r"\d+\.\d+\.\d+")
+_MOST_NAMED = 10
+
+
+class TfdsSource(RecordSource):
+    """A split of a prepared dataset, or parts of some, in TFDS's order.
+
+    Args:
+        spec: of the source. `dataset_name` is NAME, NAME/CONFIG, or one of them with :VERSION; without one it is the
+            newest there. `dataset_path` is the data folder, in which NAME is; empty: TFDS's own. `split` is in TFDS's
+            syntax, as train[:10%].
+
+    Raises:
+        UserError: there is no such dataset or split, it is not stored as ArrayRecord, a file is missing or damaged, or
+            `dataset_column` is no feature of texts or ids.
+    """
+
+    def __init__(self, spec: SourceSpec) -> None:
+        refuse_remote(spec)
+        folder = _find(spec)
+        info = _read_info(spec, folder)
+        _check_feature(spec, info.features)
+        shards = _shards(spec, info)
+        listing = _check_files(spec, info, shards)
+        self._fingerprint = {
+            "type": "tfds",
+            "dataset": info.full_name,
+            "split": spec.settings["split"],
+            "records": sum(shard.count for shard in shards),
+            "column": spec.column,
+            **files.fingerprint(listing),
+        }
+        super().__init__(spec, shards, "example")
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Of the dataset, and of the files that the split is in."""
+        return dict(self._fingerprint)
+
+
+def _find(spec: SourceSpec) -> str:
+    """The folder of the dataset's version that is wanted."""
+    root = os.path.expanduser(spec.path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
+    full_name = spec.settings["dataset_name"]
+    name, _, version = full_name.partition(":")
+    versions = [version] if version else sorted(_versions(os.path.join(root, name)), key=_numbers)
+    if versions:
+        folder = os.path.join(root, name, versions[-1])
+        if os.path.isfile(os.path.join(folder, _INFO)):
+            return folder
+    raise _not_prepared(spec, root, name.split("/")[0], full_name)
+
+
+def _versions(folder: str) -> list[str]:
+    """The versions of a dataset that are in its folder."""
+    if not os.path.isdir(folder):
+        return []
+    names = [name for name in os.listdir(folder) if _VERSION.fullmatch(name)]
+    return [name for name in names if os.path.isfile(os.path.join(folder, name, _INFO))]
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
+
+
+def _not_prepared(spec: SourceSpec, root: str, name: str, full_name: str) -> UserError:
+    inside = glob.escape(root)
+    found = [
+        os.path.relpath(os.path.dirname(path), root).split("/")
+        for within in (glob.escape(name), "*")
+        for path in sorted(glob.glob(f"{inside}/{within}/*/{_INFO}") + glob.glob(f"{inside}/{within}/*/*/{_INFO}"))
+    ]
+    there = list(dict.fromkeys(f"{'/'.join(parts[:-1])}:{parts[-1]}" for parts in found))
+    listed = f"There: {', '.join(there[:_MOST_NAMED])}{', ...' if len(there) > _MOST_NAMED else ''}"
+    where = spec.setting("dataset_path") if spec.path else f"{root}, TFDS's own data folder"
+    return UserError(
+        f"{spec.setting('dataset_name')} is not prepared in {where}. "
+        f"{listed if there else 'No dataset is'}. On a machine with TensorFlow, this prepares it: tfds build "
+        f"{full_name} --file_format={_FORMAT} --data_dir={root}"
+    )
+
+
+def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
+    """What TFDS knows of a dataset, with its files of the format array_record chosen."""
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise missing_package(spec, error) from error
+    try:
+        info = tfds.builder_from_directory(folder).info
+        formats = {each.value for each in info.available_file_formats()}
+        if _FORMAT in formats:
+            return tfds.builder_from_directory(folder, file_format=_FORMAT).info
+    except Exception as error:  # of many kinds: those of JSON, protocol buffers, files, and TFDS's own
+        raise UserError(f"{spec.setting('dataset_name')}: TFDS can't read {folder}: {error}") from error
+    raise UserError(
+        f"{spec.setting('dataset_name')} is stored as {', '.join(sorted(formats))} in {folder}, which can't be read in "
+        f"any order. On a machine with TensorFlow, this adds a copy that can: tfds convert_format "
+        f"--dataset_version_dir={folder} --out_file_format={_FORMAT}"
+    )
+
+
+def _check_feature(spec: SourceSpec, features: Any) -> None:
+    """Raises UserError unless each record has a text or a list of integers under the wanted name."""
+    there = _flat(features)
+    setting = spec.setting("dataset_column")
+    if spec.column not in there:
+        listed = ", ".join(sorted(there))
+        raise UserError(f"{setting}: {spec.settings['dataset_name']} has no such feature. Its features: {listed}")
+    # As it is read, and as it is stored: an image is stored as a string, and a compressed list too.
+    read, stored = (_flat(tree)[spec.column] for tree in (features.get_tensor_info(), features.get_serialized_info()))
+    if _kind(read) is None or _kind(read) != _kind(stored):
+        raise UserError(
+            f"{setting} of {spec.settings['dataset_name']} is neither a text nor a plain list of ids, but "
+            f"{there[spec.column]!r}"
+        )
+
+
+def _kind(tensor: "TensorInfo") -> str | None:
+    """What the values of a feature can be for us: text or ids; None: neither."""
+    if tensor.shape == () and tensor.np_dtype in (np.object_, np.str_, np.bytes_):
+        return "text"
+    return "ids" if len(tensor.shape) == 1 and np.issubdtype(tensor.np_dtype, np.integer) else None
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts, by their names in a record: those of the dicts and their own, with / between."""
+    if not hasattr(tree, "items"):
+        return {prefix[:-1]: tree}
+    return {name: leaf for key, value in tree.items() for name, leaf in _flat(value, f"{prefix}{key}/").items()}
+
+
+def _shards(spec: SourceSpec, info: "DatasetInfo") -> list[Shard]:
+    """Which records of which files make the split."""
+    there = ", ".join(f"{name} ({split.num_examples:,} examples)" for name, split in info.splits.items())
+    setting = spec.setting("split")
+    try:
+        instructions = info.splits[spec.settings["split"]].file_instructions
+    except (ValueError, KeyError, AssertionError) as error:
+        raise UserError(f"{setting}: {str(error).splitlines()[0]} The splits of {info.full_name}: {there}") from error
+    if not instructions:
+        raise UserError(f"{setting} has no example. The splits of {info.full_name}: {there}")
+    return [Shard(str(part.filename), part.skip, part.take) for part in instructions]
+
+
+def _check_files(spec: SourceSpec, info: "DatasetInfo", shards: list[Shard]) -> files.Listing:
+    """The files of a split, each of which is there and has as many records as TFDS wrote into it."""
+    names = list(dict.fromkeys(shard.file for shard in shards))
+    missing = [Path(name).name for name in names if not os.path.isfile(name)]
+    if missing:
+        raise UserError(
+            f"{spec.setting('dataset_name')}: {len(missing)} of {len(names)} files are missing in {info.data_dir}: "
+            f"{', '.join(missing[:_MOST_NAMED])}{', ...' if len(missing) > _MOST_NAMED else ''}"
+        )
+    expected = {
+        part.filename: part.examples_in_shard for split in info.splits.values() for part in split.file_instructions
+    }
+    for name, count in zip(names, count_records(names, spec), strict=True):
+        if count != expected[name]:
+            raise UserError(
+                f"{name} has {count:,} records, and {_INFO} beside it says {expected[name]:,}: restore the file"
+            )
+    return files.Listing(str(info.data_dir), [Path(name).name for name in names], [files.size(name) for name in names])

@@ -21,6 +21,7 @@ from src.errors import UserError
 if TYPE_CHECKING:
     from tensorflow_datasets.core import DatasetInfo
     from tensorflow_datasets.core.features import TensorInfo
+    from tensorflow_datasets.core.utils.shard_utils import FileInstruction
 
 _INFO = "dataset_info.json"
 _FORMAT = "array_record"
@@ -46,17 +47,17 @@ class TfdsSource(RecordSource):
         folder = _find(spec)
         info = _read_info(spec, folder)
         _check_feature(spec, info.features)
-        shards = _shards(spec, info)
-        listing = _check_files(spec, info, shards)
+        parts = _parts(spec, info)
+        listing = _check_files(spec, info, parts)
         self._fingerprint = {
             "type": "tfds",
             "dataset": info.full_name,
             "split": spec.settings["split"],
-            "records": sum(shard.count for shard in shards),
+            "records": sum(part.take for part in parts),
             "column": spec.column,
             **files.fingerprint(listing),
         }
-        super().__init__(spec, shards, "example")
+        super().__init__(spec, [Shard(part.filename, part.skip, part.take) for part in parts], "example")
 
     def fingerprint(self) -> dict[str, str | int]:
         """Of the dataset, and of the files that the split is in."""
@@ -115,7 +116,8 @@ def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
         info = tfds.builder_from_directory(folder).info
         formats = {each.value for each in info.available_file_formats()}
         if _FORMAT in formats:
-            return tfds.builder_from_directory(folder, file_format=_FORMAT).info
+            info.set_file_format(_FORMAT, override=True, override_if_initialized=True)
+            return info
     except Exception as error:  # of many kinds: those of JSON, protocol buffers, files, and TFDS's own
         raise UserError(f"{spec.setting('dataset_name')}: TFDS can't read {folder}: {error}") from error
     raise UserError(
@@ -155,31 +157,29 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {name: leaf for key, value in tree.items() for name, leaf in _flat(value, f"{prefix}{key}/").items()}
 
 
-def _shards(spec: SourceSpec, info: "DatasetInfo") -> list[Shard]:
+def _parts(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction]":
     """Which records of which files make the split."""
     there = ", ".join(f"{name} ({split.num_examples:,} examples)" for name, split in info.splits.items())
     setting = spec.setting("split")
     try:
-        instructions = info.splits[spec.settings["split"]].file_instructions
+        parts = info.splits[spec.settings["split"]].file_instructions
     except (ValueError, KeyError, AssertionError) as error:
         raise UserError(f"{setting}: {str(error).splitlines()[0]} The splits of {info.full_name}: {there}") from error
-    if not instructions:
+    if not parts:
         raise UserError(f"{setting} has no example. The splits of {info.full_name}: {there}")
-    return [Shard(str(part.filename), part.skip, part.take) for part in instructions]
+    return parts
 
 
-def _check_files(spec: SourceSpec, info: "DatasetInfo", shards: list[Shard]) -> files.Listing:
+def _check_files(spec: SourceSpec, info: "DatasetInfo", parts: "list[FileInstruction]") -> files.Listing:
     """The files of a split, each of which is there and has as many records as TFDS wrote into it."""
-    names = list(dict.fromkeys(shard.file for shard in shards))
+    expected = {part.filename: part.examples_in_shard for part in parts}
+    names = list(expected)
     missing = [Path(name).name for name in names if not os.path.isfile(name)]
     if missing:
         raise UserError(
             f"{spec.setting('dataset_name')}: {len(missing)} of {len(names)} files are missing in {info.data_dir}: "
             f"{', '.join(missing[:_MOST_NAMED])}{', ...' if len(missing) > _MOST_NAMED else ''}"
         )
-    expected = {
-        part.filename: part.examples_in_shard for split in info.splits.values() for part in split.file_instructions
-    }
     for name, count in zip(names, count_records(names, spec), strict=True):
         if count != expected[name]:
             raise UserError(

@@ -119,7 +119,7 @@ def check_evaluation(config: Mapping[str, Any]) -> list[str]:
         return problems
     if config["datasets"]:
         problems.append("eval_interval needs data to evaluate on, for nothing is held out of datasets: eval_datasets")
-    elif config["eval_fraction"] == 0 and not _all_of_type(config, "synthetic"):
+    elif config["eval_fraction"] == 0:
         problems.append("eval_interval needs data to evaluate on: set eval_dataset_path or an eval_fraction above 0")
     return problems
 

@@ -289,7 +289,9 @@ def test_a_data_position_of_another_batch_is_left_to_the_caller(saved, mesh):
     values = make_values(30)
     wanted = abstract(place({**values, "data_position": np.zeros((16, 1, 2), np.int32)}, mesh))
     state, meta, messages = checkpointer(saved).restore_latest(wanted)
-    assert state.pop("data_position") is None
+    position = state.pop("data_position")
+    assert position.is_fully_replicated
+    np.testing.assert_array_equal(position, values["data_position"])
     assert same(state, {part: values[part] for part in state})
     assert meta["loss"] == 30 / 8
     assert messages == []

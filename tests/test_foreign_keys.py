@@ -38,9 +38,11 @@ WORKING = [
 
 # Commands that ask for something that is not here, or has another name, and what the answer says.
 ANSWERED = [
-    ("dataset_type=tfds dataset_name=c4/en:3.0.1", "dataset_type=text"),
+    ("dataset_type=c4_mlperf", "dataset_type=tfds dataset_name=c4/en:3.0.1"),
     ("dataset_type=hf hf_path=allenai/c4", "JSONL"),
-    ("dataset_type=grain grain_train_files=/data/*.array_record", "dataset_path=/data/*.array_record"),
+    ("dataset_type=grain grain_train_files=/data/*.array_record", "dataset_type=array_record dataset_path=/data/*"),
+    ("grain_train_mixture_config_path=mix.json", "datasets=[{name: a, weight: 7"),
+    ("tfds_data_dir=/data", "dataset_path=/data"),
     ("model_name=llama5-7b", "llama2-7b"),
     ("interleave_moe_layer_step=2", "decoder_segments"),
     ("quantization=int8", "quantisation"),

@@ -1,5 +1,6 @@
 """A run that is interrupted and started again ends as if nothing had happened; what it may change in between."""
 
+import itertools
 import json
 import os
 import random
@@ -12,6 +13,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from src import config as configuration
+from src.data.loader import train_batches
+from src.data.sources import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.resume import check_tokenizer
 from tests import runs
@@ -218,15 +222,38 @@ def test_another_corpus_is_noticed(stopped, corpus, tmp_path, monkeypatch, capsy
     assert runs.losses(stopped)[-1][0] == STEPS
 
 
-def test_an_accepted_global_batch_starts_the_data_over(stopped, corpus, tmp_path, capsys):
+def test_an_accepted_global_batch_goes_on_after_as_many_documents(stopped, corpus, tmp_path, capsys):
+    taken = int(runs.saved_arrays(stopped, 20)["data_position"][:, 0, 0].sum())
     changes = {"per_device_batch_size": 2, "eval_per_device_batch_size": 1}
     runs.run_here(**keys_of(stopped, corpus, **changes, accept_changes="[per_device_batch_size]"))
-    assert "the data start over: the global batch changed" in capsys.readouterr().out
-    # The ten steps that were left read what the first ten of a new run read.
-    new = tmp_path / "new" / "run"
-    runs.run_here(**keys_of(new, corpus, **changes, steps=10))
-    expected = runs.saved_arrays(new, 10)["data_position"]
+    assert f"the global batch changed: the data go on after {taken} documents" in capsys.readouterr().out
+    # The ten steps that were left read what comes after the first documents of the stream: as many as were taken.
+    config = configuration.load(runs.arguments(**keys_of(stopped, corpus, **changes)))
+    data, _ = open_sources(config, ByteTokenizer())
+    position = np.array([[[len(range(row, taken, 16)), 0]] for row in range(16)], np.int32)
+    batches = train_batches(config, data, ByteTokenizer(), range(16), 16, 20 * 8, position)
+    expected = list(itertools.islice(batches, 10))[-1]["data_position"]
+    batches.close()
     np.testing.assert_array_equal(runs.saved_arrays(stopped, STEPS)["data_position"], expected)
+
+
+def test_rolling_evaluations_and_mixtures_go_on_as_without_a_stop(corpus, tmp_path):
+    other = runs.write_corpus(tmp_path / "other", seed=5)
+    keys = {
+        "datasets": f"[{{name: one, weight: 2, dataset_path: {corpus}}}, {{name: two, dataset_path: {other}}}]",
+        "eval_datasets": f"[{{name: a, eval_steps: 2, dataset_path: {other}}}, {{name: b, dataset_path: {corpus}}}]",
+        "eval_steps": 1,
+        "eval_mode": "rolling",
+        "eval_interval": 3,
+        "checkpoint_period": 5,
+    }
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    for folder, steps in ((whole, 12), (halves, 6), (halves, 12)):
+        runs.run_here(**keys, steps=steps, learning_rate_schedule_steps=12, base_output_directory=folder)
+    evaluations = [[line for line in runs.lines(folder / "run") if "eval_loss/a" in line] for folder in (whole, halves)]
+    assert evaluations[0] == evaluations[1]
+    assert [line["step"] for line in evaluations[0]] == [3, 6, 9, 12]
+    assert_same_run(halves / "run", whole / "run", 12)
 
 
 # ---- Damaged checkpoints

@@ -76,8 +76,9 @@ def train_weights(config: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def names_eval_data(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration names data to evaluate on; else they are a part of the training data."""
-    return bool(config["eval_datasets"] or config["eval_dataset_path"] or config["eval_dataset_name"])
+    """Whether data to evaluate on are named, or random; else they are a part of the training data."""
+    named = config["eval_datasets"] or config["eval_dataset_path"] or config["eval_dataset_name"]
+    return bool(named) or all(spec.type == "synthetic" for spec in train_specs(config))
 
 
 def _specs(config: Mapping[str, Any], entries: Any, is_eval: bool) -> list[SourceSpec]:

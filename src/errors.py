@@ -1,29 +1,12 @@
 """The one exception for what a user can mend, and how a command ends on it."""
 
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 
 class UserError(Exception):
     """A mistake in what the user typed or supplied: what is wrong, what was expected, what to change."""
-
-
-def imported(key: str, name: str) -> Any:
-    """The function or class that `name`, module:function, means; `key` gave it.
-
-    Raises:
-        UserError: there is none.
-    """
-    module, colon, attribute = name.partition(":")
-    try:
-        if colon:
-            return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"{key}={name}: {error}. It is looked for from the folder the command is run in.") from None
-    raise UserError(f"{key}={name}: expected module:function, such as my_metrics:accuracy")
 
 
 def run_command(main: Callable[[Sequence[str]], object]) -> None:

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from src.checkpoint import WEIGHTS
-from src.errors import UserError, imported
+from src.errors import UserError
 from src.mesh import Layout, weight_shardings
 from src.model import lora, moe, weights
 from src.model.context import Context
@@ -22,6 +22,7 @@ from src.model.loss import cross_entropy
 from src.model.segments import Execution
 from src.model.spec import ModelSpec
 from src.optimizer import Hyper, clip, hyper_parameters, transform
+from src.user_code import load_function
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -122,7 +123,7 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         load_balance=config["load_balance_loss_weight"],
         bias_update_rate=config["routed_bias_update_rate"],
         further_loss=config["mtp_loss_scaling_factor"],
-        eval_metrics=imported("eval_metrics", config["eval_metrics"]) if config["eval_metrics"] else None,
+        eval_metrics=load_function(config["eval_metrics"], "eval_metrics") if config["eval_metrics"] else None,
         micro_batches=config["gradient_accumulation_steps"],
         opt_type=config["opt_type"],
         mu_dtype=config["mu_dtype"] or config["weight_dtype"],

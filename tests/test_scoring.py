@@ -179,7 +179,7 @@ def test_the_loss_on_any_data_and_metrics_of_ones_own(model, tmp_path):
         ({"tokens_path": "{tmp}/long.txt", "logits_path": "out"}, "cannot be read as a .npy file"),
         ({"load_parameters_path": ""}, "load_parameters_path says whose weights to use"),
         ({"eval_metrics": "accuracy"}, "expected module:function"),
-        ({"eval_metrics": "tests.test_scoring:precision"}, "no attribute 'precision'"),
+        ({"eval_metrics": "tests.test_scoring:precision"}, "has no function precision"),
     ],
 )
 def test_bad_input(model, tmp_path, keys, sentence):

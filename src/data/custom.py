@@ -1,23 +1,17 @@
 """What users write themselves: documents of their own (dataset_factory), and changes to batches (batch_transform)."""
 
 import hashlib
-import importlib
 import operator
-import os
-import pkgutil
-import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from src.config_values import nearest
 from src.data.packing import Batch
 from src.data.source_spec import SourceSpec
 from src.data.text_files import as_ids, well_formed
 from src.errors import UserError
+from src.user_code import call, load_function
 
 if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
@@ -51,7 +45,7 @@ class CustomSource:
         self._column = column
         self._vocab_size = vocab_size
         self._facts = facts
-        self._length = _call(f"{name}: len() of what it returned", len, documents)
+        self._length = call(f"{name}: len() of what it returned", len, documents)
         if not self._length:
             raise UserError(f"{name} returned no document")
 
@@ -62,7 +56,7 @@ class CustomSource:
     def __getitem__(self, i: int) -> str | np.ndarray:
         """The text or ids of item `i`."""
         name = f"{self._name}: item {i}"
-        return _document(_call(name, operator.getitem, self._documents, i), name, self._column, self._vocab_size)
+        return _document(call(name, operator.getitem, self._documents, i), name, self._column, self._vocab_size)
 
     def document_keys(self) -> None:
         """There may be too many items to list."""
@@ -97,7 +91,7 @@ def custom_source(spec: SourceSpec, config: "FrozenConfigDict") -> CustomSource:
             "the split and returns documents: an object with __len__ and __getitem__, or an iterable"
         )
     factory = load_function(spec.settings["dataset_factory"], spec.key("dataset_factory"))
-    made = _call(setting, factory, config, spec.settings["split"])
+    made = call(setting, factory, config, spec.settings["split"])
     facts: Facts = {"class": _class(made)}
     if isinstance(made, (str, bytes, Mapping)) or not (_is_indexed(made) or isinstance(made, Iterable)):
         raise UserError(
@@ -107,7 +101,7 @@ def custom_source(spec: SourceSpec, config: "FrozenConfigDict") -> CustomSource:
     if not _is_indexed(made):
         made, facts = _read_whole(made, setting, spec.column, config.vocab_size)
     elif callable(getattr(made, "fingerprint", None)):
-        facts = _call(f"{setting}: fingerprint() of what it returned", made.fingerprint)
+        facts = call(f"{setting}: fingerprint() of what it returned", made.fingerprint)
         if not isinstance(facts, Mapping) or any(type(fact) not in (str, int) for fact in facts.values()):
             raise UserError(f"{setting}: fingerprint() must return a mapping of names to strings and whole numbers")
     return CustomSource(made, setting, spec.column, config.vocab_size, facts)
@@ -127,7 +121,7 @@ def apply_transform(function: Callable[[Batch], Batch], batch: Batch) -> Batch:
         UserError: the function raises, or returns others.
     """
     expected = {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}
-    changed = _call("batch_transform", function, dict(batch))
+    changed = call("batch_transform", function, dict(batch))
     if not isinstance(changed, Mapping):
         raise UserError(
             f"batch_transform returned a value of type {_class(changed)}: expected a dict of {', '.join(expected)}"
@@ -143,34 +137,6 @@ def apply_transform(function: Callable[[Batch], Batch], batch: Batch) -> Batch:
     return arrays
 
 
-def load_function(name: str, key: str) -> Callable[..., Any]:
-    """The function that `name`, module:function, means; `key` gave it.
-
-    Raises:
-        UserError: there is none, or its module can't be imported.
-    """
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise UserError(f"{key}={name}: expected module:function, such as my_data:documents")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise _failure(f"{key}={name}: importing {module_name}", error) from error
-        parent, _, missing = error.name.rpartition(".")
-        where = getattr(sys.modules[parent], "__path__", []) if parent else None
-        raise UserError(
-            f"{key}={name}: there is no module {error.name} in the folder the command is run in, nor installed."
-            + nearest(missing, [found.name for found in pkgutil.iter_modules(where)])
-        ) from None
-    except Exception as error:
-        raise _failure(f"{key}={name}: importing {module_name}", error) from error
-    if not callable(function := getattr(module, attribute, None)):
-        functions = [other for other in dir(module) if callable(getattr(module, other))]
-        raise UserError(f"{key}={name}: {module_name} has no function {attribute}.{nearest(attribute, functions)}")
-    return function
-
-
 def _is_indexed(made: Any) -> bool:
     return hasattr(made, "__len__") and hasattr(made, "__getitem__")
 
@@ -179,8 +145,8 @@ def _read_whole(made: Iterable[Any], setting: str, column: str, vocab_size: int)
     """The documents of an iterable, and a digest of them."""
     documents: list[str | np.ndarray] = []
     digest, total = hashlib.sha256(), 0
-    iterator = _call(setting, iter, made)
-    while (item := _call(name := f"{setting}: item {len(documents)}", next, iterator, _END)) is not _END:
+    iterator = call(setting, iter, made)
+    while (item := call(name := f"{setting}: item {len(documents)}", next, iterator, _END)) is not _END:
         document = _document(item, name, column, vocab_size)
         data = document.encode() if isinstance(document, str) else document.tobytes()
         digest.update(b"%d " % len(data) + data)
@@ -210,28 +176,6 @@ def _document(item: Any, name: str, column: str, vocab_size: int) -> str | np.nd
         return as_ids(item, vocab_size)
     except ValueError as error:
         raise UserError(f"{name} is no list of ids: {error}") from None
-
-
-def _call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns that a user wrote. Where it raises, a UserError says so of `what`."""
-    try:
-        return function(*arguments)
-    except UserError:
-        raise
-    except Exception as error:
-        raise _failure(what, error) from error
-
-
-def _failure(what: str, error: Exception) -> UserError:
-    """What to say of an error in code of the user: where it was raised there, if it was."""
-    libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and not frame.filename.startswith(("<", *libraries))
-    ]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return UserError(f"{what} raised {type(error).__name__}: {error}{place}")
 
 
 def _class(thing: Any) -> str:

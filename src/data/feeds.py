@@ -14,6 +14,7 @@ from src.data.order import Shuffle
 from src.data.packing import Batch, Document, Lane, fill_row
 from src.data.sources import Item, RowSource, Source
 from src.data.tokenizer import Tokenizer
+from src.errors import UserError
 
 if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
@@ -175,4 +176,6 @@ def encode(config: "FrozenConfigDict", tokenizer: Tokenizer | None, item: Item) 
         return encode_conversation(tokenizer, item, config.sft_train_on_completion_only)
     if isinstance(item, str):
         return Document(tokenizer.encode(item) if item else np.empty(0, np.int32))
+    if len(item) and item.max() >= config.vocab_size:
+        raise UserError(f"a document has id {item.max()}: vocab_size={config.vocab_size} is too small for these data")
     return Document(item)

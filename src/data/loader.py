@@ -23,6 +23,7 @@ from src.data.packing import Batch, empty_batch, rows_needed
 from src.data.sources import EvalSet, RowSource, Source, TrainData
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
+from src.user_code import load_function
 
 if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
@@ -242,7 +243,7 @@ def _batches(
     """Endless batches after so many rows of the run."""
     transform = None
     if config.batch_transform:
-        from src.data.custom import apply_transform, load_function
+        from src.data.custom import apply_transform
 
         transform = functools.partial(apply_transform, load_function(config.batch_transform, "batch_transform"))
 

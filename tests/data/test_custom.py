@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from src.data import custom
-from src.data.custom import apply_transform, load_function
+from src.data.custom import apply_transform
 from src.data.packing import empty_batch
 from src.data.source_spec import eval_specs, train_specs
 from src.data.sources import open_source
 from src.errors import UserError
+from src.user_code import load_function
 from tests import runs
 
 

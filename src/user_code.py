@@ -1,0 +1,63 @@
+"""Functions that users write and the configuration names as module:function: finding them, and blaming their lines."""
+
+import importlib
+import os
+import pkgutil
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from src.config_values import nearest
+from src.errors import UserError
+
+
+def load_function(name: str, key: str) -> Callable[..., Any]:
+    """The function that `name`, module:function, means; `key` gave it.
+
+    Raises:
+        UserError: there is none, or its module can't be imported.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise UserError(f"{key}={name}: expected module:function, such as my_data:documents")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise _failure(f"{key}={name}: importing {module_name}", error) from error
+        parent, _, missing = error.name.rpartition(".")
+        where = getattr(sys.modules[parent], "__path__", []) if parent else None
+        raise UserError(
+            f"{key}={name}: there is no module {error.name} in the folder the command is run in, nor installed."
+            + nearest(missing, [found.name for found in pkgutil.iter_modules(where)])
+        ) from None
+    except Exception as error:
+        raise _failure(f"{key}={name}: importing {module_name}", error) from error
+    if not callable(function := getattr(module, attribute, None)):
+        functions = [other for other in dir(module) if callable(getattr(module, other))]
+        raise UserError(f"{key}={name}: {module_name} has no function {attribute}.{nearest(attribute, functions)}")
+    return function
+
+
+def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns that a user wrote. Where it raises, a UserError says so of `what`."""
+    try:
+        return function(*arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _failure(what, error) from error
+
+
+def _failure(what: str, error: Exception) -> UserError:
+    """What to say of an error in code of the user: where it was raised there, if it was."""
+    libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith(("<", *libraries))
+    ]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return UserError(f"{what} raised {type(error).__name__}: {error}{place}")

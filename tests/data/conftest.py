@@ -87,19 +87,19 @@ def config():
 
 @pytest.fixture(scope="session")
 def lane_documents():
-    """The documents in some rows of one lane, in order: [rows, T] arrays -> lists of ids, bos to eos.
+    """The documents in some rows of one lane, in order: [rows, T] arrays (and a tokenizer) -> lists of ids, bos to eos.
 
     Joins what lies on both sides of a cut, and leaves a last document that isn't at its end out.
     """
 
-    def read(rows):
+    def read(rows, tokenizer=ByteTokenizer):
         documents = []
         for tokens, targets, mask in zip(rows["tokens"], rows["targets"], rows["loss_mask"], strict=True):
             for token, target in zip(tokens[mask == 1], targets[mask == 1], strict=True):
-                if token == ByteTokenizer.bos:
+                if token == tokenizer.bos:
                     documents.append([token])
                 assert documents[-1][-1] == token
                 documents[-1].append(target)
-        return [document for document in documents if document[-1] == ByteTokenizer.eos]
+        return [document for document in documents if document[-1] == tokenizer.eos]
 
     return read

@@ -11,24 +11,16 @@ import pytest
 
 pytest.importorskip("array_record", reason="bash setup.sh data installs it")
 
-from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+from array_record.python.array_record_module import ArrayRecordReader
 from tensorflow_datasets.proto import tf_example_pb2
 
 from src.data import array_record
 from src.data.array_record import ArrayRecordSource
 from src.data.source_spec import SETTINGS, SourceSpec
 from src.errors import UserError
+from tests.data.every_source import write_records as write
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def write(file, records, options="group_size:1"):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    writer = ArrayRecordWriter(str(file), options)
-    for record in records:
-        writer.write(record)
-    writer.close()
-    return file
 
 
 def example(**fields):

@@ -1,4 +1,3 @@
-import itertools
 import json
 import threading
 from collections import Counter
@@ -14,48 +13,10 @@ from src.data.packing import Document
 from src.data.sources import TrainData
 from src.data.synthetic import SyntheticSource
 from src.data.text import TextSource
-from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
 from src.resume import after_documents
+from tests.data.batches import TOKENIZER, B, assert_same, hosts_of, joined, rows_of, take
 from tests.data.one_source import alone, held_out
-
-B = 8
-TOKENIZER = ByteTokenizer()
-
-
-def take(batches, count):
-    taken = list(itertools.islice(batches, count))
-    batches.close()
-    return taken
-
-
-def hosts_of(count):
-    """The rows of each of `count` hosts."""
-    return np.split(np.arange(B), count)
-
-
-def joined(config, data, hosts, steps, rows_taken=0, position=None):
-    """`steps` batches of [B, ...], from that many hosts, each of which makes its own rows alone."""
-    if not isinstance(data, TrainData):
-        data = alone(data)
-    parts = []
-    for rows in hosts_of(hosts):
-        here = None if position is None else position[rows]
-        parts.append(take(train_batches(config, data, TOKENIZER, rows, B, rows_taken, here), steps))
-    return [{name: np.concatenate([part[k][name] for part in parts]) for name in parts[0][k]} for k in range(steps)]
-
-
-def assert_same(batches, others):
-    assert len(batches) == len(others)
-    for batch, other in zip(batches, others, strict=True):
-        assert batch.keys() == other.keys()
-        for name in batch:
-            assert batch[name].dtype == other[name].dtype
-            assert batch[name].tobytes() == other[name].tobytes(), name
-
-
-def rows_of(batches, row):
-    return {name: np.stack([batch[name][row] for batch in batches]) for name in batches[0]}
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -1,4 +1,3 @@
-import hashlib
 import itertools
 import json
 import subprocess
@@ -11,6 +10,7 @@ import pytest
 from src.data.source_spec import SourceSpec
 from src.data.tokens import TokenDocuments, TokenRows
 from src.errors import UserError
+from tests.data.every_source import write_tokens
 
 TOKENIZER = {"type": "sentencepiece", "vocab_size": 70_000, "digest": "abc"}
 
@@ -20,29 +20,7 @@ def spec_of(path):
 
 
 def write(folder, shards, dtype="uint16", /, **changes):
-    """A folder of tokens as the format is documented: shards are lists of documents, these lists of ids."""
-    folder.mkdir(parents=True)
-    facts = []
-    for number, documents in enumerate(shards):
-        pairs = [len(document) - 1 for document in documents]
-        data = b"".join(
-            np.array(document).astype(np.dtype(dtype).newbyteorder("<")).tobytes() for document in documents
-        )
-        (folder / f"{number:06d}.ids").write_bytes(data)
-        np.save(folder / f"{number:06d}.pair_starts.npy", np.array([sum(pairs[:d]) for d in range(len(pairs) + 1)]))
-        facts.append(
-            {
-                "documents": len(documents),
-                "ids": sum(map(len, documents)),
-                "largest_id": max((max(document) for document in documents), default=0),
-                "sha256": hashlib.sha256(data).hexdigest(),
-                "ids_bytes": len(data),
-                "index_bytes": (folder / f"{number:06d}.pair_starts.npy").stat().st_size,
-            }
-        )
-    summary = {"format": 1, "dtype": dtype, "vocab_size": 70_000, "tokenizer": TOKENIZER, "source": {}, "settings": {}}
-    (folder / "tokens.json").write_text(json.dumps({**summary, "items_per_shard": 9, "shards": facts, **changes}))
-    return folder
+    return write_tokens(folder, shards, dtype, **{"tokenizer": TOKENIZER, **changes})
 
 
 @pytest.fixture(scope="module")

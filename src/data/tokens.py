@@ -170,11 +170,14 @@ class _Tokens:
     def _map_index(self, shard: int) -> np.ndarray:
         """int64 [documents + 1]: the pairs of a shard before each of its documents, and in all."""
         path = self._path(index_name(shard))
-        with _reading(path):
-            index = np.load(self._copied(index_name(shard)) if self._copies else path, mmap_mode="r").view(np.ndarray)
         documents = int(np.diff(self._document_starts[shard : shard + 2])[0])
         pairs = int(np.diff(self._pair_starts[shard : shard + 2])[0])
-        if index.dtype != np.int64 or index.shape != (documents + 1,) or (index[0], index[-1]) != (0, pairs):
+        with _reading(path):
+            # The array ends the file. numpy reads what is before it with `ast`, which in Python 3.11 fails now and
+            # then where threads are at it together (SystemError, python/cpython issue 106905).
+            data = np.memmap(self._copied(index_name(shard)) if self._copies else path, np.uint8, "r").view(np.ndarray)
+            index = data[-8 * (documents + 1) :].view("<i8")
+        if (index[0], index[-1]) != (0, pairs):
             raise UserError(f"{path} is damaged: by {SUMMARY} it is int64 [{documents + 1}] from 0 to {pairs}")
         return index
 

@@ -1,30 +1,37 @@
 """What one turns to when a run hangs, crashes or is slow: stack traces of its threads, profiles of its steps."""
 
 import contextlib
-from collections.abc import Mapping
+import faulthandler
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
+_TRACES = Path("/tmp/debugging")
 
-def stack_traces(config: Mapping[str, Any]) -> contextlib.AbstractContextManager:
-    """While entered, writes the main thread's stack every `stack_trace_interval_seconds`, and on a crash.
 
-    To the console, or with `stack_trace_to_cloud` to files in /tmp/debugging, which a TPU VM's agent uploads.
+@contextlib.contextmanager
+def stack_traces(config: Mapping[str, Any]) -> Iterator[None]:
+    """While entered, writes all threads' stacks every `stack_trace_interval_seconds`, and on a crash.
+
+    To the console, or with `stack_trace_to_cloud` to a file in /tmp/debugging, which a Cloud TPU VM's agent uploads.
     """
     if not config["collect_stack_trace"]:
-        return contextlib.nullcontext()
-    from cloud_tpu_diagnostics import diagnostic
-    from cloud_tpu_diagnostics.configuration import debug_configuration as debug
-    from cloud_tpu_diagnostics.configuration import diagnostic_configuration, stack_trace_configuration
-
-    traces = stack_trace_configuration.StackTraceConfig(
-        collect_stack_trace=True,
-        stack_trace_to_cloud=config["stack_trace_to_cloud"],
-        stack_trace_interval_seconds=config["stack_trace_interval_seconds"],
-    )
-    debug_config = debug.DebugConfig(stack_trace_config=traces)
-    return diagnostic.diagnose(diagnostic_configuration.DiagnosticConfig(debug_config=debug_config))
+        yield
+        return
+    with contextlib.ExitStack() as exits:
+        out = sys.stderr
+        if config["stack_trace_to_cloud"]:
+            _TRACES.mkdir(parents=True, exist_ok=True)
+            out = exits.enter_context((_TRACES / time.strftime("stack_trace_%Y_%m_%d_%H_%M_%S.txt")).open("w"))
+        faulthandler.enable(out)
+        exits.callback(faulthandler.disable)
+        faulthandler.dump_traceback_later(config["stack_trace_interval_seconds"], repeat=True, file=out)
+        exits.callback(faulthandler.cancel_dump_traceback_later)
+        yield
 
 
 class Profile:

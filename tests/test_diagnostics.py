@@ -1,0 +1,55 @@
+"""Stack traces of a run: they come while it lasts, and do not keep it from ending."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from src import diagnostics
+from tests import runs
+
+PROGRAM = """
+import pathlib, sys, time
+from src import diagnostics
+diagnostics._TRACES = pathlib.Path(sys.argv[2])
+
+def a_function_of_its_own():
+    time.sleep(2.5)
+
+keys = {"collect_stack_trace": True, "stack_trace_to_cloud": sys.argv[1] == "cloud", "stack_trace_interval_seconds": 1}
+with diagnostics.stack_traces(keys):
+    a_function_of_its_own()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("where", ["console", "cloud"])
+def test_stacks_are_written_at_the_interval(where, tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, where, str(tmp_path / "traces")],
+        cwd=runs.ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert ended.stdout == "done\n"
+    written = ended.stderr
+    if where == "cloud":
+        (file,) = (tmp_path / "traces").iterdir()
+        assert file.name.startswith("stack_trace_")
+        written = file.read_text()
+    assert written.count("a_function_of_its_own") == 2
+
+
+def test_the_end_does_not_wait_for_the_interval():
+    keys = {"collect_stack_trace": True, "stack_trace_to_cloud": False, "stack_trace_interval_seconds": 600}
+    with open("/dev/null", "w") as nowhere, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", nowhere)
+        begin = time.monotonic()
+        with diagnostics.stack_traces(keys):
+            pass
+        assert time.monotonic() - begin < 60
+
+
+def test_nothing_is_written_unless_asked_for(capfd):
+    with diagnostics.stack_traces({"collect_stack_trace": False}):
+        time.sleep(0.01)
+    assert capfd.readouterr().err == ""

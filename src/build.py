@@ -47,8 +47,9 @@ def build(
     rows = global_batch_size(
         layout, config["per_device_batch_size"], config["gradient_accumulation_steps"], "per_device_batch_size"
     )
-    state = abstract_state(plan, config, (rows, max(len(config["datasets"]), 1), 2))
-    batch = abstract_batch(plan, rows, config["max_target_length"])
+    position = (rows, max(len(config["datasets"]), 1), 2)
+    state = abstract_state(plan, config, position)
+    batch = abstract_batch(plan, position, config["max_target_length"])
     hyper = hyper_parameters(config, 0)
     train, evaluate = compile_steps(plan, state, compiler_options)
     return Built(plan, compiler_options or {}, state, batch, hyper, train, evaluate, train.trace(state, batch, hyper))

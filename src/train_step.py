@@ -204,15 +204,18 @@ def batch_sharding(layout: Layout) -> dict[str, jax.sharding.NamedSharding]:
     return {**dict.fromkeys(names, rows), "data_position": layout.sharding(("batch", None, None))}
 
 
-def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
-    """The shapes and shardings of a batch of [rows, length] tokens, without an array: `jax.ShapeDtypeStruct`s.
+def abstract_batch(plan: StepPlan, position_shape: tuple[int, int, int], length: int) -> Batch:
+    """The shapes and shardings of a batch of rows of `length` tokens, without an array: `jax.ShapeDtypeStruct`s.
+
+    `position_shape` is `data_position`'s: rows, sources and 2.
 
     Raises:
         UserError: they do not divide over the mesh.
     """
+    rows = position_shape[0]
     plan.layout.check((rows, length), ("batch", "length"))
     place = batch_sharding(plan.layout)
-    shapes = {name: (rows, 1, 2) if name == "data_position" else (rows, length) for name in place}
+    shapes = {name: position_shape if name == "data_position" else (rows, length) for name in place}
     dtypes = {name: jnp.float32 if name == "loss_mask" else jnp.int32 for name in place}
     return {name: jax.ShapeDtypeStruct(shapes[name], dtypes[name], sharding=place[name]) for name in place}
 

@@ -16,6 +16,7 @@ from src.data.loader import train_batches
 from src.data.text import TextSource
 from src.data.tokenizer import ByteTokenizer
 from tests.data.one_source import alone
+from tests.data.two_processes import mixture
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +53,13 @@ def processes(corpus, tmp_path_factory):
     return [json.loads(result.read_text()) for result in results]
 
 
+def of_one_process(data):
+    config = SimpleNamespace(
+        max_target_length=64, packing=True, data_shuffle_seed=3, data_threads=1, batch_transform=""
+    )
+    return list(itertools.islice(train_batches(config, data, ByteTokenizer(), range(16), 16), 3))
+
+
 @pytest.mark.parametrize(
     ("mesh", "rows"),
     [
@@ -62,16 +70,17 @@ def processes(corpus, tmp_path_factory):
     ],
 )
 def test_global_batches_of_two_processes_are_those_of_one(processes, corpus, mesh, rows):
-    config = SimpleNamespace(
-        max_target_length=64, packing=True, data_shuffle_seed=3, data_threads=1, batch_transform=""
-    )
-    expected = list(
-        itertools.islice(train_batches(config, alone(TextSource(corpus, 64 * 1024)), ByteTokenizer(), range(16), 16), 3)
-    )
+    expected = of_one_process(alone(TextSource(corpus, 64 * 1024)))
     for result, own_rows in zip(processes, rows, strict=True):
         assert result[f"{mesh}, rows"] == own_rows
         for k, batch in enumerate(expected):
             assert result[f"{mesh}, step {k}"] == {name: array.tolist() for name, array in batch.items()}
+
+
+def test_so_are_those_of_a_mixture(processes, corpus):
+    for k, batch in enumerate(of_one_process(mixture(corpus))):
+        for result in processes:
+            assert result[f"mixture, step {k}"] == {name: array.tolist() for name, array in batch.items()}
 
 
 def test_evaluations_end_on_the_same_step_and_miss_nothing(processes, corpus):

@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from src.data.global_arrays import host_rows, to_global, to_host
 from src.data.loader import EvalBatches, train_batches
+from src.data.sources import TrainData
+from src.data.synthetic import SyntheticSource
 from src.data.text import TextSource
 from src.data.tokenizer import ByteTokenizer
 from tests.data.one_source import alone, held_out
@@ -24,6 +26,12 @@ B = 16
 CONFIG = SimpleNamespace(
     max_target_length=64, packing=True, data_shuffle_seed=3, eval_mode="reset", data_threads=1, batch_transform=""
 )
+
+
+def mixture(corpus):
+    """Three sources: texts, the same cut into short pieces, and rows that need no position."""
+    sources = (TextSource(corpus, 64 * 1024), TextSource(corpus, 100), SyntheticSource(256, 64, seed=1))
+    return TrainData(("whole", "pieces", "random"), sources, (5, 2, 1))
 
 
 def gather(batch):
@@ -58,6 +66,14 @@ def main(address, process_id, corpus, result_path):
             result[f"{name}, step {k}"] = {key: array.tolist() for key, array in gathered.items()}
         batches.close()
         result[f"{name}, rows"] = rows.tolist()
+    mesh = Mesh(*meshes["rows of both hosts in turn"])
+    place = NamedSharding(mesh, PartitionSpec("batch"))
+    rows = host_rows(place, (B, 64))
+    batches = train_batches(CONFIG, mixture(corpus), tokenizer, rows, B)
+    for k, batch in enumerate(itertools.islice(batches, 3)):
+        gathered = gather(to_global(batch, dict.fromkeys(batch, place), rows, B))
+        result[f"mixture, step {k}"] = {key: array.tolist() for key, array in gathered.items()}
+    batches.close()
     rows = np.arange(8) + 8 * jax.process_index()
     evaluation = EvalBatches(CONFIG, held_out(source), tokenizer, rows, B)
     local = list(evaluation)

@@ -36,7 +36,7 @@ class Topology:
     """The devices that a program is compiled for.
 
     Attributes:
-        name: As it was typed.
+        name: As it was typed, in lower case.
         platform: tpu, gpu or cpu.
         chip: None for a CPU, of which nothing is stated.
         shape: Chips of a slice along each of its dims; for GPUs and CPUs the devices of a host.
@@ -168,7 +168,8 @@ def parse_topology(name: str, slices: int) -> Topology:
     """What the keys `compile_topology` and `compile_topology_num_slices` mean.
 
     Args:
-        name: A TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3), or cpu-N.
+        name: A TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3), or cpu-N; capitals
+            are as good.
         slices: How many slices or hosts of that.
 
     Raises:
@@ -176,9 +177,10 @@ def parse_topology(name: str, slices: int) -> Topology:
     """
     if slices < 1:
         raise UserError(f"compile_topology_num_slices={slices}: expected a number of slices or hosts, at least 1")
+    name = name.lower()
     if name in _GPU_HOSTS:
         return Topology(name, "gpu", _GPU_HOSTS[name], (_GPUS_PER_HOST,), 1, slices)
-    written = re.fullmatch(r"(\w+)(?:-(\d+)|:(\d+(?:x\d+)*))", name)
+    written = re.fullmatch(r"(\w+)(?:-(\d+)|:(\d+(?:x\d+)*))", name, re.ASCII)
     family, count, shape = written.groups() if written else (None, None, None)
     if family == "cpu" and count:
         if slices > 1 or int(count) < 1:
@@ -248,11 +250,15 @@ def _factors(product: int, count: int) -> tuple[int, ...]:
 
 
 def _unknown(name: str) -> UserError:
-    """That no topology has this name, with those that are spelt most alike."""
-    size = re.search(r"[-:]?(\d+(?:x\d+)*)$", name)
+    """That no topology has this name, with those that are spelt most alike, or the hosts of the GPU that it names."""
+    size = re.search(r"[-:]?(\d+(?:x\d+)*)$", name, re.ASCII)
     end = f":{size[1]}" if size and "x" in size[1] else f"-{size[1]}" if size else "-8"
-    likely = [*_GPU_HOSTS, *(f"{family}{end}" for family in (*_GENERATIONS, "cpu"))]
-    nearest = difflib.get_close_matches(name, likely, n=3)
+    gpus = {host: re.search(r"[a-z]\d00", chip.kind.lower())[0] for host, chip in _GPU_HOSTS.items()}  # a3: h100
+    if name.startswith("cpu"):
+        nearest = [f"cpu-{math.prod(map(int, size[1].split('x'))) if size else 8}"]
+    elif not (nearest := [host for host, gpu in gpus.items() if gpu in name]):
+        likely = [*_GPU_HOSTS, *(f"{family}{end}" for family in (*_GENERATIONS, "cpu"))]
+        nearest = difflib.get_close_matches(name, likely, n=3)
     return UserError(
         f"compile_topology={name} is unknown. "
         + (f"Did you mean {' or '.join(nearest)}? " if nearest else "")

@@ -118,6 +118,11 @@ def test_devices_of_all_slices_are_counted(name, slices, devices):
     assert (topology.name, topology.slices) == (name, slices)
 
 
+@pytest.mark.parametrize("name", ["V5E-256", "v5P:4x4x8", "A3-Ultra", "CPU-8"])
+def test_capitals_are_as_good(name):
+    assert parse_topology(name, 1) == parse_topology(name.lower(), 1)
+
+
 @given(st.sampled_from(["v4", "v5e", "v5p", "v6e", "tpu7x"]), st.integers(0, 20_000))
 def test_a_slice_has_the_chips_of_its_number_or_does_not_exist(family, number):
     per_chip = {"v4": 2, "v5p": 2, "tpu7x": 2}.get(family, 1)
@@ -153,7 +158,10 @@ def test_a_slice_has_the_chips_of_its_number_or_does_not_exist(family, number):
         ("v5p128", "Did you mean v5p-128"),
         ("v5p", "Did you mean v5p-8"),
         ("a3ultra", "Did you mean a3-ultra"),
-        ("h100", "a3: NVIDIA H100"),
+        ("h100", "Did you mean a3[?]"),
+        ("nvidia-h200", "Did you mean a3-ultra[?]"),
+        ("cpu:2x4", "Did you mean cpu-8[?]"),
+        ("v5e-\u0668", "is unknown. Expected a TPU slice"),  # an Arabic eight
         ("gpu-8", "Did you mean cpu-8"),
         ("cpu-0", "at least one CPU device"),
         ("", "is unknown. Expected a TPU slice"),

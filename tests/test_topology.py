@@ -161,7 +161,7 @@ def test_a_slice_has_the_chips_of_its_number_or_does_not_exist(family, number):
         ("h100", "Did you mean a3[?]"),
         ("nvidia-h200", "Did you mean a3-ultra[?]"),
         ("cpu:2x4", "Did you mean cpu-8[?]"),
-        ("v5e-\u0668", "is unknown. Expected a TPU slice"),  # an Arabic eight
+        ("v5e-\u0668", "is unknown. Did you mean v5e-8"),  # an Arabic eight
         ("gpu-8", "Did you mean cpu-8"),
         ("cpu-0", "at least one CPU device"),
         ("", "is unknown. Expected a TPU slice"),

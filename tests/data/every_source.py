@@ -1,5 +1,6 @@
 """The same kind of documents as every source has them, written by the formats' own packages or by hand."""
 
+import functools
 import hashlib
 import json
 
@@ -34,7 +35,7 @@ def write(folder, kind, encode):
                 (folder / f"{n}.jsonl").write_text("".join(lines))
             return {"dataset_type": "text", "dataset_path": str(folder)}
         case "tfds":
-            write_tfds(folder, documents)
+            write_tfds(folder, documents, shards=4)
             return {"dataset_type": "tfds", "dataset_path": str(folder), "dataset_name": "documents:1.0.0"}
         case "array_record":
             for n in range(3):
@@ -78,7 +79,26 @@ def write_records(file, records, options="group_size:1"):
     return file
 
 
-def write_tfds(folder, documents):
+def text_example(text):
+    """A serialized tf.train.Example with one feature, `text`."""
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    example = tf_example_pb2.Example()
+    example.features.feature["text"].bytes_list.value.append(text.encode())
+    return example.SerializeToString()
+
+
+def write_tfds(folder, documents, shards=1):
+    """A dataset `documents`, as TFDS prepares one."""
+    import tensorflow_datasets as tfds
+
+    builder = _builder()(data_dir=folder, file_format="array_record")
+    builder.documents = documents
+    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=shards))
+
+
+@functools.cache  # TFDS takes no second one of this name
+def _builder():
     import tensorflow_datasets as tfds
 
     class Documents(tfds.core.GeneratorBasedBuilder):
@@ -93,10 +113,9 @@ def write_tfds(folder, documents):
             return {"train": self._generate_examples()}
 
         def _generate_examples(self):
-            yield from ((n, {"text": text}) for n, text in enumerate(documents))
+            yield from ((n, {"text": text}) for n, text in enumerate(self.documents))
 
-    builder = Documents(data_dir=folder, file_format="array_record")
-    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=4))
+    return Documents
 
 
 def write_tokens(folder, shards, dtype="uint16", /, **changes):

@@ -1,7 +1,11 @@
 """The commands and links of README.md and the pages under docs/ are ones that work."""
 
+import gzip
+import json
 import re
+import runpy
 import shlex
+import sqlite3
 import string
 import subprocess
 import sys
@@ -9,14 +13,18 @@ import sys
 import pytest
 
 from src import config as configuration
-from src import convert
+from src import convert, inspect_data
 from src.model.flops import count_active_params, count_params
 from src.model.spec import ExpertsSpec, model_spec
 from tests.hf import saved
 from tests.runs import BASE, ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "end_to_end" / "README.md"]
-PROGRAMS = ("src.train", "src.train_compile", "src.train_tokenizer", "src.evaluate", "src.decode")
+DATA = ROOT / "docs" / "data.md"
+PROGRAMS = (
+    *("src.train", "src.train_compile", "src.train_tokenizer", "src.evaluate", "src.decode"),
+    *("src.inspect_data", "src.tokenize_dataset"),
+)
 MODELS = ROOT / "docs" / "models" / "README.md"
 
 
@@ -38,6 +46,12 @@ def commands_of(page):
 COMMANDS = [(page.name, words) for page in PAGES for words in commands_of(page)]
 
 
+def files_of(page):
+    """The files that a page shows whole, by their names: blocks that begin with the name in a comment."""
+    blocks = re.findall(r"```(?:python|yaml)\n(# (my_\w+\.\w+)\n.*?)```", page.read_text(), re.DOTALL)
+    return {name: block for block, name in blocks}
+
+
 def started(*programs):
     """The arguments that the pages give these programs."""
     return [
@@ -54,7 +68,7 @@ def place(link, target):
 
 @pytest.fixture(scope="module")
 def anywhere(tmp_path_factory):
-    """A folder like the repository's root, and home, with the models and runs that the pages name."""
+    """A folder like the repository's root, and home, with the models, runs and files that the pages name."""
     root = tmp_path_factory.mktemp("root")
     (root / "configs").symlink_to(ROOT / "configs")
     tiny = saved.save(root / "tiny", "llama")
@@ -63,6 +77,8 @@ def anywhere(tmp_path_factory):
         place(root / folder.removeprefix("~/"), tiny)
     for file in set(re.findall(r"\bruns/[\w.-]+/config\.yml", words)):
         place(root / file, ROOT / "configs" / "base.yml")
+    for name, content in files_of(DATA).items():
+        (root / name).write_text(content)
     return root
 
 
@@ -72,7 +88,7 @@ def test_the_readme_begins_with_the_two_commands():
     assert readme[:4] == [
         ["bash", "setup.sh"],
         [".venv/bin/python", "-m", "src.train", "configs/quickstart.yml"],
-        ["bash", "setup.sh", "dev", "aot"],
+        ["bash", "setup.sh", "dev", "aot", "data"],
         [".venv/bin/python", "-m", "pytest", "-n", "2", "--dist", "loadfile"],
     ]
     assert "-m pytest" in "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
@@ -86,6 +102,37 @@ def test_a_command_is_understood(argv, anywhere, monkeypatch):
         configuration.load(argv)
     else:
         assert "there is no key" not in configuration.help_for(argv)
+
+
+@pytest.fixture(scope="module")
+def my_data(anywhere):
+    """What the page on data makes or expects beside its own files; returns how many documents there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(anywhere)
+        runpy.run_path("my_docstrings.py")
+    lines = [line for file in sorted((anywhere / "my_data").iterdir()) for line in file.read_text().splitlines()]
+    with sqlite3.connect(anywhere / "my_train.db") as database:
+        database.execute("CREATE TABLE pages(id INTEGER PRIMARY KEY, text TEXT NOT NULL)")
+        database.executemany("INSERT INTO pages(text) VALUES (?)", [(json.loads(line)["text"],) for line in lines])
+    (anywhere / "my_gzip_files").mkdir()
+    (anywhere / "my_gzip_files" / "c4-train.00000-of-00001.json.gz").write_bytes(
+        gzip.compress("\n".join(lines).encode())
+    )
+    return len(lines)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [argv for argv in started("src.inspect_data") if {"dataset_path=my_data/", "dataset_type=custom"} & {*argv}],
+    ids=" ".join,
+)
+def test_the_sources_on_the_page_of_data_work(argv, anywhere, my_data, monkeypatch, capsys):
+    monkeypatch.chdir(anywhere)
+    monkeypatch.syspath_prepend(anywhere)
+    inspect_data.main([*argv, "eval_interval=-1"])
+    shown = capsys.readouterr().out
+    assert f" {my_data:,} documents" in shown
+    assert re.search(r"(\d+) of \1 documents decode to text that encodes to the same ids", shown)
 
 
 @pytest.mark.parametrize("argv", started("src.convert"), ids=" ".join)

@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import tokenizers
 from src.data.chat_template import ChatTemplate, Message
 from src.data.tokenizer import missing_template
 from src.errors import UserError
+
+# Threads are the loader's: the package is to start none of its own, nor to complain of processes started after that.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Where the special tokens are named, first come first served: files that give their text, then files with their ids.
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -67,15 +71,15 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """The int32 ids of a document, bos and eos included."""
-        return self._array([self.bos, *self._tokenizer.encode(text).ids, self.eos])
+        return self._array([self.bos, *self._ids(text), self.eos])
 
     def encode_prompt(self, text: str) -> np.ndarray:
         """The int32 ids of a document's beginning, bos included."""
-        return self._array([self.bos, *self._tokenizer.encode(text).ids])
+        return self._array([self.bos, *self._ids(text)])
 
     def encode_text(self, text: str) -> np.ndarray:
         """The int32 ids of the text alone."""
-        return self._array(self._tokenizer.encode(text).ids)
+        return self._array(self._ids(text))
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """As `encode_text`, and int [n, 2]: which characters of the text, from and to, each id stands for."""
@@ -104,6 +108,10 @@ class HuggingFaceTokenizer:
         """What makes two tokenizers give the same ids."""
         ids = {"vocab_size": self.vocab_size, "bos": self.bos, "eos": self.eos}
         return {"type": "huggingface", **ids, "digest": self._digest}
+
+    def _ids(self, text: str) -> list[int]:
+        # The same as by its `encode`, which would let no other thread run meanwhile and work out spans too.
+        return self._tokenizer.encode_batch_fast([text])[0].ids
 
     def _array(self, ids: list[int]) -> np.ndarray:
         array = np.array(ids, np.int32)

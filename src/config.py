@@ -234,7 +234,9 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
             value = _typed(setting)
         except ValueError as error:
             comment = base().comment(key)
-            problems.append(f"{setting.key} ({setting.where}): {error}" + (f". {key}: {comment}" if comment else ""))
+            said = f"{setting.key} ({setting.where}): {error}"
+            end = "" if said.endswith((".", "?")) else "."
+            problems.append(f"{said}{end} {key}: {comment}" if comment else said)
             failed.add(key)
             continue
         config[key] = {**config[key], entry: value} if dot else value

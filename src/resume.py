@@ -236,8 +236,8 @@ def with_position(
     """The restored state, if it stands in the data that the config describes.
 
     Where the user accepts another global batch size or row length, the data go on after as many documents, or rows of
-    tokens, as were taken: those that lanes were in the middle of are repeated or missed. Where the number of sources is
-    another, they start over.
+    tokens, as were taken: what some lanes were ahead of the others is repeated, what they were behind is missed. Where
+    the number of sources is another, they start over.
 
     Raises:
         UserError: the data differ, and `accept_changes` does not say that they may.
@@ -259,7 +259,8 @@ def with_position(
             f"Restore the data, or accept that examples repeat or are missed: accept_changes=[{keys}]"
         )
     rows_taken = meta.get("rows_taken", int(fields["step"]) * old["global batch"])
-    rows_taken = rows_taken * old["max_target_length"] // fingerprint["max_target_length"]
+    if config.packing:  # else a row is a document, whatever its length
+        rows_taken = rows_taken * old["max_target_length"] // fingerprint["max_target_length"]
     eval_position = meta.get("eval_position", {})
     position, wanted = fields["data_position"], abstract.data_position
     if position.shape == wanted.shape:

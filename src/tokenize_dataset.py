@@ -259,7 +259,7 @@ def _write_in_parallel(config: "FrozenConfigDict", folder: Path, todo: Mapping[i
     with (
         _Display(len(items), len(items) - left) as display,
         concurrent.futures.ProcessPoolExecutor(
-            max(1, min(cores, len(todo))), context, _start_worker, (config, folder, counts, stop)
+            max(1, min(cores, len(todo))), context, _start_worker, (configuration.to_yaml(config), folder, counts, stop)
         ) as pool,
     ):
         pending = {pool.submit(_write_shard, number, part) for number, part in todo.items()}
@@ -309,9 +309,10 @@ class _Worker:
 _this_worker: _Worker
 
 
-def _start_worker(config: "FrozenConfigDict", folder: Path, counts: Any, stop: Any) -> None:
+def _start_worker(config_text: str, folder: Path, counts: Any, stop: Any) -> None:
+    """Takes the config as text: what it holds can't all be pickled."""
     global _this_worker
-    _this_worker = _Worker(config, folder, counts, stop)
+    _this_worker = _Worker(configuration.from_yaml(config_text), folder, counts, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process too, which then sets `stop`
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

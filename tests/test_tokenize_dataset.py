@@ -83,6 +83,12 @@ def test_documents_are_the_texts_in_order_by_the_tokenizer(command, tmp_path, te
     assert set(contents(tmp_path / "out")) == {"tokens.json", *names}
 
 
+def test_a_mixture_of_one_beside_evaluation_sets_is_written(command, corpus, tmp_path, texts):
+    entries = {"datasets": f"[{{name: one, dataset_path: {corpus}}}]", "eval_datasets": "[{name: a, dataset_path: b}]"}
+    main(command(**entries))
+    assert documents_in(tmp_path / "out") == [[256, *text.encode(), 257] for text in texts]
+
+
 def test_a_large_vocabulary_takes_32_bits(command, tmp_path, texts):
     main(command(vocab_size=65_537))
     assert json.loads((tmp_path / "out" / "tokens.json").read_text())["dtype"] == "uint32"

@@ -122,8 +122,8 @@ def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
         raise UserError(f"{spec.setting('dataset_name')}: TFDS can't read {folder}: {error}") from error
     raise UserError(
         f"{spec.setting('dataset_name')} is stored as {', '.join(sorted(formats))} in {folder}, which can't be read in "
-        f"any order. On a machine with TensorFlow, this adds a copy that can: tfds convert_format "
-        f"--dataset_version_dir={folder} --out_file_format={_FORMAT}"
+        f"any order. Where TensorFlow, apache-beam and mlcroissant are installed too, this adds a copy that can: tfds "
+        f"convert_format --dataset_version_dir={os.path.abspath(folder)} --out_file_format={_FORMAT}"
     )
 
 

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Runs the tests that take minutes, which plain pytest leaves out: a run killed ten times on one device and on eight, and
+# twenty verdicts of src.train_compile against the compiler's own.
+#
+#   bash end_to_end/long_tests.sh     about ten minutes on two cores
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+"$python" -m pytest -m long

@@ -32,8 +32,8 @@ class Feed(Protocol):
             ordinal: how many rows of the run before it are from this source.
         """
 
-    def positions(self) -> np.ndarray:
-        """int32 [rows, 2]: for each row (documents taken, pairs taken of the next one); zeros if none is needed."""
+    def position(self, row: int) -> tuple[int, int]:
+        """For a row of this host (documents taken, pairs taken of the next one); zeros if none is needed."""
 
 
 class LaneFeed:
@@ -44,7 +44,7 @@ class LaneFeed:
         rows: the host's rows of the global batch.
         global_batch: B.
         packing: whether a row may hold more than one document.
-        positions: int32 [rows, 2], where to go on, as `positions` gave it; None: at the start.
+        positions: int32 [rows, 2], where to go on, as `position` gave each; None: at the start.
         end: ordinals from here on don't exist.
     """
 
@@ -69,9 +69,9 @@ class LaneFeed:
         del ordinal
         self._lanes[row].fill(batch, row)
 
-    def positions(self) -> np.ndarray:
-        """int32 [rows, 2]: for each row (documents taken, pairs taken of the next one)."""
-        return np.array([lane.position for lane in self._lanes], np.int32)
+    def position(self, row: int) -> tuple[int, int]:
+        """Of the row's own lane."""
+        return self._lanes[row].position
 
 
 class RowFeed:
@@ -79,13 +79,11 @@ class RowFeed:
 
     Args:
         documents: those of the row with an ordinal.
-        rows: how many rows the host has.
         end: ordinals from here on don't exist, and leave their rows empty.
     """
 
-    def __init__(self, documents: Callable[[int], list[Document]], rows: int, end: float) -> None:
+    def __init__(self, documents: Callable[[int], list[Document]], end: float) -> None:
         self._documents = documents
-        self._rows = rows
         self._end = end
 
     def fill(self, batch: Batch, row: int, ordinal: int) -> None:
@@ -93,9 +91,10 @@ class RowFeed:
         if ordinal < self._end:
             fill_row(batch, row, self._documents(ordinal))
 
-    def positions(self) -> np.ndarray:
-        """int32 [rows, 2], zeros."""
-        return np.zeros((self._rows, 2), np.int32)
+    def position(self, row: int) -> tuple[int, int]:
+        """Zeros."""
+        del row
+        return 0, 0
 
 
 def make_feed(
@@ -123,7 +122,7 @@ def make_feed(
     """
     documents = Documents(config, source, tokenizer, index)
     if (count := rows_an_epoch(config, source)) is not None:
-        return RowFeed(documents.row, len(rows), count if one_epoch else math.inf)
+        return RowFeed(documents.row, count if one_epoch else math.inf)
     end = len(source) if one_epoch else math.inf
     return LaneFeed(documents, rows, global_batch, config.packing, positions, end)
 

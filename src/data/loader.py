@@ -7,12 +7,13 @@ B: rows of a batch, over all hosts.  T: tokens a row.  S: sources.
 """
 
 import collections
+import contextlib
 import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
 
 _PREFETCHED_BATCHES = 2
+_BEGUN_BATCHES = 4  # beside these, so that threads need not keep step
 
 
 def train_batches(
@@ -73,7 +75,7 @@ def train_batches(
         for index, source in enumerate(data.sources)
     ]
     batches = _batches(config, feeds, Mixture(data.weights), rows, global_batch, rows_taken)
-    return _prefetch(_with_position(batches, feeds))
+    return _prefetch(batch | {"data_position": positions} for batch, positions in batches)
 
 
 class EvalBatches:
@@ -129,8 +131,8 @@ class EvalBatches:
             self._start(None)
         count, before = self.steps(), self._rows_taken
         self._rows_taken += count * self._global_batch
-        batches = _batches(self._config, [self._feed], Mixture([1]), self._rows, self._global_batch, before)
-        return _prefetch(itertools.islice(batches, count))
+        batches = _batches(self._config, [self._feed], Mixture([1]), self._rows, self._global_batch, before, count)
+        return _prefetch(batch for batch, _ in batches)
 
     def steps(self) -> int:
         """How many batches an evaluation has. The first call, by `iter` or directly, waits for that of other hosts."""
@@ -146,7 +148,7 @@ class EvalBatches:
         from src.data.global_arrays import max_over_hosts
 
         lanes = np.zeros((self._global_batch, 2), np.int32)
-        lanes[list(self._rows)] = self._feed.positions()
+        lanes[list(self._rows)] = [self._feed.position(row) for row in range(len(self._rows))]
         return {"rows_taken": self._rows_taken, "lanes": max_over_hosts(lanes).tolist()}
 
     def _start(self, position: Mapping[str, Any] | None) -> None:
@@ -239,29 +241,43 @@ def _batches(
     rows: Sequence[int],
     global_batch: int,
     rows_taken: int,
-) -> Iterator[Batch]:
-    """Endless batches after so many rows of the run."""
+    count: int | None = None,
+) -> Iterator[tuple[Batch, np.ndarray]]:
+    """Batches after so many rows of the run, each with `data_position` after it: `count` of them, or without end.
+
+    Thread n of N fills rows n, n + N, ... of one batch after the other. Rows differ in how long they take: a thread
+    waits for the others only when it is some batches ahead of them.
+    """
     transform = None
     if config.batch_transform:
         from src.data.custom import apply_transform
 
         transform = functools.partial(apply_transform, load_function(config.batch_transform, "batch_transform"))
 
-    def fill(batch: Batch, row: int, source: int, ordinal: int) -> None:
-        feeds[source].fill(batch, row, ordinal)
+    def fill(batch: Batch, positions: np.ndarray, dealt: list[tuple[int, int]], thread: int) -> None:
+        for row in range(thread, len(rows), config.data_threads):
+            source, ordinal = dealt[row]
+            feeds[source].fill(batch, row, ordinal)
+            positions[row] = [feed.position(row) for feed in feeds]
 
-    with ThreadPoolExecutor(config.data_threads, thread_name_prefix="rows") as threads:
-        run: Callable[..., Any] = map if config.data_threads == 1 else threads.map
-        for before in itertools.count(rows_taken, global_batch):
-            batch = empty_batch(len(rows), config.max_target_length)
-            sources, ordinals = zip(*mixture.deal(before, rows, global_batch, config.data_shuffle_seed), strict=True)
-            collections.deque(run(fill, itertools.repeat(batch), range(len(rows)), sources, ordinals), maxlen=0)
-            yield transform(batch) if transform else batch
+    def begin(before: int) -> tuple[Batch, np.ndarray, list[Future[None]]]:
+        batch = empty_batch(len(rows), config.max_target_length)
+        positions = np.empty((len(rows), len(feeds), 2), np.int32)
+        dealt = mixture.deal(before, rows, global_batch, config.data_shuffle_seed)
+        return batch, positions, [thread.submit(fill, batch, positions, dealt, n) for n, thread in enumerate(threads)]
 
-
-def _with_position(batches: Iterator[Batch], feeds: Sequence[Feed]) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch | {"data_position": np.stack([feed.positions() for feed in feeds], axis=1)}
+    with contextlib.ExitStack() as exits:
+        threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(config.data_threads)]
+        for thread in threads:
+            exits.callback(thread.shutdown, cancel_futures=True)
+        begun = map(begin, itertools.islice(itertools.count(rows_taken, global_batch), count))
+        ahead = collections.deque(itertools.islice(begun, _BEGUN_BATCHES))
+        while ahead:
+            batch, positions, parts = ahead.popleft()
+            for part in parts:
+                part.result()
+            ahead.extend(itertools.islice(begun, 1))
+            yield transform(batch) if transform else batch, positions
 
 
 def _prefetch(batches: Iterator[Batch]) -> Iterator[Batch]:

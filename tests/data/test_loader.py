@@ -263,7 +263,7 @@ def test_an_error_in_the_thread_is_raised_at_its_batch(config, tmp_path):
     assert made
 
 
-def test_batches_are_made_ahead_and_the_thread_ends_on_close(config, list_source, words):
+def test_batches_are_made_ahead_and_threads_end_on_close(config, list_source, words):
     settings = config(max_target_length=100)
     first = joined(settings, list_source(words), 1, 1)[0]["data_position"][:, 0]
     threads = set(threading.enumerate())
@@ -271,11 +271,36 @@ def test_batches_are_made_ahead_and_the_thread_ends_on_close(config, list_source
     batches = train_batches(settings, alone(source), TOKENIZER, range(B), B)
     source.read.clear()  # what was read to see that the data fill a row
     next(batches)
-    (thread,) = set(threading.enumerate()) - threads
+    started = set(threading.enumerate()) - threads
+    assert started
     batches.close()
-    assert not thread.is_alive()
+    assert not any(thread.is_alive() for thread in started)
     read_for_the_first = first[:, 0] + (first[:, 1] > 0)
     assert len(source.read) > read_for_the_first.sum()
+
+
+def test_threads_need_not_keep_step(config, list_source, words):
+    """A document that takes long holds up its own thread's rows, and not those of the other for some batches."""
+    one_document_a_row = {"packing": False, "long_documents": "truncate"}
+    settings = config(**one_document_a_row, data_threads=2)
+    source = list_source(words)
+    batches = train_batches(settings, alone(source), TOKENIZER, range(B), B)
+    read_by, ahead, slow = Counter(), threading.Event(), []
+
+    class Slow(list):
+        def __getitem__(self, i):
+            thread = threading.current_thread()
+            slow.append(thread)
+            read_by[thread] += 1
+            if thread is slow[0]:
+                assert ahead.wait(timeout=60)
+            elif read_by[thread] == 3 * B // 2:  # its half of three batches
+                ahead.set()
+            return super().__getitem__(i)
+
+    source.texts = Slow(source.texts)
+    assert_same(take(batches, 5), joined(config(**one_document_a_row), list_source(words), 1, 5))
+    assert len(read_by) == 2
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -1,0 +1,227 @@
+"""Tokens a second of the input pipeline, beside Grain's own of the same text: `scripts/bench_data.py [case ...]`.
+
+Needs `bash setup.sh dev` (Grain) and `bash setup.sh data`. The text is the source code of Python's standard library as an
+ArrayRecord file, which both read through the package array_record and encode by the same function. Ours is
+`train_batches`; Grain's is MapDataset.source, seed, shuffle, repeat, map, to_iter_dataset, one of its packers, and batch.
+They take turns, so that what else the machine does slows both alike. Each turn begins with a pipeline of its own, whose
+first batches are not counted. What is printed are medians: of tokens a second, padding left out, and of the ratios of
+neighbouring turns.
+
+cases:
+    byte, sentencepiece, huggingface    the tokenizer (the last two of 8,000 ids)
+    tokens                              ids that src.tokenize_dataset wrote, ours alone
+"""
+
+import argparse
+import contextlib
+import io
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import grain
+import numpy as np
+from absl import flags
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from src import config as configuration
+from src import tokenize_dataset, train_tokenizer
+from src.data.loader import train_batches
+from src.data.sources import open_sources
+from src.data.text import TextSource
+from src.data.tokenizer import Tokenizer, make_tokenizer
+from src.errors import run_command
+
+BASE = str(Path(__file__).resolve().parents[1] / "configs" / "base.yml")
+B, T = 16, 2048
+VOCAB_SIZE = 8_000
+TOKENIZERS = ("byte", "sentencepiece", "huggingface")
+# Bytes that documents are cut to: as the config's default has it, and so that a row has room for them in any ids.
+DOCUMENTS = {"documents of up to 64 KiB": 64 * 1024, "documents of up to 2,000 bytes": 2_000}
+WARM_UP_TOKENS = 4 * B * T
+
+Batches = Iterator[np.ndarray]
+"""`segment_ids` of batches, without end: 0 is padding."""
+
+
+def main(argv: list[str]) -> None:
+    """Runs the named cases, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="case", help=f"{', '.join(TOKENIZERS)}, tokens")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each turn, after it has begun")
+    options = parser.parse_args(argv)
+    cases = options.cases or [*TOKENIZERS, "tokens"]
+    if unknown := set(cases) - {*TOKENIZERS, "tokens"}:
+        parser.error(f"no case {unknown.pop()}")
+    flags.FLAGS.mark_as_parsed()  # Grain's processes ask for some
+    print(f"grain {grain.__version__}, Python {sys.version.split()[0]}, {B} rows x {T} tokens")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for cut, (what, most_bytes) in enumerate(DOCUMENTS.items()):
+            count = write_records(folder / f"{cut}.array_record", most_bytes)
+            print(f"{what}: {count:,}, {(folder / f'{cut}.array_record').stat().st_size / 1e6:.1f} MB")
+        for case in cases:
+            if case == "tokens":
+                bench_tokens(folder, options.turns, options.seconds)
+            else:
+                settings = write_tokenizer(folder, case)
+                for cut, what in enumerate(DOCUMENTS):
+                    print(f"{case}, {what}:", flush=True)
+                    argv = [BASE, "dataset_type=array_record", "array_record_format=text", *settings]
+                    argv += [f"dataset_path={folder}/{cut}.array_record", "eval_interval=-1"]
+                    compare(argv, options.turns, options.seconds, has_short_documents=cut == 1)
+
+
+def compare(argv: list[str], turns: int, seconds: float, has_short_documents: bool) -> None:
+    """Prints the two's tokens a second on one thread, and with what each does best on the cores there are."""
+    path = configuration.load(argv).dataset_path
+    tokenizer = make_tokenizer(configuration.load(argv))
+    packers = {"concat then split": concat_then_split}
+    if has_short_documents:
+        packers["first fit"] = first_fit
+    for name, pack in packers.items():
+        one_thread = {
+            "ours, 1 thread": lambda: ours(argv, 1),
+            "Grain, 1 thread": lambda pack=pack: grains(path, tokenizer, pack, grain.ReadOptions(0, 0)),
+        }
+        report(name, one_thread, turns, seconds)
+    pack = concat_then_split
+    report(
+        "concat then split",
+        {
+            "ours, 2 threads": lambda: ours(argv, 2),
+            "Grain, 2 threads": lambda: grains(path, tokenizer, pack, grain.ReadOptions(2, 64)),
+            "Grain, 16 threads": lambda: grains(path, tokenizer, pack, grain.ReadOptions()),
+            "Grain, 2 processes": lambda: grains(path, tokenizer, pack, grain.ReadOptions(0, 0), processes=2),
+        },
+        turns,
+        seconds,
+    )
+
+
+def report(name: str, pipelines: dict[str, Callable[[], Batches]], turns: int, seconds: float) -> None:
+    """Prints a line for each pipeline: what it measured, and how much more the first one of them did."""
+    rates: dict[str, list[float]] = {pipeline: [] for pipeline in pipelines}
+    for _ in range(turns):
+        for pipeline, make in pipelines.items():
+            rates[pipeline].append(measure(make, seconds)[0])
+    first = next(iter(rates.values()))
+    for pipeline, found in rates.items():
+        ratio = statistics.median(mine / its for mine, its in zip(first, found, strict=True))
+        packing = f", {name}" if pipeline.startswith("Grain") else ""
+        more = f"   ours is {ratio:.2f} times that" if found is not first else ""
+        print(f"  {pipeline + packing:40} {statistics.median(found):13,.0f} tokens/s{more}", flush=True)
+
+
+def measure(make: Callable[[], Batches], seconds: float) -> tuple[float, float]:
+    """Tokens a second of a pipeline, by the clock, and by what the process's cores worked."""
+    with contextlib.closing(make()) as batches:
+        warm_up = 0
+        while warm_up < WARM_UP_TOKENS:
+            warm_up += np.count_nonzero(next(batches))
+        tokens, begin, cpu = 0, time.perf_counter(), time.process_time()
+        while time.perf_counter() < begin + seconds:
+            tokens += np.count_nonzero(next(batches))
+        return tokens / (time.perf_counter() - begin), tokens / (time.process_time() - cpu)
+
+
+def ours(argv: list[str], threads: int) -> Batches:
+    """MinText's batches."""
+    config = configuration.load([*argv, f"max_target_length={T}", f"data_threads={threads}"])
+    tokenizer = make_tokenizer(config)
+    data, _ = open_sources(config, tokenizer)
+    with contextlib.closing(train_batches(config, data, tokenizer, range(B), B)) as batches:
+        for batch in batches:
+            yield batch["segment_ids"]
+
+
+def grains(path: str, tokenizer: Tokenizer, pack: Callable[..., Any], read: Any, processes: int = 0) -> Batches:
+    """Grain's."""
+
+    def tokenize(record: bytes) -> dict[str, np.ndarray]:
+        return {"tokens": tokenizer.encode(record.decode())}
+
+    dataset = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(path))
+    dataset = dataset.seed(0).shuffle().repeat(None).map(tokenize).to_iter_dataset(read)
+    dataset = pack(dataset).batch(B)
+    if processes:
+        dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=processes, per_worker_buffer_size=4))
+    for batch in iter(dataset):
+        yield batch["tokens_segment_ids"]
+
+
+def concat_then_split(dataset: Any) -> Any:
+    """Documents end to end, cut at T, as ours are."""
+    return grain.experimental.ConcatThenSplitIterDataset(dataset, length_struct={"tokens": T})
+
+
+def first_fit(dataset: Any) -> Any:
+    """Whole documents side by side, with padding."""
+    return grain.experimental.FirstFitPackIterDataset(dataset, length_struct={"tokens": T}, num_packing_bins=B)
+
+
+def bench_tokens(folder: Path, turns: int, seconds: float) -> None:
+    """Prints the tokens a second of ids that were written before, of one thread."""
+    settings = write_tokenizer(folder, "sentencepiece")
+    argv = [BASE, *settings, "eval_interval=-1"]
+    print("tokens:", flush=True)
+    with contextlib.redirect_stdout(io.StringIO()):
+        tokenize_dataset.main([*argv, f"tokenized_path={folder}/ids"])
+    argv += ["dataset_type=tokens", f"dataset_path={folder}/ids"]
+    found = [measure(lambda: ours(argv, 1), seconds) for _ in range(turns)]
+    by_clock, by_core = (statistics.median(rates) for rates in zip(*found, strict=True))
+    print(f"  ours, 1 thread {by_clock:,.0f} tokens/s; {by_core:,.0f} a second of a core's work")
+
+
+def write_records(file: Path, most_bytes: int) -> int:
+    """Writes the standard library's source as an ArrayRecord file; how many records it has."""
+    source = TextSource("", most_bytes)
+    writer = ArrayRecordWriter(str(file), "group_size:1")
+    for i in range(len(source)):
+        writer.write(source[i].encode())
+    writer.close()
+    return len(source)
+
+
+def write_tokenizer(folder: Path, kind: str) -> list[str]:
+    """Trains a tokenizer on a part of the text, where it takes training; the settings that name it."""
+    if kind == "byte":
+        return ["tokenizer_type=byte"]
+    path = folder / kind
+    if not path.exists():
+        source = TextSource("", 64 * 1024)
+        texts = [source[i] for i in range(0, len(source), 20)]
+        if kind == "sentencepiece":
+            path.write_bytes(train_tokenizer.train(texts, VOCAB_SIZE))
+        else:
+            write_tokenizer_json(path, texts)
+    return [f"tokenizer_type={kind}", f"tokenizer_path={path}"]
+
+
+def write_tokenizer_json(folder: Path, texts: list[str]) -> None:
+    """A byte-level BPE tokenizer, of GPT-2's kind."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -8,7 +8,15 @@ from typing import Any
 from src.config_values import check_value, nearest
 from src.config_yaml import convert, dump
 from src.data.mixture import whole_numbers
-from src.data.source_spec import ENTRY_KEYS, SETTINGS, eval_specs, names_eval_data, train_specs, train_weights
+from src.data.source_spec import (
+    ENTRY_KEYS,
+    SETTINGS,
+    all_synthetic,
+    eval_specs,
+    names_eval_data,
+    train_specs,
+    train_weights,
+)
 from src.errors import UserError
 
 SOURCE_KEYS = (*dict.fromkeys(key for keys in SETTINGS.values() for key in keys), *ENTRY_KEYS)
@@ -70,7 +78,8 @@ def check_sources(config: Mapping[str, Any]) -> list[str]:
     """Whether each set of data that a configuration names has what its type needs, and its weights are right."""
     problems = []
     for spec in (*train_specs(config), *(eval_specs(config) if names_eval_data(config) else ())):
-        needed = _NEEDED.get(spec.type)
+        # Without a path the one source of a run is Python's own; of several each says what it is.
+        needed = "dataset_path" if spec.name and spec.type == "text" else _NEEDED.get(spec.type)
         if needed and not spec.settings[needed]:
             problems.append(f"dataset_type={spec.type} needs {spec.key(needed)}")
     try:
@@ -83,7 +92,7 @@ def check_sources(config: Mapping[str, Any]) -> list[str]:
 def check_tokenizer(config: Mapping[str, Any]) -> list[str]:
     """What is wrong with `tokenizer_path`, for `tokenizer_type`."""
     kind, path = config["tokenizer_type"], config["tokenizer_path"]
-    if _all_of_type(config, "synthetic"):
+    if all_synthetic(config):
         return []
     if kind == "sentencepiece" and not path:
         return ["tokenizer_type=sentencepiece needs tokenizer_path, the .model file"]
@@ -101,7 +110,7 @@ def check_finetuning(config: Mapping[str, Any]) -> list[str]:
     """Whether `use_sft` has conversations to read."""
     # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
     has_path = config["dataset_path"] or config["eval_dataset_path"] or config["datasets"]
-    if config["use_sft"] and not (_all_of_type(config, "text") and has_path):
+    if config["use_sft"] and not (all(spec.type == "text" for spec in train_specs(config)) and has_path):
         return ["use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"]
     return []
 
@@ -129,7 +138,3 @@ def check_long_documents(config: Mapping[str, Any]) -> list[str]:
     if config["packing"] and config["long_documents"] == "truncate":
         return ["long_documents=truncate needs packing=false: packed rows leave nothing of a document out"]
     return []
-
-
-def _all_of_type(config: Mapping[str, Any], kind: str) -> bool:
-    return all(spec.type == kind for spec in train_specs(config))

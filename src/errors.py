@@ -18,10 +18,19 @@ def run_command(main: Callable[[Sequence[str]], object]) -> None:
         main(sys.argv[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        _leave(2)
     except BrokenPipeError:  # such as of `| head`, which has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except KeyboardInterrupt:
         print("interrupted; a run goes on from its last checkpoint", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def _leave(code: int) -> None:
+    """Ends the process: one of a job at once, or it would wait at its end for others, which wait for it."""
+    jax = sys.modules.get("jax")
+    if jax and jax.distributed.is_initialized() and jax.process_count() > 1:
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

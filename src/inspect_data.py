@@ -178,8 +178,8 @@ def _summary(shown: list[Batch], batches: Iterator[Batch]) -> list[tuple[str, st
 def _round_trip(config: FrozenConfigDict, data: TrainData, tokenizer: Tokenizer) -> str:
     """Whether the texts of documents encode to the ids that they were decoded from."""
     checked, different = 0, []
-    for index, source in enumerate(data.sources):
-        documents = Documents(config, source, tokenizer, index)
+    for name, source in zip(data.names, data.sources, strict=True):
+        documents = Documents(config, source, tokenizer, name)
         if isinstance(source, RowSource):
             found = [document.ids for n in range(_CHECKED_BATCHES) for document in documents.row(n)]
         else:

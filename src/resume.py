@@ -7,10 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from ml_collections import FrozenConfigDict
 
 from src.checkpoint import Checkpointer, absolute, restore_step
 from src.config import compare_runs, from_yaml
+from src.data.mixture import Mixture
+from src.data.packing import after_documents
+from src.data.source_spec import SETTINGS, train_specs, train_weights
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
 from src.load_weights import check_base, identity, load_weights
@@ -21,10 +25,7 @@ from src.train_step import StepPlan, TrainState, init_state, state_weights
 
 # The keys that alter an entry of the data's fingerprint: accepting one of them accepts the entry. The first is the one
 # to tell a user whose configuration is the same as before.
-SOURCE_KEYS = (
-    *("dataset_path", "dataset_type", "dataset_name", "train_split", "dataset_factory", "dataset_column"),
-    *("array_record_format", "datasets", "use_sft"),
-)
+SOURCE_KEYS = ("dataset_path", *(keys[0] for keys in SETTINGS.values()), "datasets", "use_sft")
 TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")
 ACCEPTED_BY = {
     "global batch": ("per_device_batch_size", "gradient_accumulation_steps"),
@@ -35,7 +36,14 @@ ACCEPTED_BY = {
     "data_shuffle_seed": ("data_shuffle_seed",),
     "source max_document_bytes": ("max_document_bytes", *SOURCE_KEYS),
     "source pieces": (*SOURCE_KEYS, "max_document_bytes"),
-    "source part": ("eval_interval", "eval_fraction", "eval_dataset_path", *SOURCE_KEYS),  # the part not held out
+    "source part": (
+        "eval_interval",
+        "eval_fraction",
+        "eval_dataset_path",
+        "eval_dataset_name",
+        "eval_datasets",
+        *SOURCE_KEYS,
+    ),  # the part not held out
     "source seed": ("data_shuffle_seed", *SOURCE_KEYS),
     "source vocab_size": ("vocab_size", *SOURCE_KEYS),
     "tokenizer type": TOKENIZER_KEYS,
@@ -54,13 +62,14 @@ class Start(NamedTuple):
     """Where a run goes on, or begins.
 
     state: the whole state.
-    rows_taken: rows of training data that came before.
+    rows_taken, rows_before: as `rows_so_far` counts them.
     eval_position: of each rolling evaluation set by name, as `EvalBatches.position` gave it.
     messages: what to tell the user.
     """
 
     state: TrainState
     rows_taken: int
+    rows_before: Mapping[str, int]
     eval_position: Mapping[str, Any]
     messages: Messages
 
@@ -114,8 +123,8 @@ def starting_state(
         weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract))
         check_vocabulary(config, meta)
         check_tokenizer(config, meta, tokenizer)
-        return Start(state_of(weights, config, plan, abstract), 0, {}, messages)
-    return Start(new_state(config, plan, abstract), 0, {}, [])
+        return Start(state_of(weights, config, plan, abstract), 0, {}, {}, messages)
+    return Start(new_state(config, plan, abstract), 0, {}, {}, [])
 
 
 def saved_parts(plan: StepPlan, state: TrainState) -> dict[str, Any]:
@@ -235,9 +244,8 @@ def with_position(
 ) -> Start:
     """The restored state, if it stands in the data that the config describes.
 
-    Where the user accepts another global batch size or row length, the data go on after as many documents, or rows of
-    tokens, as were taken: what some lanes were ahead of the others is repeated, what they were behind is missed. Where
-    the number of sources is another, they start over.
+    Where the user accepts another global batch size, row length or mixture, each source goes on after as many
+    documents, or rows of tokens, as were taken of it.
 
     Raises:
         UserError: the data differ, and `accept_changes` does not say that they may.
@@ -258,29 +266,60 @@ def with_position(
             f"The checkpoint stands in other data than the config describes (old -> new):\n{listed}\n"
             f"Restore the data, or accept that examples repeat or are missed: accept_changes=[{keys}]"
         )
-    rows_taken = meta.get("rows_taken", int(fields["step"]) * old["global batch"])
+    accepted = [f"accepted: {name}: {old.get(name)} -> {fingerprint.get(name)}" for name in different]
+    position, told = moved_position(fields["data_position"], meta, config, abstract.data_position)
+    rows_taken, rows_before = rows_so_far(int(fields["step"]), meta, config, fingerprint)
+    state = TrainState(**{**fields, "data_position": position})
+    return Start(state, rows_taken, rows_before, meta.get("eval_position", {}), [*accepted, *told])
+
+
+def moved_position(
+    position: jax.Array, meta: Mapping[str, Any], config: FrozenConfigDict, wanted: jax.ShapeDtypeStruct
+) -> tuple[jax.Array, Messages]:
+    """The lanes' saved position [B, S, 2] for the sources and the number of rows that there now are."""
+    old_names, names = source_names(meta), [spec.name for spec in train_specs(config)]
+    if old_names == names and position.shape == wanted.shape:
+        return position, []
+    copied = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(wanted.sharding.mesh, PartitionSpec()))
+    saved = np.asarray(copied(position))
+    new = [name for name in names if name not in old_names]
+    messages = [f"the data of {name or 'the run'} begin at their start" for name in new]
+    columns = [np.zeros_like(saved[:, 0]) if name in new else saved[:, old_names.index(name)] for name in names]
+    rows = wanted.shape[0]
+    if rows != len(saved):
+        taken = sum(int(column[:, 0].sum(dtype=np.int64)) for column in columns)
+        messages.append(f"the global batch changed: the data go on after {taken:,} documents")
+        columns = [after_documents(column, rows) for column in columns]
+    return jax.device_put(np.stack(columns, axis=1), wanted.sharding), messages
+
+
+def rows_so_far(
+    step: int, meta: Mapping[str, Any], config: FrozenConfigDict, fingerprint: Mapping[str, Any]
+) -> tuple[int, dict[str, int]]:
+    """How many rows were dealt out since weights, batch and row length were last changed; those of each source before.
+
+    After a change the mixture's schedule begins anew, and what needs no lane goes on after its own rows: of tokens
+    after as many of them, where the length of a row changed.
+    """
+    old = meta["data"]
+    names, weights = source_names(meta), meta.get("mixture", {"weights": [1.0]})["weights"]
+    taken = meta.get("rows_taken", step * old["global batch"])
+    before = meta.get("rows_before", {})
+    now = ([spec.name for spec in train_specs(config)], list(train_weights(config)))
+    sizes = ("global batch", "max_target_length")
+    if (names, weights) == now and all(old[size] == fingerprint[size] for size in sizes):
+        return taken, dict(before)
+    mixture = Mixture(weights)
+    rows = {name: before.get(name, 0) + mixture.count(index, taken) for index, name in enumerate(names)}
     if config.packing:  # else a row is a document, whatever its length
-        rows_taken = rows_taken * old["max_target_length"] // fingerprint["max_target_length"]
-    eval_position = meta.get("eval_position", {})
-    position, wanted = fields["data_position"], abstract.data_position
-    if position.shape == wanted.shape:
-        return Start(TrainState(**fields), rows_taken, eval_position, [])
-    if position.shape[1] == wanted.shape[1]:
-        moved, told = after_documents(np.asarray(position), wanted.shape[0]), "the data go on after {:,} documents"
-        message = f"the global batch changed: {told.format(int(moved[..., 0].sum()))}"
-    else:
-        moved, rows_taken = np.zeros(wanted.shape, np.int32), 0
-        message = "the number of datasets changed: the data start over"
-    state = TrainState(**{**fields, "data_position": jax.device_put(moved, wanted.sharding)})
-    return Start(state, rows_taken, eval_position, [message])
+        lengths = old["max_target_length"], fingerprint["max_target_length"]
+        rows = {name: count * lengths[0] // lengths[1] for name, count in rows.items()}
+    return 0, rows
 
 
-def after_documents(position_BS2: np.ndarray, rows: int) -> np.ndarray:
-    """The position [rows, S, 2] of lanes that go on after as many documents as those of `position_BS2` have taken."""
-    taken_S = position_BS2[..., 0].sum(axis=0)
-    # Lane j has the documents j, j + rows, ...: of the first n it has ceil((n - j) / rows).
-    taken_BS = -((np.arange(rows)[:, None] - taken_S) // rows)
-    return np.stack([np.maximum(taken_BS, 0), np.zeros_like(taken_BS)], axis=-1).astype(np.int32)
+def source_names(meta: Mapping[str, Any]) -> list[str]:
+    """The names of the sources that a checkpoint's positions are of."""
+    return meta.get("mixture", {"names": [""]})["names"]
 
 
 def is_listed(fingerprint: Mapping[str, Any]) -> bool:

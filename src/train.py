@@ -17,9 +17,9 @@ from src.aot import program
 from src.build import build
 from src.checkpoint import Checkpointer
 from src.compiler_flags import compiler_options
-from src.data.global_arrays import host_rows, to_global, to_host
+from src.data.global_arrays import check_same_data, host_rows, to_global, to_host
 from src.data.loader import data_fingerprint, train_batches
-from src.data.sources import TrainData, describe_data, open_sources
+from src.data.sources import EvalSet, TrainData, describe_data, describe_eval_set, open_sources
 from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.decode import sample
 from src.diagnostics import Profile, stack_traces
@@ -64,6 +64,8 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
     # ---- Devices, model and step
     check_hardware(config)
+    if topology := config.compile_topology:
+        say([f"compile_topology={topology} is for src.train_compile: this run is on the devices that are here"])
     options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
     built = build(config, jax.devices(), options)  # before anything is written: what does not fit comes out here
     plan, global_batch = built.plan, built.rows
@@ -77,6 +79,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     place = batch_sharding(plan.layout)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
     fingerprint = data_fingerprint(config, data, tokenizer, global_batch)
+    check_same_data(fingerprint)
     meta = saved_meta(config, fingerprint, tokenizer)
     if wants_sample := bool(config.sample_length and tokenizer):
         encode_prompt(config, tokenizer, config.prompt)  # now: one too long is better said before the run than after
@@ -96,7 +99,8 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     if first_step >= config.steps:
         raise UserError(f"steps={config.steps} is already reached: the run is at step {first_step}. Raise steps.")
     position = to_host(state.data_position, rows)
-    batches = train_batches(config, data, tokenizer, rows, global_batch, start.rows_taken, position)
+    meta |= {"rows_before": start.rows_before, "mixture": {"names": data.names, "weights": data.weights}}
+    batches = train_batches(config, data, tokenizer, rows, global_batch, start.rows_taken, position, start.rows_before)
     exits.callback(batches.close)
     evaluations = [
         Evaluation(config, plan, built.eval, eval_set, tokenizer, start.eval_position.get(eval_set.name))
@@ -112,7 +116,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     is_writer = jax.process_index() == 0
     log = printer = None
     if is_writer:
-        print_header(header(config, plan, facts, folder, flops, global_batch, data, tokenizer, first_step))
+        print_header(header(config, plan, facts, folder, flops, global_batch, data, eval_sets, tokenizer, first_step))
         log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", first_step or None)
         printer = StepPrinter(config.steps, first_step, config.log_period)
     say(start.messages)
@@ -145,10 +149,10 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
                 if saves and config.enable_checkpointing:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
                     folder.sync()
-                    where = {"rows_taken": start.rows_taken + (done - first_step) * global_batch}
+                    meta["rows_taken"] = start.rows_taken + (done - first_step) * global_batch
                     if config.eval_mode == "rolling":
-                        where["eval_position"] = {set.name: set.position() for set in evaluations}
-                    checkpointer.save(done, saved_parts(plan, state), {**meta, **where})
+                        meta["eval_position"] = {each.name: each.position() for each in evaluations}
+                    checkpointer.save(done, saved_parts(plan, state), meta)
                 recorder.start_clock()
             if preempted:
                 break
@@ -185,6 +189,7 @@ def header(
     flops: FlopsPerToken,
     global_batch: int,
     data: TrainData,
+    eval_sets: Sequence[EvalSet],
     tokenizer: Tokenizer | None,
     first_step: int,
 ) -> list[tuple[str, str]]:
@@ -205,6 +210,7 @@ def header(
         ("recomputed", f"remat_policy {config.remat_policy}"),
         ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else "compiled by this run"),
         ("data", "\n".join(describe_data(config, data))),
+        *([("evaluation", "\n".join(map(describe_eval_set, eval_sets)))] if eval_sets else []),
         ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("order", order),

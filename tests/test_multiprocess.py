@@ -1,5 +1,8 @@
 """One job of two processes with four devices each: the run of one process with eight, and either goes on with both."""
 
+import json
+import time
+
 import numpy as np
 import pytest
 
@@ -92,3 +95,48 @@ def test_process_0_alone_speaks_and_writes(both):
         assert "report" not in second
         assert "sample:" in first
     assert "resumed from step 10" in outputs[1][0]
+
+
+def start_two(folder, corpora, **more):
+    """Two processes, each with data of its own; their exit codes and what they wrote."""
+    address = runs.free_address()
+    logs = [folder / f"{process}.log" for process in range(2)]
+    processes = [
+        runs.start(
+            log,
+            devices=4,
+            **keys_of(folder / "run", corpus, 10, per_device_batch_size=1, eval_interval=-1, **more),
+            coordinator_address=address,
+            num_processes=2,
+            process_id=process,
+        )
+        for process, (log, corpus) in enumerate(zip(logs, corpora, strict=True))
+    ]
+    with runs.ended(*processes):
+        codes = [process.wait(timeout=100) for process in processes]
+    return codes, [log.read_text() for log in logs]
+
+
+def test_hosts_with_other_data_are_told_so(tmp_path, corpus):
+    other = runs.write_corpus(tmp_path / "other", documents=30)
+    codes, outputs = start_two(tmp_path, [corpus, other])
+    assert codes == [2, 2]
+    for output, documents in zip(outputs, (60, 30), strict=True):
+        assert "the data of process 1 are not those of process 0" in output
+        assert f"source documents: {documents}" in output
+
+
+def test_a_host_that_fails_alone_ends_at_once_and_says_why(tmp_path):
+    """The first lines are whole, so that the run begins; process 1 alone comes to the one that is not."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    lines = [json.dumps({"text": f"{n} " * 40}) for n in range(24)]
+    lines[7] = "x" * len(lines[7])
+    (folder / "lines.jsonl").write_text("\n".join(lines))
+    begin = time.monotonic()
+    codes, outputs = start_two(tmp_path, [folder, folder])
+    failed = [output for output in outputs if "lines.jsonl, line 8: not JSON" in output]
+    assert failed
+    assert 2 in codes
+    assert 0 not in codes
+    assert time.monotonic() - begin < 200

@@ -17,7 +17,7 @@ from src import config as configuration
 from src.data.loader import train_batches
 from src.data.sources import open_sources
 from src.data.tokenizer import ByteTokenizer
-from src.resume import check_tokenizer
+from src.resume import check_tokenizer, rows_so_far
 from tests import runs
 
 STEPS = 30
@@ -254,6 +254,55 @@ def test_rolling_evaluations_and_mixtures_go_on_as_without_a_stop(corpus, tmp_pa
     assert evaluations[0] == evaluations[1]
     assert [line["step"] for line in evaluations[0]] == [3, 6, 9, 12]
     assert_same_run(halves / "run", whole / "run", 12)
+
+
+def test_each_source_of_a_changed_mixture_goes_on_where_it_was(corpus, tmp_path, capsys):
+    """Names say which source a position is of, whatever order they come in; what is new begins at its start."""
+    paths = {name: runs.write_corpus(tmp_path / name, seed=seed) for seed, name in enumerate("abc")}
+
+    def keys(**weights):
+        entries = (
+            f"{{name: {name}, weight: {weight}, dataset_path: {paths[name]}}}" for name, weight in weights.items()
+        )
+        return {"datasets": f"[{', '.join(entries)}]", "base_output_directory": tmp_path / "runs"}
+
+    runs.run_here(**keys(a=3, b=1), steps=20, checkpoint_period=20, learning_rate_schedule_steps=40)
+    before = runs.saved_arrays(tmp_path / "runs" / "run", 20)["data_position"]
+    changed = keys(b=1, c=2, a=1)
+    accepted = {"steps": 21, "learning_rate_schedule_steps": 40, "accept_changes": "[datasets]"}
+    capsys.readouterr()
+    runs.run_here(**changed, **accepted)
+    said = capsys.readouterr().out
+    assert "accepted: source weights: a 3, b 1 -> b 1, c 2, a 1" in said
+    assert "the data of c begin at their start" in said
+    after = runs.saved_arrays(tmp_path / "runs" / "run", 21)["data_position"]
+    # One more step: eight rows, of which each lane took one from one source.
+    moved = (after != np.stack([before[:, 1], np.zeros_like(before[:, 0]), before[:, 0]], axis=1)).any(axis=2)
+    assert (moved.sum(axis=1) == 1).all()
+    assert moved.sum(axis=0).tolist() == [2, 4, 2]
+
+
+def test_rows_of_tokens_go_on_after_a_change_of_weights_batch_and_length():
+    weights = {"names": ["a", "b"], "weights": [1.0, 1.0]}
+    meta = {
+        "data": {"global batch": 8, "max_target_length": 64},
+        "mixture": weights,
+        "rows_taken": 1000,
+        "rows_before": {},
+    }
+    entries = "[{name: b, weight: 9, dataset_path: x}, {name: a, dataset_path: x}]"
+    config = configuration.load(runs.arguments(datasets=entries))
+
+    def so_far(meta, **facts):
+        return rows_so_far(125, meta, config, {**meta["data"], **facts})
+
+    assert so_far(meta) == (0, {"a": 500, "b": 500})
+    assert so_far(meta, **{"global batch": 16, "max_target_length": 32}) == (0, {"a": 1000, "b": 1000})
+    same = {**meta, "mixture": {"names": ["b", "a"], "weights": [9.0, 1.0]}, "rows_before": {"a": 7}}
+    assert so_far(same) == (1000, {"a": 7})
+    assert so_far(same, **{"global batch": 16}) == (0, {"b": 900, "a": 107})
+    old = {"data": meta["data"]}  # of one source, before rows were counted
+    assert rows_so_far(125, old, configuration.load(runs.arguments()), meta["data"]) == (1000, {})
 
 
 # ---- Damaged checkpoints

@@ -79,17 +79,19 @@ class RowFeed:
 
     Args:
         documents: those of the row with an ordinal.
+        before: how many of the source's rows came before the run's rows are counted.
         end: ordinals from here on don't exist, and leave their rows empty.
     """
 
-    def __init__(self, documents: Callable[[int], list[Document]], end: float) -> None:
+    def __init__(self, documents: Callable[[int], list[Document]], before: int, end: float) -> None:
         self._documents = documents
+        self._before = before
         self._end = end
 
     def fill(self, batch: Batch, row: int, ordinal: int) -> None:
         """The documents of row `ordinal` of the source's stream."""
         if ordinal < self._end:
-            fill_row(batch, row, self._documents(ordinal))
+            fill_row(batch, row, self._documents(self._before + ordinal))
 
     def position(self, row: int) -> tuple[int, int]:
         """Zeros."""
@@ -104,7 +106,8 @@ def make_feed(
     rows: Sequence[int],
     global_batch: int,
     *,
-    index: int = 0,
+    name: str = "",
+    before: int = 0,
     positions: np.ndarray | None = None,
     one_epoch: bool = False,
 ) -> Feed:
@@ -116,13 +119,14 @@ def make_feed(
         tokenizer: None where nothing is text.
         rows: the host's rows of the global batch, ascending.
         global_batch: B.
-        index: of the source in the mixture.
+        name: of the source in a mixture.
+        before: see RowFeed.
         positions: int32 [rows, 2]: see LaneFeed.
         one_epoch: each document once, and then padding; else without an end.
     """
-    documents = Documents(config, source, tokenizer, index)
+    documents = Documents(config, source, tokenizer, name)
     if (count := rows_an_epoch(config, source)) is not None:
-        return RowFeed(documents.row, count if one_epoch else math.inf)
+        return RowFeed(documents.row, before, count if one_epoch else math.inf)
     end = len(source) if one_epoch else math.inf
     return LaneFeed(documents, rows, global_batch, config.packing, positions, end)
 
@@ -141,20 +145,20 @@ class Documents:
         config: as for `make_feed`.
         source: the documents, or rows.
         tokenizer: None where nothing is text.
-        index: of the source in the mixture.
+        name: of the source in a mixture, whose order it is that of; empty for one that is alone.
     """
 
     def __init__(
-        self, config: "FrozenConfigDict", source: Source | RowSource, tokenizer: Tokenizer | None, index: int
+        self, config: "FrozenConfigDict", source: Source | RowSource, tokenizer: Tokenizer | None, name: str
     ) -> None:
         self._config = config
         self._source = source
         self._tokenizer = tokenizer
         seed = config.data_shuffle_seed
         if not isinstance(source, RowSource):
-            self._order = Shuffle(len(source), seed, index, source.group_sizes())
+            self._order = Shuffle(len(source), seed, name or 0, source.group_sizes())
         elif source.row_count is not None:
-            self._order = Shuffle(source.row_count, seed, index)
+            self._order = Shuffle(source.row_count, seed, name or 0)
 
     def __call__(self, ordinal: int) -> Document:
         """Document `ordinal` of the stream."""

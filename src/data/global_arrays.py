@@ -4,6 +4,8 @@ B: rows of a batch, over all hosts.
 """
 
 import functools
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from src.data.packing import Batch
+from src.errors import UserError
 
 
 def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> np.ndarray:
@@ -67,3 +70,16 @@ def max_over_hosts(value: np.ndarray) -> np.ndarray:
     if jax.process_count() == 1:
         return value
     return np.max(multihost_utils.process_allgather(value), axis=0)
+
+
+def check_same_data(fingerprint: Mapping[str, str | int]) -> None:
+    """Raises UserError on every process if one of them reads other data than process 0."""
+    digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).digest()[:8]
+    digests = np.atleast_2d(multihost_utils.process_allgather(np.frombuffer(digest, np.uint32)))
+    others = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
+    if others:
+        here = "\n".join(f"  {name}: {value}" for name, value in fingerprint.items())
+        raise UserError(
+            f"the data of process {', '.join(map(str, others))} are not those of process 0: give all hosts the same "
+            f"files, tokenizer and keys. Process {jax.process_index()} has\n{here}"
+        )

@@ -36,12 +36,12 @@ class Part:
         return None if keys is None else keys[self._items]
 
     def group_sizes(self) -> np.ndarray | None:
-        """Of the source's groups, as far as they are in the part."""
+        """Of the source's groups, as far as they are in the part: items one after the other, where there are groups."""
         sizes = self._source.group_sizes()
         if sizes is None:
             return None
         bounds = np.concatenate([[0], np.cumsum(sizes)])
-        return np.diff(np.searchsorted(self._items, bounds))
+        return np.diff(np.clip(bounds, self._items[0], self._items[-1] + 1))
 
     def fingerprint(self) -> Fingerprint:
         """The source's, and which part it is."""

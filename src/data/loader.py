@@ -20,7 +20,7 @@ import numpy as np
 
 from src.data.feeds import Documents, Feed, encode, make_feed, rows_an_epoch
 from src.data.mixture import Mixture
-from src.data.packing import Batch, empty_batch, rows_needed
+from src.data.packing import Batch, after_documents, empty_batch, rows_needed
 from src.data.sources import EvalSet, RowSource, Source, TrainData
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
@@ -41,6 +41,7 @@ def train_batches(
     global_batch: int,
     rows_taken: int = 0,
     position: np.ndarray | None = None,
+    rows_before: Mapping[str, int] | None = None,
 ) -> Iterator[Batch]:
     """Endless batches, made ahead of time in a thread. Errors in it are raised here; closing the iterator ends it.
 
@@ -52,6 +53,7 @@ def train_batches(
         global_batch: B.
         rows_taken: rows of the run, over all hosts, that came before.
         position: int32 [rows, S, 2], `data_position` of the batch before; None: from the start of every source.
+        rows_before: rows of each source by name that came before `rows_taken` was counted, of sources of rows.
 
     Returns:
         Batches of `len(rows)` rows, which have `data_position` too: where each row's lanes are after this batch, as
@@ -69,10 +71,11 @@ def train_batches(
             tokenizer,
             rows,
             global_batch,
-            index=index,
+            name=name,
+            before=(rows_before or {}).get(name, 0),
             positions=None if position is None else position[:, index],
         )
-        for index, source in enumerate(data.sources)
+        for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True))
     ]
     batches = _batches(config, feeds, Mixture(data.weights), rows, global_batch, rows_taken)
     return _prefetch(batch | {"data_position": positions} for batch, positions in batches)
@@ -154,9 +157,12 @@ class EvalBatches:
     def _start(self, position: Mapping[str, Any] | None) -> None:
         """Goes to the first batch, or to a position."""
         lanes = None
-        if position is not None and len(position["lanes"]) == self._global_batch:
-            lanes = np.array(position["lanes"], np.int32)[list(self._rows)]
-        self._rows_taken = 0 if lanes is None else position["rows_taken"]
+        if position is not None:
+            lanes = np.array(position["lanes"], np.int32)
+            if len(lanes) != self._global_batch:
+                lanes = after_documents(lanes, self._global_batch)
+            lanes = lanes[list(self._rows)]
+        self._rows_taken = 0 if position is None else position["rows_taken"]
         self._feed = make_feed(
             self._config,
             self._source,
@@ -173,7 +179,7 @@ class EvalBatches:
 
         if (count := rows_an_epoch(self._config, self._source)) is not None:
             return math.ceil(count / self._global_batch)
-        documents = Documents(self._config, self._source, self._tokenizer, index=0)
+        documents = Documents(self._config, self._source, self._tokenizer, name="")
         most = 0
         for row in self._rows:
             sizes = (len(documents(n).ids) for n in range(row, len(self._source), self._global_batch))
@@ -190,7 +196,8 @@ def data_fingerprint(
         prefix = f"source {name} " if name else "source "
         facts |= {f"{prefix}{fact}": value for fact, value in source.fingerprint().items()}
     if len(data.sources) > 1:
-        facts["source weights"] = str(list(data.weights))
+        shares = (f"{name} {weight:g}" for name, weight in zip(data.names, data.weights, strict=True))
+        facts["source weights"] = ", ".join(shares)
     facts |= {f"tokenizer {fact}": value for fact, value in (tokenizer.fingerprint() if tokenizer else {}).items()}
     if config.use_sft:
         template = (tokenizer.chat_template or "").encode()

@@ -41,6 +41,11 @@ class Mixture:
         source = int(self._source[place])
         return source, turns * self._shares[source] + int(self._before[place])
 
+    def count(self, source: int, rows: int) -> int:
+        """How many of the first so many rows of the run are from a source."""
+        turns, place = divmod(rows, self._period)
+        return turns * self._shares[source] + int(np.count_nonzero(self._source[:place] == source))
+
     def deal(self, before: int, rows: Sequence[int], global_batch: int, seed: int) -> list[tuple[int, int]]:
         """`at` for rows j of a batch that comes after `before` rows of the run.
 

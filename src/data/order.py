@@ -29,7 +29,7 @@ def keys(*what: int | str) -> tuple[int, ...]:
     return tuple(int.from_bytes(digest[at : at + 8], "little") for at in range(0, len(digest), 8))
 
 
-def permute(i: int, n: int, seed: int, source: int, epoch: int) -> int:
+def permute(i: int, n: int, seed: int, source: int | str, epoch: int) -> int:
     """Element `i` of a pseudo-random permutation of range(n), in O(1) time and without memory.
 
     A Feistel network permutes the words of as many bits as n - 1 has; results outside [0, n) are permuted again until
@@ -40,7 +40,7 @@ def permute(i: int, n: int, seed: int, source: int, epoch: int) -> int:
         i: which element, in [0, n).
         n: how many documents the source has.
         seed: `data_shuffle_seed`.
-        source: index of the source in a mixture.
+        source: the name of the source in a mixture; 0 for one that is alone.
         epoch: how often the source has been gone through before.
     """
     low_bits = (n - 1).bit_length() // 2
@@ -66,11 +66,11 @@ class Shuffle:
     Args:
         count: N, how many items there are.
         seed: `data_shuffle_seed`.
-        source: index of the source in a mixture.
+        source: the name of the source in a mixture; 0 for one that is alone.
         group_sizes: int64, of items that are stored together, in order; None: each is on its own.
     """
 
-    def __init__(self, count: int, seed: int, source: int, group_sizes: np.ndarray | None = None) -> None:
+    def __init__(self, count: int, seed: int, source: int | str, group_sizes: np.ndarray | None = None) -> None:
         self._count = count
         self._seed = seed
         self._source = source

@@ -137,3 +137,21 @@ def rows_needed(document_sizes: Iterable[int], length: int, packing: bool) -> in
     if packing:
         return math.ceil(sum(pairs) / length)
     return sum(math.ceil(count / length) for count in pairs)
+
+
+def after_documents(positions: np.ndarray, rows: int) -> np.ndarray:
+    """Where another number of lanes goes on after as many documents as these have taken.
+
+    What some lanes were ahead of the others comes again, and what they were behind does not come.
+
+    Args:
+        positions: int32 [B, 2], of each lane.
+        rows: how many lanes there are to be.
+
+    Returns:
+        int32 [rows, 2].
+    """
+    taken = positions[:, 0].sum(dtype=np.int64)
+    # Lane j has the documents j, j + rows, ...: of the first n it has ceil((n - j) / rows).
+    of_lane = np.maximum(-((np.arange(rows) - taken) // rows), 0)
+    return np.stack([of_lane, np.zeros_like(of_lane)], axis=1).astype(np.int32)

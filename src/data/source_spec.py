@@ -70,6 +70,12 @@ def eval_specs(config: Mapping[str, Any]) -> list[SourceSpec]:
     return _specs(config, config["eval_datasets"], is_eval=True)
 
 
+def all_synthetic(config: Mapping[str, Any]) -> bool:
+    """Whether no data of a run, to train or to evaluate on, are text."""
+    specs = train_specs(config) + (eval_specs(config) if names_eval_data(config) else [])
+    return all(spec.type == "synthetic" for spec in specs)
+
+
 def train_weights(config: Mapping[str, Any]) -> tuple[float, ...]:
     """How many rows of each set of `train_specs` there are, in proportion."""
     return tuple(entry.get("weight", 1.0) for entry in config["datasets"]) or (1.0,)

@@ -101,6 +101,8 @@ def open_eval_sets(config: "FrozenConfigDict", tokenizer: Tokenizer | None) -> l
 def _open(config: "FrozenConfigDict", tokenizer: Tokenizer | None, evaluates: bool) -> tuple[TrainData, list[EvalSet]]:
     from src.data.held_out import split
 
+    if evaluates and config.datasets and not names_eval_data(config):
+        raise UserError("nothing is held out of datasets: name data to evaluate on with eval_datasets")
     specs = train_specs(config)
     sources = [open_source(spec, config, tokenizer) for spec in specs]
     evaluation: list[EvalSet] = []
@@ -177,10 +179,22 @@ def describe_data(config: "FrozenConfigDict", data: TrainData) -> list[str]:
         place = " ".join(filter(None, (spec.settings["dataset_name"], spec.path, spec.settings["dataset_factory"])))
         if spec.type == "text" and not place:
             place = "the Python standard library's source"
-        if isinstance(source, RowSource):
-            amount = f"{source.row_count:,} rows an epoch" if source.row_count else "random tokens"
-        else:
-            amount = f"{len(source):,} {'conversations' if config.use_sft else 'documents'}"
+        line = ", ".join(filter(None, (place, amount(source))))
         share = f", {weight / sum(data.weights):.4g} of the rows" if spec.name else ""
-        lines.append(f"{spec.name}: " * bool(spec.name) + f"{spec.type}: {place}, {amount}{share}".replace(": ,", ":"))
+        lines.append(f"{spec.name}: " * bool(spec.name) + f"{spec.type}: {line}{share}")
     return lines
+
+
+def describe_eval_set(data: EvalSet) -> str:
+    """A line for a set: what it is, and how much of it an evaluation takes."""
+    facts = data.source.fingerprint()
+    part = f"{facts['part']}: " if "part" in facts else f"{facts['type']}: "
+    taken = "one epoch" if data.steps == -1 else f"{data.steps:,} batches"
+    return f"{data.name}: " * bool(data.name) + f"{part}{amount(data.source)}, {taken} an evaluation"
+
+
+def amount(source: Source | RowSource) -> str:
+    """How much data a source has, in words."""
+    if isinstance(source, RowSource):
+        return f"{source.row_count:,} rows an epoch" if source.row_count else "random tokens"
+    return f"{len(source):,} documents"

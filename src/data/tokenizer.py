@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from src.data.source_spec import train_specs
+from src.data.source_spec import all_synthetic
 from src.errors import UserError
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def make_tokenizer(config: "FrozenConfigDict") -> Tokenizer | None:
     Raises:
         UserError: the file is missing or unfit, or the tokenizer has more ids than `vocab_size`.
     """
-    if all(spec.type == "synthetic" for spec in train_specs(config)):
+    if all_synthetic(config):
         return None
     if config.tokenizer_type == "byte":
         tokenizer = ByteTokenizer()

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from src.data.loader import EvalBatches, data_fingerprint, train_batches
 from src.data.mixture import Mixture
-from src.data.packing import Document
+from src.data.packing import Document, after_documents
 from src.data.sources import TrainData
 from src.data.synthetic import SyntheticSource
 from src.data.text import TextSource
 from src.errors import UserError
-from src.resume import after_documents
 from tests.data.batches import TOKENIZER, B, assert_same, hosts_of, joined, rows_of, take
 from tests.data.one_source import alone, held_out
 
@@ -164,6 +163,20 @@ def test_rolling_evaluations_go_on_where_the_last_one_ended(config, list_source,
     assert_same(list(reset) + list(reset), stream[:3] + stream[:3])
 
 
+def test_a_rolling_evaluation_of_another_batch_goes_on_after_as_many_documents(config, list_source, words):
+    settings = config(eval_mode="rolling")
+    rolling = EvalBatches(settings, held_out(list_source(words), 12), TOKENIZER, range(B), B)
+    list(rolling)
+    position = rolling.position()
+    taken = sum(documents for documents, _ in position["lanes"])
+    wider = EvalBatches(settings, held_out(list_source(words), 12), TOKENIZER, range(2 * B), 2 * B, position)
+    assert taken > B
+    assert [documents for documents, _ in wider.position()["lanes"]] == [
+        len(range(n, taken, 2 * B)) for n in range(2 * B)
+    ]
+    assert wider.position()["rows_taken"] == 12 * B
+
+
 def test_one_epoch_of_rows_ends_with_the_last(config):
     batches = list(EvalBatches(config(), held_out(Rows(19, 64)), TOKENIZER, range(B), B))
     assert len(batches) == 3
@@ -178,10 +191,10 @@ def test_one_epoch_of_rows_ends_with_the_last(config):
 
 def test_a_batch_size_may_change_without_documents_coming_again(config, list_source, words):
     """After n documents the lanes of another number of rows go on with documents n, n + 1, ..."""
-    taken = np.array([[[3, 20]], [[2, 0]], [[4, 1]]], np.int32)  # nine documents by three lanes
+    taken = np.array([[3, 20], [2, 0], [4, 1]], np.int32)  # nine documents by three lanes
     moved = after_documents(taken, 4)
-    assert moved.tolist() == [[[3, 0]], [[2, 0]], [[2, 0]], [[2, 0]]]
-    assert sorted(row + 4 * k for row in range(4) for k in range(moved[row, 0, 0])) == list(range(9))
+    assert moved.tolist() == [[3, 0], [2, 0], [2, 0], [2, 0]]
+    assert sorted(row + 4 * k for row in range(4) for k in range(moved[row, 0])) == list(range(9))
 
 
 def test_synthetic_data_resume_too_and_fill_every_row(config):

@@ -18,23 +18,20 @@ import hashlib
 import json
 import multiprocessing
 import os
-import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from src import config as configuration
 from src.data import sources
-from src.data.source_spec import SETTINGS, train_specs
+from src.data.feeds import encode
+from src.data.source_spec import train_specs
 from src.data.tokenizer import make_tokenizer
 from src.data.tokens import FORMAT, SUMMARY, UNFINISHED, Shard, compare, ids_name, index_name, missing_files
 from src.errors import UserError, run_command
@@ -45,18 +42,15 @@ if TYPE_CHECKING:
 USAGE = """python -m src.tokenize_dataset CONFIG.yml [key=value ...] tokenized_path=FOLDER
 python -m src.tokenize_dataset --help KEY         what a key does, and its default"""
 
-# Small data make enough shards for the cores of a machine, large data no more files than a folder takes well.
-_SHARD_IDS = 1 << 26
-_SMALL_SHARD_IDS = 1 << 20
-_SHARDS_OF_SMALL_DATA = 64
-_MOST_SHARDS = 1 << 14
+# Shards for the cores of a machine, but none so small that it is not worth its files, nor so large that it takes more
+# than a minute or so: progress is counted in shards, and what is written of one is lost with a killed command.
+_SHARDS = 64
+_LEAST_SHARD_IDS = 1 << 20
+_MOST_SHARD_IDS = 1 << 24
 _SAMPLED_ITEMS = 32
 
 _MOST_UINT16 = 1 << 16  # the largest vocabulary whose ids are uint16
-
-_REPORT_SECONDS = 0.2  # between the reports of a worker, at which it may stop
-_SHOW_SECONDS = 0.5
-_LINE_SECONDS = 10  # between lines where there is no terminal
+_LINE_SECONDS = 10  # between lines that say how far it is
 
 
 def main(argv: Sequence[str]) -> None:
@@ -78,16 +72,16 @@ def main(argv: Sequence[str]) -> None:
     folder = Path(config.tokenized_path).expanduser()
     try:
         with _locked(folder):
-            if (folder / SUMMARY).exists():
-                _read_plan(folder / SUMMARY, items)
+            summary = _plan(folder, items)
+            if "shards" in summary:
                 print(f"{folder} is finished already", flush=True)
             else:
-                _write(config, folder, items)
+                summary = _write(config, folder, items, summary)
             for note in (folder / UNFINISHED, *folder.glob("[0-9]*.json")):  # tokens.json has it all
                 note.unlink(missing_ok=True)
-            shards = [Shard(**shard) for shard in json.loads((folder / SUMMARY).read_bytes())["shards"]]
     except OSError as error:
         raise UserError(f"tokenized_path={config.tokenized_path} can't be written: {error}") from error
+    shards = [Shard(**shard) for shard in summary["shards"]]
     size = sum(shard.ids_bytes + shard.index_bytes for shard in shards)
     print(
         f"{folder}: {sum(shard.documents for shard in shards):,} documents, "
@@ -95,7 +89,10 @@ def main(argv: Sequence[str]) -> None:
     )
     if config.eval_dataset_path or config.eval_dataset_name:
         print("data to evaluate on are of type tokens then too: write them likewise, each with dataset_path=DATA")
-    print(f"train on it: {_train_command(config, argv)}")
+    print(
+        f"train on it: dataset_type=tokens dataset_path={config.tokenized_path}{' datasets=[]' * bool(config.datasets)}"
+        ", in the place of the keys that name the data here, and the others as they are"
+    )
 
 
 def _check(config: "FrozenConfigDict") -> None:
@@ -123,123 +120,112 @@ class Items:
     """The items of a config's data as ids.
 
     Raises:
-        UserError: the data or the tokenizer can't be read, or items not by their number.
+        UserError: the data or the tokenizer can't be read, or an item not by its number.
     """
 
     def __init__(self, config: "FrozenConfigDict") -> None:
-        self._spec = train_specs(config)[0]
+        self._config = config
         self._tokenizer = make_tokenizer(config)
-        self._source = sources.open_source(self._spec, config, self._tokenizer)
-        if isinstance(self._source, sources.RowSource):
-            raise UserError(f"{self._spec.setting('dataset_type')} gives rows: expected documents to tokenize")
-        self._vocab_size = config.vocab_size
+        self._source = sources.open_source(train_specs(config)[0], config, self._tokenizer)
+        self.dtype = "uint16" if config.vocab_size <= _MOST_UINT16 else "uint32"
 
     def __len__(self) -> int:
         """How many there are."""
         return len(self._source)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        """The ids of item `i`; none of an empty text, which has nothing to learn but its own end."""
-        item = self._source[i]
-        if isinstance(item, str):
-            return self._tokenizer.encode(item) if item else np.empty(0, np.int32)
-        if len(item) and not 0 <= item.min() <= item.max() < self._vocab_size:
-            raise UserError(
-                f"{self._spec.setting('dataset_path')}: item {i} has ids from {item.min()} to {item.max()}: expected "
-                f"them from 0 to {self._vocab_size - 1}, by vocab_size={self._vocab_size}"
-            )
-        return item
+        """The int32 ids of item `i`; none of an empty text."""
+        return encode(self._config, self._tokenizer, self._source[i]).ids
 
     def facts(self) -> dict[str, Any]:
         """What the tokens depend on, as tokens.json has it."""
         is_text = len(self) > 0 and isinstance(self._source[0], str)
+        settings = train_specs(self._config)[0].settings
         return {
             "format": FORMAT,
-            "dtype": "uint16" if self._vocab_size <= _MOST_UINT16 else "uint32",
-            "vocab_size": self._vocab_size,
+            "dtype": self.dtype,
+            "vocab_size": self._config.vocab_size,
             "tokenizer": self._tokenizer.fingerprint() if is_text else None,
             "source": self._source.fingerprint(),
-            "settings": {
-                name: value for name, value in self._spec.settings.items() if value and name != "dataset_path"
-            },
+            "settings": {name: value for name, value in settings.items() if value and name != "dataset_path"},
         }
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Makes a folder, keeps other processes of this command out of it, and frees it of what a killed one left."""
+    """Makes a folder, keeps other processes of this command out of it, and leaves no part of a file there."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with the process, however that ends
-        for part in folder.glob(".*.part"):
-            part.unlink()
-        yield
+        try:
+            yield
+        finally:
+            for part in folder.glob(".*.part"):
+                part.unlink()
     except BlockingIOError:
         raise UserError(f"another process is writing tokenized_path={folder}: wait for it") from None
     finally:
         os.close(descriptor)
 
 
-def _write(config: "FrozenConfigDict", folder: Path, items: Items) -> None:
-    """Writes the shards that are not there yet, then tokens.json."""
-    plan = _make_plan(folder, items)
-    per_shard = plan["items_per_shard"]
-    ranges = [range(len(items))[start : start + per_shard] for start in range(0, len(items), per_shard)]
-    done = _finished_shards(folder)
-    if done:
-        print(f"going on: {len(done)} of {len(ranges)} shards are finished", flush=True)
-    _write_in_parallel(
-        config, folder, {number: part for number, part in enumerate(ranges) if number not in done}, items
-    )
-    shards = _finished_shards(folder)
-    if not any(shard.documents for shard in shards.values()):
-        raise UserError("the data have no text: there is nothing to write")
-    _write_json(folder / SUMMARY, {**plan, "shards": [shards[number]._asdict() for number in range(len(ranges))]})
-
-
-def _make_plan(folder: Path, items: Items) -> dict[str, Any]:
-    """What tokens.json is to have beside its shards: as the folder was begun with, or new.
+def _plan(folder: Path, items: Items) -> dict[str, Any]:
+    """What tokens.json has, as far as it is known: all of it where the folder is finished, else all but `shards`.
 
     Raises:
         UserError: the folder was begun with something else, or has other files.
     """
-    if (folder / UNFINISHED).exists():
-        return _read_plan(folder / UNFINISHED, items)
-    if others := sorted(path.name for path in folder.iterdir()):
+    facts = items.facts()
+    for path in (folder / SUMMARY, folder / UNFINISHED):
+        if path.exists():
+            plan = json.loads(path.read_bytes())
+            if differences := compare({name: plan.get(name) for name in facts}, facts):
+                raise UserError(
+                    f"tokenized_path={folder} has tokens of other data or settings ({'; '.join(differences)}): name a "
+                    "new folder, or delete this one"
+                )
+            return plan
+    if others := sorted(path.name for path in folder.iterdir() if path.suffix != ".part"):
         raise UserError(f"tokenized_path={folder} has other files ({', '.join(others[:3])}): name a new folder")
-    plan = items.facts() | {"items_per_shard": items_per_shard(items)}
+    plan = facts | {"items_per_shard": _items_per_shard(items)}
     _write_json(folder / UNFINISHED, plan)
     return plan
 
 
-def _read_plan(path: Path, items: Items) -> dict[str, Any]:
-    """The plan in a file of the folder; raises UserError where it is not one for these items."""
-    plan = json.loads(path.read_bytes())
-    facts = items.facts()
-    if differences := compare(_flat({name: plan.get(name) for name in facts}), _flat(facts)):
-        raise UserError(
-            f"tokenized_path={path.parent} has tokens of other data or settings ({'; '.join(differences)}): name a new "
-            "folder, or delete this one"
-        )
-    return plan
-
-
-def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts with those inside another beside it, `tokenizer digest` for one."""
-    flat = {}
-    for name, value in facts.items():
-        flat |= {f"{name} {inner}": fact for inner, fact in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
-
-
-def items_per_shard(items: Items) -> int:
+def _items_per_shard(items: Items) -> int:
     """How many items to put into a shard, judged by the mean size of a few."""
     count = len(items)
     sampled = min(count, _SAMPLED_ITEMS)
     ids = sum(len(items[count * k // sampled]) for k in range(sampled)) * count // max(sampled, 1)
-    shards = max(ids // _SHARD_IDS, min(ids // _SMALL_SHARD_IDS, _SHARDS_OF_SMALL_DATA), 1)
-    return max(-(-count // min(shards, _MOST_SHARDS)), 1)
+    shards = max(ids // min(max(ids // _SHARDS, _LEAST_SHARD_IDS), _MOST_SHARD_IDS), 1)
+    return max(-(-count // shards), 1)
+
+
+def _write(config: "FrozenConfigDict", folder: Path, items: Items, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes the shards that are not there yet, on all cores, then tokens.json, and returns what that has."""
+    size = plan["items_per_shard"]
+    parts = [range(len(items))[start : start + size] for start in range(0, len(items), size)]
+    shards = _finished_shards(folder)
+    if shards:
+        print(f"going on: {len(shards)} of {len(parts)} shards are finished", flush=True)
+    done, ids = sum(len(parts[number]) for number in shards), 0
+    start = last_line = time.monotonic()
+    with _processes(len(parts) - len(shards)) as pool:
+        arguments = [(configuration.to_yaml(config), folder, number, part) for number, part in enumerate(parts)]
+        pending = {pool.submit(_write_shard, *arguments[n]): n for n in range(len(parts)) if n not in shards}
+        for future in concurrent.futures.as_completed(pending):
+            number = pending[future]
+            shards[number] = future.result()
+            done, ids, now = done + len(parts[number]), ids + shards[number].ids, time.monotonic()
+            if done == len(items) or now - last_line > _LINE_SECONDS:
+                last_line = now
+                speed = f"{ids:,} tokens, {ids / (now - start):,.0f} tokens/s"
+                print(f"{done:,} of {len(items):,} items ({done / len(items):.0%}), {speed}", flush=True)
+    if not any(shard.documents for shard in shards.values()):
+        raise UserError("the data have no text: there is nothing to write")
+    summary = {**plan, "shards": [shards[number]._asdict() for number in range(len(parts))]}
+    _write_json(folder / SUMMARY, summary)
+    return summary
 
 
 def _finished_shards(folder: Path) -> dict[int, Shard]:
@@ -249,71 +235,28 @@ def _finished_shards(folder: Path) -> dict[int, Shard]:
     return {number: shard for number, shard in shards.items() if not missing_files({number: shard}, sizes)}
 
 
-def _write_in_parallel(config: "FrozenConfigDict", folder: Path, todo: Mapping[int, range], items: Items) -> None:
-    """Writes shards, each with a range of the items, on all cores."""
+@contextlib.contextmanager
+def _processes(most: int) -> Iterator[concurrent.futures.Executor]:
+    """A process for each core, but no more than `most`. Where the block raises, what they have begun is given up."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Started anew, not forked: the source may have threads, whose locks a fork would copy as they are.
     context = multiprocessing.get_context("spawn")
-    counts, stop = context.Array("q", 2), context.Event()
-    left = sum(map(len, todo.values()))
-    with (
-        _Display(len(items), len(items) - left) as display,
-        concurrent.futures.ProcessPoolExecutor(
-            max(1, min(cores, len(todo))), context, _start_worker, (configuration.to_yaml(config), folder, counts, stop)
-        ) as pool,
-    ):
-        pending = {pool.submit(_write_shard, number, part) for number, part in todo.items()}
-        try:
-            while pending:
-                finished, pending = concurrent.futures.wait(pending, _SHOW_SECONDS, concurrent.futures.FIRST_EXCEPTION)
-                for future in finished:
-                    future.result()
-                display.update(*counts)
-        except BrokenProcessPool:
-            raise UserError(
-                "a process was killed, perhaps for want of memory. The same command goes on after the finished shards"
-            ) from None
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
+    try:
+        with concurrent.futures.ProcessPoolExecutor(max(1, min(cores, most)), context, _start_process) as pool:
+            try:
+                yield pool
+            except BaseException:
+                for process in multiprocessing.active_children():
+                    process.kill()
+                raise
+    except BrokenProcessPool:
+        raise UserError(
+            "a process was killed, perhaps for want of memory. The same command goes on after the finished shards"
+        ) from None
 
 
-class _Worker:
-    """What a process that writes shards has.
-
-    Args:
-        config: names the data.
-        folder: to write the shards into.
-        counts: int64 [2], shared: the items and ids of this start that all workers together have written.
-        stop: shared: set when shards are to be left as they are.
-    """
-
-    def __init__(self, config: "FrozenConfigDict", folder: Path, counts: Any, stop: Any) -> None:
-        self.config = config
-        self.folder = folder
-        self.counts = counts
-        self.stop = stop
-
-    @functools.cached_property
-    def items(self) -> Items:
-        """Opened with the first shard, whose future then has what may be wrong with them."""
-        return Items(self.config)
-
-    def report(self, items: int, ids: int) -> None:
-        """Adds to the counts."""
-        with self.counts.get_lock():
-            self.counts[0] += items
-            self.counts[1] += ids
-
-
-_this_worker: _Worker
-
-
-def _start_worker(config_text: str, folder: Path, counts: Any, stop: Any) -> None:
-    """Takes the config as text: what it holds can't all be pickled."""
-    global _this_worker
-    _this_worker = _Worker(configuration.from_yaml(config_text), folder, counts, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process too, which then sets `stop`
+def _start_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process too, which then kills this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -323,116 +266,51 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _write_shard(number: int, part: range) -> None:
-    """Writes the shard with these items, its NUMBER.json last; nothing if told to stop before the end."""
-    worker = _this_worker
-    dtype = np.dtype("<u2" if worker.config.vocab_size <= _MOST_UINT16 else "<u4")
+@functools.cache
+def _open_items(config_text: str) -> Items:
+    """Once in a process. The config comes as text: what it holds can't all be pickled."""
+    return Items(configuration.from_yaml(config_text))
+
+
+def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Shard:
+    """Writes the shard with these items, its NUMBER.json last."""
+    items = _open_items(config_text)
+    dtype = np.dtype(items.dtype).newbyteorder("<")
     pair_starts = array.array("q", [0])  # a list would take four times the memory
     digest, largest_id = hashlib.sha256(), 0
-    with contextlib.suppress(_Stopped):
-        with _new_file(worker.folder / ids_name(number)) as file:
-            for ids in _reported(worker, part):
-                if len(ids) > 1:  # else it has no pair
-                    pair_starts.append(pair_starts[-1] + len(ids) - 1)
-                    largest_id = max(largest_id, int(ids.max()))
-                    data = ids.astype(dtype).tobytes()
-                    digest.update(data)
-                    file.write(data)
-            ids_bytes = file.tell()
-        with _new_file(worker.folder / index_name(number)) as file:
-            np.save(file, np.array(pair_starts, "<i8"))
-            index_bytes = file.tell()
-        total = ids_bytes // dtype.itemsize
-        shard = Shard(len(pair_starts) - 1, total, largest_id, digest.hexdigest(), ids_bytes, index_bytes)
-        _write_json(worker.folder / f"{number:06d}.json", shard._asdict())
-
-
-class _Stopped(Exception):
-    """The shard is to be left as it is."""
-
-
-def _reported(worker: _Worker, part: range) -> Iterator[np.ndarray]:
-    """The ids of each item, counted now and then; raises _Stopped when told to stop."""
-    items = ids = 0
-    last_report = time.monotonic()
-    for i in part:
-        item_ids = worker.items[i]
-        yield item_ids
-        items, ids = items + 1, ids + len(item_ids)
-        if time.monotonic() - last_report > _REPORT_SECONDS:
-            if worker.stop.is_set():
-                raise _Stopped
-            worker.report(items, ids)
-            items, ids, last_report = 0, 0, time.monotonic()
-    worker.report(items, ids)
+    with _new_file(folder / ids_name(number)) as file:
+        for i in part:
+            ids = items[i]
+            if len(ids) > 1:  # else it has no pair
+                pair_starts.append(pair_starts[-1] + len(ids) - 1)
+                largest_id = max(largest_id, int(ids.max()))
+                data = ids.astype(dtype).tobytes()
+                digest.update(data)
+                file.write(data)
+        ids_bytes = file.tell()
+    with _new_file(folder / index_name(number)) as file:
+        np.save(file, np.array(pair_starts, "<i8"))
+        index_bytes = file.tell()
+    total = ids_bytes // dtype.itemsize
+    shard = Shard(len(pair_starts) - 1, total, largest_id, digest.hexdigest(), ids_bytes, index_bytes)
+    _write_json(folder / f"{number:06d}.json", shard._asdict())
+    return shard
 
 
 @contextlib.contextmanager
 def _new_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which is there once this ends without an error: whole, or not at all."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with part.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
 
 
 def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
     with _new_file(path) as file:
         file.write(json.dumps(facts, indent=1).encode() + b"\n")
-
-
-class _Display:
-    """Shows how far it is, and tokens a second: a bar on a terminal, else a line now and then.
-
-    Args:
-        items: how many there are.
-        done: how many of them were finished before this start.
-    """
-
-    def __init__(self, items: int, done: int) -> None:
-        self._items = items
-        self._done = done
-        self._terminal = sys.stdout.isatty()
-        self._start = self._last_line = time.monotonic()
-        # As in metrics.py: rich by itself would also draw in a notebook, and in a log if FORCE_COLOR is set.
-        console = Console(force_terminal=self._terminal, force_jupyter=False, highlight=False)
-        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, auto_refresh=False, disable=not self._terminal)
-        self._task = self._bar.add_task("", total=items, completed=done)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, items: int, ids: int) -> None:
-        """Takes how many items and ids this start has written."""
-        now = time.monotonic()
-        speed = f"{ids:,} tokens, {ids / (now - self._start):,.0f} tokens/s"
-        done = self._done + items
-        self._bar.update(self._task, completed=done, description=speed, refresh=True)
-        if not self._terminal and (done == self._items or now - self._last_line > _LINE_SECONDS):
-            self._last_line = now
-            print(f"{done:,} of {self._items:,} items ({done / self._items:.0%}), {speed}", flush=True)
-
-
-def _train_command(config: "FrozenConfigDict", argv: Sequence[str]) -> str:
-    """What to type to train on the folder: this command, with the folder in the place of what names other data."""
-    data_keys = {"tokenized_path", "datasets", *(key for keys in SETTINGS.values() for key in keys)}
-    kept = [argument for argument in argv if argument.lstrip("-").partition("=")[0] not in data_keys]
-    data = [
-        "dataset_type=tokens",
-        f"dataset_path={config.tokenized_path}",
-        *(["datasets=[]"] if config.datasets else []),
-    ]
-    return shlex.join(["python", "-m", "src.train", *kept, *data])
 
 
 if __name__ == "__main__":

@@ -259,13 +259,16 @@ class TokenDocuments(_Tokens):
         """Each document is read on its own."""
 
 
-def compare(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """How two fingerprints differ, fact by fact."""
-    return [
-        f"{name} {there.get(name)!r} there, {here.get(name)!r} here"
-        for name in dict.fromkeys([*there, *here])
-        if there.get(name) != here.get(name)
-    ]
+def compare(there: Mapping[str, Any], here: Mapping[str, Any], of: str = "") -> list[str]:
+    """How two fingerprints differ, fact by fact; `of` is what to say before a fact's name."""
+    differences = []
+    for name in dict.fromkeys([*there, *here]):
+        old, new = there.get(name), here.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            differences += compare(old, new, f"{of}{name} ")
+        elif old != new:
+            differences.append(f"{of}{name} {old!r} there, {new!r} here")
+    return differences
 
 
 def _parse(summary: bytes, name: str) -> dict[str, Any]:

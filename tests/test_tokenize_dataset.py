@@ -274,7 +274,7 @@ def test_an_item_that_can_not_be_read_is_an_error_that_names_its_file(command, c
     lines = good.splitlines(keepends=True)
     lines[60] = b'{"text": 7} ' + b" " * (len(lines[60]) - 13) + b"\n"
     (corpus / "rest.jsonl").write_bytes(b"".join(lines))
-    with pytest.raises(UserError, match=r"rest\.jsonl, line 61: expected a JSON object"):
+    with pytest.raises(UserError, match=r"rest\.jsonl, line 61: its field text: it is of type int"):
         main(command())
     assert not list((tmp_path / "out").glob(".*"))
     (corpus / "rest.jsonl").write_bytes(good)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from src.data import files, records
+from src.data.documents import DocumentSource
 from src.data.source_spec import SourceSpec
 from src.errors import UserError
 
@@ -43,7 +44,7 @@ class Shard(NamedTuple):
     count: int
 
 
-class RecordSource:
+class RecordSource(DocumentSource):
     """Documents that are records of ArrayRecord files.
 
     The first is read at once, so that data of another form are an error at the start. A file is opened when it is first
@@ -83,15 +84,9 @@ class RecordSource:
             raise UserError(f"{file}, record {number} can't be read, the file is damaged: {error}") from error
         try:
             return records.document(record, self._format, self._column)
-        except UserError as error:
+        except ValueError as error:
             setting = "" if self._format == "text" else f" ({self._column_setting})"
             raise UserError(f"{file}, record {number}: {error}{setting}") from error
-
-    def document_keys(self) -> None:
-        """There may be too many to list."""
-
-    def group_sizes(self) -> None:
-        """Each record is read on its own."""
 
 
 class ArrayRecordSource(RecordSource):

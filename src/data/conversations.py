@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from src.data import files, text_files
+from src.data.documents import DocumentSource, parse_json, well_formed
 from src.data.packing import Document
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
@@ -38,7 +39,7 @@ class Conversation(NamedTuple):
     start: int
 
 
-class ConversationSource:
+class ConversationSource(DocumentSource):
     """.jsonl files of conversations, or of prompts with their completions. All lines are checked at once.
 
     Args:
@@ -72,9 +73,6 @@ class ConversationSource:
         """uint64 [conversations]: a hash of file name and place in the file, which other files don't change."""
         return self._files.keys()
 
-    def group_sizes(self) -> None:
-        """Each conversation is read on its own."""
-
     def fingerprint(self) -> dict[str, str | int]:
         """Of the files, and how many conversations are in them."""
         return {**self._files.fingerprint(), "type": "conversations"}
@@ -82,9 +80,8 @@ class ConversationSource:
 
 def _read_line(line: bytes, file: str, start: int) -> Conversation:
     """What a line says that begins at byte `start` of a file. Raises UserError for what is no conversation."""
-    record = text_files.parse_json(line, file, start)
     try:
-        messages, is_pair = _read_record(record)
+        messages, is_pair = _read_record(parse_json(line))
     except ValueError as error:
         raise UserError(f"{text_files.line_name(file, start)}: {error}") from None
     return Conversation(messages, is_pair, file, start)
@@ -109,7 +106,7 @@ def _read_record(record: Any) -> "tuple[tuple[Message, ...], bool]":
             raise ValueError(f"{fault}: {_EXPECTED}")
     if not record[completion].strip():
         raise ValueError(f'"{completion}" is empty: there is nothing to learn')
-    prompt, answer = (text_files.well_formed(record[field]) for field in ("prompt", completion))
+    prompt, answer = (well_formed(record[field]) for field in ("prompt", completion))
     return ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}), True
 
 
@@ -130,7 +127,7 @@ def read_message(message: Any, number: int) -> "Message":
         )
     if message["role"] == "assistant" and not message["content"].strip():
         raise ValueError(f"message {number}, of the assistant, is empty: there is nothing to learn")
-    return {**message, "content": text_files.well_formed(message["content"])}
+    return {**message, "content": well_formed(message["content"])}
 
 
 def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, completion_only: bool) -> Document:

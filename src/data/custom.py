@@ -1,5 +1,6 @@
 """What users write themselves: documents of their own (dataset_factory), and changes to batches (batch_transform)."""
 
+import functools
 import hashlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from src.data.documents import DocumentSource, as_document, from_fields
 from src.data.packing import Batch
 from src.data.source_spec import SourceSpec
-from src.data.text_files import as_ids, well_formed
 from src.errors import UserError
 from src.user_code import call, load_function
 
@@ -24,7 +25,7 @@ _END = object()
 Facts = Mapping[str, str | int]
 
 
-class CustomSource:
+class CustomSource(DocumentSource):
     """The items of an object with `__len__` and `__getitem__`, which several threads may call at a time.
 
     Args:
@@ -57,12 +58,6 @@ class CustomSource:
         """The text or ids of item `i`."""
         name = f"{self._name}: item {i}"
         return _document(call(name, operator.getitem, self._documents, i), name, self._column, self._vocab_size)
-
-    def document_keys(self) -> None:
-        """There may be too many items to list."""
-
-    def group_sizes(self) -> None:
-        """Each item is read on its own."""
 
     def fingerprint(self) -> dict[str, str | int]:
         """How many items there are, and what tells the object from others."""
@@ -162,20 +157,11 @@ def _read_whole(made: Iterable[Any], setting: str, column: str, vocab_size: int)
 
 def _document(item: Any, name: str, column: str, vocab_size: int) -> str | np.ndarray:
     """The text of an item, or its ids as int32 [n]. Raises UserError for anything else."""
-    if isinstance(item, Mapping):
-        if column not in item:
-            raise UserError(f"{name} has no dataset_column={column}; it has {', '.join(map(str, item))}")
-        item = item[column]
-    if isinstance(item, str):
-        return well_formed(item)
-    if not isinstance(item, (list, tuple)) and not hasattr(item, "__array__"):
-        raise UserError(
-            f"{name} is of type {_class(item)}: expected a text, a list or array of ids, or a mapping with {column!r}"
-        )
+    read = functools.partial(as_document, vocab_size=vocab_size)
     try:
-        return as_ids(item, vocab_size)
+        return from_fields(item, column, read) if isinstance(item, Mapping) else read(item)
     except ValueError as error:
-        raise UserError(f"{name} is no list of ids: {error}") from None
+        raise UserError(f"{name}: {error}") from None
 
 
 def _class(thing: Any) -> str:

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from src.data import files
+from src.data.documents import DocumentSource, as_ids
 from src.data.source_spec import SourceSpec
-from src.data.text_files import as_ids
 from src.errors import UserError
 
 try:
@@ -25,7 +25,7 @@ _OPENING_THREADS = 16
 _DAMAGE = (pa.ArrowException, OSError, ValueError)
 
 
-class ParquetSource:
+class ParquetSource(DocumentSource):
     """The rows of Parquet files, in the order of the files' names: each a text, or a list of ids.
 
     Opening reads the files' footers alone. A row group's column is decoded whole when one of its rows is read, and the
@@ -73,9 +73,6 @@ class ParquetSource:
             return value.as_py() or ""
         except ValueError as error:  # UnicodeDecodeError is one
             raise UserError(f"{self._name(group)}, row {row} of the group, {self._column}: {error}") from None
-
-    def document_keys(self) -> None:
-        """There may be too many rows to list."""
 
     def group_sizes(self) -> np.ndarray:
         """int64 [row groups]: their rows."""

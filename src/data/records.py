@@ -1,15 +1,12 @@
 """What one record holds: a document, as its text or as its ids."""
 
 import functools
-import json
 from typing import Any
 
 import numpy as np
 
-from src.data.text_files import well_formed
+from src.data import documents
 from src.errors import UserError
-
-_EXPECTED = "expected a text, or a list of ids"
 
 
 def document(record: bytes, record_format: str, column: str) -> str | np.ndarray:
@@ -24,53 +21,27 @@ def document(record: bytes, record_format: str, column: str) -> str | np.ndarray
         Its text, or its ids as int32 [n].
 
     Raises:
-        UserError: the record is of another format, or has no such field, or neither a text nor ids in it. The message
+        ValueError: the record is of another format, or has no such field, or neither a text nor ids in it. The message
             goes on after the name of the record.
+        UserError: what reads a tf.train.Example is not installed.
     """
     match record_format:
         case "text":
-            return _text(record, "it")
+            return _text(record)
         case "json":
-            return _from_json(record, column)
+            return documents.from_json(record, column)
         case _:
-            return _from_example(record, column)
+            return documents.from_fields(_features(record), column, _from_feature)
 
 
-def _from_json(record: bytes, column: str) -> str | np.ndarray:
-    try:
-        fields = json.loads(record)
-    except ValueError as error:
-        raise UserError(f"it is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"it is no JSON object, but {record[:80]!r}")
-    if column not in fields:
-        raise _absent(column, fields)
-    value = fields[column]
-    if isinstance(value, str):
-        return well_formed(value)
-    if isinstance(value, list) and all(type(each) is int for each in value):
-        return _ids(np.array(value), column)
-    raise UserError(f"its field {column} is {json.dumps(value)[:80]}: {_EXPECTED}")
-
-
-def _from_example(record: bytes, column: str) -> str | np.ndarray:
+def _features(record: bytes) -> Any:
+    """The features of a tf.train.Example by their names."""
     from google.protobuf.message import DecodeError
 
     try:
-        fields = _example_message().FromString(record).features.feature
+        return _example_message().FromString(record).features.feature
     except DecodeError:
-        raise UserError(f"it is no tf.train.Example, but {record[:80]!r}") from None
-    if column not in fields:
-        raise _absent(column, fields)
-    match fields[column].WhichOneof("kind"):
-        case "bytes_list" if len(texts := fields[column].bytes_list.value) == 1:
-            return _text(texts[0], f"its field {column}")
-        case "bytes_list":
-            raise UserError(f"its field {column} has {len(texts)} texts: expected one, or a list of ids")
-        case "float_list":
-            raise UserError(f"its field {column} has floating-point numbers: {_EXPECTED}")
-        case _:  # int64_list; a list of nothing may be stored as none at all
-            return _ids(np.array(fields[column].int64_list.value, np.int64), column)
+        raise ValueError(f"it is no tf.train.Example, but {record[:80]!r}") from None
 
 
 @functools.cache
@@ -79,24 +50,24 @@ def _example_message() -> Any:
     try:
         from tensorflow_datasets.proto import tf_example_pb2
     except ImportError as error:
-        raise UserError(f"what reads it, {error.name}, is not installed: bash setup.sh data installs it") from error
+        raise UserError(
+            f"what reads a tf.train.Example, {error.name}, is not installed: bash setup.sh data installs it"
+        ) from error
     return tf_example_pb2.Example
 
 
-def _text(data: bytes, what: str) -> str:
+def _from_feature(feature: Any) -> str | np.ndarray:
+    kind = feature.WhichOneof("kind") or "int64_list"  # a list of nothing may be stored as none at all
+    values = getattr(feature, kind).value
+    if kind != "bytes_list":
+        return documents.as_ids(np.array(values))
+    if len(values) != 1:
+        raise ValueError(f"it has {len(values)} texts: expected one, or a list of ids")
+    return _text(values[0])
+
+
+def _text(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{what} is not UTF-8 ({error.reason}), but {data[:40]!r}: {_EXPECTED}") from None
-
-
-def _ids(values: np.ndarray, column: str) -> np.ndarray:
-    for value in (values.min(), values.max()) if len(values) else ():
-        if not 0 <= value < 2**31:
-            raise UserError(f"its field {column} has {value}: expected ids, 0 and up")
-    return values.astype(np.int32)
-
-
-def _absent(column: str, fields: Any) -> UserError:
-    there = ", ".join(sorted(fields)) or "none"
-    return UserError(f"it has no field {column}. Its fields: {there}")
+        raise ValueError(f"it is not UTF-8 ({error.reason}), but {data[:40]!r}: {documents.EXPECTED}") from None

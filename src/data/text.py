@@ -7,9 +7,10 @@ module takes a piece for a document.
 import numpy as np
 
 from src.data import files, text_files
+from src.data.documents import DocumentSource
 
 
-class TextSource:
+class TextSource(DocumentSource):
     """Text files, each a document, and .jsonl files, each line of which is a JSON object with the document in
     one field: its text, or a list of ids.
 
@@ -55,9 +56,6 @@ class TextSource:
     def document_keys(self) -> np.ndarray:
         """uint64 [pieces]: a hash of file name and place in the file, which other files don't change."""
         return np.repeat(self._files.keys(), np.diff(self._first_piece, append=self._pieces))
-
-    def group_sizes(self) -> None:
-        """Each piece is read on its own."""
 
     def fingerprint(self) -> dict[str, str | int]:
         """Of the files, and how they are cut into pieces."""

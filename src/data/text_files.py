@@ -1,15 +1,15 @@
 """The files behind a text source: the documents in them, and the pieces of a document."""
 
-import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from src.data import files, order
+from src.data.documents import from_json
+from src.data.documents import well_formed as well_formed
 from src.errors import UserError
 
 # A cut is made at a line end if there is one in this part of a piece before its place.
@@ -47,7 +47,7 @@ class DocumentFiles:
     def __init__(self, path: str, key: str) -> None:
         self._listing = list_files(path, key)
         self.files = self._listing.files()
-        extents = [documents(file, size) for file, size in zip(self.files, self._listing.sizes, strict=True)]
+        extents = [_extents(file, size) for file, size in zip(self.files, self._listing.sizes, strict=True)]
         self.file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
         self.extent = np.concatenate([*extents, np.empty((0, 2), np.int64)])
         if not len(self.file):
@@ -125,7 +125,7 @@ def _refuse_other_types(listing: files.Listing, setting: str) -> None:
                 raise UserError(f"{setting}: {file} is data of type {kind}, not text. {expected}")
 
 
-def documents(file: str, size: int) -> np.ndarray:
+def _extents(file: str, size: int) -> np.ndarray:
     """int64 [documents, 2]: where each document of a file begins and ends, in bytes. An empty file has none.
 
     For that a .jsonl file is read through once; another file is not read at all.
@@ -151,11 +151,16 @@ def read_piece(file: str, start: int, stop: int, number: int, max_bytes: int, co
     """
     if not is_jsonl(file):
         return _decode(_piece(number, stop, max_bytes, lambda begin, end: files.read(file, begin, end)), file)
-    text = _json_field(file, start, stop, column)
-    if isinstance(text, np.ndarray):
-        count = int(count_pieces(np.int64(stop - start), max_bytes))
-        return text[number * len(text) // count : (number + 1) * len(text) // count]
-    return _piece(number, len(text), max_bytes, lambda begin, end: text[begin:end]).decode()
+    line = files.read(file, start, stop)
+    try:
+        document = from_json(line, column)
+    except ValueError as error:
+        raise UserError(f"{line_name(file, start)}: {error}") from None
+    if isinstance(document, str):
+        text = document.encode()
+        return _piece(number, len(text), max_bytes, lambda begin, end: text[begin:end]).decode()
+    count = int(count_pieces(np.int64(len(line)), max_bytes))
+    return document[number * len(document) // count : (number + 1) * len(document) // count]
 
 
 def is_jsonl(file: str) -> bool:
@@ -163,47 +168,10 @@ def is_jsonl(file: str) -> bool:
     return file.endswith(".jsonl")
 
 
-def parse_json(line: bytes, file: str, start: int) -> Any:
-    """The value of a line that begins at byte `start` of a file.
-
-    Raises:
-        UserError: it is not JSON.
-    """
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{line_name(file, start)}: not JSON ({error})") from None
-
-
 def line_name(file: str, start: int) -> str:
     """What to call the line that begins at byte `start`, for a message: the lines before it are read to count them."""
     lines_before = sum(chunk.count(b"\n") for chunk in files.chunks(file, start))
     return f"{file}, line {lines_before + 1}"
-
-
-def well_formed(text: str) -> str:
-    """The text with "?" for each surrogate without its pair: JSON can spell one, UTF-8 can't."""
-    return text.encode(errors="replace").decode()
-
-
-def as_ids(values: Any, vocab_size: int = 1 << 31) -> np.ndarray:
-    """A list or an array of ids as int32 [n].
-
-    Raises:
-        ValueError: they are no whole numbers in [0, vocab_size), or in more than one dim.
-    """
-    try:
-        ids = np.asarray(values)
-    except ValueError:
-        raise ValueError("lists in it have different lengths, and one dim is expected") from None
-    if ids.ndim != 1:
-        raise ValueError(f"it has {ids.ndim} dims, and one is expected")
-    if len(ids) and ids.dtype.kind not in "iu":
-        raise ValueError(f"it has values of type {ids.dtype}, and whole numbers are expected")
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        outside = ids.min() if ids.min() < 0 else ids.max()
-        raise ValueError(f"the id {outside} is not in the range from 0 to {vocab_size - 1}")
-    return ids.astype(np.int32)
 
 
 def _lines(file: str, size: int) -> np.ndarray:
@@ -216,22 +184,6 @@ def _lines(file: str, size: int) -> np.ndarray:
     stops = np.concatenate([*line_ends, [at]])
     starts = np.concatenate([[0], stops[:-1] + 1])
     return np.stack([starts, stops], axis=1)[stops - starts >= len("{}")]
-
-
-def _json_field(file: str, start: int, stop: int, column: str) -> bytes | np.ndarray:
-    """What is in a field of a JSON object: a text, in UTF-8, or ids."""
-    line = files.read(file, start, stop)
-    record = parse_json(line, file, start)
-    document = record.get(column) if isinstance(record, dict) else None
-    if isinstance(document, str):
-        return well_formed(document).encode()
-    if isinstance(document, list):
-        try:
-            return as_ids(document)
-        except ValueError as error:
-            raise UserError(f'{line_name(file, start)}: "{column}" is no list of ids: {error}') from None
-    expected = f'expected a JSON object with a string "{column}", or a list of ids'
-    raise UserError(f"{line_name(file, start)}: {expected}, found {line[:80]!r}")
 
 
 def _window(max_bytes: int) -> int:

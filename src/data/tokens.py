@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from src.data import files
+from src.data.documents import DocumentSource
 from src.data.packing import Document
 from src.data.source_spec import SourceSpec
 from src.errors import UserError
@@ -238,7 +239,7 @@ class TokenRows(_Tokens):
             yield Document(ids[bounds[d] + d : bounds[d + 1] + d + 1])
 
 
-class TokenDocuments(_Tokens):
+class TokenDocuments(_Tokens, DocumentSource):
     """The documents one by one, for rows of one document each. The argument and errors are those of TokenRows."""
 
     def __len__(self) -> int:
@@ -251,12 +252,6 @@ class TokenDocuments(_Tokens):
         document = i - int(self._document_starts[shard])
         first, last = self._index(shard)[document : document + 2].tolist()
         return self._ids(shard, first + document, last + document + 1)
-
-    def document_keys(self) -> None:
-        """There are too many documents to list."""
-
-    def group_sizes(self) -> None:
-        """Each document is read on its own."""
 
 
 def compare(there: Mapping[str, Any], here: Mapping[str, Any], of: str = "") -> list[str]:

@@ -170,7 +170,7 @@ def test_a_factory_that_returns_no_documents_is_an_error(open_custom, made, mess
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ([[1, 2], [3, 4]], "no list of ids: it has 2 dims, and one is expected"),
+        ([[1, 2], [3, 4]], "it has 2 dims, and one is expected"),
         (np.zeros((2, 3), np.int32), "2 dims"),
         (np.int32(3), "0 dims"),
         ([[1], [2, 3]], "lists in it have different lengths"),
@@ -181,15 +181,15 @@ def test_a_factory_that_returns_no_documents_is_an_error(open_custom, made, mess
         ([1, 2**70], "values of type object"),
         ([1, -5, 2], "the id -5 is not in the range from 0 to 257"),
         ([1, 258], "the id 258 is not in the range from 0 to 257"),
-        (7, "is of type int: expected a text, a list or array of ids, or a mapping with 'text'"),
-        (b"bytes", "is of type bytes: expected"),
-        (None, "is of type NoneType: expected"),
-        ({"body": "x", "id": 1}, "has no dataset_column=text; it has body, id"),
-        ({"text": None}, "is of type NoneType: expected"),
+        (7, "it is of type int: expected a text, or a list of ids"),
+        (b"bytes", "it is of type bytes: expected"),
+        (None, "it is of type NoneType: expected"),
+        ({"body": "x", "id": 1}, "it has no field text. Its fields: body, id"),
+        ({"text": None}, "its field text: it is of type NoneType: expected"),
     ],
 )
 def test_an_item_that_is_no_document_is_an_error_that_names_it(open_custom, item, message):
-    expected = f"^dataset_factory=of_test:documents: item 2 .*{re.escape(message)}"
+    expected = f"^dataset_factory=of_test:documents: item 2: .*{re.escape(message)}"
     source = open_custom(lambda config, split: ["fine", "fine", item])
     assert source[1] == "fine"
     with pytest.raises(UserError, match=expected):
@@ -228,7 +228,7 @@ def test_what_users_raise_is_told_with_its_place_and_kept_as_the_cause(my_data, 
         opened("raises")
     assert str(error.value) == f"dataset_factory=my_data:documents raised KeyError: 'absent' ({file}, line 19)"
     assert isinstance(error.value.__cause__, KeyError)
-    with pytest.raises(UserError, match="item 0 is of type int"):
+    with pytest.raises(UserError, match="item 0: it is of type int"):
         opened("ends")
     source = opened("reads")
     assert source[0] == "ok"
@@ -325,7 +325,7 @@ def test_a_run_on_custom_documents_ends_with_one_message(my_data, tmp_path, monk
     """)
     keys = {"dataset_type": "custom", "dataset_factory": "my_data:documents", "base_output_directory": tmp_path}
     for further, message in (
-        ({"eval_interval": 1}, "dataset_factory=my_data:documents: item 20 is no list of ids: the id 300"),
+        ({"eval_interval": 1}, "dataset_factory=my_data:documents: item 20: the id 300"),
         ({"batch_transform": "my_data:masked"}, "batch_transform returned other arrays than it was given"),
     ):
         argv = runs.arguments(**keys, **further, steps=1)

@@ -33,7 +33,7 @@ from src.data import sources
 from src.data.feeds import encode
 from src.data.source_spec import train_specs
 from src.data.tokenizer import make_tokenizer
-from src.data.tokens import FORMAT, SUMMARY, UNFINISHED, Shard, compare, ids_name, index_name, missing_files
+from src.data.tokens import FORMAT, SUMMARY, UNFINISHED, ShardFacts, compare, ids_name, index_name, missing_files
 from src.errors import UserError, run_command
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> None:
                 note.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"tokenized_path={config.tokenized_path} can't be written: {error}") from error
-    shards = [Shard(**shard) for shard in summary["shards"]]
+    shards = [ShardFacts(**shard) for shard in summary["shards"]]
     size = sum(shard.ids_bytes + shard.index_bytes for shard in shards)
     print(
         f"{folder}: {sum(shard.documents for shard in shards):,} documents, "
@@ -228,9 +228,9 @@ def _write(config: "FrozenConfigDict", folder: Path, items: Items, plan: Mapping
     return summary
 
 
-def _finished_shards(folder: Path) -> dict[int, Shard]:
+def _finished_shards(folder: Path) -> dict[int, ShardFacts]:
     """The shards that are there whole, by number: such a one has a NUMBER.json, written last."""
-    shards = {int(path.stem): Shard(**json.loads(path.read_bytes())) for path in folder.glob("[0-9]*.json")}
+    shards = {int(path.stem): ShardFacts(**json.loads(path.read_bytes())) for path in folder.glob("[0-9]*.json")}
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     return {number: shard for number, shard in shards.items() if not missing_files({number: shard}, sizes)}
 
@@ -272,7 +272,7 @@ def _open_items(config_text: str) -> Items:
     return Items(configuration.from_yaml(config_text))
 
 
-def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Shard:
+def _write_shard(config_text: str, folder: Path, number: int, part: range) -> ShardFacts:
     """Writes the shard with these items, its NUMBER.json last."""
     items = _open_items(config_text)
     dtype = np.dtype(items.dtype).newbyteorder("<")
@@ -292,7 +292,7 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
         np.save(file, np.array(pair_starts, "<i8"))
         index_bytes = file.tell()
     total = ids_bytes // dtype.itemsize
-    shard = Shard(len(pair_starts) - 1, total, largest_id, digest.hexdigest(), ids_bytes, index_bytes)
+    shard = ShardFacts(len(pair_starts) - 1, total, largest_id, digest.hexdigest(), ids_bytes, index_bytes)
     _write_json(folder / f"{number:06d}.json", shard._asdict())
     return shard
 

@@ -36,7 +36,7 @@ _COUNTING_THREADS = 32
 _MOST_OPEN_FILES = 2048
 
 
-class Shard(NamedTuple):
+class RecordRange(NamedTuple):
     """The records [first, first + count) of a file."""
 
     file: str
@@ -52,19 +52,19 @@ class RecordSource(DocumentSource):
 
     Args:
         spec: of the source.
-        shards: where the records are, in order.
+        ranges: where the records are, in order.
         record_format: what a record is, as `records.document` has it.
 
     Raises:
         UserError: there is no record, or the first can't be read.
     """
 
-    def __init__(self, spec: SourceSpec, shards: Sequence[Shard], record_format: str) -> None:
+    def __init__(self, spec: SourceSpec, ranges: Sequence[RecordRange], record_format: str) -> None:
         self._format = record_format
         self._column = spec.column
         self._column_setting = spec.setting("dataset_column")
-        self._shards = [shard for shard in shards if shard.count]
-        self._ends = np.cumsum([shard.count for shard in self._shards]).tolist()
+        self._ranges = [each for each in ranges if each.count]
+        self._ends = np.cumsum([each.count for each in self._ranges]).tolist()
         self._reader = functools.lru_cache(maxsize=_open_files_allowed())(_open_reader)
         self[0]
 
@@ -75,7 +75,7 @@ class RecordSource(DocumentSource):
     def __getitem__(self, i: int) -> str | np.ndarray:
         """Document `i`: its text, or its ids as int32 [n]."""
         place = bisect.bisect_right(self._ends, i)
-        file, first, count = self._shards[place]
+        file, first, count = self._ranges[place]
         number = first + count - (self._ends[place] - i)
         try:
             # A range is found at once; of a list of numbers the package goes through all the chunks of the file.
@@ -103,7 +103,7 @@ class ArrayRecordSource(RecordSource):
     """
 
     def __init__(self, spec: SourceSpec) -> None:
-        listing = _list_files(spec)
+        listing = _list_record_files(spec)
         counts = count_records(listing.files(), spec)
         if not sum(counts):
             raise UserError(f"{spec.setting('dataset_path')}: the {len(counts)} ArrayRecord files there have no record")
@@ -115,8 +115,8 @@ class ArrayRecordSource(RecordSource):
             "column": spec.column,
             **files.fingerprint(listing),
         }
-        shards = [Shard(file, 0, count) for file, count in zip(listing.files(), counts, strict=True)]
-        super().__init__(spec, shards, record_format)
+        ranges = [RecordRange(file, 0, count) for file, count in zip(listing.files(), counts, strict=True)]
+        super().__init__(spec, ranges, record_format)
 
     def fingerprint(self) -> dict[str, str | int]:
         """Of the files, and what is read of a record."""
@@ -164,7 +164,7 @@ def _open_reader(file: str) -> "ArrayRecordReader":
     return reader
 
 
-def _list_files(spec: SourceSpec) -> files.Listing:
+def _list_record_files(spec: SourceSpec) -> files.Listing:
     setting = spec.setting("dataset_path")
     refuse_remote(spec)
     listing = files.list_files(spec.path, spec.key("dataset_path"))

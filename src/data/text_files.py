@@ -45,7 +45,7 @@ class DocumentFiles:
     """
 
     def __init__(self, path: str, key: str) -> None:
-        self._listing = list_files(path, key)
+        self._listing = list_text_files(path, key)
         self.files = self._listing.files()
         extents = [_extents(file, size) for file, size in zip(self.files, self._listing.sizes, strict=True)]
         self.file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
@@ -79,7 +79,7 @@ class DocumentFiles:
         return {**files.fingerprint(self._listing), "documents": len(self)}
 
 
-def list_files(path: str, key: str) -> files.Listing:
+def list_text_files(path: str, key: str) -> files.Listing:
     """The files that a config's path names, as `files.list_files` does; empty: the running Python's standard library.
 
     Raises:

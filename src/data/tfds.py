@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from src.data import files
-from src.data.array_record import RecordSource, Shard, count_records, missing_package, refuse_remote
+from src.data.array_record import RecordRange, RecordSource, count_records, missing_package, refuse_remote
 from src.data.source_spec import SourceSpec
 from src.errors import UserError
 
@@ -57,7 +57,7 @@ class TfdsSource(RecordSource):
             "column": spec.column,
             **files.fingerprint(listing),
         }
-        super().__init__(spec, [Shard(part.filename, part.skip, part.take) for part in parts], "example")
+        super().__init__(spec, [RecordRange(part.filename, part.skip, part.take) for part in parts], "example")
 
     def fingerprint(self) -> dict[str, str | int]:
         """Of the dataset, and of the files that the split is in."""

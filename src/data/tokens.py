@@ -46,7 +46,7 @@ UNFINISHED = "unfinished.json"  # in the place of tokens.json while shards are b
 _MAPPED = 100
 
 
-class Shard(NamedTuple):
+class ShardFacts(NamedTuple):
     """What tokens.json says of a shard."""
 
     documents: int
@@ -67,7 +67,7 @@ def index_name(shard: int) -> str:
     return f"{shard:06d}.pair_starts.npy"
 
 
-def missing_files(shards: Mapping[int, Shard], sizes: Mapping[str, int]) -> list[str]:
+def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) -> list[str]:
     """What is wrong with the files of these shards, a sentence each.
 
     Args:
@@ -100,7 +100,7 @@ class _Tokens:
             raise _no_summary(self._setting, listing.names)
         summary = files.read(self._path(SUMMARY), 0, self._sizes[SUMMARY])
         facts = _parse(summary, f"{self._setting}: {SUMMARY}")
-        shards: list[Shard] = facts["shards"]
+        shards: list[ShardFacts] = facts["shards"]
         if problems := missing_files(dict(enumerate(shards)), self._sizes):
             others = f", and {len(problems) - 1} more files are not as it says" if len(problems) > 1 else ""
             raise UserError(
@@ -267,7 +267,7 @@ def compare(there: Mapping[str, Any], here: Mapping[str, Any], of: str = "") -> 
 
 
 def _parse(summary: bytes, name: str) -> dict[str, Any]:
-    """tokens.json's facts, with `shards` as a list of Shard; raises UserError where it is damaged."""
+    """tokens.json's facts, with `shards` as a list of ShardFacts; raises UserError where it is damaged."""
     try:
         facts = json.loads(summary)
         version = facts["format"]
@@ -276,7 +276,7 @@ def _parse(summary: bytes, name: str) -> dict[str, Any]:
     if version != FORMAT:
         raise UserError(f"{name} is of format {version!r}, and this version reads {FORMAT}: write the tokens again")
     try:
-        facts["shards"] = [Shard(**shard) for shard in facts["shards"]]
+        facts["shards"] = [ShardFacts(**shard) for shard in facts["shards"]]
         if facts["dtype"] not in ("uint16", "uint32") or not isinstance(facts["tokenizer"], dict | None):
             raise ValueError(f"dtype {facts['dtype']!r}, tokenizer {facts['tokenizer']!r}")
         if any([type(fact) for fact in shard] != [int, int, int, str, int, int] for shard in facts["shards"]):

@@ -270,19 +270,17 @@ def _parse(summary: bytes, name: str) -> dict[str, Any]:
     """tokens.json's facts, with `shards` as a list of ShardFacts; raises UserError where it is damaged."""
     try:
         facts = json.loads(summary)
-        version = facts["format"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(name, error) from None
-    if version != FORMAT:
-        raise UserError(f"{name} is of format {version!r}, and this version reads {FORMAT}: write the tokens again")
-    try:
+        if (version := facts["format"]) != FORMAT:
+            raise UserError(f"{name} is of format {version!r}, and this version reads {FORMAT}: write the tokens again")
         facts["shards"] = [ShardFacts(**shard) for shard in facts["shards"]]
         if facts["dtype"] not in ("uint16", "uint32") or not isinstance(facts["tokenizer"], dict | None):
             raise ValueError(f"dtype {facts['dtype']!r}, tokenizer {facts['tokenizer']!r}")
         if any([type(fact) for fact in shard] != [int, int, int, str, int, int] for shard in facts["shards"]):
             raise ValueError("a shard's facts are not whole numbers and a digest")
     except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(name, error) from None
+        raise UserError(
+            f"{name} is damaged ({type(error).__name__}: {error}): copy it again, or write the tokens again"
+        ) from None
     return facts
 
 
@@ -293,10 +291,6 @@ def _reading(path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise UserError(f"{path} can't be read: {error}") from None
-
-
-def _damaged(name: str, error: Exception) -> UserError:
-    return UserError(f"{name} is damaged ({type(error).__name__}: {error}): copy it again, or write the tokens again")
 
 
 def _no_summary(setting: str, names: list[str]) -> UserError:

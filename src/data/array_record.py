@@ -9,7 +9,7 @@ import bisect
 import functools
 import re
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -54,17 +54,28 @@ class RecordSource(DocumentSource):
         spec: of the source.
         ranges: where the records are, in order.
         record_format: what a record is, as `records.document` has it.
+        listing: the files.
+        facts: what else is in the fingerprint.
 
     Raises:
         UserError: there is no record, or the first can't be read.
     """
 
-    def __init__(self, spec: SourceSpec, ranges: Sequence[RecordRange], record_format: str) -> None:
+    def __init__(
+        self,
+        spec: SourceSpec,
+        ranges: Sequence[RecordRange],
+        record_format: str,
+        listing: files.Listing,
+        facts: Mapping[str, str],
+    ) -> None:
         self._format = record_format
         self._column = spec.column
         self._column_setting = spec.setting("dataset_column")
         self._ranges = [each for each in ranges if each.count]
         self._ends = np.cumsum([each.count for each in self._ranges]).tolist()
+        own = {"records": self._ends[-1], "column": spec.column}
+        self._fingerprint = {**facts, **own, **files.fingerprint(listing)}
         self._reader = functools.lru_cache(maxsize=_open_files_allowed())(_open_reader)
         self[0]
 
@@ -88,6 +99,10 @@ class RecordSource(DocumentSource):
             setting = "" if self._format == "text" else f" ({self._column_setting})"
             raise UserError(f"{file}, record {number}: {error}{setting}") from error
 
+    def fingerprint(self) -> dict[str, str | int]:
+        """Of the files, and what is read of them."""
+        return dict(self._fingerprint)
+
 
 class ArrayRecordSource(RecordSource):
     """The records of ArrayRecord files, in the order of the files' names.
@@ -108,19 +123,8 @@ class ArrayRecordSource(RecordSource):
         if not sum(counts):
             raise UserError(f"{spec.setting('dataset_path')}: the {len(counts)} ArrayRecord files there have no record")
         record_format = spec.settings["array_record_format"]
-        self._fingerprint = {
-            "type": "array_record",
-            "records": sum(counts),
-            "format": record_format,
-            "column": spec.column,
-            **files.fingerprint(listing),
-        }
         ranges = [RecordRange(file, 0, count) for file, count in zip(listing.files(), counts, strict=True)]
-        super().__init__(spec, ranges, record_format)
-
-    def fingerprint(self) -> dict[str, str | int]:
-        """Of the files, and what is read of a record."""
-        return dict(self._fingerprint)
+        super().__init__(spec, ranges, record_format, listing, {"type": "array_record", "format": record_format})
 
 
 def refuse_remote(spec: SourceSpec) -> None:
@@ -185,7 +189,7 @@ def _count(file: str) -> int:
     """How many records a file has.
 
     In files to be read in any order each chunk has one record, and the header of the footer says how many there are.
-    To open a reader would read the whole footer: 40 ms for a million records.
+    To open a reader would read the whole footer: 5 s for a hundred million records in a thousand files, and this 0.1 s.
     """
     end = files.size(file)
     is_whole = end > 0 and end % _BLOCK == 0

@@ -49,19 +49,9 @@ class TfdsSource(RecordSource):
         _check_feature(spec, info.features)
         parts = _parts(spec, info)
         listing = _check_files(spec, info, parts)
-        self._fingerprint = {
-            "type": "tfds",
-            "dataset": info.full_name,
-            "split": spec.settings["split"],
-            "records": sum(part.take for part in parts),
-            "column": spec.column,
-            **files.fingerprint(listing),
-        }
-        super().__init__(spec, [RecordRange(part.filename, part.skip, part.take) for part in parts], "example")
-
-    def fingerprint(self) -> dict[str, str | int]:
-        """Of the dataset, and of the files that the split is in."""
-        return dict(self._fingerprint)
+        ranges = [RecordRange(part.filename, part.skip, part.take) for part in parts]
+        facts = {"type": "tfds", "dataset": info.full_name, "split": spec.settings["split"]}
+        super().__init__(spec, ranges, "example", listing, facts)
 
 
 def _find(spec: SourceSpec) -> str:

@@ -120,7 +120,7 @@ class Items:
     """The items of a config's data as ids.
 
     Raises:
-        UserError: the data or the tokenizer can't be read, or an item not by its number.
+        UserError: the data or the tokenizer can't be read.
     """
 
     def __init__(self, config: "FrozenConfigDict") -> None:
@@ -139,13 +139,12 @@ class Items:
 
     def facts(self) -> dict[str, Any]:
         """What the tokens depend on, as tokens.json has it."""
-        is_text = len(self) > 0 and isinstance(self._source[0], str)
         settings = train_specs(self._config)[0].settings
         return {
             "format": FORMAT,
             "dtype": self.dtype,
             "vocab_size": self._config.vocab_size,
-            "tokenizer": self._tokenizer.fingerprint() if is_text else None,
+            "tokenizer": self._tokenizer.fingerprint() if isinstance(self._source[0], str) else None,
             "source": self._source.fingerprint(),
             "settings": {name: value for name, value in settings.items() if value and name != "dataset_path"},
         }
@@ -196,9 +195,9 @@ def _items_per_shard(items: Items) -> int:
     """How many items to put into a shard, judged by the mean size of a few."""
     count = len(items)
     sampled = min(count, _SAMPLED_ITEMS)
-    ids = sum(len(items[count * k // sampled]) for k in range(sampled)) * count // max(sampled, 1)
+    ids = sum(len(items[count * k // sampled]) for k in range(sampled)) * count // sampled
     shards = max(ids // min(max(ids // _SHARDS, _LEAST_SHARD_IDS), _MOST_SHARD_IDS), 1)
-    return max(-(-count // shards), 1)
+    return -(-count // shards)
 
 
 def _write(config: "FrozenConfigDict", folder: Path, items: Items, plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,8 +205,8 @@ def _write(config: "FrozenConfigDict", folder: Path, items: Items, plan: Mapping
     size = plan["items_per_shard"]
     parts = [range(len(items))[start : start + size] for start in range(0, len(items), size)]
     shards = _finished_shards(folder)
-    if shards:
-        print(f"going on: {len(shards)} of {len(parts)} shards are finished", flush=True)
+    going_on = f"going on: {len(shards)} of {len(parts)} shards are finished"
+    print(going_on if shards else f"{len(items):,} items in {len(parts)} shards", flush=True)
     done, ids = sum(len(parts[number]) for number in shards), 0
     start = last_line = time.monotonic()
     with _processes(len(parts) - len(shards)) as pool:

@@ -59,24 +59,16 @@ def _find(spec: SourceSpec) -> str:
     root = os.path.expanduser(spec.path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     full_name = spec.settings["dataset_name"]
     name, _, version = full_name.partition(":")
-    versions = [version] if version else sorted(_versions(os.path.join(root, name)), key=_numbers)
-    if versions:
-        folder = os.path.join(root, name, versions[-1])
-        if os.path.isfile(os.path.join(folder, _INFO)):
-            return folder
+    versions = _versions(os.path.join(root, name))
+    if versions and version in ("", *versions):
+        return os.path.join(root, name, version or versions[-1])
     raise _not_prepared(spec, root, name.split("/")[0], full_name)
 
 
 def _versions(folder: str) -> list[str]:
-    """The versions of a dataset that are in its folder."""
-    if not os.path.isdir(folder):
-        return []
-    names = [name for name in os.listdir(folder) if _VERSION.fullmatch(name)]
-    return [name for name in names if os.path.isfile(os.path.join(folder, name, _INFO))]
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in version.split(".")]
+    """The versions of a dataset that are in its folder, the newest last."""
+    found = [Path(info).parent.name for info in glob.glob(f"{glob.escape(folder)}/*/{_INFO}")]
+    return sorted(filter(_VERSION.fullmatch, found), key=lambda version: [int(part) for part in version.split(".")])
 
 
 def _not_prepared(spec: SourceSpec, root: str, name: str, full_name: str) -> UserError:

@@ -159,7 +159,7 @@ def read_piece(file: str, start: int, stop: int, number: int, max_bytes: int, co
     if isinstance(document, str):
         text = document.encode()
         return _piece(number, len(text), max_bytes, lambda begin, end: text[begin:end]).decode()
-    count = int(count_pieces(np.int64(len(line)), max_bytes))
+    count = int(count_pieces(np.int64(stop - start), max_bytes))
     return document[number * len(document) // count : (number + 1) * len(document) // count]
 
 

@@ -131,7 +131,7 @@ def _complaint(options: Mapping[str, str], device: jax.Device) -> str:
         message = str(error).removeprefix("INVALID_ARGUMENT: ").splitlines()[0]
         # Anything else is not about options: for two slices that are not here no program of one device compiles.
         if message.startswith(("No such compile option", "While setting option", "Failed to parse")):
-            return message
+            return message.rstrip(": ")  # some end where the reason would stand
     return ""
 
 

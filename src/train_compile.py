@@ -8,33 +8,47 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import src.aot.compilers  # noqa: F401  isort: skip  before JAX
 import jax
-from etils import epath
 
 from src.aot import program
 from src.aot.advice import changes
 from src.aot.devices import abstract_devices
-from src.aot.report import Report, lines, make_report
-from src.build import build
+from src.aot.outputs import check_outputs, write_output
+from src.aot.report import (
+    Report,
+    change_lines,
+    describe,
+    device_capacity,
+    device_memory,
+    lines,
+    make_report,
+    readable,
+    typed,
+)
+from src.build import Built, build
 from src.compiler_flags import check_environment, compiler_options
 from src.errors import UserError, run_command
-from src.metrics import print_header
+from src.metrics import duration, print_header
 from src.startup import configured
-from src.topology import parse_topology
+from src.topology import Topology, parse_topology
 
 USAGE = """python -m src.train_compile CONFIG.yml compile_topology=v5p-128 [key=value ...]
 python -m src.train_compile --help KEY            what a key does, and its default"""
 DOES_NOT_FIT = 3  # exit code
+# Of the changes that should make a step fit so many are compiled, if the step itself took no more seconds than this.
+MOST_TRIES, LONGEST_TO_TRY = 3, 300
 
 
 def main(argv: Sequence[str]) -> Report | None:
     """Runs the command line `argv`; None if it only asked for help.
 
     Raises:
-        UserError: a mistake in the command. A step that does not fit is none: the report says so.
+        UserError: a mistake in the command, or a compiler that fails. A step that does not fit is neither: the report
+            says so.
     """
     config = configured(argv, USAGE, joins=False)
     if config is None:
@@ -46,7 +60,10 @@ def main(argv: Sequence[str]) -> Report | None:
         raise UserError(
             f"hardware={config.hardware}, but {topology.name} is a {topology.platform}. Leave hardware empty."
         )
+    device_capacity(topology)  # of a wrong one in the environment JAX would say less
     check_environment(uses_tpu=topology.platform == "tpu")
+    outputs = {key: config[key] for key in ("compiled_trainstep_file", "compile_report") if config[key]}
+    check_outputs(outputs)
     # What is measured is a compilation, not the finding of an earlier one.
     jax.config.update("jax_enable_compilation_cache", False)
     devices = abstract_devices(topology)
@@ -54,9 +71,10 @@ def main(argv: Sequence[str]) -> Report | None:
     started = time.monotonic()
     built = build(config, devices, compiler_options(config.compile_xla_flags, devices[0], topology.slices))
     traced = time.monotonic()
+    print(f"compiling for {describe(topology.name, topology.slices)}, which may take minutes", flush=True)
     lowered = built.traced.lower()
     lowered_at = time.monotonic()
-    compiled, refusal = _compile(lowered)
+    compiled, refusal = _compile(lowered, topology)
     seconds = {
         "tracing": traced - started,
         "lowering": lowered_at - traced,
@@ -65,40 +83,84 @@ def main(argv: Sequence[str]) -> Report | None:
 
     report = make_report(topology, built, config.matmul_precision, compiled, refusal, seconds)
     report["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    memory = report["memory"]
-    if not memory["fits"]:
-        report["changes"] = [change._asdict() for change in changes(config, devices, built, memory["needed"])]
     print_header(lines(report))
-    if config.compiled_trainstep_file:
-        if memory["fits"]:
-            program.save(config.compiled_trainstep_file, compiled, program.header(config, built))
-            print(f"saved {config.compiled_trainstep_file}", flush=True)
-        else:
-            print(f"{config.compiled_trainstep_file} is not written: the step does not fit", flush=True)
-    # Last: the program, which took long to make, is not lost where this can't be written.
-    if config.compile_report:
-        _write(config.compile_report, json.dumps(report, indent=2) + "\n")
+    fits = report["memory"]["fits"]
+    if not fits:
+        _advise(report, config, topology, devices, built)
+        print_header([("would help ", "\n".join(change_lines(report)))])
+
+    failures: list[UserError] = []
+    if path := config.compile_report:
+        try:
+            write_output("compile_report", path, (json.dumps(report, indent=2) + "\n").encode())
+        except UserError as error:
+            failures.append(error)
+    if path := config.compiled_trainstep_file:
+        try:
+            if fits:
+                program.save(path, compiled, program.header(config, built))
+            print(f"saved {path}" if fits else f"{path} is not written: the step does not fit", flush=True)
+        except UserError as error:
+            failures.append(error)
+    if failures and fits:
+        raise UserError("\n".join(map(str, failures)))
+    for failure in failures:  # that it does not fit is the answer, and the exit code
+        print(f"error: {failure}", file=sys.stderr, flush=True)
     return report
 
 
-def _compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, str]:
-    """(the program, "") or, where the compiler finds that it does not fit a TPU's memory (HBM), (None, its message)."""
+def _compile(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled | None, str]:
+    """(the program, "") or, where the compiler finds that it does not fit a TPU's memory (HBM), (None, its message).
+
+    Raises:
+        UserError: the compiler fails for another reason.
+    """
     try:
         return lowered.compile(), ""
     except jax.errors.JaxRuntimeError as error:
-        # A kernel may exhaust another memory, such as the vector units': that says nothing of the step's size.
-        if "RESOURCE_EXHAUSTED" not in str(error) or "hbm" not in str(error).lower():
-            raise
-        return None, str(error)
+        message = str(error)
+    # A kernel may exhaust another memory, such as the vector units': that says nothing of the step's size.
+    if "RESOURCE_EXHAUSTED" in message and "hbm" in message.lower():
+        return None, message
+    kind = message.partition(":")[0]
+    raise UserError(
+        f"the compiler for {topology.name} failed with {kind}, which says nothing of the step's memory:\n{message}\n"
+        "Such a failure is a limit of the compiler or of a kernel, mostly for some sizes alone. Try max_target_length "
+        "as a multiple of 128, another attention (flash, dot_product), or other compile_xla_flags."
+    )
 
 
-def _write(path: str, text: str) -> None:
-    file = epath.Path(path).expanduser()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    except OSError as error:
-        raise UserError(f"compile_report={path}: cannot write it: {error}") from None
+def _advise(
+    report: Report, config: Mapping[str, Any], topology: Topology, devices: Sequence[jax.Device], built: Built
+) -> None:
+    """Adds to the report what would make its step fit; compiles the first of that, for an estimate may be wrong."""
+    needed, capacity = report["memory"]["needed"], report["memory"]["capacity"]
+    seconds = sum(report["seconds"].values())
+    tries = MOST_TRIES if seconds <= LONGEST_TO_TRY else 0
+    report["not_tried"] = "" if tries else f"the step itself took {duration(seconds)} to compile"
+    seen, told = [], []
+    for change in changes(config, devices, built, needed, capacity):
+        entry = {
+            "keys": change.keys,
+            "cost": change.cost,
+            "estimated": change.estimated,
+            "compiled": None,
+            "fits": change.estimated <= capacity,
+        }
+        if not (entry["fits"] and tries):
+            told.append(entry)
+            continue
+        tries -= 1
+        print(f"compiling with {typed(change.keys)}, by estimate {readable(change.estimated)}", flush=True)
+        try:
+            found = device_memory(topology, change.built, *_compile(change.built.traced.lower(), topology))
+        except UserError:  # nor is it any help
+            continue
+        if found["needed"] < needed:
+            (seen if found["fits"] else told).append(entry | {"compiled": found["needed"], "fits": found["fits"]})
+        if found["fits"]:
+            tries = 0
+    report["changes"] = seen + told
 
 
 def command(argv: Sequence[str]) -> None:

@@ -121,6 +121,8 @@ def test_a_tpu_names_the_flag_whose_value_is_wrong():
     device = abstract_device("v5e-16", 1)
     with pytest.raises(UserError, match=r"'maybe' into flag xla_enable_async_all_gather.*Valid options are"):
         compiler_options("--xla_enable_async_all_gather=maybe", device, 1)
+    with pytest.raises(UserError, match=r"'abc' into flag xla_tpu_scoped_vmem_limit_kib$"):
+        compiler_options("--xla_tpu_scoped_vmem_limit_kib=abc", device, 1)
     with pytest.raises(UserError, match=r"xla_latency_hiding_scheduler is no option of.*Did you mean"):
         compiler_options("--xla_latency_hiding_scheduler=true", device, 1)
 

@@ -10,7 +10,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from src.train_compile import _compile
+from src.aot import program
+from src.errors import UserError
+from src.topology import parse_topology
+from src.train_compile import _compile, command, main
 from tests.compilers import SMALL, needs_cuda, needs_libtpu
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +60,7 @@ def test_a_step_for_a_tpu_slice_fits(tmp_path):
 @needs_libtpu
 def test_a_step_too_large_for_a_tpu_is_an_answer(tmp_path):
     path, program = tmp_path / "report.json", tmp_path / "step"
-    arguments = ("compile_topology=v5e-4", "base_num_decoder_layers=4", "per_device_batch_size=96")
+    arguments = ("compile_topology=v5e-4", *SMALL, "per_device_batch_size=16384")
     said = train_compile(*arguments, f"compile_report={path}", f"compiled_trainstep_file={program}", code=3)
     report = json.loads(path.read_text())
     memory = report["memory"]
@@ -65,10 +68,28 @@ def test_a_step_too_large_for_a_tpu_is_an_answer(tmp_path):
     assert memory["needed"] > memory["capacity"]
     assert "RESOURCE_EXHAUSTED" in report["compiler_message"], "the compiler's message is whole"
     keys = {key for change in report["changes"] for key in change["keys"]}
-    assert {"per_device_batch_size", "num_vocab_tiling", "compile_topology_num_slices"} <= keys
-    assert all(change["needed"] < memory["needed"] for change in report["changes"])
+    assert "per_device_batch_size" in keys
+    assert all((change["compiled"] or change["estimated"]) < memory["needed"] for change in report["changes"])
     assert "does not fit: at least" in said
     assert not program.exists()
+
+
+@pytest.mark.long
+@needs_libtpu
+def test_what_should_help_is_compiled_to_see(tmp_path):
+    path = tmp_path / "report.json"
+    deep = ("compile_topology=v5e-4", *SMALL, "base_num_decoder_layers=64", "per_device_batch_size=1280")
+    said = train_compile(*deep, f"compile_report={path}", code=3)
+    report = json.loads(path.read_text())
+    first, *others = report["changes"]
+    assert first["fits"]
+    assert first["compiled"] <= report["memory"]["capacity"]
+    assert all(change["compiled"] is None or not change["fits"] for change in others), "one is enough"
+    keys = " ".join(f"{key}={value}" for key, value in first["keys"].items())
+    assert said.index(f"compiling with {keys}") < said.index(f"would help   {keys}\n")
+    train_compile(*deep, *keys.split(), f"compile_report={path}")
+    again = json.loads(path.read_text())["memory"]
+    assert again["needed"] == first["compiled"]
 
 
 @needs_cuda
@@ -96,8 +117,78 @@ def test_another_memory_than_the_devices_main_one_is_no_question_of_size():
     def refuse():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 18M of 16M")
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
-        _compile(SimpleNamespace(compile=refuse))
+    with pytest.raises(UserError, match=r"failed with RESOURCE_EXHAUSTED(.|\n)*vmem"):
+        _compile(SimpleNamespace(compile=refuse), parse_topology("v5e-4", 1))
+
+
+def test_a_compiler_that_fails_is_quoted_with_what_to_try():
+    def refuse():
+        raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo %fusion.3")
+
+    with pytest.raises(UserError) as said:
+        _compile(SimpleNamespace(compile=refuse), parse_topology("a3", 1))
+    assert "the compiler for a3 failed with INTERNAL" in str(said.value)
+    assert "Couldn't find output tile sizes that satisfy hlo %fusion.3" in str(said.value)
+    assert "max_target_length as a multiple of 128, another attention" in str(said.value)
+
+
+TINY = ("compile_topology=cpu-8", "base_emb_dim=8", "base_mlp_dim=8", "base_num_query_heads=1", "base_num_kv_heads=1")
+SHORT = ("head_dim=8", "base_num_decoder_layers=1", "vocab_size=128", "max_target_length=8", "per_device_batch_size=1")
+
+
+@pytest.fixture
+def settings():
+    """Undoes what the command changes of JAX."""
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+def failing(*arguments):
+    raise UserError("the disk is full")
+
+
+def test_a_program_that_cannot_be_saved_leaves_the_report(tmp_path, monkeypatch, settings):
+    report = tmp_path / "report.json"
+    monkeypatch.setattr(program, "save", failing)
+    with pytest.raises(UserError, match="the disk is full"):
+        main([BASE, *TINY, *SHORT, f"compile_report={report}", f"compiled_trainstep_file={tmp_path / 'step'}"])
+    assert json.loads(report.read_text())["memory"]["fits"]
+
+
+def test_a_report_that_cannot_be_written_leaves_the_program(tmp_path, monkeypatch, settings, capsys):
+    step = tmp_path / "step"
+    monkeypatch.setattr(sys.modules[main.__module__], "write_output", failing)
+    with pytest.raises(UserError, match="the disk is full"):
+        main([BASE, *TINY, *SHORT, f"compile_report={tmp_path / 'report'}", f"compiled_trainstep_file={step}"])
+    assert step.read_bytes().startswith(b"MinText compiled training step")
+    assert f"saved {step}" in capsys.readouterr().out
+
+
+def test_a_report_that_cannot_be_written_leaves_the_exit_code(tmp_path, monkeypatch, settings, capsys):
+    monkeypatch.setattr(sys.modules[main.__module__], "write_output", failing)
+    monkeypatch.setattr("src.aot.report.device_capacity", lambda topology: 1)
+    with pytest.raises(SystemExit) as ended:
+        command([BASE, *TINY, *SHORT, f"compile_report={tmp_path / 'report'}"])
+    assert ended.value.code == 3
+    assert "the disk is full" in capsys.readouterr().err
+
+
+def test_an_offer_that_is_compiled_is_what_the_command_says_of_it(monkeypatch, settings, capsys):
+    arguments = [BASE, *TINY, *SHORT, "per_device_batch_size=64", "remat_policy=none"]
+    needed = main(arguments)["memory"]["needed"]
+    monkeypatch.setattr("src.aot.report.device_capacity", lambda topology: needed - 1)
+    first = main(arguments)["changes"][0]
+    assert first["compiled"] < needed
+    keys = [f"{key}={value}" for key, value in first["keys"].items()]
+    assert f"compiling with {' '.join(keys)}, by estimate" in capsys.readouterr().out
+    assert main([*arguments, *keys])["memory"]["needed"] == first["compiled"]
+
+
+def test_long_compilations_are_not_tried(tmp_path, monkeypatch, settings, capsys):
+    monkeypatch.setattr(sys.modules[main.__module__], "LONGEST_TO_TRY", 0)
+    monkeypatch.setattr("src.aot.report.device_capacity", lambda topology: 1)
+    main([BASE, *TINY, *SHORT])
+    assert "by estimate alone: the step itself took" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -107,7 +198,9 @@ def test_another_memory_than_the_devices_main_one_is_no_question_of_size():
         (("compile_topology=v5q-128",), "v5p-128"),
         (("compile_topology=v5p-100",), "v5p-64, v5p-128"),
         (("compile_topology=cpu-8", "hardware=tpu"), "Leave hardware empty"),
-        (("compile_topology=cpu-1", "compile_report=/dev/null/report.json", *SMALL), "compile_report=/dev/null"),
+        (("compile_topology=cpu-1", "compile_report=/dev/null/report.json"), "compile_report=/dev/null"),
+        (("compile_topology=cpu-1", "compile_report=foo://x"), "compile_report=foo://x: cannot write it: foo://"),
+        (("compile_topology=cpu-1", "compile_report=a", "compiled_trainstep_file=./a"), "are both"),
         (("compile_topology=cpu-8", "ici_fsdp_parallelism=3"), "does not multiply out"),
         (("compile_topology=cpu-8", "compile_topology_num_slices=0"), "1 or more"),
         (("compile_topology=cpu-8", "compile_xla_flags=--xla_no_such_flag=1", *SMALL), "xla_no_such_flag"),

@@ -6,83 +6,89 @@ from typing import Any, NamedTuple
 
 import jax
 
-from src.aot.memory import Memory, memory
+from src.aot.devices import abstract_devices
+from src.aot.memory import memory
 from src.build import Built, build
 from src.errors import UserError
+from src.topology import parse_topology
 
 
 class Change(NamedTuple):
-    """Keys to type, what they cost beside, and the bytes a device is then estimated to need."""
+    """Keys to type, what they cost beside, the step they make, and the bytes a device is estimated to need for it."""
 
     keys: dict[str, Any]
     cost: str
-    needed: int
+    built: Built
+    estimated: int
 
 
-def changes(config: Mapping[str, Any], devices: Sequence[jax.Device], built: Built, needed: int) -> list[Change]:
-    """What would lower the `needed` bytes a device of a step, the least costly first; then all of it together.
+def changes(
+    config: Mapping[str, Any], devices: Sequence[jax.Device], built: Built, needed: int, capacity: int
+) -> list[Change]:
+    """What is estimated to lower the `needed` bytes a device of a step, the least costly first; then all of it at once.
 
-    A part of the memory that can be told from shapes changes as those say. What remains, which is what one block
-    computes, is taken to grow with a device's rows.
+    Of a changed step the parts that can be told are told again. The rest, which is known of the step as it is, is taken
+    to stay. So what is not there when memory is fullest is no change.
     """
     now = memory(built)
     rest = needed - now.total
-    rows = built.rows / built.plan.micro_batches
+    # The optimizer's precision, and who holds which part of it, are offered where there is much of it.
+    state_decides = sum(now.arguments.values()) > capacity / 2
 
-    def estimate(keys: Mapping[str, Any]) -> int | None:
+    def change(keys: Mapping[str, Any], cost: str) -> Change | None:
+        keys = {key: value for key, value in keys.items() if value != config[key]}
+        changed = {**config, **keys}
         try:
-            changed = build({**config, **keys}, devices)
+            slices = changed["compile_topology_num_slices"]
+            if more := slices != config["compile_topology_num_slices"]:
+                topology = parse_topology(config["compile_topology"], slices)
+            then = build(changed, abstract_devices(topology) if more else devices, built.compiler_options)
         except UserError:  # such as rows that can't be halved
             return None
-        return round(memory(changed).total + rest * changed.rows / changed.plan.micro_batches / rows)
+        estimated = memory(then).total + rest
+        return Change(keys, cost, then, estimated) if keys and estimated < needed else None
 
     found: list[Change] = []
-    for keys, cost in _candidates(config):
-        keys = {key: value for key, value in keys.items() if value != config[key]}
-        then = estimate(keys) if keys else None
-        if then and then < needed:
-            found.append(Change(keys, cost, then))
+    for alternatives, cost in _candidates(config, state_decides):
+        best = None
+        for keys in alternatives:
+            best = change(keys, cost) or best
+            if best and best.estimated <= capacity:
+                break
+        found += [best] if best else []
     together: dict[str, Any] = {}
-    for change in found:
-        if not together.keys() & change.keys.keys():
-            together |= change.keys
-    if len(found) > 1 and (then := estimate(together)) and then < min(change.needed for change in found):
-        found.append(Change(together, "all of these", then))
-    return [*found, _with_more_devices(config, built, now, needed)]
+    for one in found:
+        if not together.keys() & one.keys.keys():
+            together |= one.keys
+    every = change(together, "all of these")
+    if every and every.estimated < min(one.estimated for one in found):
+        found.append(every)
+    return found
 
 
-def _candidates(config: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+def _candidates(config: Mapping[str, Any], state_decides: bool) -> Iterator[tuple[list[dict[str, Any]], str]]:
+    """Keys, or several of which the first that is enough will do, and what they cost."""
     tiles = math.gcd(config["num_vocab_tiling"] * 8, config["max_target_length"])  # tiles have to divide a row
-    yield {"num_vocab_tiling": tiles}, "logits are computed twice"
+    yield [{"num_vocab_tiling": tiles}], "logits are computed twice"
     full = {"remat_policy": "full"} | ({"remat_custom": {}} if config["remat_policy"] == "custom" else {})
-    yield full, "blocks are computed twice"
-    halved = {
-        "per_device_batch_size": config["per_device_batch_size"] / 2,
-        "gradient_accumulation_steps": config["gradient_accumulation_steps"] * 2,
-    }
-    yield halved, "the same global batch in twice the passes, each gathering the weights"
+    yield [full], "blocks are computed twice"
+    fewer_rows = [
+        {
+            "per_device_batch_size": config["per_device_batch_size"] / parts,
+            "gradient_accumulation_steps": config["gradient_accumulation_steps"] * parts,
+        }
+        for parts in (2, 4, 8, 16)
+    ]
+    yield fewer_rows, "the same global batch in more passes, each gathering the weights"
     offloaded = {"remat_policy": "custom", "remat_custom": {"decoder_layer_input": "offload"}}
-    yield offloaded, "blocks are computed twice, and their inputs go to host memory and back"
+    yield [offloaded], "blocks are computed twice, and their inputs go to host memory and back"
+    if not state_decides:
+        return
     if config["opt_type"] == "adamw":
-        yield {"mu_dtype": "bfloat16"}, "Adam's first moment is rounded"
+        yield [{"mu_dtype": "bfloat16"}], "Adam's first moment is rounded"
     wide = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": -1}
-    yield wide, "weights are gathered over all devices of a slice or host"
-    wider = {"dcn_data_parallelism": 1, "dcn_fsdp_parallelism": -1}
-    yield {**wide, **wider}, "weights are gathered between slices or hosts too"
-
-
-def _with_more_devices(config: Mapping[str, Any], built: Built, now: Memory, needed: int) -> Change:
-    """Twice the slices or hosts, with weights sharded over all of them."""
-    mesh = built.plan.layout.mesh
-    sharded = now.arguments["weights"] + now.arguments["optimizer"] + now.temporaries["gradients"]
-    fsdp = 2 * mesh.size // mesh.shape["tensor"]
-    keys = {
-        "compile_topology_num_slices": config["compile_topology_num_slices"] * 2,
-        "ici_data_parallelism": 1,
-        "ici_fsdp_parallelism": -1,
-        "dcn_data_parallelism": 1,
-        "dcn_fsdp_parallelism": -1,
-    }
-    then = round(needed - sharded * (1 - mesh.shape["fsdp"] / fsdp))
-    changed = {key: value for key, value in keys.items() if value != config[key]}
-    return Change(changed, "twice the devices, and weights are gathered between slices or hosts", then)
+    yield [wide], "weights are gathered over all devices of a slice or host"
+    wider = {**wide, "dcn_data_parallelism": 1, "dcn_fsdp_parallelism": -1}
+    yield [wider], "weights are gathered between slices or hosts too"
+    more = {**wider, "compile_topology_num_slices": config["compile_topology_num_slices"] * 2}
+    yield [more], "twice the devices, and weights are gathered between slices or hosts"

@@ -7,10 +7,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from src.build import Built
 from src.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec
 from src.model.weights import by_path
+from src.optimizer import Hyper
+from src.train_step import Batch, TrainState
+
+KEPT, LOGITS = "kept for the backward pass", "logits and their gradient"
+# What lies in memory beside what these make is computed on the way by what reads it.
+_PRODUCTS = ("dot_general", "ragged_dot_general", "pallas_call", "shard_map", "custom_partitioning")
+# What only stands around a part of a program.
+_WRAPPERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
 
 
 class Memory(NamedTuple):
@@ -21,30 +30,43 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of arguments and temporaries."""
-        return sum(self.arguments.values()) + sum(self.temporaries.values())
+        """Of the arguments and of the temporaries that are there at the same time.
+
+        What is kept is there in the loss, with the logits, and in the backward pass of a block, with all the others.
+        """
+        kept, logits = self.temporaries[KEPT], self.temporaries[LOGITS]
+        block = sum(self.temporaries.values()) - kept - logits
+        return sum(self.arguments.values()) + kept + max(logits, block)
 
 
 def memory(built: Built) -> Memory:
     """The parts of a step's memory that can be told from its shapes, its shardings and its traced program.
 
-    What one block computes, and what the compiler needs beside, is in none of them.
+    What the compiler needs beside is in none of them.
     """
-    state = built.state
+    state, batch, hyper = taken(built)
     arguments = {
         "weights": device_bytes((state.trainable, state.frozen, state.stats)),
         "optimizer": device_bytes(state.opt),
-        # The state's own data position is not read, so the program does not take it.
-        "batch": device_bytes(built.batch),
-        "scalars": device_bytes((state.step, built.hyper)),
+        "batch": device_bytes((batch, state.data_position)),
+        "scalars": device_bytes((state.step, hyper)),
     }
     temporaries = {
-        "kept for the backward pass": kept_bytes(built),
-        "gradients": device_bytes(state.trainable),
-        "logits": _logits_bytes(built),
+        KEPT: kept_bytes(built),
+        LOGITS: 2 * _logits_bytes(built),
+        "gradients": _gradient_bytes(built),
         "a block's weights, gathered": _gathered_bytes(built),
+        "what a block computes": _block_bytes(built),
     }
     return Memory(arguments, temporaries)
+
+
+def taken(built: Built) -> tuple[TrainState, Batch, Hyper]:
+    """The step's arguments with None for those that its program does not take, since no output depends on them."""
+    jaxpr = built.traced.jaxpr.jaxpr
+    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    leaves, tree = jax.tree.flatten((built.state, built.batch, built.hyper))
+    return tree.unflatten([leaf if is_used else None for leaf, is_used in zip(leaves, used, strict=True)])
 
 
 def device_bytes(tree: Any) -> int:
@@ -63,25 +85,30 @@ def kept_bytes(built: Built) -> int:
 
     Layers that are not scanned have no loop, and count as nothing.
     """
-    layout = built.plan.layout
-    micro_rows = built.rows // built.plan.micro_batches
-    heads = {size for layer in built.plan.spec.layers for size in _head_counts(layer.attention)}
-    mlp_dims = {_mlp_dim(layer.feed_forward) for layer in built.plan.spec.layers}
-
-    def shards(shape: tuple[int, ...]) -> int:
-        """Into how many parts [layers, ...] is cut: an activation by its rows, heads or hidden dim, or a weight."""
-        if len(shape) < 2 or shape[1] != micro_rows:
-            return layout.shards("embed")
-        by_rows = layout.shards("batch")
-        if heads.intersection(shape[3:]):
-            return by_rows * layout.shards("heads")
-        return by_rows * (layout.shards("mlp") if mlp_dims.intersection(shape[3:]) else 1)
-
     return sum(
-        math.prod(array.shape) * array.dtype.itemsize // shards(array.shape)
+        array.size * array.dtype.itemsize // _shards(built, array.shape[1:])
         for array in _kept(built.traced.jaxpr.jaxpr)
         if array.memory_space == jax.memory.Space.Device
     )
+
+
+def _shards(built: Built, shape: tuple[int, ...]) -> int:
+    """Into how many parts an array is cut: an activation by its rows, heads or hidden dim, or a weight."""
+    layout, spec = built.plan.layout, built.plan.spec
+    if not _is_activation(built, shape):
+        return layout.shards("embed")
+    heads = {size for layer in spec.layers for size in _head_counts(layer.attention)}
+    mlp_dims = {_mlp_dim(layer.feed_forward) for layer in spec.layers}
+    for axis, sizes in (("heads", heads), ("mlp", mlp_dims), ("vocab", {spec.padded_vocab_size})):
+        if sizes.intersection(shape[2:]):
+            return layout.shards("batch") * layout.shards(axis)
+    return layout.shards("batch")
+
+
+def _is_activation(built: Built, shape: tuple[int, ...]) -> bool:
+    """Whether an array is of a micro-batch's rows, or of its tokens, once for each expert that they go to."""
+    rows, tokens = (size // built.plan.micro_batches for size in (built.rows, built.tokens))
+    return bool(shape) and (shape[0] == rows or shape[0] % tokens == 0)
 
 
 def _kept(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -105,6 +132,48 @@ def _head_counts(attention: AttentionSpec) -> tuple[int, int]:
 
 def _mlp_dim(feed_forward: FeedForwardSpec | ExpertsSpec) -> int:
     return feed_forward.expert.mlp_dim if isinstance(feed_forward, ExpertsSpec) else feed_forward.mlp_dim
+
+
+def _block_bytes(built: Built) -> int:
+    """What the products and kernels make in one round of a loop that runs backwards: again, and of gradients."""
+
+    def made(jaxpr: Jaxpr) -> Iterator[Any]:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in _PRODUCTS:
+                yield from (var.aval for var in equation.outvars)
+            elif equation.primitive.name in _WRAPPERS:
+                for inner in jaxprs_in_params(equation.params):
+                    yield from made(inner)
+
+    return max(
+        (
+            sum(
+                array.size * array.dtype.itemsize // _shards(built, array.shape)
+                for array in made(body)
+                if _is_activation(built, array.shape)
+            )
+            for body in _backward_bodies(built.traced.jaxpr.jaxpr)
+        ),
+        default=0,
+    )
+
+
+def _backward_bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
+    """The bodies of the loops that run backwards."""
+    for equation in jaxpr.eqns:
+        for inner in jaxprs_in_params(equation.params):
+            if equation.primitive.name == "scan" and equation.params["reverse"]:
+                yield inner
+            yield from _backward_bodies(inner)
+
+
+def _gradient_bytes(built: Built) -> int:
+    """Of the gradients, and with micro-batches of their sum too, which is float32."""
+    weights = built.state.trainable
+    own = device_bytes(weights)
+    if built.plan.micro_batches == 1:
+        return own
+    return own + device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), weights))
 
 
 def _logits_bytes(built: Built) -> int:

@@ -8,7 +8,7 @@ damage, not intent: a compiled program is code, to be loaded only from those who
 import hashlib
 import io
 import json
-import os
+import pickle
 import platform
 import re
 from base64 import b64decode
@@ -23,6 +23,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.mosaic.dialects import tpu
 from jax.extend.mlir import ir
 
+from src.aot.outputs import write_output
 from src.build import Built
 from src.compiler_flags import environment_flags
 from src.config_yaml import base, dump
@@ -31,7 +32,7 @@ from src.mesh import count_slices
 
 Header = dict[str, Any]
 
-FIRST_LINE = b"MinText compiled training step, format 1\n"
+FIRST_LINE = b"MinText compiled training step, format 2\n"
 SECOND_LINE = "sha256 {digest} of the {size} bytes that follow\n"
 
 # All that a pickled step is made of, in JAX 0.10.2 and 0.11.2, on CPU, TPU and GPU.
@@ -60,21 +61,43 @@ PICKLED = frozenset(
     }
 )
 
+# Settings of JAX that change what it makes of a step: how it compiles, and how it traces. The program's digest sees the
+# latter too, and more of them; here they have names.
+# fmt: off
+JAX_SETTINGS = (
+    "jax_disable_most_optimizations", "jax_exec_time_optimization_effort", "jax_memory_fitting_effort",
+    "jax_optimization_level", "jax_memory_fitting_level", "jax_compiler_enable_remat_pass", "jax_xla_profile_version",
+    "jax_enable_pgle", "jax_use_shardy_partitioner",
+    "jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_explicit_x64_dtypes",
+    "jax_default_prng_impl", "jax_enable_custom_prng", "jax_threefry_partitionable", "jax_threefry_gpu_kernel_lowering",
+    "jax_random_seed_offset", "jax_high_dynamic_range_gumbel", "jax_softmax_custom_jvp", "jax_use_direct_linearize",
+    "jax_scan3", "jax_remat3", "jax_custom_vjp3", "jax_allow_f16_reductions", "jax_embedded_constants_max_bytes",
+    "jax_use_simplified_jaxpr_constants", "jax_ragged_dot_use_ragged_dot_instruction",
+    "jax_ragged_dot_use_gpu_pallas_triton_lowering", "jax_pallas_use_mosaic_gpu", "jax_pallas_enable_debug_checks",
+    "jax_pallas_poison_buffers", "jax_mosaic_allow_hlo",
+)
+# fmt: on
+
 # Keys of base.yml that have no part in the compiled step: whole groups, and single keys of others. Whether a program
 # is the wrong one its digest says; this only keeps the list of reasons short.
-OTHER_GROUPS = ("Run", "Compilation ahead of time", "Evaluation", "Decoding", "Checkpoints", "Diagnostics")
+OTHER_GROUPS = (
+    *("Run", "Compilation ahead of time", "Data", "Tools for data", "Evaluation", "Decoding", "Checkpoints"),
+    "Diagnostics",
+)
 # fmt: off
 OTHER_KEYS = frozenset((
     "jax_cache_dir",
     *("learning_rate", "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction"),
     *("learning_rate_final_fraction", "wsd_decay_steps_fraction"),
     *("adam_b1", "adam_b2", "adam_eps", "adam_weight_decay", "gradient_clipping_threshold", "on_nonfinite"),
-    *("dataset_type", "dataset_path", "eval_dataset_path", "max_document_bytes", "eval_fraction"),
-    *("tokenizer_type", "tokenizer_path", "data_shuffle_seed"),
-    *("use_sft", "sft_train_on_completion_only"),
+    *("long_documents", "batch_transform", "use_sft", "sft_train_on_completion_only"),
     *("coordinator_address", "num_processes", "process_id"),
 ))
 # fmt: on
+
+# Parts of a header that are JSON objects, each value of which has to be the same, and those that are treated apart.
+COMPARED = ("devices", "mesh", "versions", "compiler_options", "environment", "jax_config")
+OTHERS = ("config", "arguments")
 
 SHOWN_ARGUMENTS = 8  # of those that differ: a wider model changes every array
 
@@ -105,6 +128,8 @@ def header(config: Mapping[str, Any], built: Built) -> Header:
         "versions": _versions(devices[0].platform),
         "compiler_options": dict(built.compiler_options),
         "environment": environment_flags(),
+        # Those that this version of JAX has.
+        "jax_config": {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values},
         "program": _digest(program_text(built.traced)),
         "config": {key: dump(config[key]) for key in base().defaults if key not in other_keys},
         "arguments": {
@@ -182,7 +207,7 @@ def differences(saved: Header, here: Header) -> list[str]:
     found = []
     if saved["program"] != here["program"]:
         found += _changed(saved["config"], here["config"])
-    for section in ("devices", "mesh", "versions", "compiler_options", "environment"):
+    for section in COMPARED:
         found += _changed(saved[section], here[section], f"{section}.")
     arguments = list(_changed(saved["arguments"], here["arguments"]))
     found += arguments[:SHOWN_ARGUMENTS]
@@ -203,7 +228,7 @@ def _changed(saved: Mapping[str, Any], here: Mapping[str, Any], prefix: str = ""
 
 
 def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
-    """Writes the program with its header to `path`, any that etils writes; it is there whole or not at all.
+    """Writes the program with its header to `path`, any that etils writes.
 
     Raises:
         UserError: nothing can be written there.
@@ -217,17 +242,7 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
     body = json.dumps(header, indent=1).encode() + b"\n" + program
     second_line = SECOND_LINE.format(digest=hashlib.sha256(body).hexdigest(), size=len(body))
     content = FIRST_LINE + second_line.encode() + body
-    target = epath.Path(path).expanduser()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if "://" in path:  # a store shows an object when all of it is there
-            target.write_bytes(content)
-        else:
-            part = target.with_name(f"{target.name}.{os.getpid()}.part")
-            part.write_bytes(content)
-            part.replace(target)
-    except Exception as error:  # each store's client has its own types
-        raise UserError(f"compiled_trainstep_file={path}: cannot write it: {type(error).__name__}: {error}") from error
+    write_output("compiled_trainstep_file", path, content)
 
 
 def load(path: str, header: Header, built: Built) -> jax.stages.Compiled:
@@ -254,11 +269,13 @@ def load(path: str, header: Header, built: Built) -> jax.stages.Compiled:
         unpickler = _Unpickler(io.BytesIO(program), devices[0].client, devices)
         unloaded, arguments, no_kwargs = unpickler.load()
         executable = unloaded.load()
+        in_tree = jax.tree.structure(((built.state, built.batch, built.hyper), {}))
+        out_tree = jax.tree.structure(built.traced.out_info)
+        return jax.stages.Compiled(executable, [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
     except jax.errors.JaxRuntimeError as error:
         raise UserError(f"compiled_trainstep_file={path}: these devices do not load it: {error}") from None
-    in_tree = jax.tree.structure(((built.state, built.batch, built.hyper), {}))
-    out_tree = jax.tree.structure(built.traced.out_info)
-    return jax.stages.Compiled(executable, [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
+    except Exception as error:  # a pickle of something else may fail in any way
+        raise _not_ours(path, f"{type(error).__name__}: {error}") from error
 
 
 class _Unpickler(serialize_executable._JaxPjrtUnpickler):
@@ -266,7 +283,7 @@ class _Unpickler(serialize_executable._JaxPjrtUnpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in PICKLED:
-            raise UserError(f"the compiled step holds {module}.{name}, which none of ours does: it is not loaded")
+            raise pickle.UnpicklingError(f"it holds {module}.{name}, which no step does")
         return super().find_class(module, name)
 
 
@@ -294,4 +311,18 @@ def _read(path: str) -> tuple[Header, bytes]:
     if not expected or hashlib.sha256(body).hexdigest().encode() != expected[1]:
         raise UserError(f"{where} is damaged: its digest is another than when it was written. Copy it again.")
     text, _, program = body.partition(b"\n}\n")
-    return json.loads(text + b"}"), program
+    try:
+        header = json.loads(text + b"}")
+    except (ValueError, RecursionError) as error:
+        raise _not_ours(path, f"its header is no JSON: {error}") from None
+    objects = [isinstance(header, dict) and isinstance(header.get(part), dict) for part in (*COMPARED, *OTHERS)]
+    if not all(objects) or not isinstance(header.get("program"), str):
+        raise _not_ours(path, "its header is not a step's")
+    return header, program
+
+
+def _not_ours(path: str, why: str) -> UserError:
+    return UserError(
+        f"compiled_trainstep_file={path} is none of ours, though its digest is right: {why}. It is not loaded; "
+        "src.train_compile saves one."
+    )

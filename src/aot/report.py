@@ -1,6 +1,7 @@
 """What is known of a compiled step: a JSON object, and the same as lines to read."""
 
 import dataclasses
+import math
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from src.aot.memory import memory
 from src.aot.roofline import predict, work_of
 from src.build import Built
 from src.config_yaml import dump
+from src.errors import UserError
 from src.metrics import duration
 from src.model.flops import count_active_params, count_params
 from src.topology import Topology, run_peak
@@ -57,7 +59,7 @@ def make_report(
         "tokens": built.tokens,
         "attention": plan.kernel,
         "seconds": dict(seconds),
-        "memory": _memory(topology, built, compiled, refusal),
+        "memory": device_memory(topology, built, compiled, refusal),
         "flops": {
             "model": work.model_flops.causal,
             "model_palm": work.model_flops.palm,
@@ -69,15 +71,21 @@ def make_report(
         moved = collectives(compiled.as_text(), plan.layout.mesh)
         report["collectives"] = [dataclasses.asdict(collective) for collective in moved]
         chip = topology.chip
-        if chip and (peak := run_peak(chip.kind, plan.spec.dtype, matmul_precision)):
+        if not chip:
+            report["no_prediction"] = "nothing is published of a CPU's rates"
+        elif peak := run_peak(chip.kind, plan.spec.dtype, matmul_precision):
             report["prediction"] = dataclasses.asdict(predict(work, chip, peak, moved))
+        else:
+            report["no_prediction"] = f"no peak rate of a {chip.kind} is published for dtype={plan.spec.dtype}"
     return report
 
 
-def _memory(topology: Topology, built: Built, compiled: jax.stages.Compiled | None, refusal: str) -> dict[str, Any]:
+def device_memory(
+    topology: Topology, built: Built, compiled: jax.stages.Compiled | None, refusal: str
+) -> dict[str, Any]:
     """What a device needs, has, and what fills it; `needed` is a lower bound where the compiler gave up."""
     parts = memory(built)
-    capacity = _capacity(topology)
+    capacity = device_capacity(topology)
     if compiled:
         stats = compiled.memory_analysis()
         # Outputs that take the place of donated arguments need nothing of their own.
@@ -88,6 +96,7 @@ def _memory(topology: Topology, built: Built, compiled: jax.stages.Compiled | No
             "outputs": stats.output_size_in_bytes,
             "donated": stats.alias_size_in_bytes,
             "program": stats.generated_code_size_in_bytes,
+            "peak": stats.peak_memory_in_bytes,
         }
         needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes + outputs
     else:
@@ -105,12 +114,25 @@ def _memory(topology: Topology, built: Built, compiled: jax.stages.Compiled | No
     }
 
 
-def _capacity(topology: Topology) -> int | None:
-    """The bytes that a program may use: of a GPU's memory the part that JAX takes; None of a CPU's."""
+def device_capacity(topology: Topology) -> int | None:
+    """The bytes that a program may use: of a GPU's memory the part that JAX takes; None of a CPU's.
+
+    Raises:
+        UserError: the environment has no fraction for that part, or two.
+    """
     if topology.platform != "gpu":
         return topology.chip.memory if topology.chip else None
-    fraction = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    return int(topology.chip.memory * float(fraction or JAX_GPU_FRACTION))
+    variables = [name for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION") if os.environ.get(name)]
+    if len(variables) > 1:
+        raise UserError(f"{' and '.join(variables)} are both set, and JAX takes one: unset the second")
+    written = os.environ[variables[0]] if variables else str(JAX_GPU_FRACTION)
+    try:
+        fraction = float(written)
+    except ValueError:
+        fraction = math.nan
+    if not 0 < fraction < math.inf:
+        raise UserError(f"{variables[0]}={written} in the environment: expected a part of a GPU's memory, such as 0.9")
+    return int(topology.chip.memory * fraction)
 
 
 def _bytes(pattern: re.Pattern[str], message: str) -> int:
@@ -123,16 +145,16 @@ def verdict(report: Report) -> str:
     memory = report["memory"]
     if memory["capacity"] is None:
         return "it compiles; a CPU's memory is not judged"
-    words = f"{_size(memory['needed'])} of {_size(memory['capacity'])} a device"
+    words = f"{readable(memory['needed'])} of {readable(memory['capacity'])} a device"
     if memory["fits"]:
-        return f"fits: {words}, {_size(memory['left'])} left"
+        return f"fits: {words}, {readable(memory['left'])} left"
     return f"does not fit: {'at least ' if report['compiler_message'] else ''}{words}"
 
 
 def lines(report: Report) -> Iterator[tuple[str, str]]:
     """A report as names and values."""
-    slices = f"{report['slices']} x " if report["slices"] > 1 else ""
-    yield "topology", f"{slices}{report['topology']}: {report['devices']:,} x {report['device_kind']}"
+    slices = describe(report["topology"], report["slices"])
+    yield "topology", f"{slices}: {report['devices']:,} x {report['device_kind']}"
     yield "mesh", " x ".join(f"{name} {size}" for name, size in report["mesh"].items())
     active = report["active_parameters"]
     a_token = f", of which a token meets {active:,}" if active < report["parameters"] else ""
@@ -149,27 +171,32 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
         yield "collectives", "\n".join(_collective_lines(report["collectives"]))
     if "prediction" in report:
         yield "prediction", "\n".join(_prediction_lines(report["prediction"]))
+    elif "no_prediction" in report:
+        yield "prediction", f"none: {report['no_prediction']}"
     if report["compiler_message"]:
         yield "compiler", report["compiler_message"]
     yield "verdict", verdict(report)
-    if report.get("changes"):
-        yield "would help", "\n".join(_change_lines(report["changes"], report["memory"]["capacity"]))
+
+
+def describe(topology: str, slices: int) -> str:
+    """The slices or hosts of a topology in words."""
+    return f"{slices} x {topology}" if slices > 1 else topology
 
 
 def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
     """Of a device."""
-    yield f"{_size(memory['arguments']):>11}  arguments"
+    yield f"{readable(memory['arguments']):>11}  arguments"
     yield from _part_lines(memory["argument_parts"])
     if "donated" in memory:
-        yield f"{_size(memory['outputs'] - memory['donated']):>11}  outputs that take no argument's place"
-    yield f"{_size(memory['temporaries']):>11}  temporaries, of which by estimate"
+        yield f"{readable(memory['outputs'] - memory['donated']):>11}  outputs that take no argument's place"
+    yield f"{readable(memory['temporaries']):>11}  temporaries, of which by estimate, not all at the same time"
     yield from _part_lines(memory["temporary_parts"])
-    if (rest := memory["temporaries"] - sum(memory["temporary_parts"].values())) > 0:
-        yield from _part_lines({"what a block computes, and the compiler's own": rest})
+    if "peak" in memory:
+        yield f"{readable(memory['peak']):>11}  at once, by the compiler's own count"
 
 
 def _part_lines(parts: Mapping[str, int]) -> Iterator[str]:
-    return (f"{_size(size):>15}  {name}" for name, size in parts.items() if size)
+    return (f"{readable(size):>15}  {name}" for name, size in parts.items() if size)
 
 
 def _collective_lines(moved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -180,7 +207,7 @@ def _collective_lines(moved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         total[0] += each["times"]
         total[1] += each["times"] * each["sent_bytes"]
     for (kind, axes, network), (times, sent) in sorted(sums.items(), key=lambda entry: -entry[1][1]):
-        yield f"{kind:<18} over {axes} ({network}): {times:,} a step, a device sends {_size(sent)}"
+        yield f"{kind:<18} over {axes} ({network}): {times:,} a step, a device sends {readable(sent)}"
 
 
 def _prediction_lines(prediction: Mapping[str, Any]) -> Iterator[str]:
@@ -192,14 +219,26 @@ def _prediction_lines(prediction: Mapping[str, Any]) -> Iterator[str]:
     yield f"seconds for each: {parts}; {prediction['bound']} takes the most"
 
 
-def _change_lines(found: Sequence[Mapping[str, Any]], capacity: int) -> Iterator[str]:
-    for change in found:
-        keys = " ".join(shlex.quote(f"{key}={dump(value)}") for key, value in change["keys"].items())
-        fits = "" if change["needed"] <= capacity else ", still too much"
-        yield f"{keys}\n    about {_size(change['needed'])}{fits}; {change['cost']}"
+def change_lines(report: Report) -> Iterator[str]:
+    """What would help a step that does not fit."""
+    if report["not_tried"]:
+        yield f"by estimate alone: {report['not_tried']}"
+    if not report["changes"]:
+        yield "none of what is looked at here: it takes shorter rows, a smaller model or more devices"
+    for change in report["changes"]:
+        if change["compiled"] is None:
+            found = f"about {readable(change['estimated'])}{'' if change['fits'] else ', still too much'}"
+        else:
+            found = f"compiled: {readable(change['compiled'])}, {'fits' if change['fits'] else 'still too much'}"
+        yield f"{typed(change['keys'])}\n    {found}; {change['cost']}"
 
 
-def _size(number: int) -> str:
+def typed(keys: Mapping[str, Any]) -> str:
+    """Keys as they are typed in a shell."""
+    return " ".join(shlex.quote(f"{key}={dump(value)}") for key, value in keys.items())
+
+
+def readable(number: int) -> str:
     """Bytes in the largest unit of which there is one."""
     unit, factor = next(
         ((f"{letter}iB", factor) for letter, factor in reversed(UNITS.items()) if number >= factor), ("B", 1)

@@ -6,9 +6,12 @@ import pytest
 from tiny import LENGTH, TINY, VOCAB, Trainer, load
 
 from src.aot.advice import changes
+from src.aot.devices import abstract_devices
 from src.aot.memory import device_bytes, memory
 from src.build import build
 from src.model.spec import VOCAB_MULTIPLE
+from src.topology import parse_topology
+from tests.compilers import needs_libtpu
 
 EVEN = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 4, "per_device_batch_size": 2}
 LAYERS, D, F = TINY["base_num_decoder_layers"], TINY["base_emb_dim"], TINY["base_mlp_dim"]
@@ -30,6 +33,18 @@ def kept(**overrides):
     """What a layer keeps of a token, in elements of a device that has all heads."""
     _, step = built(**overrides)
     return memory(step).temporaries["kept for the backward pass"] / (LAYERS * ROWS * LENGTH * 4)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"opt_type": "sgd"}, {"position_type": "none", "packing": False}, {"gradient_clipping_threshold": 0.0}],
+    ids=str,
+)
+def test_what_the_program_does_not_take_is_no_argument(keys):
+    _, step = built(**keys)
+    assert sum(memory(step).arguments.values()) == (
+        step.traced.lower().compile().memory_analysis().argument_size_in_bytes
+    )
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -83,7 +98,7 @@ def test_logits_gradients_and_gathered_weights():
     _, step = built(num_vocab_tiling=2)
     parts = memory(step).temporaries
     padded = -(-VOCAB // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    assert parts["logits"] == ROWS * LENGTH // 2 * padded * 4
+    assert parts["logits and their gradient"] == 2 * ROWS * LENGTH // 2 * padded * 4
     assert parts["gradients"] == memory(step).arguments["weights"]
     block = D * HEADS * 4 + D * F * 3  # two norms more are not sharded, and lie there already
     assert parts["a block's weights, gathered"] == block * 4
@@ -93,43 +108,97 @@ def test_a_copy_on_every_device_counts_whole():
     assert device_bytes([np.zeros((3, 2), np.float32), jax.ShapeDtypeStruct((5,), np.int8)]) == 29
 
 
-def test_changes_are_keys_that_train_takes_and_do_what_they_say():
+PLENTY = 10**12
+
+
+def offers(config, step, needed, capacity, devices=8):
+    """What is offered, by the keys to type."""
+    return {tuple(change.keys): change for change in changes(config, jax.devices()[:devices], step, needed, capacity)}
+
+
+def test_what_is_there_when_memory_is_fullest_is_what_counts():
+    """Kept in both phases; then logits and their gradient, or gradients, a block's weights and what it computes."""
+    _, step = built(num_vocab_tiling=1)
+    found = memory(step)
+    parts = found.temporaries
+    block = parts["gradients"] + parts["a block's weights, gathered"] + parts["what a block computes"]
+    fullest = parts["kept for the backward pass"] + max(parts["logits and their gradient"], block)
+    assert found.total == sum(found.arguments.values()) + fullest
+
+
+def test_what_a_block_computes_is_its_products_again_and_their_gradients():
+    """Each product of the forward pass is made again, and backwards the gradient of what it is made from."""
+    _, step = built(remat_policy="full", attention="dot_product")
+    scores = LENGTH * 8  # keys times heads
+    forward = 3 * HEADS + scores + HEADS + D + 2 * F
+    # The last product's result is no gradient's; the gradients are those of F, D, the context, scores, q, k, v and x.
+    backward = F + D + HEADS + scores + 3 * HEADS + 3 * D
+    assert memory(step).temporaries["what a block computes"] == ROWS * LENGTH * 4 * (forward + backward)
+
+
+def test_micro_batches_hold_the_sum_of_gradients_too():
+    _, one = built()
+    _, two = built(gradient_accumulation_steps=2)
+    assert memory(two).temporaries["gradients"] == 2 * memory(one).temporaries["gradients"]
+
+
+def test_a_change_is_estimated_by_what_can_be_told_and_a_rest_that_stays():
     config, step = built(remat_policy="minimal", dtype="bfloat16")
     needed = memory(step).total + 10**6
-    found = {frozenset(change.keys): change for change in changes(config, jax.devices(), step, needed)}
-    assert all(change.needed < needed for change in found.values())
-
-    halved = found[frozenset({"per_device_batch_size", "gradient_accumulation_steps"})]
+    found = offers(config, step, needed, PLENTY)
+    assert all(change.estimated < needed for change in found.values())
+    halved = found["per_device_batch_size", "gradient_accumulation_steps"]
     _, then = built(remat_policy="minimal", dtype="bfloat16", **halved.keys)
     assert (then.rows, then.plan.micro_batches) == (step.rows, 2)
-    assert halved.needed == memory(then).total + 10**6 / 2, "what is not known is taken to go with the rows"
-
-    rounded = found[frozenset({"mu_dtype"})]
-    _, then = built(remat_policy="minimal", dtype="bfloat16", **rounded.keys)
-    arguments = [each.traced.lower().compile().memory_analysis().argument_size_in_bytes for each in (step, then)]
-    assert needed - rounded.needed == arguments[0] - arguments[1]
-
+    assert halved.estimated == memory(then).total + 10**6
     together = next(change for change in found.values() if change.cost == "all of these")
-    assert together.needed < min(change.needed for change in found.values() if change is not together)
-    built(**{"dtype": "bfloat16", **together.keys})
+    assert together.estimated < min(change.estimated for change in found.values() if change is not together)
+
+
+def test_what_does_not_touch_the_fullest_moment_is_not_offered():
+    tiles = ("num_vocab_tiling",)
+    config, step = built(remat_policy="full")  # of the tiny vocabulary the logits are small
+    assert tiles not in offers(config, step, memory(step).total, PLENTY)
+    config, step = built(remat_policy="full", vocab_size=8192)
+    assert tiles in offers(config, step, memory(step).total, PLENTY)
+
+
+def test_the_state_is_cut_where_it_decides():
+    config, step = built(devices=4)
+    needed = memory(step).total
+    arguments = sum(memory(step).arguments.values())
+    assert ("mu_dtype",) not in offers(config, step, needed, 3 * arguments, devices=4)
+    rounded = offers(config, step, needed, arguments, devices=4)["mu_dtype",]
+    _, then = built(devices=4, mu_dtype="bfloat16")
+    compiled = [each.traced.lower().compile().memory_analysis().argument_size_in_bytes for each in (step, then)]
+    assert needed - rounded.estimated == compiled[0] - compiled[1]
+
+
+@needs_libtpu
+def test_twice_the_slices_hold_half_of_the_state_each():
+    devices = abstract_devices(parse_topology("v5e-8", 1))
+    config = load(**EVEN, compile_topology="v5e-8")
+    step = build(config, devices)
+    now = memory(step)
+    found = {tuple(one.keys): one for one in changes(config, devices, step, now.total, sum(now.arguments.values()))}
+    more = found["dcn_data_parallelism", "dcn_fsdp_parallelism", "compile_topology_num_slices"]
+    assert more.keys["compile_topology_num_slices"] == 2
+    assert more.built.plan.layout.mesh.shape["fsdp"] == 16
+    then = memory(more.built)
+    # Norms are not sharded.
+    assert then.arguments["weights"] == pytest.approx(now.arguments["weights"] / 2, rel=0.05)
+
+
+def test_rows_are_cut_until_it_fits():
+    config, step = built(per_device_batch_size=8, remat_policy="none")
+    needed = memory(step).total
+    found = offers(config, step, needed, needed - 1)["per_device_batch_size", "gradient_accumulation_steps"]
+    assert found.keys == {"per_device_batch_size": 4.0, "gradient_accumulation_steps": 2}
+    found = offers(config, step, needed, found.estimated - 1)["per_device_batch_size", "gradient_accumulation_steps"]
+    assert found.keys == {"per_device_batch_size": 2.0, "gradient_accumulation_steps": 4}
 
 
 def test_tiles_that_are_offered_divide_a_row():
-    config, step = built(max_target_length=12)
-    found = changes(config, jax.devices(), step, memory(step).total + 10**6)
+    config, step = built(max_target_length=12, vocab_size=8192)
+    found = changes(config, jax.devices(), step, memory(step).total + 10**6, PLENTY)
     assert {"num_vocab_tiling": 4} in [change.keys for change in found]
-
-
-def test_more_devices_share_the_weights():
-    config, step = built(devices=4)
-    needed = memory(step).total
-    more = changes(config, jax.devices()[:4], step, needed)[-1]
-    assert more.keys["compile_topology_num_slices"] == 2
-    _, on_eight = built(devices=8)
-    then = memory(on_eight)
-    parts = then.arguments["weights"] + then.arguments["optimizer"] + then.temporaries["gradients"]
-    now = memory(step)
-    before = now.arguments["weights"] + now.arguments["optimizer"] + now.temporaries["gradients"]
-    assert needed - more.needed == pytest.approx(before - parts, rel=0.03), (
-        "norms are not sharded, and were taken to be"
-    )

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import pickle
 import re
 import sys
@@ -77,7 +78,7 @@ def written(path, header, payload):
     """A file whose digest is right, whatever its header and program are."""
     body = json.dumps(header, indent=1).encode() + b"\n" + payload
     second = f"sha256 {hashlib.sha256(body).hexdigest()} of the {len(body)} bytes that follow\n".encode()
-    path.write_bytes(b"MinText compiled training step, format 1\n" + second + body)
+    path.write_bytes(b"MinText compiled training step, format 2\n" + second + body)
     return path
 
 
@@ -86,13 +87,14 @@ def written(path, header, payload):
 
 def test_the_file_begins_with_what_it_is_for(file, step):
     first, header, payload = parts(file.read_bytes())
-    assert first == b"MinText compiled training step, format 1"
+    assert first == b"MinText compiled training step, format 2"
     assert header == step[2]
     assert header["devices"]["kind"] == "cpu"
     assert (header["devices"]["count"], header["devices"]["processes"]) == (8, 1)
     assert header["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
     assert header["versions"] == {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
     assert header["config"]["base_emb_dim"] == "32"
+    assert header["jax_config"]["jax_enable_x64"] == "False"
     assert header["arguments"]["state.trainable.embedding"] == "float32[128, 32] sharded ('tensor', 'fsdp')"
     assert header["arguments"]["batch.loss_mask"] == "float32[8, 16] sharded (('data', 'fsdp'), None)"
     assert header["arguments"]["hyper.learning_rate"] == "float32[] sharded ()"
@@ -105,6 +107,28 @@ def test_it_is_written_whole_or_not_at_all(saved, step, tmp_path):
     (tmp_path / "file").write_text("")
     with no_cache(), pytest.raises(UserError, match="cannot write it"):
         program.save(str(tmp_path / "file" / "step"), compiled, step[2])
+
+
+def test_a_link_leads_to_the_file_that_is_replaced(saved, step, tmp_path):
+    (tmp_path / "far").mkdir()
+    target, link = tmp_path / "far" / "step", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    with no_cache():
+        program.save(str(link), saved[1], step[2])
+    assert link.is_symlink()
+    assert target.read_bytes().startswith(b"MinText")
+    assert [each.name for each in target.parent.iterdir()] == ["step"]
+
+
+def test_what_is_no_regular_file_stays_what_it_is(saved, step, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        with no_cache(), pytest.raises(UserError, match="no regular file"):
+            program.save(str(path), saved[1], step[2])
+    assert pipe.is_fifo()
+    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_what_is_loaded_computes_what_was_saved(saved, step):
@@ -166,10 +190,38 @@ class Touch:
 
 def test_no_other_name_than_a_step_is_made_of_is_looked_up(step, tmp_path):
     evil = written(tmp_path / "evil", step[2], pickle.dumps(Touch(tmp_path / "touched")))
-    assert "pathlib" in refusal(evil, step)
+    said = refusal(evil, step)
+    assert "pathlib" in said
+    assert str(evil) in said
     assert not (tmp_path / "touched").exists()
     pickle.loads(evil.read_bytes().partition(b"\n}\n")[2])
     assert (tmp_path / "touched").exists(), "a pickle that does no harm shows nothing"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [{}, {"program": "x"}, {"program": 1, "devices": []}, [1], {name: {} for name in program.COMPARED}],
+    ids=str,
+)
+def test_another_header_under_a_right_digest_is_none_of_ours(step, tmp_path, header):
+    said = refusal(written(tmp_path / "other", header, b""), step)
+    assert f"{tmp_path / 'other'} is none of ours, though its digest is right" in said
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"garbage", pickle.dumps(5), pickle.dumps((1, 2, 3)), pickle.dumps(([], [], True)), b"\x80\x04]" * 3],
+)
+def test_another_program_under_a_right_digest_is_none_of_ours(step, tmp_path, payload):
+    said = refusal(written(tmp_path / "other", step[2], payload), step)
+    assert f"{tmp_path / 'other'} is none of ours, though its digest is right" in said
+
+
+def test_a_header_that_is_no_json_is_none_of_ours(step, tmp_path):
+    body = b"{no json\n}\n"
+    second = f"sha256 {hashlib.sha256(body).hexdigest()} of the {len(body)} bytes that follow\n".encode()
+    (tmp_path / "other").write_bytes(program.FIRST_LINE + second + body)
+    assert "its header is no JSON" in refusal(tmp_path / "other", step)
 
 
 def test_a_program_that_the_devices_do_not_load_is_refused(file, step, tmp_path):
@@ -209,6 +261,27 @@ def test_the_precision_of_products_is_compiled_in(file):
     with jax.default_matmul_precision("high"):  # as src.startup sets it by the key
         said = refusal(file, build_step(matmul_precision="high"))
     assert "\n  matmul_precision: highest in the file, high here" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("jax_disable_most_optimizations", False),
+        ("jax_exec_time_optimization_effort", 0.5),
+        ("jax_memory_fitting_level", "O1"),
+        ("jax_compiler_enable_remat_pass", False),
+        ("jax_threefry_partitionable", False),
+        ("jax_enable_x64", True),
+    ],
+)
+def test_settings_of_jax_are_compiled_in(file, step, setting, value):
+    before = jax.config.values[setting]
+    jax.config.update(setting, value)
+    try:
+        said = refusal(file, step)
+    finally:
+        jax.config.update(setting, before)
+    assert f"\n  jax_config.{setting}: {before} in the file, {value} here" in said
 
 
 def test_all_that_differs_is_listed(file):
@@ -266,16 +339,16 @@ RUN_TIME = {
     "jax_cache_dir": "", "learning_rate": 0.5, "lr_schedule_type": "wsd", "learning_rate_schedule_steps": 7,
     "warmup_steps_fraction": 0.3, "learning_rate_final_fraction": 0.2, "wsd_decay_steps_fraction": 0.4,
     "adam_b1": 0.7, "adam_b2": 0.8, "adam_eps": 1e-3, "adam_weight_decay": 0.3, "gradient_clipping_threshold": 0.0,
-    "on_nonfinite": "skip", "dataset_type": "text", "dataset_path": "x", "eval_dataset_path": "y",
-    "max_document_bytes": 4096, "eval_fraction": 0.3, "tokenizer_type": "sentencepiece", "tokenizer_path": "z",
-    "data_shuffle_seed": 3, "use_sft": True, "sft_train_on_completion_only": False,
+    "on_nonfinite": "skip", "long_documents": "truncate", "batch_transform": "module:function",
+    "use_sft": True, "sft_train_on_completion_only": False,
 }
 # fmt: on
 
 
 def test_what_enters_at_run_time_may_change(step):
     config = step[0]
-    changed = {**config, **RUN_TIME, "steps": 5, "run_name": "other", "decode_seed": 4, "checkpoint_period": 9}
+    groups = {"steps": 5, "run_name": "other", "dataset_path": "x", "decode_seed": 4, "checkpoint_period": 9}
+    changed = {**config, **RUN_TIME, **groups}
     assert program.differences(step[2], program.header(changed, build(changed, DEVICES))) == []
     assert set(RUN_TIME) == program.OTHER_KEYS - {"coordinator_address", "num_processes", "process_id"}
     assert all(config[key] != value for key, value in RUN_TIME.items())

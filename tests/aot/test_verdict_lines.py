@@ -6,8 +6,9 @@ import jax
 import pytest
 from tiny import load
 
-from src.aot.report import lines, make_report, verdict
+from src.aot.report import change_lines, device_capacity, lines, make_report, verdict
 from src.build import build
+from src.errors import UserError
 from src.topology import parse_topology
 
 GIB = 2**30
@@ -45,6 +46,7 @@ def program(arguments, temporaries, outputs=0, donated=0):
         output_size_in_bytes=outputs,
         alias_size_in_bytes=donated,
         generated_code_size_in_bytes=0,
+        peak_memory_in_bytes=arguments + temporaries,
     )
     text = "HloModule empty\n\nENTRY %main (a: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n"
     return SimpleNamespace(memory_analysis=lambda: stats, as_text=lambda: text)
@@ -88,10 +90,53 @@ def test_a_gpu_has_a_verdict_though_its_compiler_gives_none(step, monkeypatch):
 
 def test_the_lines_name_what_a_user_asks_for(step):
     found = report(step, program(3 * GIB, 20 * GIB))
-    found["changes"] = [{"keys": {"per_device_batch_size": 0.5}, "cost": "half of it", "needed": 12 * GIB}]
     said = dict(lines(found))
     assert said["topology"] == "v5e-8: 8 x TPU v5 lite"
     assert said["verdict"] == "does not fit: 23.00 GiB of 15.75 GiB a device"
-    assert said["would help"].splitlines()[0] == "per_device_batch_size=0.5"
-    assert "about 12.00 GiB; half of it" in said["would help"]
     assert "not measured" in said["prediction"]
+
+
+def test_what_would_help_is_said_as_it_is_known():
+    change = {"keys": {"per_device_batch_size": 0.5}, "cost": "half of it", "estimated": 12 * GIB}
+    found = {
+        "not_tried": "",
+        "changes": [
+            change | {"compiled": 13 * GIB, "fits": True},
+            change | {"compiled": 16 * GIB, "fits": False},
+            change | {"compiled": None, "fits": True},
+            change | {"compiled": None, "fits": False, "keys": {"remat_custom": {"a": "offload"}}},
+        ],
+    }
+    assert list(change_lines(found)) == [
+        "per_device_batch_size=0.5\n    compiled: 13.00 GiB, fits; half of it",
+        "per_device_batch_size=0.5\n    compiled: 16.00 GiB, still too much; half of it",
+        "per_device_batch_size=0.5\n    about 12.00 GiB; half of it",
+        "'remat_custom={a: offload}'\n    about 12.00 GiB, still too much; half of it",
+    ]
+    found = {"not_tried": "the step itself took 6:00 to compile", "changes": []}
+    assert [line.partition(":")[0] for line in change_lines(found)] == [
+        "by estimate alone",
+        "none of what is looked at here",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "topology", "why"),
+    [({}, "v5e-8", "no peak rate of a TPU v5 lite is published for dtype=float32"), ({}, "cpu-8", "of a CPU's rates")],
+)
+def test_why_there_is_no_prediction(keys, topology, why):
+    float32 = build(load(base_num_query_heads=8, base_num_kv_heads=8, head_dim=4), jax.devices())
+    said = dict(lines(report(float32, program(GIB, GIB), topology=topology)))
+    assert said["prediction"].startswith("none: ")
+    assert why in said["prediction"]
+
+
+@pytest.mark.parametrize("value", ["abc", "nan", "0", "-1", "inf"])
+def test_a_fraction_of_a_gpus_memory_that_is_none_is_named(monkeypatch, value):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", value)
+    with pytest.raises(UserError, match=f"XLA_CLIENT_MEM_FRACTION={value} in the environment: expected"):
+        device_capacity(parse_topology("a3", 1))
+    assert device_capacity(parse_topology("v5e-8", 1))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    with pytest.raises(UserError, match="are both set"):
+        device_capacity(parse_topology("a3", 1))

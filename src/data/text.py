@@ -60,4 +60,5 @@ class TextSource(DocumentSource):
     def fingerprint(self) -> dict[str, str | int]:
         """Of the files, and how they are cut into pieces."""
         own = {"type": "text", "pieces": self._pieces, "max_document_bytes": self._max_bytes}
-        return {**self._files.fingerprint(), **own}
+        column = {} if self._column == "text" else {"column": self._column}  # as in checkpoints that know of no other
+        return {**self._files.fingerprint(), **own, **column}

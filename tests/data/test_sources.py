@@ -154,6 +154,12 @@ def test_fingerprint_is_of_names_and_sizes_and_not_of_the_place(tmp_path):
         assert TextSource(write_files(tmp_path / str(n), other)).fingerprint()["digest"] != first["digest"]
 
 
+def test_the_fingerprint_has_another_field_than_text(tmp_path):
+    path = write_files(tmp_path, {"a.jsonl": '{"text": "one", "body": "two"}'})
+    first, other = (TextSource(path, column=column).fingerprint() for column in ("text", "body"))
+    assert other == {**first, "column": "body"}
+
+
 def test_fingerprint_keeps_the_facts_it_has_always_had(tmp_path):
     found = TextSource(write_files(tmp_path, {"b/c.txt": "two é", "a.txt": "one", "empty": ""})).fingerprint()
     listed = "3 a.txt\n6 b/c.txt\n0 empty"

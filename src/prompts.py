@@ -8,7 +8,7 @@ from ml_collections import FrozenConfigDict
 
 from src.data.chat_template import Message
 from src.data.conversations import read_message
-from src.data.text_files import well_formed
+from src.data.documents import well_formed
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
 

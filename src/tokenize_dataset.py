@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from src import config as configuration
 from src.data import sources
@@ -209,16 +211,21 @@ def _write(config: "FrozenConfigDict", folder: Path, items: Items, plan: Mapping
     print(going_on if shards else f"{len(items):,} items in {len(parts)} shards", flush=True)
     done, ids = sum(len(parts[number]) for number in shards), 0
     start = last_line = time.monotonic()
-    with _processes(len(parts) - len(shards)) as pool:
+    terminal = sys.stdout.isatty()  # not rich's own guess: it would draw in a notebook too
+    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    bar = Progress(*columns, disable=not terminal)
+    with _processes(len(parts) - len(shards)) as pool, bar:
+        task = bar.add_task("", total=len(items), completed=done)
         arguments = [(configuration.to_yaml(config), folder, number, part) for number, part in enumerate(parts)]
         pending = {pool.submit(_write_shard, *arguments[n]): n for n in range(len(parts)) if n not in shards}
         for future in concurrent.futures.as_completed(pending):
             number = pending[future]
             shards[number] = future.result()
             done, ids, now = done + len(parts[number]), ids + shards[number].ids, time.monotonic()
-            if done == len(items) or now - last_line > _LINE_SECONDS:
+            speed = f"{ids:,} tokens, {ids / (now - start):,.0f} tokens/s"
+            bar.update(task, completed=done, description=speed)
+            if not terminal and (done == len(items) or now - last_line > _LINE_SECONDS):
                 last_line = now
-                speed = f"{ids:,} tokens, {ids / (now - start):,.0f} tokens/s"
                 print(f"{done:,} of {len(items):,} items ({done / len(items):.0%}), {speed}", flush=True)
     if not any(shard.documents for shard in shards.values()):
         raise UserError("the data have no text: there is nothing to write")

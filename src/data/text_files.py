@@ -9,7 +9,6 @@ import numpy as np
 
 from src.data import files, order
 from src.data.documents import from_json
-from src.data.documents import well_formed as well_formed
 from src.errors import UserError
 
 # A cut is made at a line end if there is one in this part of a piece before its place.

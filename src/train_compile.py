@@ -118,7 +118,7 @@ def _compile(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stage
     try:
         return lowered.compile(), ""
     except jax.errors.JaxRuntimeError as error:
-        message = str(error)
+        message = str(error).partition("\n\nSuspected Python Code Location:")[0].rstrip()
     # A kernel may exhaust another memory, such as the vector units': that says nothing of the step's size.
     if "RESOURCE_EXHAUSTED" in message and "hbm" in message.lower():
         return None, message

@@ -22,6 +22,8 @@ RING_SHARE = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1.0,
+    "collective-broadcast": lambda n: 1.0,  # passed on from one to the next
+    "ragged-all-to-all": lambda n: (n - 1) / n,  # of the room for what arrives: how much does, the data say
 }
 # How the runtime that joins TPU slices calls them.
 BETWEEN_SLICES = {
@@ -310,7 +312,7 @@ class _Places:
         if kind == "collective-permute":  # a device sends all it has one way: what counts is whether any goes that way
             return float((near == n).any()), float((near < n).any())
         g = near.max()
-        if kind == "all-to-all":  # the same to every other device
+        if kind.endswith("all-to-all"):  # the same to every other device
             return (g - 1) / max(n - 1, 1), (n - g) / max(n - 1, 1)
         # Rings leave a slice or host once for the g devices in it, and there are as many rings as ways out.
         return (1 - 1 / g, 1 / g) if g < n else (float(n > 1), 0.0)

@@ -241,6 +241,8 @@ TYPES = {
     "(f32[7], s8[5]) all-reduce-start": ("all-reduce", 7 * 4 + 5),
     "(u8[9]{0}, u8[9]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start": ("collective-permute", 9),
     "(pred[2,8], pred[2,8], /*index=2*/f8e4m3fn[3]) all-to-all": ("all-to-all", 16 + 16 + 3),
+    "bf16[16,8]{1,0:T(8,128)(2,1)} ragged-all-to-all": ("ragged-all-to-all", 16 * 8 * 2),
+    "bf16[16,8]{1,0} collective-broadcast": ("collective-broadcast", 16 * 8 * 2),
 }
 
 
@@ -250,6 +252,12 @@ def test_types_of_what_is_started_and_combined(written, expected):
     where = pairs if "permute" in written else "replica_groups=[2,4]<=[8]"
     found = collectives(program([f'%s = {written}(%p, %q), {where}, metadata={{op_name="f(x)"}}']), slices(1))
     assert [(each.kind, each.whole_bytes) for each in found] == [expected]
+
+
+@pytest.mark.parametrize(("kind", "sent"), [("ragged-all-to-all", 24), ("collective-broadcast", 32)])
+def test_what_of_the_rarer_kinds_is_sent(kind, sent):
+    found = collectives(program([f"%s = f32[8]{{0}} {kind}(%p), replica_groups=[2,4]<=[8]"]), slices(1))
+    assert found == [Collective(kind, ("tensor",), "ici", 1, 32, sent, 0.5)]
 
 
 def fusion(name, line, root):

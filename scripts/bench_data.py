@@ -1,11 +1,11 @@
 """Tokens a second of the input pipeline, beside Grain's own of the same text: `scripts/bench_data.py [case ...]`.
 
-Needs `bash setup.sh dev` (Grain) and `bash setup.sh data`. The text is the source code of Python's standard library as an
-ArrayRecord file, which both read through the package array_record and encode by the same function. Ours is
-`train_batches`; Grain's is MapDataset.source, seed, shuffle, repeat, map, to_iter_dataset, one of its packers, and batch.
-They take turns, so that what else the machine does slows both alike. Each turn begins with a pipeline of its own, whose
-first batches are not counted. What is printed are medians: of tokens a second, padding left out, and of the ratios of
-neighbouring turns.
+Needs `bash setup.sh dev` (Grain) and `bash setup.sh data`. The text is the source code of Python's standard library as
+an ArrayRecord file, which both read through the package array_record and encode by the same function. Ours is
+`train_batches`; Grain's is MapDataset.source, seed, shuffle, repeat, map, to_iter_dataset, one of its packers, batch.
+They take turns. Each turn begins with a pipeline of its own, whose first batches are not counted. What is printed are
+medians: of tokens a second, padding left out, and of the ratios of neighbouring turns. One thread's are by CPU time, to
+which what else the machine does adds little; those of more are by the clock.
 
 cases:
     byte, sentencepiece, huggingface    the tokenizer (the last two of 8,000 ids)
@@ -48,6 +48,7 @@ WARM_UP_TOKENS = 4 * B * T
 
 Batches = Iterator[np.ndarray]
 """`segment_ids` of batches, without end: 0 is padding."""
+Named = tuple[str, Callable[[], Batches]]
 
 
 def main(argv: list[str]) -> None:
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> None:
     if unknown := set(cases) - {*TOKENIZERS, "tokens"}:
         parser.error(f"no case {unknown.pop()}")
     flags.FLAGS.mark_as_parsed()  # Grain's processes ask for some
-    print(f"grain {grain.__version__}, Python {sys.version.split()[0]}, {B} rows x {T} tokens")
+    print(f"grain {grain.__version__}, Python {sys.version.split()[0]}, {B} rows x {T} tokens; tokens a second")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for cut, (what, most_bytes) in enumerate(DOCUMENTS.items()):
@@ -87,41 +88,35 @@ def compare(argv: list[str], turns: int, seconds: float, has_short_documents: bo
     if has_short_documents:
         packers["first fit"] = first_fit
     for name, pack in packers.items():
-        one_thread = {
-            "ours, 1 thread": lambda: ours(argv, 1),
-            "Grain, 1 thread": lambda pack=pack: grains(path, tokenizer, pack, grain.ReadOptions(0, 0)),
-        }
-        report(name, one_thread, turns, seconds)
-    pack = concat_then_split
-    report(
-        "concat then split",
-        {
-            "ours, 2 threads": lambda: ours(argv, 2),
-            "Grain, 2 threads": lambda: grains(path, tokenizer, pack, grain.ReadOptions(2, 64)),
-            "Grain, 16 threads": lambda: grains(path, tokenizer, pack, grain.ReadOptions()),
-            "Grain, 2 processes": lambda: grains(path, tokenizer, pack, grain.ReadOptions(0, 0), processes=2),
-        },
-        turns,
-        seconds,
-    )
+        report(
+            ("ours, 1 thread", lambda: ours(argv, 1)),
+            (f"Grain, 1 thread, {name}", lambda pack=pack: grains(path, tokenizer, pack, grain.ReadOptions(0, 0))),
+            *(turns, seconds, True),
+        )
+    for name, read, processes in (("threads", grain.ReadOptions(2, 64), 0), ("processes", grain.ReadOptions(0, 0), 2)):
+        report(
+            ("ours, 2 threads", lambda: ours(argv, 2)),
+            (
+                f"Grain, 2 {name}, concat then split",
+                lambda read=read, processes=processes: grains(path, tokenizer, concat_then_split, read, processes),
+            ),
+            *(turns, seconds, False),
+        )
 
 
-def report(name: str, pipelines: dict[str, Callable[[], Batches]], turns: int, seconds: float) -> None:
-    """Prints a line for each pipeline: what it measured, and how much more the first one of them did."""
-    rates: dict[str, list[float]] = {pipeline: [] for pipeline in pipelines}
-    for _ in range(turns):
-        for pipeline, make in pipelines.items():
-            rates[pipeline].append(measure(make, seconds)[0])
-    first = next(iter(rates.values()))
-    for pipeline, found in rates.items():
-        ratio = statistics.median(mine / its for mine, its in zip(first, found, strict=True))
-        packing = f", {name}" if pipeline.startswith("Grain") else ""
-        more = f"   ours is {ratio:.2f} times that" if found is not first else ""
-        print(f"  {pipeline + packing:40} {statistics.median(found):13,.0f} tokens/s{more}", flush=True)
+def report(mine: Named, other: Named, turns: int, seconds: float, by_core: bool) -> None:
+    """Prints what two pipelines do by turns.
+
+    by_core: a second is one of the process's CPU time.
+    """
+    rates = [[measure(make, seconds)[by_core] for _, make in (mine, other)] for _ in range(turns)]
+    medians = [statistics.median(found) for found in zip(*rates, strict=True)]
+    ratio = statistics.median(own / its for own, its in rates)
+    print(f"  {mine[0]:18} {medians[0]:13,.0f}   {other[0]:40} {medians[1]:13,.0f}   {ratio:.2f} times", flush=True)
 
 
 def measure(make: Callable[[], Batches], seconds: float) -> tuple[float, float]:
-    """Tokens a second of a pipeline, by the clock, and by what the process's cores worked."""
+    """Tokens a second of a pipeline, by the clock, and by the process's CPU time."""
     with contextlib.closing(make()) as batches:
         warm_up = 0
         while warm_up < WARM_UP_TOKENS:
@@ -177,7 +172,7 @@ def bench_tokens(folder: Path, turns: int, seconds: float) -> None:
     argv += ["dataset_type=tokens", f"dataset_path={folder}/ids"]
     found = [measure(lambda: ours(argv, 1), seconds) for _ in range(turns)]
     by_clock, by_core = (statistics.median(rates) for rates in zip(*found, strict=True))
-    print(f"  ours, 1 thread {by_clock:,.0f} tokens/s; {by_core:,.0f} a second of a core's work")
+    print(f"  ours, 1 thread {by_clock:,.0f} tokens/s; {by_core:,.0f} a second of CPU time")
 
 
 def write_records(file: Path, most_bytes: int) -> int:

@@ -96,8 +96,9 @@ def device_memory(
             "outputs": stats.output_size_in_bytes,
             "donated": stats.alias_size_in_bytes,
             "program": stats.generated_code_size_in_bytes,
-            "peak": stats.peak_memory_in_bytes,
         }
+        if topology.platform != "cpu":  # there it counts arguments alone
+            sizes["peak"] = stats.peak_memory_in_bytes
         needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes + outputs
     else:
         arguments = sum(parts.arguments.values())

@@ -60,12 +60,14 @@ def run_of(config, on_disk):
     entries, tokenizer_keys, _ = on_disk
 
     def make(kinds, tokenizer="byte", weights=None, **keys):
-        datasets = [
-            MappingProxyType({"name": kind, "weight": weight, **entries[tokenizer][kind]})
-            for kind, weight in zip(kinds, weights or [1] * len(kinds), strict=True)
-        ]
-        keys = {"eval_interval": -1, **tokenizer_keys[tokenizer], **keys}
-        settings = config(datasets=datasets, vocab_size=400, **keys)
+        if len(kinds) == 1:
+            keys |= entries[tokenizer][kinds[0]]
+        else:
+            keys["datasets"] = [
+                MappingProxyType({"name": kind, "weight": weight, **entries[tokenizer][kind]})
+                for kind, weight in zip(kinds, weights or [1] * len(kinds), strict=True)
+            ]
+        settings = config(**{"eval_interval": -1, "vocab_size": 400, **tokenizer_keys[tokenizer], **keys})
         encoder = make_tokenizer(settings)
 
         def batches(hosts, steps, rows_taken=0, position=None):
@@ -107,13 +109,22 @@ KEYS = st.fixed_dictionaries(
         "data_shuffle_seed": st.integers(0, 2**31 - 1),
     }
 )
+EVAL_INTERVAL = st.sampled_from([-1, 10])  # whether a part of the data is left to evaluate on
 
 
 @settings(max_examples=20)
-@given(parts=PARTS, keys=KEYS, layout=st.sampled_from(list(LAYOUTS)), tokenizer=st.sampled_from(TOKENIZERS))
+@given(
+    parts=PARTS,
+    keys=KEYS,
+    layout=st.sampled_from(list(LAYOUTS)),
+    tokenizer=st.sampled_from(TOKENIZERS),
+    interval=EVAL_INTERVAL,
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_stopped_anywhere_and_resumed_on_other_hosts_a_run_goes_on(run_of, kind, parts, keys, layout, tokenizer):
-    _, batches = run_of([kind], tokenizer, **keys, **LAYOUTS[layout])
+def test_stopped_anywhere_and_resumed_on_other_hosts_a_run_goes_on(
+    run_of, kind, parts, keys, layout, tokenizer, interval
+):
+    _, batches = run_of([kind], tokenizer, eval_interval=interval, **keys, **LAYOUTS[layout])
     assert_same(stopped_and_resumed(batches, parts), batches(1, sum(steps for _, steps in parts)))
 
 
@@ -125,11 +136,8 @@ def test_stopped_anywhere_and_resumed_on_other_hosts_a_run_goes_on(run_of, kind,
     tokenizer=st.sampled_from(TOKENIZERS),
     kinds=st.permutations(KINDS).map(lambda kinds: kinds[:3]),
     weights=st.tuples(st.integers(1, 9), st.sampled_from([0, 0.5, 3]), st.sampled_from([0.1, 7])),
-    holds_out=st.booleans(),
 )
-def test_so_does_a_mixture(run_of, parts, keys, layout, tokenizer, kinds, weights, holds_out):
-    if holds_out and kinds[0] != "synthetic":  # a part of the first source
-        keys = {**keys, "eval_interval": 10}
+def test_so_does_a_mixture(run_of, parts, keys, layout, tokenizer, kinds, weights):
     _, batches = run_of(kinds, tokenizer, weights, **keys, **LAYOUTS[layout])
     assert_same(stopped_and_resumed(batches, parts), batches(1, sum(steps for _, steps in parts)))
 

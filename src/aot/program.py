@@ -308,7 +308,7 @@ def _read(path: str) -> tuple[Header, bytes]:
     expected = re.fullmatch(SECOND_LINE.format(digest="([0-9a-f]{64})", size=r"(\d+)").strip().encode(), second_line)
     if expected and len(body) < int(expected[2]):
         raise UserError(f"{where} is cut off: {len(body):,} of {int(expected[2]):,} bytes are there. Copy it again.")
-    if not expected or hashlib.sha256(body).hexdigest().encode() != expected[1]:
+    if not expected or len(body) > int(expected[2]) or hashlib.sha256(body).hexdigest().encode() != expected[1]:
         raise UserError(f"{where} is damaged: its digest is another than when it was written. Copy it again.")
     text, _, program = body.partition(b"\n}\n")
     try:

@@ -197,4 +197,4 @@ def amount(source: Source | RowSource) -> str:
     """How much data a source has, in words."""
     if isinstance(source, RowSource):
         return f"{source.row_count:,} rows an epoch" if source.row_count else "random tokens"
-    return f"{len(source):,} documents"
+    return f"{len(source):,} {'conversations' if isinstance(source[0], Conversation) else 'documents'}"

@@ -63,7 +63,7 @@ compiles 16b-gpu 0 compile_topology=a3 compile_topology_num_slices=4 attention=d
 if [[ "${LARGEST:-}" == 1 ]]; then
   compiles 1160b 0 compile_topology=v5p-12288 global_parameter_scale=512 base_emb_dim=6144 ici_tensor_parallelism=16 \
     "logical_axis_rules.activation_embed=[tensor]" per_device_batch_size=2
-  compiles 199-slices 0 compile_topology=v5e-256 compile_topology_num_slices=199 global_parameter_scale=32 \
+  compiles 199-slices 3 compile_topology=v5e-256 compile_topology_num_slices=199 global_parameter_scale=32 \
     per_device_batch_size=4
 fi
 exit $failed

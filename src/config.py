@@ -23,7 +23,7 @@ from src.config_yaml import (
     parse_keys,
     read_file,
 )
-from src.data.source_spec import ENTRY_KEYS
+from src.data.source_spec import ENTRY_KEYS, SETTINGS
 from src.data.tokenizer import has_tokenizer
 from src.data_checks import read_entries
 from src.errors import UserError
@@ -46,8 +46,8 @@ MODEL_GROUPS = "Model:"
 # fmt: off
 RUN_IDENTITY = (
     *("weight_dtype", "opt_type", "mu_dtype", "trainable_parameters", "lora_rank", "lora_alpha", "lora_parameters"),
-    *("dataset_type", "dataset_path", "dataset_name", "train_split", "dataset_column", "array_record_format"),
-    *("dataset_factory", "datasets", "max_document_bytes", "eval_dataset_path", "eval_fraction"),
+    *(key for key, _ in SETTINGS.values()),
+    *("datasets", "max_document_bytes", "eval_dataset_path", "eval_fraction"),
     *("tokenizer_type", "tokenizer_path", "max_target_length", "packing", "long_documents", "batch_transform"),
     "data_shuffle_seed",
     *("use_sft", "sft_train_on_completion_only"),
@@ -280,6 +280,22 @@ def _freeze(config: Mapping[str, Any]) -> FrozenConfigDict:
 def to_yaml(config: Mapping[str, Any]) -> str:
     """The whole configuration as YAML; `load` of a file with it gives an equal one."""
     return "".join(f"{key}: {dump(config[key])}\n" for key in base().defaults)
+
+
+def of_command(argv: Sequence[str], usage: str = USAGE) -> FrozenConfigDict | None:
+    """The configuration of a command that does without JAX, whose notes it prints; None if it only asked for help.
+
+    Raises:
+        UserError: a mistake in the command line.
+    """
+    if (text := help_for(argv, usage)) is not None:
+        print(text)
+        return None
+    notes: list[str] = []
+    config = load(argv, notes)
+    for note in notes:
+        print(note)
+    return config
 
 
 def from_yaml(text: str) -> FrozenConfigDict:

@@ -9,7 +9,7 @@ from typing import Any
 from src.config_values import MESH_AXES, REMAT_ARRAYS, check_value, nearest
 from src.config_yaml import base, dump
 from src.data_checks import (
-    SOURCE_KEYS,
+    DATA_KEYS,
     check_evaluation,
     check_finetuning,
     check_long_documents,
@@ -180,10 +180,10 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]
     (("logical_axis_rules",), _rules),
     (("steps", "learning_rate_schedule_steps", "warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule),
     (("max_target_length", "num_vocab_tiling"), _tiles),
-    (SOURCE_KEYS, check_sources),
-    (("tokenizer_type", "tokenizer_path", *SOURCE_KEYS), check_tokenizer),
-    (("use_sft", *SOURCE_KEYS), check_finetuning),
-    (("eval_interval", "eval_fraction", "eval_steps", "eval_mode", *SOURCE_KEYS), check_evaluation),
+    (DATA_KEYS, check_sources),
+    (("tokenizer_type", "tokenizer_path", *DATA_KEYS), check_tokenizer),
+    (("use_sft", *DATA_KEYS), check_finetuning),
+    (("eval_interval", "eval_fraction", "eval_steps", "eval_mode", *DATA_KEYS), check_evaluation),
     (("packing", "long_documents"), check_long_documents),
     (("texts_path", "scores_path", "tokens_path", "logits_path"), _scoring),
     (

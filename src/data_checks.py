@@ -11,15 +11,15 @@ from src.data.mixture import whole_numbers
 from src.data.source_spec import (
     ENTRY_KEYS,
     SETTINGS,
+    all_specs,
     all_synthetic,
-    eval_specs,
     names_eval_data,
     train_specs,
     train_weights,
 )
 from src.errors import UserError
 
-SOURCE_KEYS = (*dict.fromkeys(key for keys in SETTINGS.values() for key in keys), *ENTRY_KEYS)
+DATA_KEYS = (*dict.fromkeys(key for keys in SETTINGS.values() for key in keys), *ENTRY_KEYS)
 """The keys that name data."""
 
 # What a type of data can't do without.
@@ -77,7 +77,7 @@ def _read_entry(known: Sequence[str], entry: Any) -> dict[str, Any]:
 def check_sources(config: Mapping[str, Any]) -> list[str]:
     """Whether each set of data that a configuration names has what its type needs, and its weights are right."""
     problems = []
-    for spec in (*train_specs(config), *(eval_specs(config) if names_eval_data(config) else ())):
+    for spec in all_specs(config):
         # Without a path the one source of a run is Python's own; of several each says what it is.
         needed = "dataset_path" if spec.name and spec.type == "text" else _NEEDED.get(spec.type)
         if needed and not spec.settings[needed]:

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
         return
     tokenizer = make_tokenizer(config)
     data, _ = open_sources(config, tokenizer)
-    global_batch, rows = host_rows(config)
+    global_batch, rows = rows_of_process(config)
     length = config.max_target_length
     print_header(
         [
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
     print_header(summary)
 
 
-def host_rows(config: FrozenConfigDict) -> tuple[int, np.ndarray]:
+def rows_of_process(config: FrozenConfigDict) -> tuple[int, np.ndarray]:
     """The rows of a batch of `process_count` hosts that have as many devices as this one; those of `process_index`.
 
     Raises:

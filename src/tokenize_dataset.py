@@ -62,13 +62,9 @@ def main(argv: Sequence[str]) -> None:
         UserError: the config names no data to tokenize or no folder, the folder has other files or tokens of other
             data, an item can't be read, or the folder can't be written.
     """
-    if (help_text := configuration.help_for(argv, USAGE)) is not None:
-        print(help_text)
+    config = configuration.of_command(argv, USAGE)
+    if config is None:
         return
-    notes: list[str] = []
-    config = configuration.load(argv, notes)
-    for note in notes:
-        print(note)
     _check(config)
     items = Items(config)
     folder = Path(config.tokenized_path).expanduser()

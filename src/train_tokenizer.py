@@ -27,13 +27,9 @@ def main(argv: Sequence[str]) -> None:
         UserError: the config isn't one of a text run with a new `tokenizer_path`, the text has too few different words
             for `vocab_size`, or the file can't be written.
     """
-    if (help_text := configuration.help_for(argv)) is not None:
-        print(help_text)
+    config = configuration.of_command(argv)
+    if config is None:
         return
-    notes: list[str] = []
-    config = configuration.load(argv, notes)
-    for note in notes:
-        print(note)
     if config.dataset_type != "text" or config.datasets or config.use_sft or config.tokenizer_type != "sentencepiece":
         raise UserError(
             "a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece use_sft=false: set these"

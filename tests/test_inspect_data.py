@@ -11,7 +11,7 @@ from src.data.loader import train_batches
 from src.data.sources import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
-from src.inspect_data import host_rows, main, segments
+from src.inspect_data import main, rows_of_process, segments
 from tests import runs
 
 SMALL = {"max_target_length": 32, "data_shuffle_seed": 1}
@@ -105,9 +105,9 @@ def test_hosts_that_do_not_divide_the_batch():
     def config(**keys):
         return configuration.load(runs.arguments(**keys))
 
-    rows, own = host_rows(config(process_count=4, process_index=3))
+    rows, own = rows_of_process(config(process_count=4, process_index=3))
     assert (rows, own.tolist()) == (32, list(range(24, 32)))
     with pytest.raises(UserError, match=r"is 4.8 rows a batch, which don't divide by 3 processes"):
-        host_rows(config(per_device_batch_size=0.2, process_count=3))
+        rows_of_process(config(per_device_batch_size=0.2, process_count=3))
     with pytest.raises(UserError, match=r"process_index=2 must be less than process_count=2"):
-        host_rows(config(process_count=2, process_index=2))
+        rows_of_process(config(process_count=2, process_index=2))

@@ -32,21 +32,19 @@ def keys_of(folder, corpus, steps, **more):
     return {**keys, **more}
 
 
+def start_two(logs, keys):
+    """Two processes of a job, each with its log and its keys."""
+    address = runs.free_address()
+    return [
+        runs.start(log, devices=4, **own, coordinator_address=address, num_processes=2, process_id=process)
+        for process, (log, own) in enumerate(zip(logs, keys, strict=True))
+    ]
+
+
 def run_on_two(folder, corpus, steps):
     """Runs up to `steps` as two processes; returns their outputs."""
-    address = runs.free_address()
     logs = [folder.parent / f"{steps}_{process}.log" for process in range(2)]
-    processes = [
-        runs.start(
-            log,
-            devices=4,
-            **keys_of(folder, corpus, steps, per_device_batch_size=1),
-            coordinator_address=address,
-            num_processes=2,
-            process_id=process,
-        )
-        for process, log in enumerate(logs)
-    ]
+    processes = start_two(logs, 2 * [keys_of(folder, corpus, steps, per_device_batch_size=1)])
     with runs.ended(*processes):
         return [runs.finish(process, log) for process, log in zip(processes, logs, strict=True)]
 
@@ -97,21 +95,11 @@ def test_process_0_alone_speaks_and_writes(both):
     assert "resumed from step 10" in outputs[1][0]
 
 
-def start_two(folder, corpora, **more):
-    """Two processes, each with data of its own; their exit codes and what they wrote."""
-    address = runs.free_address()
+def ends_of_two(folder, corpora):
+    """The exit codes of two processes with data of their own, and what they wrote."""
     logs = [folder / f"{process}.log" for process in range(2)]
-    processes = [
-        runs.start(
-            log,
-            devices=4,
-            **keys_of(folder / "run", corpus, 10, per_device_batch_size=1, eval_interval=-1, **more),
-            coordinator_address=address,
-            num_processes=2,
-            process_id=process,
-        )
-        for process, (log, corpus) in enumerate(zip(logs, corpora, strict=True))
-    ]
+    keys = [keys_of(folder / "run", corpus, 10, per_device_batch_size=1, eval_interval=-1) for corpus in corpora]
+    processes = start_two(logs, keys)
     with runs.ended(*processes):
         codes = [process.wait(timeout=100) for process in processes]
     return codes, [log.read_text() for log in logs]
@@ -119,7 +107,7 @@ def start_two(folder, corpora, **more):
 
 def test_hosts_with_other_data_are_told_so(tmp_path, corpus):
     other = runs.write_corpus(tmp_path / "other", documents=30)
-    codes, outputs = start_two(tmp_path, [corpus, other])
+    codes, outputs = ends_of_two(tmp_path, [corpus, other])
     assert codes == [2, 2]
     for output, documents in zip(outputs, (60, 30), strict=True):
         assert "the data of process 1 are not those of process 0" in output
@@ -134,7 +122,7 @@ def test_a_host_that_fails_alone_ends_at_once_and_says_why(tmp_path):
     lines[7] = "x" * len(lines[7])
     (folder / "lines.jsonl").write_text("\n".join(lines))
     begin = time.monotonic()
-    codes, outputs = start_two(tmp_path, [folder, folder])
+    codes, outputs = ends_of_two(tmp_path, [folder, folder])
     failed = [output for output in outputs if "lines.jsonl, line 8: not JSON" in output]
     assert failed
     assert 2 in codes

@@ -70,10 +70,14 @@ def eval_specs(config: Mapping[str, Any]) -> list[SourceSpec]:
     return _specs(config, config["eval_datasets"], is_eval=True)
 
 
+def all_specs(config: Mapping[str, Any]) -> list[SourceSpec]:
+    """The sets of data that are named, to train and to evaluate on."""
+    return train_specs(config) + (eval_specs(config) if names_eval_data(config) else [])
+
+
 def all_synthetic(config: Mapping[str, Any]) -> bool:
     """Whether no data of a run, to train or to evaluate on, are text."""
-    specs = train_specs(config) + (eval_specs(config) if names_eval_data(config) else [])
-    return all(spec.type == "synthetic" for spec in specs)
+    return all(spec.type == "synthetic" for spec in all_specs(config))
 
 
 def train_weights(config: Mapping[str, Any]) -> tuple[float, ...]:

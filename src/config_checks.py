@@ -6,7 +6,7 @@ What depends on the devices or the data is checked where those are known.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from src.config_values import MESH_AXES, REMAT_ARRAYS, check_value, nearest
+from src.config_values import MESH_AXES, REMAT_ARRAYS, check_value, nearest, size_key
 from src.config_yaml import base, dump
 from src.data_checks import (
     DATA_KEYS,
@@ -66,7 +66,7 @@ def _mesh(config: Mapping[str, Any]) -> list[str]:
     if sorted(map(str, config["mesh_axes"])) != sorted(MESH_AXES):
         problems.append(f"mesh_axes={dump(config['mesh_axes'])} must name {', '.join(MESH_AXES)}, in any order")
     for kind in ("ici", "dcn"):
-        open_keys = [key for key in (f"{kind}_{axis}_parallelism" for axis in MESH_AXES) if config[key] == -1]
+        open_keys = [key for key in (size_key(kind, axis) for axis in MESH_AXES) if config[key] == -1]
         if len(open_keys) > 1:
             problems.append(f"only one {kind} size may be -1 (what is left), not {' and '.join(open_keys)}")
     return problems
@@ -176,7 +176,7 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]
     (("trainable_position_size", "position_type", "max_target_length", "base_emb_dim"), check_positions),
     (("decoder_segments", "base_num_decoder_layers", "global_parameter_scale", *LAYER_FACTS), check_segments),
     (("remat_policy", "remat_custom"), _remat),
-    (("mesh_axes", *(f"{kind}_{axis}_parallelism" for kind in ("ici", "dcn") for axis in MESH_AXES)), _mesh),
+    (("mesh_axes", *(size_key(kind, axis) for kind in ("ici", "dcn") for axis in MESH_AXES)), _mesh),
     (("logical_axis_rules",), _rules),
     (("steps", "learning_rate_schedule_steps", "warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule),
     (("max_target_length", "num_vocab_tiling"), _tiles),

@@ -8,10 +8,12 @@ from typing import Any
 from src.config_yaml import base, dump
 from src.foreign_keys import value_hint
 
-MESH_AXES = ("data", "fsdp", "tensor")
-
 # Tables, wrapped by hand to be read.
 # fmt: off
+# The mesh's axes, and the word for each in the keys of its sizes: ici_WORD_parallelism and dcn_WORD_parallelism.
+MESH_AXES = {
+    "data": "data", "stage": "pipeline", "fsdp": "fsdp", "context": "context", "expert": "expert", "tensor": "tensor",
+}
 DTYPES = ("bfloat16", "float32")
 ACTIVATIONS = ("silu", "gelu", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
 REMAT_ARRAYS = ("decoder_layer_input", "query_proj", "key_proj", "value_proj", "context", "out_proj", "mlpwi", "mlpwo")
@@ -63,8 +65,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("1 or more, or -1", lambda value: value >= 1 or value == -1,
      ("steps", "learning_rate_schedule_steps", "trainable_position_size", "eval_interval", "eval_steps",
       "max_num_checkpoints_to_keep", "max_prefill_predict_length", "num_processes",
-      "ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism",
-      "dcn_data_parallelism", "dcn_fsdp_parallelism", "dcn_tensor_parallelism")),
+      *(f"{kind}_{word}_parallelism" for kind in ("ici", "dcn") for word in MESH_AXES.values()))),
     ("0 or more", lambda value: value >= 0,
      ("normalization_scale_offset", "mtp_num_layers", "sliding_window_size", "chunk_attn_window_size",
       "attn_logits_soft_cap", "query_pre_attn_scalar", "attn_temperature_scale", "q_lora_rank", "kv_lora_rank",
@@ -92,6 +93,11 @@ TEXTS = {
     "trainable_parameters": "[attention.*]", "lora_parameters": "[attention.query]", "decode_stop": '["Question:"]',
 }
 # fmt: on
+
+
+def size_key(kind: str, mesh_axis: str) -> str:
+    """The key of a mesh axis's size within a slice (`kind` ici) or between slices (dcn)."""
+    return f"{kind}_{MESH_AXES[mesh_axis]}_parallelism"
 
 
 def scaled_sizes(config: Mapping[str, Any]) -> dict[str, int]:

@@ -1,14 +1,15 @@
 """The device mesh, and where each array lies on it: named axes, logical-axis rules, shardings."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from src.config_values import size_key
 from src.errors import UserError
 
 
@@ -22,9 +23,17 @@ class Layout:
     mesh: Mesh
     rules: Mapping[str, tuple[str, ...]]
 
+    def axes(self, axis: str | None) -> tuple[str, ...]:
+        """The mesh axes, outermost first, that shard a dim of this logical axis; None: of none.
+
+        Within `shard_map` an array is one device's part along the axes that it maps over, and those shard it no more.
+        """
+        mapped = _traced_mesh().manual_axes
+        return tuple(name for name in self.rules[axis] if name not in mapped) if axis is not None else ()
+
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """The partition of an array whose dims have these logical axes; None is not sharded."""
-        parts = [self.rules[axis] if axis is not None else () for axis in axes]
+        parts = [self.axes(axis) for axis in axes]
         used = [mesh_axis for part in parts for mesh_axis in part]
         clash = sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1})
         if clash:
@@ -37,7 +46,8 @@ class Layout:
 
     def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
         """The placement of an array whose dims have these logical axes; no axes: a copy on every device."""
-        return NamedSharding(self.mesh, self.spec(axes))
+        traced = _traced_mesh()
+        return NamedSharding(self.mesh if traced.empty else traced, self.spec(axes))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """`x`, sharded by its dims' logical axes; for use inside a compiled function.
@@ -60,11 +70,34 @@ class Layout:
 
     def sharded_by(self, axis: str) -> str:
         """The mesh axes that shard logical axis `axis`, with their sizes, such as `data=2 x fsdp=4`."""
-        return " x ".join(f"{name}={self.mesh.shape[name]}" for name in self.rules[axis])
+        return " x ".join(f"{name}={self.mesh.shape[name]}" for name in self.axes(axis))
 
     def shards(self, axis: str) -> int:
         """Into how many parts a dim of logical axis `axis` is cut."""
-        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.rules[axis])
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.axes(axis))
+
+    def shard_map(
+        self, function: Callable, in_specs: Any, out_specs: Any, over: Sequence[str] | None = None
+    ) -> Callable:
+        """`function` of each device's parts along the mesh axes `over`; None: all that no outer `shard_map` maps over.
+
+        The other axes go on as ever: within, `constrain` and another `shard_map` take care of them.
+        """
+        traced = _traced_mesh()
+        free = [name for name in self.mesh.axis_names if name not in traced.manual_axes]
+        return jax.shard_map(
+            function,
+            mesh=self.mesh if traced.empty else traced,
+            axis_names=set(free if over is None else over),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+
+def _traced_mesh() -> AbstractMesh:
+    """The mesh of the `shard_map` that is being traced, which knows what it maps over; outside of all, an empty one."""
+    return jax.sharding.get_abstract_mesh()
 
 
 def start_distributed(config: Mapping[str, Any]) -> None:
@@ -93,8 +126,8 @@ def make_layout(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Lay
     """The mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them, with its rules."""
     names = tuple(config["mesh_axes"])
     groups = count_slices(devices)
-    ici = _fill("ici", [config[f"ici_{name}_parallelism"] for name in names], len(devices) // groups, names)
-    dcn = _fill("dcn", [config[f"dcn_{name}_parallelism"] for name in names], groups, names)
+    ici = _fill("ici", config, names, len(devices) // groups)
+    dcn = _fill("dcn", config, names, groups)
     if groups == 1:
         device_array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     else:
@@ -127,12 +160,14 @@ def _joined_by_process(device: jax.Device) -> bool:
     return device.platform != "tpu"
 
 
-def _fill(kind: str, sizes: list[int], total: int, names: Sequence[str]) -> list[int]:
-    """`sizes` with its one -1 replaced by what is left of `total`."""
+def _fill(kind: str, config: Mapping[str, Any], names: Sequence[str], total: int) -> list[int]:
+    """The sizes of one kind for these mesh axes, with the one -1 replaced by what is left of `total`."""
+    sizes = [config[size_key(kind, name)] for name in names]
     given = math.prod(size for size in sizes if size != -1)
     filled = [total // given if size == -1 else size for size in sizes]
     if math.prod(filled) != total:
-        product = " x ".join(f"{kind}_{name}_parallelism={size}" for name, size in zip(names, sizes, strict=True))
+        typed = {size_key(kind, name): size for name, size in zip(names, sizes, strict=True)}
+        product = " x ".join(f"{key}={size}" for key, size in typed.items() if size != 1) or f"every {kind} size=1"
         what = "devices in each slice or host" if kind == "ici" else "slices or hosts"
         raise UserError(
             f"The mesh does not multiply out: {product} against {total} {what}. "
@@ -180,9 +215,9 @@ def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key
     return round(rows) * micro_batches
 
 
-def describe(layout: Layout) -> str:
-    """The mesh in a line, such as `data 1 x fsdp 4 x tensor 2`."""
-    return " x ".join(f"{name} {size}" for name, size in layout.mesh.shape.items())
+def describe_mesh(sizes: Mapping[str, int]) -> str:
+    """A mesh's sizes by axis in a line, such as `fsdp 4 x tensor 2`."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
 
 
 def check_hardware(config: Mapping[str, Any]) -> None:

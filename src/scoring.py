@@ -135,7 +135,7 @@ def _row_batches(
 
 def _compiled(plan: StepPlan, function: Callable[..., jax.Array]) -> Callable[[Any, np.ndarray], np.ndarray]:
     """`function(parts, tokens_BT, plan)` as a function of host arrays, which every process has and gets whole."""
-    rows = plan.layout.sharding(("batch", "length"))
+    rows = plan.layout.sharding(("batch", None))
     shardings = tuple(plan.by_part(plan.shardings).values())
     compiled = jax.jit(functools.partial(function, plan=plan), in_shardings=(shardings, rows))
 

@@ -25,7 +25,7 @@ from src.decode import sample
 from src.diagnostics import Profile, stack_traces
 from src.errors import UserError, run_command
 from src.evaluate import Evaluation
-from src.mesh import check_hardware, count_slices, describe
+from src.mesh import check_hardware, count_slices, describe_mesh
 from src.metrics import MetricsLog, StepPrinter, environment, print_header
 from src.model.flops import FlopsPerToken, count_params, flops_per_token
 from src.optimizer import hyper_parameters
@@ -200,7 +200,7 @@ def header(
         ("run", f"{folder.path} (run_name={folder.path.name} resumes it)"),
         ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
         ("devices", f"{facts['devices']}, processes: {facts['processes']}"),
-        ("mesh", describe(plan.layout)),
+        ("mesh", describe_mesh(plan.layout.mesh.shape)),
         ("model", f"{count_params(plan.spec):,} parameters, {len(plan.spec.layers)} layers"),
         ("trained", describe_trained(plan)),
         ("step", f"{global_batch} rows x {config.max_target_length} = {tokens:,} tokens"),

@@ -199,7 +199,7 @@ def abstract_state(plan: StepPlan, config: Mapping[str, Any], position_shape: tu
 
 def batch_sharding(layout: Layout) -> dict[str, jax.sharding.NamedSharding]:
     """The placement of each array of a batch."""
-    rows = layout.sharding(("batch", "length"))
+    rows = layout.sharding(("batch", None))  # whole, as the sequence's order over a context axis is the step's own
     names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
     return {**dict.fromkeys(names, rows), "data_position": layout.sharding(("batch", None, None))}
 
@@ -214,6 +214,7 @@ def abstract_batch(plan: StepPlan, position_shape: tuple[int, int, int], length:
     """
     rows = position_shape[0]
     plan.layout.check((rows, length), ("batch", "length"))
+    plan.layout.check((rows, length), ("batch", "norm_length"))
     place = batch_sharding(plan.layout)
     shapes = {name: position_shape if name == "data_position" else (rows, length) for name in place}
     dtypes = {name: jnp.float32 if name == "loss_mask" else jnp.int32 for name in place}

@@ -12,7 +12,7 @@ import pytest
 from tiny import load, make
 
 from src.errors import UserError
-from src.mesh import check_hardware, describe, global_batch_size, make_layout
+from src.mesh import check_hardware, describe_mesh, global_batch_size, make_layout
 
 
 def layout_of(devices=8, **overrides):
@@ -27,16 +27,19 @@ def cube(**overrides):
 @pytest.mark.parametrize(
     ("sizes", "mesh"),
     [
-        ({}, "data 1 x fsdp 8 x tensor 1"),
-        ({"ici_tensor_parallelism": 4}, "data 1 x fsdp 2 x tensor 4"),
-        ({"ici_fsdp_parallelism": 2, "ici_data_parallelism": -1}, "data 4 x fsdp 2 x tensor 1"),
+        ({}, "fsdp 8"),
+        ({"ici_tensor_parallelism": 4}, "fsdp 2 x tensor 4"),
+        ({"ici_fsdp_parallelism": 2, "ici_data_parallelism": -1}, "data 4 x fsdp 2"),
         ({"ici_fsdp_parallelism": 2, "ici_data_parallelism": 2, "ici_tensor_parallelism": 2}, None),
-        ({"mesh_axes": "[tensor, data, fsdp]", "ici_tensor_parallelism": 2}, "tensor 2 x data 1 x fsdp 4"),
+        (
+            {"mesh_axes": "[tensor, data, fsdp, expert, context, stage]", "ici_tensor_parallelism": 2},
+            "tensor 2 x fsdp 4",
+        ),
     ],
 )
 def test_a_size_of_minus_one_takes_the_devices_that_are_left(sizes, mesh):
     layout = layout_of(**sizes)
-    assert describe(layout) == (mesh or "data 2 x fsdp 2 x tensor 2")
+    assert describe_mesh(layout.mesh.shape) == (mesh or "data 2 x fsdp 2 x tensor 2")
     assert sorted(device.id for device in layout.mesh.devices.flat) == list(range(8))
 
 
@@ -71,7 +74,7 @@ def test_dcn_axes_run_between_slices_and_ici_axes_within():
     devices = [FakeDevice(id=i, process_index=i // 2, slice_index=i // 4) for i in range(8)]
     config = load(dcn_data_parallelism=2, ici_fsdp_parallelism=-1, ici_tensor_parallelism=2)
     layout = make_layout(config, devices)
-    assert describe(layout) == "data 2 x fsdp 2 x tensor 2"
+    assert describe_mesh(layout.mesh.shape) == "data 2 x fsdp 2 x tensor 2"
     slices = np.vectorize(lambda device: device.slice_index)(layout.mesh.devices)
     for index in range(2):
         assert set(slices[index].flat) == {index}
@@ -112,8 +115,8 @@ def test_two_dims_of_one_array_on_one_mesh_axis_are_an_error():
 
 
 def test_rules_name_only_axes_of_the_mesh():
-    with pytest.raises(UserError, match=r"logical_axis_rules\.mlp=\[expert\] must be a list of data, fsdp, tensor"):
-        load(logical_axis_rules__mlp="[expert]")
+    with pytest.raises(UserError, match=r"logical_axis_rules\.mlp=\[experts\] must be a list of data, stage, fsdp"):
+        load(logical_axis_rules__mlp="[experts]")
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_the_header_says_what_was_chosen(run):
     rows = dict(re.match(r"(\S+(?: \S+)*) {2,}(.*)", line).groups() for line in header if not line.startswith(" "))
     assert rows["run"] == f"{folder} (run_name={folder.name} resumes it)"
     assert rows["devices"] == "8 x cpu, processes: 1"
-    assert rows["mesh"] == "data 1 x fsdp 8 x tensor 1"
+    assert rows["mesh"] == "fsdp 8"
     # Embedding and output of 384 rows (258 padded), two layers of attention, feed-forward and two norms, a norm.
     parameters = int(rows["model"].split()[0].replace(",", ""))
     assert parameters == 2 * 258 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32

@@ -34,7 +34,7 @@ def test_any_machine_compiles_for_virtual_devices(tmp_path):
     path = tmp_path / "reports" / "report.json"
     said = train_compile("compile_topology=cpu-8", *SMALL, "per_device_batch_size=1", f"compile_report={path}")
     report = json.loads(path.read_text())
-    assert report["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert report["mesh"] == {"data": 1, "stage": 1, "fsdp": 8, "context": 1, "expert": 1, "tensor": 1}
     assert report["parameters"] == 2 * 1024 * 256 + 2 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256) + 256
     assert (report["rows"], report["tokens"]) == (8, 2048)
     assert report["memory"]["arguments"] == sum(report["memory"]["argument_parts"].values())

@@ -16,6 +16,7 @@ from src.aot.roofline import predict, work_of
 from src.build import Built
 from src.config_yaml import dump
 from src.errors import UserError
+from src.mesh import describe_mesh
 from src.metrics import duration
 from src.model.flops import count_active_params, count_params
 from src.topology import Topology, run_peak
@@ -156,7 +157,7 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
     """A report as names and values."""
     slices = describe(report["topology"], report["slices"])
     yield "topology", f"{slices}: {report['devices']:,} x {report['device_kind']}"
-    yield "mesh", " x ".join(f"{name} {size}" for name, size in report["mesh"].items())
+    yield "mesh", describe_mesh(report["mesh"])
     active = report["active_parameters"]
     a_token = f", of which a token meets {active:,}" if active < report["parameters"] else ""
     yield "model", f"{report['parameters']:,} parameters{a_token}"

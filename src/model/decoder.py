@@ -19,7 +19,7 @@ from src.model.mla import LatentAttention
 from src.model.moe import Experts
 from src.model.norms import Norm
 from src.model.segments import Execution, run_segment
-from src.model.spec import ExpertsSpec, LayerSpec, ModelSpec, Segment
+from src.model.spec import ExpertsSpec, LayerSpec, ModelSpec, longest
 from src.model.weights import Tree, matmul, stack, weight
 
 
@@ -48,11 +48,11 @@ class Block(nnx.Module):
         attended_BTD, cache = self.attention(_normalised(self.attention_norm, x_BTD), context, cache)
         attended_BTD = _normalised(self.attention_out_norm, attended_BTD)
         x_BTD = x_BTD + dropout(attended_BTD, self.dropout_rate, context, 2 * layer)
-        x_BTD = context.layout.constrain(x_BTD, "batch", "length", "activation_embed")
+        x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
         fed_BTD, report = self.feed_forward(_normalised(self.feed_forward_norm, x_BTD), context)
         fed_BTD = _normalised(self.feed_forward_out_norm, fed_BTD)
         x_BTD = x_BTD + dropout(fed_BTD, self.dropout_rate, context, 2 * layer + 1)
-        x_BTD = context.layout.constrain(x_BTD, "batch", "length", "activation_embed")
+        x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
         return x_BTD, cache, {"feed_forward": report}
 
 
@@ -89,18 +89,22 @@ class Decoder(nnx.Module):
         if spec.position_table == "learned":
             rows = spec.position_table_size
             self.position_embedding = weight(rngs, (rows, D), ("position", "embed"), dtype, fan_in=(1,))
-        self.segments = nnx.List([self._segment_weights(segment, rngs) for segment in self.plan])
+        self.segments = nnx.List([self._segment_weights(index, rngs) for index in range(len(self.plan))])
         self.final_norm = Norm(spec.final_norm, (D,), dtype, rngs)
         if not spec.tied_output:
             self.output = weight(rngs, (D, V), ("embed", "vocab"), dtype, fan_in=(0,))
         last = spec.layers[-1]
         self.mtp = nnx.List([PredictionLayer(last, spec, rngs) for _ in range(spec.prediction_layers)])
 
-    def _segment_weights(self, segment: Segment, rngs: nnx.Rngs) -> nnx.Module:
+    def _segment_weights(self, index: int, rngs: nnx.Rngs) -> nnx.Module:
+        segment = self.plan[index]
+
         def pattern(rngs: nnx.Rngs) -> nnx.List:
             return nnx.List([Block(layer, self.spec, rngs) for layer in segment.pattern])
 
-        return pattern(rngs) if segment.shared else stack(pattern, rngs, segment.repeats)
+        if segment.shared:
+            return pattern(rngs)
+        return stack(pattern, rngs, segment.repeats, "layers" if index == longest(self.plan) else "other_layers")
 
     def __call__(
         self, tokens_BT: jax.Array, context: Context, execution: Execution, caches: Any = None
@@ -123,7 +127,7 @@ class Decoder(nnx.Module):
         elif self.spec.position_table == "sinusoidal":
             x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
         x_BTD = dropout(x_BTD, self.spec.dropout_rate, context, 2 * self._all_layers())
-        x_BTD = context.layout.constrain(x_BTD, "batch", "length", "activation_embed")
+        x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
         reports, new_caches, first_layer = {}, [], 0
         for index, (segment, blocks) in enumerate(zip(self.plan, self.segments, strict=True)):
             segment_caches = None if caches is None else caches[index]

@@ -129,7 +129,7 @@ def _by_head(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, layout: Layout
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, k and v placed for a kernel that sees one device's: whole rows, and the heads of k and v that its q reads."""
-    if layout.rules["kv_heads"] != layout.rules["heads"]:
+    if layout.axes("kv_heads") != layout.axes("heads"):
         group = q_BTNH.shape[2] // k_BSKH.shape[2]
         k_BSKH, v_BSKH = jnp.repeat(k_BSKH, group, axis=2), jnp.repeat(v_BSKH, group, axis=2)
     return tuple(layout.constrain(x, "batch", None, "heads", None) for x in (q_BTNH, k_BSKH, v_BSKH))
@@ -202,11 +202,9 @@ def splash(
     sinks = () if sinks_N is None else (sinks_N.astype(jnp.float32),)
 
     @functools.partial(
-        jax.shard_map,
-        mesh=layout.mesh,
+        layout.shard_map,
         in_specs=(by_head, by_head, by_head, layout.spec(("batch", None)), *(layout.spec(("heads",)) for _ in sinks)),
         out_specs=by_head,
-        check_vma=False,
     )
     def on_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *sinks: jax.Array) -> jax.Array:
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * spec.scale, k, v))

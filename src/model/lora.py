@@ -15,7 +15,7 @@ from flax import nnx
 from src.errors import UserError
 from src.model.weights import Adapted, Tree, by_path, dotted, field, matches, nested, values, weight
 
-STACKED = ("layers", "expert")  # dims of several weights in one array: each has its own adapter
+STACKED = ("layers", "other_layers", "expert")  # dims of several weights in one array: each has its own adapter
 LOOKED_UP = ("vocab", "position")  # a table whose first dim is this is not multiplied by
 
 ADAPTER_DTYPE = "float32"  # whatever the weights beneath have: updates are small, and so are adapters

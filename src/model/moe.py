@@ -27,8 +27,8 @@ class Experts(nnx.Module):
             self.router_bias = weight(rngs, (E,), (None,), dtype, constant=0.0, decays=False)
         if spec.correction_bias:
             self.correction_bias = Statistic(jnp.zeros(E), out_sharding=(None,), fan_in=(), decays=False)
-        self.wi = weight(rngs, (E, emb_dim, A, F), ("expert", "embed", None, "mlp"), dtype, fan_in=(1,))
-        self.wo = weight(rngs, (E, F, emb_dim), ("expert", "mlp", "embed"), dtype, fan_in=(1,), scale=out_scale)
+        self.wi = weight(rngs, (E, emb_dim, A, F), ("expert", "expert_embed", None, "mlp"), dtype, fan_in=(1,))
+        self.wo = weight(rngs, (E, F, emb_dim), ("expert", "mlp", "expert_embed"), dtype, fan_in=(1,), scale=out_scale)
         if spec.expert.bias:
             self.wi_bias = weight(rngs, (E, A, F), ("expert", None, "mlp"), dtype, constant=0.0, decays=False)
             self.wo_bias = weight(rngs, (E, emb_dim), ("expert", None), dtype, constant=0.0, decays=False)

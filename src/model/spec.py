@@ -322,6 +322,11 @@ def _feed_forward(facts: Mapping[str, Any]) -> FeedForwardSpec | ExpertsSpec:
     )
 
 
+def longest(plan: Sequence[Segment]) -> int:
+    """The number of the segment with the most layers, the first of several: the one that pipeline stages share out."""
+    return max(range(len(plan)), key=lambda index: len(plan[index].pattern) * plan[index].repeats)
+
+
 def segments(layers: Sequence[LayerSpec]) -> tuple[Segment, ...]:
     """`layers` as repeated patterns: with the fewest pattern layers, then the fewest segments, then the longest first.
 

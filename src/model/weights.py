@@ -102,17 +102,17 @@ def grouped_matmul(x_MX: jax.Array, kernel: jax.Array | Adapted, rows_E: jax.Arr
     return jax.lax.ragged_dot(x_MX, kernel_EXY, rows_E).reshape(-1, *kernel.shape[2:])
 
 
-def stack(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, repeats: int) -> nnx.Module:
-    """`repeats` modules as one, each of whose weights has a first dim of the logical axis "layers"."""
+def stack(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, repeats: int, axis: str) -> nnx.Module:
+    """`repeats` modules as one, each of whose weights has a first dim of the logical axis `axis`."""
     keys = jax.random.split(rngs.params(), repeats)
     state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(params=key))))(keys)
 
-    def prepend_layers(variable: nnx.Variable) -> nnx.Variable:
+    def prepend_axis(variable: nnx.Variable) -> nnx.Variable:
         metadata = variable.get_metadata()
         axes, fan_in = metadata["out_sharding"], metadata["fan_in"]
-        return variable.copy(out_sharding=("layers", *axes), fan_in=tuple(dim + 1 for dim in fan_in))
+        return variable.copy(out_sharding=(axis, *axes), fan_in=tuple(dim + 1 for dim in fan_in))
 
-    state = jax.tree.map(prepend_layers, state, is_leaf=_is_variable)
+    state = jax.tree.map(prepend_axis, state, is_leaf=_is_variable)
     graphdef, _ = abstract(make)
     return nnx.merge(graphdef, state)
 

@@ -91,7 +91,7 @@ def test_the_file_begins_with_what_it_is_for(file, step):
     assert header == step[2]
     assert header["devices"]["kind"] == "cpu"
     assert (header["devices"]["count"], header["devices"]["processes"]) == (8, 1)
-    assert header["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert header["mesh"] == {"data": 1, "stage": 1, "fsdp": 8, "context": 1, "expert": 1, "tensor": 1}
     assert header["versions"] == {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
     assert header["config"]["base_emb_dim"] == "32"
     assert header["jax_config"]["jax_enable_x64"] == "False"

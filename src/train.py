@@ -4,6 +4,8 @@ import contextlib
 import datetime
 import json
 import math
+import signal
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,11 +42,12 @@ from src.train_step import StepPlan, TrainState, batch_sharding, state_weights
 
 
 class Result(NamedTuple):
-    """What `main` returns: the state after the last step, that step's metrics, the last evaluation's."""
+    """What `main` returns: the state after the last step, its metrics, the last evaluation's, whether SIGTERM came."""
 
     state: TrainState
     metrics: dict[str, float]
     eval_metrics: dict[str, float]
+    preempted: bool
 
 
 def main(argv: Sequence[str]) -> Result | None:
@@ -171,7 +174,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         report = folder.path / "report.html"
         write_report(folder.path, report)
         say([f"report: {report}"])
-    return Result(state, recorder.last, eval_metrics)
+    return Result(state, recorder.last, eval_metrics, preempted)
 
 
 def dated_name() -> str:
@@ -228,5 +231,12 @@ def describe_trained(plan: StepPlan) -> str:
     return f"{count:,} parameters" + (f", with adapters of rank {plan.lora.rank}" if plan.lora else "")
 
 
+def command(argv: Sequence[str]) -> None:
+    """`main` as a program, whose exit code is 143 where SIGTERM stopped the run: by it schedulers know to go on."""
+    result = main(argv)
+    if result is not None and result.preempted:
+        sys.exit(128 + signal.SIGTERM)
+
+
 if __name__ == "__main__":
-    run_command(main)
+    run_command(command)

@@ -106,7 +106,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(command):
     with runs.ended(process):
         runs.wait_until(lambda: runs.last_step(command.folder) >= 23, process)
         process.send_signal(signal.SIGTERM)
-        output = runs.finish(process, command.place / "terminated.log")
+        output = runs.finish(process, command.place / "terminated.log", code=128 + signal.SIGTERM)
     stopped = runs.last_step(command.folder)
     assert 23 <= stopped < command.steps
     assert runs.steps_saved(command.folder)[-1] == stopped

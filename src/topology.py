@@ -56,6 +56,15 @@ class Topology:
         """JAX devices of all slices together."""
         return math.prod(self.shape) * self.devices_per_chip * self.slices
 
+    @property
+    def host_shape(self) -> tuple[int, ...]:
+        """The chips of a host along each dim: of TPUs four, but where one or eight are a slice's all, those."""
+        if self.platform != "tpu":
+            return self.shape
+        if self.shape in ((1, 1), (1, 1, 1)):
+            return (1, 1, 1)
+        return (2, 4, 1) if self.shape == (2, 4) else (2, 2, 1)
+
 
 def _nvidia(bfloat16: float, tensorfloat32: float, float32: float) -> dict[str, float]:
     return {"bfloat16": bfloat16, "tensorfloat32": tensorfloat32, "float32": float32}

@@ -87,17 +87,10 @@ def _tpus(topology: Topology) -> list[jax.Device]:
         platform="tpu",
         topology_name=f"{generation}:{'x'.join(map(str, topology.shape))}",
         chip_config_name="megacore" if generation in ("v4", "v5p") else "default",  # two TensorCores are one device
-        chips_per_host_bounds=_host_shape(topology.shape),
+        chips_per_host_bounds=topology.host_shape,
         wrap=_wraps(topology.shape),
         num_slices=topology.slices,
     ).devices
-
-
-def _host_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """The chips of a host in a slice of this shape: four, but where one or eight are a slice's all, those."""
-    if shape in ((1, 1), (1, 1, 1)):
-        return (1, 1, 1)
-    return (2, 4, 1) if shape == (2, 4) else (2, 2, 1)
 
 
 def _wraps(shape: tuple[int, ...]) -> tuple[bool, bool, bool]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from src import config as configuration
 from src.errors import run_command
-from src.mesh import describe, global_batch_size, make_layout
+from src.mesh import describe_mesh, global_batch_size, make_layout
 from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
 from src.optimizer import hyper_parameters
@@ -90,7 +90,9 @@ def bench_step(argv: list[str], steps: int) -> None:
     tokens_per_device = shape[0] * shape[1] / median / layout.mesh.size
     flops = flops_per_token(spec, config.max_target_length)
     peak = run_peak(device, config.dtype, config.matmul_precision)
-    print(f"  jax {jax.__version__}, {layout.mesh.size} x {device.device_kind}, mesh {describe(layout)}")
+    print(
+        f"  jax {jax.__version__}, {layout.mesh.size} x {device.device_kind}, mesh {describe_mesh(layout.mesh.shape)}"
+    )
     print(f"  {count_params(spec):,} parameters, {shape[0]} rows x {shape[1]} tokens, attention {plan.kernel}")
     print(f"  compile        {compile_seconds:.1f} s")
     print(f"  step           {1000 * median:.1f} ms (median of {steps}; {1000 * min(seconds):.1f} least)")

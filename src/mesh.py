@@ -24,17 +24,18 @@ class Layout:
     rules: Mapping[str, tuple[str, ...]]
 
     def axes(self, axis: str | None) -> tuple[str, ...]:
-        """The mesh axes, outermost first, that shard a dim of this logical axis; None: of none.
+        """The mesh axes of several devices, outermost first, that shard a dim of this logical axis; None: of none.
 
         Within `shard_map` an array is one device's part along the axes that it maps over, and those shard it no more.
         """
+        if axis is None:
+            return ()
         mapped = _traced_mesh().manual_axes
-        return tuple(name for name in self.rules[axis] if name not in mapped) if axis is not None else ()
+        return tuple(name for name in self.rules[axis] if self.mesh.shape[name] > 1 and name not in mapped)
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """The partition of an array whose dims have these logical axes; None is not sharded."""
-        parts = [self.axes(axis) for axis in axes]
-        used = [mesh_axis for part in parts for mesh_axis in part]
+        used = [mesh_axis for axis in axes if axis is not None for mesh_axis in self.rules[axis]]
         clash = sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1})
         if clash:
             named = ", ".join(str(axis) for axis in axes)
@@ -42,7 +43,7 @@ class Layout:
                 f"logical_axis_rules shard two dims of one array over mesh axis {clash[0]}: the array's logical axes "
                 f"are [{named}]. Give one of them another mesh axis, or [] for none."
             )
-        return PartitionSpec(*(part or None for part in parts))
+        return PartitionSpec(*(self.axes(axis) or None for axis in axes))
 
     def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
         """The placement of an array whose dims have these logical axes; no axes: a copy on every device."""

@@ -12,7 +12,7 @@ from tiny import load
 
 from src.aot.devices import abstract_devices
 from src.errors import UserError
-from src.mesh import describe, make_layout
+from src.mesh import make_layout
 from src.topology import parse_topology
 from tests.compilers import needs_cuda, needs_libtpu
 
@@ -47,7 +47,9 @@ def test_devices_are_those_of_the_topology(name, slices):
     assert {device.platform for device in devices} == {topology.platform}
     assert {device.device_kind for device in devices} == {topology.chip.kind}
     layout = make_layout(load(dcn_data_parallelism=slices), devices)
-    assert describe(layout).startswith(f"data {slices} x fsdp {topology.num_devices // slices}")
+    sizes = {name: size for name, size in layout.mesh.shape.items() if name in ("data", "fsdp")}
+    assert sizes == {"data": slices, "fsdp": topology.num_devices // slices}
+    assert layout.mesh.size == topology.num_devices
 
 
 @needs_libtpu

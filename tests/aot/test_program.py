@@ -95,8 +95,8 @@ def test_the_file_begins_with_what_it_is_for(file, step):
     assert header["versions"] == {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
     assert header["config"]["base_emb_dim"] == "32"
     assert header["jax_config"]["jax_enable_x64"] == "False"
-    assert header["arguments"]["state.trainable.embedding"] == "float32[128, 32] sharded ('tensor', 'fsdp')"
-    assert header["arguments"]["batch.loss_mask"] == "float32[8, 16] sharded (('data', 'fsdp'), None)"
+    assert header["arguments"]["state.trainable.embedding"] == "float32[128, 32] sharded (None, 'fsdp')"
+    assert header["arguments"]["batch.loss_mask"] == "float32[8, 16] sharded ('fsdp', None)"
     assert header["arguments"]["hyper.learning_rate"] == "float32[] sharded ()"
     assert payload.startswith(b"\x80"), "a pickle"
 
@@ -250,7 +250,7 @@ def test_a_program_that_the_devices_do_not_load_is_refused(file, step, tmp_path)
         ({"z_loss_multiplier": 1e-4}, "z_loss_multiplier: 0.0 in the file, 0.0001 here"),
         ({"dropout_rate": 0.1}, "dropout_rate: 0.0 in the file, 0.1 here"),
         ({"base_emb_dim": 64}, "base_emb_dim: 32 in the file, 64 here"),
-        ({"logical_axis_rules__mlp": []}, "logical_axis_rules: "),
+        ({"logical_axis_rules__embed": []}, "logical_axis_rules: "),
     ],
 )
 def test_what_is_compiled_in_may_not_change(file, overrides, line):

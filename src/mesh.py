@@ -77,6 +77,10 @@ class Layout:
         """Into how many parts a dim of logical axis `axis` is cut."""
         return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.axes(axis))
 
+    def without(self, *axes: str) -> "Layout":
+        """This layout, by which nothing shards a dim of these logical axes."""
+        return Layout(self.mesh, {**self.rules, **dict.fromkeys(axes, ())})
+
     def shard_map(
         self, function: Callable, in_specs: Any, out_specs: Any, over: Sequence[str] | None = None
     ) -> Callable:
@@ -175,6 +179,11 @@ def _fill(kind: str, config: Mapping[str, Any], names: Sequence[str], total: int
             f"Set one of the sizes to -1 (what is left), or sizes whose product is {total}."
         )
     return filled
+
+
+def mesh_axes_of(spec: PartitionSpec) -> set[str]:
+    """The mesh axes that a partition uses."""
+    return {name for part in spec if part for name in ([part] if isinstance(part, str) else part)}
 
 
 def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:

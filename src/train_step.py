@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from src.accumulation import accumulate
 from src.checkpoint import WEIGHTS
 from src.errors import UserError
-from src.mesh import Layout, weight_shardings
+from src.mesh import Layout, mesh_axes_of, weight_shardings
 from src.model import lora, moe, weights
 from src.model.context import Context
 from src.model.decoder import Decoder
@@ -66,6 +67,11 @@ class StepPlan:
     opt_type: str
     mu_dtype: str
     seed: int
+
+    def copied_axes(self) -> tuple[str, ...]:
+        """The mesh axes that shard rows and no weight: along them devices have copies of the weights."""
+        used = {name for at in jax.tree.leaves(self.shardings) for name in mesh_axes_of(at.spec)}
+        return tuple(name for name in self.layout.axes("batch") if name not in used)
 
     def init_weights(self) -> dict[str, Any]:
         """The model's initial weights by part of the state: trainable, frozen and stats."""
@@ -270,13 +276,14 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     uses_dropout = plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers)
     step_key = jax.random.fold_in(jax.random.key(plan.seed), state.step) if uses_dropout else None
 
-    def micro_loss(trainable: Any, rows: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    def micro_loss(trainable: Any, others: Any, rows: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """This micro-batch's share of the loss to descend, and of what is reported: sums over them are means."""
-        decoder = plan.decoder(trainable, state.frozen, state.stats)
+        frozen, stats, tokens, real = others
+        decoder = plan.decoder(trainable, frozen, stats)
         loss_sum, square_sum, further_sum, reports = loss_sums(decoder, rows, plan, key)
         denominator = jnp.maximum(tokens, 1.0)
         # Each micro-batch's by its share of the tokens that went through the experts.
-        share = jnp.sum(rows["segment_ids"] > 0) / jnp.maximum(jnp.sum(batch["segment_ids"] > 0), 1)
+        share = jnp.sum(rows["segment_ids"] > 0) / jnp.maximum(real, 1)
         reports = jax.tree.map(lambda report: report * share, reports)
         shares = {"loss": loss_sum / denominator}
         objective = (loss_sum + plan.z_loss * square_sum) / denominator
@@ -288,21 +295,17 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
             objective += plan.further_loss * shares["mtp_loss"]
         return objective, (shares, reports)
 
-    gradient = jax.grad(micro_loss, has_aux=True)
+    def gradient(given: tuple[Any, Any], rows: Batch, key: jax.Array | None) -> tuple[Any, Any]:
+        return jax.grad(micro_loss, has_aux=True)(*given, rows, key)
+
+    given = (state.trainable, (state.frozen, state.stats, tokens, jnp.sum(batch["segment_ids"] > 0)))
+    rows = {name: x for name, x in batch.items() if name != "data_position"}
     if plan.micro_batches == 1:
-        gradients, (losses, reports) = gradient(state.trainable, batch, step_key)
+        gradients, (losses, reports) = gradient(given, rows, step_key)
     else:
-
-        def add_micro_batch(total: Any, micro: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-            rows, index = micro
-            key = None if step_key is None else jax.random.fold_in(step_key, index)
-            return jax.tree.map(jnp.add, total, gradient(state.trainable, rows, key)), None
-
-        micro = (split_rows(batch, plan), jnp.arange(plan.micro_batches))
-        first = jax.tree.map(lambda x: x[0], micro[0])
-        shapes = jax.eval_shape(gradient, state.trainable, first, step_key)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
-        (gradients, (losses, reports)), _ = jax.lax.scan(add_micro_batch, zeros, micro)
+        gradients, (losses, reports) = accumulate(
+            gradient, given, rows, step_key, plan.micro_batches, plan.layout, plan.copied_axes()
+        )
 
     grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
@@ -378,13 +381,3 @@ def targets_ahead(batch: Batch, distance: int) -> tuple[jax.Array, jax.Array]:
     )
     in_row_T = jnp.arange(targets_BT.shape[1]) < targets_BT.shape[1] - distance
     return targets_BT, mask_BT * (in_row_T & (segments_BT == batch["segment_ids"]))
-
-
-def split_rows(batch: Batch, plan: StepPlan) -> Batch:
-    """[B, ...] to [micro-batches, B / micro-batches, ...] with every row on the device where it is already."""
-
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(x.reshape(-1, plan.micro_batches, *x.shape[1:]), 1, 0)
-        return plan.layout.constrain(x, None, "batch", *(None,) * (x.ndim - 2))
-
-    return {name: split(x) for name, x in batch.items() if name != "data_position"}

@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from src.build import Built
+from src.mesh import mesh_axes_of
 from src.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec
 from src.model.weights import by_path
 from src.optimizer import Hyper
@@ -190,14 +191,8 @@ def _gathered_bytes(built: Built) -> int:
     shardings, blocks = by_path(plan.shardings), dict[Any, int]()
     for path, leaf in by_path(plan.shapes).items():
         if path[0] == "segments":
-            gathered = axes.intersection(_mesh_axes(shardings[path].spec))
+            gathered = axes & mesh_axes_of(shardings[path].spec)
             parts = math.prod(plan.layout.mesh.shape[axis] for axis in gathered)
             size = math.prod(shardings[path].shard_shape(leaf.shape)) * (parts if parts > 1 else 0)
             blocks[path[:3]] = blocks.get(path[:3], 0) + size // plan.spec.plan[int(path[1])].repeats
     return max(blocks.values()) * jnp.dtype(plan.spec.dtype).itemsize
-
-
-def _mesh_axes(spec: jax.sharding.PartitionSpec) -> Iterator[str]:
-    """Those that shard any dim."""
-    for part in spec:
-        yield from (part,) if isinstance(part, str) else part or ()

@@ -39,7 +39,9 @@ class Model:
 
 def in_training(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
     """The model of a training step, with its weights as they are."""
-    return Model(plan.spec, plan.layout, plan.execution, plan.kernel, parts, lambda parts: plan.decoder(*parts))
+    return Model(
+        plan.spec, _whole_rows(plan.layout), plan.execution, plan.kernel, parts, lambda parts: plan.decoder(*parts)
+    )
 
 
 def unrolled(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
@@ -57,8 +59,18 @@ def unrolled(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
         for index, segment in enumerate(plan.spec.plan)
     }
     return Model(
-        spec, plan.layout, Execution(scan_layers=False), plan.kernel, tree, lambda tree: nnx.merge(graphdef, tree)
+        spec,
+        _whole_rows(plan.layout),
+        Execution(scan_layers=False),
+        plan.kernel,
+        tree,
+        lambda tree: nnx.merge(graphdef, tree),
     )
+
+
+def _whole_rows(layout: Layout) -> Layout:
+    """The layout with which no devices share a row: prompts have lengths of their own, and a step has one token."""
+    return layout.without("length", "norm_length")
 
 
 def _unstacked(blocks: dict[int, weights.Tree], segment: Segment) -> dict[int, weights.Tree]:

@@ -16,7 +16,7 @@ from ml_collections import FrozenConfigDict
 from src.errors import UserError
 from src.inference import Opened, inference_plan
 from src.mesh import global_batch_size
-from src.model.context import Context
+from src.model.context import Context, in_even_order, in_text_order
 from src.model.loss import token_log_probs
 from src.train_step import StepPlan
 
@@ -149,23 +149,31 @@ def _compiled(plan: StepPlan, function: Callable[..., jax.Array]) -> Callable[[A
 def _logits(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
     """Logits [B, T, V] of rows that each are one text."""
     hidden_BTD, logits_of = _hidden_states(parts, tokens_BT, plan)
-    return logits_of(hidden_BTD)
+    hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
+    return logits_of(in_text_order(hidden_BTD, plan.layout.shards("length")))
 
 
 def _log_probs(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
     """The log-probability [B, T - 1] of each token but the first, given those before it."""
     hidden_BTD, logits_of = _hidden_states(parts, tokens_BT, plan)
     # All T places have a target, so that they divide into tiles: the last one's is any.
-    targets_BT = jnp.roll(tokens_BT, -1, axis=1)
-    return token_log_probs(logits_of, hidden_BTD, targets_BT, plan.vocab_tiles)[:, :-1]
+    targets_BT = in_even_order(jnp.roll(tokens_BT, -1, axis=1), plan.layout)
+    parts = plan.layout.shards("norm_length")
+    log_probs_BT = token_log_probs(logits_of, hidden_BTD, targets_BT, plan.vocab_tiles, parts)
+    log_probs_BT = plan.layout.constrain(log_probs_BT, "batch", None)
+    return in_text_order(log_probs_BT, plan.layout.shards("length"))[:, :-1]
 
 
 def _hidden_states(
     parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """The hidden states [B, T, D] of rows that each are one text, and what makes logits [B, t, V] of some of them."""
+    """The hidden states [B, T, D] of rows that each are one text, and what makes logits [B, t, V] of some of them.
+
+    The states are in `even_order`.
+    """
     decoder = plan.decoder(*parts)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    tokens_BT, positions_BT = (in_even_order(x, plan.layout) for x in (tokens_BT, positions_BT))
     context = Context(positions_BT, jnp.ones_like(tokens_BT), plan.layout, plan.kernel, packed=False)
     hidden_BTD, _, _ = decoder(tokens_BT, context, plan.execution)
     return hidden_BTD, lambda hidden_BtD: decoder.logits(hidden_BtD, context)[..., : plan.spec.vocab_size]

@@ -15,7 +15,7 @@ from src.checkpoint import WEIGHTS
 from src.errors import UserError
 from src.mesh import Layout, mesh_axes_of, weight_shardings
 from src.model import lora, moe, weights
-from src.model.context import Context
+from src.model.context import Context, even_order, in_even_order, in_text_order
 from src.model.decoder import Decoder
 from src.model.kernels import choose_kernel
 from src.model.lora import LoraSpec
@@ -122,7 +122,7 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         decays=weights.field(declarations, "decays"),
         layout=layout,
         execution=Execution(config["scan_layers"], config["remat_policy"], dict(config["remat_custom"])),
-        kernel=choose_kernel(config["attention"], platform, spec, config["max_target_length"]),
+        kernel=choose_kernel(config["attention"], platform, spec, config["max_target_length"], layout.shards("length")),
         packed=config["packing"],
         vocab_tiles=config["num_vocab_tiling"],
         z_loss=config["z_loss_multiplier"],
@@ -221,6 +221,12 @@ def abstract_batch(plan: StepPlan, position_shape: tuple[int, int, int], length:
     rows = position_shape[0]
     plan.layout.check((rows, length), ("batch", "length"))
     plan.layout.check((rows, length), ("batch", "norm_length"))
+    even_order(length, plan.layout)
+    if length % (plan.vocab_tiles * plan.layout.shards("norm_length")):
+        raise UserError(
+            f"max_target_length={length} does not divide into num_vocab_tiling={plan.vocab_tiles} tiles on each of the "
+            f"devices that share a row ({plan.layout.sharded_by('norm_length')})"
+        )
     place = batch_sharding(plan.layout)
     shapes = {name: position_shape if name == "data_position" else (rows, length) for name in place}
     dtypes = {name: jnp.float32 if name == "loss_mask" else jnp.int32 for name in place}
@@ -325,11 +331,14 @@ def eval_step(parts: tuple[Any, ...], batch: Batch, plan: StepPlan) -> Metrics:
     And `further`, where `eval_metrics` has metrics of its own: each a sum and the number to divide it by.
     """
     decoder = plan.decoder(*parts)
-    hidden_BTD, context, _ = hidden_states(decoder, batch, plan, dropout_key=None)
+    rows, parts = shared_out(batch, plan.layout), plan.layout.shards("norm_length")
+    hidden_BTD, context, _ = hidden_states(decoder, rows, plan, dropout_key=None)
     logits_of = functools.partial(decoder.logits, context=context)
-    loss_sum, _ = cross_entropy(logits_of, hidden_BTD, batch["targets"], batch["loss_mask"], plan.vocab_tiles)
+    loss_sum, _ = cross_entropy(logits_of, hidden_BTD, rows["targets"], rows["loss_mask"], plan.vocab_tiles, parts)
     sums = {"loss_sum": loss_sum, "tokens": jnp.sum(batch["loss_mask"], dtype=jnp.float32)}
     if plan.eval_metrics:
+        hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
+        hidden_BTD = in_text_order(hidden_BTD, plan.layout.shards("length"))
         sums["further"] = _sums_and_counts(plan.eval_metrics(logits_of(hidden_BTD)[..., : plan.spec.vocab_size], batch))
     return sums
 
@@ -352,21 +361,26 @@ def loss_sums(
 
     And the layers' reports.
     """
-    hidden_BTD, context, reports = hidden_states(decoder, batch, plan, dropout_key)
+    rows, parts = shared_out(batch, plan.layout), plan.layout.shards("norm_length")
+    ahead = [
+        shared_out(shifted(batch, distance), plan.layout) for distance in range(1, plan.spec.prediction_layers + 1)
+    ]
+    hidden_BTD, context, reports = hidden_states(decoder, rows, plan, dropout_key)
     logits_of = functools.partial(decoder.logits, context=context)
-    loss, squares = cross_entropy(logits_of, hidden_BTD, batch["targets"], batch["loss_mask"], plan.vocab_tiles)
+    loss, squares = cross_entropy(logits_of, hidden_BTD, rows["targets"], rows["loss_mask"], plan.vocab_tiles, parts)
     further = jnp.zeros((), jnp.float32)
-    ahead, more_reports = decoder.predict_ahead(hidden_BTD, batch["tokens"], context, plan.execution)
-    for distance, hidden_BTD in enumerate(ahead, start=1):
-        targets_BT, mask_BT = targets_ahead(batch, distance)
-        further += cross_entropy(logits_of, hidden_BTD, targets_BT, mask_BT, plan.vocab_tiles)[0]
+    predicted, more_reports = decoder.predict_ahead(
+        hidden_BTD, [rows["tokens"] for rows in ahead], context, plan.execution
+    )
+    for hidden_BTD, rows in zip(predicted, ahead, strict=True):
+        further += cross_entropy(logits_of, hidden_BTD, rows["targets"], rows["loss_mask"], plan.vocab_tiles, parts)[0]
     return loss, squares, further, {**reports, **more_reports}
 
 
 def hidden_states(
     decoder: Decoder, batch: Batch, plan: StepPlan, dropout_key: jax.Array | None
 ) -> tuple[jax.Array, Context, Any]:
-    """The decoder's hidden states [B, T, D] of a batch, what its blocks were told, and their reports."""
+    """The hidden states [B, T, D] of a `shared_out` batch, what the blocks were told, and their reports."""
     context = Context(
         batch["positions"], batch["segment_ids"], plan.layout, plan.kernel, plan.packed, dropout_key=dropout_key
     )
@@ -374,10 +388,15 @@ def hidden_states(
     return hidden_BTD, context, reports
 
 
-def targets_ahead(batch: Batch, distance: int) -> tuple[jax.Array, jax.Array]:
-    """The targets [B, T] of the tokens `distance` on, and their mask: 0 where those are another segment's."""
-    targets_BT, mask_BT, segments_BT = (
-        jnp.roll(batch[name], -distance, axis=1) for name in ("targets", "loss_mask", "segment_ids")
-    )
-    in_row_T = jnp.arange(targets_BT.shape[1]) < targets_BT.shape[1] - distance
-    return targets_BT, mask_BT * (in_row_T & (segments_BT == batch["segment_ids"]))
+def shared_out(batch: Batch, layout: Layout) -> Batch:
+    """A batch's arrays [B, T] in the order of `even_order`: those of the step that has them in the text's."""
+    return {name: in_even_order(x, layout) for name, x in batch.items() if name != "data_position"}
+
+
+def shifted(batch: Batch, distance: int) -> Batch:
+    """The tokens, targets and masks [B, T] of `distance` tokens on; masked where those are another segment's."""
+    names = ("tokens", "targets", "loss_mask", "segment_ids")
+    ahead = {name: jnp.roll(batch[name], -distance, axis=1) for name in names}
+    length = batch["tokens"].shape[1]
+    same_BT = (ahead.pop("segment_ids") == batch["segment_ids"]) & (jnp.arange(length) < length - distance)
+    return {**ahead, "loss_mask": ahead["loss_mask"] * same_BT}

@@ -1,9 +1,12 @@
-"""What every block of one forward pass is told."""
+"""What every block of one forward pass is told, and the order of a row's tokens over the devices that share it."""
 
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from src.errors import UserError
 from src.mesh import Layout
 
 
@@ -18,3 +21,45 @@ class Context:
     packed: bool  # False: rows hold one segment, then padding, and a causal kernel needs no segments
     dropout_key: jax.Array | None = None  # None: no dropout
     decoding: bool = False  # each row is one token, whose past is in the cache
+
+
+def even_order(length: int, layout: Layout) -> np.ndarray:
+    """The order in which devices that share rows of `length` tokens have even work: each place's index in the text.
+
+    A token attends to all before it: of n devices with a part each, the last would work longest. So rows are cut into
+    2n parts, and device i has parts i and 2n - 1 - i. Every array along T is in this order, but within generation.
+
+    Raises:
+        UserError: rows don't divide into so many parts.
+    """
+    n = layout.shards("length")
+    if length % parts_of(n):
+        raise UserError(
+            f"max_target_length={length} does not divide into {2 * n} parts, two for each device that shares a row "
+            f"({layout.sharded_by('length')}): use a multiple of {2 * n}, or another ici_context_parallelism"
+        )
+    if n == 1:
+        return np.arange(length)
+    parts = np.arange(length).reshape(2 * n, -1)
+    return np.concatenate([parts[:n], parts[n:][::-1]], axis=1).reshape(-1)
+
+
+def parts_of(n: int) -> int:
+    """Into how many parts rows are cut that n devices share."""
+    return 2 * n if n > 1 else 1
+
+
+def in_even_order(x_BT: jax.Array, layout: Layout) -> jax.Array:
+    """An array [B, T] of rows in the text's order, in that of `even_order`, with each device's part on it."""
+    if layout.shards("length") == 1:
+        return x_BT
+    return layout.constrain(x_BT[:, even_order(x_BT.shape[1], layout)], "batch", "length")
+
+
+def in_text_order(x_BT: jax.Array, n: int) -> jax.Array:
+    """An array [B, T, ...] that is in the `even_order` of n devices, in the text's; whole along T on every device."""
+    if n == 1:
+        return x_BT
+    # Slices of whole parts, which copy faster than a lookup of every place.
+    parts = x_BT.reshape(x_BT.shape[0], n, 2, -1, *x_BT.shape[2:])
+    return jnp.concatenate([parts[:, :, 0], parts[:, ::-1, 1]], axis=1).reshape(x_BT.shape)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from src.model import cache
 from src.model.attention import Attention
-from src.model.context import Context
+from src.model.context import Context, even_order
 from src.model.embeddings import sinusoidal
 from src.model.feedforward import FeedForward
 from src.model.kernels import MASKED
@@ -139,24 +140,31 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BTD), None if caches is None else new_caches, {"segments": reports}
 
     def predict_ahead(
-        self, hidden_BTD: jax.Array, tokens_BT: jax.Array, context: Context, execution: Execution
+        self, hidden_BTD: jax.Array, ahead: Sequence[jax.Array], context: Context, execution: Execution
     ) -> tuple[list[jax.Array], Tree]:
         """What the extra prediction layers make of the decoder's hidden states [B, T, D].
+
+        Args:
+            hidden_BTD: from `__call__`.
+            ahead: of each layer the tokens [B, T] that stand 1, 2, ... further on than the states' own.
+            context: as in `__call__`.
+            execution: as in `__call__`.
 
         Returns:
             Hidden states for `logits`: entry k - 1 at position t predicts token t + k + 1, of a row's same segment.
             And the layers' reports.
         """
-        ahead, reports = [], {}
-        for index, layer in enumerate(self.mtp):
-            embedded_BTD = self._embed(jnp.roll(tokens_BT, -(index + 1), axis=1), context)
+        predicted, reports = [], {}
+        for index, (layer, tokens_BT) in enumerate(zip(self.mtp, ahead, strict=True)):
+            embedded_BTD = self._embed(tokens_BT, context)
             run_layer = execution.remat(functools.partial(layer, context=context), repeats=1)
             hidden_BTD, reports[index] = run_layer(hidden_BTD, embedded_BTD, layer=len(self.spec.layers) + index)
-            ahead.append(layer.final_norm(hidden_BTD))
-        return ahead, {"mtp": reports}
+            predicted.append(layer.final_norm(hidden_BTD))
+        return predicted, {"mtp": reports}
 
     def logits(self, hidden_BTD: jax.Array, context: Context) -> jax.Array:
         """Hidden states [B, T, D] to float32 logits [B, T, V]; those past the vocabulary's end are about -1e38."""
+        hidden_BTD = context.layout.constrain(hidden_BTD, "batch", "length", "activation_embed")
         if self.spec.tied_output:
             logits_BTV = matmul(hidden_BTD, self.embedding[...], "BTD,VD->BTV")
         else:
@@ -194,8 +202,12 @@ def _normalised(norm: Norm | None, x: jax.Array) -> jax.Array:
 
 
 def dropout(x: jax.Array, rate: float, context: Context, place: jax.Array | int) -> jax.Array:
-    """Inverted dropout; `place` numbers where in the model it stands, so that each place has its own mask."""
+    """Inverted dropout on [B, T, D]; `place` numbers where in the model it stands, so that each has its own mask."""
     if context.dropout_key is None or rate == 0.0:
         return x
-    keep = jax.random.bernoulli(jax.random.fold_in(context.dropout_key, place), 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), 0.0).astype(x.dtype)
+    B, T, D = x.shape
+    # A key for each token by its index in the text: the same masks on every mesh, whatever its order along T.
+    key, order_T = jax.random.fold_in(context.dropout_key, place), even_order(T, context.layout)
+    keys_T = jax.vmap(jax.random.fold_in, (None, 0))(key, order_T)
+    keep_BTD = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, (B, D)), out_axes=1)(keys_T)
+    return jnp.where(keep_BTD, x / (1.0 - rate), 0.0).astype(x.dtype)

@@ -2,17 +2,22 @@
 
 A token attends to the tokens of its own segment up to and including itself, within the layer's window, with weights
 softmax(scale q k). Scores may be capped, and a sink may take a part of the weight. Tensor letters: src/model/spec.py.
+
+Where devices share a row (the logical axis `length`), each has its own queries and gathers all keys and values: of
+grouped heads these are few, and gathering them takes less time than the scores of the queries do.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from src.errors import UserError
 from src.mesh import Layout
-from src.model.context import Context
+from src.model.context import Context, even_order, in_text_order, parts_of
 from src.model.spec import AttentionSpec, ModelSpec
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding alone gives numbers, not NaN
@@ -39,28 +44,33 @@ def attend(
     return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
 
 
-def choose_kernel(attention: str, platform: str, spec: ModelSpec, length: int) -> str:
+def choose_kernel(attention: str, platform: str, spec: ModelSpec, length: int, shards: int = 1) -> str:
     """The kernel that the key `attention` means on this platform for this model's rows of `length` tokens.
+
+    `shards` devices share a row.
 
     Raises:
         UserError: the kernel asked for does not run here.
     """
     if attention == "autoselected":
         fused = {"tpu": "flash", "gpu": "cudnn_flash"}.get(platform)
-        return fused if fused and not _obstacle(fused, platform, spec, length) else "dot_product"
-    if obstacle := _obstacle(attention, platform, spec, length):
+        return fused if fused and not _obstacle(fused, platform, spec, length, shards) else "dot_product"
+    if obstacle := _obstacle(attention, platform, spec, length, shards):
         raise UserError(f"attention={attention} {obstacle}. Use attention=autoselected.")
     return attention
 
 
-def _obstacle(kernel: str, platform: str, spec: ModelSpec, length: int) -> str:
+def _obstacle(kernel: str, platform: str, spec: ModelSpec, length: int, shards: int) -> str:
     """Why a kernel does not run here; empty where it does."""
     home = {"flash": "tpu", "cudnn_flash": "gpu"}.get(kernel, platform)
     if platform != home:
         return f"runs on {home}, and this is {platform}"
-    if kernel == "flash" and length % FLASH_BLOCK:
-        return f"needs max_target_length to be a multiple of {FLASH_BLOCK}, not {length}"
+    whole = FLASH_BLOCK * parts_of(shards)
+    if kernel == "flash" and length % whole:
+        return f"needs max_target_length to be a multiple of {whole}, not {length}"
     if kernel == "cudnn_flash":
+        if shards > 1:
+            return f"has all of a row on one device, and {shards} share it: it needs ici_context_parallelism=1"
         if spec.dtype != "bfloat16":
             return f"needs dtype=bfloat16, not {spec.dtype}"
         if length % 2:
@@ -77,10 +87,11 @@ def _obstacle(kernel: str, platform: str, spec: ModelSpec, length: int) -> str:
 
 
 def _mask_BTS(context: Context, window: int) -> jax.Array:
-    segments, length = context.segment_ids_BT, context.segment_ids_BT.shape[1]
-    same_BTS = segments[:, :, None] == segments[:, None, :]
-    reach_TS = jnp.tri(length, dtype=bool)
-    return same_BTS & (reach_TS & ~jnp.tri(length, k=-window, dtype=bool) if window else reach_TS)
+    segments_BS = context.layout.constrain(context.segment_ids_BT, "batch", None)
+    same_BTS = context.segment_ids_BT[:, :, None] == segments_BS[:, None, :]
+    index_T = jnp.asarray(even_order(segments_BS.shape[1], context.layout), jnp.int32)
+    back_TS = index_T[:, None] - index_T
+    return same_BTS & (back_TS >= 0) & (back_TS < (window or len(index_T)))
 
 
 def dot_product(
@@ -92,6 +103,8 @@ def dot_product(
     context: Context,
 ) -> jax.Array:
     """Plain JAX; holds the scores [B, N, T, S] in float32."""
+    heads = "heads" if k_BSKH.shape[2] == q_BTNH.shape[2] else "kv_heads"
+    k_BSKH, v_BSKH = (context.layout.constrain(x, "batch", None, heads, "head_dim") for x in (k_BSKH, v_BSKH))
     return masked_attention(q_BTNH, k_BSKH, v_BSKH, _mask_BTS(context, spec.window), spec, sinks_N)
 
 
@@ -128,11 +141,11 @@ def masked_attention(
 def _by_head(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, layout: Layout
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, k and v placed for a kernel that sees one device's: whole rows, and the heads of k and v that its q reads."""
+    """q, k and v placed for a kernel that sees one device's, with the heads of k and v that its q reads."""
     if layout.axes("kv_heads") != layout.axes("heads"):
         group = q_BTNH.shape[2] // k_BSKH.shape[2]
         k_BSKH, v_BSKH = jnp.repeat(k_BSKH, group, axis=2), jnp.repeat(v_BSKH, group, axis=2)
-    return tuple(layout.constrain(x, "batch", None, "heads", None) for x in (q_BTNH, k_BSKH, v_BSKH))
+    return tuple(layout.constrain(x, "batch", "length", "heads", None) for x in (q_BTNH, k_BSKH, v_BSKH))
 
 
 def cudnn(
@@ -168,7 +181,7 @@ def splash(
     context: Context,
     interpret: bool = False,
 ) -> jax.Array:
-    """JAX's Pallas kernel for TPUs, which skips the blocks out of sight, on each device's rows and heads.
+    """JAX's Pallas kernel for TPUs, which skips the blocks out of sight, on each device's rows, heads and queries.
 
     `interpret` runs it without a TPU, slowly, for tests.
     """
@@ -176,39 +189,53 @@ def splash(
 
     layout = context.layout
     T, N = q_BTNH.shape[1:3]
-    heads = N // layout.shards("heads")
-    block = max(size for size in (128, 256, 512) if T % size == 0)
+    sharing, shards = layout.axes("length"), layout.shards("length")
+    block_q, block_kv = (
+        max(size for size in (128, 256, 512) if length % size == 0) for length in (T // parts_of(shards), T)
+    )
     blocks = sa.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        block_q_dq=block,
-        block_kv_dq=block,
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=block_kv,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=block_kv,
+        block_q_dq=block_q,
+        block_kv_dq=block_kv,
     )
     window = spec.window or spec.chunk  # `attend` made segments of the blocks; as a window it spares what is further
     mask = sa.LocalMask((T, T), (window - 1, 0), 0) if window else sa.CausalMask((T, T))
+    mask.q_sequence = even_order(T, layout).astype(np.int32)  # keys are in the text's order
     kernel = sa.make_splash_mha(
-        sa.MultiHeadMask([mask] * heads),
+        sa.MultiHeadMask([mask] * (N // layout.shards("heads"))),
         head_shards=1,
-        q_seq_shards=1,
+        q_seq_shards=shards,
         block_sizes=blocks,
         attn_logits_soft_cap=spec.soft_cap or None,
         interpret=interpret,
     )
-    by_head = layout.spec(("batch", None, "heads", None))
+    by_head = layout.spec(("batch", "length", "heads", None))
     sinks = () if sinks_N is None else (sinks_N.astype(jnp.float32),)
 
     @functools.partial(
         layout.shard_map,
-        in_specs=(by_head, by_head, by_head, layout.spec(("batch", None)), *(layout.spec(("heads",)) for _ in sinks)),
+        in_specs=(
+            kernel.manual_sharding_spec(layout.sharding((None, "length"))),  # what each device's queries see
+            *(by_head, by_head, by_head, layout.spec(("batch", "length"))),
+            *(layout.spec(("heads",)) for _ in sinks),
+        ),
         out_specs=by_head,
     )
-    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *sinks: jax.Array) -> jax.Array:
-        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * spec.scale, k, v))
-        out = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, sa.SegmentIds(ids, ids), *sinks))(q, k, v, segments)
-        return jnp.swapaxes(out, 1, 2)
+    def on_device(
+        kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *sinks: jax.Array
+    ) -> jax.Array:
+        def whole(x: jax.Array) -> jax.Array:
+            return in_text_order(jax.lax.all_gather(x, sharing, axis=1, tiled=True), shards) if sharing else x
 
-    return on_device(*_by_head(q_BTNH, k_BSKH, v_BSKH, layout), context.segment_ids_BT, *sinks)
+        def of_row(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+            return kernel(q, k, v, sa.SegmentIds(*ids), *sinks)
+
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * spec.scale, whole(k), whole(v)))
+        return jnp.swapaxes(jax.vmap(of_row)(q, k, v, segments, whole(segments)), 1, 2)
+
+    return on_device(kernel, *_by_head(q_BTNH, k_BSKH, v_BSKH, layout), context.segment_ids_BT, *sinks)

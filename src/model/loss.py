@@ -12,6 +12,7 @@ def cross_entropy(
     targets_BT: jax.Array,
     mask_BT: jax.Array,
     tiles: int,
+    shards: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over the tokens whose mask is 1: of the loss, in nats, and of the squared log-normaliser.
 
@@ -22,7 +23,8 @@ def cross_entropy(
         hidden_BTD: the decoder's hidden states.
         targets_BT: the tokens to predict.
         mask_BT: 1 where a token counts, 0 elsewhere.
-        tiles: a divisor of T. With more than one, the backward pass computes each tile's logits again.
+        tiles: a divisor of T / shards. With more than one, the backward pass computes each tile's logits again.
+        shards: into how many parts devices share T.
     """
 
     def sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, mask_Bt: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -42,11 +44,15 @@ def cross_entropy(
         return (totals[0] + loss, totals[1] + squares), None
 
     zeros = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-    return jax.lax.scan(add_tile, zeros, in_tiles((hidden_BTD, targets_BT, mask_BT), tiles))[0]
+    return jax.lax.scan(add_tile, zeros, in_tiles((hidden_BTD, targets_BT, mask_BT), tiles, shards))[0]
 
 
 def token_log_probs(
-    logits_of: Callable[[jax.Array], jax.Array], hidden_BTD: jax.Array, targets_BT: jax.Array, tiles: int
+    logits_of: Callable[[jax.Array], jax.Array],
+    hidden_BTD: jax.Array,
+    targets_BT: jax.Array,
+    tiles: int,
+    shards: int = 1,
 ) -> jax.Array:
     """The log-probability [B, T] of each target, in nats; the arguments are those of `cross_entropy`."""
 
@@ -55,10 +61,15 @@ def token_log_probs(
         log_probs_BtV = jax.nn.log_softmax(logits_of(hidden_BtD))
         return jnp.take_along_axis(log_probs_BtV, targets_Bt[..., None], axis=-1)[..., 0]
 
-    tiled = jax.lax.map(of_tile, in_tiles((hidden_BTD, targets_BT), tiles))
-    return jnp.moveaxis(tiled, 0, 1).reshape(targets_BT.shape)
+    tiled = jax.lax.map(of_tile, in_tiles((hidden_BTD, targets_BT), tiles, shards))
+    return jnp.moveaxis(tiled.reshape(tiles, -1, shards, tiled.shape[2] // shards), 0, 2).reshape(targets_BT.shape)
 
 
-def in_tiles(arrays: tuple[jax.Array, ...], tiles: int) -> tuple[jax.Array, ...]:
-    """Each array's [B, T, ...] as [tiles, B, T / tiles, ...]."""
-    return tuple(jnp.moveaxis(x.reshape(x.shape[0], tiles, -1, *x.shape[2:]), 1, 0) for x in arrays)
+def in_tiles(arrays: tuple[jax.Array, ...], tiles: int, shards: int = 1) -> tuple[jax.Array, ...]:
+    """Each array's [B, T, ...] as [tiles, B, T / tiles, ...], every tile with a piece of each shard of T."""
+
+    def cut(x: jax.Array) -> jax.Array:
+        pieces = jnp.moveaxis(x.reshape(x.shape[0], shards, tiles, -1, *x.shape[2:]), 2, 0)
+        return pieces.reshape(tiles, x.shape[0], -1, *x.shape[2:])
+
+    return tuple(map(cut, arrays))

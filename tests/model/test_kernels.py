@@ -14,17 +14,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from src.errors import UserError
 from src.model import kernels
-from src.model.context import Context
+from src.model.context import Context, even_order
 from src.model.kernels import attend, choose_kernel, dot_product, splash
 from src.model.spec import AttentionSpec, model_spec
 
 ROWS, LENGTH = 4, 256
 CUBE = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
-SEQUENCE_OVER_TENSOR = {
-    "logical_axis_rules__length": "[tensor]",
-    "logical_axis_rules__heads": "[]",
-    "logical_axis_rules__kv_heads": "[]",
-}
 
 
 def inputs(heads=4, kv_heads=2, head_dim=16, length=LENGTH):
@@ -59,6 +54,17 @@ def output_and_gradients(kernel, q, k, v, direction, context, sinks=None, **fact
     return run(q, k, v, sinks)
 
 
+def attend_by(kernel):
+    """`attend` with this kernel."""
+
+    def run(q, k, v, spec, sinks, context):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "dot_product", kernel)
+            return attend(q, k, v, spec, sinks, dataclasses.replace(context, kernel="dot_product"))
+
+    return run
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_dot_product_is_causal_attention_within_each_segment(kv_heads):
     plan = make()[1]
@@ -79,7 +85,6 @@ def test_dot_product_is_causal_attention_within_each_segment(kv_heads):
         (1, {}),
         (2, CUBE),
         (2, {**CUBE, "logical_axis_rules__kv_heads": "[]"}),  # a device has all of them, but some of q's
-        (4, {**CUBE, **SEQUENCE_OVER_TENSOR}),
     ],
 )
 def test_splash_equals_dot_product(kv_heads, overrides):
@@ -95,19 +100,54 @@ def test_splash_equals_dot_product(kv_heads, overrides):
 def test_splash_equals_dot_product_in_what_a_layer_sees(facts):
     plan = make()[1]
     arrays, context = inputs(), context_of(plan, cuts=(70, 140, 250))
-
-    def attend_by(kernel):
-        def run(q, k, v, spec, sinks, context):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(kernels, "dot_product", kernel)
-                return attend(q, k, v, spec, sinks, dataclasses.replace(context, kernel="dot_product"))
-
-        return run
-
     computed = output_and_gradients(attend_by(functools.partial(splash, interpret=True)), *arrays, context, **facts)
     expected = output_and_gradients(attend_by(dot_product), *arrays, context, **facts)
     assert_close(computed, expected, 1e-5)
     assert not np.allclose(expected[0], output_and_gradients(dot_product, *arrays, context)[0], atol=1e-2)
+
+
+CONTEXT = {"ici_data_parallelism": 2, "ici_context_parallelism": 2, "ici_tensor_parallelism": 2}
+
+
+def kept_and_spread(plan, x, axes):
+    """An array in the text's order, placed as the step has it over the mesh."""
+    order = even_order(x.shape[1], plan.layout)
+    return jax.device_put(x[:, order], plan.layout.sharding(axes))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts", "length"),
+    [
+        (CONTEXT, {}, 512),
+        (CONTEXT, {"window": 50}, 512),
+        (CONTEXT, {"window": 300, "soft_cap": 3.0}, 512),
+        (CONTEXT, {"sinks": np.float32([1.0, -2.0, 0.5, 6.0])}, 512),
+        (CONTEXT, {"chunk": 40}, 512),
+        ({**CONTEXT, "logical_axis_rules__kv_heads": "[]"}, {}, 512),
+        ({"ici_context_parallelism": 4, "ici_data_parallelism": 2}, {}, 1024),
+        # Rows over the axis of the heads, which then are whole.
+        ({**CUBE, **{f"logical_axis_rules__{axis}": "[]" for axis in ("heads", "kv_heads")},
+          "logical_axis_rules__length": "[tensor]"}, {}, 512),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kernel", ["splash", "dot_product"])
+def test_devices_that_share_a_row_compute_the_attention_of_one(kernel, overrides, facts, length):
+    """Output and gradients, of segments whose ends are none of the parts'."""
+    _, one = make()
+    _, plan = make(devices=8, **overrides)
+    arrays, context = inputs(length=length), context_of(one, cuts=(70, 140, length - 9), length=length)
+    expected = output_and_gradients(attend_by(dot_product), *arrays, context, **facts)
+    axes = ("batch", "length", "heads", None), ("batch", "length", "kv_heads", None)
+    q, k, v, direction = (
+        kept_and_spread(plan, x, each) for x, each in zip(arrays, (axes[0], axes[1], axes[1], axes[0]), strict=True)
+    )
+    rows = (kept_and_spread(plan, x, ("batch", "length")) for x in (context.positions_BT, context.segment_ids_BT))
+    context = Context(*rows, plan.layout, "", packed=True)
+    run = functools.partial(splash, interpret=True) if kernel == "splash" else dot_product
+    out, (q, k, v, sinks) = output_and_gradients(attend_by(run), q, k, v, direction, context, **facts)
+    back = np.argsort(even_order(length, plan.layout))
+    out, q, k, v = (np.asarray(x)[:, back] for x in (out, q, k, v))
+    assert_close((out, (q, k, v, sinks)), expected, 1e-5)
 
 
 BFLOAT16 = {"dtype": "bfloat16"}

@@ -20,6 +20,7 @@ from src.model.decoder import Decoder
 from src.model.kernels import choose_kernel
 from src.model.lora import LoraSpec
 from src.model.loss import cross_entropy
+from src.model.pipeline import make_schedule
 from src.model.segments import Execution
 from src.model.spec import ModelSpec
 from src.optimizer import Hyper, clip, hyper_parameters, transform
@@ -100,9 +101,11 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
     """The plan of the config's step on this layout.
 
     Raises:
-        UserError: there is no function `eval_metrics`, sizes do not divide over the mesh, the attention kernel does not
-            run on its devices, or a pattern of `trainable_parameters` or `lora_parameters` fits no weight.
+        UserError: there is no function `eval_metrics`, sizes do not divide over the mesh or its pipeline stages, the
+            attention kernel does not run on its devices, or a pattern of `trainable_parameters` or `lora_parameters`
+            fits no weight.
     """
+    schedule = make_schedule(config, spec, layout)
     graphdef, declarations = weights.abstract(functools.partial(Decoder, spec))
     lora_spec = lora_of(config)
     parts = trained_parts(declarations, config["trainable_parameters"], lora_spec is not None)
@@ -121,7 +124,7 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         shardings=weight_shardings(layout, shapes, weights.field(declarations, "out_sharding")),
         decays=weights.field(declarations, "decays"),
         layout=layout,
-        execution=Execution(config["scan_layers"], config["remat_policy"], dict(config["remat_custom"])),
+        execution=Execution(config["scan_layers"], config["remat_policy"], dict(config["remat_custom"]), schedule),
         kernel=choose_kernel(config["attention"], platform, spec, config["max_target_length"], layout.shards("length")),
         packed=config["packing"],
         vocab_tiles=config["num_vocab_tiling"],

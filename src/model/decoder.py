@@ -133,7 +133,7 @@ class Decoder(nnx.Module):
         for index, (segment, blocks) in enumerate(zip(self.plan, self.segments, strict=True)):
             segment_caches = None if caches is None else caches[index]
             x_BTD, segment_caches, reports[index] = run_segment(
-                segment, blocks, x_BTD, context, segment_caches, first_layer, execution
+                segment, blocks, x_BTD, context, segment_caches, first_layer, execution, index == longest(self.plan)
             )
             new_caches.append(segment_caches)
             first_layer += len(segment.pattern) * segment.repeats

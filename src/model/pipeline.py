@@ -1,0 +1,263 @@
+"""Pipeline stages: each device of the mesh axis `stage` runs its part of a segment's layers on one micro-batch a time.
+
+The schedule is circular (interleaved 1F1B's forward order; Narayanan et al. 2021, arXiv:2104.04473, section 2.2): the
+layers are cut into R x P chunks of equal length, of which stage s of P runs number r P + s in its turn r of R. Each
+micro-batch goes through the stages R times. The backward pass is the schedule's derivative: the same in reverse.
+
+Tensor letters: src/model/spec.py, but M counts micro-batches here, and B the rows of one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from src.errors import UserError
+from src.mesh import Layout
+from src.model.context import Context
+from src.model.spec import ModelSpec, longest
+
+AXIS = "stage"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which turn of which micro-batch each stage works on, iteration by iteration.
+
+    Stage s takes the same items as stage 0, s iterations later. Item u is a turn of a micro-batch: P micro-batches in a
+    row make their first turn, then their second and so on, then the next P come. So what the last stage hands back to
+    the first is wanted there at once.
+    """
+
+    stages: int  # P
+    repeats: int  # R, turns of a micro-batch
+    micro_batches: int  # M, a multiple of P where R > 1
+
+    @property
+    def items(self) -> int:
+        """Of a stage."""
+        return self.micro_batches * self.repeats
+
+    @property
+    def iterations(self) -> int:
+        """Of the whole."""
+        return self.items + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """The part of the iterations in which a stage has nothing to work on."""
+        return (self.stages - 1) / self.iterations
+
+    def turn(self, item: Any) -> Any:
+        """The turn that an item is, an integer or an array of them."""
+        return item // self.stages % self.repeats
+
+    def micro_batch(self, item: Any) -> Any:
+        """The micro-batch that an item is of."""
+        return item // (self.stages * self.repeats) * self.stages + item % self.stages
+
+    def item(self, turn: Any, micro_batch: Any) -> Any:
+        """The item that is this turn of this micro-batch."""
+        group, place = micro_batch // self.stages, micro_batch % self.stages
+        return (group * self.repeats + turn) * self.stages + place
+
+
+def make_schedule(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Schedule | None:
+    """The schedule of `num_pipeline_microbatches` and `num_pipeline_repeats`; None where there is one stage.
+
+    Raises:
+        UserError: these, the mesh and the segment with the most layers do not fit each other.
+    """
+    stages, segment = layout.mesh.shape[AXIS], spec.plan[longest(spec.plan)]
+    micro_batches, repeats = config["num_pipeline_microbatches"], config["num_pipeline_repeats"]
+    if stages == 1:
+        if (micro_batches, repeats) != (-1, 1):
+            raise UserError(
+                "num_pipeline_microbatches and num_pipeline_repeats need more than one pipeline stage: set "
+                "ici_pipeline_parallelism or dcn_pipeline_parallelism"
+            )
+        return None
+    if layout.rules["layers"] != (AXIS,):
+        raise UserError(f"{stages} pipeline stages need logical_axis_rules.layers=[{AXIS}]")
+    if segment.shared:
+        raise UserError(
+            f"the segment with the most layers shares its weights, of which {stages} pipeline stages cannot have a "
+            "part each: set ici_pipeline_parallelism=1 and dcn_pipeline_parallelism=1"
+        )
+    if segment.repeats % (stages * repeats):
+        period = len(segment.pattern)
+        of_pattern = f" of a pattern of {period} layers" if period > 1 else ""
+        raise UserError(
+            f"the segment with the most layers has {segment.repeats} repeats{of_pattern}, which do not divide into "
+            f"{stages} pipeline stages x num_pipeline_repeats={repeats}: change the number of layers, "
+            "num_pipeline_repeats, ici_pipeline_parallelism or dcn_pipeline_parallelism"
+        )
+    if repeats > 1 and micro_batches != -1 and micro_batches % stages:
+        raise UserError(
+            f"num_pipeline_microbatches={micro_batches} must be a multiple of the {stages} pipeline stages where "
+            f"num_pipeline_repeats={repeats}: micro-batches come back to the first stage in groups of as many"
+        )
+    return Schedule(stages, repeats, stages if micro_batches == -1 else micro_batches)
+
+
+def run_stages(
+    run_chunk: Callable[[jax.Array, Any, jax.Array, Context], tuple[jax.Array, Any]],
+    x_BTD: jax.Array,
+    weights: Any,
+    layers_L: jax.Array,
+    context: Context,
+    schedule: Schedule,
+    remat: Callable[[Callable], Callable],
+) -> tuple[jax.Array, Any]:
+    """Runs the repeats of a segment, shared out over stages.
+
+    Stages that have no work compute on zeros, and nothing reads what they make of them.
+
+    The one collective over `stage` in each iteration passes a micro-batch's activations on. Weights gathered over
+    fsdp are so for each turn. Kept for the backward pass: what the blocks of a chunk keep, in each of the
+    M R + P - 1 iterations; with remat_policy=full the input of each block, so GPipe's memory (Huang et al. 2019).
+    Before the schedule each weight goes to the stage that runs it where R > 1 (`_chunks`), and its gradient comes back;
+    after it, all stages get the hidden states.
+
+    Args:
+        run_chunk: (x, weights, layers, context) -> (x, reports), of consecutive repeats, on rows of one micro-batch.
+        x_BTD: all rows.
+        weights: arrays whose first dim is the repeats, in layer order, cut over `stage`.
+        layers_L: the model's number of each repeat's first layer.
+        context: what the blocks are told of all rows. Dropout's masks are another for each micro-batch, so they are
+            not those of a mesh without stages.
+        schedule: of the stages.
+        remat: wraps a turn, which takes its weights from those of all turns, so that the weights of each are not kept.
+
+    Returns:
+        x, and the reports: means over tokens that are no padding, with a first dim of the repeats, cut over `stage`.
+
+    Raises:
+        UserError: rows do not divide into micro-batches.
+    """
+    layout, P, R = context.layout, schedule.stages, schedule.repeats
+    check_rows(x_BTD.shape[0], layout, schedule)
+    x_MBTD = _split(x_BTD, layout, schedule, "norm_length", "activation_embed")
+    positions_MBT = _split(context.positions_BT, layout, schedule, None)
+    segment_ids_MBT = _split(context.segment_ids_BT, layout, schedule, None)
+    real_M = jnp.sum(segment_ids_MBT > 0, axis=(1, 2))
+    share_M = real_M / jnp.maximum(jnp.sum(real_M), 1)
+    hand_on = [(stage, (stage + 1) % P) for stage in range(P if R > 1 else P - 1)]
+
+    def on_stage(weights: Any, x_MBTD: jax.Array, told: Any) -> tuple[jax.Array, Any]:
+        positions_MBT, segment_ids_MBT, layers_L, key = told
+        stage = jax.lax.axis_index(AXIS)
+        chunks = _chunks(weights, stage, schedule)
+        layers_RL = layers_L.reshape(R, P, -1)[:, stage]
+
+        def run_turn(x_BTD: jax.Array, chunks: Any, item: jax.Array) -> tuple[jax.Array, Any]:
+            turn, micro_batch = schedule.turn(item), schedule.micro_batch(item)
+            own = replace(
+                context,
+                positions_BT=positions_MBT[micro_batch],
+                segment_ids_BT=segment_ids_MBT[micro_batch],
+                dropout_key=None if key is None else jax.random.fold_in(key, micro_batch),
+            )
+            return run_chunk(x_BTD, jax.tree.map(lambda leaf: leaf[turn], chunks), layers_RL[turn], own)
+
+        if R > 1:
+            run_turn = remat(run_turn)
+
+        def iterate(carry: tuple[jax.Array, jax.Array], iteration: jax.Array) -> tuple[Any, Any]:
+            received_BTD, rows_MBTD = carry
+            item = jnp.clip(iteration - stage, 0, schedule.items - 1)
+            works = item == iteration - stage
+            micro_batch = schedule.micro_batch(item)
+            rows_MBTD, first_BTD = _read(rows_MBTD, micro_batch)
+            x_BTD = jnp.where((stage == 0) & (schedule.turn(item) == 0), first_BTD, received_BTD)
+            x_BTD, reports = run_turn(jnp.where(works, x_BTD, 0), chunks, item)
+            # On the last stage its last turn overwrites all others; a first input has been read by then.
+            rows_MBTD = jax.lax.dynamic_update_index_in_dim(rows_MBTD, x_BTD, micro_batch, 0)
+            return (jax.lax.ppermute(x_BTD, AXIS, hand_on), rows_MBTD), reports
+
+        start = (jnp.zeros_like(x_MBTD[0]), x_MBTD)
+        (_, rows_MBTD), reports = jax.lax.scan(iterate, start, jnp.arange(schedule.iterations))
+        rows_MBTD = jax.lax.psum(jnp.where(stage == P - 1, rows_MBTD, 0), AXIS)
+        items_RM = schedule.item(np.arange(R)[:, None], np.arange(schedule.micro_batches))
+
+        def mean(report: jax.Array) -> jax.Array:
+            """Of [iterations, chunk, ...], as [R, 1, chunk, ...]."""
+            return jnp.einsum("rm...,m->r...", report[items_RM + stage], share_M)[:, None]
+
+        return rows_MBTD, jax.tree.map(mean, reports)
+
+    told = (positions_MBT, segment_ids_MBT, layers_L, context.dropout_key)
+    by_stage, everywhere = PartitionSpec(AXIS), PartitionSpec()
+    mapped = layout.shard_map(
+        on_stage,
+        in_specs=(by_stage, everywhere, everywhere),
+        out_specs=(everywhere, PartitionSpec(None, AXIS)),
+        over=(AXIS,),
+    )
+    x_MBTD, reports = mapped(weights, x_MBTD, told)
+    x_BTD = jnp.moveaxis(x_MBTD, 0, 1).reshape(x_BTD.shape)
+    return x_BTD, jax.tree.map(lambda report: report.reshape(-1, *report.shape[3:]), reports)
+
+
+def _split(x_BT: jax.Array, layout: Layout, schedule: Schedule, *axes: str | None) -> jax.Array:
+    """[M B, ...] to [M, B, ...] with every row on the device where it is already."""
+    x_MBT = jnp.moveaxis(x_BT.reshape(-1, schedule.micro_batches, *x_BT.shape[1:]), 1, 0)
+    return layout.constrain(x_MBT, None, "batch", *axes)
+
+
+def _chunks(weights: Any, stage: jax.Array, schedule: Schedule) -> Any:
+    """The chunks that this stage runs, [R, chunk, ...], of the weights that lie on it, [R chunk, ...].
+
+    Chunk c lies on stage c // R and is run by stage c % P: one exchange brings each there. Every pair of stages has
+    as many slots for it as the most chunks that go between two; some are sent in vain.
+    """
+    P, R = schedule.stages, schedule.repeats
+    chunks = jax.tree.map(lambda leaf: leaf.reshape(R, -1, *leaf.shape[1:]), weights)
+    if R == 1:
+        return chunks
+    slots = -(-R // P)
+    to_P1 = jnp.arange(P)[:, None]
+    sent_PS = jnp.minimum((to_P1 - stage * R) % P + P * jnp.arange(slots), R - 1)
+    wanted_R = jnp.arange(R) * P + stage
+
+    def exchange(chunks: jax.Array) -> jax.Array:
+        received = jax.lax.all_to_all(chunks[sent_PS], AXIS, 0, 0)
+        return received[wanted_R // R, wanted_R % R // P]
+
+    return jax.tree.map(exchange, chunks)
+
+
+@jax.custom_vjp
+def _read(rows_MBTD: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The array, and its entry `index`.
+
+    Its derivative adds that entry's gradient in place; that of plain indexing would add a whole array of zeros.
+    """
+    return rows_MBTD, rows_MBTD[index]
+
+
+def _read_forward(rows_MBTD: jax.Array, index: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    return _read(rows_MBTD, index), index
+
+
+def _read_backward(index: jax.Array, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    rows_MBTD, entry_BTD = gradients
+    return jax.lax.dynamic_update_index_in_dim(rows_MBTD, rows_MBTD[index] + entry_BTD, index, 0), None
+
+
+_read.defvjp(_read_forward, _read_backward)
+
+
+def check_rows(rows: int, layout: Layout, schedule: Schedule) -> None:
+    """Raises UserError where rows do not divide into the schedule's micro-batches and their shards."""
+    shards = layout.shards("batch")
+    if rows % (schedule.micro_batches * shards):
+        by = f" of {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else ""
+        raise UserError(
+            f"{rows} rows do not divide into {schedule.micro_batches} micro-batches of the pipeline{by}: change "
+            "per_device_batch_size (or eval_per_device_batch_size) or num_pipeline_microbatches"
+        )

@@ -1,0 +1,56 @@
+"""Slices joined by a slow network: of a step that copies weights to each, gradients alone cross it, once."""
+
+import math
+
+import jax
+import pytest
+from tiny import TINY, load
+
+from src.aot.devices import abstract_devices
+from src.aot.hlo import collectives
+from src.build import build
+from src.topology import parse_topology
+from tests.compilers import SMALL, needs_cuda, needs_libtpu
+
+MODEL = {
+    **TINY,
+    **dict(pair.split("=") for pair in SMALL),
+    "dtype": "bfloat16",
+    "base_num_decoder_layers": 4,
+    "head_dim": 128,
+}
+
+
+def between_slices(topology, slices, **keys):
+    """The collectives between slices of a step, and the bytes of a device's part of all gradients."""
+    config = load(**{**MODEL, "remat_policy": "full", "per_device_batch_size": 1, **keys})
+    step = build(config, abstract_devices(parse_topology(topology, slices)))
+    mesh, text = step.plan.layout.mesh, step.traced.lower().compile().as_text()
+    parts = jax.tree.map(
+        lambda leaf, at: 4 * math.prod(at.shard_shape(leaf.shape)), step.plan.shapes, step.plan.shardings
+    )
+    return [each for each in collectives(text, mesh) if each.network == "dcn"], sum(jax.tree.leaves(parts))
+
+
+MESHES = [{}, {"gradient_accumulation_steps": 4}, {"ici_tensor_parallelism": 2, "gradient_accumulation_steps": 2}]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("keys", MESHES, ids=str)
+@pytest.mark.parametrize("slices", [2, 4])
+def test_a_step_sends_its_gradients_between_slices_once_and_nothing_else(slices, keys):
+    found, gradients = between_slices("v5e-8", slices, **keys)
+    assert {(each.kind, each.axes) for each in found} == {("all-reduce", ("data",))}
+    # A ring of n sends 2 (n - 1) / n of what it sums; beside the gradients only some numbers of the loss. One
+    # micro-batch's cross in the dtype of the products that made them, sums of several in float32.
+    sent = sum(each.times * each.sent_bytes for each in found) / (2 * (slices - 1) / slices)
+    assert sent <= 1.01 * gradients
+    assert sent >= (0.99 if "gradient_accumulation_steps" in keys else 0.5) * gradients
+
+
+@needs_cuda
+@pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 4}], ids=str)
+def test_so_does_one_on_hosts_of_gpus(keys):
+    found, gradients = between_slices("a3", 2, **keys)
+    assert {each.kind for each in found} == {"all-reduce"}
+    assert 0.49 * gradients <= sum(each.times * each.sent_bytes for each in found) <= 1.01 * gradients

@@ -9,7 +9,7 @@ fail() {
 }
 
 # Prints the comment that a script begins with.
-show_help() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[1]}"; }
+show_help() { awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "${BASH_SOURCE[1]}"; }
 
 # quoted WORD...: one line that a shell reads as these words.
 quoted() {

@@ -8,12 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
+from scripts import jobset
+from src.errors import UserError
+from src.topology import parse_topology
 from tests.fake_gcloud import parse
 from tests.runs import ROOT
 
@@ -316,3 +321,272 @@ def test_a_command_that_gcloud_repeats_starts_no_second_run(cloud):
         sent.removeprefix("--command="), shell=True, cwd=cloud.worker("pod-1-1"), capture_output=True, text=True
     )
     assert (again.returncode, again.stdout.count("pod-1-1: ")) == (0, 1)
+
+
+# ---- SLURM
+
+SLURM = {
+    # Runs a copy of the script, as the job's first node does, until its end.
+    "sbatch": """printf '%s\\n' "$@" >"$FAKE_CLOUD/sbatch"
+while [[ $1 == --* ]]; do shift; done
+cp "$1" "$FAKE_CLOUD/spooled"
+shift
+export SLURM_JOB_ID=77
+(
+  code=0
+  bash -c 'echo $$ >"$FAKE_CLOUD/batch"; exec bash "$FAKE_CLOUD/spooled" "$@"' batch "$@" || code=$?
+  echo $code >"$FAKE_CLOUD/code"
+) >"$FAKE_CLOUD/job.log" 2>&1 &""",
+    # Two tasks; the worst exit code is its own.
+    "srun": """printf '%s\\n' "$@" >"$FAKE_CLOUD/srun"
+while [[ $1 == --* ]]; do shift; done
+for task in 0 1; do HOME=task-$task "$@" & echo $! >>"$FAKE_CLOUD/tasks"; done
+worst=0
+for task in $(<"$FAKE_CLOUD/tasks"); do wait $task || worst=$?; done
+exit $worst""",
+    "scancel": """echo "scancel $*" >>"$FAKE_CLOUD/asked"; kill -TERM $(<"$FAKE_CLOUD/tasks")""",
+    "scontrol": """echo "scontrol $*" >>"$FAKE_CLOUD/asked" """,
+}
+
+
+@pytest.fixture
+def slurm(cloud):
+    for name, script in SLURM.items():
+        program(cloud.repository.parent / "bin" / name, script)
+    yield cloud
+    (cloud.folder / "waits").unlink(missing_ok=True)
+
+
+def submit(slurm):
+    """Submits a job that waits; returns the process of its batch script."""
+    (slurm.folder / "waits").touch()
+    done = slurm.launch("slurm.sh", "--nodes", 4, "--partition=long", "--", "bash", "job.sh", "run_name=x", "a  b")
+    assert done.returncode == 0, done.stderr
+    job = slurm.folder / "job.log"
+    wait_until(lambda: job.exists() and job.read_text().count("a  b") == 2)
+    return int((slurm.folder / "batch").read_text())
+
+
+def ended(slurm):
+    """The exit code of the batch script, and what it asked SLURM for."""
+    code, asked = slurm.folder / "code", slurm.folder / "asked"
+    wait_until(lambda: code.exists() and code.read_text())
+    return int(code.read_text()), asked.read_text().splitlines() if asked.exists() else []
+
+
+def test_a_slurm_job_has_a_process_a_gpu(slurm):
+    submit(slurm)
+    (slurm.folder / "waits").unlink()
+    assert ended(slurm) == (0, [])
+    command = ["bash", "job.sh", "run_name=x", "a  b"]
+    assert (slurm.folder / "sbatch").read_text().splitlines() == [
+        *("--nodes=4", "--gpus-per-node=8", "--ntasks-per-node=8", "--partition=long"),
+        *("scripts/slurm.sh", "in-job", *command),
+    ]
+    *options, _, _, _, _ = (slurm.folder / "srun").read_text().splitlines()
+    assert options == ["--kill-on-bad-exit=1", "--cpu-bind=none", "--gpu-bind=none"]
+    directives = re.findall(r"^#SBATCH (.*)", (ROOT / "scripts" / "slurm.sh").read_text(), re.MULTILINE)
+    assert {"--requeue", "--signal=B:USR1@300", "--exclusive", "--open-mode=append"} <= {*directives}
+    assert (slurm.repository / "runs").is_dir()  # or SLURM could not write its log there
+
+
+def test_a_slurm_job_whose_time_is_up_saves_and_is_in_the_queue_again(slurm):
+    os.kill(submit(slurm), signal.SIGUSR1)
+    assert ended(slurm) == (143, ["scancel --signal=TERM 77", "scontrol requeue 77"])
+    assert (slurm.folder / "job.log").read_text().count("saved") == 2
+
+
+def test_a_cancelled_slurm_job_saves_and_stays_out_of_the_queue(slurm):
+    batch = submit(slurm)
+    for process in [batch, *map(int, (slurm.folder / "tasks").read_text().split())]:
+        os.kill(process, signal.SIGTERM)
+    assert ended(slurm) == (143, [])
+    assert (slurm.folder / "job.log").read_text().count("saved") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["--", "python", "-m", "src.train", "configs/base.yml"], "has no run_name=NAME"),
+        (["--nodes", "0", "--", "true"], "--nodes 0: expected a number, 1 or more"),
+        (["-N", "2", "--", "true"], "'-N' is no option of the form --NAME=VALUE"),
+        (["--nodes", "2"], "what is to be run?"),
+    ],
+)
+def test_a_mistake_for_slurm_is_one_line(cloud, arguments, answer):
+    done = cloud.launch("slurm.sh", "--dry-run", *arguments)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert answer in done.stderr
+
+
+def test_a_dry_run_for_slurm_prints_what_would_be_submitted(cloud):
+    done = cloud.launch("slurm.sh", "--dry-run", "--nodes=2", "--gpus-per-node", 4, "--", "echo", "it's")
+    assert shlex.split(done.stdout) == [
+        *("sbatch", "--nodes=2", "--gpus-per-node=4", "--ntasks-per-node=4"),
+        *("scripts/slurm.sh", "in-job", "echo", "it's"),
+    ]
+    assert not (cloud.repository / "runs").exists()
+
+
+# ---- GKE
+
+COMMAND = ["python", "-m", "src.train", "configs/base.yml", "run_name=job", 'prompt=it\'s "a"  test: $HOME']
+
+
+def pods(kind, slices):
+    """The manifest's one group of Jobs, the Job, and the pod."""
+    [group] = yaml.safe_load(jobset.manifest("job", kind, slices, "image:1", COMMAND))["spec"]["replicatedJobs"]
+    job = group["template"]["spec"]
+    return group, job, job["template"]["spec"]
+
+
+# Slices, their chips a node and nodes, of docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus.
+@pytest.mark.parametrize(
+    ("kind", "accelerator", "topology", "chips", "hosts"),
+    [
+        ("v5e-1", "tpu-v5-lite-podslice", "1x1", 1, 1),
+        ("v5litepod-8", "tpu-v5-lite-podslice", "2x4", 8, 1),
+        ("v5e-256", "tpu-v5-lite-podslice", "16x16", 4, 64),
+        ("v4-128", "tpu-v4-podslice", "4x4x4", 4, 16),
+        ("v5p:2x2x2", "tpu-v5p-slice", "2x2x2", 4, 2),
+        ("V6E-16", "tpu-v6e-slice", "4x4", 4, 4),
+        ("tpu7x-128", "tpu7x", "4x4x4", 4, 16),
+    ],
+)
+@pytest.mark.parametrize("slices", [1, 3])
+def test_a_jobset_has_a_job_a_slice_and_a_pod_a_host(kind, accelerator, topology, chips, hosts, slices):
+    group, job, pod = pods(kind, slices)
+    assert group["replicas"] == slices
+    assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (hosts, hosts, 0)
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": accelerator,
+        "cloud.google.com/gke-tpu-topology": topology,
+    }
+    [container] = pod["containers"]
+    assert container["resources"]["limits"] == {"google.com/tpu": chips}
+    assert slices * hosts * chips * parse_topology(kind, 1).devices_per_chip == parse_topology(kind, slices).num_devices
+    assert container["command"] == COMMAND
+    annotations = yaml.safe_load(jobset.manifest("job", kind, slices, "i", COMMAND))["metadata"]["annotations"]
+    assert annotations == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "accelerator"), [("a3", "nvidia-h100-80gb"), ("a3-ultra", "nvidia-h200-141gb"), ("a4", "nvidia-b200")]
+)
+def test_a_jobset_of_gpus_has_a_pod_a_host_which_finds_the_others(kind, accelerator):
+    group, job, pod = pods(kind, 4)
+    assert (group["replicas"], job["parallelism"], job["completions"]) == (1, 4, 4)
+    assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": accelerator}
+    [container] = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    # JobSet's name of a pod: JOBSET-GROUP-JOB-POD.JOBSET
+    assert container["command"] == [
+        *COMMAND,
+        f"coordinator_address=job-{group['name']}-0-0.job:1234",
+        "num_processes=4",
+        "process_id=$(JOB_COMPLETION_INDEX)",
+    ]
+    mounts, volumes = {each["name"] for each in container["volumeMounts"]}, {each["name"] for each in pod["volumes"]}
+    assert mounts == volumes
+
+
+@pytest.mark.parametrize("kind", ["v5e-256", "a3"])
+def test_a_jobset_restarts_what_was_interrupted_but_no_mistake(kind):
+    spec = yaml.safe_load(jobset.manifest("job", kind, 2, "i", COMMAND))["spec"]
+    _, job, pod = pods(kind, 2)
+    assert spec["failurePolicy"]["maxRestarts"] > 0
+    assert spec["failurePolicy"]["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+    [rule] = job["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"]["values"] == [2]  # src/errors.py
+    assert rule["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
+    assert pod["restartPolicy"] == "Never"  # which podFailurePolicy needs
+
+
+@pytest.mark.parametrize("name", ["Job", "my_job", "-job", "j" * 41])
+def test_a_jobsets_name_is_one_of_kubernetes(name):
+    with pytest.raises(UserError, match="Kubernetes takes"):
+        jobset.manifest(name, "v5e-8", 1, "i", COMMAND)
+
+
+@pytest.fixture
+def gke(cloud):
+    """The launchers in a repository with what scripts/jobset.py needs, beside fake kubectl and docker."""
+    (cloud.repository / "src").symlink_to(ROOT / "src")
+    shutil.copy(ROOT / "scripts" / "jobset.py", cloud.repository / "scripts")
+    programs = cloud.repository.parent / "bin"
+    (programs / "python3").unlink()
+    (programs / "python3").symlink_to(sys.executable)
+    for name in ("kubectl", "docker"):
+        record = f'echo "{name} $*" >>"$FAKE_CLOUD/asked"'
+        program(programs / name, record + '\nif [[ "$*" == *- ]]; then cat >"$FAKE_CLOUD/stdin"; fi')
+    return cloud
+
+
+def test_a_run_on_gke_is_the_manifest_given_to_kubectl(gke):
+    arguments = ["run", "job", "--type", "v5e-256", "--slices", "2", "--image", "image:1"]
+    done = gke.launch("gke.sh", *arguments, "--", *COMMAND)
+    assert done.returncode == 0, done.stderr
+    assert (gke.folder / "asked").read_text() == "kubectl create --filename=-\n"
+    assert (gke.folder / "stdin").read_text() == jobset.manifest("job", "v5e-256", 2, "image:1", COMMAND)
+    for path in ("asked", "stdin"):
+        (gke.folder / path).unlink()
+    printed = gke.launch("gke.sh", *arguments, "--dry-run", "--", *COMMAND).stdout
+    assert not (gke.folder / "asked").exists()
+    subprocess.run(printed, shell=True, cwd=gke.repository, check=True)
+    assert (gke.folder / "stdin").read_text() == jobset.manifest("job", "v5e-256", 2, "image:1", COMMAND)
+
+
+def test_an_image_holds_the_files_that_git_tracks(gke):
+    (gke.repository / "old name.txt").unlink()
+    (gke.repository / "untracked.txt").touch()
+    done = gke.launch("gke.sh", "image", "registry/mintext:1", "tpu")
+    assert done.returncode == 0, done.stderr
+    build, push = (gke.folder / "asked").read_text().splitlines()
+    assert build == (
+        "docker build --platform=linux/amd64 --file=scripts/Dockerfile --build-arg=DEVICES=tpu "
+        "--tag=registry/mintext:1 -"
+    )
+    assert push == "docker push registry/mintext:1"
+    with tarfile.open(gke.folder / "stdin") as archive:
+        names = set(archive.getnames())
+    assert {"job.sh", "setup.sh", "scripts/Dockerfile"} <= names
+    assert not {"old name.txt", "untracked.txt"} & names
+
+
+def test_what_the_image_copies_is_there():
+    copied = re.findall(r"^COPY (\S+)", (ROOT / "scripts" / "Dockerfile").read_text(), re.MULTILINE)
+    assert copied == ["setup.sh", "requirements", "."]
+    assert all((ROOT / each).exists() for each in copied)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["run", "job", "--type", "v5e-257", "--image", "i"], "--type v5e-257: no v5e slice has 257 chips"),
+        (["run", "job", "--type", "h100", "--image", "i"], "Did you mean a3?"),
+        (["run", "job", "--type", "cpu-8", "--image", "i"], "expected a TPU slice or a GPU host"),
+        (["run", "job", "--type", "v5e-8"], "--image is missing"),
+        (["run", "job", "--image", "i"], "--type is missing"),
+        (["run", "job", "--type", "v5e-8", "--image", "i", "--slices", "0"], "--slices 0: expected a number"),
+        (["logs"], "logs what?"),
+        (["image", "registry/mintext"], "one name too many or too few"),
+        (["image", "registry/mintext", "cpu"], "'cpu' is neither tpu nor gpu"),
+        (["stop", "job"], "none of image, run, logs, status, delete"),
+    ],
+)
+def test_a_mistake_for_gke_is_one_line(gke, arguments, answer):
+    done = gke.launch("gke.sh", *arguments, "--dry-run", *(["--", *COMMAND] if arguments[0] == "run" else []))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert answer in done.stderr
+
+
+# ---- All of them
+
+
+@pytest.mark.parametrize("script", ["tpu.sh", "slurm.sh", "gke.sh"])
+def test_help_is_the_scripts_first_comment(script):
+    done = subprocess.run([ROOT / "scripts" / script, "--help"], capture_output=True, text=True, check=True)
+    comment = (ROOT / "scripts" / script).read_text().split("\n\n")[0].splitlines()[1:]
+    assert done.stdout.splitlines() == [line.removeprefix("#").removeprefix(" ") for line in comment]
+    assert f"scripts/{script}" in done.stdout

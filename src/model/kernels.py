@@ -14,6 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from src.errors import UserError
 from src.mesh import Layout
@@ -215,12 +216,14 @@ def splash(
         interpret=interpret,
     )
     by_head = layout.spec(("batch", "length", "heads", None))
+    # Of the mesh itself: of one that an outer shard_map maps over, JAX does not know a part's shape.
+    by_query = NamedSharding(layout.mesh, layout.spec((None, "length")))
     sinks = () if sinks_N is None else (sinks_N.astype(jnp.float32),)
 
     @functools.partial(
         layout.shard_map,
         in_specs=(
-            kernel.manual_sharding_spec(layout.sharding((None, "length"))),  # what each device's queries see
+            kernel.manual_sharding_spec(by_query),  # what each device's queries see
             *(by_head, by_head, by_head, layout.spec(("batch", "length"))),
             *(layout.spec(("heads",)) for _ in sinks),
         ),

@@ -21,6 +21,7 @@ from src.errors import UserError
 from src.topology import parse_topology
 from tests.fake_gcloud import parse
 from tests.runs import ROOT
+from tests.test_readme import commands_of
 
 PLACE = ("--zone", "us-west4-a", "--project", "research")
 WHERE = {"--zone": "us-west4-a", "--project": "research"}
@@ -590,3 +591,20 @@ def test_help_is_the_scripts_first_comment(script):
     comment = (ROOT / "scripts" / script).read_text().split("\n\n")[0].splitlines()[1:]
     assert done.stdout.splitlines() == [line.removeprefix("#").removeprefix(" ") for line in comment]
     assert f"scripts/{script}" in done.stdout
+
+
+DOCUMENTED = [words for words in commands_of(ROOT / "docs" / "launch.md") if words[0].startswith("scripts/")]
+
+
+@pytest.mark.parametrize("words", DOCUMENTED, ids=" ".join)
+def test_a_documented_command_is_understood(words, gke):
+    end = words.index("--") if "--" in words else len(words)
+    place = PLACE if words[0] == "scripts/tpu.sh" else ()
+    slices = ("--slices", "2") if "my-pods" in words and "create" not in words else ()
+    script, *arguments = [*words[:end], "--dry-run", *place, *slices, *words[end:]]
+    done = gke.launch(script.removeprefix("scripts/"), *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert done.stderr == ""
+    assert not (gke.folder / "calls.jsonl").exists()
+    assert not (gke.folder / "asked").exists()

@@ -48,7 +48,8 @@ selector=jobset.sigs.k8s.io/jobset-name=$name
 build_image() {
   local devices=${words[1]} context="{ $tracked_files; } | COPYFILE_DISABLE=1 tar -czf - -T -"
   [[ $devices == tpu || $devices == gpu ]] || fail "'$devices' is neither tpu nor gpu"
-  local build=(docker build --platform=linux/amd64 --file=scripts/Dockerfile --build-arg="DEVICES=$devices" --tag="$name" -)
+  local build=(docker build --platform=linux/amd64 --file=scripts/Dockerfile --build-arg="DEVICES=$devices"
+    --tag="$name" -)
   if $dry_run; then echo "$context | $(quoted "${build[@]}")"; else eval "$context" | "${build[@]}"; fi
   run_or_print docker push "$name"
 }

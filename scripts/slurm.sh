@@ -4,11 +4,11 @@
 #   scripts/slurm.sh [--nodes N] [--gpus-per-node G] [--dry-run] [OPTION=VALUE ...] -- \
 #       python -m src.train configs/base.yml run_name=NAME key=value
 #
-# 1 node with 8 GPUs if not said. Each OPTION=VALUE (--partition=..., --time=..., --account=...) goes to sbatch as it is.
+# 1 node with 8 GPUs if not said. OPTION=VALUE (--partition=..., --time=..., --account=...) goes to sbatch as it is.
 # Before: `bash setup.sh gpu` in this folder, which all nodes see. --dry-run prints the command and runs nothing.
 #
-# Five minutes before the job's time is up, the run is told to save a checkpoint and end, and the job goes into the queue
-# again; so it does where SLURM preempts it. It goes on by its run_name. `scancel JOB` ends it for good.
+# Five minutes before the job's time is up, the run is told to save a checkpoint and end, and the job goes into the
+# queue again; so it does where SLURM preempts it. It goes on by its run_name. `scancel JOB` ends it for good.
 
 #SBATCH --job-name=mintext
 #SBATCH --exclusive

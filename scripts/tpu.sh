@@ -2,7 +2,7 @@
 # Cloud TPU VMs: one slice or several, all their workers at once (docs/launch.md).
 #
 #   scripts/tpu.sh create NAME --type v5litepod-256 [--slices N] [--spot|--reserved|--on-demand]
-#                  [--version RUNTIME] [--no-wait]      asks for the slices (a queued resource), waits until they are there
+#                  [--version RUNTIME] [--no-wait]      asks for the slices, a queued resource, until they are there
 #   scripts/tpu.sh run NAME -- python -m src.train configs/base.yml key=value
 #                                                       copies this working tree to all workers, installs, runs
 #   scripts/tpu.sh run NAME                             follows the run that is there
@@ -12,7 +12,7 @@
 #   scripts/tpu.sh delete NAME [--yes] [--force]        gives the slices back; --force also those in use
 #
 # Each takes --zone and --project (otherwise gcloud's own configuration has them) and --dry-run, which prints the
-# commands and runs none: it asks nobody, and takes --slices and --workers (of a slice) for what NAME has, 1 if not given.
+# commands and runs none. It asks nobody what NAME has, but takes --slices and --workers (of a slice), 1 if not given.
 #
 # Ctrl-C in `run` is `stop`, a second one kills. The exit code of `run` is 0 if every worker's was.
 
@@ -96,10 +96,19 @@ require_active() {
 # on_each_node COMMAND: runs COMMAND NODE for all slices at the same time; fails if any did.
 on_each_node() {
   local pids=() node pid failed=0
+  trap 'for pid in "${pids[@]}"; do kill -TERM -- "-$pid"; done; exit 130' INT
   for node in "${nodes[@]}"; do
-    if $dry_run; then "$@" "$node"; else "$@" "$node" </dev/null & pids+=($!); fi
+    if $dry_run; then
+      "$@" "$node"
+      continue
+    fi
+    set -m # a process group of its own, which ends as a whole
+    "$@" "$node" </dev/null &
+    set +m
+    pids+=($!)
   done
   for pid in ${pids[@]+"${pids[@]}"}; do wait "$pid" || failed=1; done
+  trap - INT
   return $failed
 }
 
@@ -144,7 +153,8 @@ status() {
   if [[ $state != ACTIVE ]]; then return; fi
   local node
   for node in "${nodes[@]}"; do
-    run_or_print gcloud compute tpus tpu-vm describe "$node" "${where[@]}" '--format=value(name.basename(),state,health)'
+    run_or_print gcloud compute tpus tpu-vm describe "$node" "${where[@]}" \
+      '--format=value(name.basename(),state,health)'
   done
   if $dry_run; then on_each_node tell status; else on_each_node tell status 2>/dev/null | sort | uniq -c; fi
 }

@@ -18,7 +18,7 @@ is_alive() { [[ -n "$id" && ! -e $run/code ]] && kill -0 "$(<"$run/leader")" 2>/
 
 refuse_if_alive() {
   if is_alive; then
-    echo "the run $id is alive on this worker: scripts/tpu.sh stop NAME ends it, run NAME without a command follows it" >&2
+    echo "the run $id is alive on this worker: tpu.sh stop NAME ends it, tpu.sh run NAME alone follows it" >&2
     exit 3
   fi
 }

@@ -74,7 +74,10 @@ def cloud(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "scripts", repository / "scripts", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     (repository / "job.sh").write_text(JOB)
     (repository / "old name.txt").write_text("gone by the second run")
-    (repository / "setup.sh").write_text('mkdir -p .venv/bin; echo "$* with $PYTHON" >>.venv/asked\n')
+    (repository / "setup.sh").write_text(
+        'mkdir -p .venv/bin; echo "$* with $PYTHON" >>.venv/asked\n'
+        'while [ -e "$FAKE_CLOUD/installs" ]; do /bin/sleep 0.05; done\n'
+    )
     (repository / ".gitignore").write_text("/runs/\n.venv\n")
     (folder / "settings.json").write_text(json.dumps({"compute/zone": "us-west4-a", "project": "research"}))
     (folder / "states").write_text("ACTIVE")
@@ -283,6 +286,16 @@ def test_ctrl_c_has_all_workers_save_and_end(cloud, waiting):
     assert "failed" not in errors
     logs = cloud.logs()
     assert all("saved" in logs[f"slice-{i}-worker-{j}.log"] for i in range(2) for j in range(2))
+
+
+def test_ctrl_c_while_it_installs_starts_nothing(cloud):
+    (cloud.folder / "installs").touch()
+    process = cloud.start("run", "pod", "--", "bash", "job.sh")
+    wait_until(lambda: len(list(cloud.folder.glob("workers/*/mintext/.venv/asked"))) == 4)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)  # nothing that it started holds its output open
+    assert process.returncode == 130, errors
+    assert not list(cloud.folder.glob("workers/*/mintext/.launched"))
 
 
 def test_a_second_ctrl_c_kills(cloud, waiting):

@@ -164,8 +164,7 @@ def run_stages(
             )
             return run_chunk(x_BTD, jax.tree.map(lambda leaf: leaf[turn], chunks), layers_RL[turn], own)
 
-        if R > 1:
-            run_turn = remat(run_turn)
+        run_turn = remat(run_turn)
 
         def iterate(carry: tuple[jax.Array, jax.Array], iteration: jax.Array) -> tuple[Any, Any]:
             received_BTD, rows_MBTD = carry
@@ -212,21 +211,25 @@ def _split(x_BT: jax.Array, layout: Layout, schedule: Schedule, *axes: str | Non
 def _chunks(weights: Any, stage: jax.Array, schedule: Schedule) -> Any:
     """The chunks that this stage runs, [R, chunk, ...], of the weights that lie on it, [R chunk, ...].
 
-    Chunk c lies on stage c // R and is run by stage c % P: one exchange brings each there. Every pair of stages has
-    as many slots for it as the most chunks that go between two; some are sent in vain.
+    Chunk c lies on stage c // R and is run by stage c % P: one exchange brings each there, P - 1 permutations over
+    `stage`. (The compiler would gather what the other axes shard for an all-to-all over this one alone.) In each a
+    stage passes on as many chunks as the most that any two have for each other; some go in vain.
     """
     P, R = schedule.stages, schedule.repeats
     chunks = jax.tree.map(lambda leaf: leaf.reshape(R, -1, *leaf.shape[1:]), weights)
     if R == 1:
         return chunks
     slots = -(-R // P)
-    to_P1 = jnp.arange(P)[:, None]
-    sent_PS = jnp.minimum((to_P1 - stage * R) % P + P * jnp.arange(slots), R - 1)
-    wanted_R = jnp.arange(R) * P + stage
+    chunk_R = jnp.arange(R) * P + stage
+    place_R = (stage - chunk_R // R) % P * slots + chunk_R % R // P
 
     def exchange(chunks: jax.Array) -> jax.Array:
-        received = jax.lax.all_to_all(chunks[sent_PS], AXIS, 0, 0)
-        return received[wanted_R // R, wanted_R % R // P]
+        received = []
+        for distance in range(P):
+            sent = chunks[jnp.minimum((stage + distance - stage * R) % P + P * jnp.arange(slots), R - 1)]
+            to = [(sender, (sender + distance) % P) for sender in range(P)]
+            received.append(jax.lax.ppermute(sent, AXIS, to) if distance else sent)
+        return jnp.concatenate(received)[place_R]
 
     return jax.tree.map(exchange, chunks)
 

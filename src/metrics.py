@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
@@ -19,15 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from src.errors import UserError
 
 # A train line of metrics.jsonl has these keys in this order, mfu and mfu_palm only where the device's peak rate is
-# known, the losses of experts and of extra prediction layers only where the model has them; an eval line has `step`,
-# EVAL_KEYS, and what `eval_metrics` adds, all with /NAME after them for a set that has a name. Line k of the train
-# lines is the k-th update's: steps count from 1.
+# known, the losses of experts and of extra prediction layers only where the model has them, and of the layers that have
+# experts a list each of loads and drops; an eval line has `step`, EVAL_KEYS, and what `eval_metrics` adds, all with
+# /NAME after them for a set that has a name. Line k of the train lines is the k-th update's: steps count from 1.
+LOSSES_AND_LOADS = ("load_balance_loss", "router_z_loss", "expert_load_max", "tokens_dropped", "mtp_loss")
 TRAIN_KEYS = (
     "step",
     "loss",
     "perplexity",
-    "load_balance_loss",
-    "mtp_loss",
+    *LOSSES_AND_LOADS,
     "grad_norm",
     "learning_rate",
     "step_time_seconds",
@@ -38,6 +38,7 @@ TRAIN_KEYS = (
     "mfu_palm",
 )
 EVAL_KEYS = ("eval_loss", "eval_perplexity")
+Entry = Mapping[str, int | float | list[float]]
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -75,18 +76,20 @@ class MetricsLog:
             str(tensorboard_dir), purge_step=purge_step, filename_suffix=f".{time.time_ns()}"
         )
 
-    def write(self, entry: Mapping[str, int | float]) -> None:
+    def write(self, entry: Entry) -> None:
         """Adds one line: `step` with the keys of TRAIN_KEYS, or of EVAL_KEYS for an evaluation after that step."""
         ordered = [key for key in TRAIN_KEYS + EVAL_KEYS if key in entry]
         ordered += own_metrics(entry)
         assert len(ordered) == len(entry), f"metrics without a place in the line: {set(entry) - set(ordered)}"
-        finite = {key: entry[key] if math.isfinite(entry[key]) else None for key in ordered}
+        finite = {key: _or_null(entry[key]) for key in ordered}
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
         for key, value in finite.items():
-            if key != "step" and value is not None:
-                name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
-                self._tensorboard.add_scalar(name, value, entry["step"])
+            name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
+            by_layer = {f"{name}/{layer}": each for layer, each in enumerate(value)} if isinstance(value, list) else {}
+            for scalar, number in (by_layer or {name: value}).items():
+                if key != "step" and number is not None:
+                    self._tensorboard.add_scalar(scalar, number, entry["step"])
 
     def flush(self) -> None:
         """Puts every line on disk. Called before a checkpoint is saved, so that no step up to it can be missing."""
@@ -97,6 +100,13 @@ class MetricsLog:
         """Writes what is left and closes both."""
         self._file.close()
         self._tensorboard.close()
+
+
+def _or_null(value: float | list[float]) -> Any:
+    """A number, or those of a list; None for what is not finite."""
+    if isinstance(value, list):
+        return [_or_null(each) for each in value]
+    return value if math.isfinite(value) else None
 
 
 def _cut_back(path: Path, step: int) -> None:
@@ -159,7 +169,7 @@ class StepPrinter:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def train(self, entry: Mapping[str, int | float]) -> None:
+    def train(self, entry: Entry) -> None:
         """Takes each step's metrics, keys of TRAIN_KEYS, in order; prints those that log_period asks for."""
         step = int(entry["step"])
         if step == self._first_step:
@@ -184,8 +194,11 @@ class StepPrinter:
         return pace * (self._steps - step)
 
 
-def train_line(entry: Mapping[str, int | float], steps: int, seconds_left: float | None) -> str:
-    """One step's metrics in columns that stay in place from step to step."""
+def train_line(entry: Entry, steps: int, seconds_left: float | None) -> str:
+    """One step's metrics in columns that stay in place from step to step.
+
+    Of layers of experts, the highest load over the mean and the largest part of dropped choices of any.
+    """
     grad_norm, seconds = entry["grad_norm"], entry["step_time_seconds"]
     columns = [
         _step_column(entry, steps),
@@ -195,6 +208,10 @@ def train_line(entry: Mapping[str, int | float], steps: int, seconds_left: float
         f"{seconds:6.2f} s" if seconds >= 0.1 else f"{1000 * seconds:5.1f} ms",
         f"{entry['tokens_per_second']:>9,.0f} tok/s",
     ]
+    if "expert_load_max" in entry:
+        columns.append(f"load {max(entry['expert_load_max']):.1f}x")
+        if any(entry["tokens_dropped"]):
+            columns.append(f"dropped {100 * max(entry['tokens_dropped']):.1f}%")
     if "mfu" in entry:
         columns.append(f"MFU {100 * entry['mfu']:4.1f}%")
     if seconds_left is not None:

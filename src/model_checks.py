@@ -22,7 +22,7 @@ ROPE_FACTS = (
 EXPERT_FACTS = (
     "num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func", "router_bias",
     "routed_bias", "n_routing_groups", "topk_routing_group", "routing_group_score", "norm_topk_prob",
-    "routed_scaling_factor", "scale_expert_inputs",
+    "routed_scaling_factor", "scale_expert_inputs", "capacity_factor",
 )
 LAYER_FACTS = (
     "normalization", "normalization_layer_epsilon", "normalization_scale_offset", "normalization_placement",
@@ -92,6 +92,14 @@ def check_experts(facts: Mapping[str, Any]) -> list[str]:
         return [f"num_experts_per_tok={chosen} is more than the {chosen_groups * (experts // groups)} to choose from"]
     if facts["routing_group_score"] == "top2" and groups > 1 and experts // groups < 2:
         return [f"routing_group_score=top2 needs two experts a group: num_experts={experts}, n_routing_groups={groups}"]
+    return []
+
+
+def check_capacity(config: Mapping[str, Any]) -> list[str]:
+    """Some layer has the experts that have a capacity."""
+    layers = [config, *(facts for entry in config["decoder_segments"] for facts in entry["pattern"])]
+    if config["capacity_factor"] != -1 and all(layer.get("num_experts", 1) == 1 for layer in layers):
+        return [f"capacity_factor={config['capacity_factor']:g} needs experts: set num_experts, or capacity_factor=-1"]
     return []
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from ml_collections import FrozenConfigDict
 
 from src.errors import UserError
-from src.metrics import MetricsLog, StepPrinter, perplexity
+from src.metrics import LOSSES_AND_LOADS, Entry, MetricsLog, StepPrinter, perplexity
 from src.model.flops import FlopsPerToken
 from src.optimizer import learning_rate
 from src.topology import run_peak
@@ -43,7 +43,7 @@ class Recorder:
         tokens: int,
         mesh: Mesh,
     ) -> None:
-        self.last: dict[str, float] = {}
+        self.last: Entry = {}
         self._config, self._log, self._printer = config, log, printer
         self._flops, self._tokens, self._devices = flops, tokens, mesh.size
         self._peak = run_peak(mesh.devices.flat[0].device_kind, config.dtype, config.matmul_precision)
@@ -87,7 +87,7 @@ class Recorder:
         if self._pending is None:
             return
         (step, arrays, data_wait), self._pending = self._pending, None
-        metrics = {name: value.item() for name, value in jax.device_get(arrays).items()}
+        metrics = {name: value.tolist() for name, value in jax.device_get(arrays).items()}
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         finite = bool(metrics["finite"])
@@ -101,7 +101,7 @@ class Recorder:
             "step": step,
             "loss": metrics["loss"],
             "perplexity": perplexity(metrics["loss"]),
-            **{name: metrics[name] for name in ("load_balance_loss", "mtp_loss") if name in metrics},
+            **{name: metrics[name] for name in LOSSES_AND_LOADS if name in metrics},
             "grad_norm": metrics["grad_norm"],
             "learning_rate": learning_rate(self._config, step - 1),
             "step_time_seconds": seconds,

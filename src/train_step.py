@@ -14,7 +14,7 @@ from src.accumulation import accumulate
 from src.checkpoint import WEIGHTS
 from src.errors import UserError
 from src.mesh import Layout, mesh_axes_of, weight_shardings
-from src.model import lora, moe, weights
+from src.model import lora, moe, router, weights
 from src.model.context import Context, even_order, in_even_order, in_text_order
 from src.model.decoder import Decoder
 from src.model.kernels import choose_kernel
@@ -61,6 +61,7 @@ class StepPlan:
     vocab_tiles: int
     z_loss: float
     load_balance: float  # weight of the experts' load-balance loss
+    router_z_loss: float  # weight of the routers' z-loss
     bias_update_rate: float  # of the experts' correction biases
     further_loss: float  # weight of the mean loss of the extra prediction layers
     eval_metrics: Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]] | None
@@ -105,6 +106,7 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
             attention kernel does not run on its devices, or a pattern of `trainable_parameters` or `lora_parameters`
             fits no weight.
     """
+    moe.check_mesh(spec, layout)
     schedule = make_schedule(config, spec, layout)
     graphdef, declarations = weights.abstract(functools.partial(Decoder, spec))
     lora_spec = lora_of(config)
@@ -130,6 +132,7 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         vocab_tiles=config["num_vocab_tiling"],
         z_loss=config["z_loss_multiplier"],
         load_balance=config["load_balance_loss_weight"],
+        router_z_loss=config["router_z_loss_weight"],
         bias_update_rate=config["routed_bias_update_rate"],
         further_loss=config["mtp_loss_scaling_factor"],
         eval_metrics=load_function(config["eval_metrics"], "eval_metrics") if config["eval_metrics"] else None,
@@ -278,8 +281,10 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
 
     Returns:
         The next state, and scalars: `loss` (nats a token), `grad_norm` (before clipping), `tokens` (that count),
-        `finite` (whether the update was made), and where the model has them `load_balance_loss` (a sum over layers)
-        and `mtp_loss` (of the extra prediction layers, their mean, in nats a token).
+        `finite` (whether the update was made), and where the model has them `load_balance_loss` and `router_z_loss`
+        (sums over layers) and `mtp_loss` (of the extra prediction layers, their mean, in nats a token). With experts
+        also, of each layer that has some, `expert_load_max` (the busiest one's load over the mean) and
+        `tokens_dropped` (the fraction of choices).
     """
     tokens = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
     uses_dropout = plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers)
@@ -293,12 +298,14 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         denominator = jnp.maximum(tokens, 1.0)
         # Each micro-batch's by its share of the tokens that went through the experts.
         share = jnp.sum(rows["segment_ids"] > 0) / jnp.maximum(real, 1)
-        reports = jax.tree.map(lambda report: report * share, reports)
         shares = {"loss": loss_sum / denominator}
         objective = (loss_sum + plan.z_loss * square_sum) / denominator
         if plan.spec.has_experts:
-            shares["load_balance_loss"] = moe.total(reports, "load_balance_loss")
-            objective += plan.load_balance * shares["load_balance_loss"]
+            layers = router.by_layer(reports)
+            shares["load_balance_loss"] = share * jnp.sum(layers["load_balance_loss"])
+            shares["router_z_loss"] = share * jnp.sum(layers["router_z_loss"])
+            objective += plan.load_balance * shares["load_balance_loss"] + plan.router_z_loss * shares["router_z_loss"]
+        reports = jax.tree.map(lambda report: report * share, reports)
         if plan.spec.prediction_layers:
             shares["mtp_loss"] = further_sum / denominator / plan.spec.prediction_layers
             objective += plan.further_loss * shares["mtp_loss"]
@@ -320,7 +327,10 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
     clipped = clip(gradients, grad_norm, hyper["clip"])
     updates, opt = _optimizer(plan, hyper).update(clipped, state.opt, state.trainable)
-    stats = moe.corrected(state.stats, reports, plan.bias_update_rate)
+    if plan.spec.has_experts:
+        layers = router.by_layer(reports)
+        losses |= {name: layers[name] for name in ("expert_load_max", "tokens_dropped")}
+    stats = router.corrected(state.stats, reports, plan.bias_update_rate)
     updated = (optax.apply_updates(state.trainable, updates), stats, opt)
     current = (state.trainable, state.stats, state.opt)
     trainable, stats, opt = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, current)

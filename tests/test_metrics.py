@@ -57,7 +57,13 @@ def tensorboard_events(folder):
 
 def test_a_line_a_step_with_keys_in_order_whatever_order_they_came_in(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", None)
-    entry = {**train_entry(1), "mfu_palm": 0.5, "mfu": 0.4, "mtp_loss": 3.0, "load_balance_loss": 1.0}
+    experts = {
+        "load_balance_loss": 1.0,
+        "router_z_loss": 0.5,
+        "expert_load_max": [1.5, 2.0],
+        "tokens_dropped": [0, 0.1],
+    }
+    entry = {**train_entry(1), "mfu_palm": 0.5, "mfu": 0.4, "mtp_loss": 3.0, **experts}
     log.write(dict(reversed(entry.items())))
     log.write({"eval_own": 3.0, "eval_perplexity": 2.0, "eval_loss": 1.0, "step": 1})
     log.close()
@@ -165,6 +171,20 @@ def test_columns_stay_in_place():
 def test_mfu_is_printed_where_there_is_one():
     assert "MFU" not in train_line(train_entry(1), 10, None)
     assert "MFU 46.2%" in train_line({**train_entry(1), "mfu": 0.462}, 10, None)
+
+
+def test_the_most_loaded_layer_is_printed_and_each_is_a_scalar(tmp_path):
+    entry = {**train_entry(1), "expert_load_max": [1.5, 2.25], "tokens_dropped": [0.0, 0.0]}
+    assert "load 2.2x" in train_line(entry, 10, None)
+    assert "dropped" not in train_line(entry, 10, None)
+    assert "dropped 12.5%" in train_line({**entry, "tokens_dropped": [0.125, 0.0]}, 10, None)
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", None)
+    log.write({**entry, "expert_load_max": [1.5, math.nan]})
+    log.close()
+    assert read_lines(tmp_path)[0]["expert_load_max"] == [1.5, None]
+    tags = [value.tag for event in tensorboard_events(tmp_path) for value in event.summary.value]
+    assert "train/expert_load_max/0" in tags
+    assert "train/expert_load_max/1" not in tags
 
 
 @pytest.mark.parametrize(

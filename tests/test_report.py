@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from src import config
 from src.charts import Scale, downsample, log_ticks, running_median, show_number, ticks
 from src.errors import UserError
-from src.metrics import EVAL_KEYS, TRAIN_KEYS, perplexity
+from src.metrics import EVAL_KEYS, LOSSES_AND_LOADS, TRAIN_KEYS, perplexity
 from src.report import key_figures, main, write_report
 
 VOID = {"meta", "br", "img", "link", "input"}
@@ -52,7 +52,7 @@ class Page(HTMLParser):
 
 def train_entry(step, loss=2.0, **others):
     values = [step, loss, loss and perplexity(loss), 0.5, 3e-4, 0.5, 2000.0, 1.5]
-    names = [key for key in TRAIN_KEYS if key not in ("load_balance_loss", "mtp_loss")]  # which only some models have
+    names = [key for key in TRAIN_KEYS if key not in LOSSES_AND_LOADS]  # which only some models have
     return {**dict(zip(names, values, strict=False)), **others}
 
 

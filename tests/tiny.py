@@ -60,10 +60,10 @@ class Trainer:
             self.state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, self.abstract))
 
     def step(self, batch, number):
-        """Makes update `number` (from 0); returns its metrics as numbers."""
+        """Makes update `number` (from 0); returns its metrics as numbers and lists of such."""
         placed = jax.device_put(batch, batch_sharding(self.plan.layout))
         self.state, metrics = self.train_step(self.state, placed, hyper_parameters(self.config, number))
-        return {name: value.item() for name, value in jax.device_get(metrics).items()}
+        return {name: value.tolist() for name, value in jax.device_get(metrics).items()}
 
 
 def packed_rows(seed, rows=8, length=LENGTH, vocab=VOCAB):

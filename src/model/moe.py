@@ -1,19 +1,36 @@
-"""A layer of experts: a router sends each token through a few of many feed-forward layers. No token is dropped.
+"""A layer of experts: a router sends each token through a few of many feed-forward layers.
 
-Tensor letters: src/model/spec.py. A token goes through k experts, so M = B T k.
+Tensor letters: src/model/spec.py. A token goes through k experts.
 """
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from src.errors import UserError
+from src.mesh import Layout
+from src.model import dispatch, router
 from src.model.context import Context
+from src.model.dispatch import Peers
 from src.model.feedforward import FeedForward, activated
-from src.model.spec import ExpertsSpec
-from src.model.weights import Statistic, Tree, grouped_matmul, matmul, weight
+from src.model.grouped import add_by_group, batched_matmul, grouped_matmul
+from src.model.router import Report
+from src.model.spec import ExpertsSpec, ModelSpec
+from src.model.weights import Adapted, Statistic, matmul, weight
 
-Report = dict[str, jax.Array]
+# The logical axes of the experts' weights.
+AXES = {
+    "wi": ("expert", "expert_embed", None, "mlp"),
+    "wo": ("expert", "mlp", "expert_embed"),
+    "wi_bias": ("expert", None, "mlp"),
+    "wo_bias": ("expert", None),
+}
 
 
 class Experts(nnx.Module):
@@ -27,114 +44,173 @@ class Experts(nnx.Module):
             self.router_bias = weight(rngs, (E,), (None,), dtype, constant=0.0, decays=False)
         if spec.correction_bias:
             self.correction_bias = Statistic(jnp.zeros(E), out_sharding=(None,), fan_in=(), decays=False)
-        self.wi = weight(rngs, (E, emb_dim, A, F), ("expert", "expert_embed", None, "mlp"), dtype, fan_in=(1,))
-        self.wo = weight(rngs, (E, F, emb_dim), ("expert", "mlp", "expert_embed"), dtype, fan_in=(1,), scale=out_scale)
+        self.wi = weight(rngs, (E, emb_dim, A, F), AXES["wi"], dtype, fan_in=(1,))
+        self.wo = weight(rngs, (E, F, emb_dim), AXES["wo"], dtype, fan_in=(1,), scale=out_scale)
         if spec.expert.bias:
-            self.wi_bias = weight(rngs, (E, A, F), ("expert", None, "mlp"), dtype, constant=0.0, decays=False)
-            self.wo_bias = weight(rngs, (E, emb_dim), ("expert", None), dtype, constant=0.0, decays=False)
+            self.wi_bias = weight(rngs, (E, A, F), AXES["wi_bias"], dtype, constant=0.0, decays=False)
+            self.wo_bias = weight(rngs, (E, emb_dim), AXES["wo_bias"], dtype, constant=0.0, decays=False)
         if spec.shared:
             self.shared = FeedForward(spec.shared, emb_dim, out_scale, dtype, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Report]:
-        """[B, T, D] to [B, T, D], and of this batch: `expert_load` [E] and `load_balance_loss`."""
-        B, T, D = x_BTD.shape
-        scores_BTE = self._scores(x_BTD)
-        experts_BTk, weights_BTk = self._choose(scores_BTE)
-        out_BTD = self._run(x_BTD.reshape(B * T, D), experts_BTk, weights_BTk).reshape(B, T, D)
+        """[B, T, D] to [B, T, D], and what the router reports of this batch."""
+        logits_BTE = self._logits(x_BTD)
+        scores_BTE = router.scores(logits_BTE, self.spec)
+        correction_E = self.correction_bias[...] if self.spec.correction_bias else None
+        experts_BTk, weights_BTk = router.choose(scores_BTE, correction_E, self.spec)
+        real_BT = context.segment_ids_BT > 0
+        out_BTD, kept_BTk = self._run(x_BTD, experts_BTk, weights_BTk, real_BT, context.layout)
         out_BTD = context.layout.constrain(out_BTD, "batch", "length", "activation_embed")
         if self.spec.shared:
+            # It needs nothing of the others, so that the compiler may run it while tokens are on their way to them.
             out_BTD += self.shared(x_BTD, context)[0]
-        return checkpoint_name(out_BTD, "mlpwo"), self._report(scores_BTE, experts_BTk, context.segment_ids_BT > 0)
+        report = router.report(logits_BTE, scores_BTE, experts_BTk, kept_BTk, real_BT)
+        return checkpoint_name(out_BTD, "mlpwo"), report
 
-    def _scores(self, x_BTD: jax.Array) -> jax.Array:
-        """Each expert's score, in float32: a choice between two close ones must not hang on rounding."""
+    def _logits(self, x_BTD: jax.Array) -> jax.Array:
+        """The router's, in float32: a choice between two close ones must not hang on rounding."""
         logits_BTE = matmul(x_BTD.astype(jnp.float32), self.router[...], "BTD,DE->BTE", precision="highest")
         if self.spec.router_bias:
             logits_BTE += self.router_bias[...].astype(jnp.float32)
-        return {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[self.spec.score_func](logits_BTE)
+        return logits_BTE
 
-    def _choose(self, scores_BTE: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The k experts of each token, and their weights; both [B, T, k]."""
-        spec, choice_BTE = self.spec, scores_BTE
-        if spec.correction_bias:  # it moves the choice and not the weights (DeepSeek-V3, arXiv:2412.19437, 2.1.2)
-            choice_BTE = choice_BTE + jax.lax.stop_gradient(self.correction_bias[...])
-        if spec.groups > 1:
-            choice_BTE = jnp.where(self._in_best_groups(choice_BTE), choice_BTE, -jnp.inf)
-        _, experts_BTk = jax.lax.top_k(choice_BTE, spec.per_token)
-        weights_BTk = jnp.take_along_axis(scores_BTE, experts_BTk, axis=-1)
-        if spec.normalise:
-            weights_BTk /= jnp.sum(weights_BTk, axis=-1, keepdims=True) + 1e-20
-        return experts_BTk, weights_BTk * spec.scaling
+    def _run(
+        self, x_BTD: jax.Array, experts_BTk: jax.Array, weights_BTk: jax.Array, real_BT: jax.Array, layout: Layout
+    ) -> tuple[jax.Array, jax.Array]:
+        """The weighted sum of what each token's experts make of it [B, T, D], and which choices have a place [B, T, k].
 
-    def _in_best_groups(self, choice_BTE: jax.Array) -> jax.Array:
-        """Whether each expert is in one of its token's best groups (DeepSeek-V2, section 2.2.2)."""
-        spec = self.spec
-        grouped_BTGe = choice_BTE.reshape(*choice_BTE.shape[:2], spec.groups, -1)
-        best = {"max": 1, "top2": 2}[spec.group_score]
-        group_BTG = jnp.sum(jax.lax.top_k(grouped_BTGe, best)[0], axis=-1)
-        _, chosen_BTg = jax.lax.top_k(group_BTG, spec.groups_per_token)
-        chosen_BTG = jnp.any(jax.nn.one_hot(chosen_BTg, spec.groups, dtype=bool), axis=-2)
-        return jnp.repeat(chosen_BTG, grouped_BTGe.shape[-1], axis=-1)
-
-    def _run(self, x_XD: jax.Array, experts_BTk: jax.Array, weights_BTk: jax.Array) -> jax.Array:
-        """The weighted sum of each token's experts: X = B T tokens, [X, D] to [X, D].
-
-        Tokens are sorted by expert, so that each expert multiplies one block of rows.
+        Each device has its tokens, whole, and its part of the experts' weights, which it gathers along D.
         """
-        spec, per_token = self.spec, self.spec.per_token
-        expert_M, weight_M1 = experts_BTk.reshape(-1), weights_BTk.reshape(-1, 1).astype(x_XD.dtype)
-        order_M = jnp.argsort(expert_M)
-        sorted_expert_M, sorted_weight_M1 = expert_M[order_M], weight_M1[order_M]
-        rows_E = jnp.bincount(expert_M, length=spec.count).astype(jnp.int32)
-        x_MD = x_XD[order_M // per_token]
-        if spec.scale_inputs:
-            x_MD = x_MD * sorted_weight_M1
-        hidden_MAF = grouped_matmul(x_MD, self.wi[...], rows_E)
-        if spec.expert.bias:
-            hidden_MAF += self.wi_bias[...].astype(x_MD.dtype)[sorted_expert_M]
-        hidden_MAF = checkpoint_name(hidden_MAF, "mlpwi")
-        out_MD = grouped_matmul(activated(hidden_MAF, spec.expert), self.wo[...], rows_E)
-        if spec.expert.bias:
-            out_MD += self.wo_bias[...].astype(x_MD.dtype)[sorted_expert_M]
-        if not spec.scale_inputs:
-            out_MD = out_MD * sorted_weight_M1
-        unsorted_MD = out_MD[jnp.argsort(order_M)]
-        return jnp.sum(unsorted_MD.reshape(-1, per_token, out_MD.shape[-1]), axis=1)
-
-    def _report(self, scores_BTE: jax.Array, experts_BTk: jax.Array, real_BT: jax.Array) -> Report:
-        """The fraction of choices that fell on each expert, and the load-balance loss, of tokens that are no padding.
-
-        The loss is E times the sum over experts of that fraction and the mean score, 1 when all is even (Switch
-        Transformer, arXiv:2101.03961, section 2.2).
-        """
-        E = self.spec.count
-        tokens = jnp.maximum(jnp.sum(real_BT), 1)
-        chosen_BTE = jnp.sum(jax.nn.one_hot(experts_BTk, E), axis=-2) / self.spec.per_token
-        shares_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
-        load_E = jnp.sum(chosen_BTE * real_BT[..., None], axis=(0, 1)) / tokens
-        share_E = jnp.sum(shares_BTE * real_BT[..., None], axis=(0, 1)) / tokens
-        return {"expert_load": load_E, "load_balance_loss": E * jnp.sum(load_E * share_E)}
+        kernels = {name: getattr(self, name)[...] for name in AXES if hasattr(self, name)}
+        axes = {name: _by_leaf(kernels[name], AXES[name]) for name in kernels}
+        platform = layout.mesh.devices.flat[0].platform
+        on_device = functools.partial(
+            _on_device,
+            spec=self.spec,
+            axes=axes,
+            gathered=layout.axes("expert_embed"),
+            summed=layout.axes("mlp"),
+            parts=layout.shards("mlp"),
+            peers=Peers(layout.axes("expert"), layout.shards("expert"), platform),
+        )
+        tokens = layout.spec(("batch", "length", None))
+        run = layout.shard_map(
+            on_device,
+            in_specs=(tokens, tokens, tokens, layout.spec(("batch", "length")), _specs(axes, layout)),
+            out_specs=(tokens, tokens),
+        )
+        return run(x_BTD, experts_BTk, weights_BTk, real_BT, kernels)
 
 
-def corrected(stats: Tree, reports: Tree, rate: float) -> Tree:
-    """The correction biases `stats`, each `rate` nearer to an even load (DeepSeek-V3, section 2.1.2).
+def _by_leaf(kernel: jax.Array | Adapted, axes: tuple[str | None, ...]) -> Any:
+    """The logical axes of a weight of experts, or of its parts."""
+    if isinstance(kernel, Adapted):
+        return Adapted(axes, (*axes[:2], None), (axes[0], None, *axes[2:]))
+    return axes
 
-    `reports` is nested as they are, with the `expert_load` of each.
+
+def _specs(axes: Any, layout: Layout) -> Any:
+    return jax.tree.map(layout.spec, axes, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def _on_device(
+    x_BTD: jax.Array,
+    experts_BTk: jax.Array,
+    weights_BTk: jax.Array,
+    real_BT: jax.Array,
+    kernels: Any,
+    *,
+    spec: ExpertsSpec,
+    axes: Any,
+    gathered: tuple[str, ...],
+    summed: tuple[str, ...],
+    parts: int,
+    peers: Peers,
+) -> tuple[jax.Array, jax.Array]:
+    """`Experts._run` of one device's tokens, with its parts of the weights.
+
+    Args:
+        x_BTD: the tokens.
+        experts_BTk: the choices.
+        weights_BTk: their weights.
+        real_BT: which tokens are no padding.
+        kernels: the parts of the weights.
+        spec: what they are.
+        axes: their logical axes.
+        gathered: the mesh axes that shard D of the weights.
+        summed: those that shard F.
+        parts: into how many.
+        peers: who has the other experts.
     """
 
-    def move(bias_E: jax.Array, load_E: jax.Array) -> jax.Array:
-        # Layers that share their weights, and so the bias, report one by one.
-        load_E = jnp.mean(load_E, axis=tuple(range(load_E.ndim - bias_E.ndim)))
-        return bias_E + rate * jnp.sign(1.0 / bias_E.shape[-1] - load_E)
+    def gather(axes: tuple[str | None, ...], kernel: jax.Array) -> jax.Array:
+        kernel = kernel.astype(x_BTD.dtype)
+        if gathered and "expert_embed" in axes:
+            # Its gradient is a reduce-scatter. Named, so that no policy keeps whole weights for the backward pass.
+            kernel = jax.lax.all_gather(kernel, gathered, axis=axes.index("expert_embed"), tiled=True)
+            kernel = checkpoint_name(kernel, "gathered_experts")
+        return kernel
 
-    return {
-        name: move(stat, reports["expert_load"]) if name == "correction_bias" else corrected(stat, reports[name], rate)
-        for name, stat in stats.items()
-    }
+    def run(x_BTD: jax.Array, weights_BTk: jax.Array, kernels: Any) -> jax.Array:
+        kernels = jax.tree.map(gather, axes, kernels, is_leaf=lambda node: isinstance(node, tuple))
+        if spec.expert.bias:
+            kernels["wo_bias"] /= parts  # each adds its part
+        B, T, D = x_BTD.shape
+        k, x_XD = spec.per_token, x_BTD.reshape(B * T, D)
+        weights_Xk = weights_BTk.reshape(B * T, k).astype(x_XD.dtype)
+        if spec.scale_inputs:  # a token is as many as the experts it goes through
+            x_XD = (x_XD[:, None] * weights_Xk[..., None]).reshape(B * T * k, D)
+        if spec.capacity_factor == -1:
+            experts = experts_BTk.reshape(len(x_XD), -1)
+            out_XkD = dispatch.dropless(x_XD, experts, kernels, functools.partial(_sorted_rows, spec, peers), peers)
+        else:
+            out_XkD = dispatch.with_capacity(x_XD, places, kernels, functools.partial(_by_expert, spec), peers)
+        out_XkD = out_XkD.reshape(B * T, k, D)
+        out_XD = jnp.sum(out_XkD, axis=1) if spec.scale_inputs else jnp.einsum("XkD,Xk->XD", out_XkD, weights_Xk)
+        return (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(B, T, D)
+
+    kept_BTk = jnp.ones(experts_BTk.shape, bool)
+    if spec.capacity_factor != -1:
+        capacity = math.ceil(experts_BTk.shape[1] * spec.per_token * spec.capacity_factor / spec.count)
+        places = dispatch.take_places(experts_BTk, real_BT, spec.count, capacity)
+        kept_BTk = (places.row_M < len(places.choice_R)).reshape(experts_BTk.shape)
+    policy = jax.checkpoint_policies.save_anything_except_these_names("gathered_experts")
+    return jax.checkpoint(run, policy=policy)(x_BTD, weights_BTk, kernels), kept_BTk
 
 
-def total(reports: Tree, name: str) -> jax.Array:
-    """The sum of one reported value over all layers; 0 where none reports it."""
-    leaves = jax.tree_util.tree_leaves_with_path(reports)
-    values = [jnp.sum(leaf) for path, leaf in leaves if jax.tree_util.keystr(path[-1:], simple=True) == name]
-    return sum(values, jnp.zeros((), jnp.float32))
+def _sorted_rows(spec: ExpertsSpec, peers: Peers, x_RD: jax.Array, kernels: Any, rows_E: jax.Array) -> jax.Array:
+    """What experts make of rows that are sorted by expert."""
+    product = functools.partial(grouped_matmul, rows_G=rows_E, platform=peers.platform)
+    return _feed_forward(spec, x_RD, kernels, product, functools.partial(add_by_group, rows_G=rows_E))
+
+
+def _by_expert(spec: ExpertsSpec, x_ERD: jax.Array, kernels: Any) -> jax.Array:
+    """What experts make of each its rows."""
+    return _feed_forward(spec, x_ERD, kernels, batched_matmul, lambda x_ER, bias_E: x_ER + bias_E[:, None])
+
+
+def _feed_forward(spec: ExpertsSpec, x: jax.Array, kernels: Any, product: Callable, add: Callable) -> jax.Array:
+    """`FeedForward` with a weight for each expert, which `product` and `add` know to be whose."""
+    hidden = product(x, kernels["wi"])
+    if spec.expert.bias:
+        hidden = add(hidden, kernels["wi_bias"])
+    hidden = checkpoint_name(hidden, "mlpwi")
+    out = product(activated(hidden, spec.expert), kernels["wo"])
+    return add(out, kernels["wo_bias"]) if spec.expert.bias else out
+
+
+def check_mesh(spec: ModelSpec, layout: Layout) -> None:
+    """Raises UserError where the mesh shards experts and the model has none, or a number that does not divide."""
+    if layout.shards("expert") == 1:
+        return
+    if not spec.has_experts:
+        raise UserError(
+            f"the mesh shards experts over {layout.sharded_by('expert')}, and this model has none (num_experts=1): set "
+            "ici_expert_parallelism=1 and dcn_expert_parallelism=1; fsdp, context and tensor shard other weights"
+        )
+    for layer in spec.layers:
+        if isinstance(layer.feed_forward, ExpertsSpec) and layer.feed_forward.count % layout.shards("expert"):
+            raise UserError(
+                f"num_experts={layer.feed_forward.count} is not divisible by {layout.sharded_by('expert')}: change it, "
+                "or ici_expert_parallelism or dcn_expert_parallelism"
+            )

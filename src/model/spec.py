@@ -106,6 +106,7 @@ class ExpertsSpec:
     normalise: bool
     scaling: float
     scale_inputs: bool
+    capacity_factor: float  # -1: no choice is dropped
 
 
 @dataclass(frozen=True)
@@ -319,6 +320,7 @@ def _feed_forward(facts: Mapping[str, Any]) -> FeedForwardSpec | ExpertsSpec:
         normalise=facts["norm_topk_prob"],
         scaling=float(facts["routed_scaling_factor"]),
         scale_inputs=facts["scale_expert_inputs"],
+        capacity_factor=float(facts["capacity_factor"]),
     )
 
 

@@ -90,18 +90,6 @@ def matmul(x: jax.Array, kernel: jax.Array | Adapted, einsum: str, precision: st
     return jnp.einsum(einsum, x, kernel.astype(x.dtype), precision=precision)
 
 
-def grouped_matmul(x_MX: jax.Array, kernel: jax.Array | Adapted, rows_E: jax.Array) -> jax.Array:
-    """Rows of `x` times the weight of their expert: [M, X] and [E, X, ...] to [M, ...].
-
-    The first rows_E[0] rows are expert 0's, the next rows_E[1] expert 1's, and so on.
-    """
-    if isinstance(kernel, Adapted):
-        added = grouped_matmul(grouped_matmul(x_MX, kernel.down, rows_E), kernel.up, rows_E)
-        return grouped_matmul(x_MX, kernel.base, rows_E) + added
-    kernel_EXY = kernel.astype(x_MX.dtype).reshape(*kernel.shape[:2], -1)
-    return jax.lax.ragged_dot(x_MX, kernel_EXY, rows_E).reshape(-1, *kernel.shape[2:])
-
-
 def stack(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, repeats: int, axis: str) -> nnx.Module:
     """`repeats` modules as one, each of whose weights has a first dim of the logical axis `axis`."""
     keys = jax.random.split(rngs.params(), repeats)

@@ -20,16 +20,17 @@ set -euo pipefail
 
 # What SLURM runs, of a copy of this file, on the job's first node, in the folder that the job was submitted from.
 in_job() {
-  local code trapped=true time_is_up=false
+  local code trapped=true
   trap 'trapped=true' TERM # it is for the run; this shell stays until that has ended
-  trap 'trapped=true time_is_up=true; scancel --signal=TERM "$SLURM_JOB_ID"' USR1 # the run's processes, not this shell
+  trap 'trapped=true; scancel --signal=TERM "$SLURM_JOB_ID"' USR1 # to the run's processes, not to this shell
   # JAX gives each process the GPU of its number on the node, so each must see all of them.
   PATH=$PWD/.venv/bin:$PATH srun --kill-on-bad-exit=1 --cpu-bind=none --gpu-bind=none "$@" &
   while $trapped; do # a trap ends `wait` early
     trapped=false code=0
     wait $! || code=$?
   done
-  if [[ $code == 143 ]] && $time_is_up; then # a checkpoint was saved, and there is more to do
+  # After 143 there is more to do. A job that was cancelled, or that SLURM has put into the queue itself, is not RUNNING.
+  if [[ $code == 143 && $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") == RUNNING ]]; then
     scontrol requeue "$SLURM_JOB_ID"
   fi
   exit "$code"

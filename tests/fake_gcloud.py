@@ -2,8 +2,8 @@
 sends to a worker, in a folder a worker.
 
 A program: `fake_gcloud.py compute tpus ... `. The folder of FAKE_CLOUD has calls.jsonl, what was asked; states, those
-that the queued resource has, one an inquiry, the last of which stays; shape, its slices and the workers of each; and
-workers/NODE-WORKER, the worker's home.
+that the queued resource has, one an inquiry, the last of which stays; shape, its slices and the workers of each;
+broken, a worker that no command reaches alone; and workers/NODE-WORKER, the worker's home.
 """
 
 import json
@@ -74,6 +74,8 @@ def main(argv):
         for home in homes(cloud, node, flags["--worker"], workers):
             (home / path).write_bytes(Path(source).read_bytes())
     elif command == ("tpu-vm", "ssh"):
+        if (broken := cloud / "broken").exists() and broken.read_text() == f"{words[0]}-{flags['--worker']}":
+            return 255
         running = [
             subprocess.Popen(["bash", "-c", flags["--command"]], cwd=home, env={**os.environ, "HOME": str(home)})
             for home in homes(cloud, words[0], flags["--worker"], workers)

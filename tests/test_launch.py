@@ -135,6 +135,12 @@ def test_create_asks_for_a_queued_resource(cloud, arguments, flags):
     assert not (cloud.folder / "calls.jsonl").exists()
 
 
+def test_create_need_not_wait(cloud):
+    done = cloud.launch("tpu.sh", "create", "pod", "--type", "v4-8", "--no-wait")
+    assert done.returncode == 0, done.stderr
+    assert [parse(call)[0] for call in cloud.calls("compute")] == [("queued-resources", "create")]
+
+
 def test_a_dry_run_prints_each_command_of_a_run_and_runs_none(cloud):
     command = ["python", "-m", "src.train", "configs/base.yml", "prompt=it's a test", "dataset_path=a  b"]
     done = cloud.launch("tpu.sh", "run", "pod", *PLACE, "--dry-run", "--slices", 2, "--workers", 3, "--", *command)
@@ -241,6 +247,30 @@ def test_a_run_is_on_all_workers_of_all_slices(cloud):
     for name in workers:
         assert not (cloud.worker(name) / "mintext" / "old name.txt").exists()
         assert (cloud.worker(name) / "mintext" / "setup.sh").exists()
+
+
+def test_a_run_on_one_slice(cloud):
+    (cloud.folder / "shape").write_text("1 3")
+    done = cloud.launch("tpu.sh", "run", "pod", "--", "bash", "job.sh", "alone")
+    assert done.returncode == 0, done.stderr
+    assert {name for name in cloud.logs() if name.startswith("slice")} == {
+        f"slice-0-worker-{j}.{end}" for j in range(3) for end in ("log", "code")
+    }
+    assert "pod-2: alone\n" in cloud.logs()["slice-0-worker-2.log"]
+
+
+def test_a_broken_connection_leaves_the_run_alone(cloud):
+    (cloud.folder / "broken").write_text("pod-1-1")
+    (cloud.folder / "waits").touch()
+    process = cloud.start("run", "pod", "--", "bash", "job.sh")
+    wait_until(lambda: list(cloud.repository.glob("runs/tpu/pod/*/slice-1-worker-1.code")))
+    wait_until(lambda: len(list(cloud.folder.glob("workers/*/mintext/.launched/*/pid"))) == 3)
+    (cloud.folder / "waits").unlink()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 255
+    assert "slice-1-worker-1: the connection broke, the run goes on" in errors
+    logs = cloud.logs()
+    assert [logs[f"slice-{i}-worker-{j}.code"] for i in range(2) for j in range(2)] == ["0\n"] * 3 + ["255\n"]
 
 
 def test_a_worker_that_fails_ends_the_run_everywhere(cloud):
@@ -359,6 +389,7 @@ worst=0
 for task in $(<"$FAKE_CLOUD/tasks"); do wait $task || worst=$?; done
 exit $worst""",
     "scancel": """echo "scancel $*" >>"$FAKE_CLOUD/asked"; kill -TERM $(<"$FAKE_CLOUD/tasks")""",
+    "squeue": """cat "$FAKE_CLOUD/state" """,
     "scontrol": """echo "scontrol $*" >>"$FAKE_CLOUD/asked" """,
 }
 
@@ -367,6 +398,7 @@ exit $worst""",
 def slurm(cloud):
     for name, script in SLURM.items():
         program(cloud.repository.parent / "bin" / name, script)
+    (cloud.folder / "state").write_text("RUNNING\n")
     yield cloud
     (cloud.folder / "waits").unlink(missing_ok=True)
 
@@ -379,6 +411,10 @@ def submit(slurm):
     job = slurm.folder / "job.log"
     wait_until(lambda: job.exists() and job.read_text().count("a  b") == 2)
     return int((slurm.folder / "batch").read_text())
+
+
+def tasks(slurm):
+    return [int(process) for process in (slurm.folder / "tasks").read_text().split()]
 
 
 def ended(slurm):
@@ -412,10 +448,19 @@ def test_a_slurm_job_whose_time_is_up_saves_and_is_in_the_queue_again(slurm):
 
 def test_a_cancelled_slurm_job_saves_and_stays_out_of_the_queue(slurm):
     batch = submit(slurm)
-    for process in [batch, *map(int, (slurm.folder / "tasks").read_text().split())]:
+    (slurm.folder / "state").write_text("COMPLETING\n")
+    for process in [batch, *tasks(slurm)]:
         os.kill(process, signal.SIGTERM)
     assert ended(slurm) == (143, [])
     assert (slurm.folder / "job.log").read_text().count("saved") == 2
+
+
+def test_a_slurm_job_preempted_with_time_to_save_is_in_the_queue_again(slurm):
+    """SLURM's own requeue comes at the end of GraceTime, when the job has ended already."""
+    submit(slurm)
+    for process in tasks(slurm):
+        os.kill(process, signal.SIGTERM)
+    assert ended(slurm) == (143, ["scontrol requeue 77"])
 
 
 @pytest.mark.parametrize(

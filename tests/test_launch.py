@@ -554,7 +554,9 @@ def test_a_jobset_restarts_what_was_interrupted_but_no_mistake(kind):
     spec = yaml.safe_load(jobset.manifest("job", kind, 2, "i", COMMAND))["spec"]
     _, job, pod = pods(kind, 2)
     assert spec["failurePolicy"]["maxRestarts"] > 0
-    assert spec["failurePolicy"]["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+    [policy] = spec["failurePolicy"]["rules"]
+    assert (policy["action"], policy["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert policy["name"]  # JobSet's schema requires it
     [rule] = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
     assert rule["onExitCodes"]["values"] == [2]  # src/errors.py

@@ -61,7 +61,7 @@ class Cloud(NamedTuple):
 
     def logs(self):
         """The last run's logs and exit codes, by file name."""
-        last = max((self.repository / "runs" / "tpu" / "pod").iterdir())
+        last = max((self.repository / "runs" / "tpu" / "pod").iterdir(), key=lambda run: run.stat().st_mtime)
         return {path.name: path.read_text() for path in last.iterdir()}
 
 

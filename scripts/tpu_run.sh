@@ -4,7 +4,7 @@
 
 run() {
   local id i j job=follow
-  id=$(date +%Y%m%d-%H%M%S)-$$ # of this process: none other of the same second has it
+  id=$(date +%Y%m%d-%H%M%S)-$$ # two launches may be of the same second
   logs=runs/tpu/$name/$id
   if ! $dry_run; then mkdir -p "$logs"; fi
   count_workers

@@ -155,7 +155,8 @@ def run_stages(
         layers_RL = layers_L.reshape(R, P, -1)[:, stage]
 
         def run_turn(x_BTD: jax.Array, chunks: Any, item: jax.Array) -> tuple[jax.Array, Any]:
-            turn, micro_batch = schedule.turn(item), schedule.micro_batch(item)
+            micro_batch = schedule.micro_batch(item)
+            turn = schedule.turn(item) if R > 1 else 0  # a constant: the weights are then the same in all iterations
             own = replace(
                 context,
                 positions_BT=positions_MBT[micro_batch],

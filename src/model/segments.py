@@ -46,7 +46,10 @@ class Execution:
         return jax.checkpoint(block, policy=self._policy(), prevent_cse=not (self.scan_layers and repeats > 1))
 
     def remat_turn(self, run_turn: Callable) -> Callable:
-        """`run_turn`, a stage's blocks in a pipeline, keeping what each of them keeps, and not the weights it takes."""
+        """`run_turn`, a stage's blocks in a pipeline, keeping what each of them keeps, and not the weights it takes.
+
+        With remat_policy=none, where a stage has several turns, each keeps its weights too.
+        """
         if self.remat_policy == "none":
             return run_turn
         return jax.checkpoint(run_turn, policy=self._policy("decoder_layer_input"), prevent_cse=False)

@@ -1,0 +1,235 @@
+"""Pipeline stages give one device's losses and gradients, by a schedule without more idle iterations than it must."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from tiny import Trainer, assert_close, make, packed_rows, random_weights
+
+from src.errors import UserError
+from src.model.pipeline import Schedule
+from src.train_step import hidden_states, loss_sums
+
+LAYERS, ROWS = 8, 8
+LOCAL = "{attention_type: local_sliding, sliding_window_size: 5}"
+MODELS = {
+    "dense": {"remat_policy": "full"},
+    "windowed": {  # 4 repeats of two layers, and a segment before and after them that all stages run
+        "base_num_decoder_layers": 10,
+        "decoder_segments": f"[{{pattern: [{{base_mlp_dim: 48}}]}}, {{repeats: 4, pattern: [{LOCAL}, {{}}]}}, "
+        f"{{pattern: [{LOCAL}]}}]",
+        "normalization_placement": "both",
+    },
+    "gpt3": {
+        "normalization": "layer",
+        "position_type": "learned",
+        "mlp_activations": "[gelu]",
+        "mlp_bias": "true",
+        "attention_bias": "true",
+        "logits_via_embedding": "true",
+        "base_num_kv_heads": 4,
+    },
+    "latent experts": {
+        "base_num_decoder_layers": 9,
+        "decoder_segments": "[{pattern: [{num_experts: 1, shared_experts: 0}]}, {repeats: 8, pattern: [{}]}]",
+        "attention_type": "mla",
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "base_num_kv_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "base_moe_mlp_dim": 16,
+        "shared_experts": 1,
+        "routed_score_func": "sigmoid",
+        "routed_bias": "true",
+        "norm_topk_prob": "true",
+        "load_balance_loss_weight": 0.1,
+    },
+}
+
+
+def keys_of(stages, repeats=1, micro_batches=-1, data=1, fsdp=1, tensor=1, **others):
+    return {
+        "ici_pipeline_parallelism": stages,
+        "ici_data_parallelism": data,
+        "ici_fsdp_parallelism": fsdp,
+        "ici_tensor_parallelism": tensor,
+        "num_pipeline_repeats": repeats,
+        "num_pipeline_microbatches": micro_batches,
+        **others,
+    }
+
+
+def named(value):
+    """A test's name: the keys that are not their defaults."""
+    if not isinstance(value, dict):
+        return str(value)
+    return " ".join(f"{key}={size}" for key, size in value.items() if size not in (1, -1))
+
+
+def run(model, devices, **keys):
+    """The losses of three steps of plain descent, and what they added to the weights: a sum of gradients."""
+    settings = {"base_num_decoder_layers": LAYERS, **MODELS[model], **keys}
+    descent = {"opt_type": "sgd", "learning_rate": 0.1, "warmup_steps_fraction": 0, "gradient_clipping_threshold": 0}
+    trainer = Trainer(rows=ROWS, devices=devices, initial=False, adam_weight_decay=0, **descent, **settings)
+    before = jax.device_get(trainer.state)
+    metrics = [trainer.step(packed_rows(number, ROWS), number) for number in range(3)]
+    after = jax.device_get(trainer.state)
+    added = jax.tree.map(np.subtract, (after.trainable, after.stats), (before.trainable, before.stats))
+    names = [name for name in ("loss", "load_balance_loss") if name in metrics[0]]
+    return [[each[name] for name in names] for each in metrics], added
+
+
+@functools.cache
+def one_device(model):
+    return run(model, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "keys"),
+    [
+        ("dense", keys_of(2)),
+        ("dense", keys_of(2, repeats=4, micro_batches=4)),
+        ("dense", keys_of(4, micro_batches=8)),
+        ("dense", keys_of(4, repeats=2, micro_batches=8)),
+        ("dense", keys_of(2, repeats=2, fsdp=2, micro_batches=4)),
+        ("dense", keys_of(2, micro_batches=4, tensor=2, scan_layers="false")),
+        ("dense", keys_of(2, data=2, gradient_accumulation_steps=2)),
+        ("windowed", keys_of(2, repeats=2, fsdp=2)),
+        ("windowed", keys_of(4, fsdp=2)),
+        ("gpt3", keys_of(2, fsdp=2, tensor=2)),
+        ("gpt3", keys_of(4, repeats=2)),
+        ("latent experts", keys_of(2, repeats=2, micro_batches=4)),
+        ("latent experts", keys_of(4, fsdp=2)),
+    ],
+    ids=named,
+)
+def test_stages_give_the_losses_and_gradients_of_one_device(model, keys, capfd):
+    losses, added = one_device(model)
+    sizes = [size for name, size in keys.items() if name.startswith("ici_")]
+    found, found_added = run(model, int(np.prod(sizes)), **keys)
+    np.testing.assert_allclose(found, losses, rtol=1e-4)
+    assert_close(found_added, added, 1e-3)
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("repeats", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_a_micro_batch_goes_through_the_chunks_in_their_order(stages, repeats, groups):
+    """Each stage makes each turn of each micro-batch once, and each turn follows at once on what it needs."""
+    schedule = Schedule(stages, repeats, stages * groups)
+    done = {}
+    for iteration in range(schedule.iterations):
+        for stage in range(stages):
+            if 0 <= iteration - stage < schedule.items:
+                item = iteration - stage
+                turn, micro_batch = schedule.turn(item), schedule.micro_batch(item)
+                assert schedule.item(turn, micro_batch) == item
+                chunk = turn * stages + stage
+                assert (chunk, micro_batch) not in done
+                if chunk:  # it comes from the stage before, of the iteration before
+                    assert done[chunk - 1, micro_batch] == iteration - 1
+                done[chunk, micro_batch] = iteration
+    assert len(done) == stages * repeats * schedule.micro_batches
+    assert schedule.bubble == pytest.approx(1 - len(done) / (stages * schedule.iterations))
+
+
+def loops(jaxpr):
+    """The lengths of the loops within which a program's activations are passed on to the next stage."""
+    for equation in jaxpr.eqns:
+        for inner in jaxprs_in_params(equation.params):
+            if equation.primitive.name == "scan" and any(each.primitive.name == "ppermute" for each in inner.eqns):
+                yield equation.params["length"]
+            yield from loops(inner)
+
+
+@pytest.mark.parametrize(("repeats", "micro_batches"), [(1, 2), (1, 3), (1, 8), (2, 4)])
+def test_iterations_are_as_few_as_can_be(repeats, micro_batches):
+    keys = keys_of(2, repeats, micro_batches)
+    _, plan = make(2, base_num_decoder_layers=LAYERS, **keys)
+    batch = packed_rows(0, rows=24)
+
+    def loss(weights):
+        return loss_sums(plan.decoder(weights), batch, plan, None)[0]
+
+    iterations = micro_batches * repeats + 1
+    assert list(loops(jax.make_jaxpr(jax.grad(loss))(plan.shapes).jaxpr)) == [iterations, iterations]
+
+
+def test_dropout_differs_from_micro_batch_to_micro_batch():
+    """Of two micro-batches with the same rows: row r of a batch is in micro-batch r % 2."""
+    batch = {name: np.repeat(array, 2, axis=0) for name, array in packed_rows(0, rows=2).items()}
+    hidden = {}
+    for rate in (0.0, 0.5):
+        layers = f"[{{repeats: {LAYERS}, pattern: [{{dropout_rate: {rate}}}]}}]"  # in layers alone
+        _, plan = make(2, base_num_decoder_layers=LAYERS, decoder_segments=layers, **keys_of(2))
+
+        @jax.jit
+        def states(weights, plan=plan):
+            return hidden_states(plan.decoder(weights), batch, plan, jax.random.key(0))[0]
+
+        hidden[rate] = np.asarray(states(random_weights(plan)))
+    np.testing.assert_allclose(hidden[0.0][0::2], hidden[0.0][1::2], atol=1e-4)
+    assert np.mean(np.abs(hidden[0.5][0::2] - hidden[0.5][1::2])) > 0.1
+
+
+def test_weights_lie_in_layer_order_on_their_stages():
+    """Whatever the repeats, a stage holds consecutive layers: a checkpoint is the same on any mesh."""
+    _, alone = make(base_num_decoder_layers=LAYERS)
+    for repeats in (1, 2):
+        _, plan = make(4, base_num_decoder_layers=LAYERS, **keys_of(4, repeats))
+        assert jax.tree.map(lambda x: x.shape, plan.shapes) == jax.tree.map(lambda x: x.shape, alone.shapes)
+        query = plan.shardings["segments"][0][0]["attention"]["query"]
+        held = query.devices_indices_map((LAYERS, 32, 4, 8))
+        assert sorted(at[0].indices(LAYERS)[:2] for at in held.values()) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"num_pipeline_repeats": 2}, ["num_pipeline_repeats", "ici_pipeline_parallelism"]),
+        ({"num_pipeline_microbatches": 2}, ["num_pipeline_microbatches", "dcn_pipeline_parallelism"]),
+        (keys_of(4, base_num_decoder_layers=6), ["6 repeats", "4 pipeline stages", "ici_pipeline_parallelism"]),
+        (keys_of(4, repeats=4), ["8 repeats", "num_pipeline_repeats=4"]),
+        (
+            keys_of(
+                4, decoder_segments="[{repeats: 3, pattern: [{}, {base_mlp_dim: 48}]}, {repeats: 2, pattern: [{}]}]"
+            ),
+            ["3 repeats of a pattern of 2 layers"],
+        ),
+        (keys_of(4, repeats=2, micro_batches=6), ["num_pipeline_microbatches=6", "multiple of the 4"]),
+        (keys_of(2, decoder_segments="[{repeats: 8, shared: true, pattern: [{}]}]"), ["shares its weights"]),
+        (keys_of(2, logical_axis_rules__layers="[]"), ["logical_axis_rules.layers=[stage]"]),
+    ],
+    ids=named,
+)
+def test_what_stages_cannot_share_out_is_an_error(keys, parts):
+    devices = int(np.prod([size for name, size in keys.items() if name.startswith("ici_")]))
+    with pytest.raises(UserError) as error:
+        make(devices, **{"base_num_decoder_layers": LAYERS, **keys})
+    assert [part for part in parts if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "said"),
+    [
+        (6, keys_of(4), "6 rows do not divide into 4 micro-batches"),
+        (
+            8,
+            keys_of(2, fsdp=4, micro_batches=4),
+            "8 rows do not divide into 4 micro-batches of the pipeline of 4 shards",
+        ),
+    ],
+)
+def test_rows_that_do_not_divide_into_micro_batches_are_an_error(rows, keys, said):
+    devices = int(np.prod([size for name, size in keys.items() if name.startswith("ici_")]))
+    _, plan = make(devices, base_num_decoder_layers=LAYERS, **keys)
+    batch = packed_rows(0, rows)
+    with pytest.raises(UserError, match=said):
+        jax.eval_shape(lambda weights: loss_sums(plan.decoder(weights), batch, plan, None), plan.shapes)

@@ -3,8 +3,10 @@
 import re
 from collections import Counter
 
+import jax
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
+from jax.extend.core import jaxprs_in_params
 from tiny import assert_close, loss_and_gradients, make, packed_rows, random_weights
 
 from src.train_step import loss_sums
@@ -34,7 +36,10 @@ def exact():
     return batch, weights, loss_and_gradients(plan, weights, batch)
 
 
-@pytest.mark.parametrize("overrides", [{"remat_policy": name} for name in (*KEPT, *ON_HOST)] + [CUSTOM], ids=str)
+POLICIES = [{"remat_policy": name} for name in (*KEPT, *ON_HOST)] + [CUSTOM]
+
+
+@pytest.mark.parametrize("overrides", POLICIES, ids=str)
 def test_policies_give_the_same_loss_and_gradients(exact, overrides):
     batch, weights, expected = exact
     _, plan = make(**overrides)
@@ -54,9 +59,9 @@ def test_unrolled_blocks_keep_the_arrays_named(capsys, policy, names):
     lines = residuals(capsys, remat_policy=policy, scan_layers="false")
     kept = Counter(match[1] for line in lines if (match := re.search(r"named '(\w+)'", line)))
     assert kept == dict.fromkeys(names, 4)
-    # Without names: the four blocks' inputs, and the final norm's.
+    # Without names: the four blocks' inputs, the final norm's, and the output projection's.
     inputs = [line for line in lines if line.startswith("f32[3,16,32] output of sharding_constraint")]
-    assert len(inputs) == 5
+    assert len(inputs) == 6
 
 
 SHAPES = {
@@ -98,3 +103,78 @@ def test_custom_keeps_each_array_where_it_is_told_to(capsys):
     lines = residuals(capsys, **CUSTOM)
     assert scanned(lines, memory="") == SHAPES["context"]
     assert scanned(lines, memory="<host>") == sorted([*INPUTS, *SHAPES["mlpwi"]])
+
+
+# Two stages with two turns of two layers each, of four micro-batches: nine iterations.
+STAGES = {
+    "base_num_decoder_layers": 8,
+    "ici_pipeline_parallelism": 2,
+    "num_pipeline_repeats": 2,
+    "num_pipeline_microbatches": 4,
+}
+ITERATIONS, TURN = 9, 2
+
+
+@pytest.fixture(scope="module")
+def exact_of_eight_layers():
+    """As `exact`, of more layers and rows."""
+    batch = packed_rows(0, rows=4)
+    _, plan = make(base_num_decoder_layers=8)
+    weights = random_weights(plan)
+    return batch, weights, loss_and_gradients(plan, weights, batch)
+
+
+@pytest.mark.parametrize("scan_layers", ["true", "false"])
+@pytest.mark.parametrize("overrides", [*POLICIES, {"remat_policy": "none"}], ids=str)
+def test_policies_give_the_same_loss_and_gradients_in_a_pipeline(exact_of_eight_layers, overrides, scan_layers):
+    batch, weights, expected = exact_of_eight_layers
+    _, plan = make(2, scan_layers=scan_layers, **STAGES, **overrides)
+    assert_close(loss_and_gradients(plan, jax.device_put(weights, plan.shardings), batch), expected, 1e-5)
+
+
+def backward(devices=1, **overrides):
+    """The program of the gradients, as a jaxpr."""
+    _, plan = make(devices, **overrides)
+    batch = packed_rows(0, rows=12)
+    gradients = jax.grad(lambda weights: loss_sums(plan.decoder(weights), batch, plan, None)[0])
+    return jax.make_jaxpr(gradients)(plan.shapes).jaxpr
+
+
+def products(jaxpr):
+    """How many matrix products a program executes."""
+    return sum(
+        (equation.primitive.name == "dot_general")
+        + equation.params.get("length", 1) * sum(map(products, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
+
+
+def stacked(jaxpr):
+    """What the loop over a pipeline's iterations stacks up for the backward pass."""
+    for equation in jaxpr.eqns:
+        if equation.params.get("length") == ITERATIONS and not equation.params["reverse"]:
+            yield from (var.aval.str_short(True) for var in equation.outvars[equation.params["num_carry"] :])
+        for inner in jaxprs_in_params(equation.params):
+            yield from stacked(inner)
+
+
+@pytest.mark.parametrize("policy", [*KEPT, *ON_HOST])
+@pytest.mark.parametrize("scan_layers", ["true", "false"])
+def test_turns_of_a_pipeline_keep_what_their_blocks_keep_and_no_weights(policy, scan_layers):
+    jaxpr = backward(2, remat_policy=policy, scan_layers=scan_layers, **STAGES)
+    dims = f"{ITERATIONS},{TURN}" if scan_layers == "true" else f"{ITERATIONS}"
+    times = 1 if scan_layers == "true" else TURN
+    kept = [f"f32[{dims},{INPUTS[0]}]"]
+    for memory, names in (("", KEPT.get(policy, ())), ("<host>", ON_HOST.get(policy, ()))):
+        kept += [f"f32{memory}[{dims},{SHAPES[name][0]}]" for name in names]
+    assert Counter(array for array in stacked(jaxpr) if array.startswith("f32")) == Counter(kept * times)
+
+
+@pytest.mark.parametrize("policy", [*KEPT, *ON_HOST])
+@pytest.mark.parametrize("scan_layers", ["true", "false"])
+def test_turns_of_a_pipeline_compute_again_what_blocks_do(policy, scan_layers):
+    settings = {"remat_policy": policy, "scan_layers": scan_layers}
+    rest = 3  # the output projection, and its two gradients
+    of_layers = products(backward(base_num_decoder_layers=8, **settings)) - rest
+    of_turns = products(backward(2, **STAGES, **settings)) - rest
+    assert of_turns / (ITERATIONS * TURN) == of_layers / 8

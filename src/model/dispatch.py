@@ -39,11 +39,17 @@ class Slices(NamedTuple):
     received: jax.Array  # rows
 
 
-Feed = Callable[[jax.Array, Any, jax.Array], jax.Array]  # rows sorted by expert, the experts' weights, rows of each
+Rows = tuple[jax.Array, jax.Array | None]  # of tokens, and what to multiply with on the way; None: with nothing
 
 
-def dropless(x_XD: jax.Array, experts_Xk: jax.Array, kernels: Any, feed: Feed, peers: Peers) -> jax.Array:
-    """What each token's experts make of it, [X, D] to [X, k, D]; no token is lost, however they choose.
+def dropless(
+    tokens: Rows,
+    experts_Xk: jax.Array,
+    kernels: Any,
+    feed: Callable[[Rows, Any, jax.Array], jax.Array],
+    peers: Peers,
+) -> jax.Array:
+    """The sum of what each token's experts make of it, [X, D] to [X, D]; none is lost, however they choose.
 
     Choices are sorted by expert, so that a device's experts find each its rows in one block. Between peers, the rows
     that a device gets, sorted by expert and then by sender, pass through a buffer of R rows window by window: the first
@@ -53,70 +59,76 @@ def dropless(x_XD: jax.Array, experts_Xk: jax.Array, kernels: Any, feed: Feed, p
     after the other, and no more memory. Windows after the first are computed again in the backward pass.
 
     A token moves 2 k D numbers of the compute dtype forward and as many backward, less the 1 / P of them that stay.
+    What rematerialisation computes again moves k D, and where more than the residual needs the output, k D more.
 
     Args:
-        x_XD: this device's tokens.
+        tokens: this device's [X, D], and the weights [X, k] of their choices.
         experts_Xk: the experts of each.
         kernels: the weights of this device's experts.
-        feed: what those make of rows.
+        feed: what those make of rows that are sorted by expert, and of which each has so many.
         peers: who has the other experts.
     """
     X, k = experts_Xk.shape
     chosen_M = experts_Xk.reshape(-1)
     choice_R = jnp.argsort(chosen_M)
     row_M = jnp.argsort(choice_R)
-    x_RD = spread(x_XD, choice_R, row_M, k)
+    rows = _spread_all(tokens, choice_R, row_M, k)
     experts = _expert_count(kernels) * peers.count
     rows_E = jnp.bincount(chosen_M, length=experts).astype(jnp.int32)
     if peers.count == 1:
-        out_RD = feed(x_RD, kernels, rows_E)
+        out_RD = feed(rows, kernels, rows_E)
     else:
         most = peers.count * X * min(k, experts // peers.count)
         room = min(most, math.ceil(SLACK * X * k))
         rows_PE = jax.lax.all_gather(rows_E, peers.axes)
-        out_RD = _window(x_RD, kernels, rows_PE, 0, feed, room, peers)
+        out_RD = _window(rows, kernels, rows_PE, 0, feed, room, peers)
         if room < most:
-            out_RD = _later_windows(out_RD, x_RD, kernels, rows_PE, feed, room, peers)
-    return collect(out_RD, row_M, choice_R).reshape(X, k, -1)
+            out_RD = _later_windows(out_RD, rows, kernels, rows_PE, feed, room, peers)
+    return combine(out_RD, row_M, choice_R, k)
+
+
+def _spread_all(tokens: Rows, choice_R: jax.Array, row_M: jax.Array, k: int) -> Rows:
+    x_XD, weights_Xk = tokens
+    weights_R1 = None if weights_Xk is None else spread(weights_Xk.reshape(-1, 1), choice_R, row_M, 1)
+    return spread(x_XD, choice_R, row_M, k), weights_R1
 
 
 def _window(
-    x_RD: jax.Array, kernels: Any, rows_PE: jax.Array, window: jax.Array | int, feed: Feed, room: int, peers: Peers
+    rows: Rows, kernels: Any, rows_PE: jax.Array, window: jax.Array | int, feed: Callable, room: int, peers: Peers
 ) -> jax.Array:
     """What experts make of those of this device's sorted rows that are in their devices' windows; 0 of the others."""
     there, back, rows_e = slices(rows_PE, window, room, jax.lax.axis_index(peers.axes))
-    arrived_RD = exchange(x_RD, there, back, room, peers)
-    return exchange(feed(arrived_RD, kernels, rows_e), back, there, len(x_RD), peers)
+    arrived = jax.tree.map(lambda each: exchange(each, there, back, room, peers), rows)
+    return exchange(feed(arrived, kernels, rows_e), back, there, len(rows[0]), peers)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _later_windows(
-    out_RD: jax.Array, x_RD: jax.Array, kernels: Any, rows_PE: jax.Array, feed: Feed, room: int, peers: Peers
+    out_RD: jax.Array, rows: Rows, kernels: Any, rows_PE: jax.Array, feed: Callable, room: int, peers: Peers
 ) -> jax.Array:
     """`out_RD` with what the windows after the first add: as many as the device with the most rows needs."""
 
     def add(window: jax.Array, out_RD: jax.Array) -> jax.Array:
-        return out_RD + _window(x_RD, kernels, rows_PE, window, feed, room, peers)
+        return out_RD + _window(rows, kernels, rows_PE, window, feed, room, peers)
 
     return jax.lax.fori_loop(1, _windows(rows_PE, room, peers), add, out_RD)
 
 
 def _windows_forward(
-    out_RD: jax.Array, x_RD: jax.Array, kernels: Any, rows_PE: jax.Array, feed: Feed, room: int, peers: Peers
+    out_RD: jax.Array, rows: Rows, kernels: Any, rows_PE: jax.Array, feed: Callable, room: int, peers: Peers
 ) -> tuple[jax.Array, Any]:
-    return _later_windows(out_RD, x_RD, kernels, rows_PE, feed, room, peers), (x_RD, kernels, rows_PE)
+    return _later_windows(out_RD, rows, kernels, rows_PE, feed, room, peers), (rows, kernels, rows_PE)
 
 
-def _windows_backward(feed: Feed, room: int, peers: Peers, kept: Any, gradient_RD: jax.Array) -> tuple[Any, ...]:
-    x_RD, kernels, rows_PE = kept
+def _windows_backward(feed: Callable, room: int, peers: Peers, kept: Any, gradient_RD: jax.Array) -> tuple[Any, ...]:
+    rows, kernels, rows_PE = kept
 
     def add(window: jax.Array, sums: Any) -> Any:
-        _, to_inputs = jax.vjp(lambda x, w: _window(x, w, rows_PE, window, feed, room, peers), x_RD, kernels)
+        _, to_inputs = jax.vjp(lambda x, w: _window(x, w, rows_PE, window, feed, room, peers), rows, kernels)
         return jax.tree.map(jnp.add, sums, to_inputs(gradient_RD))
 
-    zeros = jax.tree.map(jnp.zeros_like, (x_RD, kernels))
-    to_x_RD, to_kernels = jax.lax.fori_loop(1, _windows(rows_PE, room, peers), add, zeros)
-    return gradient_RD, to_x_RD, to_kernels, None
+    zeros = jax.tree.map(jnp.zeros_like, (rows, kernels))
+    return gradient_RD, *jax.lax.fori_loop(1, _windows(rows_PE, room, peers), add, zeros), None
 
 
 _later_windows.defvjp(_windows_forward, _windows_backward)
@@ -212,22 +224,24 @@ def _exchange_by_gathering(rows_RD: jax.Array, there: Slices, room: int, peers: 
 
 
 def with_capacity(
-    x_XD: jax.Array, places: "Places", kernels: Any, feed: Callable[[jax.Array, Any], jax.Array], peers: Peers
+    tokens: Rows, places: "Places", kernels: Any, feed: Callable[[Rows, Any], jax.Array], peers: Peers
 ) -> jax.Array:
-    """What each token's experts make of it, [X, D] to [X, k, D]; 0 for the choices that have no place.
+    """The sum of what those of each token's experts make of it where it has a place, [X, D] to [X, D].
 
     A token moves 2 k D numbers of the compute dtype, times the capacity factor, forward and as many backward, less the
     1 / P of them that stay.
     """
-    X, D = x_XD.shape
-    k = len(places.row_M) // X
-    x_ECD = spread(x_XD, places.choice_R, places.row_M, k).reshape(places.experts, -1, D)
+
+    def to_experts(rows: jax.Array) -> jax.Array:
+        rows = rows.reshape(places.experts, -1, rows.shape[1])
+        return jax.lax.all_to_all(rows, peers.axes, 0, 1, tiled=True) if peers.count > 1 else rows
+
+    k = len(places.row_M) // len(tokens[0])
+    rows = jax.tree.map(to_experts, _spread_all(tokens, places.choice_R, places.row_M, k))
+    out_ECD = feed(rows, kernels)
     if peers.count > 1:
-        x_ECD = jax.lax.all_to_all(x_ECD, peers.axes, split_axis=0, concat_axis=1, tiled=True)
-    out_ECD = feed(x_ECD, kernels)
-    if peers.count > 1:
-        out_ECD = jax.lax.all_to_all(out_ECD, peers.axes, split_axis=1, concat_axis=0, tiled=True)
-    return collect(out_ECD.reshape(-1, D), places.row_M, places.choice_R).reshape(X, k, D)
+        out_ECD = jax.lax.all_to_all(out_ECD, peers.axes, 1, 0, tiled=True)
+    return combine(out_ECD.reshape(-1, out_ECD.shape[2]), places.row_M, places.choice_R, k)
 
 
 class Places(NamedTuple):
@@ -281,33 +295,39 @@ def spread(x_XD: jax.Array, choice_R: jax.Array, row_M: jax.Array, k: int) -> ja
     return x_XD.at[choice_R // k].get(mode="fill", fill_value=0)
 
 
-def _spread_forward(x_XD: jax.Array, choice_R: jax.Array, row_M: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    return spread(x_XD, choice_R, row_M, k), row_M
+def _spread_forward(
+    x_XD: jax.Array, choice_R: jax.Array, row_M: jax.Array, k: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return spread(x_XD, choice_R, row_M, k), (choice_R, row_M)
 
 
-def _spread_backward(k: int, row_M: jax.Array, gradient_RD: jax.Array) -> tuple[jax.Array, None, None]:
-    gradient_MD = gradient_RD.at[row_M].get(mode="fill", fill_value=0)
-    return jnp.sum(gradient_MD.reshape(-1, k, gradient_RD.shape[1]), axis=1), None, None
+def _spread_backward(k: int, kept: tuple[jax.Array, jax.Array], gradient_RD: jax.Array) -> tuple[Any, None, None]:
+    choice_R, row_M = kept
+    return combine(gradient_RD, row_M, choice_R, k), None, None
 
 
 spread.defvjp(_spread_forward, _spread_backward)
 
 
-@jax.custom_vjp
-def collect(rows_RD: jax.Array, row_M: jax.Array, choice_R: jax.Array) -> jax.Array:
-    """Of each choice, its row of a buffer [R, D]; 0 for those that have none. The arguments are those of `spread`."""
-    return rows_RD.at[row_M].get(mode="fill", fill_value=0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def combine(rows_RD: jax.Array, row_M: jax.Array, choice_R: jax.Array, k: int) -> jax.Array:
+    """The sums [X, D] of each token's rows of a buffer [R, D]: `spread`, transposed. The arguments are its."""
+    rows_MD = rows_RD.at[row_M].get(mode="fill", fill_value=0)
+    return jnp.sum(rows_MD.reshape(-1, k, rows_RD.shape[1]), axis=1)
 
 
-def _collect_forward(rows_RD: jax.Array, row_M: jax.Array, choice_R: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return collect(rows_RD, row_M, choice_R), choice_R
+def _combine_forward(
+    rows_RD: jax.Array, row_M: jax.Array, choice_R: jax.Array, k: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return combine(rows_RD, row_M, choice_R, k), (row_M, choice_R)
 
 
-def _collect_backward(choice_R: jax.Array, gradient_MD: jax.Array) -> tuple[jax.Array, None, None]:
-    return gradient_MD.at[choice_R].get(mode="fill", fill_value=0), None, None
+def _combine_backward(k: int, kept: tuple[jax.Array, jax.Array], gradient_XD: jax.Array) -> tuple[Any, None, None]:
+    row_M, choice_R = kept
+    return spread(gradient_XD, choice_R, row_M, k), None, None
 
 
-collect.defvjp(_collect_forward, _collect_backward)
+combine.defvjp(_combine_forward, _combine_backward)
 
 
 def _expert_count(kernels: Any) -> int:

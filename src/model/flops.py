@@ -132,8 +132,7 @@ def _recomputed_feed_forward(layer: LayerSpec, emb_dim: int, kept: Collection[st
     spec = layer.feed_forward
     if not isinstance(spec, ExpertsSpec):
         return of(spec, output_needed)
-    # The derivative by the scores that experts' outputs are multiplied by needs those outputs.
-    experts = spec.per_token * of(spec.expert, output_needed or not spec.scale_inputs)
+    experts = spec.per_token * of(spec.expert, output_needed)
     return emb_dim * spec.count + experts + (of(spec.shared, output_needed) if spec.shared else 0)
 
 

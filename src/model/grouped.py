@@ -50,11 +50,12 @@ def batched_matmul(x_GRX: jax.Array, kernel: jax.Array | Adapted) -> jax.Array:
     return jnp.matmul(x_GRX, kernel_GXY).reshape(*x_GRX.shape[:2], *kernel.shape[2:])
 
 
-def add_by_group(x: jax.Array, bias: jax.Array, rows_G: jax.Array) -> jax.Array:
-    """Rows [R, ...] plus the bias [G, ...] of their group; 0 past the last group."""
+def add_by_group(x: jax.Array, bias: jax.Array, factor_R1: jax.Array | None = None, *, rows_G: jax.Array) -> jax.Array:
+    """Rows [R, ...] plus the bias [G, ...] of their group, times the row's factor; 0 past the last group."""
     group_R = jnp.searchsorted(jnp.cumsum(rows_G), jnp.arange(len(x)), side="right", method="compare_all")
     # A product, for the gradient of a table that is looked up would add to scattered rows.
     of_row_RG = jax.nn.one_hot(group_R, len(rows_G), dtype=x.dtype)
+    of_row_RG = of_row_RG if factor_R1 is None else of_row_RG * factor_R1
     bias_RY = of_row_RG @ bias.reshape(len(bias), -1).astype(x.dtype)
     real_R = (group_R < len(rows_G)).reshape(-1, *(1,) * (x.ndim - 1))
     return jnp.where(real_R, x + bias_RY.reshape(x.shape), 0)

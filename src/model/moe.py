@@ -17,7 +17,7 @@ from src.errors import UserError
 from src.mesh import Layout
 from src.model import dispatch, router
 from src.model.context import Context
-from src.model.dispatch import Peers
+from src.model.dispatch import Peers, Rows
 from src.model.feedforward import FeedForward, activated
 from src.model.grouped import add_by_group, batched_matmul, grouped_matmul
 from src.model.router import Report
@@ -158,15 +158,17 @@ def _on_device(
         B, T, D = x_BTD.shape
         k, x_XD = spec.per_token, x_BTD.reshape(B * T, D)
         weights_Xk = weights_BTk.reshape(B * T, k).astype(x_XD.dtype)
-        if spec.scale_inputs:  # a token is as many as the experts it goes through
-            x_XD = (x_XD[:, None] * weights_Xk[..., None]).reshape(B * T * k, D)
+        tokens, experts_Xk = (x_XD, weights_Xk), experts_BTk.reshape(B * T, k)
+        if spec.scale_inputs:  # as if each of a token's choices were a token
+            tokens = (x_XD[:, None] * weights_Xk[..., None]).reshape(-1, D), None
+            experts_Xk = experts_Xk.reshape(-1, 1)
         if spec.capacity_factor == -1:
-            experts = experts_BTk.reshape(len(x_XD), -1)
-            out_XkD = dispatch.dropless(x_XD, experts, kernels, functools.partial(_sorted_rows, spec, peers), peers)
+            feed = functools.partial(_sorted_rows, spec, peers.platform)
+            out_XD = dispatch.dropless(tokens, experts_Xk, kernels, feed, peers)
         else:
-            out_XkD = dispatch.with_capacity(x_XD, places, kernels, functools.partial(_by_expert, spec), peers)
-        out_XkD = out_XkD.reshape(B * T, k, D)
-        out_XD = jnp.sum(out_XkD, axis=1) if spec.scale_inputs else jnp.einsum("XkD,Xk->XD", out_XkD, weights_Xk)
+            out_XD = dispatch.with_capacity(tokens, places, kernels, functools.partial(_by_expert, spec), peers)
+        if spec.scale_inputs:
+            out_XD = jnp.sum(out_XD.reshape(B * T, k, D), axis=1)
         return (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(B, T, D)
 
     kept_BTk = jnp.ones(experts_BTk.shape, bool)
@@ -178,25 +180,33 @@ def _on_device(
     return jax.checkpoint(run, policy=policy)(x_BTD, weights_BTk, kernels), kept_BTk
 
 
-def _sorted_rows(spec: ExpertsSpec, peers: Peers, x_RD: jax.Array, kernels: Any, rows_E: jax.Array) -> jax.Array:
+def _sorted_rows(spec: ExpertsSpec, platform: str, rows: Rows, kernels: Any, rows_E: jax.Array) -> jax.Array:
     """What experts make of rows that are sorted by expert."""
-    product = functools.partial(grouped_matmul, rows_G=rows_E, platform=peers.platform)
-    return _feed_forward(spec, x_RD, kernels, product, functools.partial(add_by_group, rows_G=rows_E))
+    product = functools.partial(grouped_matmul, rows_G=rows_E, platform=platform)
+    return _feed_forward(spec, rows, kernels, product, functools.partial(add_by_group, rows_G=rows_E))
 
 
-def _by_expert(spec: ExpertsSpec, x_ERD: jax.Array, kernels: Any) -> jax.Array:
-    """What experts make of each its rows."""
-    return _feed_forward(spec, x_ERD, kernels, batched_matmul, lambda x_ER, bias_E: x_ER + bias_E[:, None])
+def _by_expert(spec: ExpertsSpec, rows: Rows, kernels: Any) -> jax.Array:
+    """What experts make of each its rows, [E, R, D]."""
+
+    def add(x_ER: jax.Array, bias_E: jax.Array, factor_ER: jax.Array | None = None) -> jax.Array:
+        bias_ER = bias_E[:, None].astype(x_ER.dtype)
+        return x_ER + (bias_ER if factor_ER is None else bias_ER * factor_ER)
+
+    return _feed_forward(spec, rows, kernels, batched_matmul, add)
 
 
-def _feed_forward(spec: ExpertsSpec, x: jax.Array, kernels: Any, product: Callable, add: Callable) -> jax.Array:
+def _feed_forward(spec: ExpertsSpec, rows: Rows, kernels: Any, product: Callable, add: Callable) -> jax.Array:
     """`FeedForward` with a weight for each expert, which `product` and `add` know to be whose."""
+    x, weights = rows
     hidden = product(x, kernels["wi"])
     if spec.expert.bias:
         hidden = add(hidden, kernels["wi_bias"])
-    hidden = checkpoint_name(hidden, "mlpwi")
-    out = product(activated(hidden, spec.expert), kernels["wo"])
-    return add(out, kernels["wo_bias"]) if spec.expert.bias else out
+    hidden = activated(checkpoint_name(hidden, "mlpwi"), spec.expert)
+    if weights is not None:  # before the last product, so that their gradient does not need what comes out of it
+        hidden *= weights
+    out = product(hidden, kernels["wo"])
+    return add(out, kernels["wo_bias"], weights) if spec.expert.bias else out
 
 
 def check_mesh(spec: ModelSpec, layout: Layout) -> None:

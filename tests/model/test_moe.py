@@ -1,12 +1,17 @@
 """The choice of experts against a loop over tokens, its load-balance loss, and the bias that evens the load."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import Trainer, load, make, packed_rows
+from tiny import Trainer, assert_close, load, make, packed_rows
 
+from src.errors import UserError
+from src.model import router
 from src.model.context import Context
 from src.model.moe import Experts
 from src.model.router import by_layer, corrected
@@ -144,3 +149,101 @@ def test_training_steps_descend_the_load_balance_loss():
     trainer, batch = Trainer(initial=False, **EXPERTS, load_balance_loss_weight=10.0), packed_rows(0)
     losses = [trainer.step(batch, number)["load_balance_loss"] for number in range(15)]
     assert losses[-1] - 2 < 0.5 * (losses[0] - 2)
+
+
+def test_beyond_an_experts_capacity_the_choices_that_come_last_are_dropped():
+    """Of 11 tokens with 3 choices among 8 experts, times 0.5, an expert takes 3 of a row: ceil(11 x 3 x 0.5 / 8)."""
+    module, weights, x = layer("plain")
+    spec = module.spec = dataclasses.replace(module.spec, capacity_factor=0.5)
+    segment_ids = np.ones((ROWS, T), np.int32)
+    segment_ids[1, 6:] = 0
+    expected, dropped = np.zeros_like(x), 0
+    for row in range(ROWS):
+        taken = np.zeros(8, int)
+        for rank, t in np.ndindex(3, T):  # all first choices, then all second ones
+            if segment_ids[row, t]:
+                scores = scores_of(x[row, t], weights, spec)
+                index = chosen(scores, weights, spec)[rank]
+                taken[index] += 1
+                if taken[index] <= 3:
+                    expected[row, t] += scores[index] * feed_forward(x[row, t], expert(weights, index))
+                else:
+                    dropped += 1
+    out, report = run(module, x, segment_ids)
+    assert dropped > 10
+    np.testing.assert_allclose(out, expected, atol=1e-4 * np.abs(expected).max())
+    np.testing.assert_allclose(report["tokens_dropped"], dropped / (3 * segment_ids.sum()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "llama4", "biases"])
+@pytest.mark.parametrize("capacity_factor", [-1.0, 8.0])
+def test_gradients_are_those_of_every_expert_on_every_token(kind, capacity_factor):
+    """Of the weights and the input, with what the router did not choose times zero; no choice is over the capacity."""
+    module, _, x = layer(kind)
+    module.spec = dataclasses.replace(module.spec, capacity_factor=capacity_factor)
+    graphdef, state = nnx.split(module)
+    context = Context(jnp.zeros((ROWS, T), jnp.int32), jnp.ones((ROWS, T)), make()[1].layout, "dot_product", True)
+
+    def sparse(state, x_BTD):
+        return jnp.sum(jnp.sin(nnx.merge(graphdef, state)(x_BTD, context)[0]))
+
+    def dense(state, x_BTD):
+        module = nnx.merge(graphdef, state)
+        scores_BTE = router.scores(module._logits(x_BTD), module.spec)
+        experts_BTk, weights_BTk = router.choose(scores_BTE, None, module.spec)
+        weights_BTE = jnp.sum(jax.nn.one_hot(experts_BTk, 8) * weights_BTk[..., None], axis=2)
+        x_BTED = jnp.repeat(x_BTD[:, :, None], 8, axis=2)
+        if module.spec.scale_inputs:
+            x_BTED *= weights_BTE[..., None]
+        hidden_BTEAF = jnp.einsum("BTED,EDAF->BTEAF", x_BTED, module.wi[...])
+        hidden_BTEAF += module.wi_bias[...] if kind == "biases" else 0
+        hidden_BTEF = jax.nn.silu(hidden_BTEAF[..., 0, :]) * hidden_BTEAF[..., 1, :]
+        out_BTED = jnp.einsum("BTEF,EFD->BTED", hidden_BTEF, module.wo[...])
+        out_BTED += module.wo_bias[...] if kind == "biases" else 0
+        if not module.spec.scale_inputs:
+            out_BTED *= weights_BTE[..., None]
+        shared = module.shared(x_BTD, context)[0] if module.spec.shared else 0
+        return jnp.sum(jnp.sin(jnp.sum(out_BTED, axis=2) + shared))
+
+    found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(state, x) for f in (sparse, dense))
+    assert_close(found, expected, 1e-4)
+
+
+def test_the_router_z_loss_is_the_mean_squared_logsumexp_and_shrinks_logits():
+    module, weights, x = layer("biases")
+    logits = x[:, :7] @ weights["router"] + weights["router_bias"]
+    expected = np.mean(np.log(np.sum(np.exp(logits), axis=-1)) ** 2)
+    segment_ids = (np.arange(T) < 7).astype(np.int32) * np.ones((ROWS, 1), np.int32)
+    assert figures(run(module, x, segment_ids)[1])["router_z_loss"] == pytest.approx(expected, rel=1e-5)
+    trainer, batch = Trainer(initial=False, **EXPERTS, router_z_loss_weight=1.0), packed_rows(0)
+    losses = [trainer.step(batch, number)["router_z_loss"] for number in range(6)]
+    assert losses[-1] < losses[0]
+
+
+def test_figures_stand_in_the_order_of_the_layers():
+    """Three layers of a pattern of two with experts, twice, and a prediction layer: each busiest load is its number."""
+
+    def report(*numbers):
+        loads = jnp.array([[number / 8, 1 - number / 8] + [0.0] * 6 for number in numbers])
+        one = jnp.ones(len(numbers))
+        return {"feed_forward": {"expert_load": loads, "expert_share": loads, "router_z": one, "tokens_dropped": one}}
+
+    last = jax.tree.map(lambda x: x[0], report(8))
+    reports = {
+        "segments": {0: {0: report(4.5, 5.5), 1: {"feed_forward": {}}, 2: report(5, 6)}},
+        "mtp": {0: {"block": last}},
+    }
+    np.testing.assert_allclose(by_layer(reports)["expert_load_max"], [4.5, 5, 5.5, 6, 8])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({**EXPERTS, "capacity_factor": 0}, "capacity_factor=0.0 must be a positive number, or -1"),
+        ({"capacity_factor": 1.25}, "capacity_factor=1.25 needs experts: set num_experts"),
+    ],
+    ids=str,
+)
+def test_a_capacity_is_of_experts_and_not_zero(overrides, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        load(**overrides)

@@ -57,7 +57,8 @@ class Attention(nnx.Module):
             out_BTNH = masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, spec, sinks_N)
         else:
             out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, spec, sinks_N, context)
-        out_BTD = matmul(checkpoint_name(out_BTNH, "context"), self.out[...], "BTNH,NHD->BTD")
+        out_BTNH = checkpoint_name(out_BTNH, "context")
+        out_BTD = context.scattered(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
         if spec.bias:
             out_BTD += self.out_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "out_proj"), cache

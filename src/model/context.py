@@ -22,6 +22,23 @@ class Context:
     dropout_key: jax.Array | None = None  # None: no dropout
     decoding: bool = False  # each row is one token, whose past is in the cache
 
+    # Between blocks T may be shared by more devices than within, by those that share heads and hidden units. Both
+    # placements are stated both ways: forward the gather of all projections, or the sum of all parts, is then one, and
+    # so are backward the sum and the gather that answer them.
+
+    def gathered(self, x_BTD: jax.Array) -> jax.Array:
+        """What a block's projections read, placed as between blocks, to as within."""
+        return self._placed(x_BTD, "norm_length", "length")
+
+    def scattered(self, x_BTD: jax.Array) -> jax.Array:
+        """What a block's last projection makes, placed as within blocks, to as between."""
+        return self._placed(x_BTD, "length", "norm_length")
+
+    def _placed(self, x_BTD: jax.Array, *axes: str) -> jax.Array:
+        for axis in axes:
+            x_BTD = self.layout.constrain(x_BTD, "batch", axis, "activation_embed")
+        return x_BTD
+
 
 def even_order(length: int, layout: Layout) -> np.ndarray:
     """The order in which devices that share rows of `length` tokens have even work: each place's index in the text.

@@ -46,11 +46,11 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, cache.Cache | None, Tree]:
         """Block number `layer` of the model: [B, T, D] to [B, T, D], the cache, and what it reports of itself."""
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
-        attended_BTD, cache = self.attention(_normalised(self.attention_norm, x_BTD), context, cache)
+        attended_BTD, cache = self.attention(context.gathered(_normalised(self.attention_norm, x_BTD)), context, cache)
         attended_BTD = _normalised(self.attention_out_norm, attended_BTD)
         x_BTD = x_BTD + dropout(attended_BTD, self.dropout_rate, context, 2 * layer)
         x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
-        fed_BTD, report = self.feed_forward(_normalised(self.feed_forward_norm, x_BTD), context)
+        fed_BTD, report = self.feed_forward(context.gathered(_normalised(self.feed_forward_norm, x_BTD)), context)
         fed_BTD = _normalised(self.feed_forward_out_norm, fed_BTD)
         x_BTD = x_BTD + dropout(fed_BTD, self.dropout_rate, context, 2 * layer + 1)
         x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
@@ -164,7 +164,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden_BTD: jax.Array, context: Context) -> jax.Array:
         """Hidden states [B, T, D] to float32 logits [B, T, V]; those past the vocabulary's end are about -1e38."""
-        hidden_BTD = context.layout.constrain(hidden_BTD, "batch", "length", "activation_embed")
+        hidden_BTD = context.gathered(hidden_BTD)
         if self.spec.tied_output:
             logits_BTV = matmul(hidden_BTD, self.embedding[...], "BTD,VD->BTV")
         else:
@@ -179,7 +179,8 @@ class Decoder(nnx.Module):
     def _embed(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
         # Gathered over fsdp before it is looked up, as every weight is: else XLA replicates the result.
         table_VD = context.layout.constrain(self.embedding[...].astype(self.spec.dtype), "vocab", None)
-        x_BTD = table_VD[tokens_BT]
+        # Looked up in the order and the parts of a block: where devices have parts of the vocabulary, a sum of theirs.
+        x_BTD = context.layout.constrain(table_VD[tokens_BT], "batch", "length", "activation_embed")
         # Gemma's own code has the factor in the compute dtype too.
         return x_BTD * jnp.sqrt(float(self.spec.emb_dim)).astype(x_BTD.dtype) if self.spec.scale_embedding else x_BTD
 

@@ -45,7 +45,7 @@ class FeedForward(nnx.Module):
             hidden_BTAF += self.wi_bias[...].astype(x_BTD.dtype)
         hidden_BTAF = context.layout.constrain(hidden_BTAF, "batch", "length", None, "mlp")
         hidden_BTAF = checkpoint_name(hidden_BTAF, "mlpwi")
-        out_BTD = matmul(activated(hidden_BTAF, self.spec), self.wo[...], "BTF,FD->BTD")
+        out_BTD = context.scattered(matmul(activated(hidden_BTAF, self.spec), self.wo[...], "BTF,FD->BTD"))
         if self.spec.bias:
             out_BTD += self.wo_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "mlpwo"), {}

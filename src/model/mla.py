@@ -67,7 +67,8 @@ class LatentAttention(nnx.Module):
                 None,
                 context,
             )
-        out_BTD = matmul(checkpoint_name(out_BTNH, "context"), self.out[...], "BTNH,NHD->BTD")
+        out_BTNH = checkpoint_name(out_BTNH, "context")
+        out_BTD = context.scattered(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
         return checkpoint_name(out_BTD, "out_proj"), cache
 
     def _rotated(self, x_BTNH: jax.Array, context: Context) -> jax.Array:

@@ -1,0 +1,171 @@
+"""Rows that devices share, along the axis context and, between blocks, the axis tensor: against one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import LENGTH, Trainer, assert_close, load, make, packed_rows, random_weights
+
+from src.errors import UserError
+from src.generate import Generator, in_training
+from src.mesh import make_layout
+from src.model.context import even_order, in_text_order
+from src.model.spec import model_spec
+from src.sampling import Sampling
+from src.scoring import compute_logits
+from src.train_step import abstract_batch, make_plan
+
+STEPS = 4
+SGD = {
+    "opt_type": "sgd",
+    "learning_rate": 1.0,
+    "warmup_steps_fraction": 0.0,
+    "adam_weight_decay": 0,
+    "gradient_clipping_threshold": 0,
+}
+LOCAL = "{attention_type: local_sliding, sliding_window_size: 5}"
+MODELS = {
+    "llama": {},
+    "gpt3": {
+        "base_num_kv_heads": 4,
+        "position_type": "learned",
+        "normalization": "layer",
+        "mlp_activations": "[gelu]",
+        "mlp_bias": "true",
+        "attention_bias": "true",
+        "logits_via_embedding": "true",
+    },
+    "windows and sinks": {
+        "base_num_decoder_layers": 4,
+        "attention_sink": "true",
+        "attn_logits_soft_cap": 2.0,
+        "normalization_placement": "both",
+        "decoder_segments": f"[{{repeats: 2, pattern: [{LOCAL}, {{}}]}}]",
+    },
+    "chunks": {"attention_type": "chunk", "chunk_attn_window_size": 6, "remat_policy": "full"},
+    "latent": {
+        "attention_type": "mla",
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+    "one more token": {"mtp_num_layers": 2, "num_vocab_tiling": 2, "z_loss_multiplier": 1e-3, "dropout_rate": 0.1},
+}
+
+
+def sizes(**axes):
+    return {"ici_fsdp_parallelism": 1, **{f"ici_{axis}_parallelism": size for axis, size in axes.items()}}
+
+
+SEQUENCE = {"logical_axis_rules__norm_length": "[context,tensor]"}
+MESHES = {
+    "context 2": sizes(context=2),
+    "context 4": sizes(context=4),
+    "context 8": sizes(context=8),
+    "context 4 x fsdp 2": sizes(context=4, fsdp=2),
+    "context 4 x tensor 2": sizes(context=4, tensor=2),
+    "context 4 x tensor 2, sequence": {**sizes(context=4, tensor=2), **SEQUENCE},
+    "fsdp 4 x tensor 2, sequence": {**sizes(fsdp=4, tensor=2), **SEQUENCE},
+    "data 2 x context 2 x tensor 2": sizes(data=2, context=2, tensor=2),
+    "data 2 x context 2 x tensor 2, sequence": {**sizes(data=2, context=2, tensor=2), **SEQUENCE},
+}
+# Each mesh with the plain model, and each model on the mesh that has all axes.
+CASES = [("llama", mesh) for mesh in MESHES] + [
+    (model, mesh) for model in list(MODELS)[1:] for mesh in ("context 4", "data 2 x context 2 x tensor 2, sequence")
+]
+
+
+def devices_of(mesh):
+    return int(np.prod([size for key, size in mesh.items() if key.endswith("_parallelism")]))
+
+
+@functools.cache
+def on_one_device(model):
+    return trained(model, {})
+
+
+def trained(model, mesh):
+    """The losses of some steps, and the gradients of the first: what it moved the weights by."""
+    trainer = Trainer(devices=devices_of(mesh), initial=False, **SGD, **MODELS[model], **mesh)
+    before = jax.device_get(trainer.state.trainable)
+    losses = []
+    for number in range(STEPS):
+        metrics = trainer.step(packed_rows(number), number)
+        losses.append([metrics[name] for name in ("loss", "mtp_loss", "grad_norm") if name in metrics])
+        if number == 0:
+            moved = jax.tree.map(np.subtract, before, jax.device_get(trainer.state.trainable))
+    return losses, moved
+
+
+@pytest.mark.parametrize(("model", "mesh"), CASES)
+def test_devices_that_share_rows_train_as_one_does(model, mesh, capfd):
+    """Losses of several steps, dropout among them, and gradients."""
+    expected_losses, expected = on_one_device(model)
+    losses, moved = trained(model, MESHES[mesh])
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
+    assert_close(moved, expected, 1e-3)
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err
+
+
+def test_each_device_has_as_many_keys_to_see_as_any_other():
+    layout = make_layout(load(**MESHES["context 8"]), jax.devices())
+    order = even_order(64, layout)
+    assert sorted(order) == list(range(64))
+    assert len(set((order + 1).reshape(8, -1).sum(axis=1))) == 1  # of token i the keys are i + 1
+    np.testing.assert_array_equal(in_text_order(order[None], 8)[0], np.arange(64))
+
+
+def by_index(logits, batch):
+    """A user's metric that needs to know which token a logit follows."""
+    target = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+    return {"by_index": (jnp.sum(jnp.abs(target) * np.arange(LENGTH)), batch["loss_mask"].sum())}
+
+
+@pytest.mark.parametrize("mesh", ["context 4", "context 4 x tensor 2, sequence"])
+def test_users_metrics_and_logits_are_in_the_texts_order(mesh):
+    keys = {"eval_metrics": f"{__name__}:by_index", "num_vocab_tiling": 2}
+    batch = {name: x for name, x in packed_rows(0).items() if name != "data_position"}
+    found = []
+    for overrides in ({}, MESHES[mesh]):
+        trainer = Trainer(devices=devices_of(overrides), initial=False, **keys, **overrides)
+        plan = trainer.plan
+        weights = random_weights(plan)
+        parts = tuple(plan.by_part(jax.device_put(weights, plan.shardings)).values())
+        logits = compute_logits(plan, parts, batch["tokens"])
+        found.append((trainer.eval_step(parts, batch), logits))
+    assert_close(found[1], jax.device_get(found[0]), 1e-4)
+
+
+def test_generation_where_devices_share_rows_draws_the_tokens_of_one():
+    """Of prompts whose lengths divide by nothing, and of one token a step."""
+    prompts = [np.arange(1, 4), np.arange(5, 12)]
+    drawn = []
+    for overrides in ({}, MESHES["context 4 x tensor 2, sequence"]):
+        _, plan = make(devices_of(overrides), **overrides)
+        weights = jax.device_put(random_weights(plan), plan.shardings)
+        model = in_training(plan, tuple(plan.by_part(weights).values()))
+        generator = Generator(
+            model, Sampling(temperature=0.0, top_k=0, nucleus_p=1.0), seed=0, length=LENGTH, prefill_length=7
+        )
+        tokens_BT, lengths_B = generator.padded(prompts, rows=2)
+        tokens = generator.tokens(tokens_BT, lengths_B, np.arange(len(lengths_B)))
+        drawn.append([next(tokens)[:2] for _ in range(5)])
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+
+
+def test_rows_that_do_not_divide_are_an_error():
+    config = load(max_target_length=20, **MESHES["context 4"])
+    plan = make_plan(config, model_spec(config), make_layout(config, jax.devices()[:4]))
+    with pytest.raises(UserError, match=r"max_target_length=20 does not divide into 8 parts.*ici_context_parallelism"):
+        abstract_batch(plan, (8, 1, 2), 20)
+
+
+def test_tiles_of_the_loss_that_do_not_divide_a_devices_part_are_an_error():
+    config = load(num_vocab_tiling=8, **MESHES["context 4"])
+    plan = make_plan(config, model_spec(config), make_layout(config, jax.devices()[:4]))
+    with pytest.raises(UserError, match=r"num_vocab_tiling=8.*context=4"):
+        abstract_batch(plan, (8, 1, 2), LENGTH)

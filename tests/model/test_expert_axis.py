@@ -1,10 +1,20 @@
 """Experts shared out over devices: what one device computes, computed by eight."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_moe import EXPERTS
-from tiny import Trainer, assert_close, loss_and_gradients, make, packed_rows, random_weights
+from flax import nnx
+from test_moe import EXPERTS, expert, feed_forward
+from tiny import Trainer, assert_close, load, loss_and_gradients, make, packed_rows, random_weights
+
+from src.errors import UserError
+from src.mesh import make_layout
+from src.model import dispatch
+from src.model.moe import Experts
+from src.model.spec import model_spec
 
 MIXTRAL = {**EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": "true", "load_balance_loss_weight": 0.02}
 DEEPSEEK = {
@@ -14,41 +24,122 @@ DEEPSEEK = {
     **{"routed_score_func": "sigmoid", "routed_bias": "true", "norm_topk_prob": "true", "shared_experts": 1},
     "router_z_loss_weight": 0.01,
 }
-MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK}
+MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK, "capacity": {**MIXTRAL, "capacity_factor": 1.0}}
 MESHES = {
     "expert 8": {"ici_expert_parallelism": 8},
     "expert 4 x fsdp 2": {"ici_expert_parallelism": 4},
     "expert 2 x fsdp 2 x tensor 2": {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2},
     "expert 2 x data 4": {"ici_expert_parallelism": 2, "ici_data_parallelism": 4, "ici_fsdp_parallelism": 1},
 }
+# Whole rows on each device, so that every mesh has the same capacity.
+CASES = [
+    *(("mixtral", mesh) for mesh in MESHES),
+    *(("deepseek", mesh) for mesh in ("expert 8", "expert 2 x fsdp 2 x tensor 2")),
+    ("capacity", "expert 4 x fsdp 2"),
+]
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def alone(request):
-    """A model's settings, and its losses, gradients and weights after three steps on one device."""
-    settings = MODELS[request.param]
-    return settings, steps(1, settings), gradients(1, settings)
+@functools.cache
+def computed(model, mesh):
+    """The gradients of a step, and the metrics and statistics of three; an empty mesh is one device."""
+    devices, settings = 8 if mesh else 1, MODELS[model] | MESHES.get(mesh, {})
+    trainer = Trainer(devices=devices, initial=False, opt_type="sgd", learning_rate=0.5, adam_b1=0.0, **settings)
+    before = jax.device_get(trainer.state.trainable)
+    metrics = [trainer.step(packed_rows(0), 5)]
+    after = jax.device_get(trainer.state.trainable)
+    metrics += [trainer.step(packed_rows(number), 5) for number in (1, 2)]
+    return jax.tree.map(np.subtract, before, after), metrics, jax.device_get(trainer.state.stats)
 
 
-def steps(devices, settings):
-    trainer = Trainer(devices=devices, initial=False, **settings)
-    metrics = [trainer.step(packed_rows(number), number) for number in range(3)]
-    return metrics, jax.device_get((trainer.state.trainable, trainer.state.stats))
+@pytest.mark.parametrize(("model", "mesh"), CASES)
+def test_any_mesh_computes_what_one_device_does(model, mesh):
+    update, metrics, stats = computed(model, "")
+    found_update, found_metrics, found_stats = computed(model, mesh)
+    assert_close(found_update, update, 1e-3)  # of plain gradient descent: the gradient
+    for name in ("loss", "load_balance_loss", "router_z_loss", "expert_load_max", "tokens_dropped", "grad_norm"):
+        values, expected = ([step[name] for step in steps] for steps in (found_metrics, metrics))
+        np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-7)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), found_stats, stats)
+    assert (np.max(metrics[0]["tokens_dropped"]) > 0.05) == (model == "capacity")
 
 
-def gradients(devices, settings):
-    _, plan = make(devices, **settings)
-    weights = jax.device_put(random_weights(plan), plan.shardings)
-    return loss_and_gradients(plan, weights, packed_rows(0))
+def routed(choices_BTk, devices=8, **overrides):
+    """A layer whose tokens choose these experts, on a mesh: its output, gradients, and the same by numpy."""
+    B, T, k = choices_BTk.shape
+    config = load(**{**EXPERTS, "num_experts_per_tok": k, **overrides})
+    layout = make_layout(config, jax.devices()[:devices])
+    rng = np.random.default_rng(0)
+    module = Experts(model_spec(config).layers[0].feed_forward, 32, 1.0, "float32", nnx.Rngs(0))
+    nnx.update(module, jax.tree.map(lambda x: rng.normal(scale=0.3, size=x.shape), nnx.state(module)))
+    graphdef, state = nnx.split(module)
+    x, weights_BTk = rng.normal(size=(B, T, 32)).astype(np.float32), rng.uniform(size=(B, T, k)).astype(np.float32)
+
+    def run(state, x_BTD, weights_BTk):
+        return nnx.merge(graphdef, state)._run(x_BTD, choices_BTk, weights_BTk, jnp.ones((B, T), bool), layout)[0]
+
+    weights = nnx.to_pure_dict(state)
+    expected = np.zeros_like(x)
+    for row, t, rank in np.ndindex(B, T, k):
+        chosen = expert(weights, choices_BTk[row, t, rank])
+        expected[row, t] += weights_BTk[row, t, rank] * feed_forward(x[row, t], chosen)
+    return run, (state, x, weights_BTk), expected
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_any_mesh_computes_what_one_device_does(alone, mesh):
-    settings, (metrics, weights), (loss, expected) = alone
-    found, gradient = gradients(8, settings | MESHES[mesh])
-    np.testing.assert_allclose(found, loss, rtol=1e-5)
-    assert_close(gradient, expected, 1e-3)
-    found, found_weights = steps(8, settings | MESHES[mesh])
-    for name in ("loss", "load_balance_loss", "router_z_loss", "expert_load_max"):
-        np.testing.assert_allclose([step[name] for step in found], [step[name] for step in metrics], rtol=1e-4)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), found_weights[1], weights[1])
+def one_peers(k):
+    """All tokens choose the first k experts."""
+    return np.broadcast_to(np.arange(k), (8, 16, k))
+
+
+def uneven(k):
+    """Most tokens choose few experts, and each device's tokens others."""
+    rng = np.random.default_rng(1)
+    odds = np.array([20, 1, 1, 6, 1, 1, 1, 1]) / 32
+    return np.array([[rng.choice(8, k, replace=False, p=odds) for _ in range(16)] for _ in range(8)])
+
+
+@pytest.mark.parametrize("experts", [2, 4, 8])
+@pytest.mark.parametrize("choices", [one_peers(1), one_peers(3), uneven(2)], ids=["one of one", "three", "uneven"])
+def test_no_token_is_lost_however_they_choose(choices, experts):
+    """Also where more windows than one are needed: the output, and gradients as one device's."""
+    run, inputs, expected = routed(choices, ici_expert_parallelism=experts)
+    alone, _, _ = routed(choices, devices=1)
+    np.testing.assert_allclose(jax.jit(run)(*inputs), expected, atol=1e-5 * np.abs(expected).max())
+
+    def gradients(run):
+        return jax.jit(jax.grad(lambda *inputs: jnp.sum(jnp.sin(run(*inputs))), argnums=(0, 1, 2)))(*inputs)
+
+    assert_close(gradients(run), gradients(alone), 1e-5)
+
+
+def test_balanced_experts_take_one_window_and_a_single_one_many():
+    """Eight peers with 100 rows each have room for 125: as many arrive when all are chosen as often, or 800."""
+    peers = dispatch.Peers(("expert",), 8, "cpu")
+    layout = make_layout(load(**EXPERTS, ici_expert_parallelism=8), jax.devices())
+    even, one = np.full((8, 8), 100 // 8 + 1), np.eye(8, dtype=int)[[0] * 8] * 100
+    windows = [
+        layout.shard_map(lambda rows=rows: dispatch._windows(jnp.asarray(rows), 125, peers), (), layout.spec(()))()
+        for rows in (even, one)
+    ]
+    assert list(map(int, windows)) == [1, 7]
+
+
+def test_adapted_experts_on_a_mesh():
+    settings = {**MIXTRAL, "lora_rank": 2, "lora_parameters": "[feed_forward.wi, feed_forward.wo]"}
+    settings["load_parameters_path"] = "x"
+    _, alone = make(1, **settings)
+    _, shared = make(8, **settings, ici_expert_parallelism=2, ici_tensor_parallelism=2)
+    weights = random_weights(alone)
+    found = loss_and_gradients(shared, jax.device_put(weights, shared.shardings), packed_rows(0))
+    assert_close(found, loss_and_gradients(alone, weights, packed_rows(0)), 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({}, "this model has none .num_experts=1.: set ici_expert_parallelism=1"),
+        ({**EXPERTS, "num_experts": 6}, "num_experts=6 is not divisible by expert=4: change it, or ici_expert_par"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_experts(overrides, message):
+    with pytest.raises(UserError, match=message):
+        make(8, **overrides, ici_expert_parallelism=4)

@@ -75,7 +75,11 @@ class Layout:
 
     def shards(self, axis: str) -> int:
         """Into how many parts a dim of logical axis `axis` is cut."""
-        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.axes(axis))
+        return self.size(self.axes(axis))
+
+    def size(self, mesh_axes: Sequence[str]) -> int:
+        """The number of devices along these mesh axes."""
+        return math.prod(self.mesh.shape[name] for name in mesh_axes)
 
     def without(self, *axes: str) -> "Layout":
         """This layout, by which nothing shards a dim of these logical axes."""

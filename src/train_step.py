@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from src.accumulation import accumulate
+from src.accumulation import accumulate, mean_of_parts
 from src.checkpoint import WEIGHTS
 from src.errors import UserError
 from src.mesh import Layout, mesh_axes_of, weight_shardings
@@ -290,6 +290,8 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     uses_dropout = plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers)
     step_key = jax.random.fold_in(jax.random.key(plan.seed), state.step) if uses_dropout else None
 
+    apart = plan.copied_axes() if plan.micro_batches > 1 else ()
+
     def micro_loss(trainable: Any, others: Any, rows: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """This micro-batch's share of the loss to descend, and of what is reported: sums over them are means."""
         frozen, stats, tokens, real = others
@@ -301,9 +303,11 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         shares = {"loss": loss_sum / denominator}
         objective = (loss_sum + plan.z_loss * square_sum) / denominator
         if plan.spec.has_experts:
-            layers = router.by_layer(reports)
-            shares["load_balance_loss"] = share * jnp.sum(layers["load_balance_loss"])
-            shares["router_z_loss"] = share * jnp.sum(layers["router_z_loss"])
+            # A product of means over the micro-batch, of which a device that adds up its own gradients has a part.
+            layers = router.by_layer(jax.tree.map(lambda part: mean_of_parts(part, share, apart), reports))
+            own = jax.lax.psum(share, apart) / plan.layout.size(apart)
+            shares["load_balance_loss"] = own * jnp.sum(layers["load_balance_loss"])
+            shares["router_z_loss"] = own * jnp.sum(layers["router_z_loss"])
             objective += plan.load_balance * shares["load_balance_loss"] + plan.router_z_loss * shares["router_z_loss"]
         reports = jax.tree.map(lambda report: report * share, reports)
         if plan.spec.prediction_layers:
@@ -320,7 +324,7 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         gradients, (losses, reports) = gradient(given, rows, step_key)
     else:
         gradients, (losses, reports) = accumulate(
-            gradient, given, rows, step_key, plan.micro_batches, plan.layout, plan.copied_axes()
+            gradient, given, rows, step_key, plan.micro_batches, plan.layout, apart
         )
 
     grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))

@@ -157,20 +157,31 @@ def cudnn(
     sinks_N: jax.Array | None,
     context: Context,
 ) -> jax.Array:
-    """cuDNN's fused attention. Packed rows pass their segments as a mask of [B, 1, T, S] in the compute dtype."""
+    """cuDNN's fused attention on each device's rows and heads.
+
+    Packed rows pass their segments as a mask of [B, 1, T, S] in the compute dtype.
+    """
     assert sinks_N is None, "choose_kernel"
-    q_BTNH, k_BSKH, v_BSKH = _by_head(q_BTNH, k_BSKH, v_BSKH, context.layout)
-    mask = _mask_BTS(context, spec.window)[:, None] if context.packed else None
-    return jax.nn.dot_product_attention(
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
-        mask=mask,
-        is_causal=not context.packed,
-        scale=spec.scale,
-        local_window_size=(spec.window - 1, 0) if spec.window and not context.packed else None,
-        implementation="cudnn",
+    layout = context.layout
+    by_head = layout.spec(("batch", None, "heads", None))
+
+    @functools.partial(
+        layout.shard_map, in_specs=(by_head, by_head, by_head, layout.spec(("batch", None))), out_specs=by_head
     )
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        own = dataclasses.replace(context, segment_ids_BT=segments)
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=_mask_BTS(own, spec.window)[:, None] if context.packed else None,
+            is_causal=not context.packed,
+            scale=spec.scale,
+            local_window_size=(spec.window - 1, 0) if spec.window and not context.packed else None,
+            implementation="cudnn",
+        )
+
+    return on_device(*_by_head(q_BTNH, k_BSKH, v_BSKH, layout), context.segment_ids_BT)
 
 
 def splash(

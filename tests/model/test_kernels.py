@@ -172,6 +172,30 @@ def test_the_kernel_of_a_platform(attention, platform, length, overrides, kernel
 
 
 @pytest.mark.parametrize(
+    ("attention", "platform", "length", "kernel"),
+    [
+        ("autoselected", "gpu", 1024, "dot_product"),  # cuDNN has a row on one device
+        ("autoselected", "tpu", 1024, "flash"),
+        ("autoselected", "tpu", 1024 + 512, "dot_product"),  # eight parts, of no whole block
+    ],
+)
+def test_the_kernel_where_four_devices_share_a_row(attention, platform, length, kernel):
+    assert choose_kernel(attention, platform, model_spec(load(**BFLOAT16)), length, shards=4) == kernel
+
+
+@pytest.mark.parametrize(
+    ("attention", "platform", "sentence"),
+    [
+        ("cudnn_flash", "gpu", "4 share it: it needs ici_context_parallelism=1"),
+        ("flash", "tpu", "max_target_length to be a multiple of 1024, not 1536"),
+    ],
+)
+def test_a_kernel_that_devices_cannot_share_a_row_by_is_an_error(attention, platform, sentence):
+    with pytest.raises(UserError, match=sentence):
+        choose_kernel(attention, platform, model_spec(load(**BFLOAT16)), 1536, shards=4)
+
+
+@pytest.mark.parametrize(
     ("attention", "platform", "length", "overrides", "sentence"),
     [
         ("flash", "gpu", 256, {}, "attention=flash runs on tpu, and this is gpu"),

@@ -1,0 +1,105 @@
+"""What a layer moves over the axes tensor and context, counted in programs compiled for TPUs.
+
+On v5e-16, 4 x 4 chips, each axis of the mesh lies along one dim of the torus: there the TPU compiler keeps a
+reduce-scatter, which over a whole square it would turn into an all-reduce and a slice.
+"""
+
+from collections import Counter
+
+import pytest
+from tiny import load
+
+from src.aot.devices import abstract_devices
+from src.aot.hlo import collectives
+from src.build import build
+from src.topology import parse_topology
+from src.train_step import state_weights
+from tests.compilers import needs_libtpu
+
+pytestmark = needs_libtpu
+
+LAYERS, LENGTH, D, N, K, H = 3, 1024, 512, 4, 4, 128
+KEYS = {
+    "base_num_decoder_layers": LAYERS,
+    "base_emb_dim": D,
+    "base_mlp_dim": 1024,
+    "base_num_query_heads": N,
+    "base_num_kv_heads": K,
+    "head_dim": H,
+    "vocab_size": 512,
+    "max_target_length": LENGTH,
+    "dtype": "bfloat16",
+    "matmul_precision": "default",
+}
+MODELS = {
+    "llama": {"base_num_query_heads": 8},
+    "gpt": {
+        "normalization": "layer",
+        "position_type": "learned",
+        "mlp_activations": "[gelu]",
+        "mlp_bias": "true",
+        "attention_bias": "true",
+        "logits_via_embedding": "true",
+    },
+    "latent": {
+        "attention_type": "mla",
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
+}
+TENSOR = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 4, "per_device_batch_size": 1}
+SEQUENCE = {**TENSOR, "logical_axis_rules__norm_length": "[context,tensor]"}
+STREAM = 16 // 4 * LENGTH * D * 2  # bytes of a device's rows of the residual stream, whole along T
+
+
+def moved(training, **overrides):
+    """How often a step, or an evaluation, runs each collective: by its kind, its axes and its bytes. And its text."""
+    step = build(load(**{**KEYS, **overrides}), abstract_devices(parse_topology("v5e-16", 1)))
+    batch = {name: x for name, x in step.batch.items() if name != "data_position"}
+    lowered = step.traced.lower() if training else step.eval.lower(state_weights(step.state), batch)
+    text = lowered.compile().as_text()
+    found = Counter()
+    for each in collectives(text, step.plan.layout.mesh):
+        found[each.kind, each.axes, each.whole_bytes] += each.times
+    return found, text
+
+
+def of_stream(found):
+    """Of these, how many of each kind move the residual stream over tensor in each layer."""
+    over_tensor = {key: times for key, times in found.items() if "tensor" in key[1]}
+    assert all(size <= STREAM for _, _, size in over_tensor)
+    # Beside layers the embedding and the output each have theirs.
+    return {kind: times // LAYERS for (kind, _, size), times in over_tensor.items() if size == STREAM}
+
+
+def test_without_sequence_sharding_a_layer_sums_twice():
+    assert of_stream(moved(False, **MODELS["llama"], **TENSOR)[0]) == {"all-reduce": 2}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_with_sequence_sharding_a_layer_gathers_twice_and_scatters_twice_each_way(model):
+    assert of_stream(moved(False, **MODELS[model], **SEQUENCE)[0]) == {"all-gather": 2, "reduce-scatter": 2}
+    # A latent's gradient is summed before its projection, and so needs no scatter behind that.
+    backward = 1 if model == "latent" else 2
+    found, _ = moved(True, remat_policy="none", **MODELS[model], **SEQUENCE)
+    assert of_stream(found) == {"all-gather": 4, "reduce-scatter": 2 + backward}
+
+
+CONTEXT = {"ici_fsdp_parallelism": 4, "ici_context_parallelism": 4, "per_device_batch_size": 0.25}
+KEYS_OF_ROW = 16 // 4 // 4 * LENGTH * K * H * 2  # bytes of all keys of a device's rows, and of all values
+
+
+def test_over_the_context_axis_a_layer_moves_keys_and_values_alone():
+    """And their gradients; beside them its weights, in whose gathers the axis has a part, and segments."""
+    found, text = moved(False, **MODELS["llama"], **CONTEXT)
+    assert "splash" in text
+    large = {key: times for key, times in found.items() if "context" in key[1] and key[2] > 2**14}
+    assert large.pop(("all-gather", ("context",), KEYS_OF_ROW)) == 2 * LAYERS
+    weights = {(kind, axes) for kind, axes, _ in large}
+    assert weights == {("all-gather", ("fsdp", "context"))}
+    found, _ = moved(True, remat_policy="none", **MODELS["llama"], **CONTEXT)
+    large = {key: times for key, times in found.items() if key[1] == ("context",) and key[2] > 2**14}
+    assert large == {(kind, ("context",), KEYS_OF_ROW): 2 * LAYERS for kind in ("all-gather", "reduce-scatter")}

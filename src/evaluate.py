@@ -17,6 +17,7 @@ from src.errors import UserError, run_command
 from src.inference import open_model
 from src.mesh import global_batch_size
 from src.metrics import eval_key, perplexity
+from src.model.pipeline import check_rows
 from src.scoring import score_texts, write_logits
 from src.startup import configured, say
 from src.train_step import StepPlan, batch_sharding, compile_eval_step
@@ -54,6 +55,7 @@ class Evaluation:
         key = "eval_per_device_batch_size" if config.eval_per_device_batch_size else "per_device_batch_size"
         self._eval_step = eval_step
         self._global_batch = global_batch_size(plan.layout, config[key], 1, key)
+        check_rows(self._global_batch, plan.layout, plan.execution.schedule)
         self._place = batch_sharding(plan.layout)
         self._rows = host_rows(self._place["tokens"], (self._global_batch, config.max_target_length))
         self._batches = EvalBatches(config, data, tokenizer, self._rows, self._global_batch, position)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from src.mesh import Layout
 from src.model import cache, weights
@@ -78,7 +79,9 @@ def _unstacked(blocks: dict[int, weights.Tree], segment: Segment) -> dict[int, w
     layers: dict[int, dict[tuple[Any, ...], jax.Array]] = {}
     for position, block in blocks.items():
         for path, leaf in weights.by_path(block).items():
-            for repeat, layer in enumerate(_split(leaf, leaf.sharding)):
+            # Of a pipeline's stages every device now has all layers: each token goes through all of them.
+            at = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, *leaf.sharding.spec[1:]))
+            for repeat, layer in enumerate(_split(leaf, at)):
                 layers.setdefault(repeat * len(segment.pattern) + position, {})[path] = layer
             leaf.delete()  # or the whole model would be in memory twice
     return {number: weights.nested(layer) for number, layer in layers.items()}
@@ -86,7 +89,7 @@ def _unstacked(blocks: dict[int, weights.Tree], segment: Segment) -> dict[int, w
 
 @functools.partial(jax.jit, static_argnames="at")
 def _split(stacked: jax.Array, at: jax.sharding.Sharding) -> list[jax.Array]:
-    """[repeats, ...] as so many [1, ...], each placed as the stack is, whose first dim no axis shards."""
+    """[repeats, ...] as so many [1, ...], each placed so."""
     return [jax.lax.with_sharding_constraint(layer, at) for layer in jnp.split(stacked, len(stacked))]
 
 

@@ -19,6 +19,7 @@ from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
 from src.generate import Generator, in_training, unrolled
 from src.inference import inference_plan
+from src.mesh import make_layout
 from src.sampling import Sampling
 from src.startup import printable
 from tests import runs, tiny
@@ -220,8 +221,7 @@ def test_an_answer_ends_where_its_room_does():
 def generated(devices, stacked, **keys):
     """Texts of a tiny random model for prompts of several lengths."""
     config = config_of(base_num_decoder_layers=4, decode_seed=5, **keys)
-    _, trained = tiny.make(devices)
-    plan = inference_plan(config, trained.layout, LENGTH, packed=False)
+    plan = inference_plan(config, make_layout(config, jax.devices()[:devices]), LENGTH, packed=False)
     shardings = plan.shardings
     weights = jax.tree.map(jax.device_put, tiny.random_weights(plan), shardings)
     parts = tuple(plan.by_part(weights).values())
@@ -251,6 +251,12 @@ def test_a_mesh_of_eight_and_unrolled_layers_draw_what_one_device_does(keys):
     expected = generated(1, stacked=True, **alone)
     assert len(set(expected)) == len(PROMPTS)
     assert generated(8, stacked=False, **keys) == expected
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_stages_of_a_pipeline_all_run_all_layers(stacked):
+    keys = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+    assert generated(8, stacked, **keys) == generated(1, stacked=True)
 
 
 def test_a_sample_in_training_is_what_decode_gives_its_checkpoint(tmp_path, capsys):

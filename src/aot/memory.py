@@ -1,7 +1,7 @@
 """What fills a device's memory in a training step, as far as it can be told before the step is compiled."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,10 +87,18 @@ def kept_bytes(built: Built) -> int:
     Layers that are not scanned have no loop, and count as nothing.
     """
     return sum(
-        array.size * array.dtype.itemsize // _shards(built, array.shape[1:])
-        for array in _kept(built.traced.jaxpr.jaxpr)
+        array.size * array.dtype.itemsize // _shards(built, _in_loops(built, array.shape))
+        for array in _kept(built.traced.jaxpr.jaxpr, set())
         if array.memory_space == jax.memory.Space.Device
     )
+
+
+def _in_loops(built: Built, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a loop stacked to this one; a pipeline has a loop over layers within one over iterations."""
+    inner = shape[1:]
+    schedule = built.plan.execution.schedule
+    within = schedule and shape[0] == schedule.iterations and not _is_activation(built, inner)
+    return inner[1:] if within and _is_activation(built, inner[1:]) else inner
 
 
 def _shards(built: Built, shape: tuple[int, ...]) -> int:
@@ -107,14 +115,20 @@ def _shards(built: Built, shape: tuple[int, ...]) -> int:
 
 
 def _is_activation(built: Built, shape: tuple[int, ...]) -> bool:
-    """Whether an array is of a micro-batch's rows, or of its tokens, once for each expert that they go to."""
-    rows, tokens = (size // built.plan.micro_batches for size in (built.rows, built.tokens))
-    return bool(shape) and (shape[0] == rows or shape[0] % tokens == 0)
+    """Whether an array is of a micro-batch's rows, or of its tokens, once for each expert that they go to.
+
+    Or of those of a micro-batch of a pipeline.
+    """
+    schedule = built.plan.execution.schedule
+    rows = {built.rows // built.plan.micro_batches}
+    if schedule:
+        rows |= {count // schedule.micro_batches for count in rows}
+    length = built.tokens // built.rows
+    return bool(shape) and any(shape[0] == count or shape[0] % (count * length) == 0 for count in rows)
 
 
-def _kept(jaxpr: Jaxpr) -> Iterator[Any]:
-    """The shapes of what the loops of a program stack for the loops that run backwards."""
-    stacked: set[Any] = set()
+def _kept(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
+    """The shapes of what the loops of a program stack for the loops that run backwards; `stacked` are those so far."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
             params = equation.params
@@ -124,7 +138,18 @@ def _kept(jaxpr: Jaxpr) -> Iterator[Any]:
             else:
                 stacked.update(equation.outvars[params["num_carry"] :])
         for inner in jaxprs_in_params(equation.params):
-            yield from _kept(inner)
+            in_map = equation.primitive.name == "shard_map"  # a pipeline's two loops are in one each
+            if in_map:
+                _follow(stacked, equation.invars, inner.invars)
+            yield from _kept(inner, stacked)
+            if in_map:
+                _follow(stacked, inner.outvars, equation.outvars)
+
+
+def _follow(variables: set[Any], old: Sequence[Any], new: Sequence[Any]) -> None:
+    """Adds the new names of those of `variables` that have one."""
+    pairs = zip(old, new, strict=True)
+    variables.update(name for var, name in pairs if not isinstance(var, Literal) and var in variables)
 
 
 def _head_counts(attention: AttentionSpec) -> tuple[int, int]:
@@ -193,6 +218,8 @@ def _gathered_bytes(built: Built) -> int:
         if path[0] == "segments":
             gathered = axes & mesh_axes_of(shardings[path].spec)
             parts = math.prod(plan.layout.mesh.shape[axis] for axis in gathered)
-            size = math.prod(shardings[path].shard_shape(leaf.shape)) * (parts if parts > 1 else 0)
-            blocks[path[:3]] = blocks.get(path[:3], 0) + size // plan.spec.plan[int(path[1])].repeats
+            here = shardings[path].shard_shape(leaf.shape)
+            size = math.prod(here) * (parts if parts > 1 else 0)
+            segment = plan.spec.plan[int(path[1])]
+            blocks[path[:3]] = blocks.get(path[:3], 0) + size // (segment.repeats if segment.shared else here[0])
     return max(blocks.values()) * jnp.dtype(plan.spec.dtype).itemsize

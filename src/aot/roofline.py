@@ -6,7 +6,7 @@ for all hardware, models and meshes. docs/aot.md has predictions beside publishe
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
@@ -36,6 +36,7 @@ class Work:
     recomputed_flops: FlopsPerToken  # beside them: what rematerialisation adds
     whole_scores: bool  # whether attention also computes the scores that its mask hides
     memory_bytes: float  # read and written between matrix products
+    bubble: float = 0.0  # the part of the time in which a pipeline's stage has nothing to work on
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def predict(work: Work, chip: Chip, peak: float, moved: Sequence[Collective]) ->
     model, again = work.model_flops, work.recomputed_flops
     flops = model.palm + again.palm if work.whole_scores else model.causal + again.causal
     seconds = {
-        "compute": flops / (COMPUTE_REACHED * peak),
+        "compute": flops / (COMPUTE_REACHED * peak * (1 - work.bubble)),
         "memory": work.memory_bytes / (MEMORY_REACHED * chip.memory_bandwidth),
         "ici": _sent(moved, "ici") / chip.ici_bandwidth,
         "dcn": _sent(moved, "dcn") / chip.dcn_bandwidth,
@@ -87,18 +88,21 @@ def _sent(moved: Sequence[Collective], network: str) -> float:
 
 def work_of(built: Built) -> Work:
     """What a step asks of each of its devices."""
-    plan, layout = built.plan, built.plan.layout
-    return step_work(
+    plan, layout, schedule = built.plan, built.plan.layout, built.plan.execution.schedule
+    stages = schedule.stages if schedule else 1
+    work = step_work(
         plan.spec,
         plan.execution,
         plan.kernel,
         tokens=built.tokens / layout.mesh.size,
         length=built.batch["tokens"].shape[1],
-        sharing=layout.mesh.size // (layout.shards("batch") * layout.shards("length")),
+        sharing=layout.mesh.size // (layout.shards("batch") * layout.shards("length") * stages),
         state_bytes=device_bytes(built.state),
         vocab_tiles=plan.vocab_tiles,
-        micro_batches=plan.micro_batches,
+        # Each of a pipeline's goes through a stage's part of the weights.
+        micro_batches=plan.micro_batches * (schedule.micro_batches / stages if schedule else 1),
     )
+    return replace(work, bubble=schedule.bubble) if schedule else work
 
 
 def step_work(
@@ -111,7 +115,7 @@ def step_work(
     sharing: int,
     state_bytes: int,
     vocab_tiles: int = 1,
-    micro_batches: int = 1,
+    micro_batches: float = 1,
 ) -> Work:
     """What a step asks of one device.
 

@@ -256,10 +256,10 @@ def _read_backward(index: jax.Array, gradients: tuple[jax.Array, jax.Array]) -> 
 _read.defvjp(_read_forward, _read_backward)
 
 
-def check_rows(rows: int, layout: Layout, schedule: Schedule) -> None:
+def check_rows(rows: int, layout: Layout, schedule: Schedule | None) -> None:
     """Raises UserError where rows do not divide into the schedule's micro-batches and their shards."""
     shards = layout.shards("batch")
-    if rows % (schedule.micro_batches * shards):
+    if schedule and rows % (schedule.micro_batches * shards):
         by = f" of {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else ""
         raise UserError(
             f"{rows} rows do not divide into {schedule.micro_batches} micro-batches of the pipeline{by}: change "

@@ -1,16 +1,19 @@
 """What a pipelined step moves between TPUs, read from the program that XLA's compiler makes of it."""
 
+import jax
 import pytest
-from tiny import BASE
+from tiny import BASE, LENGTH, TINY, load
 
 from src import config as configuration
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
+from src.aot.memory import memory
+from src.aot.roofline import predict, work_of
 from src.build import build
 from src.topology import parse_topology
 from tests.compilers import SMALL, needs_libtpu
 
-ROWS, LENGTH, WIDTH, LAYERS = 4, 256, 256, 8  # rows of a micro-batch
+ROWS, TOKENS, WIDTH, LAYERS = 4, 256, 256, 8  # rows of a micro-batch
 MESH = ("ici_pipeline_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
 
 
@@ -32,11 +35,11 @@ def test_stages_pass_on_activations_and_no_weights(repeats, capfd):
     # In each iteration the rows of a micro-batch that fsdp leaves a device, in bfloat16; and their gradients.
     between = [each for each in moved if each.axes == ("stage",)]
     assert [(each.kind, each.whole_bytes, each.times) for each in between if each.times > 1] == [
-        ("collective-permute", ROWS // 2 * LENGTH * WIDTH * 2, iterations)
+        ("collective-permute", ROWS // 2 * TOKENS * WIDTH * 2, iterations)
     ] * 2
     # Besides, once: all rows after the last stage, twice for its derivative, once for the first stage's input.
     once = [each for each in between if each.times == 1]
-    whole = ROWS // 2 * micro_batches * LENGTH * WIDTH * 2
+    whole = ROWS // 2 * micro_batches * TOKENS * WIDTH * 2
     assert [each.whole_bytes for each in once if each.kind == "all-reduce" and each.whole_bytes > 100] == [whole] * 3
     # Weights change stages where they have several turns: half of a device's parts, and the gradients of as many come
     # back, in float32 or in the dtype of the products.
@@ -50,3 +53,25 @@ def test_stages_pass_on_activations_and_no_weights(repeats, capfd):
     assert {each.times for each in gathers} == {1, iterations * turn}
     assert not [each for each in moved if each.kind == "all-gather" and set(each.axes) - {"fsdp"}]
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("repeats", "micro_batches"), [(1, 2), (2, 4)])
+def test_estimates_know_of_idle_stages(repeats, micro_batches):
+    keys = {"base_num_decoder_layers": LAYERS, "remat_policy": "full", "per_device_batch_size": 2}
+    stages = {
+        "ici_pipeline_parallelism": 2,
+        "ici_fsdp_parallelism": 4,
+        "num_pipeline_repeats": repeats,
+        "num_pipeline_microbatches": micro_batches,
+    }
+    plain, staged = build(load(**keys), jax.devices()), build(load(**keys, **stages), jax.devices())
+
+    # Every layer's input in each iteration, of the rows that four of eight devices share out.
+    iterations, turn, rows = micro_batches * repeats + 1, LAYERS // 2 // repeats, 2 * 8 // micro_batches // 4
+    kept = memory(staged).temporaries["kept for the backward pass"]
+    assert kept == pytest.approx(iterations * turn * rows * LENGTH * TINY["base_emb_dim"] * 4, rel=1e-3)
+
+    chip, peak = parse_topology("v5e-8", 1).chip, 1e12
+    alone, together = (predict(work_of(each), chip, peak, []).compute_seconds for each in (plain, staged))
+    assert together == pytest.approx(alone * iterations / (micro_batches * repeats))
+    assert work_of(staged).memory_bytes < 2 * work_of(plain).memory_bytes

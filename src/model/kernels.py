@@ -1,4 +1,4 @@
-"""Attention kernels: one plain JAX, one for TPUs, one for NVIDIA GPUs, all of one meaning.
+"""Attention kernels: one plain JAX, one for NVIDIA GPUs, one for TPUs (src/model/splash.py), all of one meaning.
 
 A token attends to the tokens of its own segment up to and including itself, within the layer's window, with weights
 softmax(scale q k). Scores may be capped, and a sink may take a part of the weight. Tensor letters: src/model/spec.py.
@@ -9,16 +9,13 @@ grouped heads these are few, and gathering them takes less time than the scores 
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
 
 from src.errors import UserError
 from src.mesh import Layout
-from src.model.context import Context, even_order, in_text_order, parts_of
+from src.model.context import Context, even_order, parts_of
 from src.model.spec import AttentionSpec, ModelSpec
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding alone gives numbers, not NaN
@@ -40,8 +37,11 @@ def attend(
         blocks = -(-q_BTNH.shape[1] // spec.chunk) + 1
         segment_ids = context.segment_ids_BT * blocks + context.positions_BT // spec.chunk
         context = dataclasses.replace(context, segment_ids_BT=segment_ids, packed=True)
-    kernels = {"dot_product": dot_product, "flash": splash, "cudnn_flash": cudnn}
-    out_BTNH = kernels[context.kernel](q_BTNH, k_BSKH, v_BSKH, spec, sinks_N, context)
+    if context.kernel == "flash":
+        from src.model.splash import splash as kernel  # here, for no other kernel needs Pallas, which is slow to import
+    else:
+        kernel = {"dot_product": dot_product, "cudnn_flash": cudnn}[context.kernel]
+    out_BTNH = kernel(q_BTNH, k_BSKH, v_BSKH, spec, sinks_N, context)
     return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
 
 
@@ -139,7 +139,7 @@ def masked_attention(
     return (out_BTKGH / jnp.moveaxis(normaliser, 3, 1)).astype(v_BSKH.dtype).reshape(B, T, N, -1)
 
 
-def _by_head(
+def by_head(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, layout: Layout
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, k and v placed for a kernel that sees one device's, with the heads of k and v that its q reads."""
@@ -163,10 +163,10 @@ def cudnn(
     """
     assert sinks_N is None, "choose_kernel"
     layout = context.layout
-    by_head = layout.spec(("batch", None, "heads", None))
+    placed = layout.spec(("batch", None, "heads", None))
 
     @functools.partial(
-        layout.shard_map, in_specs=(by_head, by_head, by_head, layout.spec(("batch", None))), out_specs=by_head
+        layout.shard_map, in_specs=(placed, placed, placed, layout.spec(("batch", None))), out_specs=placed
     )
     def on_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
         own = dataclasses.replace(context, segment_ids_BT=segments)
@@ -181,75 +181,4 @@ def cudnn(
             implementation="cudnn",
         )
 
-    return on_device(*_by_head(q_BTNH, k_BSKH, v_BSKH, layout), context.segment_ids_BT)
-
-
-def splash(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    spec: AttentionSpec,
-    sinks_N: jax.Array | None,
-    context: Context,
-    interpret: bool = False,
-) -> jax.Array:
-    """JAX's Pallas kernel for TPUs, which skips the blocks out of sight, on each device's rows, heads and queries.
-
-    `interpret` runs it without a TPU, slowly, for tests.
-    """
-    from jax.experimental.pallas.ops.tpu import splash_attention as sa
-
-    layout = context.layout
-    T, N = q_BTNH.shape[1:3]
-    sharing, shards = layout.axes("length"), layout.shards("length")
-    block_q, block_kv = (
-        max(size for size in (128, 256, 512) if length % size == 0) for length in (T // parts_of(shards), T)
-    )
-    blocks = sa.BlockSizes(
-        block_q=block_q,
-        block_kv=block_kv,
-        block_kv_compute=block_kv,
-        block_q_dkv=block_q,
-        block_kv_dkv=block_kv,
-        block_kv_dkv_compute=block_kv,
-        block_q_dq=block_q,
-        block_kv_dq=block_kv,
-    )
-    window = spec.window or spec.chunk  # `attend` made segments of the blocks; as a window it spares what is further
-    mask = sa.LocalMask((T, T), (window - 1, 0), 0) if window else sa.CausalMask((T, T))
-    mask.q_sequence = even_order(T, layout).astype(np.int32)  # keys are in the text's order
-    kernel = sa.make_splash_mha(
-        sa.MultiHeadMask([mask] * (N // layout.shards("heads"))),
-        head_shards=1,
-        q_seq_shards=shards,
-        block_sizes=blocks,
-        attn_logits_soft_cap=spec.soft_cap or None,
-        interpret=interpret,
-    )
-    by_head = layout.spec(("batch", "length", "heads", None))
-    # Of the mesh itself: of one that an outer shard_map maps over, JAX does not know a part's shape.
-    by_query = NamedSharding(layout.mesh, layout.spec((None, "length")))
-    sinks = () if sinks_N is None else (sinks_N.astype(jnp.float32),)
-
-    @functools.partial(
-        layout.shard_map,
-        in_specs=(
-            kernel.manual_sharding_spec(by_query),  # what each device's queries see
-            *(by_head, by_head, by_head, layout.spec(("batch", "length"))),
-            *(layout.spec(("heads",)) for _ in sinks),
-        ),
-        out_specs=by_head,
-    )
-    def on_device(
-        kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *sinks: jax.Array
-    ) -> jax.Array:
-        def whole(x: jax.Array) -> jax.Array:
-            return in_text_order(jax.lax.all_gather(x, sharing, axis=1, tiled=True), shards) if sharing else x
-
-        def of_row(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
-            return kernel(q, k, v, sa.SegmentIds(*ids), *sinks)
-
-        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * spec.scale, whole(k), whole(v)))
-        return jnp.swapaxes(jax.vmap(of_row)(q, k, v, segments, whole(segments)), 1, 2)
-
-    return on_device(kernel, *_by_head(q_BTNH, k_BSKH, v_BSKH, layout), context.segment_ids_BT, *sinks)
+    return on_device(*by_head(q_BTNH, k_BSKH, v_BSKH, layout), context.segment_ids_BT)

@@ -15,8 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from src.errors import UserError
 from src.model import kernels
 from src.model.context import Context, even_order
-from src.model.kernels import attend, choose_kernel, dot_product, splash
+from src.model.kernels import attend, choose_kernel, dot_product
 from src.model.spec import AttentionSpec, model_spec
+from src.model.splash import Sight, splash
 
 ROWS, LENGTH = 4, 256
 CUBE = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
@@ -148,6 +149,20 @@ def test_devices_that_share_a_row_compute_the_attention_of_one(kernel, overrides
     back = np.argsort(even_order(length, plan.layout))
     out, q, k, v = (np.asarray(x)[:, back] for x in (out, q, k, v))
     assert_close((out, (q, k, v, sinks)), expected, 1e-5)
+
+
+@pytest.mark.parametrize(("window", "parts"), [(0, 1), (0, 4), (1, 4), (100, 4), (300, 2), (2000, 4)])
+def test_blocks_are_seen_as_the_mask_in_full_says(window, parts):
+    layout = make(devices=parts, ici_context_parallelism=parts)[1].layout
+    queries, keys, block = even_order(1024, layout), np.arange(1024), 64
+    sight = Sight(queries, window)
+    mask = sight.mask_function(queries[:, None], keys[None])
+    np.testing.assert_array_equal(
+        mask, [[query - (window or 1024) < key <= query for key in keys] for query in queries]
+    )
+    for first, second in np.ndindex(1024 // block, 1024 // block):
+        part = slice(first * block, (first + 1) * block), slice(second * block, (second + 1) * block)
+        assert (sight[part].any(), sight[part].all()) == (mask[part].any(), mask[part].all())
 
 
 BFLOAT16 = {"dtype": "bfloat16"}

@@ -145,11 +145,13 @@ def _on_device(
 
     def gather(axes: tuple[str | None, ...], kernel: jax.Array) -> jax.Array:
         kernel = kernel.astype(x_BTD.dtype)
-        if gathered and "expert_embed" in axes:
-            # Its gradient is a reduce-scatter. Named, so that no policy keeps whole weights for the backward pass.
-            kernel = jax.lax.all_gather(kernel, gathered, axis=axes.index("expert_embed"), tiled=True)
-            kernel = checkpoint_name(kernel, "gathered_experts")
-        return kernel
+        if not gathered or "expert_embed" not in axes:
+            return kernel
+        # Its gradient is a reduce-scatter; on TPUs of three dims, or it would be a whole sum.
+        matrices = kernel.reshape(*kernel.shape[:2], -1)
+        matrices = jax.lax.all_gather(matrices, gathered, axis=axes.index("expert_embed"), tiled=True)
+        # Named, so that no policy keeps whole weights for the backward pass.
+        return checkpoint_name(matrices, "gathered_experts").reshape(*matrices.shape[:2], *kernel.shape[2:-1], -1)
 
     def run(x_BTD: jax.Array, weights_BTk: jax.Array, kernels: Any) -> jax.Array:
         kernels = jax.tree.map(gather, axes, kernels, is_leaf=lambda node: isinstance(node, tuple))

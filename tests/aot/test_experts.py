@@ -1,0 +1,101 @@
+"""What a layer of experts costs on TPUs that are not here: kernels for the experts' rows, and no dense product."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
+from tiny import load
+
+from src.aot.devices import abstract_devices
+from src.mesh import make_layout, weight_shardings
+from src.model import weights
+from src.model.context import Context
+from src.model.grouped import row_tile, tile_sizes
+from src.model.moe import Experts
+from src.model.spec import model_spec
+from src.topology import parse_topology
+from tests.compilers import needs_libtpu
+
+TOKENS = 4096  # of a device
+MIXTRAL = {
+    **{"base_emb_dim": 4096, "base_moe_mlp_dim": 14336, "num_experts": 8, "num_experts_per_tok": 2},
+    **{"norm_topk_prob": "true", "dtype": "bfloat16", "max_target_length": TOKENS},
+}
+DEEPSEEK = {
+    **{"base_emb_dim": 7168, "base_moe_mlp_dim": 2048, "num_experts": 256, "num_experts_per_tok": 8},
+    **{"n_routing_groups": 8, "topk_routing_group": 4, "routing_group_score": "top2", "routed_score_func": "sigmoid"},
+    **{"routed_bias": "true", "dtype": "bfloat16", "max_target_length": TOKENS},
+}
+LAYERS = {
+    "mixtral on four": (MIXTRAL, "v5p-8", 4),
+    "deepseek on sixteen": (DEEPSEEK, "v5e-16", 16),
+}
+KERNEL = re.compile(r'custom_call_target="tpu_custom_call".*op_name="([^"]*)jit\((gmm|tgmm)\)')
+
+
+def compiled(overrides, topology, experts):
+    """A layer's gradients to weights and input, for a device's `TOKENS`."""
+    config = load(**overrides, ici_expert_parallelism=experts, matmul_precision="default")
+    devices = abstract_devices(parse_topology(topology, 1))
+    layout, spec = make_layout(config, devices), model_spec(config)
+    graphdef, declarations = weights.abstract(
+        lambda rngs: Experts(spec.layers[0].feed_forward, spec.emb_dim, 1.0, "float32", rngs)
+    )
+    shapes = weights.values(declarations)
+    at = weight_shardings(layout, shapes, weights.field(declarations, "out_sharding"))
+    given = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, at)
+    rows = layout.sharding(("batch", None, None))
+    x = jax.ShapeDtypeStruct((len(devices), TOKENS, spec.emb_dim), jnp.bfloat16, sharding=rows)
+
+    def loss(given, x_BTD):
+        ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
+        out_BTD, _ = nnx.merge(graphdef, given)(x_BTD, Context(ones_BT, ones_BT, layout, "dot_product", True))
+        return jnp.sum(jnp.square(out_BTD.astype(jnp.float32)))
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(given, x).compile()
+
+
+def tiles_computed(sizes, tile):
+    """How many tiles of rows a kernel visits."""
+    rows = -(-sum(sizes) // tile) * tile
+    with jax.default_device(jax.devices("cpu")[0]):
+        _, count = make_group_metadata(
+            group_sizes=jnp.asarray(sizes, jnp.int32),
+            m=rows,
+            tm=tile,
+            start_group=jnp.int32(0),
+            num_nonzero_groups=len(sizes),
+            visit_empty_groups=False,
+        )
+    return int(count)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("overrides", "topology", "experts"), LAYERS.values(), ids=LAYERS)
+def test_experts_cost_what_their_rows_do(overrides, topology, experts):
+    """A window for balanced experts: within 15% of three products forward and six backward a token and choice."""
+    D, F, E, k = (overrides[f] for f in ("base_emb_dim", "base_moe_mlp_dim", "num_experts", "num_experts_per_tok"))
+    program = compiled(overrides, topology, experts)
+    kernels = KERNEL.findall(program.as_text())
+    first = [name for path, name in kernels if "while" not in path]
+    assert sorted(first) == ["gmm"] * 4 + ["tgmm"] * 2
+    room, here = TOKENS * k * 5 // 4, E // experts
+    # Rows as tokens that choose at random bring them.
+    sizes = np.random.default_rng(0).multinomial(TOKENS * k, np.full(here, 1 / here))
+    tile = row_tile(room, here)
+    work = 0
+    for X, Y in ((D, 2 * F), (F, D)):
+        for x, y in ((X, Y), (Y, X), (X, Y)):  # forward, the gradient to rows, that to weights
+            padded = np.prod([-(-n // part) * part for n, part in zip((x, y), tile_sizes(tile, x, y, 2), strict=True)])
+            work += 2 * tiles_computed(sizes, tile) * tile * padded
+    active = 3 * 2 * TOKENS * k * 3 * D * F
+    assert work < 1.15 * active
+    # XLA counts each kernel for the room it is given, those of the loop over further windows too, which balanced
+    # experts don't enter: of forward 3 products, of backward 6, and in the loop the 2 of the hidden units once more.
+    assert len(kernels) == 6 + 7
+    counted = (9 + 11) / 9 * room / (TOKENS * k)
+    assert 0 <= program.cost_analysis()["flops"] / active - counted < 0.02

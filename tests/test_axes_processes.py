@@ -41,19 +41,23 @@ WITH_EXPERTS = {
     2: [sizes(dcn_expert=2, ici_fsdp=2, ici_tensor=2), sizes(dcn_data=2, ici_expert=4)],
     4: [sizes(dcn_expert=4, ici_fsdp=2), sizes(dcn_expert=2, dcn_context=2, ici_expert=2)],
 }
-ALWAYS = {("dense", 2), ("latent experts", 4)}
 CASES = [
-    pytest.param(model, processes, marks=() if (model, processes) in ALWAYS else pytest.mark.long)
-    for processes in MESHES
-    for model in MODELS
+    pytest.param("dense", 2, MESHES[2]),
+    pytest.param("latent experts", 4, WITH_EXPERTS[4]),
+    *(
+        pytest.param(model, processes, meshes, marks=pytest.mark.long)
+        for processes, meshes in MESHES.items()
+        for model in MODELS
+        if (model, processes) != ("dense", 2)
+    ),
+    pytest.param("latent experts", 2, WITH_EXPERTS[2], marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize(("model", "processes"), CASES)
-def test_axes_between_processes_give_what_one_device_does(model, processes, tmp_path):
+@pytest.mark.parametrize(("model", "processes", "meshes"), CASES)
+def test_axes_between_processes_give_what_one_device_does(model, processes, meshes, tmp_path):
     job = Job(model, devices=1)
     (tmp_path / "expected").write_bytes(pickle.dumps((job.first_gradients(), job.losses())))
-    meshes = MESHES[processes] + (WITH_EXPERTS[processes] if model == "latent experts" else [])
     address, keys = runs.free_address(), list(map(json.dumps, meshes))
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "PJRT_NPROC": "32"}
     workers = [

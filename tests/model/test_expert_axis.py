@@ -30,11 +30,15 @@ MESHES = {
     "expert 4 x fsdp 2": {"ici_expert_parallelism": 4},
     "expert 2 x fsdp 2 x tensor 2": {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2},
     "expert 2 x data 4": {"ici_expert_parallelism": 2, "ici_data_parallelism": 4, "ici_fsdp_parallelism": 1},
+    "expert 4 x context 2": {"ici_expert_parallelism": 4, "ici_context_parallelism": 2},
+    "expert 2 x stage 2 x fsdp 2": {
+        **{"ici_expert_parallelism": 2, "ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 2},
+    },
 }
 # Whole rows on each device, so that every mesh has the same capacity.
 CASES = [
     *(("mixtral", mesh) for mesh in MESHES),
-    *(("deepseek", mesh) for mesh in ("expert 8", "expert 2 x fsdp 2 x tensor 2")),
+    *(("deepseek", mesh) for mesh in ("expert 8", "expert 2 x fsdp 2 x tensor 2", "expert 4 x context 2")),
     ("capacity", "expert 4 x fsdp 2"),
 ]
 
@@ -61,6 +65,22 @@ def test_any_mesh_computes_what_one_device_does(model, mesh):
         np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-7)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), found_stats, stats)
     assert (np.max(metrics[0]["tokens_dropped"]) > 0.05) == (model == "capacity")
+
+
+def test_micro_batches_on_a_mesh():
+    """Their gradients are added up within a `shard_map` over data. (A load-balance loss is of each micro-batch.)"""
+    settings = MIXTRAL | {"load_balance_loss_weight": 0.0}
+    mesh = {
+        "ici_expert_parallelism": 2,
+        "ici_data_parallelism": 2,
+        "ici_fsdp_parallelism": 1,
+        "ici_tensor_parallelism": 2,
+    }
+    alone = Trainer(initial=False, **settings)
+    shared = Trainer(devices=8, initial=False, **settings, **mesh, gradient_accumulation_steps=2)
+    metrics, expected = shared.step(packed_rows(0), 5), alone.step(packed_rows(0), 5)
+    for name in ("loss", "grad_norm", "expert_load_max"):
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-4)
 
 
 def routed(choices_BTk, devices=8, **overrides):

@@ -187,7 +187,26 @@ def _fill(kind: str, config: Mapping[str, Any], names: Sequence[str], total: int
 
 def mesh_axes_of(spec: PartitionSpec) -> set[str]:
     """The mesh axes that a partition uses."""
-    return {name for part in spec if part for name in ([part] if isinstance(part, str) else part)}
+    return {name for part in spec for name in axes_of_dim(part)}
+
+
+def axes_of_dim(part: Any) -> tuple[str, ...]:
+    """The mesh axes, outermost first, of one entry of a partition."""
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
+def spread(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
+    """`sharding` of an array of this shape, with one dim cut by the mesh axes `axes` too; as it is where none divides.
+
+    The first dim, which is mostly that of layers, comes last: in a loop over layers it would be gathered.
+    """
+    parts = list(map(axes_of_dim, sharding.spec))
+    for dim in (*range(1, len(shape)), *range(min(len(shape), 1))):
+        cut_by = (*parts[dim], *axes)
+        if shape[dim] % math.prod(sharding.mesh.shape[name] for name in cut_by) == 0:
+            parts[dim] = cut_by
+            break
+    return sharding.update(spec=PartitionSpec(*(part or None for part in parts)))
 
 
 def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey
+
+from src.adafactor import scale_by_adafactor
+from src.model.weights import by_path
+from src.muon import orthogonal_updates
 
 Hyper = dict[str, Any]
 
@@ -40,6 +46,7 @@ def hyper_parameters(config: Mapping[str, Any], step: int) -> Hyper:
         "learning_rate": learning_rate(config, step),
         "b1": config["adam_b1"],
         "b2": config["adam_b2"],
+        "muon_beta": config["muon_beta"],
         "eps": config["adam_eps"],
         "weight_decay": config["adam_weight_decay"],
         "clip": config["gradient_clipping_threshold"],
@@ -47,20 +54,53 @@ def hyper_parameters(config: Mapping[str, Any], step: int) -> Hyper:
     return {name: np.float32(value) for name, value in values.items()}
 
 
-def transform(opt_type: str, mu_dtype: str, decays: Any, hyper: Hyper) -> optax.GradientTransformation:
-    """The optimizer: `adamw` (Loshchilov and Hutter 2019) or `sgd`, with decoupled weight decay where `decays`.
+def transform(
+    opt_type: str, mu_dtype: str, decays: Any, matrices: Any, shardings: Any, hyper: Hyper
+) -> optax.GradientTransformation:
+    """The optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
 
-    `hyper` may hold traced arrays; the transform's state depends on `opt_type` and `mu_dtype` alone.
+    Args:
+        opt_type: `adamw`; `adafactor` (Shazeer and Stern 2018), without a first moment; `muon` (Jordan et al. 2024),
+            which is adamw for what is no hidden matrix; or `sgd`, which has no state.
+        mu_dtype: of first moments.
+        decays, matrices, shardings: of each weight whether it decays, its `Matrix`, and where its update is made.
+        hyper: may hold traced arrays; the state depends on none of them.
     """
-    moments = {
-        "adamw": optax.scale_by_adam(hyper["b1"], hyper["b2"], hyper["eps"], mu_dtype=mu_dtype),
-        "sgd": optax.identity(),
+    adam = optax.scale_by_adam(hyper["b1"], hyper["b2"], hyper["eps"], mu_dtype=mu_dtype)
+    hidden = jax.tree.map(lambda matrix: matrix.hidden, matrices)
+    rules = {
+        "adamw": [adam],
+        "adafactor": [scale_by_adafactor(matrices)],
+        "muon": [
+            optax.masked(optax.trace(hyper["muon_beta"], nesterov=True, accumulator_dtype=mu_dtype), hidden),
+            orthogonal_updates(matrices, shardings),
+            optax.masked(adam, jax.tree.map(lambda is_hidden: not is_hidden, hidden)),
+        ],
+        "sgd": [optax.identity()],
     }
     return optax.chain(
-        moments[opt_type],
+        *rules[opt_type],
         optax.add_decayed_weights(hyper["weight_decay"], decays),
         optax.scale_by_learning_rate(hyper["learning_rate"]),
     )
+
+
+def state_shardings(opt: Any, shardings: Any, copy: NamedSharding) -> Any:
+    """Where an optimizer's state lies: what is of a weight as its `shardings` say, the rest as `copy` does.
+
+    A dim of size 1, of which the weight has more, is not cut.
+    """
+    weights = by_path(shardings)
+
+    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        weight = tuple(entry.key for entry in path if isinstance(entry, DictKey))
+        if not weight:
+            return copy
+        at = weights[weight]
+        axes = (axes if size > 1 else None for size, axes in zip(leaf.shape, at.spec, strict=True))
+        return at.update(spec=PartitionSpec(*axes))
+
+    return jax.tree.map_with_path(place, opt)
 
 
 def clip(gradients: Any, norm: jax.Array, threshold: jax.Array) -> Any:

@@ -13,7 +13,8 @@ from flax import nnx
 from src.accumulation import accumulate, mean_of_parts
 from src.checkpoint import WEIGHTS
 from src.errors import UserError
-from src.mesh import Layout, mesh_axes_of, weight_shardings
+from src.matrices import matrices
+from src.mesh import Layout, mesh_axes_of, spread, weight_shardings
 from src.model import lora, moe, router, weights
 from src.model.context import Context, even_order, in_even_order, in_text_order
 from src.model.decoder import Decoder
@@ -23,7 +24,7 @@ from src.model.loss import cross_entropy
 from src.model.pipeline import make_schedule
 from src.model.segments import Execution
 from src.model.spec import ModelSpec
-from src.optimizer import Hyper, clip, hyper_parameters, transform
+from src.optimizer import Hyper, clip, hyper_parameters, state_shardings, transform
 from src.user_code import load_function
 
 Batch = dict[str, jax.Array]
@@ -68,12 +69,22 @@ class StepPlan:
     micro_batches: int
     opt_type: str
     mu_dtype: str
+    matrices: Any  # of each weight, a src/matrices.py Matrix; nested as all weights are
+    shard_optimizer: bool  # over the axes that copy weights too
+    offload_optimizer: bool  # its state lies in host memory between updates
     seed: int
 
     def copied_axes(self) -> tuple[str, ...]:
         """The mesh axes that shard rows and no weight: along them devices have copies of the weights."""
         used = {name for at in jax.tree.leaves(self.shardings) for name in mesh_axes_of(at.spec)}
         return tuple(name for name in self.layout.axes("batch") if name not in used)
+
+    def update_shardings(self) -> Any:
+        """Where the update of each trainable weight is made, and the optimizer's state of it lies."""
+        shapes, placed = (self.by_part(tree)["trainable"] for tree in (self.shapes, self.shardings))
+        if not self.shard_optimizer:
+            return placed
+        return jax.tree.map(lambda shape, at: spread(at, shape.shape, self.copied_axes()), shapes, placed)
 
     def init_weights(self) -> dict[str, Any]:
         """The model's initial weights by part of the state: trainable, frozen and stats."""
@@ -139,6 +150,9 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         micro_batches=config["gradient_accumulation_steps"],
         opt_type=config["opt_type"],
         mu_dtype=config["mu_dtype"] or config["weight_dtype"],
+        matrices=matrices(declarations),
+        shard_optimizer=config["shard_optimizer_over_data"],
+        offload_optimizer=config["optimizer_memory_host_offload"],
         seed=config["init_weights_seed"],
     )
 
@@ -186,27 +200,30 @@ def init_state(
 
 
 def _optimizer(plan: StepPlan, hyper: Hyper) -> optax.GradientTransformation:
-    return transform(plan.opt_type, plan.mu_dtype, plan.by_part(plan.decays)["trainable"], hyper)
+    decays, matrix = (plan.by_part(tree)["trainable"] for tree in (plan.decays, plan.matrices))
+    return transform(plan.opt_type, plan.mu_dtype, decays, matrix, plan.update_shardings(), hyper)
 
 
 def abstract_state(plan: StepPlan, config: Mapping[str, Any], position_shape: tuple[int, ...]) -> TrainState:
     """The state's shapes and shardings, without an array: `jax.ShapeDtypeStruct`s."""
     hyper = hyper_parameters(config, 0)
     shapes = jax.eval_shape(functools.partial(init_state, plan, hyper, position_shape))
-    copy, placed = plan.layout.sharding(()), plan.by_part(plan.shardings)
+    copy = plan.layout.sharding(())
     shardings = TrainState(
         step=copy,
-        opt=optax.tree_map_params(
-            _optimizer(plan, hyper),
-            lambda _, sharding: sharding,
-            shapes.opt,
-            placed["trainable"],
-            transform_non_params=lambda _: copy,
-        ),
+        opt=optimizer_shardings(plan, shapes.opt),
         data_position=plan.layout.sharding(("batch", None, None)),
-        **placed,
+        **plan.by_part(plan.shardings),
     )
     return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
+
+
+def optimizer_shardings(plan: StepPlan, opt: Any) -> Any:
+    """Where the optimizer's state lies between updates: as the weights' updates are cut, or copied."""
+    weights = plan.update_shardings()
+    if plan.offload_optimizer:
+        weights = jax.tree.map(lambda at: at.with_memory_kind("pinned_host"), weights)
+    return state_shardings(opt, weights, plan.layout.sharding(()))
 
 
 def batch_sharding(layout: Layout) -> dict[str, jax.sharding.NamedSharding]:
@@ -327,16 +344,22 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
             gradient, given, rows, step_key, plan.micro_batches, plan.layout, apart
         )
 
+    weights, opt = state.trainable, state.opt
+    if plan.shard_optimizer:
+        # Of each copy of a weight a device updates a part, and XLA has it reduce no more of the gradient.
+        gradients, weights = jax.lax.with_sharding_constraint((gradients, weights), (plan.update_shardings(),) * 2)
+    if plan.offload_optimizer:
+        opt = jax.device_put(opt, jax.memory.Space.Device)
     grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
     clipped = clip(gradients, grad_norm, hyper["clip"])
-    updates, opt = _optimizer(plan, hyper).update(clipped, state.opt, state.trainable)
+    updates, new_opt = _optimizer(plan, hyper).update(clipped, opt, weights)
     if plan.spec.has_experts:
         layers = router.by_layer(reports)
         losses |= {name: layers[name] for name in ("expert_load_max", "tokens_dropped")}
     stats = router.corrected(state.stats, reports, plan.bias_update_rate)
-    updated = (optax.apply_updates(state.trainable, updates), stats, opt)
-    current = (state.trainable, state.stats, state.opt)
+    updated = (optax.apply_updates(weights, updates), stats, new_opt)
+    current = (weights, state.stats, opt)
     trainable, stats, opt = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, current)
     state = TrainState(state.step + 1, trainable, state.frozen, stats, opt, batch["data_position"])
     return state, {**losses, "grad_norm": grad_norm, "tokens": tokens, "finite": finite}

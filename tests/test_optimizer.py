@@ -6,11 +6,15 @@ import numpy as np
 import optax
 import pytest
 import torch
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny import assert_close, load, make
 
+from src.matrices import Matrix
 from src.optimizer import clip, hyper_parameters, learning_rate, transform
 
 SETTINGS = {"adam_weight_decay": 0.3, "gradient_clipping_threshold": 1.0, "learning_rate": 0.1, "adam_eps": 1e-6}
+MATRICES = {"bias": Matrix((), (), (0,), hidden=False), "kernel": Matrix((), (0,), (1,), hidden=True)}
+WHOLE = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec(None, None))
 
 
 def problem(steps=5):
@@ -28,16 +32,16 @@ def problem(steps=5):
 
 def our_updates(opt_type, weights, decays, gradients, **overrides):
     config = load(opt_type=opt_type, **{**SETTINGS, **overrides})
-    mu_dtype = config.mu_dtype or config.weight_dtype
+    given = (opt_type, config.mu_dtype or config.weight_dtype, decays, MATRICES, jax.tree.map(lambda _: WHOLE, weights))
 
     @jax.jit
     def update(weights, state, gradient, hyper):
-        optimizer = transform(opt_type, mu_dtype, decays, hyper)
+        optimizer = transform(*given, hyper)
         clipped = clip(gradient, optax.tree.norm(gradient), hyper["clip"])
         updates, state = optimizer.update(clipped, state, weights)
         return optax.apply_updates(weights, updates), state
 
-    state = transform(opt_type, mu_dtype, decays, hyper_parameters(config, 0)).init(weights)
+    state = transform(*given, hyper_parameters(config, 0)).init(weights)
     for step, gradient in enumerate(gradients):
         weights, state = update(weights, state, gradient, hyper_parameters(config, step))
     return weights, state

@@ -89,7 +89,8 @@ OTHER_KEYS = frozenset((
     "jax_cache_dir",
     *("learning_rate", "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction"),
     *("learning_rate_final_fraction", "wsd_decay_steps_fraction"),
-    *("adam_b1", "adam_b2", "adam_eps", "adam_weight_decay", "gradient_clipping_threshold", "on_nonfinite"),
+    *("adam_b1", "adam_b2", "adam_eps", "adam_weight_decay", "muon_beta", "gradient_clipping_threshold"),
+    "on_nonfinite",
     *("long_documents", "batch_transform", "use_sft", "sft_train_on_completion_only"),
     *("coordinator_address", "num_processes", "process_id"),
 ))

@@ -65,7 +65,7 @@ def _pair(
     up_shape, up_axes = (*shape[:stacked], rank, *shape[end:]), (*axes[:stacked], None, *axes[end:])
     return {
         "down": weight(rngs, down_shape, down_axes, ADAPTER_DTYPE, fan_in=fan_in),
-        "up": weight(rngs, up_shape, up_axes, ADAPTER_DTYPE, constant=0.0),
+        "up": weight(rngs, up_shape, up_axes, ADAPTER_DTYPE, fan_in=(stacked,), constant=0.0),
     }
 
 

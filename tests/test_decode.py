@@ -244,10 +244,11 @@ WINDOWS = "[{repeats: 2, pattern: [{attention_type: local_sliding, sliding_windo
         {"decoder_segments": WINDOWS, "ici_tensor_parallelism": 2},
         {"decoder_segments": "[{repeats: 1, pattern: [{}]}, {repeats: 3, shared: true, pattern: [{}]}]"},
         {"attention_type": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+        {"num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 16, "ici_expert_parallelism": 4},
     ],
 )
 def test_a_mesh_of_eight_and_unrolled_layers_draw_what_one_device_does(keys):
-    alone = {key: value for key, value in keys.items() if key != "ici_tensor_parallelism"}
+    alone = {key: value for key, value in keys.items() if not key.startswith("ici_")}
     expected = generated(1, stacked=True, **alone)
     assert len(set(expected)) == len(PROMPTS)
     assert generated(8, stacked=False, **keys) == expected

@@ -60,7 +60,7 @@ class Experts(nnx.Module):
         experts_BTk, weights_BTk = router.choose(scores_BTE, correction_E, self.spec)
         real_BT = context.segment_ids_BT > 0
         out_BTD, kept_BTk = self._run(x_BTD, experts_BTk, weights_BTk, real_BT, context.layout)
-        out_BTD = context.layout.constrain(out_BTD, "batch", "length", "activation_embed")
+        out_BTD = context.scattered(out_BTD)
         if self.spec.shared:
             # It needs nothing of the others, so that the compiler may run it while tokens are on their way to them.
             out_BTD += self.shared(x_BTD, context)[0]

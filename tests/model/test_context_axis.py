@@ -53,6 +53,7 @@ MODELS = {
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
     },
+    "experts": {"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1, "base_moe_mlp_dim": 16},
     "one more token": {"mtp_num_layers": 2, "num_vocab_tiling": 2, "z_loss_multiplier": 1e-3, "dropout_rate": 0.1},
 }
 

@@ -148,7 +148,7 @@ def run_stages(
     share_M = real_M / jnp.maximum(jnp.sum(real_M), 1)
     hand_on = [(stage, (stage + 1) % P) for stage in range(P if R > 1 else P - 1)]
 
-    def on_stage(weights: Any, x_MBTD: jax.Array, told: Any) -> tuple[jax.Array, Any]:
+    def on_stage(weights: Any, x_1MBTD: jax.Array, told: Any) -> tuple[jax.Array, Any]:
         positions_MBT, segment_ids_MBT, layers_L, key = told
         stage = jax.lax.axis_index(AXIS)
         chunks = _chunks(weights, stage, schedule)
@@ -179,26 +179,29 @@ def run_stages(
             rows_MBTD = jax.lax.dynamic_update_index_in_dim(rows_MBTD, x_BTD, micro_batch, 0)
             return (jax.lax.ppermute(x_BTD, AXIS, hand_on), rows_MBTD), reports
 
-        start = (jnp.zeros_like(x_MBTD[0]), x_MBTD)
+        start = (jnp.zeros_like(x_1MBTD[0, 0]), x_1MBTD[0])
         (_, rows_MBTD), reports = jax.lax.scan(iterate, start, jnp.arange(schedule.iterations))
-        rows_MBTD = jax.lax.psum(jnp.where(stage == P - 1, rows_MBTD, 0), AXIS)
         items_RM = schedule.item(np.arange(R)[:, None], np.arange(schedule.micro_batches))
 
         def mean(report: jax.Array) -> jax.Array:
             """Of [iterations, chunk, ...], as [R, 1, chunk, ...]."""
             return jnp.einsum("rm...,m->r...", report[items_RM + stage], share_M)[:, None]
 
-        return rows_MBTD, jax.tree.map(mean, reports)
+        last_1MBTD = jnp.where(stage == P - 1, rows_MBTD, 0)[None]
+        return last_1MBTD, jax.tree.map(mean, reports)
 
     told = (positions_MBT, segment_ids_MBT, layers_L, context.dropout_key)
     by_stage, everywhere = PartitionSpec(AXIS), PartitionSpec()
     mapped = layout.shard_map(
         on_stage,
-        in_specs=(by_stage, everywhere, everywhere),
-        out_specs=(everywhere, PartitionSpec(None, AXIS)),
+        in_specs=(by_stage, by_stage, everywhere),
+        out_specs=(by_stage, PartitionSpec(None, AXIS)),
         over=(AXIS,),
     )
-    x_MBTD, reports = mapped(weights, x_MBTD, told)
+    # The rows of each stage are an entry of one array, and all but the last stage's are zeros: so it is the compiler
+    # that adds them up, as it does gradients of the first. (A sum within would be made again in the backward pass.)
+    x_PMBTD, reports = mapped(weights, jnp.broadcast_to(x_MBTD, (P, *x_MBTD.shape)), told)
+    x_MBTD = jax.lax.reduce(x_PMBTD, np.zeros((), x_PMBTD.dtype), jax.lax.add, (0,))  # not in float32, as jnp.sum
     x_BTD = jnp.moveaxis(x_MBTD, 0, 1).reshape(x_BTD.shape)
     return x_BTD, jax.tree.map(lambda report: report.reshape(-1, *report.shape[3:]), reports)
 

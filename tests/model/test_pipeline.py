@@ -118,6 +118,14 @@ def test_stages_give_the_losses_and_gradients_of_one_device(model, keys, capfd):
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
+def test_bfloat16_runs_on_cpus():
+    """XLA for CPUs aborts on a sum in bfloat16 that is made within a map over some of the axes."""
+    (alone, *_), (staged, *_) = (
+        run("dense", devices, dtype="bfloat16", **keys)[0] for devices, keys in ((1, {}), (4, keys_of(2, fsdp=2)))
+    )
+    np.testing.assert_allclose(staged, alone, rtol=1e-2)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("repeats", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 2, 3])

@@ -204,6 +204,7 @@ def header(
         ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
         ("devices", f"{facts['devices']}, processes: {facts['processes']}"),
         ("mesh", describe_mesh(plan.layout.mesh.shape)),
+        *([("pipeline", schedule.describe())] if (schedule := plan.execution.schedule) else []),
         ("model", f"{count_params(plan.spec):,} parameters, {len(plan.spec.layers)} layers"),
         ("trained", describe_trained(plan)),
         ("step", f"{global_batch} rows x {config.max_target_length} = {tokens:,} tokens"),

@@ -52,6 +52,12 @@ class Schedule:
         """The part of the iterations in which a stage has nothing to work on."""
         return (self.stages - 1) / self.iterations
 
+    def describe(self) -> str:
+        """In words, such as `2 stages x 1 turn, 8 micro-batches: idle 11% of the time`."""
+        turns = "1 turn" if self.repeats == 1 else f"{self.repeats} turns"
+        idle = f"idle {self.bubble:.0%} of the time"
+        return f"{self.stages} stages x {turns}, {self.micro_batches} micro-batches: {idle}"
+
     def turn(self, item: Any) -> Any:
         """The turn that an item is, an integer or an array of them."""
         return item // self.stages % self.repeats
@@ -119,9 +125,10 @@ def run_stages(
 
     The one collective over `stage` in each iteration passes a micro-batch's activations on. Weights gathered over
     fsdp are so for each turn. Kept for the backward pass: what the blocks of a chunk keep, in each of the
-    M R + P - 1 iterations; with remat_policy=full the input of each block, so GPipe's memory (Huang et al. 2019).
-    Before the schedule each weight goes to the stage that runs it where R > 1 (`_chunks`), and its gradient comes back;
-    after it, all stages get the hidden states.
+    M R + P - 1 iterations. With remat_policy=full that is an input [B, T, D] for each block and iteration, which for
+    L layers makes L / (P R) (M R + P - 1): GPipe's memory (Huang et al. 2019).
+    Before the schedule each weight goes to the stage that runs it where R > 1 (`_chunks`), and its gradient comes back:
+    once for each of gradient_accumulation_steps. After it, all stages get the hidden states.
 
     Args:
         run_chunk: (x, weights, layers, context) -> (x, reports), of consecutive repeats, on rows of one micro-batch.

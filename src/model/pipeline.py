@@ -94,6 +94,8 @@ def make_schedule(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) ->
             f"the segment with the most layers shares its weights, of which {stages} pipeline stages cannot have a "
             "part each: set ici_pipeline_parallelism=1 and dcn_pipeline_parallelism=1"
         )
+    if repeats == -1:
+        repeats = max(segment.repeats // stages, 1)
     if segment.repeats % (stages * repeats):
         period = len(segment.pattern)
         of_pattern = f" of a pattern of {period} layers" if period > 1 else ""

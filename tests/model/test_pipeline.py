@@ -198,6 +198,11 @@ def test_weights_lie_in_layer_order_on_their_stages():
         assert sorted(at[0].indices(LAYERS)[:2] for at in held.values()) == [(0, 2), (2, 4), (4, 6), (6, 8)]
 
 
+def test_as_many_turns_as_there_are_layers():
+    _, plan = make(4, base_num_decoder_layers=LAYERS, **keys_of(4, repeats=-1))
+    assert plan.execution.schedule == Schedule(4, LAYERS // 4, 4)
+
+
 @pytest.mark.parametrize(
     ("keys", "parts"),
     [

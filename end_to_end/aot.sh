@@ -6,10 +6,7 @@
 #
 # LARGEST=1 adds the seeds' largest runs, of 6,144 and 50,944 chips.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-"$python" - <<'PYTHON' 2>/dev/null || skip "the compilers for TPU and GPU are missing: bash setup.sh aot"
-import src.aot.compilers
-import jax_cuda12_plugin, libtpu
-PYTHON
+needs_compilers
 out=$(mktemp -d)
 chosen=" $* "
 failed=0

@@ -13,6 +13,13 @@ needs_transformers() {
   "$python" -c "import torch, transformers" 2>/dev/null || skip "torch and transformers are missing: bash setup.sh dev"
 }
 
+needs_compilers() {
+  "$python" - <<'PYTHON' 2>/dev/null || skip "the compilers for TPU and GPU are missing: bash setup.sh aot"
+import src.aot.compilers
+import jax_cuda12_plugin, libtpu
+PYTHON
+}
+
 # agrees FILE LIMIT: the logits that `src.convert check` wrote of differ by less, in the mean over positions: a router's
 # near tie may send one token elsewhere.
 agrees() {

@@ -4,29 +4,27 @@ The collectives of these runs are counted here in closed form, for compiling eac
 that form against programs that were compiled. Nothing is fitted to a run: src/aot/roofline.py has the only constants.
 """
 
+import itertools
+import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax.numpy as jnp
-import yaml
 
-from src import config as configuration
+from scripts.recipes import recipes
 from src.aot.hlo import RING_SHARE, Collective
 from src.aot.roofline import Prediction, predict, step_work
 from src.errors import run_command
 from src.model.flops import count_params
 from src.model.segments import Execution
 from src.model.spec import ModelSpec, model_spec
-from src.topology import parse_topology
 
-ROOT = Path(__file__).resolve().parents[1]
-RUNS = Path(__file__).with_name("published_runs.yml")
-LENGTH = 2048
 STATE_BYTES = 12  # of a parameter: the weight and Adam's two moments, in float32
 
 
@@ -63,27 +61,47 @@ def median_error(rows: list[Row]) -> float:
 
 
 def predicted() -> Iterator[Row]:
-    """Every published cell with its prediction."""
-    for run in yaml.safe_load(RUNS.read_text()):
-        config = configuration.load([str(ROOT / "configs/base.yml"), *(f"{k}={v}" for k, v in run["keys"].items())])
+    """Every published cell of a dense model with its prediction."""
+    for recipe in recipes():
+        config, chip = recipe.load(), recipe.topology().chip
         spec, execution = model_spec(config), Execution(remat_policy=config.remat_policy)
-        mesh = {"data": 1, "tensor": 1, **run["mesh"]}
-        tokens = config.per_device_batch_size * LENGTH
+        if spec.has_experts:
+            continue
+        mesh = {"data": config.ici_data_parallelism, "tensor": config.ici_tensor_parallelism}
+        mesh["fsdp"] = recipe.topology(1).num_devices // math.prod(mesh.values())
+        tokens = config.per_device_batch_size * config.max_target_length
         work = step_work(
             spec,
             execution,
             "flash",
             tokens=tokens,
-            length=LENGTH,
+            length=config.max_target_length,
             sharing=mesh["tensor"],
             state_bytes=STATE_BYTES * count_params(spec) // (mesh["fsdp"] * mesh["tensor"]),
         )
-        for slices, published in run["mfu"].items():
-            topology = parse_topology(run["topology"], slices)
-            links = {axis: dims / len(topology.shape) for axis, dims in run["torus"].items()}
+        for slices, figures in recipe.published.items():
+            links = torus_links(recipe.topology(1).shape, mesh)
             moved = step_collectives(spec, execution, tokens, mesh, links, slices)
-            prediction = predict(work, topology.chip, topology.chip.peaks[spec.dtype], moved)
-            yield Row(f"{run['name']} {run['topology']}", slices, published, 100 * prediction.mfu_palm, prediction)
+            peak = chip.peaks[spec.dtype]
+            prediction = predict(work, chip, peak, moved)
+            yield Row(recipe.name, slices, figures.utilization(peak), 100 * prediction.mfu_palm, prediction)
+
+
+def torus_links(shape: Sequence[int], mesh: Mapping[str, int]) -> dict[str, float]:
+    """The share of a device's links that each axis of more than one device uses: of the dims of its slice's torus.
+
+    Args:
+        shape: chips of a slice along each dim.
+        mesh: the sizes of its axes, each the product of some of these.
+    """
+    sizes = {axis: size for axis, size in mesh.items() if size > 1}
+    for axes in itertools.product(sizes, repeat=len(shape)):
+        along = {
+            axis: math.prod(size for size, other in zip(shape, axes, strict=True) if other == axis) for axis in sizes
+        }
+        if along == sizes:
+            return {axis: dims / len(shape) for axis, dims in Counter(axes).items()}
+    raise AssertionError(f"the axes of {mesh} do not go along whole dims of {shape}")
 
 
 def step_collectives(

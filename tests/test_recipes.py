@@ -1,0 +1,112 @@
+"""The recipes: what their comments say of published runs is what their keys make, and agrees with itself."""
+
+import re
+from functools import cache
+
+import pytest
+
+from scripts.recipes import FOLDER, read
+from src.aot.devices import abstract_devices
+from src.build import build
+from src.mesh import describe_mesh, global_batch_size, make_layout
+from src.model.flops import count_params, flops_per_token
+from src.model.spec import model_spec
+from src.topology import peak_flops
+from tests.compilers import needs_cuda, needs_libtpu
+
+PATHS = sorted(FOLDER.glob("*.yml"))
+NAMES = [path.stem for path in PATHS]
+
+
+@cache
+def recipe(name):
+    return read(FOLDER / f"{name}.yml")
+
+
+def published():
+    return [name for name in NAMES if recipe(name).published]
+
+
+def on_topology(name):
+    """A mark: the compiler whose devices the recipe is for must be there."""
+    return pytest.param(name, marks=needs_cuda if recipe(name).topology().platform == "gpu" else needs_libtpu)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_loads_and_is_of_the_size_it_says(name):
+    said, config = recipe(name), recipe(name).load()
+    assert count_params(model_spec(config)) == said.parameters
+    topology = said.topology()
+    devices = "GPUs" if topology.platform == "gpu" else "chips"
+    assert said.hardware == f"{topology.slices} x {topology.name}, {topology.num_devices} {devices}"
+    assert said.tokens == said.rows * config.max_target_length
+    assert said.rows == config.per_device_batch_size * topology.num_devices * config.gradient_accumulation_steps
+    assert re.search(r"https://github\.com/\S+", said.source)
+    assert said.unpublished.startswith("none (") or said.published
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not recipe(name).load().model_name])
+def test_parameters_are_those_of_the_published_sizes(name):
+    """Matrices of dense layers by hand: four of attention, and of each factor and the output of the feed-forward."""
+    config = recipe(name).load()
+    sizes = [config.base_emb_dim, config.base_mlp_dim, config.base_num_query_heads, config.base_num_decoder_layers]
+    if config.global_parameter_scale > 1:
+        thirds, rest = divmod(config.global_parameter_scale.bit_length() - 1, 3)
+        D, F, N, L = (
+            size << power
+            for size, power in zip(sizes, (thirds + (rest > 1), *2 * (thirds + (rest > 0),), thirds), strict=True)
+        )
+    else:
+        D, F, N, L = sizes
+    layer = 4 * D * N * config.head_dim + (len(config.mlp_activations) + 1) * D * F
+    tables = (1 if config.logits_via_embedding else 2) * config.vocab_size
+    positions = config.trainable_position_size if config.position_type == "learned" else 0
+    assert recipe(name).parameters == pytest.approx(L * layer + (tables + positions) * D, rel=5e-4)
+
+
+@pytest.mark.parametrize("name", [on_topology(name) for name in NAMES])
+def test_its_mesh_multiplies_out(name):
+    said, config = recipe(name), recipe(name).load()
+    layout = make_layout(config, abstract_devices(said.topology()))
+    assert describe_mesh(layout.mesh.shape) == said.mesh
+    rows = global_batch_size(layout, config.per_device_batch_size, config.gradient_accumulation_steps, "")
+    assert rows == said.rows
+
+
+@pytest.mark.parametrize("name", [name for name in published() if recipe(name).topology().platform == "tpu"])
+def test_other_numbers_of_slices_that_were_published_exist(name):
+    for slices in recipe(name).published:
+        config = recipe(name).load(f"compile_topology_num_slices={slices}")
+        assert recipe(name).topology(config.compile_topology_num_slices).slices == slices
+
+
+@pytest.mark.parametrize("name", published())
+def test_published_figures_agree_with_each_other(name):
+    said = recipe(name)
+    config, chip = said.load(), said.topology().chip
+    peak = peak_flops(chip.kind, config.dtype) / 1e12
+    counted = getattr(flops_per_token(model_spec(config), config.max_target_length), said.attention_flops) / 1e12
+    for figures in said.published.values():
+        rates = []  # TFLOP/s, and how far rounding takes it off
+        if figures.tflops:
+            rates.append((figures.tflops, 0.5))
+        if figures.mfu:
+            rates.append((figures.mfu / 100 * peak, 0.0005 * peak))
+        if figures.tokens_per_second:
+            rates.append((figures.tokens_per_second * counted, 0.5 * counted))
+        assert len(rates) == 2
+        (one, off), (other, other_off) = rates
+        assert abs(one - other) <= off + other_off
+
+
+COMPILED = ["pax-c4-1b-v4-8"]
+
+
+@pytest.mark.long
+@needs_libtpu
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_compiles_without_copies_that_nobody_asked_for(name, capfd):
+    said = recipe(name)
+    built = build(said.load(), abstract_devices(said.topology()))
+    built.traced.lower().compile()  # raises where it does not fit
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err

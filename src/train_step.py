@@ -344,25 +344,40 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
             gradient, given, rows, step_key, plan.micro_batches, plan.layout, apart
         )
 
-    weights, opt = state.trainable, state.opt
+    weights = state.trainable
     if plan.shard_optimizer:
         # Of each copy of a weight a device updates a part, and XLA has it reduce no more of the gradient.
         gradients, weights = jax.lax.with_sharding_constraint((gradients, weights), (plan.update_shardings(),) * 2)
-    if plan.offload_optimizer:
-        opt = jax.device_put(opt, jax.memory.Space.Device)
     grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
-    clipped = clip(gradients, grad_norm, hyper["clip"])
-    updates, new_opt = _optimizer(plan, hyper).update(clipped, opt, weights)
+
+    def updated(gradients: Any, weights: Any, opt: Any) -> tuple[Any, Any]:
+        gradients = clip(gradients, grad_norm, hyper["clip"])
+        updates, opt = _optimizer(plan, hyper).update(gradients, opt, weights)
+        return optax.apply_updates(weights, updates), opt
+
+    def updated_on_device(gradients: Any, weights: Any, opt: Any) -> tuple[Any, Any]:
+        weights, new = updated(gradients, weights, jax.device_put(opt, jax.memory.Space.Device))
+        return weights, jax.tree.map(lambda new, old: jax.device_put(new, jax.typeof(old).memory_space), new, opt)
+
+    if plan.offload_optimizer:
+        # In a branch, which is taken when all gradients are there: elsewhere XLA would have the state on the device
+        # all through the step.
+        trainable, opt = jax.lax.cond(
+            finite, updated_on_device, lambda _, weights, opt: (weights, opt), gradients, weights, state.opt
+        )
+    else:
+        trainable, opt = _where(finite, updated(gradients, weights, state.opt), (weights, state.opt))
     if plan.spec.has_experts:
         layers = router.by_layer(reports)
         losses |= {name: layers[name] for name in ("expert_load_max", "tokens_dropped")}
-    stats = router.corrected(state.stats, reports, plan.bias_update_rate)
-    updated = (optax.apply_updates(weights, updates), stats, new_opt)
-    current = (weights, state.stats, opt)
-    trainable, stats, opt = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, current)
+    stats = _where(finite, router.corrected(state.stats, reports, plan.bias_update_rate), state.stats)
     state = TrainState(state.step + 1, trainable, state.frozen, stats, opt, batch["data_position"])
     return state, {**losses, "grad_norm": grad_norm, "tokens": tokens, "finite": finite}
+
+
+def _where(condition: jax.Array, tree: Any, other: Any) -> Any:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), tree, other)
 
 
 def eval_step(parts: tuple[Any, ...], batch: Batch, plan: StepPlan) -> Metrics:

@@ -29,11 +29,11 @@ class LatentAttention(nnx.Module):
         sizes = spec.latent
         N, H, Q, R = spec.num_query_heads, spec.head_dim, sizes.query_rank, sizes.kv_rank
         if Q:
-            self.query_down = weight(rngs, (emb_dim, Q), ("embed", "latent"), dtype, fan_in=(0,))
+            self.query_down = weight(rngs, (emb_dim, Q), ("embed", None), dtype, fan_in=(0,))
             self.query_down_norm = Norm(norm, (Q,), dtype, rngs)
         query_axes = ("latent" if Q else "embed", "heads", "head_dim")
         self.query = weight(rngs, (Q or emb_dim, N, H), query_axes, dtype, fan_in=(0,))
-        self.kv_down = weight(rngs, (emb_dim, R + sizes.rope_dim), ("embed", "latent"), dtype, fan_in=(0,))
+        self.kv_down = weight(rngs, (emb_dim, R + sizes.rope_dim), ("embed", None), dtype, fan_in=(0,))
         self.kv_down_norm = Norm(norm, (R,), dtype, rngs)
         expanded = sizes.nope_dim + sizes.value_dim
         self.kv_up = weight(rngs, (R, N, expanded), ("latent", "heads", "head_dim"), dtype, fan_in=(0,))

@@ -79,8 +79,8 @@ def predicted() -> Iterator[Row]:
             sharing=mesh["tensor"],
             state_bytes=STATE_BYTES * count_params(spec) // (mesh["fsdp"] * mesh["tensor"]),
         )
+        links = torus_links(recipe.topology(1).shape, mesh)
         for slices, figures in recipe.published.items():
-            links = torus_links(recipe.topology(1).shape, mesh)
             moved = step_collectives(spec, execution, tokens, mesh, links, slices)
             peak = chip.peaks[spec.dtype]
             prediction = predict(work, chip, peak, moved)
@@ -90,18 +90,29 @@ def predicted() -> Iterator[Row]:
 def torus_links(shape: Sequence[int], mesh: Mapping[str, int]) -> dict[str, float]:
     """The share of a device's links that each axis of more than one device uses: of the dims of its slice's torus.
 
+    Axes go along whole dims where they can, and else along parts of them.
+
     Args:
         shape: chips of a slice along each dim.
-        mesh: the sizes of its axes, each the product of some of these.
+        mesh: the sizes of its axes, whose product is the slice's chips.
     """
     sizes = {axis: size for axis, size in mesh.items() if size > 1}
-    for axes in itertools.product(sizes, repeat=len(shape)):
-        along = {
-            axis: math.prod(size for size, other in zip(shape, axes, strict=True) if other == axis) for axis in sizes
-        }
+    parts = [(dim, prime) for dim, size in enumerate(shape) for prime in prime_factors(size)]
+    ways = []
+    for axes in itertools.product(sizes, repeat=len(parts)):
+        along = dict.fromkeys(sizes, 1)
+        for axis, (_, prime) in zip(axes, parts, strict=True):
+            along[axis] *= prime
         if along == sizes:
-            return {axis: dims / len(shape) for axis, dims in Counter(axes).items()}
-    raise AssertionError(f"the axes of {mesh} do not go along whole dims of {shape}")
+            ways.append({(axis, dim) for axis, (dim, _) in zip(axes, parts, strict=True)})
+    dims = Counter(axis for axis, _ in min(ways, key=len))
+    return {axis: dims[axis] / len(shape) for axis in sizes}
+
+
+def prime_factors(number: int) -> list[int]:
+    """The primes whose product it is."""
+    prime = next((n for n in range(2, number + 1) if number % n == 0), None)
+    return [prime, *prime_factors(number // prime)] if prime else []
 
 
 def step_collectives(

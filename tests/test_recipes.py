@@ -1,8 +1,10 @@
 """The recipes: what their comments say of published runs is what their keys make, and agrees with itself."""
 
+import math
 import re
 from functools import cache
 
+import jax
 import pytest
 
 from scripts.recipes import FOLDER, read
@@ -12,6 +14,7 @@ from src.mesh import describe_mesh, global_batch_size, make_layout
 from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
 from src.topology import peak_flops
+from src.train_step import make_plan
 from tests.compilers import needs_cuda, needs_libtpu
 
 PATHS = sorted(FOLDER.glob("*.yml"))
@@ -71,6 +74,11 @@ def test_its_mesh_multiplies_out(name):
     assert describe_mesh(layout.mesh.shape) == said.mesh
     rows = global_batch_size(layout, config.per_device_batch_size, config.gradient_accumulation_steps, "")
     assert rows == said.rows
+    # A device has its share of the weights, and more only of what is as small as norms and a table of positions.
+    plan = make_plan(config, model_spec(config), layout)
+    parts = jax.tree.map(lambda leaf, at: math.prod(at.shard_shape(leaf.shape)), plan.shapes, plan.shardings)
+    share = said.parameters / (layout.mesh.size / layout.mesh.shape["data"])
+    assert sum(jax.tree.leaves(parts)) < 1.15 * share
 
 
 @pytest.mark.parametrize("name", [name for name in published() if recipe(name).topology().platform == "tpu"])

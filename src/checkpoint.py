@@ -261,8 +261,14 @@ def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str
     if changed:
         raise _DamagedError(f"values differ from those saved, in {_first_few(changed, ', ')}")
 
-    arrays = {name: jax.device_put(x.astype(wanted[name].dtype), wanted[name].sharding) for name, x in arrays.items()}
+    arrays = {name: _as_wanted(x, wanted[name]) for name, x in arrays.items()}
     return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays.get(name) for name in names]), meta
+
+
+def _as_wanted(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    if x.dtype != wanted.dtype:  # nothing is computed in a host's memory
+        x = jax.device_put(x, x.sharding.with_memory_kind("device")).astype(wanted.dtype)
+    return jax.device_put(x, wanted.sharding)
 
 
 def _on_all_processes(read: Callable[[], T]) -> T:

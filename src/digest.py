@@ -21,7 +21,8 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 @jax.jit
 def _digests_on_devices(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: digest(array) for name, array in arrays.items()}
+    on_device = jax.device_put(dict(arrays), jax.memory.Space.Device)  # from a host's memory, where nothing is computed
+    return {name: digest(array) for name, array in on_device.items()}
 
 
 def _in_host_memory(x: jax.Array) -> bool:

@@ -6,15 +6,17 @@ import numpy as np
 import optax
 import pytest
 import torch
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiny import assert_close, load, make
 
 from src.matrices import Matrix
+from src.model.weights import by_path
+from src.muon import orthogonalise
 from src.optimizer import clip, hyper_parameters, learning_rate, transform
 
 SETTINGS = {"adam_weight_decay": 0.3, "gradient_clipping_threshold": 1.0, "learning_rate": 0.1, "adam_eps": 1e-6}
 MATRICES = {"bias": Matrix((), (), (0,), hidden=False), "kernel": Matrix((), (0,), (1,), hidden=True)}
-WHOLE = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec(None, None))
+MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def problem(steps=5):
@@ -30,9 +32,10 @@ def problem(steps=5):
     return weights, {"bias": False, "kernel": True}, gradients
 
 
-def our_updates(opt_type, weights, decays, gradients, **overrides):
+def our_updates(opt_type, weights, decays, gradients, matrices=MATRICES, **overrides):
     config = load(opt_type=opt_type, **{**SETTINGS, **overrides})
-    given = (opt_type, config.mu_dtype or config.weight_dtype, decays, MATRICES, jax.tree.map(lambda _: WHOLE, weights))
+    whole = jax.tree.map(lambda w: NamedSharding(MESH, PartitionSpec(*(None,) * w.ndim)), weights)
+    given = (opt_type, config.mu_dtype or config.weight_dtype, decays, matrices, whole)
 
     @jax.jit
     def update(weights, state, gradient, hyper):
@@ -47,10 +50,10 @@ def our_updates(opt_type, weights, decays, gradients, **overrides):
     return weights, state
 
 
-def pytorchs_updates(make_optimizer, weights, gradients, threshold):
+def pytorchs_updates(make_optimizer, weights, gradients, threshold, given=("kernel", "bias")):
     config = load(**SETTINGS)
     parameters = {name: torch.nn.Parameter(torch.tensor(weight)) for name, weight in weights.items()}
-    optimizer = make_optimizer(parameters["kernel"], parameters["bias"])
+    optimizer = make_optimizer(*(parameters[name] for name in given))
     for step, gradient in enumerate(gradients):
         for name, parameter in parameters.items():
             parameter.grad = torch.tensor(gradient[name])
@@ -84,6 +87,115 @@ def test_sgd_equals_pytorchs():
     ours, state = our_updates("sgd", weights, decays, gradients)
     assert_close(ours, pytorchs_updates(sgd, weights, gradients, 1.0), 1e-5)
     assert jax.tree.leaves(state) == []
+
+
+def stacked_problem():
+    """As `problem`, with kernels of three layers in one array, and the `Matrix` of each weight."""
+    rng = np.random.default_rng(1)
+    shapes = {"bias": (3, 4), "wide": (3, 6, 2, 4), "tall": (3, 2, 4, 5)}
+
+    def draw(scale):
+        return {name: (scale * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
+
+    kinds = {
+        "bias": Matrix((0,), (), (1,), hidden=False),
+        "wide": Matrix((0,), (1,), (2, 3), hidden=True),
+        "tall": Matrix((0,), (1, 2), (3,), hidden=True),
+    }
+    return draw(1.0), [draw(scale) for scale in np.linspace(0.1, 2.0, 4)], kinds
+
+
+def by_matrix(tree):
+    """Each layer's arrays of `stacked_problem`, kernels as matrices."""
+    rows = {"bias": (4,), "wide": (6, 8), "tall": (8, 5)}
+    return [{name: tree[name][layer].reshape(shape) for name, shape in rows.items()} for layer in range(3)]
+
+
+def moved(after, before):
+    return jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), after, before)
+
+
+def test_adafactor_equals_optaxs_for_each_layer_by_itself():
+    weights, gradients, kinds = stacked_problem()
+    decays = {"bias": False, "wide": True, "tall": True}
+    ours, state = our_updates(
+        "adafactor", weights, decays, gradients, matrices=kinds, gradient_clipping_threshold=0, learning_rate=0.01
+    )
+    assert [leaf.size for leaf in jax.tree.leaves(state)] == [1, *(3 * 8, 3 * 6), *(3 * 5, 3 * 8), 3 * 4]
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)[1:]} == {jnp.dtype("float32")}
+    config = load(**{**SETTINGS, "learning_rate": 0.01})
+    for layer, found in enumerate(by_matrix(ours)):
+        expected = by_matrix(weights)[layer]
+        state = None
+        for step, gradient in enumerate(gradients):
+            rate = learning_rate(config, step)
+            optimizer = optax.adafactor(
+                rate,
+                min_dim_size_to_factor=1,
+                weight_decay_rate=rate * config.adam_weight_decay,
+                weight_decay_mask=decays,
+            )
+            state = state or optimizer.init(expected)
+            updates, state = optimizer.update(by_matrix(gradient)[layer], state, expected)
+            expected = optax.apply_updates(expected, updates)
+        assert_close(moved(found, by_matrix(weights)[layer]), moved(expected, by_matrix(weights)[layer]), 1e-4)
+
+
+def test_muon_equals_pytorchs_for_each_layer_by_itself_and_adamw_for_what_is_no_matrix():
+    weights, gradients, kinds = stacked_problem()
+    decays = {"bias": False, "wide": True, "tall": True}
+    settings = {"gradient_clipping_threshold": 0, "matrices": kinds}
+    ours, _ = our_updates("muon", weights, decays, gradients, **settings)
+    adamw, _ = our_updates("adamw", weights, decays, gradients, **settings)
+    np.testing.assert_allclose(ours["bias"], adamw["bias"], rtol=1e-6)
+
+    for layer, found in enumerate(by_matrix(ours)):
+        before = by_matrix(weights)[layer]
+
+        def muon(wide, tall):
+            return torch.optim.Muon(
+                [wide, tall], weight_decay=0.3, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"
+            )
+
+        # PyTorch's orthogonalises in bfloat16.
+        expected = pytorchs_updates(muon, before, [by_matrix(each)[layer] for each in gradients], 0, ("wide", "tall"))
+        del found["bias"], before["bias"], expected["bias"]
+        assert_close(moved(found, before), moved(expected, before), 0.03)
+
+
+@pytest.mark.parametrize("shape", [(2, 16, 40), (3, 40, 16)])
+def test_orthogonal_updates_have_the_singular_vectors_and_values_near_one(shape):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    u, _, v = np.linalg.svd(x, full_matrices=False)
+    with jax.default_matmul_precision("highest"):
+        y = np.asarray(orthogonalise(jnp.asarray(x)))
+    values = np.einsum("sir,sio,sro->sr", u, y, v)
+    assert np.all((values > 0.65) & (values < 1.25))
+    np.testing.assert_allclose((u * values[:, None]) @ v, y, atol=1e-4)
+
+
+def test_matrices_are_what_a_layers_products_multiply_by():
+    _, plan = make(
+        num_experts=4,
+        num_experts_per_tok=2,
+        attention_bias="true",
+        position_type="learned",
+        lora_rank=2,
+        lora_parameters="[attention.out]",
+        load_parameters_path="x",
+    )
+    kinds = {path[-1]: kind for path, kind in by_path(plan.matrices).items()}
+    found = {name: (kind.stacks, kind.inputs, kind.outputs, kind.hidden) for name, kind in kinds.items()}
+    assert found["query"] == ((0,), (1,), (2, 3), True)
+    assert found["router"] == ((0,), (1,), (2,), True)
+    assert found["wi"] == ((0, 1, 3), (2,), (4,), True)
+    assert found["wo"] == ((0, 1), (2,), (3,), True)
+    assert found["down"] == ((0,), (1, 2), (3,), True)
+    assert found["up"] == ((0,), (1,), (2,), True)
+    assert found["embedding"] == found["position_embedding"] == ((), (0,), (1,), False)
+    assert found["output"] == ((), (0,), (1,), False)
+    assert found["query_bias"] == ((0,), (), (1, 2), False)
+    assert found["scale"] == ((0,), (), (1,), False)
 
 
 def test_the_first_moment_has_mu_dtype():

@@ -28,6 +28,7 @@ class Memory(NamedTuple):
 
     arguments: dict[str, int]
     temporaries: dict[str, int]
+    on_host: int  # of the arguments, what lies in host memory, and counts for none of them
 
     @property
     def total(self) -> int:
@@ -59,7 +60,7 @@ def memory(built: Built) -> Memory:
         "a block's weights, gathered": _gathered_bytes(built),
         "what a block computes": _block_bytes(built),
     }
-    return Memory(arguments, temporaries)
+    return Memory(arguments, temporaries, host_bytes(state.opt))
 
 
 def taken(built: Built) -> tuple[TrainState, Batch, Hyper]:
@@ -71,14 +72,23 @@ def taken(built: Built) -> tuple[TrainState, Batch, Hyper]:
 
 
 def device_bytes(tree: Any) -> int:
-    """Of the arrays' parts on one device; values without a sharding are on every device."""
+    """Of the arrays' parts in one device's memory; values without a sharding are in every device's."""
+    return sum(_part_bytes(leaf) for leaf in jax.tree.leaves(tree) if not _lies_on_host(leaf))
 
-    def of(leaf: Any) -> int:
-        sharding = getattr(leaf, "sharding", None)
-        shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
-        return math.prod(shape) * leaf.dtype.itemsize
 
-    return sum(of(leaf) for leaf in jax.tree.leaves(tree))
+def host_bytes(tree: Any) -> int:
+    """Of one device's parts of the arrays that lie in host memory."""
+    return sum(_part_bytes(leaf) for leaf in jax.tree.leaves(tree) if _lies_on_host(leaf))
+
+
+def _part_bytes(leaf: Any) -> int:
+    sharding = getattr(leaf, "sharding", None)
+    shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
+def _lies_on_host(leaf: Any) -> bool:
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == "pinned_host"
 
 
 def kept_bytes(built: Built) -> int:

@@ -113,6 +113,10 @@ def device_memory(
         "fits": compiled is not None and (capacity is None or needed <= capacity),
         "argument_parts": parts.arguments,
         "temporary_parts": parts.temporaries,
+        "host": {
+            "optimizer": parts.on_host,
+            "kept for the backward pass": stats.host_temp_size_in_bytes if compiled else 0,
+        },
     }
 
 
@@ -193,6 +197,9 @@ def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
         yield f"{readable(memory['outputs'] - memory['donated']):>11}  outputs that take no argument's place"
     yield f"{readable(memory['temporaries']):>11}  temporaries, of which by estimate, not all at the same time"
     yield from _part_lines(memory["temporary_parts"])
+    if any(memory["host"].values()):
+        yield f"{readable(sum(memory['host'].values())):>11}  in host memory, for each device"
+        yield from _part_lines(memory["host"])
     if "peak" in memory:
         yield f"{readable(memory['peak']):>11}  at once, by the compiler's own count"
 

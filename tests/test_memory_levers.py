@@ -1,0 +1,96 @@
+"""Optimizers on any mesh: their state cut over copies of the weights, in host memory, and through checkpoints."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny import Trainer, make, packed_rows, tree_bits
+
+from src.aot.memory import device_bytes
+from src.checkpoint import Checkpointer
+from src.optimizer import hyper_parameters
+from src.resume import parts
+from src.train_step import abstract_batch, abstract_state
+
+COPIES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+CUT, ON_HOST = {"shard_optimizer_over_data": "true"}, {"optimizer_memory_host_offload": "true"}
+OPTIMIZERS = ["adamw", "adafactor", "muon"]
+RATES = {"adamw": 1e-2, "adafactor": 0.1, "muon": 1e-2}
+
+
+def losses(opt_type, devices=1, **overrides):
+    """Of three steps on the same rows."""
+    keys = {"opt_type": opt_type, "learning_rate": RATES[opt_type], "warmup_steps_fraction": 0, **overrides}
+    trainer = Trainer(devices=devices, initial=False, **keys)
+    return [trainer.step(packed_rows(0), number)["loss"] for number in range(3)]
+
+
+@pytest.mark.parametrize("opt_type", OPTIMIZERS)
+def test_eight_devices_update_as_one_does(opt_type):
+    expected = losses(opt_type)
+    assert expected[2] < expected[1] < expected[0]
+    np.testing.assert_allclose(losses(opt_type, 8, **COPIES), expected, rtol=1e-5)
+    several = {**COPIES, **CUT, **ON_HOST, "gradient_accumulation_steps": 2}
+    np.testing.assert_allclose(losses(opt_type, 8, **several), expected, rtol=1e-5)
+
+
+def test_so_they_do_with_experts():
+    opt_type = "muon"
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    expected = losses(opt_type, **experts)
+    mesh = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2}
+    np.testing.assert_allclose(losses(opt_type, 8, **experts, **mesh, **CUT), expected, rtol=1e-5)
+
+
+def compiled_arguments(**overrides):
+    """Bytes of a device that a compiled step takes, and how many of them the optimizer's moments are."""
+    trainer = Trainer(devices=8, initial=False, **overrides)
+    batch = abstract_batch(trainer.plan, (8, 1, 2), trainer.config.max_target_length)
+    lowered = trainer.train_step.lower(trainer.abstract, batch, hyper_parameters(trainer.config, 0))
+    moments = [leaf for leaf in jax.tree.leaves(trainer.abstract.opt) if leaf.ndim]
+    return lowered.compile().memory_analysis().argument_size_in_bytes, device_bytes(moments)
+
+
+def test_cut_over_copies_each_device_holds_its_part_of_the_moments():
+    mesh = {"ici_data_parallelism": 4, "ici_fsdp_parallelism": 2}
+    whole, moments = compiled_arguments(**mesh)
+    cut, cut_moments = compiled_arguments(**mesh, **CUT)
+    assert cut_moments == moments / 4
+    assert whole - cut == moments - cut_moments
+
+
+@pytest.mark.parametrize("opt_type", OPTIMIZERS)
+def test_what_of_adafactors_and_muons_state_is_cut(opt_type):
+    _, plan = make(8, opt_type=opt_type, **COPIES)
+    config, cut = make(8, opt_type=opt_type, **COPIES, **CUT)
+    for each, parts_of_weight in ((plan, 4), (cut, 8)):
+        for path, leaf in jax.tree.leaves_with_path(abstract_state(each, config, (8, 1, 2)).opt):
+            name = jax.tree_util.keystr(path)
+            whole = "rows" in name or "columns" in name or "norm" in name or "count" in name
+            if not whole:
+                assert leaf.size / np.prod(leaf.sharding.shard_shape(leaf.shape)) == parts_of_weight, name
+
+
+def random_state(abstract):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: jax.device_put((100 * rng.random(leaf.shape)).astype(leaf.dtype), leaf.sharding), abstract
+    )
+
+
+@pytest.mark.parametrize("opt_type", OPTIMIZERS)
+def test_a_checkpoint_is_restored_however_the_state_lies(tmp_path, opt_type):
+    def abstract(devices=8, **overrides):
+        config, plan = make(devices, opt_type=opt_type, **overrides)
+        return abstract_state(plan, config, (8, 1, 2))
+
+    state = random_state(abstract(**COPIES, **CUT, **ON_HOST))
+    checkpointer = Checkpointer(tmp_path, max_to_keep=-1, async_save=False)
+    checkpointer.save(1, parts(state), {})
+    checkpointer.close()
+    for wanted in (abstract(1), abstract(**COPIES), abstract(**ON_HOST), abstract(**COPIES, **CUT)):
+        fields, _, _ = Checkpointer(tmp_path, max_to_keep=-1, async_save=False).restore_latest(parts(wanted))
+        restored = dataclasses.replace(state, **fields)
+        assert tree_bits(restored) == tree_bits(state)
+        assert jax.tree.all(jax.tree.map(lambda x, leaf: x.sharding == leaf.sharding, restored, wanted))

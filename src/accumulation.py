@@ -59,13 +59,6 @@ def accumulate(
     return add_up(weights, rows, key)
 
 
-def mean_of_parts(mean: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The mean over all parts along the mesh axes `axes`, from each part's own and its weight."""
-    if not axes:
-        return mean
-    return jax.lax.psum(mean * weight, axes) / jnp.maximum(jax.lax.psum(weight, axes), 1e-30)
-
-
 def split_rows(rows: Rows, micro_batches: int, layout: Layout) -> Rows:
     """[B, ...] to [micro-batches, B / micro-batches, ...] with every row on the device where it is already."""
 

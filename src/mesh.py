@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -84,6 +85,12 @@ class Layout:
     def without(self, *axes: str) -> "Layout":
         """This layout, by which nothing shards a dim of these logical axes."""
         return Layout(self.mesh, {**self.rules, **dict.fromkeys(axes, ())})
+
+    def axes_within_slices(self) -> tuple[str, ...]:
+        """The mesh axes along which devices are of one TPU slice or host."""
+        slices = np.vectorize(slice_of, otypes=[int])(self.mesh.devices)
+        along = {name: np.moveaxis(slices, dim, 0) for dim, name in enumerate(self.mesh.axis_names)}
+        return tuple(name for name, ids in along.items() if (ids == ids[:1]).all())
 
     def shard_map(
         self, function: Callable, in_specs: Any, out_specs: Any, over: Sequence[str] | None = None

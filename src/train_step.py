@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from src.accumulation import accumulate, mean_of_parts
+from src.accumulation import accumulate
 from src.checkpoint import WEIGHTS
 from src.errors import UserError
 from src.matrices import matrices
@@ -315,18 +315,17 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         decoder = plan.decoder(trainable, frozen, stats)
         loss_sum, square_sum, further_sum, reports = loss_sums(decoder, rows, plan, key)
         denominator = jnp.maximum(tokens, 1.0)
-        # Each micro-batch's by its share of the tokens that went through the experts.
-        share = jnp.sum(rows["segment_ids"] > 0) / jnp.maximum(real, 1)
         shares = {"loss": loss_sum / denominator}
         objective = (loss_sum + plan.z_loss * square_sum) / denominator
+        reports = router.totals(reports)
         if plan.spec.has_experts:
-            # A product of means over the micro-batch, of which a device that adds up its own gradients has a part.
-            layers = router.by_layer(jax.tree.map(lambda part: mean_of_parts(part, share, apart), reports))
-            own = jax.lax.psum(share, apart) / plan.layout.size(apart)
-            shares["load_balance_loss"] = own * jnp.sum(layers["load_balance_loss"])
-            shares["router_z_loss"] = own * jnp.sum(layers["router_z_loss"])
+            # Of all tokens of the micro-batch, of which a device that adds up its own gradients has a part.
+            whole, through_experts = jax.lax.psum((reports, jnp.sum(rows["segment_ids"] > 0)), apart)
+            layers = router.by_layer(whole, through_experts)
+            share = through_experts / jnp.maximum(real, 1) / plan.layout.size(apart)
+            shares["load_balance_loss"] = share * jnp.sum(layers["load_balance_loss"])
+            shares["router_z_loss"] = share * jnp.sum(layers["router_z_loss"])
             objective += plan.load_balance * shares["load_balance_loss"] + plan.router_z_loss * shares["router_z_loss"]
-        reports = jax.tree.map(lambda report: report * share, reports)
         if plan.spec.prediction_layers:
             shares["mtp_loss"] = further_sum / denominator / plan.spec.prediction_layers
             objective += plan.further_loss * shares["mtp_loss"]
@@ -335,7 +334,8 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     def gradient(given: tuple[Any, Any], rows: Batch, key: jax.Array | None) -> tuple[Any, Any]:
         return jax.grad(micro_loss, has_aux=True)(*given, rows, key)
 
-    given = (state.trainable, (state.frozen, state.stats, tokens, jnp.sum(batch["segment_ids"] > 0)))
+    real = jnp.sum(batch["segment_ids"] > 0)
+    given = (state.trainable, (state.frozen, state.stats, tokens, real))
     rows = {name: x for name, x in batch.items() if name != "data_position"}
     if plan.micro_batches == 1:
         gradients, (losses, reports) = gradient(given, rows, step_key)
@@ -369,9 +369,9 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     else:
         trainable, opt = _where(finite, updated(gradients, weights, state.opt), (weights, state.opt))
     if plan.spec.has_experts:
-        layers = router.by_layer(reports)
+        layers = router.by_layer(reports, real)
         losses |= {name: layers[name] for name in ("expert_load_max", "tokens_dropped")}
-    stats = _where(finite, router.corrected(state.stats, reports, plan.bias_update_rate), state.stats)
+    stats = _where(finite, router.corrected(state.stats, reports, real, plan.bias_update_rate), state.stats)
     state = TrainState(state.step + 1, trainable, state.frozen, stats, opt, batch["data_position"])
     return state, {**losses, "grad_norm": grad_norm, "tokens": tokens, "finite": finite}
 

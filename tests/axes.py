@@ -16,8 +16,8 @@ WINDOW = "{attention_type: local_sliding, sliding_window_size: 7, rope_max_times
 MODELS = {
     "dense": {},
     "windowed": {
-        "base_num_decoder_layers": 5,
-        "decoder_segments": f"[{{repeats: 2, pattern: [{WINDOW}, {{}}]}}, {{pattern: [{WINDOW}]}}]",
+        "base_num_decoder_layers": 9,
+        "decoder_segments": f"[{{repeats: 4, pattern: [{WINDOW}, {{}}]}}, {{pattern: [{WINDOW}]}}]",
         "attn_logits_soft_cap": 20,
         "qk_norm": "head",
         "normalization_placement": "both",

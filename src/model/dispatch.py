@@ -23,6 +23,7 @@ class Peers:
 
     axes: tuple[str, ...]  # the mesh axes along which they differ; none: each device has all experts
     count: int  # P
+    in_step: tuple[str, ...]  # the mesh axes along which, and along `axes`, devices go through as many windows
     platform: str
 
 
@@ -135,9 +136,9 @@ _later_windows.defvjp(_windows_forward, _windows_backward)
 
 
 def _windows(rows_PE: jax.Array, room: int, peers: Peers) -> jax.Array:
-    """How many windows all devices go through together: collectives must be met by all."""
+    """How many windows devices go through together: a slice's meet in collectives, other slices need not wait."""
     most = jnp.max(jnp.sum(rows_PE.reshape(peers.count, peers.count, -1), axis=(0, 2)))
-    return jax.lax.pmax(-(-most // room), jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.lax.pmax(-(-most // room), tuple(dict.fromkeys(peers.axes + peers.in_step)))
 
 
 def slices(rows_PE: jax.Array, window: jax.Array | int, room: int, here: jax.Array) -> tuple[Slices, Slices, jax.Array]:

@@ -64,7 +64,7 @@ class Experts(nnx.Module):
         if self.spec.shared:
             # It needs nothing of the others, so that the compiler may run it while tokens are on their way to them.
             out_BTD += self.shared(x_BTD, context)[0]
-        report = router.report(logits_BTE, scores_BTE, experts_BTk, kept_BTk, real_BT)
+        report = router.report(logits_BTE, scores_BTE, experts_BTk, kept_BTk, real_BT, context.layout)
         return checkpoint_name(out_BTD, "mlpwo"), report
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
@@ -91,7 +91,7 @@ class Experts(nnx.Module):
             gathered=layout.axes("expert_embed"),
             summed=layout.axes("mlp"),
             parts=layout.shards("mlp"),
-            peers=Peers(layout.axes("expert"), layout.shards("expert"), platform),
+            peers=Peers(layout.axes("expert"), layout.shards("expert"), layout.axes_within_slices(), platform),
         )
         tokens = layout.spec(("batch", "length", None))
         run = layout.shard_map(

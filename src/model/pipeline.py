@@ -143,7 +143,7 @@ def run_stages(
         remat: wraps a turn, which takes its weights from those of all turns, so that the weights of each are not kept.
 
     Returns:
-        x, and the reports: means over tokens that are no padding, with a first dim of the repeats, cut over `stage`.
+        x, and the reports: sums over micro-batches, with a first dim of the repeats, cut over `stage`.
 
     Raises:
         UserError: rows do not divide into micro-batches.
@@ -153,8 +153,6 @@ def run_stages(
     x_MBTD = _split(x_BTD, layout, schedule, "norm_length", "activation_embed")
     positions_MBT = _split(context.positions_BT, layout, schedule, None)
     segment_ids_MBT = _split(context.segment_ids_BT, layout, schedule, None)
-    real_M = jnp.sum(segment_ids_MBT > 0, axis=(1, 2))
-    share_M = real_M / jnp.maximum(jnp.sum(real_M), 1)
     hand_on = [(stage, (stage + 1) % P) for stage in range(P if R > 1 else P - 1)]
 
     def on_stage(weights: Any, x_1MBTD: jax.Array, told: Any) -> tuple[jax.Array, Any]:
@@ -192,12 +190,12 @@ def run_stages(
         (_, rows_MBTD), reports = jax.lax.scan(iterate, start, jnp.arange(schedule.iterations))
         items_RM = schedule.item(np.arange(R)[:, None], np.arange(schedule.micro_batches))
 
-        def mean(report: jax.Array) -> jax.Array:
-            """Of [iterations, chunk, ...], as [R, 1, chunk, ...]."""
-            return jnp.einsum("rm...,m->r...", report[items_RM + stage], share_M)[:, None]
+        def over_micro_batches(report: jax.Array) -> jax.Array:
+            """The sums of [iterations, chunk, ...], as [R, 1, chunk, ...]."""
+            return jnp.sum(report[items_RM + stage], axis=1)[:, None]
 
         last_1MBTD = jnp.where(stage == P - 1, rows_MBTD, 0)[None]
-        return last_1MBTD, jax.tree.map(mean, reports)
+        return last_1MBTD, jax.tree.map(over_micro_batches, reports)
 
     told = (positions_MBT, segment_ids_MBT, layers_L, context.dropout_key)
     by_stage, everywhere = PartitionSpec(AXIS), PartitionSpec()

@@ -5,7 +5,9 @@ Tensor letters: src/model/spec.py. A token goes through k experts.
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from src.mesh import Layout
 from src.model.spec import ExpertsSpec
 from src.model.weights import Tree
 
@@ -45,26 +47,44 @@ def _in_best_groups(choice_BTE: jax.Array, spec: ExpertsSpec) -> jax.Array:
 
 
 def report(
-    logits_BTE: jax.Array, scores_BTE: jax.Array, experts_BTk: jax.Array, kept_BTk: jax.Array, real_BT: jax.Array
+    logits_BTE: jax.Array,
+    scores_BTE: jax.Array,
+    experts_BTk: jax.Array,
+    kept_BTk: jax.Array,
+    real_BT: jax.Array,
+    layout: Layout,
 ) -> Report:
-    """Means over the tokens that are no padding: those of parts of a batch, weighted by their tokens, make the whole's.
+    """Sums over tokens that are no padding, [devices, ...]: of each device's own, for no layer to wait for others'.
 
-    `expert_load` [E]: the fraction of choices that fell on each expert. `expert_share` [E]: its mean part of the
-    scores. `router_z`: the squared logsumexp of the logits. `tokens_dropped`: the fraction of choices without a place.
+    `expert_load` [E]: the part of a token's choices that fell on each expert. `expert_share` [E]: that of its scores.
+    `router_z` [1]: the squared logsumexp of its logits. `tokens_dropped` [1]: the part of choices without a place.
     """
-    real_BT1 = real_BT[..., None] / jnp.maximum(jnp.sum(real_BT), 1)
-    chosen_BTE = jnp.sum(jax.nn.one_hot(experts_BTk, scores_BTE.shape[-1]), axis=-2) / experts_BTk.shape[-1]
-    shares_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
-    return {
-        "expert_load": jnp.sum(chosen_BTE * real_BT1, axis=(0, 1)),
-        "expert_share": jnp.sum(shares_BTE * real_BT1, axis=(0, 1)),
-        "router_z": jnp.sum(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)) * real_BT1),
-        "tokens_dropped": jnp.sum(jnp.mean(~kept_BTk, axis=-1, keepdims=True) * real_BT1),
-    }
+
+    def sums(
+        logits_BTE: jax.Array, scores_BTE: jax.Array, experts_BTk: jax.Array, kept_BTk: jax.Array, real_BT: jax.Array
+    ) -> Report:
+        each = {
+            "expert_load": jnp.sum(jax.nn.one_hot(experts_BTk, scores_BTE.shape[-1]), axis=-2) / experts_BTk.shape[-1],
+            "expert_share": scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True),
+            "router_z": jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)),
+            "tokens_dropped": jnp.mean(~kept_BTk, axis=-1, keepdims=True),
+        }
+        return {name: jnp.sum(each_BT * real_BT[..., None], axis=(0, 1))[None] for name, each_BT in each.items()}
+
+    tokens, devices = layout.spec(("batch", "length", None)), layout.axes("batch") + layout.axes("length")
+    mapped = layout.shard_map(
+        sums, in_specs=(*[tokens] * 4, layout.spec(("batch", "length"))), out_specs=PartitionSpec(devices or None)
+    )
+    return mapped(logits_BTE, scores_BTE, experts_BTk, kept_BTk, real_BT)
 
 
-def by_layer(reports: Tree) -> Report:
-    """Figures of each layer of experts in their order, [layers] each, from all layers' reports.
+def totals(reports: Tree) -> Tree:
+    """All layers' reports, summed over devices."""
+    return jax.tree.map(lambda sums: jnp.sum(sums, axis=-2), reports)
+
+
+def by_layer(reports: Tree, tokens: jax.Array) -> Report:
+    """Figures of each layer of experts in their order, [layers] each, from the `totals` of reports on so many tokens.
 
     `load_balance_loss`: E times the sum over experts of load and share, 1 when all is even (Switch Transformer,
     arXiv:2101.03961, section 2.2). `router_z_loss`: the mean squared logsumexp of the logits (ST-MoE, arXiv:2202.08906,
@@ -72,39 +92,42 @@ def by_layer(reports: Tree) -> Report:
     """
     found = []
     for blocks in reports["segments"].values():
-        pattern = [_figures(block["feed_forward"]) for block in blocks.values() if block["feed_forward"]]
+        pattern = [_figures(block["feed_forward"], tokens) for block in blocks.values() if block["feed_forward"]]
         if pattern:  # its repeats come one after the other
             found.append(jax.tree.map(lambda *each: jnp.stack(each, axis=1).reshape(-1), *pattern))
     for layer in reports.get("mtp", {}).values():
         if layer["block"]["feed_forward"]:
-            found.append(jax.tree.map(lambda each: each[None], _figures(layer["block"]["feed_forward"])))
+            found.append(jax.tree.map(lambda each: each[None], _figures(layer["block"]["feed_forward"], tokens)))
     return jax.tree.map(lambda *each: jnp.concatenate(each), *found)
 
 
-def _figures(report: Report) -> Report:
+def _figures(sums: Report, tokens: jax.Array) -> Report:
     """Those of layers that have the same number of experts."""
-    load_E, share_E = report["expert_load"], report["expert_share"]
+    means = {name: each / jnp.maximum(tokens, 1) for name, each in sums.items()}
+    load_E, share_E = means["expert_load"], means["expert_share"]
     E = load_E.shape[-1]
     return {
         "load_balance_loss": E * jnp.sum(load_E * share_E, axis=-1),
-        "router_z_loss": report["router_z"],
+        "router_z_loss": means["router_z"][..., 0],
         "expert_load_max": E * jnp.max(load_E, axis=-1),
-        "tokens_dropped": report["tokens_dropped"],
+        "tokens_dropped": means["tokens_dropped"][..., 0],
     }
 
 
-def corrected(stats: Tree, reports: Tree, rate: float) -> Tree:
+def corrected(stats: Tree, reports: Tree, tokens: jax.Array, rate: float) -> Tree:
     """The correction biases `stats`, each `rate` nearer to an even load (DeepSeek-V3, section 2.1.2).
 
-    `reports` is nested as they are, with the `expert_load` of each, of the whole batch.
+    `reports` is nested as they are, with the `totals` of each over a whole batch of so many tokens.
     """
 
     def move(bias_E: jax.Array, load_E: jax.Array) -> jax.Array:
         # Layers that share their weights, and so the bias, report one by one.
         load_E = jnp.mean(load_E, axis=tuple(range(load_E.ndim - bias_E.ndim)))
-        return bias_E + rate * jnp.sign(1.0 / bias_E.shape[-1] - load_E)
+        return bias_E + rate * jnp.sign(tokens / bias_E.shape[-1] - load_E)
 
     return {
-        name: move(stat, reports["expert_load"]) if name == "correction_bias" else corrected(stat, reports[name], rate)
+        name: move(stat, reports["expert_load"])
+        if name == "correction_bias"
+        else corrected(stat, reports[name], tokens, rate)
         for name, stat in stats.items()
     }

@@ -14,7 +14,7 @@ from src.errors import UserError
 from src.model import router
 from src.model.context import Context
 from src.model.moe import Experts
-from src.model.router import by_layer, corrected
+from src.model.router import by_layer, corrected, totals
 from src.model.spec import model_spec
 
 ROWS, T, D = 3, 11, 32
@@ -53,10 +53,11 @@ def run(module, x_BTD, segment_ids_BT):
     return jax.device_get(module(jnp.asarray(x_BTD), context))
 
 
-def figures(report):
-    """`by_layer`'s, of a model of this one layer."""
+def figures(report, tokens=ROWS * T):
+    """`by_layer`'s, of a model of this one layer and so many tokens."""
     stacked = jax.tree.map(lambda x: jnp.asarray(x)[None], report)
-    return {name: entry.item() for name, entry in by_layer({"segments": {0: {0: {"feed_forward": stacked}}}}).items()}
+    found = by_layer(totals({"segments": {0: {0: {"feed_forward": stacked}}}}), tokens)
+    return {name: entry.item() for name, entry in found.items()}
 
 
 def feed_forward(x, weights):
@@ -110,9 +111,9 @@ def test_each_token_goes_through_its_experts(kind):
             share_E += scores / scores.sum()
     out, report = run(module, x, segment_ids)
     np.testing.assert_allclose(out, expected, atol=1e-4 * np.abs(expected).max())
-    np.testing.assert_allclose(report["expert_load"], load_E / load_E.sum(), rtol=1e-5)
+    np.testing.assert_allclose(report["expert_load"], load_E[None] / spec.per_token, rtol=1e-5)
     balance = 8 * np.sum(load_E / load_E.sum() * share_E / share_E.sum())
-    assert figures(report)["load_balance_loss"] == pytest.approx(balance, rel=1e-5)
+    assert figures(report, segment_ids.astype(bool).sum())["load_balance_loss"] == pytest.approx(balance, rel=1e-5)
 
 
 def test_the_load_balance_loss_is_1_when_even_and_e_when_one_expert_has_all():
@@ -128,12 +129,12 @@ def test_the_load_balance_loss_is_1_when_even_and_e_when_one_expert_has_all():
 
 def test_a_bias_moves_towards_an_even_load_and_stands_still_at_rate_0():
     biases = np.array([[0.5, 0.0, -0.5, 0.0], [0.0, 0.0, 0.0, 0.0]], np.float32)
-    loads = np.array([[0.7, 0.1, 0.1, 0.1], [0.25, 0.25, 0.4, 0.1]], np.float32)
+    loads = 100 * np.array([[0.7, 0.1, 0.1, 0.1], [0.25, 0.25, 0.4, 0.1]], np.float32)
     stats = {"segments": {0: {1: {"feed_forward": {"correction_bias": biases}}}}}
     reports = {"segments": {0: {0: {"feed_forward": {}}, 1: {"feed_forward": {"expert_load": loads}}}}}
-    (moved,) = jax.tree.leaves(corrected(stats, reports, 0.01))
+    (moved,) = jax.tree.leaves(corrected(stats, reports, 100, 0.01))
     np.testing.assert_allclose(moved - biases, [[-0.01, 0.01, 0.01, 0.01], [0.0, 0.0, -0.01, 0.01]], atol=1e-7)
-    (still,) = jax.tree.leaves(corrected(stats, reports, 0.0))
+    (still,) = jax.tree.leaves(corrected(stats, reports, 100, 0.0))
     np.testing.assert_array_equal(still, biases)
 
 
@@ -172,7 +173,8 @@ def test_beyond_an_experts_capacity_the_choices_that_come_last_are_dropped():
     out, report = run(module, x, segment_ids)
     assert dropped > 10
     np.testing.assert_allclose(out, expected, atol=1e-4 * np.abs(expected).max())
-    np.testing.assert_allclose(report["tokens_dropped"], dropped / (3 * segment_ids.sum()), rtol=1e-5)
+    real = segment_ids.astype(bool).sum()
+    assert figures(report, real)["tokens_dropped"] == pytest.approx(dropped / (3 * real), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "llama4", "biases"])
@@ -214,7 +216,7 @@ def test_the_router_z_loss_is_the_mean_squared_logsumexp_and_shrinks_logits():
     logits = x[:, :7] @ weights["router"] + weights["router_bias"]
     expected = np.mean(np.log(np.sum(np.exp(logits), axis=-1)) ** 2)
     segment_ids = (np.arange(T) < 7).astype(np.int32) * np.ones((ROWS, 1), np.int32)
-    assert figures(run(module, x, segment_ids)[1])["router_z_loss"] == pytest.approx(expected, rel=1e-5)
+    assert figures(run(module, x, segment_ids)[1], 7 * ROWS)["router_z_loss"] == pytest.approx(expected, rel=1e-5)
     trainer, batch = Trainer(initial=False, **EXPERTS, router_z_loss_weight=1.0), packed_rows(0)
     losses = [trainer.step(batch, number)["router_z_loss"] for number in range(6)]
     assert losses[-1] < losses[0]
@@ -225,7 +227,7 @@ def test_figures_stand_in_the_order_of_the_layers():
 
     def report(*numbers):
         loads = jnp.array([[number / 8, 1 - number / 8] + [0.0] * 6 for number in numbers])
-        one = jnp.ones(len(numbers))
+        one = jnp.ones((len(numbers), 1))
         return {"feed_forward": {"expert_load": loads, "expert_share": loads, "router_z": one, "tokens_dropped": one}}
 
     last = jax.tree.map(lambda x: x[0], report(8))
@@ -233,7 +235,7 @@ def test_figures_stand_in_the_order_of_the_layers():
         "segments": {0: {0: report(4.5, 5.5), 1: {"feed_forward": {}}, 2: report(5, 6)}},
         "mtp": {0: {"block": last}},
     }
-    np.testing.assert_allclose(by_layer(reports)["expert_load_max"], [4.5, 5, 5.5, 6, 8])
+    np.testing.assert_allclose(by_layer(reports, 1)["expert_load_max"], [4.5, 5, 5.5, 6, 8])
 
 
 @pytest.mark.parametrize(

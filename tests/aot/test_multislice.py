@@ -48,6 +48,24 @@ def test_a_step_sends_its_gradients_between_slices_once_and_nothing_else(slices,
     assert sent >= (0.99 if "gradient_accumulation_steps" in keys else 0.5) * gradients
 
 
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "base_moe_mlp_dim": 512,
+    "load_balance_loss_weight": 0.01,
+    "ici_expert_parallelism": 4,
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_experts_add_no_more_than_their_loads(keys):
+    """The loads, of which the load-balance loss is made, are all that goes with the gradients."""
+    found, gradients = between_slices("v5e-8", 2, **EXPERTS, **keys)
+    assert {each.kind for each in found} == {"all-reduce"}
+    assert sum(each.times * each.sent_bytes for each in found) <= 1.02 * gradients
+
+
 @needs_cuda
 @pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 4}], ids=str)
 def test_so_does_one_on_hosts_of_gpus(keys):

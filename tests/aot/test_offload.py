@@ -1,0 +1,49 @@
+"""What lies in host memory, by the TPU compiler's own count: the optimizer's state, and what blocks keep."""
+
+import pytest
+from tiny import TINY, load
+
+from src.aot.devices import abstract_devices
+from src.aot.memory import memory
+from src.build import build
+from src.topology import parse_topology
+from tests.compilers import needs_libtpu
+
+# Activations outweigh the optimizer's state, as they do in models of a useful size.
+MODEL = {
+    **TINY,
+    **{"base_emb_dim": 512, "base_mlp_dim": 1024, "base_num_decoder_layers": 4, "base_num_query_heads": 4},
+    **{"base_num_kv_heads": 4, "head_dim": 128, "vocab_size": 1024, "max_target_length": 1024, "dtype": "bfloat16"},
+    **{"matmul_precision": "default", "per_device_batch_size": 4, "remat_policy": "full"},
+}
+ON_HOST = {"optimizer_memory_host_offload": "true"}
+
+
+def compiled(**keys):
+    """What the compiler says of the memory of a step on four chips, and what this project does."""
+    step = build(load(**{**MODEL, **keys}), abstract_devices(parse_topology("v5p-8", 1)))
+    return step.traced.lower().compile().memory_analysis(), memory(step)
+
+
+@needs_libtpu
+def test_the_optimizers_state_on_the_host_leaves_its_room_to_the_step():
+    on_device, parts = compiled()
+    on_host, host_parts = compiled(**ON_HOST)
+    moments = host_parts.on_host
+    assert moments == parts.arguments["optimizer"] - host_parts.arguments["optimizer"] > 2**20
+    # Tiles fill up the smallest arrays.
+    assert on_host.host_argument_size_in_bytes == pytest.approx(moments, rel=0.02)
+    assert on_device.host_argument_size_in_bytes == 0
+    saved = on_device.argument_size_in_bytes - on_host.argument_size_in_bytes
+    assert saved == pytest.approx(moments, rel=0.02)
+    # It comes to the device when activations have gone.
+    assert on_host.temp_size_in_bytes - on_device.temp_size_in_bytes < 0.2 * moments
+
+
+@needs_libtpu
+def test_offloaded_activations_are_in_host_memory():
+    on_device, _ = compiled(remat_policy="minimal")
+    on_host, _ = compiled(remat_policy="minimal_offloaded")
+    assert on_device.host_temp_size_in_bytes == 0
+    assert on_host.host_temp_size_in_bytes > 2**20
+    assert on_host.temp_size_in_bytes < on_device.temp_size_in_bytes

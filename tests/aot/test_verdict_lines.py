@@ -46,6 +46,7 @@ def program(arguments, temporaries, outputs=0, donated=0):
         output_size_in_bytes=outputs,
         alias_size_in_bytes=donated,
         generated_code_size_in_bytes=0,
+        host_temp_size_in_bytes=0,
         peak_memory_in_bytes=arguments + temporaries,
     )
     text = "HloModule empty\n\nENTRY %main (a: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n"

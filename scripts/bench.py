@@ -23,8 +23,10 @@ from src.mesh import describe_mesh, global_batch_size, make_layout
 from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
 from src.optimizer import hyper_parameters
+from src.plan import make_plan
+from src.state import abstract_state, batch_sharding, init_state
 from src.topology import run_peak
-from src.train_step import abstract_state, batch_sharding, compile_steps, init_state, make_plan
+from src.train_step import compile_steps
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 

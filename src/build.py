@@ -8,7 +8,9 @@ import jax
 from src.mesh import global_batch_size, make_layout
 from src.model.spec import model_spec
 from src.optimizer import Hyper, hyper_parameters
-from src.train_step import Batch, StepPlan, TrainState, abstract_batch, abstract_state, compile_steps, make_plan
+from src.plan import Batch, StepPlan, make_plan
+from src.state import TrainState, abstract_batch, abstract_state
+from src.train_step import compile_steps
 
 
 class Built(NamedTuple):

@@ -14,10 +14,10 @@ from src.errors import UserError, run_command
 from src.generate import Generator, Model, in_training, unrolled
 from src.inference import open_model
 from src.mesh import Layout
+from src.plan import StepPlan
 from src.prompts import Prompt, encode_prompt, read_prompts
 from src.sampling import sampling
 from src.startup import configured, printable, say
-from src.train_step import StepPlan
 
 USAGE = """Draws text from a model.
 

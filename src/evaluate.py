@@ -18,9 +18,11 @@ from src.inference import open_model
 from src.mesh import global_batch_size
 from src.metrics import eval_key, perplexity
 from src.model.pipeline import check_rows
+from src.plan import StepPlan
 from src.scoring import score_texts, write_logits
 from src.startup import configured, say
-from src.train_step import StepPlan, batch_sharding, compile_eval_step
+from src.state import batch_sharding
+from src.train_step import compile_eval_step
 
 USAGE = """Measures the loss of a model, scores texts, computes logits.
 

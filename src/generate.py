@@ -20,8 +20,8 @@ from src.model.decoder import Decoder, empty_caches
 from src.model.kernels import choose_kernel
 from src.model.segments import Execution
 from src.model.spec import ModelSpec, Segment
+from src.plan import StepPlan
 from src.sampling import Sampling, draw
-from src.train_step import StepPlan
 
 LEAST_PREFILL = 16  # tokens that prompts are padded to, at least: short ones share one program
 

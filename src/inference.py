@@ -12,8 +12,9 @@ from src.errors import UserError
 from src.load_weights import load_weights
 from src.mesh import Layout, check_hardware, make_layout
 from src.model.spec import model_spec
+from src.plan import StepPlan, make_plan
 from src.resume import all_weights, check_tokenizer, check_vocabulary
-from src.train_step import StepPlan, abstract_state, make_plan
+from src.state import abstract_state
 
 
 @dataclass(frozen=True)

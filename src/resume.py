@@ -20,8 +20,9 @@ from src.errors import UserError
 from src.load_weights import check_base, identity, load_weights
 from src.model.weights import Tree, join
 from src.optimizer import hyper_parameters
+from src.plan import StepPlan
 from src.run_folder import RunFolder
-from src.train_step import StepPlan, TrainState, init_state, state_weights
+from src.state import TrainState, init_state, state_weights
 
 # The keys that alter an entry of the data's fingerprint: accepting one of them accepts the entry. The first is the one
 # to tell a user whose configuration is the same as before.

@@ -18,7 +18,7 @@ from src.inference import Opened, inference_plan
 from src.mesh import global_batch_size
 from src.model.context import Context, in_even_order, in_text_order
 from src.model.loss import token_log_probs
-from src.train_step import StepPlan
+from src.plan import StepPlan
 
 
 def score_texts(config: FrozenConfigDict, opened: Opened) -> int:

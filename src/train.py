@@ -31,6 +31,7 @@ from src.mesh import check_hardware, count_slices, describe_mesh
 from src.metrics import MetricsLog, StepPrinter, environment, print_header
 from src.model.flops import FlopsPerToken, count_params, flops_per_token
 from src.optimizer import hyper_parameters
+from src.plan import StepPlan
 from src.preemption import Preemption
 from src.prompts import encode_prompt
 from src.recorder import Recorder
@@ -38,7 +39,7 @@ from src.report import write_report
 from src.resume import saved_meta, saved_parts, starting_state
 from src.run_folder import RunFolder
 from src.startup import configured, printable, say
-from src.train_step import StepPlan, TrainState, batch_sharding, state_weights
+from src.state import TrainState, batch_sharding, state_weights
 
 
 class Result(NamedTuple):

@@ -7,7 +7,7 @@ from jax.tree_util import keystr
 from tiny import Trainer, assert_close, packed_rows
 
 from src.optimizer import hyper_parameters
-from src.train_step import batch_sharding
+from src.state import batch_sharding
 
 LENGTH, ROWS, STEPS = 32, 16, 10
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from src.checkpoint import Checkpointer
-from src.train_step import TrainState
+from src.state import TrainState
 from tests.axes import Job, whole
 from tests.test_axes import devices_and_keys
 

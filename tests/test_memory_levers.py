@@ -11,7 +11,7 @@ from src.aot.memory import device_bytes
 from src.checkpoint import Checkpointer
 from src.optimizer import hyper_parameters
 from src.resume import parts
-from src.train_step import abstract_batch, abstract_state
+from src.state import abstract_batch, abstract_state
 
 COPIES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 CUT, ON_HOST = {"shard_optimizer_over_data": "true"}, {"optimizer_memory_host_offload": "true"}

@@ -13,8 +13,8 @@ from src.build import build
 from src.mesh import describe_mesh, global_batch_size, make_layout
 from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
+from src.plan import make_plan
 from src.topology import peak_flops
-from src.train_step import make_plan
 from tests.compilers import needs_cuda, needs_libtpu
 
 PATHS = sorted(FOLDER.glob("*.yml"))
@@ -107,7 +107,7 @@ def test_published_figures_agree_with_each_other(name):
         assert abs(one - other) <= off + other_off
 
 
-COMPILED = ["pax-c4-1b-v4-8"]
+COMPILED = ["pax-2b-smoke-v4-8", "pax-gpt3-xl-pipeline-v4-128"]
 
 
 @pytest.mark.long

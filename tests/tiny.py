@@ -10,8 +10,10 @@ from src import config as configuration
 from src.mesh import make_layout
 from src.model.spec import model_spec
 from src.optimizer import hyper_parameters
+from src.plan import make_plan
 from src.resume import new_state
-from src.train_step import abstract_state, batch_sharding, compile_steps, loss_sums, make_plan
+from src.state import abstract_state, batch_sharding
+from src.train_step import compile_steps, loss_sums
 
 BASE = str(Path(__file__).parents[1] / "configs" / "base.yml")
 VOCAB, LENGTH = 97, 16

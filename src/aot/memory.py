@@ -14,7 +14,8 @@ from src.mesh import mesh_axes_of
 from src.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec
 from src.model.weights import by_path
 from src.optimizer import Hyper
-from src.train_step import Batch, TrainState
+from src.plan import Batch
+from src.state import TrainState
 
 KEPT, LOGITS = "kept for the backward pass", "logits and their gradient"
 # What lies in memory beside what these make is computed on the way by what reads it.

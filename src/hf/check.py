@@ -16,7 +16,7 @@ from src.load_weights import load_weights
 from src.mesh import make_layout
 from src.resume import all_weights
 from src.scoring import compute_logits
-from src.train_step import abstract_state
+from src.state import abstract_state
 
 ROWS, LENGTH = 2, 64  # of random ids, at most
 

@@ -12,8 +12,8 @@ from tiny import load
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
 from src.build import build
+from src.state import state_weights
 from src.topology import parse_topology
-from src.train_step import state_weights
 from tests.compilers import needs_libtpu
 
 pytestmark = needs_libtpu

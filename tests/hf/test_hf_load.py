@@ -14,7 +14,7 @@ from src.hf.folder import StoredTensor
 from src.hf.load import load_weights
 from src.mesh import make_layout
 from src.model.spec import model_spec
-from src.train_step import make_plan
+from src.plan import make_plan
 
 
 def abstract(folder, devices=1, **keys):

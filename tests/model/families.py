@@ -20,7 +20,7 @@ from src.mesh import make_layout
 from src.model.context import Context
 from src.model.decoder import empty_caches
 from src.model.spec import model_spec
-from src.train_step import make_plan
+from src.plan import make_plan
 
 torch.set_num_threads(1)  # more only wait for each other in models as small as these
 transformers.logging.set_verbosity_error()

@@ -13,9 +13,10 @@ from src.generate import Generator, in_training
 from src.mesh import make_layout
 from src.model.context import even_order, in_text_order
 from src.model.spec import model_spec
+from src.plan import make_plan
 from src.sampling import Sampling
 from src.scoring import compute_logits
-from src.train_step import abstract_batch, make_plan
+from src.state import abstract_batch
 
 STEPS = 4
 SGD = {

@@ -64,12 +64,13 @@ def predicted() -> Iterator[Row]:
     """Every published cell of a dense model with its prediction."""
     for recipe in recipes():
         config, chip = recipe.load(), recipe.topology().chip
-        spec, execution = model_spec(config), Execution(remat_policy=config.remat_policy)
+        spec = model_spec(config)
+        execution = Execution(remat_policy=config.remat_policy, remat_custom=dict(config.remat_custom))
         if spec.has_experts:
             continue
         mesh = {"data": config.ici_data_parallelism, "tensor": config.ici_tensor_parallelism}
         mesh["fsdp"] = recipe.topology(1).num_devices // math.prod(mesh.values())
-        tokens = config.per_device_batch_size * config.max_target_length
+        tokens = recipe.tokens / recipe.topology().num_devices
         work = step_work(
             spec,
             execution,

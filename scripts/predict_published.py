@@ -141,7 +141,10 @@ def step_collectives(
     activations = round(tokens * mesh["tensor"] * D * itemsize)
     # Forward and backward, after the products with weights that `tensor` cuts: two a layer, and one of embedding and
     # logits each. What attention adds is needed again in the backward pass.
-    sums = 4 * L + 2 + L * (execution.remat_policy == "full")
+    again = execution.remat_policy == "full" or (
+        execution.remat_policy == "custom" and "out_proj" not in execution.remat_custom
+    )
+    sums = 4 * L + 2 + L * again
 
     def collective(kind: str, axis: str, times: int, whole: int) -> Collective:
         sent = round(whole * RING_SHARE[kind](mesh[axis]))

@@ -21,7 +21,7 @@ def accumulate(
     layout: Layout,
     copied: tuple[str, ...],
 ) -> Any:
-    """The sum over micro-batches of what `gradient(weights, rows, key)` returns, in float32.
+    """The sum over micro-batches of what `gradient(weights, rows, key)` returns; of several in float32.
 
     A reduction over the mesh axes `copied` waits for the last micro-batch: along them devices have copies of the
     weights, and add up gradients of their own rows. (Between slices that is the step's one large transfer.) Over the
@@ -40,6 +40,8 @@ def accumulate(
     def add_up(weights: Any, rows: Rows, key: jax.Array | None) -> Any:
         if key is not None and copied:
             key = jax.random.fold_in(key, jax.lax.axis_index(copied))
+        if micro_batches == 1:
+            return reduced(gradient(weights, rows, key))
 
         def add_micro_batch(total: Any, micro: tuple[Rows, jax.Array]) -> tuple[Any, None]:
             rows, index = micro
@@ -51,7 +53,10 @@ def accumulate(
         shapes = jax.eval_shape(gradient, weights, first, key)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
         total, _ = jax.lax.scan(add_micro_batch, zeros, micro)
-        return jax.lax.psum(total, copied) if copied else total
+        return reduced(total)
+
+    def reduced(total: Any) -> Any:
+        return jax.tree.map(lambda x: jax.lax.psum(x.astype(jnp.float32), copied), total) if copied else total
 
     if copied:
         whole, shared_out = PartitionSpec(), PartitionSpec(copied)

@@ -68,7 +68,9 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     uses_dropout = plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers)
     step_key = jax.random.fold_in(jax.random.key(plan.seed), state.step) if uses_dropout else None
 
-    apart = plan.copied_axes() if plan.micro_batches > 1 else ()
+    # In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each part.
+    in_rounds = plan.micro_batches > 1 or plan.execution.schedule
+    apart = plan.copied_axes() if in_rounds else ()
 
     def micro_loss(trainable: Any, others: Any, rows: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """This micro-batch's share of the loss to descend, and of what is reported: sums over them are means."""
@@ -98,13 +100,7 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     real = jnp.sum(batch["segment_ids"] > 0)
     given = (state.trainable, (state.frozen, state.stats, tokens, real))
     rows = {name: x for name, x in batch.items() if name != "data_position"}
-    if plan.micro_batches == 1:
-        gradients, (losses, reports) = gradient(given, rows, step_key)
-    else:
-        gradients, (losses, reports) = accumulate(
-            gradient, given, rows, step_key, plan.micro_batches, plan.layout, apart
-        )
-
+    gradients, (losses, reports) = accumulate(gradient, given, rows, step_key, plan.micro_batches, plan.layout, apart)
     weights = state.trainable
     if plan.shard_optimizer:
         # Of each copy of a weight a device updates a part, and XLA has it reduce no more of the gradient.

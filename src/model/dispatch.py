@@ -64,7 +64,7 @@ def dropless(
 
     Args:
         tokens: this device's [X, D], and the weights [X, k] of their choices.
-        experts_Xk: the experts of each.
+        experts_Xk: the experts of each; E: none, and nothing comes back.
         kernels: the weights of this device's experts.
         feed: what those make of rows that are sorted by expert, and of which each has so many.
         peers: who has the other experts.

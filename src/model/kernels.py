@@ -51,13 +51,20 @@ def choose_kernel(attention: str, platform: str, spec: ModelSpec, length: int, s
     `shards` devices share a row.
 
     Raises:
-        UserError: the kernel asked for does not run here.
+        UserError: the kernel asked for does not run here, or none but plain JAX's where devices share rows.
     """
     if attention == "autoselected":
-        fused = {"tpu": "flash", "gpu": "cudnn_flash"}.get(platform)
-        return fused if fused and not _obstacle(fused, platform, spec, length, shards) else "dot_product"
+        fused = {"tpu": "flash", "gpu": "cudnn_flash"}.get(platform, "dot_product")
+        obstacle = _obstacle(fused, platform, spec, length, shards)
+        if obstacle and shards > 1:
+            raise UserError(
+                f"{shards} devices share a row, and attention={fused} {obstacle}. attention=dot_product runs, but "
+                "holds the scores of all pairs of tokens"
+            )
+        return "dot_product" if obstacle else fused
     if obstacle := _obstacle(attention, platform, spec, length, shards):
-        raise UserError(f"attention={attention} {obstacle}. Use attention=autoselected.")
+        other = "dot_product" if shards > 1 else "autoselected"
+        raise UserError(f"attention={attention} {obstacle}. Use attention={other}.")
     return attention
 
 

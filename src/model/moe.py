@@ -157,10 +157,11 @@ def _on_device(
         kernels = jax.tree.map(gather, axes, kernels, is_leaf=lambda node: isinstance(node, tuple))
         if spec.expert.bias:
             kernels["wo_bias"] /= parts  # each adds its part
-        B, T, D = x_BTD.shape
-        k, x_XD = spec.per_token, x_BTD.reshape(B * T, D)
+        (B, T, D), E, k = x_BTD.shape, spec.count, spec.per_token
+        x_XD = x_BTD.reshape(B * T, D)
         weights_Xk = weights_BTk.reshape(B * T, k).astype(x_XD.dtype)
-        tokens, experts_Xk = (x_XD, weights_Xk), experts_BTk.reshape(B * T, k)
+        # Padding goes to no expert: it is all alike, and would go to the same ones.
+        tokens, experts_Xk = (x_XD, weights_Xk), jnp.where(real_BT[..., None], experts_BTk, E).reshape(B * T, k)
         if spec.scale_inputs:  # as if each of a token's choices were a token
             tokens = (x_XD[:, None] * weights_Xk[..., None]).reshape(-1, D), None
             experts_Xk = experts_Xk.reshape(-1, 1)
@@ -171,7 +172,8 @@ def _on_device(
             out_XD = dispatch.with_capacity(tokens, places, kernels, functools.partial(_by_expert, spec), peers)
         if spec.scale_inputs:
             out_XD = jnp.sum(out_XD.reshape(B * T, k, D), axis=1)
-        return (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(B, T, D)
+        out_BTD = (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(B, T, D)
+        return jnp.where(real_BT[..., None], out_BTD, 0)
 
     kept_BTk = jnp.ones(experts_BTk.shape, bool)
     if spec.capacity_factor != -1:

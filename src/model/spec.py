@@ -12,7 +12,7 @@ from typing import Any
 
 from src.config_values import scaled_sizes
 
-VOCAB_MULTIPLE = 128  # the physical vocabulary is a multiple of this: it shards on any mesh, checkpoints fit all
+VOCAB_MULTIPLE = 128  # the physical vocabulary is a multiple of this: it shards over powers of two up to it
 
 
 @dataclass(frozen=True)

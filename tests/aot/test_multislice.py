@@ -32,7 +32,12 @@ def between_slices(topology, slices, **keys):
     return [each for each in collectives(text, mesh) if each.network == "dcn"], sum(jax.tree.leaves(parts))
 
 
-MESHES = [{}, {"gradient_accumulation_steps": 4}, {"ici_tensor_parallelism": 2, "gradient_accumulation_steps": 2}]
+MESHES = [
+    {},
+    {"gradient_accumulation_steps": 4},
+    {"ici_tensor_parallelism": 2, "gradient_accumulation_steps": 2},
+    {"ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 2},
+]
 
 
 @needs_libtpu
@@ -42,10 +47,11 @@ def test_a_step_sends_its_gradients_between_slices_once_and_nothing_else(slices,
     found, gradients = between_slices("v5e-8", slices, **keys)
     assert {(each.kind, each.axes) for each in found} == {("all-reduce", ("data",))}
     # A ring of n sends 2 (n - 1) / n of what it sums; beside the gradients only some numbers of the loss. One
-    # micro-batch's cross in the dtype of the products that made them, sums of several in float32.
+    # micro-batch's cross in the dtype of the products that made them, sums of several rounds in float32.
     sent = sum(each.times * each.sent_bytes for each in found) / (2 * (slices - 1) / slices)
-    assert sent <= 1.01 * gradients
-    assert sent >= (0.99 if "gradient_accumulation_steps" in keys else 0.5) * gradients
+    # (Stages cut one of the tables' gradients after it has crossed.)
+    assert sent <= (1.1 if "ici_pipeline_parallelism" in keys else 1.01) * gradients
+    assert sent >= (0.99 if keys else 0.5) * gradients
 
 
 EXPERTS = {

@@ -189,9 +189,10 @@ def test_the_kernel_of_a_platform(attention, platform, length, overrides, kernel
 @pytest.mark.parametrize(
     ("attention", "platform", "length", "kernel"),
     [
-        ("autoselected", "gpu", 1024, "dot_product"),  # cuDNN has a row on one device
+        ("autoselected", "cpu", 1024, "dot_product"),
         ("autoselected", "tpu", 1024, "flash"),
-        ("autoselected", "tpu", 1024 + 512, "dot_product"),  # eight parts, of no whole block
+        ("dot_product", "gpu", 1024, "dot_product"),
+        ("dot_product", "tpu", 1024 + 512, "dot_product"),
     ],
 )
 def test_the_kernel_where_four_devices_share_a_row(attention, platform, length, kernel):
@@ -202,6 +203,9 @@ def test_the_kernel_where_four_devices_share_a_row(attention, platform, length, 
     ("attention", "platform", "sentence"),
     [
         ("cudnn_flash", "gpu", "4 share it: it needs ici_context_parallelism=1"),
+        # Not dot_product without a word: it holds the scores of whole rows.
+        ("autoselected", "gpu", "cudnn_flash has all of a row .* attention=dot_product runs"),
+        ("autoselected", "tpu", "flash needs .* attention=dot_product runs"),
         ("flash", "tpu", "max_target_length to be a multiple of 1024, not 1536"),
     ],
 )

@@ -93,12 +93,12 @@ def test_each_token_goes_through_its_experts(kind):
     module, weights, x = layer(kind)
     spec, expected, load_E, share_E = module.spec, np.zeros_like(x), np.zeros(8), np.zeros(8)
     segment_ids = np.ones((ROWS, T), np.int32)
-    segment_ids[1, 6:] = 0  # padding, which counts for no load
+    segment_ids[1, 6:] = 0  # padding, which goes to no expert and counts for no load
     for row, t in np.ndindex(ROWS, T):
         scores = scores_of(x[row, t], weights, spec)
         experts = chosen(scores, weights, spec)
         total_score = sum(scores[experts]) if spec.normalise else 1.0
-        for index in experts:
+        for index in experts if segment_ids[row, t] else ():
             factor = spec.scaling * scores[index] / total_score
             if spec.scale_inputs:
                 expected[row, t] += feed_forward(factor * x[row, t], expert(weights, index))

@@ -135,8 +135,7 @@ def check_value(key: str, value: Any) -> str:
         return f"{key}={value} is none of {choices}{value_hint(key, value)}"
     for words, holds, keys in RANGES:
         if key in keys and not holds(value):
-            comment = base().comment(key)
-            return f"{key}={dump(value)} must be {words}" + (f" ({comment})" if comment else "")
+            return f"{key}={dump(value)} must be {words} ({base().comment(key)})"
     if key in TEXTS and not all(isinstance(text, str) and text for text in value):
         return f"{key}={dump(value)} must be a list of texts, such as {TEXTS[key]}"
     if key == "mlp_activations":

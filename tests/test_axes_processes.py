@@ -43,7 +43,7 @@ WITH_EXPERTS = {
 }
 CASES = [
     pytest.param("dense", 2, MESHES[2]),
-    pytest.param("latent experts", 4, WITH_EXPERTS[4]),
+    pytest.param("latent experts", 4, WITH_EXPERTS[4], marks=pytest.mark.long),
     *(
         pytest.param(model, processes, meshes, marks=pytest.mark.long)
         for processes, meshes in MESHES.items()

@@ -7,7 +7,6 @@ import pytest
 
 from src import checkpoint, train
 from src import config as configuration
-from src.config_values import check_value
 from src.data.text import TextSource
 from src.errors import UserError, run_command
 from src.run_folder import RunFolder
@@ -118,10 +117,6 @@ def test_a_run_without_checkpoints_does_not_promise_to_go_on(tmp_path, corpus, m
 def test_names_in_other_alphabets_stay_legible():
     config = configuration.load([runs.BASE, "dataset_path=мой текст/ü"])
     assert "dataset_path: мой текст/ü\n" in configuration.to_yaml(config)
-
-
-def test_a_key_without_a_comment_gets_no_empty_brackets():
-    assert check_value("ici_tensor_parallelism", 0) == "ici_tensor_parallelism=0 must be 1 or more, or -1"
 
 
 # ---- Other runs

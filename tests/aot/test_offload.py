@@ -40,6 +40,7 @@ def test_the_optimizers_state_on_the_host_leaves_its_room_to_the_step():
     assert on_host.temp_size_in_bytes - on_device.temp_size_in_bytes < 0.2 * moments
 
 
+@pytest.mark.long
 @needs_libtpu
 def test_offloaded_activations_are_in_host_memory():
     on_device, _ = compiled(remat_policy="minimal")

@@ -338,7 +338,8 @@ def test_another_machine_versions_and_flags_are_listed(file, step, tmp_path, mon
 RUN_TIME = {
     "jax_cache_dir": "", "learning_rate": 0.5, "lr_schedule_type": "wsd", "learning_rate_schedule_steps": 7,
     "warmup_steps_fraction": 0.3, "learning_rate_final_fraction": 0.2, "wsd_decay_steps_fraction": 0.4,
-    "adam_b1": 0.7, "adam_b2": 0.8, "adam_eps": 1e-3, "adam_weight_decay": 0.3, "gradient_clipping_threshold": 0.0,
+    "adam_b1": 0.7, "adam_b2": 0.8, "adam_eps": 1e-3, "adam_weight_decay": 0.3, "muon_beta": 0.5,
+    "gradient_clipping_threshold": 0.0,
     "on_nonfinite": "skip", "long_documents": "truncate", "batch_transform": "module:function",
     "use_sft": True, "sft_train_on_completion_only": False,
 }

@@ -154,6 +154,8 @@ def _on_device(
         return checkpoint_name(matrices, "gathered_experts").reshape(*matrices.shape[:2], *kernel.shape[2:-1], -1)
 
     def run(x_BTD: jax.Array, weights_BTk: jax.Array, kernels: Any) -> jax.Array:
+        # Padding is in no group of rows: what comes back for it, and as its gradient, is undefined, and is left out.
+        x_BTD, weights_BTk = (jnp.where(real_BT[..., None], each, 0) for each in (x_BTD, weights_BTk))
         kernels = jax.tree.map(gather, axes, kernels, is_leaf=lambda node: isinstance(node, tuple))
         if spec.expert.bias:
             kernels["wo_bias"] /= parts  # each adds its part

@@ -11,7 +11,7 @@ from flax import nnx
 from tiny import Trainer, assert_close, load, make, packed_rows
 
 from src.errors import UserError
-from src.model import router
+from src.model import moe, router
 from src.model.context import Context
 from src.model.moe import Experts
 from src.model.router import by_layer, corrected, totals
@@ -114,6 +114,43 @@ def test_each_token_goes_through_its_experts(kind):
     np.testing.assert_allclose(report["expert_load"], load_E[None] / spec.per_token, rtol=1e-5)
     balance = 8 * np.sum(load_E / load_E.sum() * share_E / share_E.sum())
     assert figures(report, segment_ids.astype(bool).sum())["load_balance_loss"] == pytest.approx(balance, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "biases", "llama4"])
+def test_nothing_undefined_of_padding_gets_out(kind, monkeypatch):
+    """TPU kernels leave rows past the last group as they find them, in results and gradients: here, not a number."""
+    module, _, x = layer(kind)
+    segment_ids = np.ones((ROWS, T), np.int32)
+    segment_ids[:, 6:] = 0
+    context = Context(jnp.zeros((ROWS, T), jnp.int32), segment_ids, make()[1].layout, "dot_product", packed=True)
+
+    def gradients():
+        graph, weights = nnx.split(module)
+
+        def loss(weights, x):
+            return jnp.sum(jnp.square(nnx.merge(graph, weights)(x, context)[0]))
+
+        return jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(weights, jnp.asarray(x)))
+
+    expected, product = gradients(), moe.grouped_matmul
+
+    def undefined_past_groups(x_RX, kernel, rows_G, platform):
+        past_R1 = (jnp.arange(len(x_RX)) >= jnp.sum(rows_G))[:, None]
+
+        @jax.custom_vjp
+        def given(x, past_R1):
+            return x
+
+        def back(past_R1, gradient):
+            return jnp.where(past_R1, jnp.nan, gradient), None
+
+        given.defvjp(lambda x, past_R1: (x, past_R1), back)
+        out = product(given(x_RX, past_R1), kernel, rows_G, platform)
+        return jnp.where(past_R1.reshape(-1, *[1] * (out.ndim - 1)), jnp.nan, out)
+
+    monkeypatch.setattr(moe, "grouped_matmul", undefined_past_groups)
+    for found, wanted in zip(gradients(), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_the_load_balance_loss_is_1_when_even_and_e_when_one_expert_has_all():

@@ -48,7 +48,8 @@ def accumulate(
             micro_key = None if key is None else jax.random.fold_in(key, index)
             return jax.tree.map(jnp.add, total, gradient(weights, rows, micro_key)), None
 
-        micro = (split_rows(rows, micro_batches, layout), jnp.arange(micro_batches))
+        parts = {name: layout.split_rows(x, micro_batches, *[None] * (x.ndim - 1)) for name, x in rows.items()}
+        micro = (parts, jnp.arange(micro_batches))
         first = jax.tree.map(lambda x: x[0], micro[0])
         shapes = jax.eval_shape(gradient, weights, first, key)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
@@ -62,13 +63,3 @@ def accumulate(
         whole, shared_out = PartitionSpec(), PartitionSpec(copied)
         add_up = layout.shard_map(add_up, in_specs=(whole, shared_out, whole), out_specs=whole, over=copied)
     return add_up(weights, rows, key)
-
-
-def split_rows(rows: Rows, micro_batches: int, layout: Layout) -> Rows:
-    """[B, ...] to [micro-batches, B / micro-batches, ...] with every row on the device where it is already."""
-
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(x.reshape(-1, micro_batches, *x.shape[1:]), 1, 0)
-        return layout.constrain(x, None, "batch", *(None,) * (x.ndim - 2))
-
-    return {name: split(x) for name, x in rows.items()}

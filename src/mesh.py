@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -65,6 +66,11 @@ class Layout:
         for size, axis in zip(shape, axes, strict=True):
             if axis is not None and size % self.shards(axis):
                 raise UserError(f"{self.misfit(size, axis)}: change that size, or logical_axis_rules.{axis}")
+
+    def split_rows(self, x: jax.Array, parts: int, *axes: str | None) -> jax.Array:
+        """[B, ...] to [parts, B / parts, ...], every row on the device where it is; `axes` are the further dims'."""
+        x = jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
+        return self.constrain(x, None, "batch", *axes)
 
     def misfit(self, size: int, axis: str) -> str:
         """That a dim of logical axis `axis` and this size is not divisible, in words."""

@@ -150,9 +150,9 @@ def run_stages(
     """
     layout, P, R = context.layout, schedule.stages, schedule.repeats
     check_rows(x_BTD.shape[0], layout, schedule)
-    x_MBTD = _split(x_BTD, layout, schedule, "norm_length", "activation_embed")
-    positions_MBT = _split(context.positions_BT, layout, schedule, None)
-    segment_ids_MBT = _split(context.segment_ids_BT, layout, schedule, None)
+    x_MBTD = layout.split_rows(x_BTD, schedule.micro_batches, "norm_length", "activation_embed")
+    positions_MBT = layout.split_rows(context.positions_BT, schedule.micro_batches, None)
+    segment_ids_MBT = layout.split_rows(context.segment_ids_BT, schedule.micro_batches, None)
     hand_on = [(stage, (stage + 1) % P) for stage in range(P if R > 1 else P - 1)]
 
     def on_stage(weights: Any, x_1MBTD: jax.Array, told: Any) -> tuple[jax.Array, Any]:
@@ -211,12 +211,6 @@ def run_stages(
     x_MBTD = jax.lax.reduce(x_PMBTD, np.zeros((), x_PMBTD.dtype), jax.lax.add, (0,))  # not in float32, as jnp.sum
     x_BTD = jnp.moveaxis(x_MBTD, 0, 1).reshape(x_BTD.shape)
     return x_BTD, jax.tree.map(lambda report: report.reshape(-1, *report.shape[3:]), reports)
-
-
-def _split(x_BT: jax.Array, layout: Layout, schedule: Schedule, *axes: str | None) -> jax.Array:
-    """[M B, ...] to [M, B, ...] with every row on the device where it is already."""
-    x_MBT = jnp.moveaxis(x_BT.reshape(-1, schedule.micro_batches, *x_BT.shape[1:]), 1, 0)
-    return layout.constrain(x_MBT, None, "batch", *axes)
 
 
 def _chunks(weights: Any, stage: jax.Array, schedule: Schedule) -> Any:

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jax.tree_util import keystr
-from tiny import Trainer, assert_close, packed_rows
+from tiny import GPT3, Trainer, assert_close, packed_rows
 
 from src.optimizer import hyper_parameters
 from src.state import batch_sharding
@@ -45,14 +45,7 @@ MODELS = {
         "load_balance_loss_weight": 0.01,
         "mtp_num_layers": 1,
     },
-    "gpt3": {
-        "normalization": "layer",
-        "position_type": "learned",
-        "mlp_activations": "[gelu]",
-        "mlp_bias": "true",
-        "attention_bias": "true",
-        "logits_via_embedding": "true",
-    },
+    "gpt3": GPT3,
 }
 
 

@@ -34,6 +34,15 @@ TINY = {
     "learning_rate": 1e-2,
 }
 
+GPT3 = {  # what a model of that family has otherwise
+    "normalization": "layer",
+    "position_type": "learned",
+    "mlp_activations": "[gelu]",
+    "mlp_bias": "true",
+    "attention_bias": "true",
+    "logits_via_embedding": "true",
+}
+
 
 def load(**overrides):
     """The config of a tiny model; a key `a__b` is the dotted a.b."""

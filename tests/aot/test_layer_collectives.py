@@ -7,7 +7,7 @@ reduce-scatter, which over a whole square it would turn into an all-reduce and a
 from collections import Counter
 
 import pytest
-from tiny import load
+from tiny import GPT3, load
 
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
@@ -33,14 +33,7 @@ KEYS = {
 }
 MODELS = {
     "llama": {"base_num_query_heads": 8},
-    "gpt": {
-        "normalization": "layer",
-        "position_type": "learned",
-        "mlp_activations": "[gelu]",
-        "mlp_bias": "true",
-        "attention_bias": "true",
-        "logits_via_embedding": "true",
-    },
+    "gpt": GPT3,
     "latent": {
         "attention_type": "mla",
         "q_lora_rank": 128,

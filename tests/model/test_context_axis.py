@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import LENGTH, Trainer, assert_close, load, make, packed_rows, random_weights
+from tiny import GPT3, LENGTH, Trainer, assert_close, load, make, packed_rows, random_weights
 
 from src.errors import UserError
 from src.generate import Generator, in_training
@@ -29,15 +29,7 @@ SGD = {
 LOCAL = "{attention_type: local_sliding, sliding_window_size: 5}"
 MODELS = {
     "llama": {},
-    "gpt3": {
-        "base_num_kv_heads": 4,
-        "position_type": "learned",
-        "normalization": "layer",
-        "mlp_activations": "[gelu]",
-        "mlp_bias": "true",
-        "attention_bias": "true",
-        "logits_via_embedding": "true",
-    },
+    "gpt3": {**GPT3, "base_num_kv_heads": 4},
     "windows and sinks": {
         "base_num_decoder_layers": 4,
         "attention_sink": "true",

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from tiny import Trainer, assert_close, make, packed_rows, random_weights
+from tiny import GPT3, Trainer, assert_close, make, packed_rows, random_weights
 
 from src.errors import UserError
 from src.model.pipeline import Schedule
@@ -22,15 +22,7 @@ MODELS = {
         f"{{pattern: [{LOCAL}]}}]",
         "normalization_placement": "both",
     },
-    "gpt3": {
-        "normalization": "layer",
-        "position_type": "learned",
-        "mlp_activations": "[gelu]",
-        "mlp_bias": "true",
-        "attention_bias": "true",
-        "logits_via_embedding": "true",
-        "base_num_kv_heads": 4,
-    },
+    "gpt3": {**GPT3, "base_num_kv_heads": 4},
     "latent experts": {
         "base_num_decoder_layers": 9,
         "decoder_segments": "[{pattern: [{num_experts: 1, shared_experts: 0}]}, {repeats: 8, pattern: [{}]}]",

@@ -22,6 +22,7 @@ from etils import epath
 from jax.experimental import serialize_executable
 from jax.experimental.mosaic.dialects import tpu
 from jax.extend.mlir import ir
+from jaxlib.triton import dialect as triton
 
 from src.aot.outputs import write_output
 from src.build import Built
@@ -181,7 +182,8 @@ def program_text(traced: jax.stages.Traced) -> str:
     """
     lowered = traced.lower().as_text()
     lowered = re.sub(r'(@CustomSPMDPartitioning\(.*?backend_config = )"\d+"', r"\1", lowered)
-    lowered = re.sub(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+", _kernel_text, lowered)
+    lowered = re.sub(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+", lambda body: _kernel_text(b64decode(body[0])), lowered)
+    lowered = re.sub(r'(?<=, ir = ")ML(?:[^"\\]|\\.)*', lambda body: _kernel_text(_unescaped(body[0])), lowered)
     return _with_sorted_sets(str(traced.jaxpr)) + lowered
 
 
@@ -190,12 +192,19 @@ def _with_sorted_sets(jaxpr: str) -> str:
     return re.sub(r"frozenset\(\{(.*?)\}\)", lambda found: ", ".join(sorted(found[1].split(", "))), jaxpr)
 
 
-def _kernel_text(body: re.Match[str]) -> str:
-    """A Pallas kernel for TPUs as text, which unlike its serialised form does not name the source files it is from."""
+def _kernel_text(bytecode: bytes) -> str:
+    """A Pallas kernel as text, which unlike its serialised form does not name the source files it is from."""
     with ir.Context() as context:
         tpu.register_dialect(context)
+        triton.register_dialect(context)
         context.allow_unregistered_dialects = True
-        return str(ir.Module.parse(b64decode(body[0])))
+        return str(ir.Module.parse(bytecode))
+
+
+def _unescaped(text: str) -> bytes:
+    """The bytes of a string that MLIR printed."""
+    whole = re.sub(r"\\(\\|[0-9A-F]{2})", lambda found: "\\" if found[1] == "\\" else chr(int(found[1], 16)), text)
+    return whole.encode("latin1")
 
 
 # ---- Comparing

@@ -1,4 +1,4 @@
-"""What a layer of experts costs on TPUs that are not here: kernels for the experts' rows, and no dense product."""
+"""What a layer of experts costs on TPUs and GPUs that are not here: kernels for the experts' rows, no dense product."""
 
 import re
 
@@ -14,11 +14,12 @@ from src.aot.devices import abstract_devices
 from src.mesh import make_layout, weight_shardings
 from src.model import weights
 from src.model.context import Context
-from src.model.grouped import row_tile, tile_sizes
+from src.model.grouped_gpu import TILE
+from src.model.grouped_tpu import row_tile, tile_sizes
 from src.model.moe import Experts
 from src.model.spec import model_spec
 from src.topology import parse_topology
-from tests.compilers import needs_libtpu
+from tests.compilers import needs_cuda, needs_libtpu
 
 TOKENS = 4096  # of a device
 MIXTRAL = {
@@ -30,14 +31,19 @@ DEEPSEEK = {
     **{"n_routing_groups": 8, "topk_routing_group": 4, "routing_group_score": "top2", "routed_score_func": "sigmoid"},
     **{"routed_bias": "true", "dtype": "bfloat16", "max_target_length": TOKENS},
 }
+SMALL_DEEPSEEK = {
+    **{"base_emb_dim": 2048, "base_moe_mlp_dim": 1408, "num_experts": 64, "num_experts_per_tok": 6},
+    **{"dtype": "bfloat16", "max_target_length": TOKENS},
+}
 LAYERS = {
     "mixtral on four": (MIXTRAL, "v5p-8", 4),
     "deepseek on sixteen": (DEEPSEEK, "v5e-16", 16),
 }
+GPU_KERNEL = re.compile(r"@__gpu\$xla\.gpu\.triton.*?grid_x = (\d+) : i32, grid_y = (\d+) : i32, grid_z = (\d+) : i32")
 KERNEL = re.compile(r'custom_call_target="tpu_custom_call".*op_name="([^"]*)jit\((gmm|tgmm)\)')
 
 
-def compiled(overrides, topology, experts):
+def lowered(overrides, topology, experts):
     """A layer's gradients to weights and input, for a device's `TOKENS`."""
     config = load(**overrides, ici_expert_parallelism=experts, matmul_precision="default")
     devices = abstract_devices(parse_topology(topology, 1))
@@ -56,7 +62,7 @@ def compiled(overrides, topology, experts):
         out_BTD, _ = nnx.merge(graphdef, given)(x_BTD, Context(ones_BT, ones_BT, layout, "dot_product", True))
         return jnp.sum(jnp.square(out_BTD.astype(jnp.float32)))
 
-    return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(given, x).compile()
+    return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(given, x)
 
 
 def tiles_computed(sizes, tile):
@@ -79,7 +85,7 @@ def tiles_computed(sizes, tile):
 def test_experts_cost_what_their_rows_do(overrides, topology, experts):
     """A window for balanced experts: within 15% of three products forward and six backward a token and choice."""
     D, F, E, k = (overrides[f] for f in ("base_emb_dim", "base_moe_mlp_dim", "num_experts", "num_experts_per_tok"))
-    program = compiled(overrides, topology, experts)
+    program = lowered(overrides, topology, experts).compile()
     kernels = KERNEL.findall(program.as_text())
     first = [name for path, name in kernels if "while" not in path]
     assert sorted(first) == ["gmm"] * 4 + ["tgmm"] * 2
@@ -99,3 +105,18 @@ def test_experts_cost_what_their_rows_do(overrides, topology, experts):
     assert len(kernels) == 6 + 7
     counted = (9 + 11) / 9 * room / (TOKENS * k)
     assert 0 <= program.cost_analysis()["flops"] / active - counted < 0.02
+
+
+@needs_cuda
+@pytest.mark.parametrize("experts", [1, 8])
+def test_experts_on_gpus_cost_what_their_rows_do(experts):
+    """No kernel computes more tiles than the rows have and one for each expert, and nothing has all rows for each."""
+    D, F, k = (SMALL_DEEPSEEK[f] for f in ("base_emb_dim", "base_moe_mlp_dim", "num_experts_per_tok"))
+    here, room = 64 // experts, TOKENS * k * (1 if experts == 1 else 5 / 4)
+    step = lowered(SMALL_DEEPSEEK, "a3", experts)
+    found = {tuple(map(int, grid)) for grid in GPU_KERNEL.findall(step.as_text())}
+    rows, d, f, ff = int(room // TILE) + here, *(-(-size // TILE) for size in (D, F, 2 * F))
+    # Forward and the gradient to rows, of both products: the sums are over all of X. Then the gradients to weights.
+    assert found == {(ff, rows, 1), (d, rows, 1), (f, rows, 1), (ff, d, here), (d, f, here)}
+    every_row_for_every_expert = 2 * 64 * TOKENS * k * F
+    assert step.compile().memory_analysis().temp_size_in_bytes < every_row_for_every_expert

@@ -360,27 +360,32 @@ def test_what_enters_at_run_time_may_change(step):
 
 KERNEL = """
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
-def double(x, factor):
+def double(x, factor, compiler_params):
     def kernel(x_ref, out_ref):
         out_ref[...] = x_ref[...] * factor
-    return pl.pallas_call(kernel, out_shape=x)(x)
+    return pl.pallas_call(kernel, out_shape=x, compiler_params=compiler_params)(x)
 """
 
 
-def traced_for_tpu(source_file, factor):
-    """A Pallas kernel for TPUs whose source is in this file; no TPU is needed to trace and lower it."""
+def traced_for(platform, source_file, factor):
+    """A Pallas kernel whose source is in this file; no accelerator is needed to trace and lower it."""
     names = {}
     exec(compile(KERNEL, source_file, "exec"), names)
-    traced = jax.jit(lambda x: names["double"](x, factor)).trace(jnp.ones((8, 128)))
-    return SimpleNamespace(jaxpr=traced.jaxpr, lower=lambda: traced.lower(lowering_platforms=("tpu",)))
+    parameters = {"tpu": None, "cuda": names["triton"].CompilerParams()}[platform]
+    traced = jax.jit(lambda x: names["double"](x, factor, parameters)).trace(jnp.ones((8, 128)))
+    return SimpleNamespace(jaxpr=traced.jaxpr, lower=lambda: traced.lower(lowering_platforms=(platform,)))
 
 
-def test_a_kernel_is_the_same_wherever_its_source_lies():
-    here, there = traced_for_tpu("/here/kernel.py", 2.0), traced_for_tpu("/over/there/kernel.py", 2.0)
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_a_kernel_is_the_same_wherever_its_source_lies(platform):
+    here, there = traced_for(platform, "/here/kernel.py", 2.0), traced_for(platform, "/over/there/kernel.py", 2.0)
     assert here.lower().as_text() != there.lower().as_text(), "the compiler is given the source's place"
     assert program.program_text(here) == program.program_text(there)
-    assert program.program_text(here) != program.program_text(traced_for_tpu("/here/kernel.py", 3.0))
+    changed = traced_for(platform, "/here/kernel.py", 3.0)
+    texts = [program.program_text(SimpleNamespace(jaxpr="", lower=each.lower)) for each in (here, changed)]
+    assert texts[0] != texts[1], "what the compiler is given counts, and not the jaxpr alone"
 
 
 def traced_with_python_partitioning():

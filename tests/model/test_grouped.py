@@ -1,11 +1,12 @@
-"""Products by group against a loop over groups: the plain ones, and the TPU's kernels, interpreted."""
+"""Products by group against a loop over groups: the plain ones, and the TPU's and GPU's kernels, interpreted."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from src.model.grouped import LEAST_ROWS, grouped_matmul, row_tile, tile_sizes
+from src.model.grouped import grouped_matmul
+from src.model.grouped_tpu import LEAST_ROWS, row_tile, tile_sizes
 
 ROWS = 300
 # Rows of each of five groups; what is left of 300 is no group's.
@@ -13,12 +14,12 @@ SIZES = {"all": [100, 28, 72, 1, 99], "empty groups": [0, 130, 0, 20, 0], "none"
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
 def test_each_group_has_its_weight(platform, sizes):
     rng = np.random.default_rng(0)
-    x, kernel = rng.normal(size=(ROWS, 40)).astype(np.float32), rng.normal(size=(5, 40, 2, 24)).astype(np.float32)
-    gradient = rng.normal(size=(ROWS, 2, 24)).astype(np.float32)
-    if platform == "tpu":
+    x, kernel = rng.normal(size=(ROWS, 40)).astype(np.float32), rng.normal(size=(5, 40, 2, 72)).astype(np.float32)
+    gradient = rng.normal(size=(ROWS, 2, 72)).astype(np.float32)
+    if platform != "cpu":
         x[sum(sizes) :] = gradient[sum(sizes) :] = np.nan  # undefined past the last group, and nothing comes of it
 
     def product(x, kernel):

@@ -1,0 +1,103 @@
+"""Products by group on NVIDIA GPUs: two Pallas kernels, which Triton compiles, with each tile of rows of one group.
+
+Letters: R rows, G groups, X summed over, Y made, V tiles of rows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+TILE = 128  # rows, and columns of what is made, that one program computes
+SUMMED_BYTES = 128  # of a row, that a step of its loop reads
+Part = tuple[Any, jax.Array]  # places along a dim, and which of them there are
+PARAMETERS = triton.CompilerParams(num_warps=8, num_stages=4)
+
+
+def rows_times_kernel(
+    x_RX: jax.Array, kernel: jax.Array, rows_G: jax.Array, interpret: bool, transposed: bool
+) -> jax.Array:
+    """[R, X] times [G, X, Y], or where `transposed` [G, Y, X], to [R, Y]; undefined past the last group.
+
+    Each group's rows are cut into tiles of their own: R / TILE of them, and at most one more for each group.
+    """
+    (R, X), Y = x_RX.shape, kernel.shape[1 if transposed else 2]
+    step = SUMMED_BYTES // x_RX.dtype.itemsize
+    end_G, tiles_G = jnp.cumsum(rows_G), -(-rows_G // TILE)
+    end_tile_G = jnp.cumsum(tiles_G)
+    tile_V = jnp.arange(R // TILE + len(rows_G))
+    group_V = jnp.searchsorted(end_tile_G, tile_V, side="right", method="compare_all")
+    used_V = group_V < len(rows_G)
+    group_V = jnp.where(used_V, group_V, 0)
+    end_V = jnp.where(used_V, end_G[group_V], 0)
+    first_V = (end_G - rows_G)[group_V] + TILE * (tile_V - (end_tile_G - tiles_G)[group_V])
+
+    def program(group_ref: Any, first_ref: Any, end_ref: Any, x_ref: Any, kernel_ref: Any, out_ref: Any) -> None:
+        tile, column = pl.program_id(1), pl.program_id(0) * TILE
+        group, first, end = group_ref[tile], first_ref[tile], end_ref[tile]
+
+        @pl.when(first < end)
+        def _() -> None:
+            rows, columns = _part(first, TILE, end), _part(column, TILE, Y)
+
+            def add(index: jax.Array, sum_RY: jax.Array) -> jax.Array:
+                summed = _part(index * step, step, X)
+                x_RX = _load(x_ref, rows, summed)
+                kernel_XY = _load(kernel_ref, *((columns, summed) if transposed else (summed, columns)), group)
+                return sum_RY + triton.dot(x_RX, kernel_XY, trans_b=transposed)
+
+            sum_RY = jax.lax.fori_loop(0, pl.cdiv(X, step), add, jnp.zeros((TILE, TILE), jnp.float32))
+            _store(out_ref, sum_RY, rows, columns)
+
+    # Programs of one tile of rows come one after the other, and share its rows in the cache.
+    run = _call(program, (pl.cdiv(Y, TILE), len(tile_V)), (R, Y), x_RX.dtype, interpret)
+    return run(group_V, first_V, end_V, x_RX, kernel)
+
+
+def rows_times_rows(x_RX: jax.Array, y_RY: jax.Array, rows_G: jax.Array, interpret: bool) -> jax.Array:
+    """Each group's [rows, X] transposed times its [rows, Y], to [G, X, Y]."""
+    (_, X), Y, G = x_RX.shape, y_RY.shape[1], len(rows_G)
+    step = SUMMED_BYTES // x_RX.dtype.itemsize
+    end_G = jnp.cumsum(rows_G)
+
+    def program(first_ref: Any, end_ref: Any, x_ref: Any, y_ref: Any, out_ref: Any) -> None:
+        group = pl.program_id(2)
+        first, end = first_ref[group], end_ref[group]
+        made, columns = _part(pl.program_id(1) * TILE, TILE, X), _part(pl.program_id(0) * TILE, TILE, Y)
+
+        def add(index: jax.Array, sum_XY: jax.Array) -> jax.Array:
+            rows = _part(first + index * step, step, end)
+            return sum_XY + triton.dot(_load(x_ref, rows, made), _load(y_ref, rows, columns), trans_a=True)
+
+        sum_XY = jax.lax.fori_loop(0, pl.cdiv(end - first, step), add, jnp.zeros((TILE, TILE), jnp.float32))
+        _store(out_ref, sum_XY, made, columns, group)
+
+    run = _call(program, (pl.cdiv(Y, TILE), pl.cdiv(X, TILE), G), (G, X, Y), x_RX.dtype, interpret)
+    return run(end_G - rows_G, end_G, x_RX, y_RY)
+
+
+def _call(program: Callable, grid: tuple[int, ...], shape: tuple[int, ...], dtype: Any, interpret: bool) -> Callable:
+    return pl.pallas_call(
+        program,
+        grid=grid,
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        compiler_params=PARAMETERS,
+        interpret=interpret,
+    )
+
+
+def _part(first: jax.Array, size: int, end: jax.Array | int) -> Part:
+    """`size` places of a dim, and which of them are before `end`."""
+    return pl.ds(first, size), first + jnp.arange(size) < end
+
+
+def _load(ref: Any, rows: Part, columns: Part, *before: jax.Array) -> jax.Array:
+    """A tile, of the matrix that the indices `before` name; 0 past the ends."""
+    return triton.load(ref.at[*before, rows[0], columns[0]], mask=rows[1][:, None] & columns[1], other=0)
+
+
+def _store(ref: Any, tile: jax.Array, rows: Part, columns: Part, *before: jax.Array) -> None:
+    triton.store(ref.at[*before, rows[0], columns[0]], tile.astype(ref.dtype), mask=rows[1][:, None] & columns[1])

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from src.model.cache import Cache, in_order, update, visible_BTS
 from src.model.context import Context
 from src.model.embeddings import rope
-from src.model.kernels import attend, masked_attention
+from src.model.kernels import attend, for_queries, masked_attention
 from src.model.norms import Norm, root_mean_square
 from src.model.spec import AttentionSpec, NormSpec
 from src.model.weights import matmul, weight
@@ -56,7 +56,8 @@ class Attention(nnx.Module):
             mask_BTS = visible_BTS(spec, context.positions_BT, k_BSKH.shape[1])
             out_BTNH = masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, spec, sinks_N)
         else:
-            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, spec, sinks_N, context)
+            k_BSKH, v_BSKH = (for_queries(x, spec.num_query_heads, context.layout) for x in (k_BTKH, v_BTKH))
+            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, spec, sinks_N, context)
         out_BTNH = checkpoint_name(out_BTNH, "context")
         out_BTD = context.scattered(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
         if spec.bias:

@@ -1,5 +1,6 @@
 """What every block of one forward pass is told, and the order of a row's tokens over the devices that share it."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from src.errors import UserError
-from src.mesh import Layout
+from src.mesh import Layout, mesh_axes_of
 
 
 @dataclass(frozen=True)
@@ -80,3 +81,24 @@ def in_text_order(x_BT: jax.Array, n: int) -> jax.Array:
     # Slices of whole parts, which copy faster than a lookup of every place.
     parts = x_BT.reshape(x_BT.shape[0], n, 2, -1, *x_BT.shape[2:])
     return jnp.concatenate([parts[:, :, 0], parts[:, ::-1, 1]], axis=1).reshape(x_BT.shape)
+
+
+def whole_rows(x_BT: jax.Array, layout: Layout, *axes: str | None) -> jax.Array:
+    """An array [B, T, ...] in `even_order`, with whole rows in the text's order on each device: [B, n T, ...].
+
+    `axes` are the logical axes of the further dims.
+
+    The n devices that share a row have a copy each, beside each other. So what each of them makes of its copy is an
+    array of its own too, and its gradient is summed where this function is, as it is shared out again.
+    """
+    sharing, n = layout.axes("length"), layout.shards("length")
+    if n == 1:
+        return x_BT
+    placed = layout.spec(("batch", "length", *axes))
+
+    # Over all axes that shard it, for XLA would gather it over the others too.
+    @functools.partial(layout.shard_map, in_specs=placed, out_specs=placed, over=mesh_axes_of(placed))
+    def gathered(x_BT: jax.Array) -> jax.Array:
+        return in_text_order(jax.lax.all_gather(x_BT, sharing, axis=1, tiled=True), n)
+
+    return gathered(x_BT)

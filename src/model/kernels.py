@@ -3,19 +3,20 @@
 A token attends to the tokens of its own segment up to and including itself, within the layer's window, with weights
 softmax(scale q k). Scores may be capped, and a sink may take a part of the weight. Tensor letters: src/model/spec.py.
 
-Where devices share a row (the logical axis `length`), each has its own queries and gathers all keys and values: of
-grouped heads these are few, and gathering them takes less time than the scores of the queries do.
+Where devices share a row (the logical axis `length`), each has its own queries and the keys and values of `whole_rows`:
+of grouped heads these are few, and gathering them takes less time than the scores of the queries do.
 """
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
 from src.errors import UserError
 from src.mesh import Layout
-from src.model.context import Context, even_order, parts_of
+from src.model.context import Context, even_order, parts_of, whole_rows
 from src.model.spec import AttentionSpec, ModelSpec
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding alone gives numbers, not NaN
@@ -31,7 +32,7 @@ def attend(
     sinks_N: jax.Array | None,
     context: Context,
 ) -> jax.Array:
-    """Attention by `context.kernel`: q [B, T, N, H] on k, v [B, S, K, H] to [B, T, N, H]."""
+    """Attention by `context.kernel`: q [B, T, N, H] on k, v [B, S, K, H] of `whole_rows` to [B, T, N, H]."""
     if spec.chunk:
         # Blocks of positions see each other as segments do: a segment's blocks become segments.
         blocks = -(-q_BTNH.shape[1] // spec.chunk) + 1
@@ -94,12 +95,26 @@ def _obstacle(kernel: str, platform: str, spec: ModelSpec, length: int, shards: 
     return ""
 
 
-def _mask_BTS(context: Context, window: int) -> jax.Array:
-    segments_BS = context.layout.constrain(context.segment_ids_BT, "batch", None)
-    same_BTS = context.segment_ids_BT[:, :, None] == segments_BS[:, None, :]
-    index_T = jnp.asarray(even_order(segments_BS.shape[1], context.layout), jnp.int32)
-    back_TS = index_T[:, None] - index_T
-    return same_BTS & (back_TS >= 0) & (back_TS < (window or len(index_T)))
+def for_queries(x_BTKH: jax.Array, num_query_heads: int, layout: Layout) -> jax.Array:
+    """Keys or values [B, T, K, H] of `whole_rows`, each device with the heads that its queries read."""
+    if layout.axes("kv_heads") != layout.axes("heads"):
+        # Of the queries on a device, so many next to each other read the same head.
+        group = num_query_heads // x_BTKH.shape[2]
+        together = math.gcd(group, num_query_heads // layout.shards("heads"))
+        x_BTKH = jnp.repeat(x_BTKH, group // together, axis=2)
+    return whole_rows(x_BTKH, layout, "heads", "head_dim")
+
+
+def _mask_BntS(context: Context, window: int) -> jax.Array:
+    """Which of a row's tokens each of t queries sees on each of n devices that share it."""
+    B, S = context.segment_ids_BT.shape
+    n = context.layout.shards("length")
+    segments_Bnt = context.segment_ids_BT.reshape(B, n, -1)
+    segments_BnS = whole_rows(context.segment_ids_BT, context.layout).reshape(B, n, S)
+    index_nt = jnp.asarray(even_order(S, context.layout).reshape(n, -1), jnp.int32)
+    back_ntS = index_nt[..., None] - jnp.arange(S)
+    same_BntS = segments_Bnt[..., None] == segments_BnS[:, :, None]
+    return same_BntS & (back_ntS >= 0) & (back_ntS < (window or S))
 
 
 def dot_product(
@@ -111,9 +126,11 @@ def dot_product(
     context: Context,
 ) -> jax.Array:
     """Plain JAX; holds the scores [B, N, T, S] in float32."""
-    heads = "heads" if k_BSKH.shape[2] == q_BTNH.shape[2] else "kv_heads"
-    k_BSKH, v_BSKH = (context.layout.constrain(x, "batch", None, heads, "head_dim") for x in (k_BSKH, v_BSKH))
-    return masked_attention(q_BTNH, k_BSKH, v_BSKH, _mask_BTS(context, spec.window), spec, sinks_N)
+    B, T, N, _ = q_BTNH.shape
+    by_device = (x.reshape(B, context.layout.shards("length"), -1, *x.shape[2:]) for x in (q_BTNH, k_BSKH, v_BSKH))
+    on_device = functools.partial(masked_attention, spec=spec, sinks_N=sinks_N)
+    out_BntNH = jax.vmap(on_device, in_axes=1, out_axes=1)(*by_device, _mask_BntS(context, spec.window))
+    return out_BntNH.reshape(B, T, N, -1)
 
 
 def masked_attention(
@@ -146,16 +163,6 @@ def masked_attention(
     return (out_BTKGH / jnp.moveaxis(normaliser, 3, 1)).astype(v_BSKH.dtype).reshape(B, T, N, -1)
 
 
-def by_head(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, layout: Layout
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, k and v placed for a kernel that sees one device's, with the heads of k and v that its q reads."""
-    if layout.axes("kv_heads") != layout.axes("heads"):
-        group = q_BTNH.shape[2] // k_BSKH.shape[2]
-        k_BSKH, v_BSKH = jnp.repeat(k_BSKH, group, axis=2), jnp.repeat(v_BSKH, group, axis=2)
-    return tuple(layout.constrain(x, "batch", "length", "heads", None) for x in (q_BTNH, k_BSKH, v_BSKH))
-
-
 def cudnn(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -181,11 +188,11 @@ def cudnn(
             q,
             k,
             v,
-            mask=_mask_BTS(own, spec.window)[:, None] if context.packed else None,
+            mask=_mask_BntS(own, spec.window) if context.packed else None,
             is_causal=not context.packed,
             scale=spec.scale,
             local_window_size=(spec.window - 1, 0) if spec.window and not context.packed else None,
             implementation="cudnn",
         )
 
-    return on_device(*by_head(q_BTNH, k_BSKH, v_BSKH, layout), context.segment_ids_BT)
+    return on_device(q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT)

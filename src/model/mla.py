@@ -6,7 +6,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from src.model.cache import Cache, in_order, update, visible_BTS
-from src.model.context import Context
+from src.model.context import Context, whole_rows
 from src.model.embeddings import rope
 from src.model.kernels import attend, masked_attention
 from src.model.norms import Norm
@@ -56,17 +56,8 @@ class LatentAttention(nnx.Module):
             out_BTNH = self._attend_to_latents(nope_BTNH, rope_BTNH, in_order(cache["latent"]), context)
         else:
             q_BTNH = constrain(jnp.concatenate([nope_BTNH, rope_BTNH], axis=-1), "batch", "length", "heads", "head_dim")
-            k_BTNH, v_BTNH = self._expanded(latent_BT1R, shared_BT1H)
-            k_BTNH = constrain(k_BTNH, "batch", "length", "heads", "head_dim")
-            v_BTNH = constrain(v_BTNH, "batch", "length", "heads", "head_dim")
-            out_BTNH = attend(
-                checkpoint_name(q_BTNH, "query_proj"),
-                checkpoint_name(k_BTNH, "key_proj"),
-                checkpoint_name(v_BTNH, "value_proj"),
-                self.spec,
-                None,
-                context,
-            )
+            k_BSNH, v_BSNH = self._expanded(latent_BT1R, shared_BT1H, context)
+            out_BTNH = attend(checkpoint_name(q_BTNH, "query_proj"), k_BSNH, v_BSNH, self.spec, None, context)
         out_BTNH = checkpoint_name(out_BTNH, "context")
         out_BTD = context.scattered(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
         return checkpoint_name(out_BTD, "out_proj"), cache
@@ -80,12 +71,27 @@ class LatentAttention(nnx.Module):
         latent_BT1R, shared_BT1H = jnp.split(down_BT1R, [self.spec.latent.kv_rank], axis=-1)
         return self.kv_down_norm(latent_BT1R), self._rotated(shared_BT1H, context)
 
-    def _expanded(self, latent_BT1R: jax.Array, shared_BT1H: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of every head, [B, T, N, H] each."""
-        expanded_BTNH = matmul(latent_BT1R[:, :, 0], self.kv_up[...], "BTR,RNH->BTNH")
-        nope_BTNH, v_BTNH = jnp.split(expanded_BTNH, [self.spec.latent.nope_dim], axis=-1)
-        shared_BTNH = jnp.broadcast_to(shared_BT1H, (*nope_BTNH.shape[:-1], shared_BT1H.shape[-1]))
-        return jnp.concatenate([nope_BTNH, shared_BTNH], axis=-1), v_BTNH
+    def _expanded(
+        self, latent_BT1R: jax.Array, shared_BT1H: jax.Array, context: Context
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of every head and of `whole_rows`, [B, S, N, H] each.
+
+        Devices that share rows gather the latent, and each expands whole rows: that takes less time than to gather what
+        each expands of its part (docs/log.md). What may be kept for the backward pass is then the latent too.
+        """
+        layout = context.layout
+        shared_out = layout.shards("length") > 1
+        if shared_out:
+            latent_BT1R = whole_rows(checkpoint_name(latent_BT1R, "value_proj"), layout, None, None)
+            shared_BT1H = whole_rows(checkpoint_name(shared_BT1H, "key_proj"), layout, None, None)
+        expanded_BSNH = matmul(latent_BT1R[:, :, 0], self.kv_up[...], "BTR,RNH->BTNH")
+        nope_BSNH, v_BSNH = jnp.split(expanded_BSNH, [self.spec.latent.nope_dim], axis=-1)
+        shared_BSNH = jnp.broadcast_to(shared_BT1H, (*nope_BSNH.shape[:-1], shared_BT1H.shape[-1]))
+        k_BSNH = jnp.concatenate([nope_BSNH, shared_BSNH], axis=-1)
+        k_BSNH, v_BSNH = (layout.constrain(x, "batch", "length", "heads", "head_dim") for x in (k_BSNH, v_BSNH))
+        if shared_out:
+            return k_BSNH, v_BSNH
+        return checkpoint_name(k_BSNH, "key_proj"), checkpoint_name(v_BSNH, "value_proj")
 
     def _attend_to_latents(
         self, nope_BTNH: jax.Array, rope_BTNH: jax.Array, cache_BS1R: jax.Array, context: Context

@@ -10,8 +10,8 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as sa
 from jax.sharding import NamedSharding
 
-from src.model.context import Context, even_order, in_text_order, parts_of
-from src.model.kernels import FLASH_BLOCK, by_head
+from src.model.context import Context, even_order, parts_of, whole_rows
+from src.model.kernels import FLASH_BLOCK
 from src.model.spec import AttentionSpec
 
 BLOCKS = tuple(FLASH_BLOCK * times for times in (1, 2, 4))  # sizes of the kernel's blocks
@@ -77,7 +77,7 @@ def splash(
     """
     layout = context.layout
     T, N = q_BTNH.shape[1:3]
-    sharing, shards = layout.axes("length"), layout.shards("length")
+    shards = layout.shards("length")
     block_q, block_kv = (max(size for size in BLOCKS if length % size == 0) for length in (T // parts_of(shards), T))
     blocks = sa.BlockSizes(
         block_q=block_q,
@@ -99,7 +99,7 @@ def splash(
         attn_logits_soft_cap=spec.soft_cap or None,
         interpret=interpret,
     )
-    placed = layout.spec(("batch", "length", "heads", None))
+    placed, rows = layout.spec(("batch", "length", "heads", None)), layout.spec(("batch", "length"))
     # Of the mesh itself: of one that an outer shard_map maps over, JAX does not know a part's shape.
     by_query = NamedSharding(layout.mesh, layout.spec((None, "length")))
     sinks = () if sinks_N is None else (sinks_N.astype(jnp.float32),)
@@ -108,21 +108,25 @@ def splash(
         layout.shard_map,
         in_specs=(
             kernel.manual_sharding_spec(by_query),  # what each device's queries see
-            *(placed, placed, placed, layout.spec(("batch", "length"))),
+            *(placed, placed, placed, rows, rows),
             *(layout.spec(("heads",)) for _ in sinks),
         ),
         out_specs=placed,
     )
     def on_device(
-        kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *sinks: jax.Array
+        kernel: Callable,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        ids: jax.Array,
+        row_ids: jax.Array,
+        *sinks: jax.Array,
     ) -> jax.Array:
-        def whole(x: jax.Array) -> jax.Array:
-            return in_text_order(jax.lax.all_gather(x, sharing, axis=1, tiled=True), shards) if sharing else x
-
         def of_row(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
             return kernel(q, k, v, sa.SegmentIds(*ids), *sinks)
 
-        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * spec.scale, whole(k), whole(v)))
-        return jnp.swapaxes(jax.vmap(of_row)(q, k, v, segments, whole(segments)), 1, 2)
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * spec.scale, k, v))
+        return jnp.swapaxes(jax.vmap(of_row)(q, k, v, ids, row_ids), 1, 2)
 
-    return on_device(kernel, *by_head(q_BTNH, k_BSKH, v_BSKH, layout), context.segment_ids_BT, *sinks)
+    segments_BT = context.segment_ids_BT
+    return on_device(kernel, q_BTNH, k_BSKH, v_BSKH, segments_BT, whole_rows(segments_BT, layout), *sinks)

@@ -94,5 +94,35 @@ def test_over_the_context_axis_a_layer_moves_keys_and_values_alone():
     weights = {(kind, axes) for kind, axes, _ in large}
     assert weights == {("all-gather", ("fsdp", "context"))}
     found, _ = moved(True, remat_policy="none", **MODELS["llama"], **CONTEXT)
-    large = {key: times for key, times in found.items() if key[1] == ("context",) and key[2] > 2**14}
-    assert large == {(kind, ("context",), KEYS_OF_ROW): 2 * LAYERS for kind in ("all-gather", "reduce-scatter")}
+    assert over_context(found) == {
+        (kind, ("context",), KEYS_OF_ROW): 2 * LAYERS for kind in ("all-gather", "reduce-scatter")
+    }
+
+
+def over_context(found):
+    """Of these, those that move more than segments over context alone."""
+    return {key: times for key, times in found.items() if key[1] == ("context",) and key[2] > 2**14}
+
+
+def test_over_the_context_axis_a_layer_of_latents_moves_them_and_their_rotary_key_alone():
+    """And their gradients, which come in one sum."""
+    latent, rotary = (16 // 4 // 4 * LENGTH * size * 2 for size in (128, 64))
+    expected = {("all-gather", ("context",), size): LAYERS for size in (latent, rotary)}
+    found, text = moved(False, **MODELS["latent"], **CONTEXT)
+    assert "splash" in text
+    assert over_context(found) == expected
+    found, _ = moved(True, remat_policy="none", **MODELS["latent"], **CONTEXT)
+    backward = {key: found.pop(key) for key in over_context(found) if key not in expected}
+    assert sum(size for _, _, size in backward) <= latent + rotary
+    assert {kind for kind, _, _ in backward} <= {"all-reduce", "reduce-scatter"}
+
+
+def test_over_the_context_axis_a_device_gathers_those_key_heads_that_its_queries_read():
+    """Of two heads that are copied over tensor 4, each device the one of its two query heads; the rest are weights."""
+    axes = {"ici_fsdp_parallelism": 1, "ici_context_parallelism": 4, "ici_tensor_parallelism": 4}
+    heads = {"base_num_query_heads": 8, "base_num_kv_heads": 2, "logical_axis_rules__kv_heads": "[]"}
+    found, text = moved(False, **{**KEYS, **axes, **heads, "per_device_batch_size": 0.25})
+    assert "splash" in text
+    largest = max(over_context(found), key=lambda key: key[2])
+    assert largest == ("all-gather", ("context",), 4 * LENGTH * H * 2)
+    assert found[largest] == 2 * LAYERS

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from src.errors import UserError
 from src.model import kernels
 from src.model.context import Context, even_order
-from src.model.kernels import attend, choose_kernel, dot_product
+from src.model.kernels import attend, choose_kernel, dot_product, for_queries
 from src.model.spec import AttentionSpec, model_spec
 from src.model.splash import Sight, splash
 
@@ -49,7 +49,12 @@ def output_and_gradients(kernel, q, k, v, direction, context, sinks=None, **fact
     @jax.jit
     def run(q, k, v, sinks):
         spec = spec_of(q, k, **facts)
-        out, pull_back = jax.vjp(lambda q, k, v, sinks: kernel(q, k, v, spec, sinks, context), q, k, v, sinks)
+
+        def attention(q, k, v, sinks):
+            k, v = (for_queries(x, q.shape[2], context.layout) for x in (k, v))
+            return kernel(q, k, v, spec, sinks, context)
+
+        out, pull_back = jax.vjp(attention, q, k, v, sinks)
         return out, pull_back(direction)
 
     return run(q, k, v, sinks)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from src.mesh import Layout
 
@@ -13,35 +13,41 @@ Rows = dict[str, jax.Array]
 
 
 def accumulate(
-    gradient: Callable[[Any, Rows, jax.Array | None], Any],
+    gradient: Callable[[Any, Rows, jax.Array | None], tuple[Any, Any]],
     weights: Any,
     rows: Rows,
     key: jax.Array | None,
     micro_batches: int,
     layout: Layout,
     copied: tuple[str, ...],
-) -> Any:
-    """The sum over micro-batches of what `gradient(weights, rows, key)` returns; of several in float32.
+    placed: Any,
+    wanted: Any,
+) -> tuple[Any, Any]:
+    """The sums over micro-batches of what `gradient(weights, rows, key)` returns; of several in float32.
 
     A reduction over the mesh axes `copied` waits for the last micro-batch: along them devices have copies of the
     weights, and add up gradients of their own rows. (Between slices that is the step's one large transfer.) Over the
-    other axes each micro-batch's gradients are reduced at once, to the shards that their weights have.
+    other axes each micro-batch's gradients are reduced at once, to the shards that their weights have. Where a device
+    wants a part of a sum alone, it gets no more of it: half of an all-reduce's bytes (Rajbhandari et al. 2020, section
+    7.2.1).
 
     Args:
-        gradient: of a micro-batch; a tree of sums over its rows.
+        gradient: of a micro-batch; the gradients of weights, and other sums over its rows: two trees.
         weights: what it takes beside the rows, whole along `copied`.
         rows: arrays [B, ...].
         key: of dropout; each micro-batch and each part of `copied` draws its own. None: none.
         micro_batches: their number, a divisor of B over the shards of the batch.
         layout: of the mesh.
         copied: mesh axes that shard the rows and no weight.
+        placed: the sharding of each gradient's weight.
+        wanted: the sharding that its sum is to have: that, or one dim cut by `copied` too.
     """
 
-    def add_up(weights: Any, rows: Rows, key: jax.Array | None) -> Any:
+    def add_up(weights: Any, rows: Rows, key: jax.Array | None) -> tuple[Any, Any]:
         if key is not None and copied:
             key = jax.random.fold_in(key, jax.lax.axis_index(copied))
         if micro_batches == 1:
-            return reduced(gradient(weights, rows, key))
+            return gradient(weights, rows, key)
 
         def add_micro_batch(total: Any, micro: tuple[Rows, jax.Array]) -> tuple[Any, None]:
             rows, index = micro
@@ -54,12 +60,31 @@ def accumulate(
         shapes = jax.eval_shape(gradient, weights, first, key)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
         total, _ = jax.lax.scan(add_micro_batch, zeros, micro)
-        return reduced(total)
+        return total
 
-    def reduced(total: Any) -> Any:
-        return jax.tree.map(lambda x: jax.lax.psum(x.astype(jnp.float32), copied), total) if copied else total
+    if not copied:
+        return add_up(weights, rows, key)
 
-    if copied:
-        whole, shared_out = PartitionSpec(), PartitionSpec(copied)
-        add_up = layout.shard_map(add_up, in_specs=(whole, shared_out, whole), out_specs=whole, over=copied)
-    return add_up(weights, rows, key)
+    def add_up_own(weights: Any, rows: Rows, key: jax.Array | None) -> tuple[Any, Any]:
+        gradients, others = jax.tree.map(lambda x: x.astype(jnp.float32), add_up(weights, rows, key))
+        return jax.tree.map(lambda x: x[None], gradients), jax.lax.psum(others, copied)
+
+    whole, shared_out = PartitionSpec(), PartitionSpec(copied)
+    own = layout.shard_map(add_up_own, in_specs=(whole, shared_out, whole), out_specs=(shared_out, whole), over=copied)
+    gradients, others = own(weights, rows, key)
+    return jax.tree.map(lambda x, *at: _summed(x, *at, copied, layout), gradients, placed, wanted), others
+
+
+def _summed(
+    gradients: jax.Array, placed: NamedSharding, wanted: NamedSharding, copied: tuple[str, ...], layout: Layout
+) -> jax.Array:
+    """The sum of a weight's gradients [copies, ...] over its copies; the last four arguments are `accumulate`'s."""
+
+    def of_shards(gradient_1: jax.Array) -> jax.Array:
+        for dim, (before, after) in enumerate(zip(placed.spec, wanted.spec, strict=True)):
+            if before != after:
+                return jax.lax.psum_scatter(gradient_1[0], copied, scatter_dimension=dim, tiled=True)
+        return jax.lax.psum(gradient_1[0], copied)
+
+    in_specs = PartitionSpec(copied, *placed.spec)
+    return layout.shard_map(of_shards, in_specs=in_specs, out_specs=wanted.spec)(gradients)

@@ -211,10 +211,10 @@ def axes_of_dim(part: Any) -> tuple[str, ...]:
 def spread(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
     """`sharding` of an array of this shape, with one dim cut by the mesh axes `axes` too; as it is where none divides.
 
-    The first dim, which is mostly that of layers, comes last: in a loop over layers it would be gathered.
+    The first dim that nothing cuts yet comes first, which is mostly that of layers.
     """
     parts = list(map(axes_of_dim, sharding.spec))
-    for dim in (*range(1, len(shape)), *range(min(len(shape), 1))):
+    for dim in sorted(range(len(shape)), key=lambda dim: bool(parts[dim])):
         cut_by = (*parts[dim], *axes)
         if shape[dim] % math.prod(sharding.mesh.shape[name] for name in cut_by) == 0:
             parts[dim] = cut_by

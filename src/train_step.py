@@ -68,9 +68,10 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     uses_dropout = plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers)
     step_key = jax.random.fold_in(jax.random.key(plan.seed), state.step) if uses_dropout else None
 
-    # In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each part.
-    in_rounds = plan.micro_batches > 1 or plan.execution.schedule
-    apart = plan.copied_axes() if in_rounds else ()
+    # In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each part,
+    # and where a device updates a part of its copy it would reduce the whole.
+    by_hand = plan.micro_batches > 1 or plan.execution.schedule or plan.shard_optimizer
+    apart = plan.copied_axes() if by_hand else ()
 
     def micro_loss(trainable: Any, others: Any, rows: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """This micro-batch's share of the loss to descend, and of what is reported: sums over them are means."""
@@ -100,11 +101,11 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     real = jnp.sum(batch["segment_ids"] > 0)
     given = (state.trainable, (state.frozen, state.stats, tokens, real))
     rows = {name: x for name, x in batch.items() if name != "data_position"}
-    gradients, (losses, reports) = accumulate(gradient, given, rows, step_key, plan.micro_batches, plan.layout, apart)
-    weights = state.trainable
-    if plan.shard_optimizer:
-        # Of each copy of a weight a device updates a part, and XLA has it reduce no more of the gradient.
-        gradients, weights = jax.lax.with_sharding_constraint((gradients, weights), (plan.update_shardings(),) * 2)
+    placed, updated_at = plan.by_part(plan.shardings)["trainable"], plan.update_shardings()
+    gradients, (losses, reports) = accumulate(
+        gradient, given, rows, step_key, plan.micro_batches, plan.layout, apart, placed, updated_at
+    )
+    weights = jax.lax.with_sharding_constraint(state.trainable, updated_at) if plan.shard_optimizer else state.trainable
     grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
 

@@ -5,13 +5,18 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny import Trainer, make, packed_rows, tree_bits
+from tiny import Trainer, load, make, packed_rows, tree_bits
 
+from src.aot.devices import abstract_devices
+from src.aot.hlo import collectives
 from src.aot.memory import device_bytes
+from src.build import build
 from src.checkpoint import Checkpointer
 from src.optimizer import hyper_parameters
 from src.resume import parts
 from src.state import abstract_batch, abstract_state
+from src.topology import parse_topology
+from tests.compilers import SMALL, needs_libtpu
 
 COPIES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 CUT, ON_HOST = {"shard_optimizer_over_data": "true"}, {"optimizer_memory_host_offload": "true"}
@@ -41,6 +46,23 @@ def test_so_they_do_with_experts():
     expected = losses(opt_type, **experts)
     mesh = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2}
     np.testing.assert_allclose(losses(opt_type, 8, **experts, **mesh, **CUT), expected, rtol=1e-5)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_gradients_are_scattered_over_copies_and_none_is_summed_whole(keys):
+    """On v5e-16 each axis of the mesh is one dim of the torus, where the TPU compiler keeps a reduce-scatter."""
+    mesh = {"ici_data_parallelism": 4, "ici_fsdp_parallelism": 4, "per_device_batch_size": 1}
+    model = {**dict(pair.split("=") for pair in SMALL), "base_num_decoder_layers": 4, "dtype": "bfloat16"}
+    step = build(load(**model, **mesh, **CUT, **keys), abstract_devices(parse_topology("v5e-16", 1)))
+    found = collectives(step.traced.lower().compile().as_text(), step.plan.layout.mesh)
+    # What is summed whole is smaller than any matrix: norms' scales over fsdp, numbers of the loss.
+    assert max(each.whole_bytes for each in found if each.kind == "all-reduce") < 2**16
+    scattered = sum(
+        each.times * each.whole_bytes for each in found if each.axes == ("data",) and each.kind != "all-gather"
+    )
+    parts = sum(leaf.size for leaf in jax.tree.leaves(step.plan.shapes)) // 4
+    assert scattered == pytest.approx(4 * parts, rel=0.01)
 
 
 def compiled_arguments(**overrides):

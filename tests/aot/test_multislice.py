@@ -32,6 +32,7 @@ def between_slices(topology, slices, **keys):
     return [each for each in collectives(text, mesh) if each.network == "dcn"], sum(jax.tree.leaves(parts))
 
 
+KINDS = ("all-reduce", "reduce-scatter", "all-gather")
 MESHES = [
     {},
     {"gradient_accumulation_steps": 4},
@@ -52,6 +53,19 @@ def test_a_step_sends_its_gradients_between_slices_once_and_nothing_else(slices,
     # (Stages cut one of the tables' gradients after it has crossed.)
     assert sent <= (1.1 if "ici_pipeline_parallelism" in keys else 1.01) * gradients
     assert sent >= (0.99 if keys else 0.5) * gradients
+
+
+@needs_libtpu
+@pytest.mark.parametrize("keys", MESHES, ids=str)
+def test_where_each_slice_updates_its_part_it_gets_sums_of_that_part_alone(keys):
+    found, gradients = between_slices("v5e-8", 2, base_emb_dim=1024, shard_optimizer_over_data="true", **keys)
+    sent = {kind: sum(each.times * each.sent_bytes for each in found if each.kind == kind) for kind in KINDS}
+    assert {each.axes for each in found} == {("data",)}
+    assert sum(sent.values()) == sum(each.times * each.sent_bytes for each in found)
+    # Of two parts a device sends the other's; it gets back the part of the weights that the other has updated.
+    for kind in ("reduce-scatter", "all-gather"):
+        assert sent[kind] == pytest.approx(gradients / 2, rel=0.01)
+    assert sent["all-reduce"] <= 0.01 * gradients  # numbers of the loss, and norms' scales where they are not cut
 
 
 EXPERTS = {

@@ -7,7 +7,7 @@ from jax.tree_util import keystr
 from tiny import GPT3, Trainer, assert_close, packed_rows
 
 from src.optimizer import hyper_parameters
-from src.state import batch_sharding
+from src.state import batch_sharding, state_weights
 
 LENGTH, ROWS, STEPS = 32, 16, 10
 
@@ -68,6 +68,14 @@ class Job:
     def losses(self):
         """Of ten steps, each on rows of its own."""
         return [self.step(number)["loss"] for number in range(STEPS)]
+
+    def evaluation(self, number):
+        """The sums that rows `number` evaluate to: one document each, as with packing=false, and then padding."""
+        trainer, batch = self.trainer, packed_rows(number, self.rows, LENGTH)
+        first = batch["segment_ids"] == 1
+        batch |= {"segment_ids": first.astype(np.int32), "loss_mask": first.astype(np.float32)}
+        batch = {name: x for name, x in batch.items() if name != "data_position"}
+        return jax.device_get(trainer.eval_step(state_weights(trainer.state), batch))
 
     def step(self, number, **hyper):
         """Update `number` with some hyper-parameters changed; returns the metrics."""

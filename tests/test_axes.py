@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from tiny import assert_close
 
 from tests.axes import MODELS, Job, assert_same
 
@@ -71,3 +72,64 @@ def test_a_mesh_gives_the_gradients_and_losses_of_one_device(model, mesh, capfd)
     job = Job(model, devices, **keys)
     assert_same((job.first_gradients(), job.losses()), expected)
     assert "rematerialization" not in capfd.readouterr().err
+
+
+LOCAL = "{attention_type: local_sliding, sliding_window_size: 7}"
+CHUNK = "{attention_type: chunk, chunk_attn_window_size: 6}"
+# Facts and keys that a mesh has code or placements of its own for, and a mesh of such.
+FACTS = {
+    "sinks, windows and chunks": (
+        "context 2 tensor 2",
+        {"attention_sink": "true", "decoder_segments": f"[{{repeats: 2, pattern: [{CHUNK}, {LOCAL}]}}]"},
+    ),
+    "two key heads, copied": (
+        "context 2 tensor 4",
+        {"base_num_query_heads": 8, "base_num_kv_heads": 2, "logical_axis_rules__kv_heads": "[]"},
+    ),
+    "three query heads of six a device": (
+        "fsdp 2 tensor 2",
+        {"base_num_query_heads": 6, "base_num_kv_heads": 3, "logical_axis_rules__kv_heads": "[]"},
+    ),
+    "biases, and inputs that are scaled": (
+        "fsdp 2 expert 2 tensor 2",
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1, "base_moe_mlp_dim": 16},
+            **{"routed_score_func": "sigmoid", "scale_expert_inputs": "true", "mlp_bias": "true"},
+            "router_bias": "true",
+        },
+    ),
+    "biases": (
+        "expert 4 context 2",
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16},
+            **{"mlp_bias": "true", "norm_topk_prob": "true"},
+        },
+    ),
+    "adapters": (
+        "fsdp 2 tensor 2",
+        {"lora_rank": 4, "lora_parameters": "['*']", "load_parameters_path": "elsewhere"},
+    ),
+    "unrolled": ("fsdp 2 context 2", {"base_num_decoder_layers": 2, "scan_layers": "false"}),
+    "dropout": ("fsdp 2 tensor 2", {"dropout_rate": 0.2}),
+}
+
+
+@pytest.mark.parametrize("facts", FACTS)
+def test_facts_that_a_mesh_has_code_for_give_the_gradients_and_losses_of_one_device(facts, capfd):
+    mesh, alters = FACTS[facts]
+    devices, keys = devices_and_keys(mesh)
+    one = Job("dense", devices=1, **alters)
+    expected = one.first_gradients(), one.losses()
+    capfd.readouterr()
+    job = Job("dense", devices, **keys, **alters)
+    assert_same((job.first_gradients(), job.losses()), expected)
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"), [("dense", "stage 2 fsdp 2"), ("windowed", "context 2 tensor 2"), ("latent experts", "expert 4")]
+)
+def test_evaluation_on_a_mesh_gives_the_loss_of_one_device(model, mesh):
+    devices, keys = devices_and_keys(mesh)
+    expected, found = Job(model, devices=1, packing="false"), Job(model, devices, packing="false", **keys)
+    assert_close(found.evaluation(0), expected.evaluation(0), 1e-5)

@@ -3,7 +3,7 @@
 #
 #   scripts/tpu.sh create NAME --type v5litepod-256 [--slices N] [--spot|--reserved|--on-demand]
 #                  [--version RUNTIME] [--no-wait]      asks for the slices, a queued resource, until they are there
-#   scripts/tpu.sh run NAME -- python -m src.train configs/base.yml key=value
+#   scripts/tpu.sh run NAME -- python -m src.train configs/base.yml run_name=JOB key=value
 #                                                       copies this working tree to all workers, installs, runs
 #   scripts/tpu.sh run NAME                             follows the run that is there
 #   scripts/tpu.sh stop NAME                            has the run save a checkpoint and end; --force kills it
@@ -163,7 +163,10 @@ status() {
 source scripts/tpu_run.sh
 case $action in
   create) create ;;
-  run) require_active && run ;;
+  run)
+    check_resumes ${command[@]+"${command[@]}"}
+    require_active && run
+    ;;
   stop)
     require_active
     on_each_node tell "stop $($force && echo KILL || echo TERM)"

@@ -142,7 +142,7 @@ def test_create_need_not_wait(cloud):
 
 
 def test_a_dry_run_prints_each_command_of_a_run_and_runs_none(cloud):
-    command = ["python", "-m", "src.train", "configs/base.yml", "prompt=it's a test", "dataset_path=a  b"]
+    command = ["python", "-m", "src.train", "configs/base.yml", "run_name=job", "prompt=it's a test", "dataset_path=a  b"]
     done = cloud.launch("tpu.sh", "run", "pod", *PLACE, "--dry-run", "--slices", 2, "--workers", 3, "--", *command)
     assert done.returncode == 0, done.stderr
     parsed = tpu_commands(done.stdout)
@@ -173,11 +173,13 @@ def test_a_dry_run_prints_each_command_of_a_run_and_runs_none(cloud):
         (["launch", "pod"], "none of create, run, stop, status, ssh, delete"),
         (["ssh", "pod", "--slice", "2", "--slices", "2"], "pod has 2, counted from 0"),
         (["run", "pod", "python", "-m", "src.train"], "comes after --"),
+        (["run", "pod", "--", "python", "-m", "src.train", "configs/base.yml"], "the command has no run_name=NAME"),
         (["status", "pod", "--chips", "4"], "no option --chips"),
     ],
 )
 def test_a_mistake_is_one_line(cloud, arguments, answer):
-    done = cloud.launch("tpu.sh", *arguments, *PLACE, "--dry-run")
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    done = cloud.launch("tpu.sh", *arguments[:end], *PLACE, "--dry-run", *arguments[end:])
     assert done.returncode == 2
     assert answer in done.stderr
     assert len(done.stderr.splitlines()) == 1

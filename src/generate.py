@@ -182,7 +182,9 @@ class Generator:
         platform = model.layout.mesh.devices.flat[0].platform
         # A fused kernel takes rows of some lengths only, and prompts are padded to lengths of their own.
         kernel = (
-            "dot_product" if model.kernel == "dot_product" else choose_kernel("autoselected", platform, model.spec, T)
+            "dot_product"
+            if model.kernel == "dot_product"
+            else choose_kernel("autoselected", platform, model.spec, T, model.layout)
         )
         context = Context(positions_BT, segment_ids_BT, model.layout, kernel, packed=False)
         decoder = model.decoder(model_weights)

@@ -118,7 +118,7 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         decays=weights.field(declarations, "decays"),
         layout=layout,
         execution=Execution(config["scan_layers"], config["remat_policy"], dict(config["remat_custom"]), schedule),
-        kernel=choose_kernel(config["attention"], platform, spec, config["max_target_length"], layout.shards("length")),
+        kernel=choose_kernel(config["attention"], platform, spec, config["max_target_length"], layout),
         packed=config["packing"],
         vocab_tiles=config["num_vocab_tiling"],
         z_loss=config["z_loss_multiplier"],

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from src.config_values import size_key
 from src.errors import UserError
 from src.mesh import Layout, mesh_axes_of
 
@@ -54,12 +55,18 @@ def even_order(length: int, layout: Layout) -> np.ndarray:
     if length % parts_of(n):
         raise UserError(
             f"max_target_length={length} does not divide into {2 * n} parts, two for each device that shares a row "
-            f"({layout.sharded_by('length')}): use a multiple of {2 * n}, or another ici_context_parallelism"
+            f"({layout.sharded_by('length')}): use a multiple of {2 * n}, or another {sharing_keys(layout, 'or')}"
         )
     if n == 1:
         return np.arange(length)
     parts = np.arange(length).reshape(2 * n, -1)
     return np.concatenate([parts[:n], parts[n:][::-1]], axis=1).reshape(-1)
+
+
+def sharing_keys(layout: Layout, conjunction: str) -> str:
+    """The keys whose product is the number of devices that share a row, in words."""
+    keys = [size_key(kind, name) for name in layout.axes("length") for kind in ("ici", "dcn")]
+    return f"{', '.join(keys[:-1])} {conjunction} {keys[-1]}"
 
 
 def parts_of(n: int) -> int:

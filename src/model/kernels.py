@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from src.errors import UserError
 from src.mesh import Layout
-from src.model.context import Context, even_order, parts_of, whole_rows
+from src.model.context import Context, even_order, parts_of, sharing_keys, whole_rows
 from src.model.spec import AttentionSpec, ModelSpec
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding alone gives numbers, not NaN
@@ -46,40 +46,43 @@ def attend(
     return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
 
 
-def choose_kernel(attention: str, platform: str, spec: ModelSpec, length: int, shards: int = 1) -> str:
+def choose_kernel(attention: str, platform: str, spec: ModelSpec, length: int, layout: Layout) -> str:
     """The kernel that the key `attention` means on this platform for this model's rows of `length` tokens.
-
-    `shards` devices share a row.
 
     Raises:
         UserError: the kernel asked for does not run here, or none but plain JAX's where devices share rows.
     """
+    shards = layout.shards("length")
     if attention == "autoselected":
         fused = {"tpu": "flash", "gpu": "cudnn_flash"}.get(platform, "dot_product")
-        obstacle = _obstacle(fused, platform, spec, length, shards)
+        obstacle = _obstacle(fused, platform, spec, length, layout)
         if obstacle and shards > 1:
             raise UserError(
-                f"{shards} devices share a row, and attention={fused} {obstacle}. attention=dot_product runs, but "
-                "holds the scores of all pairs of tokens"
+                f"{shards} devices share a row ({layout.sharded_by('length')}), and attention={fused} {obstacle}. "
+                "attention=dot_product runs, but holds the scores of all pairs of tokens"
             )
         return "dot_product" if obstacle else fused
-    if obstacle := _obstacle(attention, platform, spec, length, shards):
+    if obstacle := _obstacle(attention, platform, spec, length, layout):
         other = "dot_product" if shards > 1 else "autoselected"
         raise UserError(f"attention={attention} {obstacle}. Use attention={other}.")
     return attention
 
 
-def _obstacle(kernel: str, platform: str, spec: ModelSpec, length: int, shards: int) -> str:
+def _obstacle(kernel: str, platform: str, spec: ModelSpec, length: int, layout: Layout) -> str:
     """Why a kernel does not run here; empty where it does."""
     home = {"flash": "tpu", "cudnn_flash": "gpu"}.get(kernel, platform)
     if platform != home:
         return f"runs on {home}, and this is {platform}"
+    shards = layout.shards("length")
     whole = FLASH_BLOCK * parts_of(shards)
     if kernel == "flash" and length % whole:
         return f"needs max_target_length to be a multiple of {whole}, not {length}"
     if kernel == "cudnn_flash":
         if shards > 1:
-            return f"has all of a row on one device, and {shards} share it: it needs ici_context_parallelism=1"
+            return (
+                f"has all of a row on one device, and {layout.sharded_by('length')} share it: set "
+                f"{sharing_keys(layout, 'and')} to 1"
+            )
         if spec.dtype != "bfloat16":
             return f"needs dtype=bfloat16, not {spec.dtype}"
         if length % 2:

@@ -126,3 +126,21 @@ def test_over_the_context_axis_a_device_gathers_those_key_heads_that_its_queries
     largest = max(over_context(found), key=lambda key: key[2])
     assert largest == ("all-gather", ("context",), 4 * LENGTH * H * 2)
     assert found[largest] == 2 * LAYERS
+
+
+TILES = {"num_vocab_tiling": 4, "remat_policy": "none", "vocab_size": 2048}
+
+
+def test_tiles_of_the_loss_gather_the_hidden_states_of_a_tile_alone_over_tensor():
+    """Forward, and backward again; whole the stream is in the layers' gathers, and in the embedding's gradient's."""
+    found, _ = moved(True, **MODELS["llama"], **SEQUENCE, **TILES)
+    gathers = {size: times for (kind, axes, size), times in found.items() if kind == "all-gather" and "tensor" in axes}
+    assert gathers == {STREAM: 4 * LAYERS + 1, STREAM // 4: 2 * 4}
+
+
+def test_tiles_of_the_loss_gather_no_hidden_states_over_context():
+    """What crosses it is keys and values, as without tiles, and weights, which fsdp shards too."""
+    found, _ = moved(True, **MODELS["llama"], **CONTEXT, **TILES)
+    assert over_context(found) == {
+        (kind, ("context",), KEYS_OF_ROW): 2 * LAYERS for kind in ("all-gather", "reduce-scatter")
+    }

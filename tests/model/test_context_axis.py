@@ -154,7 +154,8 @@ def test_generation_where_devices_share_rows_draws_the_tokens_of_one():
 def test_rows_that_do_not_divide_are_an_error():
     config = load(max_target_length=20, **MESHES["context 4"])
     plan = make_plan(config, model_spec(config), make_layout(config, jax.devices()[:4]))
-    with pytest.raises(UserError, match=r"max_target_length=20 does not divide into 8 parts.*ici_context_parallelism"):
+    keys = "ici_context_parallelism or dcn_context_parallelism"
+    with pytest.raises(UserError, match=rf"max_target_length=20 does not divide into 8 parts.*\(context=4\).*{keys}"):
         abstract_batch(plan, (8, 1, 2), 20)
 
 

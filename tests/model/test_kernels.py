@@ -13,6 +13,7 @@ from tiny import assert_close, load, make
 from torch.nn.functional import scaled_dot_product_attention
 
 from src.errors import UserError
+from src.mesh import make_layout
 from src.model import kernels
 from src.model.context import Context, even_order
 from src.model.kernels import attend, choose_kernel, dot_product, for_queries
@@ -171,6 +172,8 @@ def test_blocks_are_seen_as_the_mask_in_full_says(window, parts):
 
 
 BFLOAT16 = {"dtype": "bfloat16"}
+ALONE = make_layout(load(), jax.devices()[:1])
+FOUR_SHARE = make_layout(load(ici_context_parallelism=4), jax.devices()[:4])
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,7 @@ BFLOAT16 = {"dtype": "bfloat16"}
     ],
 )
 def test_the_kernel_of_a_platform(attention, platform, length, overrides, kernel):
-    assert choose_kernel(attention, platform, model_spec(load(**overrides)), length) == kernel
+    assert choose_kernel(attention, platform, model_spec(load(**overrides)), length, ALONE) == kernel
 
 
 @pytest.mark.parametrize(
@@ -201,13 +204,13 @@ def test_the_kernel_of_a_platform(attention, platform, length, overrides, kernel
     ],
 )
 def test_the_kernel_where_four_devices_share_a_row(attention, platform, length, kernel):
-    assert choose_kernel(attention, platform, model_spec(load(**BFLOAT16)), length, shards=4) == kernel
+    assert choose_kernel(attention, platform, model_spec(load(**BFLOAT16)), length, FOUR_SHARE) == kernel
 
 
 @pytest.mark.parametrize(
     ("attention", "platform", "sentence"),
     [
-        ("cudnn_flash", "gpu", "4 share it: it needs ici_context_parallelism=1"),
+        ("cudnn_flash", "gpu", "context=4 share it: set ici_context_parallelism and dcn_context_parallelism to 1"),
         # Not dot_product without a word: it holds the scores of whole rows.
         ("autoselected", "gpu", "cudnn_flash has all of a row .* attention=dot_product runs"),
         ("autoselected", "tpu", "flash needs .* attention=dot_product runs"),
@@ -216,7 +219,16 @@ def test_the_kernel_where_four_devices_share_a_row(attention, platform, length, 
 )
 def test_a_kernel_that_devices_cannot_share_a_row_by_is_an_error(attention, platform, sentence):
     with pytest.raises(UserError, match=sentence):
-        choose_kernel(attention, platform, model_spec(load(**BFLOAT16)), 1536, shards=4)
+        choose_kernel(attention, platform, model_spec(load(**BFLOAT16)), 1536, FOUR_SHARE)
+
+
+def test_what_shards_rows_is_named_where_the_rules_say_another_axis():
+    keys = {"logical_axis_rules__length": "[tensor]", "logical_axis_rules__heads": "[]"}
+    layout = make_layout(load(ici_tensor_parallelism=4, **keys), jax.devices()[:4])
+    with pytest.raises(
+        UserError, match="tensor=4 share it: set ici_tensor_parallelism and dcn_tensor_parallelism to 1"
+    ):
+        choose_kernel("cudnn_flash", "gpu", model_spec(load(**BFLOAT16)), 1536, layout)
 
 
 @pytest.mark.parametrize(
@@ -232,4 +244,4 @@ def test_a_kernel_that_devices_cannot_share_a_row_by_is_an_error(attention, plat
 )
 def test_a_kernel_that_does_not_run_here_is_an_error(attention, platform, length, overrides, sentence):
     with pytest.raises(UserError, match=sentence):
-        choose_kernel(attention, platform, model_spec(load(**overrides)), length)
+        choose_kernel(attention, platform, model_spec(load(**overrides)), length, ALONE)

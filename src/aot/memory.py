@@ -113,29 +113,38 @@ def _in_loops(built: Built, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _shards(built: Built, shape: tuple[int, ...]) -> int:
-    """Into how many parts an array is cut: an activation by its rows, heads or hidden dim, or a weight."""
+    """Into how many parts an array is cut: a weight, or an activation by its rows, tokens, heads, or other dims."""
     layout, spec = built.plan.layout, built.plan.spec
     if not _is_activation(built, shape):
         return layout.shards("embed")
+    if shape[0] not in _rows(built):  # the parts of all devices of a stage, one after the other
+        return layout.mesh.size // layout.shards("layers")
     heads = {size for layer in spec.layers for size in _head_counts(layer.attention)}
     mlp_dims = {_mlp_dim(layer.feed_forward) for layer in spec.layers}
     for axis, sizes in (("heads", heads), ("mlp", mlp_dims), ("vocab", {spec.padded_vocab_size})):
         if sizes.intersection(shape[2:]):
-            return layout.shards("batch") * layout.shards(axis)
-    return layout.shards("batch")
+            return layout.shards("batch") * layout.shards("length") * layout.shards(axis)
+    if shape[2:] == (spec.emb_dim,):
+        return layout.shards("batch") * layout.shards("norm_length") * layout.shards("activation_embed")
+    return layout.shards("batch") * layout.shards("length")
 
 
 def _is_activation(built: Built, shape: tuple[int, ...]) -> bool:
-    """Whether an array is of a micro-batch's rows, or of its tokens, once for each expert that they go to.
+    """Whether an array is of a micro-batch's rows, or of its tokens, so many times as they go to experts.
 
-    Or of those of a micro-batch of a pipeline.
+    Those come from within a `shard_map`. Between peers a buffer has room for a quarter more.
     """
-    schedule = built.plan.execution.schedule
-    rows = {built.rows // built.plan.micro_batches}
-    if schedule:
-        rows |= {count // schedule.micro_batches for count in rows}
     length = built.tokens // built.rows
-    return bool(shape) and any(shape[0] == count or shape[0] % (count * length) == 0 for count in rows)
+    return bool(shape) and any(
+        shape[0] == rows or (shape[0] >= rows * length and 4 * shape[0] % (rows * length) == 0) for rows in _rows(built)
+    )
+
+
+def _rows(built: Built) -> set[int]:
+    """Those of a micro-batch, and of a pipeline's."""
+    schedule = built.plan.execution.schedule
+    rows = built.rows // built.plan.micro_batches
+    return {rows, rows // schedule.micro_batches} if schedule else {rows}
 
 
 def _kept(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:

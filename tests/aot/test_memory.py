@@ -90,6 +90,10 @@ def test_an_offloaded_block_input_is_not_on_the_device():
 def test_what_is_kept_follows_the_mesh_and_the_micro_batches():
     # Four devices share the rows' shards, two the heads: each has twice the rows and half of the heads.
     assert kept(remat_policy="save_qkv_proj", **MESHES[1]) == 2 * D + 3 * HEADS
+    # Devices that share rows have fewer tokens each: between blocks those that share heads may, too.
+    assert kept(remat_policy="save_qkv_proj", ici_context_parallelism=2, ici_fsdp_parallelism=4) == D + 3 * HEADS
+    split = {"logical_axis_rules__norm_length": "[context, tensor]"}
+    assert kept(remat_policy="save_qkv_proj", **MESHES[1], **split) == D + 3 * HEADS
     # Rows a micro-batch stay, so its memory does.
     assert kept(remat_policy="full", gradient_accumulation_steps=2) == D
 

@@ -64,18 +64,19 @@ def dropless(
 
     Args:
         tokens: this device's [X, D], and the weights [X, k] of their choices.
-        experts_Xk: the experts of each; E: none, and nothing comes back.
+        experts_Xk: the experts of each; E: none, and 0 comes back.
         kernels: the weights of this device's experts.
         feed: what those make of rows that are sorted by expert, and of which each has so many.
         peers: who has the other experts.
     """
     X, k = experts_Xk.shape
-    chosen_M = experts_Xk.reshape(-1)
-    choice_R = jnp.argsort(chosen_M)
-    row_M = jnp.argsort(choice_R)
-    rows = _spread_all(tokens, choice_R, row_M, k)
-    experts = _expert_count(kernels) * peers.count
+    chosen_M, experts = experts_Xk.reshape(-1), _expert_count(kernels) * peers.count
+    order_R = jnp.argsort(chosen_M)
     rows_E = jnp.bincount(chosen_M, length=experts).astype(jnp.int32)
+    # Rows past the last expert's are none's: what comes out of them, and as their gradient, is undefined.
+    choice_R = jnp.where(jnp.arange(X * k) < jnp.sum(rows_E), order_R, X * k)
+    row_M = jnp.where(chosen_M < experts, jnp.argsort(order_R), X * k)
+    rows = _spread_all(tokens, choice_R, row_M, k)
     if peers.count == 1:
         out_RD = feed(rows, kernels, rows_E)
     else:
@@ -126,10 +127,12 @@ def _windows_backward(feed: Callable, room: int, peers: Peers, kept: Any, gradie
 
     def add(window: jax.Array, sums: Any) -> Any:
         _, to_inputs = jax.vjp(lambda x, w: _window(x, w, rows_PE, window, feed, room, peers), rows, kernels)
-        return jax.tree.map(jnp.add, sums, to_inputs(gradient_RD))
+        return jax.tree.map(lambda total, part: total + part.astype(total.dtype), sums, to_inputs(gradient_RD))
 
-    zeros = jax.tree.map(jnp.zeros_like, (rows, kernels))
-    return gradient_RD, *jax.lax.fori_loop(1, _windows(rows_PE, room, peers), add, zeros), None
+    # A row is in one window, a weight in all of them.
+    zeros = jax.tree.map(jnp.zeros_like, rows), jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), kernels)
+    to_rows, to_kernels = jax.lax.fori_loop(1, _windows(rows_PE, room, peers), add, zeros)
+    return gradient_RD, to_rows, jax.tree.map(lambda total, w: total.astype(w.dtype), to_kernels, kernels), None
 
 
 _later_windows.defvjp(_windows_forward, _windows_backward)
@@ -251,6 +254,10 @@ class Places(NamedTuple):
     choice_R: jax.Array  # M: none
     row_M: jax.Array  # R: none
     experts: int
+
+    def kept_M(self) -> jax.Array:
+        """Whether each choice has one."""
+        return self.row_M < len(self.choice_R)
 
 
 def take_places(experts_BTk: jax.Array, real_BT: jax.Array, experts: int, capacity: int) -> Places:

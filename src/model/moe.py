@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from src.errors import UserError
 from src.mesh import Layout
 from src.model import dispatch, router
-from src.model.context import Context
+from src.model.context import Context, even_order, in_text_order
 from src.model.dispatch import Peers, Rows
 from src.model.feedforward import FeedForward, activated
 from src.model.grouped import add_by_group, batched_matmul, grouped_matmul
@@ -84,9 +84,14 @@ class Experts(nnx.Module):
         kernels = {name: getattr(self, name)[...] for name in AXES if hasattr(self, name)}
         axes = {name: _by_leaf(kernels[name], AXES[name]) for name in kernels}
         platform = layout.mesh.devices.flat[0].platform
+        capacity, kept_BTk = _capacity(self.spec, experts_BTk.shape[1]), jnp.ones(experts_BTk.shape, bool)
+        if capacity and layout.shards("length") > 1:
+            # Of what a row keeps a device may have any part: in buffers of a fixed size each would need room for all.
+            capacity, kept_BTk = None, _kept_of_whole_rows(experts_BTk, real_BT, self.spec.count, capacity, layout)
         on_device = functools.partial(
             _on_device,
             spec=self.spec,
+            capacity=capacity,
             axes=axes,
             gathered=layout.axes("expert_embed"),
             summed=layout.axes("mlp"),
@@ -96,10 +101,39 @@ class Experts(nnx.Module):
         tokens = layout.spec(("batch", "length", None))
         run = layout.shard_map(
             on_device,
-            in_specs=(tokens, tokens, tokens, layout.spec(("batch", "length")), _specs(axes, layout)),
+            in_specs=(*[tokens] * 4, layout.spec(("batch", "length")), _specs(axes, layout)),
             out_specs=(tokens, tokens),
         )
-        return run(x_BTD, experts_BTk, weights_BTk, real_BT, kernels)
+        return run(x_BTD, experts_BTk, kept_BTk, weights_BTk, real_BT, kernels)
+
+
+def _capacity(spec: ExpertsSpec, length: int) -> int | None:
+    """The places that each expert has in a row of so many tokens; None: for all who come."""
+    if spec.capacity_factor == -1:
+        return None
+    return math.ceil(length * spec.per_token * spec.capacity_factor / spec.count)
+
+
+def _kept_of_whole_rows(
+    experts_BTk: jax.Array, real_BT: jax.Array, experts: int, capacity: int, layout: Layout
+) -> jax.Array:
+    """Which choices have a place [B, T, k], where devices share rows: those of one device that has whole rows.
+
+    A device gathers the choices of its rows, 4 k bytes a token, and sorts them all.
+    """
+    sharing, n, order = layout.axes("length"), layout.shards("length"), even_order(experts_BTk.shape[1], layout)
+
+    def kept(experts_BTk: jax.Array, real_BT: jax.Array) -> jax.Array:
+        whole_BTk, whole_BT = (
+            in_text_order(jax.lax.all_gather(each, sharing, axis=1, tiled=True), n) for each in (experts_BTk, real_BT)
+        )
+        kept_M = dispatch.take_places(whole_BTk, whole_BT, experts, capacity).kept_M()
+        length = experts_BTk.shape[1]
+        kept_BTk = kept_M.reshape(whole_BTk.shape)[:, order]
+        return jax.lax.dynamic_slice_in_dim(kept_BTk, length * jax.lax.axis_index(sharing), length, axis=1)
+
+    tokens = layout.spec(("batch", "length", None))
+    return layout.shard_map(kept, (tokens, layout.spec(("batch", "length"))), tokens)(experts_BTk, real_BT)
 
 
 def _by_leaf(kernel: jax.Array | Adapted, axes: tuple[str | None, ...]) -> Any:
@@ -116,11 +150,13 @@ def _specs(axes: Any, layout: Layout) -> Any:
 def _on_device(
     x_BTD: jax.Array,
     experts_BTk: jax.Array,
+    kept_BTk: jax.Array,
     weights_BTk: jax.Array,
     real_BT: jax.Array,
     kernels: Any,
     *,
     spec: ExpertsSpec,
+    capacity: int | None,
     axes: Any,
     gathered: tuple[str, ...],
     summed: tuple[str, ...],
@@ -132,10 +168,12 @@ def _on_device(
     Args:
         x_BTD: the tokens.
         experts_BTk: the choices.
+        kept_BTk: which of them are not dropped, as far as is known.
         weights_BTk: their weights.
         real_BT: which tokens are no padding.
         kernels: the parts of the weights.
         spec: what they are.
+        capacity: the places that each expert has in each row; None: for all that are kept.
         axes: their logical axes.
         gathered: the mesh axes that shard D of the weights.
         summed: those that shard F.
@@ -154,8 +192,6 @@ def _on_device(
         return checkpoint_name(matrices, "gathered_experts").reshape(*matrices.shape[:2], *kernel.shape[2:-1], -1)
 
     def run(x_BTD: jax.Array, weights_BTk: jax.Array, kernels: Any) -> jax.Array:
-        # Padding is in no group of rows: what comes back for it, and as its gradient, is undefined, and is left out.
-        x_BTD, weights_BTk = (jnp.where(real_BT[..., None], each, 0) for each in (x_BTD, weights_BTk))
         kernels = jax.tree.map(gather, axes, kernels, is_leaf=lambda node: isinstance(node, tuple))
         if spec.expert.bias:
             kernels["wo_bias"] /= parts  # each adds its part
@@ -163,25 +199,24 @@ def _on_device(
         x_XD = x_BTD.reshape(B * T, D)
         weights_Xk = weights_BTk.reshape(B * T, k).astype(x_XD.dtype)
         # Padding goes to no expert: it is all alike, and would go to the same ones.
-        tokens, experts_Xk = (x_XD, weights_Xk), jnp.where(real_BT[..., None], experts_BTk, E).reshape(B * T, k)
+        sent_BTk = jnp.where(real_BT[..., None] & kept_BTk, experts_BTk, E)
+        tokens, experts_Xk = (x_XD, weights_Xk), sent_BTk.reshape(B * T, k)
         if spec.scale_inputs:  # as if each of a token's choices were a token
             tokens = (x_XD[:, None] * weights_Xk[..., None]).reshape(-1, D), None
             experts_Xk = experts_Xk.reshape(-1, 1)
-        if spec.capacity_factor == -1:
+        if places:
+            out_XD = dispatch.with_capacity(tokens, places, kernels, functools.partial(_by_expert, spec), peers)
+        else:
             feed = functools.partial(_sorted_rows, spec, peers.platform)
             out_XD = dispatch.dropless(tokens, experts_Xk, kernels, feed, peers)
-        else:
-            out_XD = dispatch.with_capacity(tokens, places, kernels, functools.partial(_by_expert, spec), peers)
         if spec.scale_inputs:
             out_XD = jnp.sum(out_XD.reshape(B * T, k, D), axis=1)
-        out_BTD = (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(B, T, D)
-        return jnp.where(real_BT[..., None], out_BTD, 0)
+        return (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(B, T, D)
 
-    kept_BTk = jnp.ones(experts_BTk.shape, bool)
-    if spec.capacity_factor != -1:
-        capacity = math.ceil(experts_BTk.shape[1] * spec.per_token * spec.capacity_factor / spec.count)
+    places = None
+    if capacity:
         places = dispatch.take_places(experts_BTk, real_BT, spec.count, capacity)
-        kept_BTk = (places.row_M < len(places.choice_R)).reshape(experts_BTk.shape)
+        kept_BTk = places.kept_M().reshape(experts_BTk.shape)
     policy = jax.checkpoint_policies.save_anything_except_these_names("gathered_experts")
     return jax.checkpoint(run, policy=policy)(x_BTD, weights_BTk, kernels), kept_BTk
 

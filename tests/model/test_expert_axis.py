@@ -84,8 +84,8 @@ def test_micro_batches_on_a_mesh():
         np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-4)
 
 
-def routed(choices_BTk, devices=8, **overrides):
-    """A layer whose tokens choose these experts, on a mesh: its output, gradients, and the same by numpy."""
+def routed(choices_BTk, devices=8, real_BT=None, **overrides):
+    """A layer whose tokens choose these experts, on a mesh, its arguments, and its output by numpy; all tokens real."""
     B, T, k = choices_BTk.shape
     config = load(**{**EXPERTS, "num_experts_per_tok": k, **overrides})
     layout = make_layout(config, jax.devices()[:devices])
@@ -94,9 +94,10 @@ def routed(choices_BTk, devices=8, **overrides):
     nnx.update(module, jax.tree.map(lambda x: rng.normal(scale=0.3, size=x.shape), nnx.state(module)))
     graphdef, state = nnx.split(module)
     x, weights_BTk = rng.normal(size=(B, T, 32)).astype(np.float32), rng.uniform(size=(B, T, k)).astype(np.float32)
+    real_BT = np.ones((B, T), bool) if real_BT is None else real_BT
 
     def run(state, x_BTD, weights_BTk):
-        return nnx.merge(graphdef, state)._run(x_BTD, choices_BTk, weights_BTk, jnp.ones((B, T), bool), layout)[0]
+        return nnx.merge(graphdef, state)._run(x_BTD, choices_BTk, weights_BTk, real_BT, layout)[0]
 
     weights = nnx.to_pure_dict(state)
     expected = np.zeros_like(x)
@@ -142,6 +143,27 @@ def test_balanced_experts_take_one_window_and_a_single_one_many():
         for rows in (even, one)
     ]
     assert list(map(int, windows)) == [1, 7]
+
+
+def test_padding_causes_no_second_window(monkeypatch):
+    """Three quarters of the rows are padding, which is all alike and would choose one expert."""
+    real_BT = np.broadcast_to(np.arange(16) < 4, (8, 16))
+    balanced = np.arange(8 * 16 * 2).reshape(8, 16, 2) % 8
+    choices = np.where(real_BT[..., None], balanced, [0, 1])
+    counts, windows = [], dispatch._windows
+
+    def counted(*arguments):
+        found = windows(*arguments)
+        jax.debug.callback(lambda count: counts.append(int(count)), found)
+        return found
+
+    monkeypatch.setattr(dispatch, "_windows", counted)
+    for real, expected in ((real_BT, 1), (np.ones_like(real_BT), 3)):
+        run, inputs, _ = routed(choices, real_BT=real, ici_expert_parallelism=8)
+        jax.block_until_ready(jax.jit(run)(*inputs))
+        jax.effects_barrier()
+        assert set(counts) == {expected}
+        counts.clear()
 
 
 def test_adapted_experts_on_a_mesh():

@@ -131,8 +131,7 @@ def dot_product(
     """Plain JAX; holds the scores [B, N, T, S] in float32."""
     B, T, N, _ = q_BTNH.shape
     by_device = (x.reshape(B, context.layout.shards("length"), -1, *x.shape[2:]) for x in (q_BTNH, k_BSKH, v_BSKH))
-    on_device = functools.partial(masked_attention, spec=spec, sinks_N=sinks_N)
-    out_BntNH = jax.vmap(on_device, in_axes=1, out_axes=1)(*by_device, _mask_BntS(context, spec.window))
+    out_BntNH = masked_attention(*by_device, _mask_BntS(context, spec.window), spec, sinks_N)
     return out_BntNH.reshape(B, T, N, -1)
 
 
@@ -144,14 +143,17 @@ def masked_attention(
     spec: AttentionSpec,
     sinks_N: jax.Array | None,
 ) -> jax.Array:
-    """Attention of T queries on S keys where `mask_BTS` is true; values may have a head size of their own."""
-    B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * spec.scale
+    """Attention of T queries on S keys where `mask_BTS` is true; values may have a head size of their own.
+
+    B may be several dims.
+    """
+    *B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[-2]
+    q_BTKGH = q_BTNH.reshape(*B, T, K, N // K, H)
+    scores = jnp.einsum("...TKGH,...SKH->...KGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * spec.scale
     if spec.soft_cap:
         scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
-    scores = jnp.where(mask_BTS[:, None, None], scores, MASKED)
+    scores = jnp.where(mask_BTS[..., None, None, :, :], scores, MASKED)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     if sinks_N is not None:
         sinks = sinks_N.astype(jnp.float32).reshape(K, N // K, 1, 1)
@@ -162,8 +164,8 @@ def masked_attention(
     normaliser = jnp.sum(unnormalised, axis=-1, keepdims=True)
     if sinks_N is not None:
         normaliser += jnp.exp(sinks - largest)
-    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", unnormalised.astype(v_BSKH.dtype), v_BSKH)
-    return (out_BTKGH / jnp.moveaxis(normaliser, 3, 1)).astype(v_BSKH.dtype).reshape(B, T, N, -1)
+    out_BTKGH = jnp.einsum("...KGTS,...SKH->...TKGH", unnormalised.astype(v_BSKH.dtype), v_BSKH)
+    return (out_BTKGH / jnp.moveaxis(normaliser, -2, -4)).astype(v_BSKH.dtype).reshape(*B, T, N, -1)
 
 
 def cudnn(

@@ -60,18 +60,17 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     Returns:
         The next state, and scalars: `loss` (nats a token), `grad_norm` (before clipping), `tokens` (that count),
         `finite` (whether the update was made), and where the model has them `load_balance_loss` and `router_z_loss`
-        (sums over layers) and `mtp_loss` (of the extra prediction layers, their mean, in nats a token). With experts
-        also, of each layer that has some, `expert_load_max` (the busiest one's load over the mean) and
-        `tokens_dropped` (the fraction of choices).
+        (sums over layers; means over micro-batches where one has a weight, else of the whole batch) and `mtp_loss` (of
+        the extra prediction layers, their mean, in nats a token). With experts also, of each layer that has some,
+        `expert_load_max` (the busiest one's load over the mean) and `tokens_dropped` (the fraction of choices).
     """
     tokens = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
     uses_dropout = plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers)
     step_key = jax.random.fold_in(jax.random.key(plan.seed), state.step) if uses_dropout else None
 
-    # In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each part,
-    # and where a device updates a part of its copy it would reduce the whole.
-    by_hand = plan.micro_batches > 1 or plan.execution.schedule or plan.shard_optimizer
-    apart = plan.copied_axes() if by_hand else ()
+    # In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each part.
+    in_rounds = plan.micro_batches > 1 or plan.execution.schedule
+    apart = plan.copied_axes() if in_rounds else ()
 
     def micro_loss(trainable: Any, others: Any, rows: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """This micro-batch's share of the loss to descend, and of what is reported: sums over them are means."""
@@ -81,10 +80,9 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         denominator = jnp.maximum(tokens, 1.0)
         shares = {"loss": loss_sum / denominator}
         objective = (loss_sum + plan.z_loss * square_sum) / denominator
-        reports = router.totals(reports)
-        if plan.spec.has_experts:
+        if plan.spec.has_experts and (plan.load_balance or plan.router_z_loss):
             # Of all tokens of the micro-batch, of which a device that adds up its own gradients has a part.
-            whole, through_experts = jax.lax.psum((reports, jnp.sum(rows["segment_ids"] > 0)), apart)
+            whole, through_experts = jax.lax.psum((router.totals(reports), jnp.sum(rows["segment_ids"] > 0)), apart)
             layers = router.by_layer(whole, through_experts)
             share = through_experts / jnp.maximum(real, 1) / plan.layout.size(apart)
             shares["load_balance_loss"] = share * jnp.sum(layers["load_balance_loss"])
@@ -105,7 +103,13 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     gradients, (losses, reports) = accumulate(
         gradient, given, rows, step_key, plan.micro_batches, plan.layout, apart, placed, updated_at
     )
-    weights = jax.lax.with_sharding_constraint(state.trainable, updated_at) if plan.shard_optimizer else state.trainable
+    weights = state.trainable
+    if plan.shard_optimizer:
+        if not apart:
+            # First as the weights lie: else XLA cuts gradients within their layers, and for that sums them whole over
+            # all devices.
+            gradients = jax.lax.with_sharding_constraint(gradients, placed)
+        gradients, weights = jax.lax.with_sharding_constraint((gradients, weights), (updated_at, updated_at))
     grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
 
@@ -127,7 +131,9 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     else:
         trainable, opt = _where(finite, updated(gradients, weights, state.opt), (weights, state.opt))
     if plan.spec.has_experts:
+        reports = router.totals(reports)
         layers = router.by_layer(reports, real)
+        losses = {name: jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")} | losses
         losses |= {name: layers[name] for name in ("expert_load_max", "tokens_dropped")}
     stats = _where(finite, router.corrected(state.stats, reports, real, plan.bias_update_rate), state.stats)
     state = TrainState(state.step + 1, trainable, state.frozen, stats, opt, batch["data_position"])

@@ -49,20 +49,29 @@ def test_so_they_do_with_experts():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 2}], ids=str)
-def test_gradients_are_scattered_over_copies_and_none_is_summed_whole(keys):
-    """On v5e-16 each axis of the mesh is one dim of the torus, where the TPU compiler keeps a reduce-scatter."""
+@pytest.mark.parametrize(("rounds", "layers"), [(1, 4), (1, 3), (2, 4)])
+def test_over_copies_gradients_send_what_a_reduce_scatter_of_float32_does(rounds, layers):
+    """One round's in bfloat16, summed whole within its layer; several rounds' in float32, each device its part.
+
+    On v5e-16 each axis of the mesh is one dim of the torus, where the TPU compiler keeps a reduce-scatter.
+    """
     mesh = {"ici_data_parallelism": 4, "ici_fsdp_parallelism": 4, "per_device_batch_size": 1}
-    model = {**dict(pair.split("=") for pair in SMALL), "base_num_decoder_layers": 4, "dtype": "bfloat16"}
-    step = build(load(**model, **mesh, **CUT, **keys), abstract_devices(parse_topology("v5e-16", 1)))
-    found = collectives(step.traced.lower().compile().as_text(), step.plan.layout.mesh)
-    # What is summed whole is smaller than any matrix: norms' scales over fsdp, numbers of the loss.
-    assert max(each.whole_bytes for each in found if each.kind == "all-reduce") < 2**16
-    scattered = sum(
-        each.times * each.whole_bytes for each in found if each.axes == ("data",) and each.kind != "all-gather"
-    )
-    parts = sum(leaf.size for leaf in jax.tree.leaves(step.plan.shapes)) // 4
-    assert scattered == pytest.approx(4 * parts, rel=0.01)
+    model = {**dict(pair.split("=") for pair in SMALL), "base_num_decoder_layers": layers, "dtype": "bfloat16"}
+    keys = {**model, **mesh, **CUT, "gradient_accumulation_steps": rounds}
+    step = build(load(**keys), abstract_devices(parse_topology("v5e-16", 1)))
+    sent = dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), 0)
+    for each in collectives(step.traced.lower().compile().as_text(), step.plan.layout.mesh):
+        if "data" in each.axes:
+            sent[each.kind] += each.times * each.sent_bytes
+        else:  # over fsdp no weight's gradient is summed whole
+            assert each.kind != "all-reduce" or each.whole_bytes < 2**16
+    weights = sum(leaf.size for leaf in jax.tree.leaves(step.plan.shapes)) * 4 // 4  # bytes a device has of them
+    assert sent["all-gather"] == pytest.approx(3 / 4 * weights, rel=0.01)
+    if rounds == 1:  # and the output table's over all devices, which fsdp cuts afterwards
+        assert sent["all-reduce"] + sent["reduce-scatter"] <= 3 / 4 * weights + 2 * 1024 * 256 * 2
+    else:
+        assert sent["reduce-scatter"] == pytest.approx(3 / 4 * weights, rel=0.01)
+        assert sent["all-reduce"] < 2**16
 
 
 def compiled_arguments(**overrides):

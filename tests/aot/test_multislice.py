@@ -63,9 +63,10 @@ def test_where_each_slice_updates_its_part_it_gets_sums_of_that_part_alone(keys)
     assert {each.axes for each in found} == {("data",)}
     assert sum(sent.values()) == sum(each.times * each.sent_bytes for each in found)
     # Of two parts a device sends the other's; it gets back the part of the weights that the other has updated.
-    for kind in ("reduce-scatter", "all-gather"):
-        assert sent[kind] == pytest.approx(gradients / 2, rel=0.01)
-    assert sent["all-reduce"] <= 0.01 * gradients  # numbers of the loss, and norms' scales where they are not cut
+    assert sent["all-gather"] == pytest.approx(gradients / 2, rel=0.01)
+    # One round's sums cross whole in bfloat16, the same bytes; beside several's only numbers of the loss.
+    assert sent["all-reduce"] + sent["reduce-scatter"] <= 1.02 * gradients / 2
+    assert sent["all-reduce"] <= 0.01 * gradients or not keys
 
 
 EXPERTS = {

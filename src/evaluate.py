@@ -57,7 +57,7 @@ class Evaluation:
         key = "eval_per_device_batch_size" if config.eval_per_device_batch_size else "per_device_batch_size"
         self._eval_step = eval_step
         self._global_batch = global_batch_size(plan.layout, config[key], 1, key)
-        check_rows(self._global_batch, plan.layout, plan.execution.schedule)
+        check_rows(self._global_batch, plan.layout, plan.execution.schedule, key)
         self._place = batch_sharding(plan.layout)
         self._rows = host_rows(self._place["tokens"], (self._global_batch, config.max_target_length))
         self._batches = EvalBatches(config, data, tokenizer, self._rows, self._global_batch, position)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from src.mesh import Layout
+from src.mesh import Layout, axes_of_dim, spread
 from src.model import cache, weights
 from src.model.context import Context
 from src.model.decoder import Decoder, empty_caches
@@ -79,8 +79,11 @@ def _unstacked(blocks: dict[int, weights.Tree], segment: Segment) -> dict[int, w
     layers: dict[int, dict[tuple[Any, ...], jax.Array]] = {}
     for position, block in blocks.items():
         for path, leaf in weights.by_path(block).items():
-            # Of a pipeline's stages every device now has all layers: each token goes through all of them.
-            at = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, *leaf.sharding.spec[1:]))
+            # Each token goes through all layers: of a pipeline's stages each now has a part of every layer.
+            stages, *dims = leaf.sharding.spec
+            at = spread(
+                leaf.sharding.update(spec=PartitionSpec(None, *dims)), (1, *leaf.shape[1:]), axes_of_dim(stages)
+            )
             for repeat, layer in enumerate(_split(leaf, at)):
                 layers.setdefault(repeat * len(segment.pattern) + position, {})[path] = layer
             leaf.delete()  # or the whole model would be in memory twice

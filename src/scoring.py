@@ -18,6 +18,7 @@ from src.inference import Opened, inference_plan
 from src.mesh import global_batch_size
 from src.model.context import Context, in_even_order, in_text_order
 from src.model.loss import token_log_probs
+from src.model.pipeline import check_rows
 from src.plan import StepPlan
 
 
@@ -125,6 +126,7 @@ def _row_batches(
     """(number of the first row, how many rows, their ids [B, length] padded with zeros), B being the same each time."""
     key = "eval_per_device_batch_size" if config.eval_per_device_batch_size else "per_device_batch_size"
     B = global_batch_size(plan.layout, config[key], 1, key)
+    check_rows(B, plan.layout, plan.execution.schedule, key)
     for first in range(0, len(rows), B):
         batch = rows[first : first + B]
         tokens_BT = np.zeros((B, length), np.int32)

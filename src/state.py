@@ -13,6 +13,7 @@ from src.checkpoint import WEIGHTS
 from src.errors import UserError
 from src.mesh import Layout
 from src.model.context import even_order
+from src.model.pipeline import check_rows
 from src.optimizer import Hyper, hyper_parameters, state_shardings, transform
 from src.plan import Batch, StepPlan
 
@@ -94,6 +95,7 @@ def abstract_batch(plan: StepPlan, position_shape: tuple[int, int, int], length:
     rows = position_shape[0]
     plan.layout.check((rows, length), ("batch", "length"))
     plan.layout.check((rows, length), ("batch", "norm_length"))
+    check_rows(rows // plan.micro_batches, plan.layout, plan.execution.schedule, "per_device_batch_size")
     even_order(length, plan.layout)
     if length % (plan.vocab_tiles * plan.layout.shards("norm_length")):
         raise UserError(

@@ -260,6 +260,15 @@ def test_stages_of_a_pipeline_all_run_all_layers(stacked):
     assert generated(8, stacked, **keys) == generated(1, stacked=True)
 
 
+def test_stages_of_a_pipeline_keep_their_part_of_the_weights():
+    keys = {"ici_pipeline_parallelism": 4, "ici_fsdp_parallelism": 1, "base_num_decoder_layers": 4}
+    _, plan = tiny.make(4, **keys)
+    parts = tuple(plan.by_part(jax.device_put(tiny.random_weights(plan), plan.shardings)).values())
+    weights = jax.tree.leaves(unrolled(plan, parts).weights)
+    held = [sum(x.addressable_shards[device].data.size for x in weights) for device in range(4)]
+    assert max(held) <= 1.05 * sum(x.size for x in weights) / 4  # a norm's scales may be copies
+
+
 def test_a_sample_in_training_is_what_decode_gives_its_checkpoint(tmp_path, capsys):
     corpus = runs.write_corpus(tmp_path / "corpus")
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 4}

@@ -134,7 +134,7 @@ def run_stages(
 
     Args:
         run_chunk: (x, weights, layers, context) -> (x, reports), of consecutive repeats, on rows of one micro-batch.
-        x_BTD: all rows.
+        x_BTD: all rows, as many as `check_rows` lets pass.
         weights: arrays whose first dim is the repeats, in layer order, cut over `stage`.
         layers_L: the model's number of each repeat's first layer.
         context: what the blocks are told of all rows. Dropout's masks are another for each micro-batch, so they are
@@ -144,12 +144,8 @@ def run_stages(
 
     Returns:
         x, and the reports: sums over micro-batches, with a first dim of the repeats, cut over `stage`.
-
-    Raises:
-        UserError: rows do not divide into micro-batches.
     """
     layout, P, R = context.layout, schedule.stages, schedule.repeats
-    check_rows(x_BTD.shape[0], layout, schedule)
     x_MBTD = layout.split_rows(x_BTD, schedule.micro_batches, "norm_length", "activation_embed")
     positions_MBT = layout.split_rows(context.positions_BT, schedule.micro_batches, None)
     segment_ids_MBT = layout.split_rows(context.segment_ids_BT, schedule.micro_batches, None)
@@ -260,12 +256,15 @@ def _read_backward(index: jax.Array, gradients: tuple[jax.Array, jax.Array]) -> 
 _read.defvjp(_read_forward, _read_backward)
 
 
-def check_rows(rows: int, layout: Layout, schedule: Schedule | None) -> None:
-    """Raises UserError where rows do not divide into the schedule's micro-batches and their shards."""
+def check_rows(rows: int, layout: Layout, schedule: Schedule | None, key: str) -> None:
+    """Raises UserError where rows, as many as `key` gives a device, do not divide into micro-batches and shards."""
     shards = layout.shards("batch")
-    if schedule and rows % (schedule.micro_batches * shards):
-        by = f" of {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else ""
-        raise UserError(
-            f"{rows} rows do not divide into {schedule.micro_batches} micro-batches of the pipeline{by}: change "
-            "per_device_batch_size (or eval_per_device_batch_size) or num_pipeline_microbatches"
-        )
+    if not schedule or rows % (least := schedule.micro_batches * shards) == 0:
+        return
+    by = f" of {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else ""
+    near = dict.fromkeys(max(rows + more - rows % least, least) / layout.mesh.size for more in (0, least))
+    raise UserError(
+        f"{key}={rows / layout.mesh.size:g} on {layout.mesh.size} devices is {rows} rows, which do not divide into "
+        f"{schedule.micro_batches} micro-batches of the pipeline{by}: the nearest that do are "
+        f"{key}={' or '.join(f'{size:g}' for size in near)}; or change num_pipeline_microbatches"
+    )

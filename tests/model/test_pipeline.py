@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from tiny import GPT3, Trainer, assert_close, make, packed_rows, random_weights
+from tiny import GPT3, Trainer, assert_close, load, make, packed_rows, random_weights
 
+from src.build import build
 from src.errors import UserError
 from src.model.pipeline import Schedule
 from src.train_step import hidden_states, loss_sums
@@ -222,19 +223,17 @@ def test_what_stages_cannot_share_out_is_an_error(keys, parts):
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "said"),
+    ("per_device", "keys", "parts"),
     [
-        (6, keys_of(4), "6 rows do not divide into 4 micro-batches"),
-        (
-            8,
-            keys_of(2, fsdp=4, micro_batches=4),
-            "8 rows do not divide into 4 micro-batches of the pipeline of 4 shards",
-        ),
+        (1.5, keys_of(4), ["=1.5 on 4 devices is 6 rows", "4 micro-batches", "are per_device_batch_size=1 or 2;"]),
+        (1, keys_of(2, fsdp=4, micro_batches=4), ["is 8 rows", "of 4 shards (fsdp=4)", "are per_device_batch_size=2;"]),
+        (3, keys_of(2, micro_batches=4, gradient_accumulation_steps=2), ["=3 on 2 devices is 6 rows", "=2 or 4;"]),
     ],
+    ids=named,
 )
-def test_rows_that_do_not_divide_into_micro_batches_are_an_error(rows, keys, said):
+def test_rows_that_do_not_divide_into_micro_batches_are_an_error(per_device, keys, parts):
     devices = int(np.prod([size for name, size in keys.items() if name.startswith("ici_")]))
-    _, plan = make(devices, base_num_decoder_layers=LAYERS, **keys)
-    batch = packed_rows(0, rows)
-    with pytest.raises(UserError, match=said):
-        jax.eval_shape(lambda weights: loss_sums(plan.decoder(weights), batch, plan, None), plan.shapes)
+    config = load(base_num_decoder_layers=LAYERS, per_device_batch_size=per_device, **keys)
+    with pytest.raises(UserError) as error:
+        build(config, jax.devices()[:devices])
+    assert [part for part in parts if part not in str(error.value)] == []

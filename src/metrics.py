@@ -52,6 +52,7 @@ def perplexity(loss: float) -> float:
 class MetricsLog:
     """Writes metrics.jsonl and TensorBoard scalars, each step once however often the run was interrupted.
 
+    What each layer has a number of is a list in metrics.jsonl, and three scalars in TensorBoard.
     A number that is not finite becomes null in metrics.jsonl, for JSON has no NaN, and no point in TensorBoard.
     """
 
@@ -86,8 +87,7 @@ class MetricsLog:
         self._file.flush()
         for key, value in finite.items():
             name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
-            by_layer = {f"{name}/{layer}": each for layer, each in enumerate(value)} if isinstance(value, list) else {}
-            for scalar, number in (by_layer or {name: value}).items():
+            for scalar, number in _scalars(name, value).items():
                 if key != "step" and number is not None:
                     self._tensorboard.add_scalar(scalar, number, entry["step"])
 
@@ -100,6 +100,16 @@ class MetricsLog:
         """Writes what is left and closes both."""
         self._file.close()
         self._tensorboard.close()
+
+
+def _scalars(name: str, value: Any) -> dict[str, float | None]:
+    """A number by its name; of a list, which has one for each layer, the least, the mean and the most."""
+    if not isinstance(value, list):
+        return {name: value}
+    finite = [each for each in value if each is not None]
+    if not finite:
+        return {}
+    return {f"{name}/min": min(finite), f"{name}/mean": sum(finite) / len(finite), f"{name}/max": max(finite)}
 
 
 def _or_null(value: float | list[float]) -> Any:

@@ -173,18 +173,18 @@ def test_mfu_is_printed_where_there_is_one():
     assert "MFU 46.2%" in train_line({**train_entry(1), "mfu": 0.462}, 10, None)
 
 
-def test_the_most_loaded_layer_is_printed_and_each_is_a_scalar(tmp_path):
+def test_the_most_loaded_layer_is_printed_and_each_has_its_number(tmp_path):
     entry = {**train_entry(1), "expert_load_max": [1.5, 2.25], "tokens_dropped": [0.0, 0.0]}
     assert "load 2.2x" in train_line(entry, 10, None)
     assert "dropped" not in train_line(entry, 10, None)
     assert "dropped 12.5%" in train_line({**entry, "tokens_dropped": [0.125, 0.0]}, 10, None)
     log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", None)
-    log.write({**entry, "expert_load_max": [1.5, math.nan]})
+    log.write({**entry, "expert_load_max": [1.5, math.nan, 2.5], "tokens_dropped": [math.nan]})
     log.close()
-    assert read_lines(tmp_path)[0]["expert_load_max"] == [1.5, None]
-    tags = [value.tag for event in tensorboard_events(tmp_path) for value in event.summary.value]
-    assert "train/expert_load_max/0" in tags
-    assert "train/expert_load_max/1" not in tags
+    assert read_lines(tmp_path)[0]["expert_load_max"] == [1.5, None, 2.5]
+    found = [value for event in tensorboard_events(tmp_path) for value in event.summary.value]
+    scalars = {value.tag: value.simple_value for value in found if "expert" in value.tag or "dropped" in value.tag}
+    assert scalars == {f"train/expert_load_max/{name}": x for name, x in (("min", 1.5), ("mean", 2.0), ("max", 2.5))}
 
 
 @pytest.mark.parametrize(

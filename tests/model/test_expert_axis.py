@@ -69,7 +69,10 @@ def test_any_mesh_computes_what_one_device_does(model, mesh):
 
 
 def test_micro_batches_on_a_mesh():
-    """Their gradients are added up within a `shard_map` over data. (A load-balance loss is of each micro-batch.)"""
+    """Their gradients are added up within a `shard_map` over data.
+
+    A load-balance loss without a weight is of the whole batch, and with one of each micro-batch.
+    """
     settings = MIXTRAL | {"load_balance_loss_weight": 0.0}
     mesh = {
         "ici_expert_parallelism": 2,
@@ -80,7 +83,7 @@ def test_micro_batches_on_a_mesh():
     alone = Trainer(initial=False, **settings)
     shared = Trainer(devices=8, initial=False, **settings, **mesh, gradient_accumulation_steps=2)
     metrics, expected = shared.step(packed_rows(0), 5), alone.step(packed_rows(0), 5)
-    for name in ("loss", "grad_norm", "expert_load_max"):
+    for name in ("loss", "grad_norm", "expert_load_max", "load_balance_loss", "router_z_loss"):
         np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-4)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from src.mesh import Layout, axes_of_dim, spread
 from src.model import cache, weights
@@ -39,7 +39,10 @@ class Model:
 
 
 def in_training(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
-    """The model of a training step, with its weights as they are."""
+    """The model of a training step, with its weights as they are; of pipeline stages each has a part of every layer."""
+    if plan.execution.schedule:
+        shardings = jax.tree.map_with_path(_without_stages, parts)
+        parts = jax.jit(lambda parts: parts, out_shardings=shardings)(parts)
     return Model(
         plan.spec, _whole_rows(plan.layout), plan.execution, plan.kernel, parts, lambda parts: plan.decoder(*parts)
     )
@@ -79,15 +82,24 @@ def _unstacked(blocks: dict[int, weights.Tree], segment: Segment) -> dict[int, w
     layers: dict[int, dict[tuple[Any, ...], jax.Array]] = {}
     for position, block in blocks.items():
         for path, leaf in weights.by_path(block).items():
-            # Each token goes through all layers: of a pipeline's stages each now has a part of every layer.
-            stages, *dims = leaf.sharding.spec
-            at = spread(
-                leaf.sharding.update(spec=PartitionSpec(None, *dims)), (1, *leaf.shape[1:]), axes_of_dim(stages)
-            )
+            at = _unstaged(leaf.sharding, (1, *leaf.shape[1:]))
             for repeat, layer in enumerate(_split(leaf, at)):
                 layers.setdefault(repeat * len(segment.pattern) + position, {})[path] = layer
             leaf.delete()  # or the whole model would be in memory twice
     return {number: weights.nested(layer) for number, layer in layers.items()}
+
+
+def _without_stages(path: Any, leaf: jax.Array) -> NamedSharding:
+    """`_unstaged` of what is a segment's in the parts of the state."""
+    return _unstaged(leaf.sharding, leaf.shape) if path[1].key == "segments" else leaf.sharding
+
+
+def _unstaged(at: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+    """The sharding of a weight whose layers stages share out, with another dim cut in their place.
+
+    Each token goes through all layers: where they lie on stages, each device would gather all of them.
+    """
+    return spread(at.update(spec=PartitionSpec(None, *at.spec[1:])), (1, *shape[1:]), axes_of_dim(at.spec[0]))
 
 
 @functools.partial(jax.jit, static_argnames="at")

@@ -260,11 +260,12 @@ def test_stages_of_a_pipeline_all_run_all_layers(stacked):
     assert generated(8, stacked, **keys) == generated(1, stacked=True)
 
 
-def test_stages_of_a_pipeline_keep_their_part_of_the_weights():
+@pytest.mark.parametrize("model", [in_training, unrolled])
+def test_stages_of_a_pipeline_keep_their_part_of_the_weights(model):
     keys = {"ici_pipeline_parallelism": 4, "ici_fsdp_parallelism": 1, "base_num_decoder_layers": 4}
     _, plan = tiny.make(4, **keys)
     parts = tuple(plan.by_part(jax.device_put(tiny.random_weights(plan), plan.shardings)).values())
-    weights = jax.tree.leaves(unrolled(plan, parts).weights)
+    weights = jax.tree.leaves(model(plan, parts).weights)
     held = [sum(x.addressable_shards[device].data.size for x in weights) for device in range(4)]
     assert max(held) <= 1.05 * sum(x.size for x in weights) / 4  # a norm's scales may be copies
 

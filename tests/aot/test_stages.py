@@ -55,6 +55,25 @@ def test_stages_pass_on_activations_and_no_weights(repeats, capfd):
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
+@needs_libtpu
+def test_stages_in_slices_of_their_own_send_each_other_rows_and_no_weights():
+    mesh = ("dcn_pipeline_parallelism=2", "dcn_data_parallelism=1", "num_pipeline_microbatches=4")
+    keys = (f"base_num_decoder_layers={LAYERS}", "dataset_type=synthetic", "per_device_batch_size=2")
+    config = configuration.load([BASE, *SMALL, *mesh, *keys])
+    built = build(config, abstract_devices(parse_topology("v5e-4", 2)))
+    moved = collectives(built.traced.lower().compile().as_text(), built.plan.layout.mesh)
+    between = [each for each in moved if each.network == "dcn"]
+    rows = built.rows // 4 * TOKENS * WIDTH * 2  # bytes of all the rows that fsdp leaves a device, in bfloat16
+    # A micro-batch's in each of the iterations, and its gradient on the way back.
+    handed_on = [(each.whole_bytes, each.times) for each in between if each.kind == "collective-permute"]
+    assert handed_on == [(rows // 4, 4 + 1)] * 2
+    # Once a step all rows: what the vocabulary's halves give the embedding, what the last stage made; and gradients.
+    large = [each for each in between if each.whole_bytes > 2**16 and each.kind != "collective-permute"]
+    assert [(each.kind, each.whole_bytes, each.times) for each in large] == [("all-reduce", rows, 1)] * 4
+    # The rest: a log-normaliser for each token of the halves of the vocabulary, norms' scales.
+    assert sum(each.times * each.sent_bytes for each in between if each.whole_bytes <= 2**16) < rows / 16
+
+
 @pytest.mark.parametrize(("repeats", "micro_batches"), [(1, 2), (2, 4)])
 def test_estimates_know_of_idle_stages(repeats, micro_batches):
     keys = {"base_num_decoder_layers": LAYERS, "remat_policy": "full", "per_device_batch_size": 2}

@@ -229,18 +229,21 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
         UserError: a dim is not divisible by the mesh axes that shard it; all such are named.
     """
     problems: dict[str, None] = {}
+    keys: dict[str, None] = {}
 
     def place(path: Any, shape: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
         for size, axis in zip(shape.shape, dims, strict=True):
             if axis is not None and size % layout.shards(axis):
                 problems[layout.misfit(size, axis)] = None
+                keys.update((size_key(kind, name), None) for name in layout.axes(axis) for kind in ("ici", "dcn"))
+                keys[f"logical_axis_rules.{axis}"] = None
         return layout.sharding(dims)
 
     shardings = jax.tree.map_with_path(place, shapes, axes)
     if problems:
         raise UserError(
-            f"Weights do not divide over the mesh: {'; '.join(problems)}. Change those sizes, the *_parallelism "
-            "keys, or the axis's entry in logical_axis_rules."
+            f"Weights do not divide over the mesh: {'; '.join(problems)}. Change those sizes of the model, or of "
+            f"{', '.join(keys)}."
         )
     return shardings
 

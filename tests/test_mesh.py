@@ -99,6 +99,8 @@ def test_all_weights_that_do_not_divide_are_named_at_once():
         make(devices=8, ici_tensor_parallelism=8, base_num_query_heads=4, base_num_kv_heads=2, base_mlp_dim=60)
     for problem in ("heads = 4 is not", "kv_heads = 2 is not", "mlp = 60 is not divisible by tensor=8"):
         assert problem in str(error.value)
+    for key in ("ici_tensor_parallelism", "dcn_tensor_parallelism", "logical_axis_rules.heads"):
+        assert key in str(error.value)
     assert "embed" not in str(error.value)
 
 

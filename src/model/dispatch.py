@@ -127,12 +127,12 @@ def _windows_backward(feed: Callable, room: int, peers: Peers, kept: Any, gradie
 
     def add(window: jax.Array, sums: Any) -> Any:
         _, to_inputs = jax.vjp(lambda x, w: _window(x, w, rows_PE, window, feed, room, peers), rows, kernels)
-        return jax.tree.map(lambda total, part: total + part.astype(total.dtype), sums, to_inputs(gradient_RD))
+        return jax.tree.map(jnp.add, sums, to_inputs(gradient_RD))
 
-    # A row is in one window, a weight in all of them.
-    zeros = jax.tree.map(jnp.zeros_like, rows), jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), kernels)
-    to_rows, to_kernels = jax.lax.fori_loop(1, _windows(rows_PE, room, peers), add, zeros)
-    return gradient_RD, to_rows, jax.tree.map(lambda total, w: total.astype(w.dtype), to_kernels, kernels), None
+    # Of weights too in the compute dtype, as what a window adds is: sums in float32 would take their room without any
+    # later window (docs/log.md).
+    zeros = jax.tree.map(jnp.zeros_like, (rows, kernels))
+    return gradient_RD, *jax.lax.fori_loop(1, _windows(rows_PE, room, peers), add, zeros), None
 
 
 _later_windows.defvjp(_windows_forward, _windows_backward)

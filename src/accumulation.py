@@ -13,17 +13,16 @@ Rows = dict[str, jax.Array]
 
 
 def accumulate(
-    gradient: Callable[[Any, Rows, jax.Array | None], tuple[Any, Any]],
+    gradient: Callable[[Any, Rows], tuple[Any, Any]],
     weights: Any,
     rows: Rows,
-    key: jax.Array | None,
     micro_batches: int,
     layout: Layout,
     copied: tuple[str, ...],
     placed: Any,
     wanted: Any,
 ) -> tuple[Any, Any]:
-    """The sums over micro-batches of what `gradient(weights, rows, key)` returns; of several in float32.
+    """The sums over micro-batches of what `gradient(weights, rows)` returns; of several in float32.
 
     A reduction over the mesh axes `copied` waits for the last micro-batch: along them devices have copies of the
     weights, and add up gradients of their own rows. (Between slices that is the step's one large transfer.) Over the
@@ -35,7 +34,6 @@ def accumulate(
         gradient: of a micro-batch; the gradients of weights, and other sums over its rows: two trees.
         weights: what it takes beside the rows, whole along `copied`.
         rows: arrays [B, ...].
-        key: of dropout; each micro-batch and each part of `copied` draws its own. None: none.
         micro_batches: their number, a divisor of B over the shards of the batch.
         layout: of the mesh.
         copied: mesh axes that shard the rows and no weight.
@@ -43,35 +41,29 @@ def accumulate(
         wanted: the sharding that its sum is to have: that, or one dim cut by `copied` too.
     """
 
-    def add_up(weights: Any, rows: Rows, key: jax.Array | None) -> tuple[Any, Any]:
-        if key is not None and copied:
-            key = jax.random.fold_in(key, jax.lax.axis_index(copied))
+    def add_up(weights: Any, rows: Rows) -> tuple[Any, Any]:
         if micro_batches == 1:
-            return gradient(weights, rows, key)
+            return gradient(weights, rows)
 
-        def add_micro_batch(total: Any, micro: tuple[Rows, jax.Array]) -> tuple[Any, None]:
-            rows, index = micro
-            micro_key = None if key is None else jax.random.fold_in(key, index)
-            return jax.tree.map(jnp.add, total, gradient(weights, rows, micro_key)), None
+        def add_micro_batch(total: Any, micro: Rows) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, gradient(weights, micro)), None
 
         parts = {name: layout.split_rows(x, micro_batches, *[None] * (x.ndim - 1)) for name, x in rows.items()}
-        micro = (parts, jnp.arange(micro_batches))
-        first = jax.tree.map(lambda x: x[0], micro[0])
-        shapes = jax.eval_shape(gradient, weights, first, key)
+        shapes = jax.eval_shape(gradient, weights, jax.tree.map(lambda x: x[0], parts))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
-        total, _ = jax.lax.scan(add_micro_batch, zeros, micro)
+        total, _ = jax.lax.scan(add_micro_batch, zeros, parts)
         return total
 
     if not copied:
-        return add_up(weights, rows, key)
+        return add_up(weights, rows)
 
-    def add_up_own(weights: Any, rows: Rows, key: jax.Array | None) -> tuple[Any, Any]:
-        gradients, others = jax.tree.map(lambda x: x.astype(jnp.float32), add_up(weights, rows, key))
+    def add_up_own(weights: Any, rows: Rows) -> tuple[Any, Any]:
+        gradients, others = jax.tree.map(lambda x: x.astype(jnp.float32), add_up(weights, rows))
         return jax.tree.map(lambda x: x[None], gradients), jax.lax.psum(others, copied)
 
     whole, shared_out = PartitionSpec(), PartitionSpec(copied)
-    own = layout.shard_map(add_up_own, in_specs=(whole, shared_out, whole), out_specs=(shared_out, whole), over=copied)
-    gradients, others = own(weights, rows, key)
+    own = layout.shard_map(add_up_own, in_specs=(whole, shared_out), out_specs=(shared_out, whole), over=copied)
+    gradients, others = own(weights, rows)
     return jax.tree.map(lambda x, *at: _summed(x, *at, copied, layout), gradients, placed, wanted), others
 
 

@@ -14,6 +14,7 @@ from src.mesh import Layout
 from src.model import router
 from src.model.context import Context, in_even_order, in_text_order
 from src.model.decoder import Decoder
+from src.model.dropout import token_keys
 from src.model.loss import cross_entropy
 from src.optimizer import Hyper, clip
 from src.plan import Batch, StepPlan
@@ -66,17 +67,16 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     """
     tokens = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
     uses_dropout = plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers)
-    step_key = jax.random.fold_in(jax.random.key(plan.seed), state.step) if uses_dropout else None
 
     # In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each part.
     in_rounds = plan.micro_batches > 1 or plan.execution.schedule
     apart = plan.copied_axes() if in_rounds else ()
 
-    def micro_loss(trainable: Any, others: Any, rows: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    def micro_loss(trainable: Any, others: Any, rows: Batch) -> tuple[jax.Array, Any]:
         """This micro-batch's share of the loss to descend, and of what is reported: sums over them are means."""
         frozen, stats, tokens, real = others
         decoder = plan.decoder(trainable, frozen, stats)
-        loss_sum, square_sum, further_sum, reports = loss_sums(decoder, rows, plan, key)
+        loss_sum, square_sum, further_sum, reports = loss_sums(decoder, rows, plan)
         denominator = jnp.maximum(tokens, 1.0)
         shares = {"loss": loss_sum / denominator}
         objective = (loss_sum + plan.z_loss * square_sum) / denominator
@@ -93,15 +93,19 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
             objective += plan.further_loss * shares["mtp_loss"]
         return objective, (shares, reports)
 
-    def gradient(given: tuple[Any, Any], rows: Batch, key: jax.Array | None) -> tuple[Any, Any]:
-        return jax.grad(micro_loss, has_aux=True)(*given, rows, key)
+    def gradient(given: tuple[Any, Any], rows: Batch) -> tuple[Any, Any]:
+        return jax.grad(micro_loss, has_aux=True)(*given, rows)
 
     real = jnp.sum(batch["segment_ids"] > 0)
     given = (state.trainable, (state.frozen, state.stats, tokens, real))
     rows = {name: x for name, x in batch.items() if name != "data_position"}
+    if uses_dropout:
+        step_key = jax.random.fold_in(jax.random.key(plan.seed), state.step)
+        keys_BTW = token_keys(step_key, *batch["tokens"].shape)
+        rows["dropout_keys"] = plan.layout.constrain(keys_BTW, "batch", None, None)
     placed, updated_at = plan.by_part(plan.shardings)["trainable"], plan.update_shardings()
     gradients, (losses, reports) = accumulate(
-        gradient, given, rows, step_key, plan.micro_batches, plan.layout, apart, placed, updated_at
+        gradient, given, rows, plan.micro_batches, plan.layout, apart, placed, updated_at
     )
     weights = state.trainable
     if plan.shard_optimizer:
@@ -151,7 +155,7 @@ def eval_step(parts: tuple[Any, ...], batch: Batch, plan: StepPlan) -> Metrics:
     """
     decoder = plan.decoder(*parts)
     rows, parts = shared_out(batch, plan.layout), plan.layout.shards("norm_length")
-    hidden_BTD, context, _ = hidden_states(decoder, rows, plan, dropout_key=None)
+    hidden_BTD, context, _ = hidden_states(decoder, rows, plan)
     logits_of = functools.partial(decoder.logits, context=context)
     loss_sum, _ = cross_entropy(logits_of, hidden_BTD, rows["targets"], rows["loss_mask"], plan.vocab_tiles, parts)
     sums = {"loss_sum": loss_sum, "tokens": jnp.sum(batch["loss_mask"], dtype=jnp.float32)}
@@ -173,18 +177,16 @@ def _sums_and_counts(found: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
     return found
 
 
-def loss_sums(
-    decoder: Decoder, batch: Batch, plan: StepPlan, dropout_key: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+def loss_sums(decoder: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
     """Sums over a batch's tokens: of the loss in nats, of the squared log-normaliser, of the further predictions' loss.
 
-    And the layers' reports.
+    And the layers' reports. Where the batch has `dropout_keys`, there is dropout.
     """
     rows, parts = shared_out(batch, plan.layout), plan.layout.shards("norm_length")
     ahead = [
         shared_out(shifted(batch, distance), plan.layout) for distance in range(1, plan.spec.prediction_layers + 1)
     ]
-    hidden_BTD, context, reports = hidden_states(decoder, rows, plan, dropout_key)
+    hidden_BTD, context, reports = hidden_states(decoder, rows, plan)
     logits_of = functools.partial(decoder.logits, context=context)
     loss, squares = cross_entropy(logits_of, hidden_BTD, rows["targets"], rows["loss_mask"], plan.vocab_tiles, parts)
     further = jnp.zeros((), jnp.float32)
@@ -196,19 +198,16 @@ def loss_sums(
     return loss, squares, further, {**reports, **more_reports}
 
 
-def hidden_states(
-    decoder: Decoder, batch: Batch, plan: StepPlan, dropout_key: jax.Array | None
-) -> tuple[jax.Array, Context, Any]:
+def hidden_states(decoder: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.Array, Context, Any]:
     """The hidden states [B, T, D] of a `shared_out` batch, what the blocks were told, and their reports."""
-    context = Context(
-        batch["positions"], batch["segment_ids"], plan.layout, plan.kernel, plan.packed, dropout_key=dropout_key
-    )
+    positions_BT, segment_ids_BT, keys_BTW = (batch.get(name) for name in ("positions", "segment_ids", "dropout_keys"))
+    context = Context(positions_BT, segment_ids_BT, plan.layout, plan.kernel, plan.packed, keys_BTW)
     hidden_BTD, _, reports = decoder(batch["tokens"], context, plan.execution)
     return hidden_BTD, context, reports
 
 
 def shared_out(batch: Batch, layout: Layout) -> Batch:
-    """A batch's arrays [B, T] in the order of `even_order`: those of the step that has them in the text's."""
+    """A batch's arrays [B, T, ...] in the order of `even_order`: those of the step that has them in the text's."""
     return {name: in_even_order(x, layout) for name, x in batch.items() if name != "data_position"}
 
 

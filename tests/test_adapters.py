@@ -97,11 +97,11 @@ def test_prompt_tokens_have_no_gradient(folders):
 
     def loss(output):
         decoder = opened.plan.decoder({**tree, "output": output})
-        return loss_sums(decoder, batch, opened.plan, None)[0]
+        return loss_sums(decoder, batch, opened.plan)[0]
 
     gradient = jax.jit(jax.grad(loss))(tree["output"])
     decoder = opened.plan.decoder(tree)
-    hidden = np.asarray(jax.jit(lambda: hidden_states(decoder, batch, opened.plan, None)[0])(), np.float64)
+    hidden = np.asarray(jax.jit(lambda: hidden_states(decoder, batch, opened.plan)[0])(), np.float64)
     logits = (hidden @ np.asarray(tree["output"], np.float64))[..., :VOCAB]
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)

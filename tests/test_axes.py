@@ -113,7 +113,14 @@ FACTS = {
         {"lora_rank": 4, "lora_parameters": "['*']", "load_parameters_path": "elsewhere"},
     ),
     "unrolled": ("fsdp 2 context 2", {"base_num_decoder_layers": 2, "scan_layers": "false"}),
+    # Masks are of tokens, whatever part of them a device has and in however many rounds they go.
     "dropout": ("fsdp 2 tensor 2", {"dropout_rate": 0.2}),
+    "dropout over rows": ("context 2 tensor 2", {"dropout_rate": 0.2, "base_num_decoder_layers": 2}),
+    "dropout in stages": ("stage 2 data 2", {"dropout_rate": 0.2}),
+    "dropout in micro-batches": (
+        "data 2 fsdp 2, in micro-batches",
+        {"dropout_rate": 0.2, "base_num_decoder_layers": 2},
+    ),
 }
 
 

@@ -142,7 +142,8 @@ def test_create_need_not_wait(cloud):
 
 
 def test_a_dry_run_prints_each_command_of_a_run_and_runs_none(cloud):
-    command = ["python", "-m", "src.train", "configs/base.yml", "run_name=job", "prompt=it's a test", "dataset_path=a  b"]
+    train = ["python", "-m", "src.train", "configs/base.yml", "run_name=job"]
+    command = [*train, "prompt=it's a test", "dataset_path=a  b"]
     done = cloud.launch("tpu.sh", "run", "pod", *PLACE, "--dry-run", "--slices", 2, "--workers", 3, "--", *command)
     assert done.returncode == 0, done.stderr
     parsed = tpu_commands(done.stdout)

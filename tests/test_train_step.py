@@ -9,8 +9,6 @@ import optax
 import pytest
 from tiny import LENGTH, Trainer, assert_close, make, packed_rows, tree_bits
 
-from src.model.context import Context
-from src.model.decoder import dropout
 from src.optimizer import hyper_parameters, learning_rate
 from src.state import abstract_state, batch_sharding, state_weights
 from src.train_step import loss_sums, train_step
@@ -85,17 +83,6 @@ def test_a_mesh_gives_the_losses_of_one_device_with_everything_switched_on(capfd
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_dropout_draws_the_same_masks_on_every_mesh(mesh):
-    def mask_on(devices, **overrides):
-        _, plan = make(devices, **EVEN, **overrides)
-        x = jax.device_put(jnp.ones((8, LENGTH, 32)), plan.layout.sharding(("batch", "length", None)))
-        context = Context(None, None, plan.layout, "", packed=True, dropout_key=jax.random.key(0))
-        return np.asarray(jax.jit(lambda x: dropout(x, 0.5, context, 3))(x))
-
-    np.testing.assert_array_equal(mask_on(8, **MESHES[mesh]), mask_on(1))
-
-
 def test_dropout_differs_from_step_to_step_and_evaluation_has_none():
     trainer = Trainer(rows=2, initial=False, dropout_rate=0.5, learning_rate=1e-30)
     batch = packed_rows(0, rows=2)
@@ -106,9 +93,7 @@ def test_dropout_differs_from_step_to_step_and_evaluation_has_none():
     evaluated = trainer.eval_step(
         state_weights(trainer.state), jax.device_put(placed, trainer.plan.layout.sharding(()))
     )
-    expected, *_ = jax.jit(lambda weights: loss_sums(plain.decoder(weights), batch, plain, None))(
-        trainer.state.trainable
-    )
+    expected, *_ = jax.jit(lambda weights: loss_sums(plain.decoder(weights), batch, plain))(trainer.state.trainable)
     assert evaluated["loss_sum"].item() == pytest.approx(expected.item(), rel=1e-5)
     assert evaluated["tokens"].item() == batch["loss_mask"].sum()
 
@@ -130,7 +115,7 @@ def test_the_gradient_is_of_the_mean_over_all_tokens_however_micro_batches_share
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def mean(weights):
-        loss, squares, *_ = loss_sums(trainers[0].plan.decoder(weights), batch, trainers[0].plan, None)
+        loss, squares, *_ = loss_sums(trainers[0].plan.decoder(weights), batch, trainers[0].plan)
         return (loss + 0.1 * squares) / tokens, loss / tokens
 
     (_, loss), gradients = mean(weights)

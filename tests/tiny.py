@@ -97,11 +97,11 @@ def packed_rows(seed, rows=8, length=LENGTH, vocab=VOCAB):
     }
 
 
-def loss_and_gradients(plan, weights, batch, dropout_key=None):
+def loss_and_gradients(plan, weights, batch):
     """Of the sum over the batch's tokens, compiled."""
 
     def loss(weights):
-        return loss_sums(plan.decoder(weights), batch, plan, dropout_key)[0]
+        return loss_sums(plan.decoder(weights), batch, plan)[0]
 
     return jax.jit(jax.value_and_grad(loss))(weights)
 

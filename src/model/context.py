@@ -21,7 +21,7 @@ class Context:
     layout: Layout
     kernel: str  # of src/model/kernels.py
     packed: bool  # False: rows hold one segment, then padding, and a causal kernel needs no segments
-    dropout_key: jax.Array | None = None  # None: no dropout
+    dropout_keys_BTW: jax.Array | None = None  # of each token (src/model/dropout.py); None: no dropout
     decoding: bool = False  # each row is one token, whose past is in the cache
 
     # Between blocks T may be shared by more devices than within, by those that share heads and hidden units. Both
@@ -75,10 +75,11 @@ def parts_of(n: int) -> int:
 
 
 def in_even_order(x_BT: jax.Array, layout: Layout) -> jax.Array:
-    """An array [B, T] of rows in the text's order, in that of `even_order`, with each device's part on it."""
+    """An array [B, T, ...] of rows in the text's order, in that of `even_order`, with each device's part on it."""
     if layout.shards("length") == 1:
         return x_BT
-    return layout.constrain(x_BT[:, even_order(x_BT.shape[1], layout)], "batch", "length")
+    ordered_BT = x_BT[:, even_order(x_BT.shape[1], layout)]
+    return layout.constrain(ordered_BT, "batch", "length", *[None] * (x_BT.ndim - 2))
 
 
 def in_text_order(x_BT: jax.Array, n: int) -> jax.Array:

@@ -12,7 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from src.model import cache
 from src.model.attention import Attention
-from src.model.context import Context, even_order
+from src.model.context import Context
+from src.model.dropout import dropout
 from src.model.embeddings import sinusoidal
 from src.model.feedforward import FeedForward
 from src.model.kernels import MASKED
@@ -200,15 +201,3 @@ def empty_caches(spec: ModelSpec, rows: int, length: int) -> list[list[cache.Cac
 
 def _normalised(norm: Norm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
-
-
-def dropout(x: jax.Array, rate: float, context: Context, place: jax.Array | int) -> jax.Array:
-    """Inverted dropout on [B, T, D]; `place` numbers where in the model it stands, so that each has its own mask."""
-    if context.dropout_key is None or rate == 0.0:
-        return x
-    B, T, D = x.shape
-    # A key for each token by its index in the text: the same masks on every mesh, whatever its order along T.
-    key, order_T = jax.random.fold_in(context.dropout_key, place), even_order(T, context.layout)
-    keys_T = jax.vmap(jax.random.fold_in, (None, 0))(key, order_T)
-    keep_BTD = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, (B, D)), out_axes=1)(keys_T)
-    return jnp.where(keep_BTD, x / (1.0 - rate), 0.0).astype(x.dtype)

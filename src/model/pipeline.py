@@ -137,8 +137,7 @@ def run_stages(
         x_BTD: all rows, as many as `check_rows` lets pass.
         weights: arrays whose first dim is the repeats, in layer order, cut over `stage`.
         layers_L: the model's number of each repeat's first layer.
-        context: what the blocks are told of all rows. Dropout's masks are another for each micro-batch, so they are
-            not those of a mesh without stages.
+        context: what the blocks are told of all rows.
         schedule: of the stages.
         remat: wraps a turn, which takes its weights from those of all turns, so that the weights of each are not kept.
 
@@ -147,12 +146,12 @@ def run_stages(
     """
     layout, P, R = context.layout, schedule.stages, schedule.repeats
     x_MBTD = layout.split_rows(x_BTD, schedule.micro_batches, "norm_length", "activation_embed")
-    positions_MBT = layout.split_rows(context.positions_BT, schedule.micro_batches, None)
-    segment_ids_MBT = layout.split_rows(context.segment_ids_BT, schedule.micro_batches, None)
+    of_tokens = (context.positions_BT, context.segment_ids_BT, context.dropout_keys_BTW)
+    of_tokens = jax.tree.map(lambda x: layout.split_rows(x, schedule.micro_batches, *[None] * (x.ndim - 1)), of_tokens)
     hand_on = [(stage, (stage + 1) % P) for stage in range(P if R > 1 else P - 1)]
 
     def on_stage(weights: Any, x_1MBTD: jax.Array, told: Any) -> tuple[jax.Array, Any]:
-        positions_MBT, segment_ids_MBT, layers_L, key = told
+        of_tokens, layers_L = told
         stage = jax.lax.axis_index(AXIS)
         chunks = _chunks(weights, stage, schedule)
         layers_RL = layers_L.reshape(R, P, -1)[:, stage]
@@ -160,12 +159,8 @@ def run_stages(
         def run_turn(x_BTD: jax.Array, chunks: Any, item: jax.Array) -> tuple[jax.Array, Any]:
             micro_batch = schedule.micro_batch(item)
             turn = schedule.turn(item) if R > 1 else 0  # a constant: the weights are then the same in all iterations
-            own = replace(
-                context,
-                positions_BT=positions_MBT[micro_batch],
-                segment_ids_BT=segment_ids_MBT[micro_batch],
-                dropout_key=None if key is None else jax.random.fold_in(key, micro_batch),
-            )
+            positions_BT, segment_ids_BT, keys_BTW = jax.tree.map(lambda x: x[micro_batch], of_tokens)
+            own = replace(context, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, dropout_keys_BTW=keys_BTW)
             return run_chunk(x_BTD, jax.tree.map(lambda leaf: leaf[turn], chunks), layers_RL[turn], own)
 
         run_turn = remat(run_turn)
@@ -193,7 +188,7 @@ def run_stages(
         last_1MBTD = jnp.where(stage == P - 1, rows_MBTD, 0)[None]
         return last_1MBTD, jax.tree.map(over_micro_batches, reports)
 
-    told = (positions_MBT, segment_ids_MBT, layers_L, context.dropout_key)
+    told = (of_tokens, layers_L)
     by_stage, everywhere = PartitionSpec(AXIS), PartitionSpec()
     mapped = layout.shard_map(
         on_stage,

@@ -10,16 +10,17 @@ from flax import nnx
 from tiny import LENGTH, VOCAB, assert_close, loss_and_gradients, make, packed_rows, random_weights
 
 from src.model.context import Context
+from src.model.dropout import token_keys
 from src.model.embeddings import sinusoidal
 
 
-def run(plan, weights, tokens, segment_ids, positions, dropout_key=None):
+def run(plan, weights, tokens, segment_ids, positions, dropout_keys=None):
     """Hidden states [B, T, D] and logits [B, T, V]."""
 
     @jax.jit
     def apply(weights, tokens, segment_ids, positions):
         decoder = nnx.merge(plan.graphdef, weights)
-        context = Context(positions, segment_ids, plan.layout, plan.kernel, packed=True, dropout_key=dropout_key)
+        context = Context(positions, segment_ids, plan.layout, plan.kernel, True, dropout_keys)
         hidden, _, _ = decoder(tokens, context, plan.execution)
         return hidden, decoder.logits(hidden, context)
 
@@ -101,7 +102,7 @@ def test_dropout_draws_each_place_its_own_mask():
         block["attention"]["out_bias"][:] = block["feed_forward"]["wo_bias"][:] = 1.0
         weights["final_norm"]["scale"][:] = epsilon**0.5  # undoes the final norm
         zeros = np.zeros((64, LENGTH), np.int32)
-        hidden, _ = run(plan, weights, zeros, zeros + 1, zeros, jax.random.key(0))
+        hidden, _ = run(plan, weights, zeros, zeros + 1, zeros, token_keys(jax.random.key(0), *zeros.shape))
         counts[scan_layers] = 0.75 * np.asarray(hidden)
     np.testing.assert_allclose(counts["true"], counts["false"], atol=1e-4)
     for kept in range(5):

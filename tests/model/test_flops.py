@@ -91,7 +91,7 @@ def counted_by_jax(**overrides):
     batch["loss_mask"] = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
 
     def loss(weights, batch):
-        loss, _, further, _ = loss_sums(plan.decoder(weights), batch, plan, None)
+        loss, _, further, _ = loss_sums(plan.decoder(weights), batch, plan)
         return loss + further
 
     lowered = jax.jit(jax.value_and_grad(loss)).lower(plan.shapes, batch)

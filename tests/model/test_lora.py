@@ -49,7 +49,7 @@ def test_an_adapted_model_is_the_model_with_the_products_added(facts):
     def loss(tree, adapted):
         parts = (tree, {"lora": adapted}) if adapted else (tree,)
         decoder = plan.decoder(*parts) if adapted else nnx.merge(plan.graphdef, tree)
-        return loss_sums(decoder, batch, plan, None)[0]
+        return loss_sums(decoder, batch, plan)[0]
 
     value = jax.jit(functools.partial(loss, adapted=adapters))(weights_of(plan))
     assert_close(value, jax.jit(functools.partial(loss, adapted=None))(summed), 1e-5)

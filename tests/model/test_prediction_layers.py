@@ -57,7 +57,7 @@ def test_the_loss_is_that_of_each_document_by_itself(num_vocab_tiling):
     @jax.jit
     def compute(weights):
         decoder = plan.decoder(weights)
-        return hidden_states(decoder, batch, plan, None)[0], loss_sums(decoder, batch, plan, None)[2]
+        return hidden_states(decoder, batch, plan)[0], loss_sums(decoder, batch, plan)[2]
 
     hidden_BTD, further = jax.device_get(compute(weights))
     expected = 0.0
@@ -76,7 +76,7 @@ def test_masked_targets_count_for_nothing():
 
     @jax.jit
     def further(mask):
-        return loss_sums(plan.decoder(weights), {**batch, "loss_mask": mask}, plan, None)[2]
+        return loss_sums(plan.decoder(weights), {**batch, "loss_mask": mask}, plan)[2]
 
     one, first = np.zeros_like(batch["loss_mask"]), np.zeros_like(batch["loss_mask"])
     one[0, np.argmax(batch["positions"][0] == 2)] = 1.0

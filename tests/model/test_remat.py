@@ -50,7 +50,7 @@ def residuals(capsys, **overrides):
     """What the backward pass of the model is handed, a line an array: its type, and where it comes from."""
     _, plan = make(**PATTERN, **overrides)
     batch = packed_rows(0, rows=3)
-    print_saved_residuals(lambda weights: loss_sums(plan.decoder(weights), batch, plan, None)[0], plan.shapes)
+    print_saved_residuals(lambda weights: loss_sums(plan.decoder(weights), batch, plan)[0], plan.shapes)
     return capsys.readouterr().out.splitlines()
 
 
@@ -136,7 +136,7 @@ def backward(devices=1, **overrides):
     """The program of the gradients, as a jaxpr."""
     _, plan = make(devices, **overrides)
     batch = packed_rows(0, rows=12)
-    gradients = jax.grad(lambda weights: loss_sums(plan.decoder(weights), batch, plan, None)[0])
+    gradients = jax.grad(lambda weights: loss_sums(plan.decoder(weights), batch, plan)[0])
     return jax.make_jaxpr(gradients)(plan.shapes).jaxpr
 
 

@@ -41,8 +41,7 @@ class Model:
 def in_training(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
     """The model of a training step, with its weights as they are; of pipeline stages each has a part of every layer."""
     if plan.execution.schedule:
-        shardings = jax.tree.map_with_path(_without_stages, parts)
-        parts = jax.jit(lambda parts: parts, out_shardings=shardings)(parts)
+        parts = _unstaged_parts(plan, parts)
     return Model(
         plan.spec, _whole_rows(plan.layout), plan.execution, plan.kernel, parts, lambda parts: plan.decoder(*parts)
     )
@@ -89,9 +88,15 @@ def _unstacked(blocks: dict[int, weights.Tree], segment: Segment) -> dict[int, w
     return {number: weights.nested(layer) for number, layer in layers.items()}
 
 
-def _without_stages(path: Any, leaf: jax.Array) -> NamedSharding:
-    """`_unstaged` of what is a segment's in the parts of the state."""
-    return _unstaged(leaf.sharding, leaf.shape) if path[1].key == "segments" else leaf.sharding
+def _unstaged_parts(plan: StepPlan, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The parts with every weight that stages share out placed by `_unstaged`; all others are the same arrays."""
+    leaves, structure = jax.tree.flatten(parts)
+    axes = structure.flatten_up_to(tuple(plan.by_part(plan.axes).values()))
+    staged = {index: leaves[index] for index, dims in enumerate(axes) if dims[:1] == ("layers",)}
+    shardings = {index: _unstaged(leaf.sharding, leaf.shape) for index, leaf in staged.items()}
+    # These alone: a compiled function copies what it hands on, and device_put between shardings goes through the host.
+    moved = jax.jit(lambda staged: staged, out_shardings=shardings)(staged)
+    return structure.unflatten(moved.get(index, leaf) for index, leaf in enumerate(leaves))
 
 
 def _unstaged(at: NamedSharding, shape: Sequence[int]) -> NamedSharding:

@@ -31,8 +31,9 @@ class StepPlan:
     spec: ModelSpec
     lora: LoraSpec | None
     graphdef: nnx.GraphDef
-    parts: Any  # of each weight: trainable, frozen or stats; this and the next three are nested as all weights are
+    parts: Any  # of each weight: trainable, frozen or stats; this and the next four are nested as all weights are
     shapes: Any
+    axes: Any  # the logical axis of each dim
     shardings: Any
     decays: Any
     layout: Layout
@@ -106,7 +107,7 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         adapters = jax.eval_shape(lambda: lora.declare(lora_spec, declarations)(nnx.Rngs(params=0)))
         declarations = {**declarations, "lora": adapters}
         parts["lora"] = weights.parts(adapters)
-    shapes = weights.values(declarations)
+    shapes, axes = weights.values(declarations), weights.field(declarations, "out_sharding")
     platform = layout.mesh.devices.flat[0].platform
     return StepPlan(
         spec=spec,
@@ -114,7 +115,8 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         graphdef=graphdef,
         parts=parts,
         shapes=shapes,
-        shardings=weight_shardings(layout, shapes, weights.field(declarations, "out_sharding")),
+        axes=axes,
+        shardings=weight_shardings(layout, shapes, axes),
         decays=weights.field(declarations, "decays"),
         layout=layout,
         execution=Execution(config["scan_layers"], config["remat_policy"], dict(config["remat_custom"]), schedule),

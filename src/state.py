@@ -12,7 +12,7 @@ import optax
 from src.checkpoint import WEIGHTS
 from src.errors import UserError
 from src.mesh import Layout
-from src.model.context import even_order
+from src.model.context import even_order, sharing_keys
 from src.model.pipeline import check_rows
 from src.optimizer import Hyper, hyper_parameters, state_shardings, transform
 from src.plan import Batch, StepPlan
@@ -93,10 +93,16 @@ def abstract_batch(plan: StepPlan, position_shape: tuple[int, int, int], length:
         UserError: they do not divide over the mesh.
     """
     rows = position_shape[0]
-    plan.layout.check((rows, length), ("batch", "length"))
-    plan.layout.check((rows, length), ("batch", "norm_length"))
-    check_rows(rows // plan.micro_batches, plan.layout, plan.execution.schedule, "per_device_batch_size")
+    plan.layout.check((rows,), ("batch",))
     even_order(length, plan.layout)
+    if length % plan.layout.shards("norm_length"):
+        keys = sharing_keys(plan.layout, "norm_length", "or")
+        raise UserError(
+            f"max_target_length={length} is not divisible by the number of devices that share a row between blocks "
+            f"({plan.layout.sharded_by('norm_length')}): use a multiple of {plan.layout.shards('norm_length')}, or "
+            f"another {keys}"
+        )
+    check_rows(rows // plan.micro_batches, plan.layout, plan.execution.schedule, "per_device_batch_size")
     if length % (plan.vocab_tiles * plan.layout.shards("norm_length")):
         raise UserError(
             f"max_target_length={length} does not divide into num_vocab_tiling={plan.vocab_tiles} tiles on each of the "

@@ -270,6 +270,22 @@ def test_stages_of_a_pipeline_keep_their_part_of_the_weights(model):
     assert max(held) <= 1.05 * sum(x.size for x in weights) / 4  # a norm's scales may be copies
 
 
+def test_of_stages_only_the_weights_that_they_share_out_move_and_all_others_are_the_same_arrays():
+    keys = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}
+    segments = "[{repeats: 4, pattern: [{}]}, {repeats: 3, shared: true, pattern: [{}]}, {repeats: 2, pattern: [{}]}]"
+    adapters = {"lora_rank": 4, "lora_parameters": "['*']", "load_parameters_path": "elsewhere"}
+    _, plan = tiny.make(4, base_num_decoder_layers=9, decoder_segments=segments, **keys, **adapters)
+    parts = tuple(plan.by_part(jax.device_put(tiny.random_weights(plan), plan.shardings)).values())
+    before, after = (jax.tree.leaves_with_path(each) for each in (parts, in_training(plan, parts).weights))
+    for (path, old), (_, new) in zip(before, after, strict=True):
+        if "['segments'][0]" in jax.tree_util.keystr(path):
+            assert old.sharding.spec[0] == "stage"
+            assert new.sharding.spec[0] is None
+            np.testing.assert_array_equal(new, old)
+        else:
+            assert new is old
+
+
 def test_a_sample_in_training_is_what_decode_gives_its_checkpoint(tmp_path, capsys):
     corpus = runs.write_corpus(tmp_path / "corpus")
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 4}

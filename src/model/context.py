@@ -53,9 +53,10 @@ def even_order(length: int, layout: Layout) -> np.ndarray:
     """
     n = layout.shards("length")
     if length % parts_of(n):
+        keys = sharing_keys(layout, "length", "or")
         raise UserError(
             f"max_target_length={length} does not divide into {2 * n} parts, two for each device that shares a row "
-            f"({layout.sharded_by('length')}): use a multiple of {2 * n}, or another {sharing_keys(layout, 'or')}"
+            f"({layout.sharded_by('length')}): use a multiple of {2 * n}, or another {keys}"
         )
     if n == 1:
         return np.arange(length)
@@ -63,9 +64,9 @@ def even_order(length: int, layout: Layout) -> np.ndarray:
     return np.concatenate([parts[:n], parts[n:][::-1]], axis=1).reshape(-1)
 
 
-def sharing_keys(layout: Layout, conjunction: str) -> str:
-    """The keys whose product is the number of devices that share a row, in words."""
-    keys = [size_key(kind, name) for name in layout.axes("length") for kind in ("ici", "dcn")]
+def sharing_keys(layout: Layout, axis: str, conjunction: str) -> str:
+    """The keys whose product is the number of devices that share a dim of this logical axis, in words."""
+    keys = [size_key(kind, name) for name in layout.axes(axis) for kind in ("ici", "dcn")]
     return f"{', '.join(keys[:-1])} {conjunction} {keys[-1]}"
 
 

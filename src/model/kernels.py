@@ -32,7 +32,10 @@ def attend(
     sinks_N: jax.Array | None,
     context: Context,
 ) -> jax.Array:
-    """Attention by `context.kernel`: q [B, T, N, H] on k, v [B, S, K, H] of `whole_rows` to [B, T, N, H]."""
+    """Attention by `context.kernel`: q [B, T, N, H] on k, v [B, n S, K, H] to [B, T, N, H].
+
+    Keys and values are of `whole_rows`: a copy of all S = T tokens for each of the n devices that share a row.
+    """
     if spec.chunk:
         # Blocks of positions see each other as segments do: a segment's blocks become segments.
         blocks = -(-q_BTNH.shape[1] // spec.chunk) + 1
@@ -81,7 +84,7 @@ def _obstacle(kernel: str, platform: str, spec: ModelSpec, length: int, layout: 
         if shards > 1:
             return (
                 f"has all of a row on one device, and {layout.sharded_by('length')} share it: set "
-                f"{sharing_keys(layout, 'and')} to 1"
+                f"{sharing_keys(layout, 'length', 'and')} to 1"
             )
         if spec.dtype != "bfloat16":
             return f"needs dtype=bfloat16, not {spec.dtype}"
@@ -128,7 +131,7 @@ def dot_product(
     sinks_N: jax.Array | None,
     context: Context,
 ) -> jax.Array:
-    """Plain JAX; holds the scores [B, N, T, S] in float32."""
+    """Plain JAX; q [B, T, N, H] on k, v [B, n S, K, H]; holds the scores [B, N, T, S] in float32."""
     B, T, N, _ = q_BTNH.shape
     by_device = (x.reshape(B, context.layout.shards("length"), -1, *x.shape[2:]) for x in (q_BTNH, k_BSKH, v_BSKH))
     out_BntNH = masked_attention(*by_device, _mask_BntS(context, spec.window), spec, sinks_N)
@@ -178,7 +181,8 @@ def cudnn(
 ) -> jax.Array:
     """cuDNN's fused attention on each device's rows and heads.
 
-    Packed rows pass their segments as a mask of [B, 1, T, S] in the compute dtype.
+    Packed rows pass their segments as a mask of [B, 1, T, S] in the compute dtype: no devices share rows here, and the
+    mask's dim of them (n = 1) stands where cuDNN's mask has one of heads.
     """
     assert sinks_N is None, "choose_kernel"
     layout = context.layout

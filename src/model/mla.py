@@ -74,7 +74,7 @@ class LatentAttention(nnx.Module):
     def _expanded(
         self, latent_BT1R: jax.Array, shared_BT1H: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of every head and of `whole_rows`, [B, S, N, H] each.
+        """Keys and values of every head and of `whole_rows`, [B, n S, N, H] each where n devices share a row.
 
         Devices that share rows gather the latent, and each expands whole rows: that takes less time than to gather what
         each expands of its part (docs/log.md). What may be kept for the backward pass is then the latent too.

@@ -151,11 +151,22 @@ def test_generation_where_devices_share_rows_draws_the_tokens_of_one():
     np.testing.assert_array_equal(drawn[0], drawn[1])
 
 
-def test_rows_that_do_not_divide_are_an_error():
-    config = load(max_target_length=20, **MESHES["context 4"])
+@pytest.mark.parametrize("length", [20, 18])
+def test_rows_that_do_not_divide_are_an_error(length):
+    config = load(max_target_length=length, **MESHES["context 4"])
     plan = make_plan(config, model_spec(config), make_layout(config, jax.devices()[:4]))
     keys = "ici_context_parallelism or dcn_context_parallelism"
-    with pytest.raises(UserError, match=rf"max_target_length=20 does not divide into 8 parts.*\(context=4\).*{keys}"):
+    expected = rf"max_target_length={length} does not divide into 8 parts.*\(context=4\).*{keys}"
+    with pytest.raises(UserError, match=expected):
+        abstract_batch(plan, (8, 1, 2), length)
+
+
+def test_rows_that_do_not_divide_between_blocks_are_an_error():
+    sizes = {"ici_fsdp_parallelism": 1, "ici_context_parallelism": 2, "ici_tensor_parallelism": 4}
+    rules = {"logical_axis_rules__norm_length": "[context, tensor]", "logical_axis_rules__kv_heads": "[]"}
+    _, plan = make(8, max_target_length=20, **sizes, **rules)
+    keys = "ici_context_parallelism, dcn_context_parallelism, ici_tensor_parallelism or dcn_tensor_parallelism"
+    with pytest.raises(UserError, match=rf"max_target_length=20 is not divisible.*context=2 x tensor=4.*{keys}"):
         abstract_batch(plan, (8, 1, 2), 20)
 
 

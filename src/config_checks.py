@@ -69,7 +69,9 @@ def _mesh(config: Mapping[str, Any]) -> list[str]:
     for kind in ("ici", "dcn"):
         open_keys = [key for key in (size_key(kind, axis) for axis in MESH_AXES) if config[key] == -1]
         if len(open_keys) > 1:
-            problems.append(f"only one {kind} size may be -1 (what is left), not {' and '.join(open_keys)}")
+            defaults = [key for key in open_keys if base().defaults[key] == -1]
+            say_1 = f": -1 is the default of {defaults[0]}, so add {defaults[0]}=1" if defaults else ""
+            problems.append(f"only one {kind} size may be -1 (what is left), not {' and '.join(open_keys)}{say_1}")
     return problems
 
 
@@ -157,6 +159,9 @@ def _processes(config: Mapping[str, Any]) -> list[str]:
         return ["coordinator_address, num_processes and process_id go together: give all three or none"]
     if address and this >= count:
         return [f"process_id={this} must be less than num_processes={count}"]
+    host, _, port = address.rpartition(":")
+    if address and not (host and port.isdecimal() and 1 <= int(port) <= 65535):
+        return [f"coordinator_address={address} must be HOST:PORT, with a port from 1 to 65535, such as 10.0.0.1:1234"]
     return []
 
 

@@ -122,28 +122,6 @@ def _traced_mesh() -> AbstractMesh:
     return jax.sharding.get_abstract_mesh()
 
 
-def start_distributed(config: Mapping[str, Any]) -> None:
-    """Joins the processes of a job; where there is no cluster, the job is this process.
-
-    JAX finds TPU pods, SLURM, Open MPI and, where the package `kubernetes` is installed, Kubernetes by itself;
-    `coordinator_address`, `num_processes` and `process_id` serve anything else.
-    """
-    if jax.distributed.is_initialized():
-        return
-    if config["coordinator_address"]:
-        jax.distributed.initialize(config["coordinator_address"], config["num_processes"], config["process_id"])
-        return
-    try:
-        jax.distributed.initialize()
-    except (RuntimeError, ValueError) as error:
-        # JAX has no call that asks whether there is a cluster. These are its answers that it found none, and that this
-        # process (a notebook's, on its second run) has computed with JAX already and so can't join one any more.
-        if not any(
-            answer in str(error) for answer in ("coordinator_address should be defined", "before any JAX calls")
-        ):
-            raise
-
-
 def make_layout(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Layout:
     """The mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them, with its rules."""
     names = tuple(config["mesh_axes"])

@@ -8,8 +8,8 @@ from ml_collections import FrozenConfigDict
 
 from src import config as configuration
 from src.compiler_flags import check_environment
-from src.mesh import start_distributed
 from src.metrics import version
+from src.processes import check_same_config, start_distributed
 
 
 def configured(argv: Sequence[str], usage: str = configuration.USAGE, *, joins: bool = True) -> FrozenConfigDict | None:
@@ -19,7 +19,8 @@ def configured(argv: Sequence[str], usage: str = configuration.USAGE, *, joins: 
     started, and the environment's flags are the caller's to check: which of them will be read only it knows.
 
     Raises:
-        UserError: a mistake in the command line, or with `joins` in the flags of the environment.
+        UserError: a mistake in the command line, or with `joins` in the flags of the environment; or another process of
+            the job has another configuration.
     """
     if (help_text := configuration.help_for(argv, usage)) is not None:
         print(help_text)
@@ -32,6 +33,7 @@ def configured(argv: Sequence[str], usage: str = configuration.USAGE, *, joins: 
         platforms = jax.config.jax_platforms  # empty: whichever JAX finds
         check_environment(uses_tpu=not platforms or "tpu" in platforms)
         start_distributed(config)
+        check_same_config(config)
         say(notes)
     else:  # `say` would have JAX look for devices
         print("".join(f"{note}\n" for note in notes), end="", flush=True)

@@ -86,6 +86,8 @@ def error_of(*arguments, config=BASE):
         (["load_parameters_path=a", "load_full_state_path=b"], ["exclude each other"]),
         (["coordinator_address=a:1"], ["num_processes", "process_id"]),
         (["coordinator_address=a:1", "num_processes=2", "process_id=2"], ["process_id=2", "num_processes=2"]),
+        (["coordinator_address=localhost", "num_processes=2", "process_id=0"], ["=localhost must be HOST:PORT"]),
+        (["coordinator_address=a:99999", "num_processes=2", "process_id=0"], ["=a:99999 must be", "1 to 65535"]),
         (["accept_changes=[vocab]"], ["vocab", "vocab_size"]),
         (["model_name=lama2"], ["model_name=lama2", "llama2-7b"]),
         (["model_name=zzz"], ["gpt3-6.7b, ", "llama2-7b, "]),

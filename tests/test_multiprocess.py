@@ -114,6 +114,22 @@ def test_hosts_with_other_data_are_told_so(tmp_path, corpus):
         assert f"source documents: {documents}" in output
 
 
+def test_processes_with_other_keys_are_told_so(tmp_path):
+    """Before it is known who is wrong; a differing mesh would have the others wait for ever."""
+    logs = [tmp_path / f"{process}.log" for process in range(2)]
+    other = {"learning_rate": 0.02, "ici_tensor_parallelism": 2, "jax_cache_dir": tmp_path}
+    processes = start_two(logs, [{"dataset_type": "synthetic", "steps": 1, **more} for more in ({}, other)])
+    with runs.ended(*processes):
+        assert [process.wait(timeout=100) for process in processes] == [2, 2]
+    for log in logs:
+        output = log.read_text()
+        assert "waiting for 2 processes at 127.0.0.1:" in output
+        assert output.partition("different configurations")[2].splitlines()[1:] == [
+            "  learning_rate: 0.01 in process 0; 0.02 in process 1",
+            "  ici_tensor_parallelism: 1 in process 0; 2 in process 1",
+        ]
+
+
 def test_a_host_that_fails_alone_ends_at_once_and_says_why(tmp_path):
     """The first lines are whole, so that the run begins; process 1 alone comes to the one that is not."""
     folder = tmp_path / "data"

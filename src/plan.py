@@ -60,6 +60,14 @@ class StepPlan:
         used = {name for at in jax.tree.leaves(self.shardings) for name in mesh_axes_of(at.spec)}
         return tuple(name for name in self.layout.axes("batch") if name not in used)
 
+    def summed_by_hand(self) -> tuple[str, ...]:
+        """Those of `copied_axes` along which devices add up gradients of their own rows (src/accumulation.py).
+
+        In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each
+        part.
+        """
+        return self.copied_axes() if self.micro_batches > 1 or self.execution.schedule else ()
+
     def update_shardings(self) -> Any:
         """Where the update of each trainable weight is made, and the optimizer's state of it lies."""
         shapes, placed = (self.by_part(tree)["trainable"] for tree in (self.shapes, self.shardings))

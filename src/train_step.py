@@ -68,9 +68,7 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     tokens = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
     uses_dropout = plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers)
 
-    # In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each part.
-    in_rounds = plan.micro_batches > 1 or plan.execution.schedule
-    apart = plan.copied_axes() if in_rounds else ()
+    apart = plan.summed_by_hand()
 
     def micro_loss(trainable: Any, others: Any, rows: Batch) -> tuple[jax.Array, Any]:
         """This micro-batch's share of the loss to descend, and of what is reported: sums over them are means."""

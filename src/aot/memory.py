@@ -11,6 +11,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from src.build import Built
 from src.mesh import mesh_axes_of
+from src.model.dispatch import SLACK
+from src.model.moe import AXES
 from src.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec
 from src.model.weights import by_path
 from src.optimizer import Hyper
@@ -117,33 +119,37 @@ def _shards(built: Built, shape: tuple[int, ...]) -> int:
     layout, spec = built.plan.layout, built.plan.spec
     if not _is_activation(built, shape):
         return layout.shards("embed")
+    apart = layout.size(built.plan.summed_by_hand())  # into so many parts it is cut already, in the program
+    batch_shards = layout.shards("batch") // apart
     if shape[0] not in _rows(built):  # the parts of all devices of a stage, one after the other
-        return layout.mesh.size // layout.shards("layers")
+        return layout.mesh.size // layout.shards("layers") // apart
     heads = {size for layer in spec.layers for size in _head_counts(layer.attention)}
     mlp_dims = {_mlp_dim(layer.feed_forward) for layer in spec.layers}
     for axis, sizes in (("heads", heads), ("mlp", mlp_dims), ("vocab", {spec.padded_vocab_size})):
         if sizes.intersection(shape[2:]):
-            return layout.shards("batch") * layout.shards("length") * layout.shards(axis)
+            return batch_shards * layout.shards("length") * layout.shards(axis)
     if shape[2:] == (spec.emb_dim,):
-        return layout.shards("batch") * layout.shards("norm_length") * layout.shards("activation_embed")
-    return layout.shards("batch") * layout.shards("length")
+        return batch_shards * layout.shards("norm_length") * layout.shards("activation_embed")
+    return batch_shards * layout.shards("length")
 
 
 def _is_activation(built: Built, shape: tuple[int, ...]) -> bool:
     """Whether an array is of a micro-batch's rows, or of its tokens, so many times as they go to experts.
 
-    Those come from within a `shard_map`. Between peers a buffer has room for a quarter more.
+    Those come from within a `shard_map`. Between peers a buffer has room for `SLACK` times as many.
     """
     length = built.tokens // built.rows
     return bool(shape) and any(
-        shape[0] == rows or (shape[0] >= rows * length and 4 * shape[0] % (rows * length) == 0) for rows in _rows(built)
+        shape[0] == rows
+        or (shape[0] >= rows * length and (shape[0] % (rows * length) == 0 or shape[0] % (rows * length * SLACK) == 0))
+        for rows in _rows(built)
     )
 
 
 def _rows(built: Built) -> set[int]:
     """Those of a micro-batch, and of a pipeline's."""
     schedule = built.plan.execution.schedule
-    rows = built.rows // built.plan.micro_batches
+    rows = built.rows // built.plan.micro_batches // built.plan.layout.size(built.plan.summed_by_hand())
     return {rows, rows // schedule.micro_batches} if schedule else {rows}
 
 
@@ -151,12 +157,12 @@ def _kept(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
     """The shapes of what the loops of a program stack for the loops that run backwards; `stacked` are those so far."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
-            params = equation.params
-            if params["reverse"]:
-                read = equation.invars[params["num_consts"] + params["num_carry"] :]
+            body = equation.params["jaxpr"].jaxpr
+            if equation.params["reverse"]:
+                read = _by_round(equation.invars, body.invars)
                 yield from (var.aval for var in read if not isinstance(var, Literal) and var in stacked)
             else:
-                stacked.update(equation.outvars[params["num_carry"] :])
+                stacked.update(_by_round(equation.outvars, body.outvars))
         for inner in jaxprs_in_params(equation.params):
             in_map = equation.primitive.name == "shard_map"  # a pipeline's two loops are in one each
             if in_map:
@@ -164,6 +170,11 @@ def _kept(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
             yield from _kept(inner, stacked)
             if in_map:
                 _follow(stacked, inner.outvars, equation.outvars)
+
+
+def _by_round(outside: Sequence[Any], within: Sequence[Any]) -> Iterator[Any]:
+    """Those of a loop's variables of which each round has an entry."""
+    return (var for var, entry in zip(outside, within, strict=True) if var.aval.shape != entry.aval.shape)
 
 
 def _follow(variables: set[Any], old: Sequence[Any], new: Sequence[Any]) -> None:
@@ -227,16 +238,19 @@ def _logits_bytes(built: Built) -> int:
     plan = built.plan
     tokens = built.tokens // plan.micro_batches // plan.vocab_tiles
     size = tokens * plan.spec.padded_vocab_size * jnp.dtype(plan.spec.dtype).itemsize
-    return size // (plan.layout.shards("batch") * plan.layout.shards("vocab"))
+    return size // math.prod(plan.layout.shards(axis) for axis in ("batch", "length", "vocab"))
 
 
 def _gathered_bytes(built: Built) -> int:
     """Of the largest block's weights in the compute dtype, whole in the dims that `embed` shards."""
-    plan, axes = built.plan, set(built.plan.layout.rules["embed"])
+    plan, rules = built.plan, built.plan.layout.rules
     shardings, blocks = by_path(plan.shardings), dict[Any, int]()
     for path, leaf in by_path(plan.shapes).items():
         if path[0] == "segments":
-            gathered = axes & mesh_axes_of(shardings[path].spec)
+            layer = plan.spec.plan[int(path[1])].pattern[int(path[2])]
+            of_experts = isinstance(layer.feed_forward, ExpertsSpec) and path[3] == "feed_forward" and path[4] in AXES
+            rule = rules["expert_embed" if of_experts else "embed"]
+            gathered = mesh_axes_of(shardings[path].spec).intersection(rule)
             parts = math.prod(plan.layout.mesh.shape[axis] for axis in gathered)
             here = shardings[path].shard_shape(leaf.shape)
             size = math.prod(here) * (parts if parts > 1 else 0)

@@ -94,8 +94,31 @@ def test_what_is_kept_follows_the_mesh_and_the_micro_batches():
     assert kept(remat_policy="save_qkv_proj", ici_context_parallelism=2, ici_fsdp_parallelism=4) == D + 3 * HEADS
     split = {"logical_axis_rules__norm_length": "[context, tensor]"}
     assert kept(remat_policy="save_qkv_proj", **MESHES[1], **split) == D + 3 * HEADS
-    # Rows a micro-batch stay, so its memory does.
-    assert kept(remat_policy="full", gradient_accumulation_steps=2) == D
+    # Rows a micro-batch stay, so its memory does, and where devices add up gradients of their own rows, too.
+    for mesh in MESHES:
+        keys = {**mesh, "per_device_batch_size": 3}  # so that no other dim has as many entries as there are rows
+        once, twice = (memory(built(**keys, gradient_accumulation_steps=steps)[1]).temporaries for steps in (1, 2))
+        for part in ("kept for the backward pass", "what a block computes", "logits and their gradient"):
+            assert twice[part] == once[part] > 0
+
+
+def test_devices_that_share_rows_have_fewer_logits_each():
+    """Four devices share the rows' shards, each of twice as many rows, and two each row."""
+    logits = [
+        memory(built(**keys)[1]).temporaries["logits and their gradient"]
+        for keys in ({}, {"ici_fsdp_parallelism": 4, "ici_context_parallelism": 2})
+    ]
+    assert logits[0] == logits[1]
+
+
+def test_a_devices_own_experts_are_not_gathered():
+    """A block's weights but for its experts are gathered over all devices: those over none, or of all experts."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16}
+    by_mesh = [
+        memory(built(**experts, **mesh)[1]).temporaries["a block's weights, gathered"]
+        for mesh in ({"ici_fsdp_parallelism": 8}, {"ici_fsdp_parallelism": 1, "ici_expert_parallelism": 8})
+    ]
+    assert by_mesh[0] - by_mesh[1] == 8 * 3 * D * 16 * 4
 
 
 def test_logits_gradients_and_gathered_weights():

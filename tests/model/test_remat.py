@@ -153,7 +153,9 @@ def stacked(jaxpr):
     """What the loop over a pipeline's iterations stacks up for the backward pass."""
     for equation in jaxpr.eqns:
         if equation.params.get("length") == ITERATIONS and not equation.params["reverse"]:
-            yield from (var.aval.str_short(True) for var in equation.outvars[equation.params["num_carry"] :])
+            of_round = equation.params["jaxpr"].jaxpr.outvars
+            pairs = zip(equation.outvars, of_round, strict=True)
+            yield from (all_.aval.str_short(True) for all_, one in pairs if all_.aval.shape != one.aval.shape)
         for inner in jaxprs_in_params(equation.params):
             yield from stacked(inner)
 

@@ -14,6 +14,11 @@ from src.foreign_keys import value_hint
 MESH_AXES = {
     "data": "data", "stage": "pipeline", "fsdp": "fsdp", "context": "context", "expert": "expert", "tensor": "tensor",
 }
+# What others call these words.
+MESH_WORDS_ELSEWHERE = {
+    "dp": "data", "replica": "data", "stage": "pipeline", "pp": "pipeline", "sequence": "context", "cp": "context",
+    "sp": "context", "ep": "expert", "model": "tensor", "mdl": "tensor", "tp": "tensor",
+}
 DTYPES = ("bfloat16", "float32")
 ACTIVATIONS = ("silu", "gelu", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
 REMAT_ARRAYS = ("decoder_layer_input", "query_proj", "key_proj", "value_proj", "context", "out_proj", "mlpwi", "mlpwo")
@@ -123,6 +128,9 @@ def scaled_sizes(config: Mapping[str, Any]) -> dict[str, int]:
 def nearest(name: str, names: Iterable[str]) -> str:
     """` Did you mean ...?` with the most similar of `names`, then those it is a part of; or nothing."""
     names = list(names)
+    kind, _, word = name.removesuffix("_parallelism").partition("_")
+    if (key := f"{kind}_{MESH_WORDS_ELSEWHERE.get(word)}_parallelism") in names:
+        return f" Did you mean {key}?"
     parts_of = [other for other in names if len(name) >= 3 and name in other]
     similar = list(dict.fromkeys([*difflib.get_close_matches(name, names, n=3), *parts_of]))[:4]
     return f" Did you mean {' or '.join(similar)}?" if similar else ""

@@ -51,6 +51,8 @@ def assert_says(message, *parts):
     [
         ({"learning_rat": 1}, ["unknown key learning_rat", "Did you mean learning_rate"]),
         ({"save_period": 100}, ["checkpoint_period=100"]),  # MaxText's name
+        ({"dcn_stage_parallelism": 2}, ["Did you mean dcn_pipeline_parallelism?"]),
+        ({"ici_tp_parallelism": 2}, ["Did you mean ici_tensor_parallelism?"]),
         ({"steps": "many"}, ["steps", "an integer", "many"]),
         ({"model_name": "lama2-7b"}, ["model_name=lama2-7b", "llama2-7b"]),
         ({"global_parameter_scale": 3}, ["global_parameter_scale=3", "power of two"]),

@@ -53,7 +53,7 @@ CASES = [
 ALWAYS = {(list(MODELS)[number % 4], mesh) for number, mesh in enumerate((*ALONE, *TWO, *THREE, *MORE))}
 ALWAYS |= {(model, mesh) for model, mesh in CASES if "expert" in mesh}
 # Long ones of the slowest model, for which another mesh has all the axes.
-COVERED = ("stage 2", "expert 2", "stage 2 expert 2", "context 2 expert 2", "expert 2 tensor 2", "context 2 tensor 2")
+COVERED = ("stage 2", "expert 2", "stage 2 expert 2", "context 2 expert 2", "expert 2 tensor 2")
 ALWAYS -= {("latent experts", mesh) for mesh in COVERED}
 
 

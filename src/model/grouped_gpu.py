@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 TILE = 128  # rows, and columns of what is made, that one program computes
-SUMMED_BYTES = 128  # of a row, that a step of its loop reads
+SUMMED_BYTES = 128  # of numbers along the dim summed over, that its loop takes in a step
 Part = tuple[Any, jax.Array]  # places along a dim, and which of them there are
 PARAMETERS = triton.CompilerParams(num_warps=8, num_stages=4)
 

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from src.errors import UserError
 from src.mesh import Layout
 from src.model import dispatch, router
-from src.model.context import Context, even_order, in_text_order
+from src.model.context import Context, even_order, whole_rows
 from src.model.dispatch import Peers, Rows
 from src.model.feedforward import FeedForward, activated
 from src.model.grouped import add_by_group, batched_matmul, grouped_matmul
@@ -62,7 +62,8 @@ class Experts(nnx.Module):
         out_BTD, kept_BTk = self._run(x_BTD, experts_BTk, weights_BTk, real_BT, context.layout)
         out_BTD = context.scattered(out_BTD)
         if self.spec.shared:
-            # It needs nothing of the others, so that the compiler may run it while tokens are on their way to them.
+            # It needs nothing of the others: a compiler may run it while tokens are on their way. libtpu does not yet
+            # (docs/log.md).
             out_BTD += self.shared(x_BTD, context)[0]
         report = router.report(logits_BTE, scores_BTE, experts_BTk, kept_BTk, real_BT, context.layout)
         return checkpoint_name(out_BTD, "mlpwo"), report
@@ -121,19 +122,17 @@ def _kept_of_whole_rows(
 
     A device gathers the choices of its rows, 4 k bytes a token, and sorts them all.
     """
-    sharing, n, order = layout.axes("length"), layout.shards("length"), even_order(experts_BTk.shape[1], layout)
+    sharing, order = layout.axes("length"), even_order(experts_BTk.shape[1], layout)
 
-    def kept(experts_BTk: jax.Array, real_BT: jax.Array) -> jax.Array:
-        whole_BTk, whole_BT = (
-            in_text_order(jax.lax.all_gather(each, sharing, axis=1, tiled=True), n) for each in (experts_BTk, real_BT)
-        )
+    def kept(whole_BTk: jax.Array, whole_BT: jax.Array) -> jax.Array:
         kept_M = dispatch.take_places(whole_BTk, whole_BT, experts, capacity).kept_M()
-        length = experts_BTk.shape[1]
         kept_BTk = kept_M.reshape(whole_BTk.shape)[:, order]
-        return jax.lax.dynamic_slice_in_dim(kept_BTk, length * jax.lax.axis_index(sharing), length, axis=1)
+        own = len(order) // layout.size(sharing)
+        return jax.lax.dynamic_slice_in_dim(kept_BTk, own * jax.lax.axis_index(sharing), own, axis=1)
 
-    tokens = layout.spec(("batch", "length", None))
-    return layout.shard_map(kept, (tokens, layout.spec(("batch", "length"))), tokens)(experts_BTk, real_BT)
+    tokens, of_tokens = layout.spec(("batch", "length", None)), layout.spec(("batch", "length"))
+    run = layout.shard_map(kept, (tokens, of_tokens), tokens)
+    return run(whole_rows(experts_BTk, layout, None), whole_rows(real_BT, layout))
 
 
 def _by_leaf(kernel: jax.Array | Adapted, axes: tuple[str | None, ...]) -> Any:
@@ -167,9 +166,9 @@ def _on_device(
 
     Args:
         x_BTD: the tokens.
-        experts_BTk: the choices.
-        kept_BTk: which of them are not dropped, as far as is known.
-        weights_BTk: their weights.
+        experts_BTk: the experts that each chose.
+        kept_BTk: which of these choices may have a place; with `capacity` those beyond it lose theirs.
+        weights_BTk: of the choices, in the sum.
         real_BT: which tokens are no padding.
         kernels: the parts of the weights.
         spec: what they are.
@@ -177,8 +176,11 @@ def _on_device(
         axes: their logical axes.
         gathered: the mesh axes that shard D of the weights.
         summed: those that shard F.
-        parts: into how many.
+        parts: into how many they cut it.
         peers: who has the other experts.
+
+    Returns:
+        The weighted sums [B, T, D], and which choices have a place [B, T, k].
     """
 
     def gather(axes: tuple[str | None, ...], kernel: jax.Array) -> jax.Array:

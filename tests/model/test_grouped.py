@@ -15,24 +15,33 @@ SIZES = {"all": [100, 28, 72, 1, 99], "empty groups": [0, 130, 0, 20, 0], "none"
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
-def test_each_group_has_its_weight(platform, sizes):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_group_has_its_weight(dtype, platform, sizes):
     rng = np.random.default_rng(0)
-    x, kernel = rng.normal(size=(ROWS, 40)).astype(np.float32), rng.normal(size=(5, 40, 2, 72)).astype(np.float32)
-    gradient = rng.normal(size=(ROWS, 2, 72)).astype(np.float32)
+    shapes = (ROWS, 40), (5, 40, 2, 72), (ROWS, 2, 72)
+    x, kernel, gradient = (np.array(rng.normal(size=shape), jnp.dtype(dtype)) for shape in shapes)
     if platform != "cpu":
         x[sum(sizes) :] = gradient[sum(sizes) :] = np.nan  # undefined past the last group, and nothing comes of it
 
     def product(x, kernel):
         return grouped_matmul(x, kernel, jnp.array(sizes, jnp.int32), platform, interpret=True)
 
-    out, to_inputs = jax.vjp(jax.jit(product), x, kernel)
+    out, to_inputs = jax.vjp(jax.jit(product), jnp.asarray(x), jnp.asarray(kernel))
     to_x, to_kernel = to_inputs(jnp.asarray(gradient))
+    x, kernel, gradient = (each.astype(np.float64) for each in (x, kernel, gradient))
+
+    def assert_product(found, einsum, *factors):
+        """Summed in float32, and rounded to the dtype once."""
+        assert found.dtype == dtype
+        expected, size = np.einsum(einsum, *factors), np.einsum(einsum, *map(np.abs, factors))
+        error = np.abs(np.asarray(found, np.float64) - expected)
+        assert np.all(error <= jnp.finfo(dtype).eps * np.abs(expected) + 1e-6 * size)
+
     for group, start in enumerate(np.cumsum([0, *sizes[:-1]])):
         part = slice(start, start + sizes[group])
-        expected = np.einsum("rx,xaf->raf", x[part], kernel[group])
-        np.testing.assert_allclose(out[part], expected, atol=1e-4)
-        np.testing.assert_allclose(to_x[part], np.einsum("raf,xaf->rx", gradient[part], kernel[group]), atol=1e-4)
-        np.testing.assert_allclose(to_kernel[group], np.einsum("rx,raf->xaf", x[part], gradient[part]), atol=1e-4)
+        assert_product(out[part], "rx,xaf->raf", x[part], kernel[group])
+        assert_product(to_x[part], "raf,xaf->rx", gradient[part], kernel[group])
+        assert_product(to_kernel[group], "rx,raf->xaf", x[part], gradient[part])
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(8192, 2), (40960, 16), (16384, 1), (65536, 8)])

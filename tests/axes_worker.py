@@ -1,6 +1,7 @@
 """One process of a job: its first gradients and losses on each mesh, against one device's, for test_axes_processes.py.
 
-Usage: python axes_worker.py ADDRESS PROCESSES PROCESS_ID EXPECTED RESULT MODEL KEYS...   (KEYS: JSON, one a mesh)
+Usage: python axes_worker.py ADDRESS DEVICES PROCESSES PROCESS_ID EXPECTED RESULT MODEL KEYS...
+KEYS are JSON, one a mesh.
 """
 
 import json
@@ -15,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from axes import Job, assert_same
 
 
-def main(address, processes, process_id, expected, result, model, *meshes):
+def main(address, devices, processes, process_id, expected, result, model, *meshes):
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8 // int(processes))
+    jax.config.update("jax_num_cpu_devices", int(devices) // int(processes))
     jax.config.update("jax_disable_most_optimizations", True)
     jax.distributed.initialize(address, num_processes=int(processes), process_id=int(process_id))
     said = {}

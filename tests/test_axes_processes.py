@@ -22,48 +22,77 @@ def sizes(**given):
     return {**ones, **{f"{name}_parallelism": size for name, size in given.items()}}
 
 
+AXES = ("data", "pipeline", "fsdp", "context", "tensor")
 # Eight devices: by the number of processes, meshes whose axes cross from one process to another.
 MESHES = {
     2: [
         sizes(dcn_data=2, ici_fsdp=4),
+        sizes(dcn_data=2, ici_tensor=4),
+        sizes(dcn_data=2, ici_context=2, ici_tensor=2),
+        sizes(dcn_data=2, ici_pipeline=2, ici_tensor=2),
         sizes(dcn_fsdp=2, ici_tensor=2, ici_data=2),
+        sizes(dcn_fsdp=2, ici_context=4),
         sizes(dcn_pipeline=2, ici_fsdp=2, ici_data=2),
+        sizes(dcn_pipeline=2, ici_context=2, ici_tensor=2),
         sizes(dcn_context=2, ici_fsdp=2, ici_tensor=2),
+        sizes(dcn_context=2, ici_pipeline=2, ici_fsdp=2),
         sizes(dcn_tensor=2, ici_fsdp=4),
+        sizes(dcn_tensor=2, ici_pipeline=2, ici_data=2),
     ],
     4: [
-        sizes(dcn_data=2, dcn_pipeline=2, ici_fsdp=2),
         sizes(dcn_data=4, ici_tensor=2),
+        sizes(dcn_data=2, dcn_fsdp=2, ici_tensor=2),
+        sizes(dcn_data=2, dcn_pipeline=2, ici_fsdp=2),
+        sizes(dcn_data=2, dcn_context=2, ici_fsdp=2),
+        sizes(dcn_data=2, dcn_tensor=2, ici_fsdp=2),
+        sizes(dcn_pipeline=4, ici_fsdp=2),
+        sizes(dcn_pipeline=2, dcn_context=2, ici_tensor=2),
+        sizes(dcn_pipeline=2, dcn_tensor=2, ici_fsdp=2),
+        sizes(dcn_fsdp=4, ici_context=2),
         sizes(dcn_fsdp=2, dcn_context=2, ici_fsdp=2),
+        sizes(dcn_context=4, ici_tensor=2),
+        sizes(dcn_tensor=4, ici_data=2),
     ],
 }
 WITH_EXPERTS = {
-    2: [sizes(dcn_expert=2, ici_fsdp=2, ici_tensor=2), sizes(dcn_data=2, ici_expert=4)],
-    4: [sizes(dcn_expert=4, ici_fsdp=2), sizes(dcn_expert=2, dcn_context=2, ici_expert=2)],
+    2: [
+        sizes(dcn_expert=2, ici_expert=4),
+        sizes(dcn_expert=2, ici_fsdp=2, ici_tensor=2),
+        sizes(dcn_expert=2, ici_pipeline=2, ici_context=2),
+        sizes(dcn_data=2, ici_expert=4),
+    ],
+    4: [
+        sizes(dcn_expert=4, ici_fsdp=2),
+        sizes(dcn_expert=2, dcn_context=2, ici_expert=2),
+        sizes(dcn_expert=2, dcn_pipeline=2, ici_tensor=2),
+    ],
 }
-CASES = [
-    pytest.param("dense", 2, MESHES[2]),
-    pytest.param("latent experts", 4, WITH_EXPERTS[4], marks=pytest.mark.long),
-    *(
-        pytest.param(model, processes, meshes, marks=pytest.mark.long)
-        for processes, meshes in MESHES.items()
+CASES = {
+    **{
+        ("each axis", model, processes): [sizes(**{f"dcn_{axis}": processes}) for axis in AXES]
+        for processes in MESHES
         for model in MODELS
-        if (model, processes) != ("dense", 2)
-    ),
-    pytest.param("latent experts", 2, WITH_EXPERTS[2], marks=pytest.mark.long),
-]
+    },
+    **{("axes together", model, processes): MESHES[processes] for processes in MESHES for model in MODELS},
+    **{("experts", "latent experts", processes): meshes for processes, meshes in WITH_EXPERTS.items()},
+}
+SHORT = ("each axis", "dense", 2)
 
 
-@pytest.mark.parametrize(("model", "processes", "meshes"), CASES)
-def test_axes_between_processes_give_what_one_device_does(model, processes, meshes, tmp_path):
+@pytest.mark.parametrize(
+    ("what", "model", "processes"),
+    [pytest.param(*case, marks=() if case == SHORT else pytest.mark.long) for case in CASES],
+)
+def test_axes_between_processes_give_what_one_device_does(what, model, processes, tmp_path):
     job = Job(model, devices=1)
     (tmp_path / "expected").write_bytes(pickle.dumps((job.first_gradients(), job.losses())))
-    address, keys = runs.free_address(), list(map(json.dumps, meshes))
+    devices = processes if what == "each axis" else 8
+    address, keys = runs.free_address(), list(map(json.dumps, CASES[what, model, processes]))
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "PJRT_NPROC": "32"}
     workers = [
         subprocess.Popen(
             [
-                *(sys.executable, HERE / "axes_worker.py", address, str(processes), str(index)),
+                *(sys.executable, HERE / "axes_worker.py", address, str(devices), str(processes), str(index)),
                 *(tmp_path / "expected", tmp_path / "said", model, *keys),
             ],
             env=environment,
@@ -74,6 +103,7 @@ def test_axes_between_processes_give_what_one_device_does(model, processes, mesh
     ]
     with runs.ended(*workers):
         for index, worker in enumerate(workers):
-            assert worker.wait(timeout=900) == 0, (tmp_path / f"log.{index}").read_text()
+            assert worker.wait(timeout=3600) == 0, (tmp_path / f"log.{index}").read_text()
+            assert "rematerialization" not in (tmp_path / f"log.{index}").read_text()
     said = json.loads((tmp_path / "said.0").read_text())
     assert said == dict.fromkeys(keys, "")

@@ -14,6 +14,21 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from src.config_values import size_key
 from src.errors import UserError
 
+# The key that a weight's dim of a logical axis has its size from.
+SIZE_KEYS = {
+    "vocab": "vocab_size, padded to a multiple of 128",
+    "embed": "base_emb_dim",
+    "expert_embed": "base_emb_dim",
+    "heads": "base_num_query_heads",
+    "kv_heads": "base_num_kv_heads",
+    "mlp": "base_mlp_dim or base_moe_mlp_dim",
+    "expert": "num_experts",
+    "latent": "q_lora_rank or kv_lora_rank",
+    "position": "trainable_position_size",
+    "layers": "base_num_decoder_layers or decoder_segments",
+    "other_layers": "decoder_segments",
+}
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -74,7 +89,8 @@ class Layout:
 
     def misfit(self, size: int, axis: str) -> str:
         """That a dim of logical axis `axis` and this size is not divisible, in words."""
-        return f"{axis} = {size} is not divisible by {self.sharded_by(axis)}"
+        key = f" ({SIZE_KEYS[axis]})" if axis in SIZE_KEYS else ""
+        return f"{axis} = {size}{key} is not divisible by {self.sharded_by(axis)}"
 
     def sharded_by(self, axis: str) -> str:
         """The mesh axes that shard logical axis `axis`, with their sizes, such as `data=2 x fsdp=4`."""
@@ -126,8 +142,8 @@ def make_layout(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Lay
     """The mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them, with its rules."""
     names = tuple(config["mesh_axes"])
     groups = count_slices(devices)
-    ici = _fill("ici", config, names, len(devices) // groups)
-    dcn = _fill("dcn", config, names, groups)
+    ici = _fill("ici", config, names, len(devices) // groups, groups)
+    dcn = _fill("dcn", config, names, len(devices) // groups, groups)
     if groups == 1:
         device_array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     else:
@@ -160,20 +176,53 @@ def _joined_by_process(device: jax.Device) -> bool:
     return device.platform != "tpu"
 
 
-def _fill(kind: str, config: Mapping[str, Any], names: Sequence[str], total: int) -> list[int]:
-    """The sizes of one kind for these mesh axes, with the one -1 replaced by what is left of `total`."""
-    sizes = [config[size_key(kind, name)] for name in names]
-    given = math.prod(size for size in sizes if size != -1)
-    filled = [total // given if size == -1 else size for size in sizes]
-    if math.prod(filled) != total:
-        typed = {size_key(kind, name): size for name, size in zip(names, sizes, strict=True)}
-        product = " x ".join(f"{key}={size}" for key, size in typed.items() if size != 1) or f"every {kind} size=1"
-        what = "devices in each slice or host" if kind == "ici" else "slices or hosts"
-        raise UserError(
-            f"The mesh does not multiply out: {product} against {total} {what}. "
-            f"Set one of the sizes to -1 (what is left), or sizes whose product is {total}."
+def _fill(kind: str, config: Mapping[str, Any], names: Sequence[str], devices: int, groups: int) -> list[int]:
+    """The sizes of one kind for these mesh axes, with the one -1 replaced by what the others leave.
+
+    Args:
+        kind: ici or dcn.
+        config: the sizes.
+        names: the mesh axes.
+        devices: in each slice or host.
+        groups: how many slices or hosts.
+    """
+    sizes = {size_key(kind, name): config[size_key(kind, name)] for name in names}
+    total = devices if kind == "ici" else groups
+    given = math.prod(size for size in sizes.values() if size != -1)
+    filled = [total // given if size == -1 else size for size in sizes.values()]
+    if math.prod(filled) == total:
+        return filled
+    larger = [f"{key}={size}" for key, size in sizes.items() if size not in (1, -1)]
+    product = " x ".join(larger) or f"every {kind} size=1"
+    plural = "s" * (total > 1)
+    what = f"device{plural} in each slice or host" if kind == "ici" else f"slice{plural} or host{plural}"
+    if -1 in sizes.values():
+        product += f" = {given}" if len(larger) > 1 else ""
+        said = f"{product} does not divide {total} {what}: {any_of(divisors(total))} {'do' if total > 1 else 'does'}."
+    else:
+        said = (
+            f"{product} against {total} {what}. Set one of the sizes to -1 (what is left), or sizes whose product is "
+            f"{total}."
         )
-    return filled
+    if kind == "dcn" and groups == 1:
+        said += (
+            " Larger dcn sizes need a job on more slices or hosts, which JAX did not find (docs/launch.md), or with "
+            "compile_topology, compile_topology_num_slices."
+        )
+    if kind == "ici" and groups > 1 and given > devices:
+        said += f" Between the {groups} slices or hosts sizes are dcn_*_parallelism."
+    raise UserError(f"The mesh does not multiply out: {said}")
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def any_of(choices: Sequence[Any]) -> str:
+    """In words, such as `1, 2 or 4`."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def mesh_axes_of(spec: PartitionSpec) -> set[str]:
@@ -208,20 +257,21 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
     """
     problems: dict[str, None] = {}
     keys: dict[str, None] = {}
+    rules: dict[str, None] = {}
 
     def place(path: Any, shape: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
         for size, axis in zip(shape.shape, dims, strict=True):
             if axis is not None and size % layout.shards(axis):
                 problems[layout.misfit(size, axis)] = None
                 keys.update((size_key(kind, name), None) for name in layout.axes(axis) for kind in ("ici", "dcn"))
-                keys[f"logical_axis_rules.{axis}"] = None
+                rules[f"logical_axis_rules.{axis}=[]"] = None
         return layout.sharding(dims)
 
     shardings = jax.tree.map_with_path(place, shapes, axes)
     if problems:
         raise UserError(
-            f"Weights do not divide over the mesh: {'; '.join(problems)}. Change those sizes of the model, or of "
-            f"{', '.join(keys)}."
+            f"Weights do not divide over the mesh: {'; '.join(problems)}. Change these sizes, or {any_of(list(keys))}, "
+            f"or leave such a dim whole on each device: {', '.join(rules)}."
         )
     return shardings
 
@@ -234,10 +284,10 @@ def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key
     """
     rows, shards = per_device * layout.mesh.size, layout.shards("batch")
     if abs(rows - round(rows)) > 1e-6 or round(rows) % shards or round(rows) == 0:
+        into = f"does not divide into {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else "is not whole"
         raise UserError(
-            f"{key}={per_device:g} on {layout.mesh.size} devices is {rows:g} rows a micro-batch, which does not "
-            f"divide into {shards} shards ({layout.sharded_by('batch')}). "
-            f"Use a multiple of {shards / layout.mesh.size:g}."
+            f"{key}={per_device:g} on {layout.mesh.size} device{'s' * (layout.mesh.size > 1)} is {rows:g} rows a "
+            f"micro-batch, which {into}. Use a multiple of {shards / layout.mesh.size:g}."
         )
     return round(rows) * micro_batches
 

@@ -57,9 +57,12 @@ def assert_says(message, *parts):
         ({"model_name": "lama2-7b"}, ["model_name=lama2-7b", "llama2-7b"]),
         ({"global_parameter_scale": 3}, ["global_parameter_scale=3", "power of two"]),
         ({"ici_fsdp_parallelism": 3}, ["does not multiply out", "ici_fsdp_parallelism=3", "8 devices", "-1"]),
-        ({"dcn_data_parallelism": 2}, ["does not multiply out", "dcn_data_parallelism=2", "1 slices or hosts"]),
-        ({"ici_tensor_parallelism": 8}, ["heads = 2 is not divisible by tensor=8", "ici_tensor_parallelism"]),
-        ({"base_emb_dim": 36}, ["embed = 36 is not divisible by fsdp=8"]),
+        ({"dcn_data_parallelism": 2}, ["does not multiply out", "dcn_data_parallelism=2", "1 slice or host"]),
+        (
+            {"ici_tensor_parallelism": 8},
+            ["heads = 2 (base_num_query_heads) is not divisible by tensor=8", "ici_tensor"],
+        ),
+        ({"base_emb_dim": 36}, ["embed = 36 (base_emb_dim) is not divisible by fsdp=8"]),
         ({"per_device_batch_size": 0.3}, ["per_device_batch_size=0.3", "2.4 rows", "multiple of 1"]),
         (
             {"eval_interval": 2, "eval_per_device_batch_size": 0.5},

@@ -44,18 +44,28 @@ def test_a_size_of_minus_one_takes_the_devices_that_are_left(sizes, mesh):
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "parts"),
     [
-        {"ici_fsdp_parallelism": 4},
-        {"ici_tensor_parallelism": 3},
-        {"ici_tensor_parallelism": 16},
-        {"ici_fsdp_parallelism": 8, "dcn_data_parallelism": 2},
+        ({"ici_fsdp_parallelism": 4}, ["ici_fsdp_parallelism=4 against 8 devices", "whose product is 8"]),
+        ({"ici_tensor_parallelism": 3}, ["ici_tensor_parallelism=3 does not divide 8 devices", "1, 2, 4 or 8 do"]),
+        ({"ici_pipeline_parallelism": 3, "ici_tensor_parallelism": 4}, ["=3 x ici_tensor_parallelism=4 = 12 does not"]),
+        ({"ici_tensor_parallelism": 16}, ["ici_tensor_parallelism=16 does not divide 8 devices"]),
+        (
+            {"ici_fsdp_parallelism": 8, "dcn_data_parallelism": 2},
+            ["dcn_data_parallelism=2 against 1 slice or host", "which JAX did not find"],
+        ),
     ],
 )
-def test_sizes_that_do_not_multiply_to_the_devices_are_an_error(sizes):
-    key, size = list(sizes.items())[-1]
-    with pytest.raises(UserError, match=f"does not multiply out: .*{key}={size}"):
+def test_sizes_that_do_not_multiply_to_the_devices_are_an_error(sizes, parts):
+    with pytest.raises(UserError, match="does not multiply out") as error:
         layout_of(**sizes)
+    assert [part for part in parts if part not in str(error.value)] == []
+    assert ("dcn" in str(error.value)) == ("dcn_data_parallelism" in sizes)
+
+
+def test_a_size_of_minus_one_beside_the_default_one_says_what_to_add():
+    with pytest.raises(UserError, match="so add ici_fsdp_parallelism=1"):
+        load(ici_tensor_parallelism=-1)
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,8 @@ def test_dcn_axes_run_between_slices_and_ici_axes_within():
         assert set(slices[index].flat) == {index}
     with pytest.raises(UserError, match="2 slices or hosts"):
         make_layout(load(dcn_data_parallelism=4), devices)
+    with pytest.raises(UserError, match=r"Between the 2 slices or hosts sizes are dcn_\*_parallelism"):
+        make_layout(load(ici_tensor_parallelism=8), devices)
 
 
 def test_arrays_lie_in_equal_parts_on_the_devices():
@@ -97,9 +109,13 @@ def test_arrays_lie_in_equal_parts_on_the_devices():
 def test_all_weights_that_do_not_divide_are_named_at_once():
     with pytest.raises(UserError, match="Weights do not divide") as error:
         make(devices=8, ici_tensor_parallelism=8, base_num_query_heads=4, base_num_kv_heads=2, base_mlp_dim=60)
-    for problem in ("heads = 4 is not", "kv_heads = 2 is not", "mlp = 60 is not divisible by tensor=8"):
+    for problem in (
+        "heads = 4 (base_num_query_heads) is not divisible by tensor=8",
+        "kv_heads = 2 (base_num_kv_heads) is not",
+        "mlp = 60 (base_mlp_dim",
+    ):
         assert problem in str(error.value)
-    for key in ("ici_tensor_parallelism", "dcn_tensor_parallelism", "logical_axis_rules.heads"):
+    for key in ("ici_tensor_parallelism or dcn_tensor_parallelism", "logical_axis_rules.kv_heads=[]"):
         assert key in str(error.value)
     assert "embed" not in str(error.value)
 
@@ -137,9 +153,10 @@ def test_global_batch(per_device, micro_batches, sizes, rows):
 
 @pytest.mark.parametrize(("per_device", "devices"), [(0.5, 8), (0.1, 8), (1.5, 1), (0.01, 8)])
 def test_rows_that_do_not_divide_over_the_devices_are_an_error(per_device, devices):
-    with pytest.raises(UserError, match=f"per_device_batch_size={per_device:g} on {devices} devices") as error:
+    with pytest.raises(UserError, match=f"per_device_batch_size={per_device:g} on {devices} device") as error:
         global_batch_size(layout_of(devices), per_device, 1, "per_device_batch_size")
     assert "Use a multiple of 1" in str(error.value)
+    assert ("8 shards (fsdp=8)" if devices == 8 else "which is not whole") in str(error.value)
 
 
 def test_shards_of_a_logical_axis():

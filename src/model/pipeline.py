@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from src.errors import UserError
-from src.mesh import Layout
+from src.mesh import Layout, any_of, divisors
 from src.model.context import Context
-from src.model.spec import ModelSpec, longest
+from src.model.spec import ModelSpec, Segment, longest
 
 AXIS = "stage"
 
@@ -97,19 +97,35 @@ def make_schedule(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) ->
     if repeats == -1:
         repeats = max(segment.repeats // stages, 1)
     if segment.repeats % (stages * repeats):
-        period = len(segment.pattern)
-        of_pattern = f" of a pattern of {period} layers" if period > 1 else ""
-        raise UserError(
-            f"the segment with the most layers has {segment.repeats} repeats{of_pattern}, which do not divide into "
-            f"{stages} pipeline stages x num_pipeline_repeats={repeats}: change the number of layers, "
-            "num_pipeline_repeats, ici_pipeline_parallelism or dcn_pipeline_parallelism"
-        )
+        raise UserError(_uneven(config, segment, stages))
     if repeats > 1 and micro_batches != -1 and micro_batches % stages:
         raise UserError(
             f"num_pipeline_microbatches={micro_batches} must be a multiple of the {stages} pipeline stages where "
             f"num_pipeline_repeats={repeats}: micro-batches come back to the first stage in groups of as many"
         )
     return Schedule(stages, repeats, stages if micro_batches == -1 else micro_batches)
+
+
+def _uneven(config: Mapping[str, Any], segment: Segment, stages: int) -> str:
+    """That stages and turns do not divide a segment's repeats, and which numbers do."""
+    count, repeats, period = segment.repeats, max(config["num_pipeline_repeats"], 1), len(segment.pattern)
+    if config["decoder_segments"]:
+        of_pattern = f" of a pattern of {period} layers" if period > 1 else ""
+        has, key = f"the segment with the most layers has {count} repeats{of_pattern}", "repeats of decoder_segments"
+    else:
+        has, key = f"the model has {count} layers", "base_num_decoder_layers"
+    turns = f" x num_pipeline_repeats={repeats}" if repeats > 1 else ""
+    if count % stages == 0:
+        advice = f"num_pipeline_repeats may be {any_of(divisors(count // stages))}"
+    else:
+        numbers = [number for number in divisors(count) if number > 1 and count % (number * repeats) == 0]
+        without = " without num_pipeline_repeats" if repeats > 1 and not numbers else ""
+        sizes = any_of(numbers or divisors(count))
+        advice = f"ici_pipeline_parallelism x dcn_pipeline_parallelism may be {sizes}{without}"
+    return (
+        f"{has}, which do not divide into {stages} pipeline stages{turns}: {advice}, or {key} a multiple of "
+        f"{stages * repeats}"
+    )
 
 
 def run_stages(

@@ -7,9 +7,10 @@ import html
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from etils import epath
 
@@ -20,7 +21,7 @@ from src.metrics import duration, eval_key, eval_sets, perplexity
 
 _TEMPLATE = Path(__file__).with_name("report_template.html")
 
-Entry = Mapping[str, int | float | None]  # a line of metrics.jsonl
+Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers or None, and lists of such
 
 
 def main(argv: Sequence[str]) -> None:
@@ -121,7 +122,7 @@ def eval_names(evals: Sequence[Entry]) -> list[str]:
 
 
 def charts(train: Sequence[Entry], evals: Sequence[Entry]) -> list[str]:
-    """The page's figures: loss, perplexity, learning rate, gradient norm, tokens a second; none of nulls alone."""
+    """The page's figures: loss, perplexity, learning rate, gradient norm, experts, speed; none of nulls alone."""
     if not train:
         return ['<p class="card">No step is recorded yet.</p>']
     figures = []
@@ -137,9 +138,34 @@ def charts(train: Sequence[Entry], evals: Sequence[Entry]) -> list[str]:
     norms = _curve_and_median("each step", train, "grad_norm")
     if values := _values(norms):
         figures.append(line_chart("Gradient norm", "", norms, _log_if_wide(values), show_number))
+    figures += expert_charts(train)
     speed = _curve_and_median("each step", train, "tokens_per_second")
     figures.append(line_chart("Tokens a second", "", speed, _linear(0, max(_values(speed))), show_number))
     return figures
+
+
+def expert_charts(train: Sequence[Entry]) -> list[str]:
+    """The figures of a run with layers of experts: the greatest load, dropped choices if there are any, the loss."""
+    loads, dropped = (
+        _over_layers(train, "expert_load_max", max),
+        _over_layers(train, "tokens_dropped", statistics.fmean),
+    )
+    figures = []
+    for title, note, entries, key, show in [
+        ("Busiest expert", "Its load over the mean, in the worst layer.", loads, "expert_load_max", show_number),
+        ("Dropped choices", "Of all choices, the mean over layers.", dropped, "tokens_dropped", "{:.2%}".format),
+        ("Load-balance loss", "Sum over layers: 1 a layer when even.", train, "load_balance_loss", show_number),
+    ]:
+        series = _curve_and_median("each step", entries, key)
+        if any(values := _values(series)):
+            figures.append(line_chart(title, note, series, _log_if_wide(values), show))
+    return figures
+
+
+def _over_layers(entries: Iterable[Entry], key: str, reduce: Callable[[Sequence[float]], float]) -> list[Entry]:
+    """Of the entries that have a list of `key`, a number for each layer, one number; None where none is finite."""
+    layers = [(entry["step"], [x for x in entry[key] if x is not None]) for entry in entries if key in entry]
+    return [{"step": step, key: reduce(finite) if finite else None} for step, finite in layers]
 
 
 def _curve_and_median(name: str, entries: Sequence[Entry], key: str) -> list[Series]:

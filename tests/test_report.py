@@ -102,6 +102,27 @@ def test_curves_carry_the_runs_own_numbers(tmp_path):
     ]
 
 
+def test_experts_have_their_loads_drops_and_loss_drawn(tmp_path):
+    loads = {"expert_load_max": [1.5, 2.5, None], "load_balance_loss": 3.25}
+    entries = [
+        train_entry(1, **loads, tokens_dropped=[0.0, 0.02]),
+        train_entry(2, **loads, tokens_dropped=[None, None]),
+    ]
+    text = report(tmp_path, entries)
+    drawn = dict(zip(titles(text), Page(text).figures, strict=True))
+    assert drawn["Busiest expert"] == [["each step", [[1, "2.5"], [2, "2.5"]]]]
+    assert drawn["Dropped choices"] == [["each step", [[1, "1.00%"]]]]
+    assert drawn["Load-balance loss"] == [["each step", [[1, "3.25"], [2, "3.25"]]]]
+    all_kept = report(tmp_path / "all kept", [train_entry(1, **loads, tokens_dropped=[0.0, 0.0])])
+    assert set(drawn) - set(titles(all_kept)) == {"Dropped choices"}
+    dense = report(tmp_path / "dense", [train_entry(1)])
+    assert set(drawn) - set(titles(dense)) == {"Busiest expert", "Dropped choices", "Load-balance loss"}
+
+
+def titles(text):
+    return re.findall("<figcaption><b>(.*?)</b>", text)
+
+
 def test_names_and_values_are_escaped(tmp_path):
     text = report(tmp_path / "<i>x&", [train_entry(1)], ["prompt=</pre><script>alert(1)</script>"])
     Page(text)

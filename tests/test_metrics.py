@@ -3,6 +3,7 @@ import json
 import math
 import struct
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -53,6 +54,11 @@ def tensorboard_events(folder):
             events.append(Event.FromString(data[12 : 12 + length]))
             data = data[16 + length :]
     return events
+
+
+def test_the_page_of_metrics_has_every_field():
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    assert [key for key in TRAIN_KEYS + EVAL_KEYS if f"`{key}`" not in page] == []
 
 
 def test_a_line_a_step_with_keys_in_order_whatever_order_they_came_in(tmp_path):

@@ -14,6 +14,7 @@
 # shellcheck source=scripts/launch_common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/launch_common.sh"
 
+if [[ ${1:-} == --dry-run ]]; then dry_run=true && shift; fi
 [[ $# -gt 0 ]] || set -- --help
 action=$1 type='' slices=1 image='' words=() command=()
 case $action in

@@ -54,6 +54,7 @@ while [[ $# -gt 0 && $1 != -- ]]; do
     --dry-run) dry_run=true ;;
     -h | --help) show_help && exit ;;
     --*=*) options+=("$1") ;;
+    --*) fail "'$1' needs its value after a =: $1=VALUE" ;;
     *) fail "'$1' is no option of the form --NAME=VALUE; the command to run comes after --" ;;
   esac
   shift

@@ -19,6 +19,7 @@
 # shellcheck source=scripts/launch_common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/launch_common.sh"
 
+if [[ ${1:-} == --dry-run ]]; then dry_run=true && shift; fi
 [[ $# -gt 0 ]] || set -- --help
 action=$1 name='' type='' slices=1 workers=1 version='' tier='' zone='' project='' slice=0 worker=0
 waits=true yes=false force=false command=()
@@ -56,18 +57,19 @@ for number in slices workers slice worker; do
   [[ ${!number} =~ ^[0-9]+$ ]] || fail "--$number ${!number} is no number"
 done
 
-# setting KEY OPTION: what gcloud's own configuration has.
+# setting KEY: what gcloud's own configuration has, or nothing.
 setting() {
   local value
   value=$(gcloud config get-value "$1" 2>/dev/null) || true
-  [[ -n $value && $value != "(unset)" ]] || fail "which $2? Give --$2, or once: gcloud config set $1 VALUE"
-  echo "$value"
+  [[ $value == "(unset)" ]] || echo "$value"
 }
-if ! $dry_run || [[ -z $zone || -z $project ]]; then
-  type -P gcloud >/dev/null || fail "gcloud is not installed: https://cloud.google.com/sdk/docs/install"
-fi
-[[ -n $zone ]] || zone=$(setting compute/zone zone)
-[[ -n $project ]] || project=$(setting project project)
+$dry_run || type -P gcloud >/dev/null || fail "gcloud is not installed: https://cloud.google.com/sdk/docs/install"
+[[ -n $zone ]] || zone=$(setting compute/zone)
+[[ -n $project ]] || project=$(setting project)
+[[ -n $zone$project ]] || fail "which zone and project? Give --zone and --project, or once:\
+ gcloud config set compute/zone ZONE; gcloud config set project PROJECT"
+[[ -n $zone ]] || fail "which zone? Give --zone, or once: gcloud config set compute/zone ZONE"
+[[ -n $project ]] || fail "which project? Give --project, or once: gcloud config set project PROJECT"
 where=(--zone="$zone" --project="$project")
 # Silent connections are cut after ten minutes otherwise, and nobody is there to answer whether a host is known.
 quietly=(--strict-host-key-checking=no --ssh-flag=-oServerAliveInterval=30)
@@ -126,6 +128,7 @@ create() {
     v6e-[1-9]*) runtime=v2-alpha-tpuv6e ;;
     v5e-*) fail "--type $type: Cloud TPU's name for it is v5litepod-${type#v5e-}" ;;
     tpu7x*) fail "--type $type: TPU7x is not had as TPU VMs, but through GKE: scripts/gke.sh" ;;
+    '') fail "--type is missing: expected v4-N, v5litepod-N, v5p-N or v6e-N, such as v5litepod-256" ;;
     *) fail "--type '$type' is unknown: expected v4-N, v5litepod-N, v5p-N or v6e-N, such as v5litepod-256" ;;
   esac
   if [[ $slices -gt 1 ]]; then shape=(--node-count="$slices" --node-prefix="$name"); fi

@@ -168,7 +168,7 @@ def test_a_dry_run_prints_each_command_of_a_run_and_runs_none(cloud):
         (["create", "pod", "--type", "v5e-256"], "v5litepod-256"),
         (["create", "pod", "--type", "tpu7x-8"], "scripts/gke.sh"),
         (["create", "pod", "--type", "h100"], "expected v4-N, v5litepod-N, v5p-N or v6e-N"),
-        (["create", "pod"], "expected v4-N"),
+        (["create", "pod"], "--type is missing: expected v4-N"),
         (["create", "pod", "--type", "v4-8", "--slices", "two"], "--slices two is no number"),
         (["create", "--type", "v4-8"], "scripts/tpu.sh create NAME"),
         (["launch", "pod"], "none of create, run, stop, status, ssh, delete"),
@@ -194,7 +194,10 @@ def test_zone_and_project_are_gclouds_own_if_not_given(cloud):
     (cloud.folder / "settings.json").write_text("{}")
     done = cloud.launch("tpu.sh", "delete", "pod", "--yes")
     assert done.returncode == 2
-    assert done.stderr == "tpu.sh: which zone? Give --zone, or once: gcloud config set compute/zone VALUE\n"
+    both = "which zone and project? Give --zone and --project, or once: gcloud config set compute/zone ZONE; "
+    assert done.stderr == f"tpu.sh: {both}gcloud config set project PROJECT\n"
+    done = cloud.launch("tpu.sh", "delete", "pod", "--yes", "--project", "research")
+    assert done.stderr == "tpu.sh: which zone? Give --zone, or once: gcloud config set compute/zone ZONE\n"
 
 
 def test_without_gcloud_one_line_says_so(cloud, monkeypatch):
@@ -206,6 +209,10 @@ def test_without_gcloud_one_line_says_so(cloud, monkeypatch):
     done = cloud.launch("tpu.sh", "status", "pod", *PLACE)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "gcloud is not installed" in done.stderr
+    done = cloud.launch("tpu.sh", "status", "pod", *PLACE, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    done = cloud.launch("tpu.sh", "status", "pod", "--dry-run")
+    assert "which zone and project?" in done.stderr
 
 
 # ---- Cloud TPU: played through
@@ -471,6 +478,7 @@ def test_a_slurm_job_preempted_with_time_to_save_is_in_the_queue_again(slurm):
     [
         (["--", "python", "-m", "src.train", "configs/base.yml"], "has no run_name=NAME"),
         (["--nodes", "0", "--", "true"], "--nodes 0: expected a number, 1 or more"),
+        (["--partition", "gpu", "--", "true"], "'--partition' needs its value after a =: --partition=VALUE"),
         (["-N", "2", "--", "true"], "'-N' is no option of the form --NAME=VALUE"),
         (["--nodes", "2"], "what is to be run?"),
     ],
@@ -654,6 +662,13 @@ def test_help_is_the_scripts_first_comment(script):
     comment = (ROOT / "scripts" / script).read_text().split("\n\n")[0].splitlines()[1:]
     assert done.stdout.splitlines() == [line.removeprefix("#").removeprefix(" ") for line in comment]
     assert f"scripts/{script}" in done.stdout
+
+
+@pytest.mark.parametrize(("script", "arguments"), [("tpu.sh", ["status", "pod", *PLACE]), ("gke.sh", ["logs", "job"])])
+def test_dry_run_may_come_first(gke, script, arguments):
+    first, last = gke.launch(script, "--dry-run", *arguments), gke.launch(script, *arguments, "--dry-run")
+    assert (first.returncode, first.stdout, first.stderr) == (0, last.stdout, "")
+    assert first.stdout
 
 
 DOCUMENTED = [words for words in commands_of(ROOT / "docs" / "launch.md") if words[0].startswith("scripts/")]

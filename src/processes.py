@@ -12,12 +12,9 @@ from jax.experimental import multihost_utils
 from src.config_yaml import base, dump
 from src.errors import UserError
 
-# What may differ from process to process: which one it is, and where a host has what all have. That the data and the
+# What may differ from process to process: which one it is, and where a host has what all have. That training data and
 # tokenizer are the same, their fingerprint tells (src/data/global_arrays.py).
-OF_ONE_PROCESS = (
-    *("process_id", "coordinator_address", "jax_cache_dir"),
-    *("dataset_path", "eval_dataset_path", "datasets", "tokenizer_path"),
-)
+OF_ONE_PROCESS = ("process_id", "coordinator_address", "jax_cache_dir", "dataset_path", "datasets", "tokenizer_path")
 
 
 def start_distributed(config: Mapping[str, Any]) -> None:

@@ -156,7 +156,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(folder, corp
     [
         (
             {"logical_axis_rules.length": "[fsdp]", "logical_axis_rules.batch": "[]", "max_target_length": 60},
-            "length = 60",
+            "max_target_length=60 does not divide into 16 parts",
         ),
         ({"logical_axis_rules.activation_embed": "[fsdp]"}, "mesh axis fsdp"),
     ],

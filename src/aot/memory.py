@@ -12,7 +12,6 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from src.build import Built
 from src.mesh import mesh_axes_of
 from src.model.dispatch import SLACK
-from src.model.moe import AXES
 from src.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec
 from src.model.weights import by_path
 from src.optimizer import Hyper
@@ -244,13 +243,11 @@ def _logits_bytes(built: Built) -> int:
 def _gathered_bytes(built: Built) -> int:
     """Of the largest block's weights in the compute dtype, whole in the dims that `embed` shards."""
     plan, rules = built.plan, built.plan.layout.rules
-    shardings, blocks = by_path(plan.shardings), dict[Any, int]()
+    shardings, axes, blocks = by_path(plan.shardings), by_path(plan.axes), dict[Any, int]()
     for path, leaf in by_path(plan.shapes).items():
         if path[0] == "segments":
-            layer = plan.spec.plan[int(path[1])].pattern[int(path[2])]
-            of_experts = isinstance(layer.feed_forward, ExpertsSpec) and path[3] == "feed_forward" and path[4] in AXES
-            rule = rules["expert_embed" if of_experts else "embed"]
-            gathered = mesh_axes_of(shardings[path].spec).intersection(rule)
+            rule = "expert_embed" if "expert_embed" in axes[path] else "embed"
+            gathered = mesh_axes_of(shardings[path].spec).intersection(rules[rule])
             parts = math.prod(plan.layout.mesh.shape[axis] for axis in gathered)
             here = shardings[path].shard_shape(leaf.shape)
             size = math.prod(here) * (parts if parts > 1 else 0)

@@ -16,7 +16,7 @@ MESH_AXES = {
 }
 # What others call these words.
 MESH_WORDS_ELSEWHERE = {
-    "dp": "data", "replica": "data", "stage": "pipeline", "pp": "pipeline", "sequence": "context", "cp": "context",
+    "dp": "data", "replica": "data", "stage": "pipeline", "pp": "pipeline", "cp": "context",
     "sp": "context", "ep": "expert", "model": "tensor", "mdl": "tensor", "tp": "tensor",
 }
 DTYPES = ("bfloat16", "float32")

@@ -66,8 +66,6 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         `expert_load_max` (the busiest one's load over the mean) and `tokens_dropped` (the fraction of choices).
     """
     tokens = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
-    uses_dropout = plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers)
-
     apart = plan.summed_by_hand()
 
     def micro_loss(trainable: Any, others: Any, rows: Batch) -> tuple[jax.Array, Any]:
@@ -97,7 +95,7 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     real = jnp.sum(batch["segment_ids"] > 0)
     given = (state.trainable, (state.frozen, state.stats, tokens, real))
     rows = {name: x for name, x in batch.items() if name != "data_position"}
-    if uses_dropout:
+    if plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers):
         step_key = jax.random.fold_in(jax.random.key(plan.seed), state.step)
         keys_BTW = token_keys(step_key, *batch["tokens"].shape)
         rows["dropout_keys"] = plan.layout.constrain(keys_BTW, "batch", None, None)

@@ -38,6 +38,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "gpu": {
         "xla_gpu_all_gather_combine_threshold_bytes": "134217728",
         "xla_gpu_enable_while_loop_double_buffering": "true",
+        "xla_gpu_enable_latency_hiding_scheduler": "true",
     },
     "tpu": {},
     "TPU v4": {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE},

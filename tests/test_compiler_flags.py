@@ -103,7 +103,7 @@ def test_a_run_with_flags_dumps_its_step_and_learns_the_same(tmp_path):
         ("v5e-16", 2, {"xla_enable_async_all_reduce": "True"}),
         ("v6e-16", 1, {}),
         ("tpu7x-16", 1, {}),
-        ("a3", 2, {"xla_gpu_enable_while_loop_double_buffering": "True"}),
+        ("a3", 2, {"xla_gpu_enable_latency_hiding_scheduler": "True"}),
     ],
 )
 def test_the_compiler_of_each_hardware_takes_its_preset(topology, slices, holds):

@@ -62,8 +62,8 @@ class Experts(nnx.Module):
         out_BTD, kept_BTk = self._run(x_BTD, experts_BTk, weights_BTk, real_BT, context.layout)
         out_BTD = context.scattered(out_BTD)
         if self.spec.shared:
-            # It needs nothing of the others: a compiler may run it while tokens are on their way. libtpu does not yet
-            # (docs/log.md).
+            # It needs nothing of the others: a compiler may run it while tokens are on their way. XLA's for GPUs does
+            # with its latency-hiding scheduler; libtpu does not yet (docs/log.md).
             out_BTD += self.shared(x_BTD, context)[0]
         report = router.report(logits_BTE, scores_BTE, experts_BTk, kept_BTk, real_BT, context.layout)
         return checkpoint_name(out_BTD, "mlpwo"), report

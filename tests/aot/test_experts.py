@@ -11,6 +11,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 from tiny import load
 
 from src.aot.devices import abstract_devices
+from src.compiler_flags import compiler_options
 from src.mesh import make_layout, weight_shardings
 from src.model import weights
 from src.model.context import Context
@@ -120,3 +121,22 @@ def test_experts_on_gpus_cost_what_their_rows_do(experts):
     assert found == {(ff, rows, 1), (d, rows, 1), (f, rows, 1), (ff, d, here), (d, f, here)}
     every_row_for_every_expert = 2 * 64 * TOKENS * k * F
     assert step.compile().memory_analysis().temp_size_in_bytes < every_row_for_every_expert
+
+
+@needs_cuda
+@pytest.mark.parametrize("settings", [{}, {"capacity_factor": 1.25}], ids=["dropless", "capacity"])
+def test_shared_experts_compute_while_rows_are_on_their_way(settings):
+    """On GPUs, by the preset's flags: the program starts an exchange of rows, runs them, and then waits for its end."""
+    D, F = (SMALL_DEEPSEEK[f] for f in ("base_emb_dim", "base_moe_mlp_dim"))
+    flags = compiler_options("auto", abstract_devices(parse_topology("a3", 1))[0], 1)
+    text = lowered({**SMALL_DEEPSEEK, "shared_experts": 3, **settings}, "a3", 8).compile(flags).as_text()
+    under_way, beside_product = set(), []
+    for line in text[text.index("\nENTRY ") :].splitlines():
+        if match := re.match(rf"  %(\S*all-to-all-start\S*) = .*,{D}\]", line):
+            under_way.add(match[1])
+        elif match := re.match(r"  %\S*all-to-all-done\S* = .*\(%([\w.-]+)\)", line):
+            under_way.discard(match[1])
+        elif re.match(rf"  %\S*dot\S* = bf16\[{TOKENS},{2 * 3 * F}\]", line):  # both projections to the hidden units
+            beside_product.append(set(under_way))
+    assert len(beside_product) == 1
+    assert beside_product[0]

@@ -53,8 +53,11 @@ while [[ $# -gt 0 ]]; do
   shift
 done
 [[ -n $name ]] || fail "which queued resource? scripts/tpu.sh $action NAME"
-for number in slices workers slice worker; do
-  [[ ${!number} =~ ^[0-9]+$ ]] || fail "--$number ${!number} is no number"
+for number in slices workers; do
+  [[ ${!number} =~ ^[1-9][0-9]*$ ]] || fail "--$number ${!number}: expected a number, 1 or more"
+done
+for number in slice worker; do
+  [[ ${!number} =~ ^[0-9]+$ ]] || fail "--$number ${!number}: expected a number, from 0 up"
 done
 
 # setting KEY: what gcloud's own configuration has, or nothing.

@@ -31,6 +31,7 @@ BETWEEN_SLICES = {
     "REDUCE_SCATTER": "reduce-scatter",
     "ALL_REDUCE": "all-reduce",
     "ALL_TO_ALL": "all-to-all",
+    "RAGGED_ALL_TO_ALL": "ragged-all-to-all",
     "ONE_TO_ONE": "collective-permute",
 }
 
@@ -102,6 +103,8 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
     for computation, instruction, times in _executed(computations, entry, 1):
         kind = instruction.opcode.removesuffix("-start")
         if instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
+            if re.search(r'_ragged_operand_index="[1-9]', instruction.attributes):
+                continue  # beside the rows of a ragged exchange, four sends of who gets how many, of a few bytes
             kind, groups, whole = _between_slices(instruction, places)
         elif kind in RING_SHARE and not _goes_on(instruction, computations[computation]):
             groups = places.numbers(_groups(instruction.attributes, places.partitions))

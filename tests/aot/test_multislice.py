@@ -94,6 +94,19 @@ def test_experts_whose_losses_have_no_weight_wait_for_other_slices_once_a_step()
     assert {each.times for each in found} == {1}
 
 
+@needs_libtpu
+def test_experts_of_other_slices_get_rows_and_send_them_back():
+    """Of 256 tokens with two experts each a device sends all rows, and has room for a quarter more."""
+    keys = {**EXPERTS, "base_emb_dim": 1024, "ici_expert_parallelism": 1, "dcn_expert_parallelism": 2}
+    found, _ = between_slices("v5e-8", 2, **keys, dcn_data_parallelism=1)
+    exchanges = [each for each in found if each.kind == "ragged-all-to-all"]
+    row, rows = 1024 * 2, 256 * 2
+    assert {each.whole_bytes for each in exchanges} == {rows * row, rows * 5 // 4 * row}
+    assert {(each.axes, each.sent_bytes / each.whole_bytes) for each in exchanges} == {(("expert",), 1 / 2)}
+    # In each of four layers there and back, forward, forward again, and backward; and so in one further window.
+    assert sum(each.times for each in exchanges) >= 4 * 3 * 2 * 2
+
+
 @needs_cuda
 @pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 4}], ids=str)
 def test_so_does_one_on_hosts_of_gpus(keys):

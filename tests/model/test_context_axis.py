@@ -105,6 +105,17 @@ def test_devices_that_share_rows_train_as_one_does(model, mesh, capfd):
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("model", ["llama", "latent"])
+def test_bfloat16_runs_on_cpus(model):
+    """XLA for CPUs aborts on a sum in bfloat16 that is made within a map over some of the axes."""
+    alone, shared = (
+        Trainer(devices=devices_of(mesh), initial=False, dtype="bfloat16", **MODELS[model], **mesh)
+        for mesh in ({}, MESHES["context 4 x tensor 2"])
+    )
+    losses = [trainer.step(packed_rows(0), 0)["loss"] for trainer in (alone, shared)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
 def test_each_device_has_as_many_keys_to_see_as_any_other():
     layout = make_layout(load(**MESHES["context 8"]), jax.devices())
     order = even_order(64, layout)

@@ -1,5 +1,6 @@
 """The launchers under scripts/: what they run, against fake gcloud, sbatch and kubectl that play the other side."""
 
+import functools
 import json
 import os
 import re
@@ -46,7 +47,10 @@ class Cloud(NamedTuple):
         return subprocess.run([f"scripts/{script}", *map(str, arguments)], **self.options(), timeout=60, check=False)
 
     def start(self, *arguments):
-        return subprocess.Popen(["scripts/tpu.sh", *arguments], **self.options(), start_new_session=True)
+        # What a shell starts in the background, which the tests may be, ignores ctrl-C, and so do its children.
+        heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        command = ["scripts/tpu.sh", *arguments]
+        return subprocess.Popen(command, **self.options(), start_new_session=True, preexec_fn=heard)
 
     def options(self):
         return {"cwd": self.repository, "text": True, "stdin": subprocess.DEVNULL, "stdout": -1, "stderr": -1}
@@ -90,7 +94,9 @@ def cloud(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for command in ("init -q", "add -A"):
         subprocess.run(["git", *command.split()], cwd=repository, check=True)
-    return Cloud(repository, folder)
+    yield Cloud(repository, folder)
+    for wait in ("waits", "installs"):
+        (folder / wait).unlink(missing_ok=True)
 
 
 def program(path, script):
@@ -308,7 +314,7 @@ def waiting(cloud):
     (cloud.folder / "waits").unlink(missing_ok=True)
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.communicate(timeout=30)
 
 
 def wait_until(condition):

@@ -1,6 +1,5 @@
 """The launchers under scripts/: what they run, against fake gcloud, sbatch and kubectl that play the other side."""
 
-import functools
 import json
 import os
 import re
@@ -47,10 +46,9 @@ class Cloud(NamedTuple):
         return subprocess.run([f"scripts/{script}", *map(str, arguments)], **self.options(), timeout=60, check=False)
 
     def start(self, *arguments):
-        # What a shell starts in the background, which the tests may be, ignores ctrl-C, and so do its children.
-        heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        command = ["scripts/tpu.sh", *arguments]
-        return subprocess.Popen(command, **self.options(), start_new_session=True, preexec_fn=heard)
+        # What a shell starts in the background ignores ctrl-C, and so do its children: these tests may be there.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return subprocess.Popen(["scripts/tpu.sh", *arguments], **self.options(), start_new_session=True)
 
     def options(self):
         return {"cwd": self.repository, "text": True, "stdin": subprocess.DEVNULL, "stdout": -1, "stderr": -1}

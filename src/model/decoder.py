@@ -14,7 +14,7 @@ from src.model import cache
 from src.model.attention import Attention
 from src.model.context import Context
 from src.model.dropout import dropout
-from src.model.embeddings import sinusoidal
+from src.model.embeddings import looked_up, sinusoidal
 from src.model.feedforward import FeedForward
 from src.model.kernels import MASKED
 from src.model.mla import LatentAttention
@@ -125,7 +125,8 @@ class Decoder(nnx.Module):
         x_BTD = self._embed(tokens_BT, context)
         if self.spec.position_table == "learned":
             table_SD = self.position_embedding[...].astype(x_BTD.dtype)
-            x_BTD += context.layout.constrain(table_SD, "position", "activation_embed")[context.positions_BT]
+            table_SD = context.layout.constrain(table_SD, "position", "activation_embed")
+            x_BTD += looked_up(table_SD, context.positions_BT, "position", context.layout)
         elif self.spec.position_table == "sinusoidal":
             x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
         x_BTD = dropout(x_BTD, self.spec.dropout_rate, context, 2 * self._all_layers())
@@ -180,8 +181,8 @@ class Decoder(nnx.Module):
     def _embed(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
         # Gathered over fsdp before it is looked up, as every weight is: else XLA replicates the result.
         table_VD = context.layout.constrain(self.embedding[...].astype(self.spec.dtype), "vocab", None)
-        # Looked up in the order and the parts of a block: where devices have parts of the vocabulary, a sum of theirs.
-        x_BTD = context.layout.constrain(table_VD[tokens_BT], "batch", "length", "activation_embed")
+        x_BTD = looked_up(table_VD, tokens_BT, "vocab", context.layout)
+        x_BTD = context.layout.constrain(x_BTD, "batch", "length", "activation_embed")  # the parts of a block
         # Gemma's own code has the factor in the compute dtype too.
         return x_BTD * jnp.sqrt(float(self.spec.emb_dim)).astype(x_BTD.dtype) if self.spec.scale_embedding else x_BTD
 

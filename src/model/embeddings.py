@@ -1,12 +1,39 @@
-"""The three ways to say where a token stands, and how rotary positions reach further than a model was trained."""
+"""A token's vector, the three ways to say where it stands, and how rotary positions reach further than was trained."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from src.mesh import Layout
 from src.model.spec import RopeSpec
+
+
+def looked_up(table_VD: jax.Array, ids_BT: jax.Array, axis: str, layout: Layout) -> jax.Array:
+    """Rows [B, T, D] of a table whose rows are of logical axis `axis`, by their numbers.
+
+    Where devices have parts of the table, each looks up what its own part has, and the sum over them has the rest
+    (Shoeybi et al. 2019, section 3). XLA would make the same of `table_VD[ids_BT]`, but that of JAX 0.11 aborts on it
+    within a map over other axes.
+    """
+    sharing = layout.axes(axis)
+    if layout.size(sharing) == 1:
+        return table_VD[ids_BT]
+
+    @functools.partial(
+        layout.shard_map,
+        in_specs=(PartitionSpec(sharing), PartitionSpec()),
+        out_specs=PartitionSpec(sharing),
+        over=sharing,
+    )
+    def of_own_part(part_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
+        own_BT = ids_BT - jax.lax.axis_index(sharing) * len(part_VD)
+        return part_VD.at[own_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)[None]
+
+    return jax.lax.reduce_sum(of_own_part(table_VD, ids_BT), axes=(0,))
 
 
 def rope(x_BTNH: jax.Array, positions_BT: jax.Array, spec: RopeSpec) -> jax.Array:

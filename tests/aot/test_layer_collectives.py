@@ -105,14 +105,16 @@ def over_context(found):
 
 
 def test_over_the_context_axis_a_layer_of_latents_moves_them_and_their_rotary_key_alone():
-    """And their gradients, which come in one sum."""
+    """And their gradients, which come in one sum, or with JAX 0.11 in two scatters of the same bytes."""
     latent, rotary = (16 // 4 // 4 * LENGTH * size * 2 for size in (128, 64))
     gathers = {("all-gather", ("context",), size): LAYERS for size in (latent, rotary)}
     found, text = moved(False, **MODELS["latent"], **CONTEXT)
     assert "splash" in text
     assert over_context(found) == gathers
     found, _ = moved(True, remat_policy="none", **MODELS["latent"], **CONTEXT)
-    assert over_context(found) == {**gathers, ("all-reduce", ("context",), latent + rotary): LAYERS}
+    one_sum = {("all-reduce", ("context",), latent + rotary): LAYERS}
+    two_scatters = {("reduce-scatter", ("context",), size): LAYERS for size in (latent, rotary)}
+    assert over_context(found) in ({**gathers, **one_sum}, {**gathers, **two_scatters})
 
 
 def test_over_the_context_axis_a_device_gathers_those_key_heads_that_its_queries_read():

@@ -22,18 +22,17 @@ def looked_up(table_VD: jax.Array, ids_BT: jax.Array, axis: str, layout: Layout)
     sharing = layout.axes(axis)
     if layout.size(sharing) == 1:
         return table_VD[ids_BT]
+    dtype, rows = table_VD.dtype, layout.spec(("batch", "length"))
 
     @functools.partial(
-        layout.shard_map,
-        in_specs=(PartitionSpec(sharing), PartitionSpec()),
-        out_specs=PartitionSpec(sharing),
-        over=sharing,
+        layout.shard_map, in_specs=(PartitionSpec(sharing), rows), out_specs=PartitionSpec(sharing, *rows)
     )
     def of_own_part(part_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
         own_BT = ids_BT - jax.lax.axis_index(sharing) * len(part_VD)
         return part_VD.at[own_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)[None]
 
-    return jax.lax.reduce_sum(of_own_part(table_VD, ids_BT), axes=(0,))
+    own_1BTD = of_own_part(table_VD.astype(layout.summable(dtype)), ids_BT)
+    return jax.lax.reduce_sum(own_1BTD.astype(dtype), axes=(0,))
 
 
 def rope(x_BTNH: jax.Array, positions_BT: jax.Array, spec: RopeSpec) -> jax.Array:

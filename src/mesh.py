@@ -108,11 +108,6 @@ class Layout:
         """This layout, by which nothing shards a dim of these logical axes."""
         return Layout(self.mesh, {**self.rules, **dict.fromkeys(axes, ())})
 
-    def summable(self, dtype: jnp.dtype) -> jnp.dtype:
-        """`dtype`, or float32 where XLA aborts: for CPUs, on sums in bfloat16 within a map over some of the axes."""
-        on_cpus = self.mesh.devices.flat[0].platform == "cpu"
-        return jnp.dtype(jnp.float32) if on_cpus and dtype == jnp.bfloat16 else dtype
-
     def axes_within_slices(self) -> tuple[str, ...]:
         """The mesh axes along which devices are of one TPU slice or host."""
         slices = np.vectorize(slice_of, otypes=[int])(self.mesh.devices)

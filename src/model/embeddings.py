@@ -16,13 +16,13 @@ def looked_up(table_VD: jax.Array, ids_BT: jax.Array, axis: str, layout: Layout)
     """Rows [B, T, D] of a table whose rows are of logical axis `axis`, by their numbers.
 
     Where devices have parts of the table, each looks up what its own part has, and the sum over them has the rest
-    (Shoeybi et al. 2019, section 3). XLA would make the same of `table_VD[ids_BT]`, but that of JAX 0.11 aborts on it
-    within a map over other axes.
+    (Shoeybi et al. 2019, section 3). XLA makes the same program of `table_VD[ids_BT]`, but that of JAX 0.11 aborts on
+    it within a map over other axes.
     """
     sharing = layout.axes(axis)
     if layout.size(sharing) == 1:
         return table_VD[ids_BT]
-    dtype, rows = table_VD.dtype, layout.spec(("batch", "length"))
+    rows = layout.spec(("batch", "length"))
 
     @functools.partial(
         layout.shard_map, in_specs=(PartitionSpec(sharing), rows), out_specs=PartitionSpec(sharing, *rows)
@@ -31,8 +31,7 @@ def looked_up(table_VD: jax.Array, ids_BT: jax.Array, axis: str, layout: Layout)
         own_BT = ids_BT - jax.lax.axis_index(sharing) * len(part_VD)
         return part_VD.at[own_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)[None]
 
-    own_1BTD = of_own_part(table_VD.astype(layout.summable(dtype)), ids_BT)
-    return jax.lax.reduce_sum(own_1BTD.astype(dtype), axes=(0,))
+    return jax.lax.reduce_sum(of_own_part(table_VD, ids_BT), axes=(0,))
 
 
 def rope(x_BTNH: jax.Array, positions_BT: jax.Array, spec: RopeSpec) -> jax.Array:

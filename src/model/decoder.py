@@ -125,8 +125,7 @@ class Decoder(nnx.Module):
         x_BTD = self._embed(tokens_BT, context)
         if self.spec.position_table == "learned":
             table_SD = self.position_embedding[...].astype(x_BTD.dtype)
-            table_SD = context.layout.constrain(table_SD, "position", "activation_embed")
-            x_BTD += looked_up(table_SD, context.positions_BT, "position", context.layout)
+            x_BTD += context.layout.constrain(table_SD, "position", "activation_embed")[context.positions_BT]
         elif self.spec.position_table == "sinusoidal":
             x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
         x_BTD = dropout(x_BTD, self.spec.dropout_rate, context, 2 * self._all_layers())
@@ -181,7 +180,7 @@ class Decoder(nnx.Module):
     def _embed(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
         # Gathered over fsdp before it is looked up, as every weight is: else XLA replicates the result.
         table_VD = context.layout.constrain(self.embedding[...].astype(self.spec.dtype), "vocab", None)
-        x_BTD = looked_up(table_VD, tokens_BT, "vocab", context.layout)
+        x_BTD = looked_up(table_VD, tokens_BT, context.layout)
         x_BTD = context.layout.constrain(x_BTD, "batch", "length", "activation_embed")  # the parts of a block
         # Gemma's own code has the factor in the compute dtype too.
         return x_BTD * jnp.sqrt(float(self.spec.emb_dim)).astype(x_BTD.dtype) if self.spec.scale_embedding else x_BTD

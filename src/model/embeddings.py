@@ -6,32 +6,32 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from src.mesh import Layout
 from src.model.spec import RopeSpec
 
 
-def looked_up(table_VD: jax.Array, ids_BT: jax.Array, axis: str, layout: Layout) -> jax.Array:
-    """Rows [B, T, D] of a table whose rows are of logical axis `axis`, by their numbers.
+def looked_up(table_VD: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.Array:
+    """Rows [B, T, D] of the vocabulary's table, by token.
 
     Where devices have parts of the table, each looks up what its own part has, and the sum over them has the rest
-    (Shoeybi et al. 2019, section 3). XLA makes the same program of `table_VD[ids_BT]`, but that of JAX 0.11 aborts on
-    it within a map over other axes.
+    (Shoeybi et al. 2019, section 3). XLA makes the same program of `table_VD[tokens_BT]`, but that of JAX 0.11 aborts
+    on it within a map over other axes.
     """
-    sharing = layout.axes(axis)
+    sharing = layout.axes("vocab")
     if layout.size(sharing) == 1:
-        return table_VD[ids_BT]
-    rows = layout.spec(("batch", "length"))
+        return table_VD[tokens_BT]
 
     @functools.partial(
-        layout.shard_map, in_specs=(PartitionSpec(sharing), rows), out_specs=PartitionSpec(sharing, *rows)
+        layout.shard_map,
+        in_specs=(layout.spec(("vocab", None)), layout.spec(("batch", "length"))),
+        out_specs=layout.spec(("vocab", "batch", "length", None)),
     )
-    def of_own_part(part_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
-        own_BT = ids_BT - jax.lax.axis_index(sharing) * len(part_VD)
+    def of_own_part(part_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+        own_BT = tokens_BT - jax.lax.axis_index(sharing) * len(part_VD)
         return part_VD.at[own_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)[None]
 
-    return jax.lax.reduce_sum(of_own_part(table_VD, ids_BT), axes=(0,))
+    return jax.lax.reduce_sum(of_own_part(table_VD, tokens_BT), axes=(0,))
 
 
 def rope(x_BTNH: jax.Array, positions_BT: jax.Array, spec: RopeSpec) -> jax.Array:

@@ -9,8 +9,17 @@ class UserError(Exception):
     """A mistake in what the user typed or supplied: what is wrong, what was expected, what to change."""
 
 
+class TransientError(Exception):
+    """A failure that the same command may not meet again, such as a store that does not answer or a lost process."""
+
+
+TRY_AGAIN = 75  # sysexits.h, EX_TEMPFAIL: schedulers tell it from a mistake (2) and a fault (1)
+
+
 def run_command(main: Callable[[Sequence[str]], object]) -> None:
     """Runs `main(argv)` as a command of its own: a `UserError` is printed without a traceback, exit code 2.
+
+    A `TransientError` is printed so too, with exit code 75, which says that the same command may be tried again.
 
     Ctrl-C ends it with exit code 130, an output that nobody reads with 141; what a run has saved by then stays.
     """
@@ -19,6 +28,9 @@ def run_command(main: Callable[[Sequence[str]], object]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         _leave(2)
+    except TransientError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        _leave(TRY_AGAIN)
     except BrokenPipeError:  # such as of `| head`, which has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

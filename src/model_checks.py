@@ -12,7 +12,7 @@ from src.config_yaml import Plain, base, convert, dump
 ATTENTION_FACTS = (
     "attention_type", "sliding_window_size", "chunk_attn_window_size", "attention_bias", "attention_sink",
     "attn_logits_soft_cap", "query_pre_attn_scalar", "qk_norm", "attn_temperature_scale", "attn_temperature_floor",
-    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon",
 )
 ROPE_FACTS = (
     "position_type", "rope_max_timescale", "rope_interleave", "partial_rotary_factor", "rope_type", "rope_factor",

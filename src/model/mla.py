@@ -1,5 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come from one latent."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -27,6 +29,7 @@ class LatentAttention(nnx.Module):
     ) -> None:
         self.spec = spec
         sizes = spec.latent
+        norm = dataclasses.replace(norm, epsilon=sizes.norm_epsilon)
         N, H, Q, R = spec.num_query_heads, spec.head_dim, sizes.query_rank, sizes.kv_rank
         if Q:
             self.query_down = weight(rngs, (emb_dim, Q), ("embed", None), dtype, fan_in=(0,))

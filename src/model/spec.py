@@ -52,6 +52,7 @@ class LatentSpec:
     nope_dim: int  # of a query and key head, without positions
     rope_dim: int  # of a query head, and of the key that all heads share
     value_dim: int
+    norm_epsilon: float  # of the norms on what is compressed
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,8 @@ def _attention(facts: Mapping[str, Any]) -> AttentionSpec:
     latent = None
     if kind == "mla":
         names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        latent = LatentSpec(*(facts[name] for name in names))
+        epsilon = facts["latent_norm_epsilon"] or facts["normalization_layer_epsilon"]
+        latent = LatentSpec(*(facts[name] for name in names), epsilon)
     head_dim = latent.nope_dim + latent.rope_dim if latent else facts["head_dim"]
     rope = _rope(facts, latent.rope_dim if latent else head_dim) if facts["position_type"] == "rope" else None
     scale = 1.0 / math.sqrt(facts["query_pre_attn_scalar"] or head_dim)

@@ -19,6 +19,8 @@ NAMES = {
     "routed_scaling_factor": "routed_scaling_factor",
 }
 GROUPS = {"n_group": "n_routing_groups", "topk_group": "topk_routing_group"}
+# transformers leaves the norms of the latents at this, whatever rms_norm_eps says.
+LATENT_EPSILON = 1e-6
 ATTENTION = rows.LAYER + "self_attn."
 SHARED = rows.LAYER + "mlp.shared_experts."
 V2_ROWS = (
@@ -63,6 +65,7 @@ def _facts(hf: Mapping[str, Any]) -> cj.Keys:
         "q_lora_rank": cj.entry(hf, "q_lora_rank", 0 if "q_lora_rank" in hf else 1536),
         "shared_experts": cj.entry(hf, "n_shared_experts", 0),
         "attention_type": "mla",
+        "latent_norm_epsilon": LATENT_EPSILON,
         "mlp_activations": [cj.activation(hf), "linear"],
         "rope_interleave": cj.entry(hf, "rope_interleave", True),
     }

@@ -70,8 +70,8 @@ class Adapted:
     up: jax.Array  # the rank, then the other dims; it carries alpha / rank
 
     def __getitem__(self, index: Any) -> "Adapted":
-        assert index is Ellipsis, "a part of an adapted weight: src/model/lora.py merges them"
-        return self
+        """Returns the weight itself for `...`, or for `[..., part]` that part of its last dim, which is `up`'s too."""
+        return self if index is Ellipsis else Adapted(self.base[index], self.down, self.up[index])
 
 
 def matmul(x: jax.Array, kernel: jax.Array | Adapted, einsum: str, precision: str | None = None) -> jax.Array:
@@ -79,10 +79,14 @@ def matmul(x: jax.Array, kernel: jax.Array | Adapted, einsum: str, precision: st
     if isinstance(kernel, Adapted):
         inputs, out = einsum.split("->")
         x_dims, dims = inputs.split(",")
-        summed = "".join(dim for dim in dims if dim not in out)
-        thin = "".join(dim for dim in x_dims if dim not in summed) + "r"
-        added = matmul(x, kernel.down, f"{x_dims},{summed}r->{thin}", precision)
-        added = matmul(added, kernel.up, f"{thin},r{dims.replace(summed, '')}->{out}", precision)
+        inner = kernel.down.ndim - 1
+        thin_matrices = [(kernel.down, dims[:inner] + "r"), (kernel.up, "r" + dims[inner:])]
+        if dims[0] in out:  # summed over the weight's outputs: the transposed product takes `up` first
+            thin_matrices.reverse()
+        (first, first_dims), (second, second_dims) = thin_matrices
+        thin = "".join(dim for dim in x_dims if dim in out) + "r"
+        added = matmul(x, first, f"{x_dims},{first_dims}->{thin}", precision)
+        added = matmul(added, second, f"{thin},{second_dims}->{out}", precision)
         return matmul(x, kernel.base, einsum, precision) + added
     # einsum sums over its letters in alphabetic order, and would turn over a weight whose dims come in another.
     letters = dict.fromkeys(einsum.partition("->")[0].partition(",")[2] + einsum.partition(",")[0])

@@ -1,15 +1,19 @@
 """Adapters against the sum they stand for, and what a run with frozen weights leaves as it was."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import Trainer, assert_close, make, packed_rows, random_weights, tree_bits
+from tiny import LENGTH, Trainer, assert_close, make, packed_rows, random_weights, tree_bits
 
 from src.errors import UserError
+from src.generate import Generator, in_training
 from src.model import lora, weights
+from src.model.context import Context
+from src.sampling import Sampling
 from src.train_step import loss_sums
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1, "base_moe_mlp_dim": 24}
@@ -54,6 +58,25 @@ def test_an_adapted_model_is_the_model_with_the_products_added(facts):
     value = jax.jit(functools.partial(loss, adapted=adapters))(weights_of(plan))
     assert_close(value, jax.jit(functools.partial(loss, adapted=None))(summed), 1e-5)
     assert_close(lora.merge(jax.device_put(weights_of(plan)), adapters, plan.lora), summed, 1e-6)
+
+
+def test_an_adapted_latent_attention_decodes_from_its_cache_as_the_merged_model_reads_the_whole_text():
+    # Reading a cached latent takes the parts of kv_up, and one of them transposed.
+    _, plan = make(lora_parameters="[attention.query, attention.kv_up]", **ADAPTED, **LATENT)
+    adapters = adapters_of(plan)
+    parts = plan.by_part(jax.device_put(weights_of(plan) | {"lora": adapters}, jax.devices()[0]))
+    generator = Generator(in_training(plan, tuple(parts.values())), Sampling(0.0, 0, 1.0), 0, LENGTH)
+    prompt = np.array([5, 11, 7], np.int32)
+    drawn = itertools.islice(generator.tokens(*generator.padded([prompt], 1), np.zeros(1, np.int32)), 8)
+
+    merged = nnx.merge(plan.graphdef, lora.merge(jax.device_put(weights_of(plan)), adapters, plan.lora))
+    text = list(prompt)
+    for _ in range(8):
+        ids = np.array([text])
+        context = Context(np.arange(len(text))[None], np.ones_like(ids), plan.layout, plan.kernel, packed=False)
+        hidden_BTD, _, _ = merged(ids, context, plan.execution)
+        text.append(int(np.argmax(merged.logits(hidden_BTD, context)[0, -1])))
+    assert [int(tokens[0]) for tokens in drawn] == text[len(prompt) :]
 
 
 def weights_of(plan):

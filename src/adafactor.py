@@ -60,15 +60,21 @@ def scale_by_adafactor(matrices: Any) -> optax.GradientTransformation:
             else:
                 full[path] = decay * full[path] + (1 - decay) * square
                 scaled = gradient * jax.lax.rsqrt(full[path])
-            clipped = scaled / jnp.maximum(1.0, _root_mean_square(scaled, kind.dims) / CLIP)
-            updates[path] = clipped * jnp.maximum(EPSILON_2, _root_mean_square(weights[path], kind.dims))
+            clipped = scaled / jnp.maximum(1.0, _root_mean_square(scaled, kind) / CLIP)
+            updates[path] = clipped * jnp.maximum(EPSILON_2, _root_mean_square(weights[path], kind))
         return nested(updates), AdafactorState(count, nested(rows), nested(columns), nested(full))
 
     return optax.GradientTransformation(init, update)
 
 
-def _root_mean_square(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), dims, keepdims=True))
+def _root_mean_square(x: jax.Array, kind: Matrix) -> jax.Array:
+    """Of each matrix, without the rows that pad a vocabulary: their zero gradients would make it smaller."""
+    square = jnp.square(x.astype(jnp.float32))
+    if kind.vocab is None:
+        return jnp.sqrt(jnp.mean(square, kind.dims, keepdims=True))
+    dim, size = kind.vocab
+    is_word = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) < size
+    return jnp.sqrt(jnp.mean(square, kind.dims, keepdims=True, where=is_word))
 
 
 def _ones_at(shape: tuple[int, ...], dims: tuple[int, ...]) -> list[int]:

@@ -18,6 +18,7 @@ class Matrix:
     inputs: tuple[int, ...]  # the dims that are summed over, or looked up in
     outputs: tuple[int, ...]
     hidden: bool  # a matrix that is no table of embeddings or positions and no output projection
+    vocab: tuple[int, int] | None = None  # the dim of the vocabulary and its size without padding
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -25,13 +26,18 @@ class Matrix:
         return (*self.inputs, *self.outputs)
 
 
-def matrices(declarations: Any) -> Any:
-    """The `Matrix` of each weight, nested as the declarations (`nnx.Variable`s) are."""
+def matrices(declarations: Any, vocab_size: int) -> Any:
+    """Returns the `Matrix` of each weight, nested as the declarations (`nnx.Variable`s) are.
+
+    Args:
+        declarations: of the weights.
+        vocab_size: without the rows that pad the vocabulary.
+    """
     axes, fan_in = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))
-    return nested({path: _matrix(axes[path], fan_in[path]) for path in axes})
+    return nested({path: _matrix(axes[path], fan_in[path], vocab_size) for path in axes})
 
 
-def _matrix(axes: tuple[str | None, ...], fan_in: tuple[int, ...]) -> Matrix:
+def _matrix(axes: tuple[str | None, ...], fan_in: tuple[int, ...], vocab_size: int) -> Matrix:
     stacks = tuple(dim for dim, axis in enumerate(axes) if axis in STACKED)
     is_table = bool(axes) and axes[0] in LOOKED_UP
     inputs = (0,) if is_table else fan_in
@@ -42,4 +48,5 @@ def _matrix(axes: tuple[str | None, ...], fan_in: tuple[int, ...]) -> Matrix:
         stacks += tuple(dim for dim in outputs if axes[dim] is None)
         outputs = tuple(dim for dim in outputs if axes[dim] is not None)
     hidden = bool(inputs) and not set(LOOKED_UP).intersection(axes)
-    return Matrix(stacks, inputs, outputs, hidden)
+    vocab = (axes.index("vocab"), vocab_size) if "vocab" in axes else None
+    return Matrix(stacks, inputs, outputs, hidden, vocab)

@@ -140,7 +140,7 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         micro_batches=config["gradient_accumulation_steps"],
         opt_type=config["opt_type"],
         mu_dtype=config["mu_dtype"] or config["weight_dtype"],
-        matrices=matrices(declarations),
+        matrices=matrices(declarations, spec.vocab_size),
         shard_optimizer=config["shard_optimizer_over_data"],
         offload_optimizer=config["optimizer_memory_host_offload"],
         seed=config["init_weights_seed"],

@@ -61,18 +61,19 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     Returns:
         The next state, and scalars: `loss` (nats a token), `grad_norm` (before clipping), `tokens` (that count),
         `finite` (whether the update was made), and where the model has them `load_balance_loss` and `router_z_loss`
-        (sums over layers; means over micro-batches where one has a weight, else of the whole batch) and `mtp_loss` (of
-        the extra prediction layers, their mean, in nats a token). With experts also, of each layer that has some,
-        `expert_load_max` (the busiest one's load over the mean) and `tokens_dropped` (the fraction of choices).
+        (sums over layers; means over micro-batches where one has a weight, else of the whole batch) and `mtp_loss` (the
+        mean over the extra prediction layers of their losses, each in nats per token that the layer predicts). With
+        experts also, of each layer that has some, `expert_load_max` (the busiest one's load over the mean) and
+        `tokens_dropped` (the fraction of choices).
     """
     tokens = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
     apart = plan.summed_by_hand()
 
     def micro_loss(trainable: Any, others: Any, rows: Batch) -> tuple[jax.Array, Any]:
         """This micro-batch's share of the loss to descend, and of what is reported: sums over them are means."""
-        frozen, stats, tokens, real = others
+        frozen, stats, tokens, mtp_tokens, real = others
         decoder = plan.decoder(trainable, frozen, stats)
-        loss_sum, square_sum, further_sum, reports = loss_sums(decoder, rows, plan)
+        loss_sum, square_sum, mtp_sums, reports = loss_sums(decoder, rows, plan)
         denominator = jnp.maximum(tokens, 1.0)
         shares = {"loss": loss_sum / denominator}
         objective = (loss_sum + plan.z_loss * square_sum) / denominator
@@ -85,7 +86,7 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
             shares["router_z_loss"] = share * jnp.sum(layers["router_z_loss"])
             objective += plan.load_balance * shares["load_balance_loss"] + plan.router_z_loss * shares["router_z_loss"]
         if plan.spec.prediction_layers:
-            shares["mtp_loss"] = further_sum / denominator / plan.spec.prediction_layers
+            shares["mtp_loss"] = jnp.mean(mtp_sums / jnp.maximum(mtp_tokens, 1.0))
             objective += plan.further_loss * shares["mtp_loss"]
         return objective, (shares, reports)
 
@@ -93,7 +94,9 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         return jax.grad(micro_loss, has_aux=True)(*given, rows)
 
     real = jnp.sum(batch["segment_ids"] > 0)
-    given = (state.trainable, (state.frozen, state.stats, tokens, real))
+    # A document's last tokens have nothing further on: each extra layer predicts fewer than the one before.
+    mtp_tokens = [jnp.sum(ahead["loss_mask"], dtype=jnp.float32) for ahead in mtp_batches(batch, plan)]
+    given = (state.trainable, (state.frozen, state.stats, tokens, jnp.array(mtp_tokens), real))
     rows = {name: x for name, x in batch.items() if name != "data_position"}
     if plan.spec.dropout_rate > 0 or any(layer.dropout_rate > 0 for layer in plan.spec.layers):
         step_key = jax.random.fold_in(jax.random.key(plan.seed), state.step)
@@ -174,24 +177,23 @@ def _sums_and_counts(found: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
 
 
 def loss_sums(decoder: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-    """Sums over a batch's tokens: of the loss in nats, of the squared log-normaliser, of the further predictions' loss.
+    """Sums over a batch's tokens: of the loss in nats, of the squared log-normaliser, of each extra layer's loss [P].
 
     And the layers' reports. Where the batch has `dropout_keys`, there is dropout.
     """
     rows, parts = shared_out(batch, plan.layout), plan.layout.shards("norm_length")
-    ahead = [
-        shared_out(shifted(batch, distance), plan.layout) for distance in range(1, plan.spec.prediction_layers + 1)
-    ]
+    ahead = [shared_out(shifted, plan.layout) for shifted in mtp_batches(batch, plan)]
     hidden_BTD, context, reports = hidden_states(decoder, rows, plan)
     logits_of = functools.partial(decoder.logits, context=context)
     loss, squares = cross_entropy(logits_of, hidden_BTD, rows["targets"], rows["loss_mask"], plan.vocab_tiles, parts)
-    further = jnp.zeros((), jnp.float32)
     predicted, more_reports = decoder.predict_ahead(
         hidden_BTD, [rows["tokens"] for rows in ahead], context, plan.execution
     )
-    for hidden_BTD, rows in zip(predicted, ahead, strict=True):
-        further += cross_entropy(logits_of, hidden_BTD, rows["targets"], rows["loss_mask"], plan.vocab_tiles, parts)[0]
-    return loss, squares, further, {**reports, **more_reports}
+    mtp_losses = [
+        cross_entropy(logits_of, hidden_BTD, rows["targets"], rows["loss_mask"], plan.vocab_tiles, parts)[0]
+        for hidden_BTD, rows in zip(predicted, ahead, strict=True)
+    ]
+    return loss, squares, jnp.array(mtp_losses), {**reports, **more_reports}
 
 
 def hidden_states(decoder: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.Array, Context, Any]:
@@ -205,6 +207,11 @@ def hidden_states(decoder: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.A
 def shared_out(batch: Batch, layout: Layout) -> Batch:
     """A batch's arrays [B, T, ...] in the order of `even_order`: those of the step that has them in the text's."""
     return {name: in_even_order(x, layout) for name, x in batch.items() if name != "data_position"}
+
+
+def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
+    """Returns what each extra prediction layer reads and predicts, the nearest first: arrays [B, T]."""
+    return [shifted(batch, distance) for distance in range(1, plan.spec.prediction_layers + 1)]
 
 
 def shifted(batch: Batch, distance: int) -> Batch:

@@ -7,7 +7,7 @@ import optax
 import pytest
 import torch
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tiny import assert_close, load, make
+from tiny import VOCAB, assert_close, load, make
 
 from src.matrices import Matrix
 from src.model.weights import by_path
@@ -139,6 +139,32 @@ def test_adafactor_equals_optaxs_for_each_layer_by_itself():
             updates, state = optimizer.update(by_matrix(gradient)[layer], state, expected)
             expected = optax.apply_updates(expected, updates)
         assert_close(moved(found, by_matrix(weights)[layer]), moved(expected, by_matrix(weights)[layer]), 1e-4)
+
+
+@pytest.mark.parametrize(("kind", "padding"), [("table", (2, 0)), ("output", (0, 2))])
+def test_adafactor_is_the_same_however_far_a_vocabulary_is_padded(kind, padding):
+    V, D, rng = 6, 4, np.random.default_rng(3)
+    shape = (V, D) if kind == "table" else (D, V)
+    weights = {kind: rng.normal(size=shape).astype(np.float32)}
+    gradients = [{kind: rng.normal(size=shape, scale=3.0).astype(np.float32)} for _ in range(4)]
+
+    def updated(weights, gradients):
+        kinds = {kind: Matrix((), (0,), (1,), hidden=False, vocab=(shape.index(V), V))}
+        settings = {"gradient_clipping_threshold": 0, "learning_rate": 0.01}
+        return our_updates("adafactor", weights, {kind: True}, gradients, matrices=kinds, **settings)[0][kind]
+
+    def padded(x, value):
+        return {kind: np.pad(x[kind], [(0, extra) for extra in padding], constant_values=value)}
+
+    # Padding has values, as it is initialised like the rest, and no gradient.
+    ours = updated(padded(weights, 7.0), [padded(gradient, 0.0) for gradient in gradients])
+    np.testing.assert_allclose(ours[: shape[0], : shape[1]], updated(weights, gradients), rtol=1e-5)
+
+
+def test_a_models_vocabulary_is_known_to_its_optimizer_by_its_own_size():
+    _, plan = make()
+    sizes = {path: kind.vocab for path, kind in by_path(plan.matrices).items() if kind.vocab}
+    assert sizes == {("embedding",): (0, VOCAB), ("output",): (1, VOCAB)}
 
 
 def test_muon_equals_pytorchs_for_each_layer_by_itself_and_adamw_for_what_is_no_matrix():

@@ -92,7 +92,7 @@ def counted_by_jax(**overrides):
 
     def loss(weights, batch):
         loss, _, further, _ = loss_sums(plan.decoder(weights), batch, plan)
-        return loss + further
+        return loss + further.sum()
 
     lowered = jax.jit(jax.value_and_grad(loss)).lower(plan.shapes, batch)
     return lowered.cost_analysis()["flops"] / ids.size, plan

@@ -30,23 +30,24 @@ def block(x_TD, weights):
 
 
 def further_loss(weights, hidden_TD, tokens_T, targets_T, vocab):
-    """The sum of the losses of all extra layers on one document.
+    """The summed loss of each extra layer on one document, and how many tokens it predicts.
 
     The first joins hidden states after the final norm with the embeddings of the next tokens; each further one what the
     last gave with the embeddings of the tokens one on. No layer sees, or predicts, past the document's end.
     """
-    loss = 0.0
+    losses = []
     for distance, layer in enumerate(weights["mtp"].values(), start=1):
         length = len(tokens_T) - distance
         if length < 1:
-            break
+            losses.append((0.0, 0))
+            continue
         embedded = norm(weights["embedding"][tokens_T[distance:]], layer["embedding_norm"])
         hidden_TD = np.concatenate([embedded, norm(hidden_TD[:length], layer["hidden_norm"])], axis=-1)
         hidden_TD = block(hidden_TD @ layer["projection"], layer["block"])
         logits_TV = norm(hidden_TD, layer["final_norm"]) @ weights["output"][:, :vocab]
         log_normaliser_T = np.log(np.exp(logits_TV).sum(axis=-1))
-        loss += np.sum(log_normaliser_T - logits_TV[np.arange(length), targets_T[distance:]])
-    return loss
+        losses.append((np.sum(log_normaliser_T - logits_TV[np.arange(length), targets_T[distance:]]), length))
+    return losses
 
 
 @pytest.mark.parametrize("num_vocab_tiling", [1, 4])
@@ -60,13 +61,28 @@ def test_the_loss_is_that_of_each_document_by_itself(num_vocab_tiling):
         return hidden_states(decoder, batch, plan)[0], loss_sums(decoder, batch, plan)[2]
 
     hidden_BTD, further = jax.device_get(compute(weights))
-    expected = 0.0
-    for row in range(4):
+    np.testing.assert_allclose(further, by_document(plan, weights, batch, hidden_BTD)[:, 0], rtol=1e-5)
+
+
+def by_document(plan, weights, batch, hidden_BTD):
+    """[layers, 2]: each extra layer's summed loss over the batch's documents, and the tokens that it predicts."""
+    total = 0
+    for row in range(len(hidden_BTD)):
         for segment in range(1, batch["segment_ids"][row].max() + 1):
             place = batch["segment_ids"][row] == segment
             document = [array[row, place] for array in (hidden_BTD, batch["tokens"], batch["targets"])]
-            expected += further_loss(jax.tree.map(np.float64, weights), *document, plan.spec.vocab_size)
-    np.testing.assert_allclose(further, expected, rtol=1e-5)
+            total += np.array(further_loss(jax.tree.map(np.float64, weights), *document, plan.spec.vocab_size))
+    return total
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_metric_is_nats_per_token_that_an_extra_layer_predicts(micro_batches):
+    trainer = Trainer(initial=False, **SETTINGS, mtp_loss_scaling_factor=0.0, gradient_accumulation_steps=micro_batches)
+    batch, weights = packed_rows(0), jax.device_get(trainer.state.trainable)
+    hidden_BTD, _, _ = hidden_states(trainer.plan.decoder(weights), batch, trainer.plan)
+    sums, counts = by_document(trainer.plan, weights, batch, np.asarray(hidden_BTD)).T
+    assert counts[1] < counts[0] < batch["loss_mask"].sum()
+    np.testing.assert_allclose(trainer.step(batch, 0)["mtp_loss"], np.mean(sums / counts), rtol=1e-5)
 
 
 def test_masked_targets_count_for_nothing():
@@ -82,9 +98,9 @@ def test_masked_targets_count_for_nothing():
     one[0, np.argmax(batch["positions"][0] == 2)] = 1.0
     whole, without, alone = further(batch["loss_mask"]), further(batch["loss_mask"] - one), further(one)
     np.testing.assert_allclose(whole - without, alone, rtol=1e-4)
-    assert alone > 1.0
+    assert alone.sum() > 1.0
     first[0, 0] = 1.0  # the target of a document's first token, which the decoder alone predicts
-    assert further(first) == 0.0
+    assert not further(first).any()
 
 
 def test_training_steps_descend_it():

@@ -4,11 +4,11 @@ A safetensors file is eight bytes that give the length of a JSON header, the hea
 shape and place, and the tensors' bytes, row-major and little-endian (github.com/huggingface/safetensors, "Format").
 """
 
-import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -16,6 +16,7 @@ import numpy as np
 
 from src.errors import UserError
 from src.hf.quantized import dequantized
+from src.json_text import parse_json
 
 Index = tuple[slice, ...]  # a slice with start and stop for each dim
 
@@ -28,10 +29,13 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "U8": np.dtype(np.uint8),
 }
 # Any other, such as an int64 table of positions: a weight has none of them.
 UNREADABLE = np.dtype("V1")
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 
 
 class Tensor(Protocol):
@@ -83,9 +87,17 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
     """
     path = Path(path).expanduser()
     config = read_config(path)
-    stored: dict[str, Tensor] = {}
-    for file in _weight_files(path):
-        stored.update(_stored_tensors(file))
+    stored: dict[str, StoredTensor] = {}
+    placed, files = _weight_files(path)
+    for name in files:
+        tensors = _stored_tensors(path / name)
+        for tensor in tensors:
+            if placed.setdefault(tensor, name) != name:
+                raise UserError(
+                    f"{path / name} has the tensor {tensor}, which is in {placed[tensor]} or which {INDEX} places "
+                    "there: fetch the whole folder again"
+                )
+        stored.update(tensors)
     return HfFolder(path, config, dequantized(stored, config.get("quantization_config") or {}, path))
 
 
@@ -103,18 +115,23 @@ def read_config(path: Path) -> dict[str, Any]:
     return _read_json(file)
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """The folder's safetensors files."""
-    if (path / INDEX).is_file():
+def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Returns the file of each tensor, as far as an index tells, and the names of the folder's safetensors files."""
+    if (path / INDEX).exists():
         placed = _read_json(path / INDEX).get("weight_map")
-        if not isinstance(placed, dict):
+        if not isinstance(placed, dict) or not placed:
             raise UserError(f'{path / INDEX} has no "weight_map", which says what tensor is in which file')
-        files = [path / name for name in sorted(set(placed.values()))]
-        if missing := [file.name for file in files if not file.is_file()]:
+        for tensor, name in placed.items():
+            if not isinstance(name, str):
+                raise UserError(f"{path / INDEX} places {tensor} in {name!r}: expected the name of a file")
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise UserError(f"{path / INDEX} places {tensor} in {name}, which is outside the folder")
+        files = sorted(set(placed.values()))
+        if missing := [name for name in files if not os.path.isfile(path / name)]:
             raise UserError(f"{path} lacks {', '.join(missing)}, which its {INDEX} names: fetch the whole folder")
-        return files
+        return placed, files
     if (path / SINGLE).is_file():
-        return [path / SINGLE]
+        return {}, [SINGLE]
     pickled = sorted(file.name for file in path.glob("*.bin"))
     has = f"only {', '.join(pickled)}, pickled by PyTorch" if pickled else "neither"
     raise UserError(
@@ -127,7 +144,7 @@ def _stored_tensors(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file by name.
 
     Raises:
-        UserError: the file is truncated or is not a safetensors file.
+        UserError: the file is truncated, is no safetensors file, or its header contradicts itself.
     """
     size = file.stat().st_size
     with open(file, "rb") as opened:
@@ -136,24 +153,43 @@ def _stored_tensors(file: Path) -> dict[str, StoredTensor]:
         if start > size:
             raise UserError(f"{file} is truncated, or no safetensors file: {size} bytes end in its header")
         try:
-            header = dict(json.loads(opened.read(header_size)).items())
-        except (ValueError, AttributeError):
-            raise UserError(f"{file} is no safetensors file: its header is not JSON that names tensors") from None
+            header = parse_json(opened.read(header_size)) if header_size <= MAX_HEADER_BYTES else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        raise UserError(f"{file} is no safetensors file: its header is not JSON that names tensors")
     header.pop("__metadata__", None)
-    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end > size:
-        raise UserError(f"{file} is truncated: it has {size} bytes, its header describes {end}. Fetch it again.")
-    return {
-        name: StoredTensor(
-            file, start + entry["data_offsets"][0], tuple(entry["shape"]), DTYPES.get(entry["dtype"], UNREADABLE)
+    tensors, end = {}, 0
+    for name, entry in header.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(last)]} if all(
+                type(dim) is int and dim >= 0 for dim in shape
+            ):
+                tensors[name] = (first, last, DTYPES.get(dtype, UNREADABLE), tuple(shape))
+            case _:
+                raise UserError(f"{file} is damaged: its header describes the tensor {name} as {entry!r:.200}")
+    for name, (first, last, dtype, shape) in sorted(tensors.items(), key=lambda item: item[1][:2]):
+        expected = last - first if dtype == UNREADABLE else math.prod(shape) * dtype.itemsize
+        if first != end or last - first != expected or last < first:
+            raise UserError(
+                f"{file} is damaged: its header places the tensor {name} at bytes {first} to {last}, where "
+                f"{end} to {end + max(expected, 0)} are next"
+            )
+        end = last
+    if start + end > size:
+        raise UserError(
+            f"{file} is truncated: it has {size} bytes, its header describes {start + end}. Fetch it again."
         )
-        for name, entry in header.items()
-    }
+    if start + end < size:
+        raise UserError(f"{file} is damaged: it has {size - start - end} bytes after its last tensor. Fetch it again.")
+    return {name: StoredTensor(file, start + first, shape, dtype) for name, (first, _, dtype, shape) in tensors.items()}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = parse_json(file.read_bytes())
+    except (IsADirectoryError, PermissionError) as error:
+        raise UserError(f"{file} can't be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):

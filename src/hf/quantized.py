@@ -1,6 +1,6 @@
 """Weights that are stored in 4 or 8 bits with scales, read as bfloat16."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,11 @@ from src.errors import UserError
 if TYPE_CHECKING:
     from src.hf.folder import Index, Tensor
 
+BYTE = np.dtype(np.uint8)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+# A scale's dtype: any float, or, as DeepSeek's later folders have it, an exponent of two alone.
+SCALES = tuple(np.dtype(name) for name in (ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16, np.float16, np.float32))
 
 # The sixteen values of a 4-bit float with two exponent bits and one of mantissa (OCP Microscaling Formats 1.0, 5.3.3).
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -23,7 +27,7 @@ MX_BIAS = 127  # of a scale, which is an exponent of two
 
 @dataclass(frozen=True)
 class BlockScaledTensor:
-    """DeepSeek V3's float8: a matrix of which each block of rows and columns has a float32 factor (its report, 3.3)."""
+    """DeepSeek V3's float8: a matrix of which each block of rows and columns has a factor (its report, 3.3)."""
 
     values: "Tensor"  # [rows, columns]
     scales: "Tensor"  # [rows / block, columns / block], rounded up
@@ -39,7 +43,7 @@ class BlockScaledTensor:
         """A copy of the part at `index`, dequantised."""
         factors = self.scales.read(
             tuple(slice(at.start // n, -(-at.stop // n)) for at, n in zip(index, self.block, strict=True))
-        )
+        ).astype(np.float32)
         for dim, (at, n) in enumerate(zip(index, self.block, strict=True)):
             first = at.start // n * n  # the element that the first factor read is of
             factors = np.repeat(factors, n, axis=dim)
@@ -89,15 +93,19 @@ def dequantized(stored: Mapping[str, "Tensor"], quantization: Mapping[str, Any],
             or do not fit each other.
     """
     tensors = dict(stored)
+    if not isinstance(quantization, Mapping):
+        raise UserError(f"config.json in {path} has quantization_config {quantization!r}: expected a mapping")
     match quantization:
-        case {"quant_method": "fp8", "weight_block_size": [rows, columns]}:
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if min(rows, columns) > 0:
             for weight, values, scales in _pairs(stored, "", "_scale_inv", path):
-                expected = tuple(-(-size // n) for size, n in zip(values.shape, (rows, columns), strict=False))
-                _check_scales(f"{weight}_scale_inv", scales, expected, path)
+                _check(weight, values, (FLOAT8,), (None, None), path)
+                blocks = tuple(-(-size // n) for size, n in zip(values.shape, (rows, columns), strict=True))
+                _check(f"{weight}_scale_inv", scales, SCALES, blocks, path)
                 tensors[weight] = BlockScaledTensor(values, tensors.pop(f"{weight}_scale_inv"), (rows, columns))
         case {"quant_method": "mxfp4"}:
             for weight, blocks, scales in _pairs(stored, "_blocks", "_scales", path):
-                _check_scales(f"{weight}_scales", scales, blocks.shape[:-1], path)
+                _check(f"{weight}_blocks", blocks, (BYTE,), (None, None, None, MX_BLOCK // 2), path)
+                _check(f"{weight}_scales", scales, (BYTE,), blocks.shape[:-1], path)
                 tensors[weight] = Mxfp4Tensor(tensors.pop(f"{weight}_blocks"), tensors.pop(f"{weight}_scales"))
         case {} if quantization:
             method = quantization.get("quant_method") or f"quantization_config says ({', '.join(quantization)})"
@@ -121,6 +129,10 @@ def _pairs(
     return [(weight, stored[weight + values], stored[weight + scales]) for weight in weights]
 
 
-def _check_scales(name: str, scales: "Tensor", expected: tuple[int, ...], path: Path) -> None:
-    if scales.shape != expected:
-        raise UserError(f"{name} in {path} has the shape {list(scales.shape)}, not {list(expected)}")
+def _check(name: str, tensor: "Tensor", dtypes: Sequence[np.dtype], shape: tuple[int | None, ...], path: Path) -> None:
+    """Raises UserError unless the tensor is of one of these dtypes and this shape, in which None is any size."""
+    if tensor.dtype not in dtypes:
+        raise UserError(f"{name} in {path} is not of the dtype {' or '.join(map(str, dtypes))}")
+    if len(tensor.shape) != len(shape) or any(n not in (None, tensor.shape[dim]) for dim, n in enumerate(shape)):
+        wanted = ", ".join("n" if n is None else str(n) for n in shape)
+        raise UserError(f"{name} in {path} has the shape {list(tensor.shape)}, not [{wanted}]")

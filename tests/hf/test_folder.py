@@ -7,7 +7,8 @@ import saved
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from src.errors import UserError
@@ -148,3 +149,190 @@ def test_pickled_weights_are_told_how_to_be_had(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"only pytorch_model\.bin.*expected model\.safetensors"):
         open_folder(tmp_path)
+
+
+# ---- Folders that lie
+
+
+def rewrite_header(file, change):
+    """Applies `change` to the parsed header of a safetensors file; the bytes of its tensors stay."""
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"a": {"data_offsets": [-8, 0]}},  # into the header
+        {"a": {"data_offsets": [8, 0]}},
+        {"a": {"data_offsets": [8, 16]}, "b": {"data_offsets": [8, 16]}},  # the same bytes twice
+        {"a": {"data_offsets": [0, 12]}, "b": {"data_offsets": [12, 16]}},
+        {"a": {"data_offsets": [0, 16]}},
+        {"a": {"shape": [3]}},
+        {"a": {"shape": [-2]}},
+        {"a": {"shape": [2.0]}},
+        {"a": {"shape": 2}},
+        {"a": {"dtype": "F16"}},
+        {"a": {"dtype": ["F32"]}},
+        {"a": {"data_offsets": [0]}},
+        {"a": {"data_offsets": "08"}},
+        {"a": {"data_offsets": ["0", "8"]}},
+        {"a": {"dtype": "C64", "data_offsets": [8, 0]}},  # a dtype whose size is not known here
+    ],
+)
+def test_a_header_that_lies_about_its_tensors_is_refused(tmp_path, entries):
+    file = make(tmp_path, {"a": torch.ones(2), "b": torch.zeros(2)}) / "model.safetensors"
+
+    def lie(header):
+        for name, changed in entries.items():
+            header[name].update(changed)
+
+    rewrite_header(file, lie)
+    with pytest.raises(SafetensorError):  # the format's own reader
+        load_file(file)
+    with pytest.raises(UserError, match=r"model\.safetensors.* tensor [ab]"):
+        open_folder(tmp_path)
+
+
+def test_bytes_that_belong_to_no_tensor_are_refused(tmp_path):
+    file = make(tmp_path, {"a": torch.ones(2)}) / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"more")
+    with pytest.raises(UserError, match=r"model\.safetensors.*4 bytes after its last tensor"):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("header", ["[" * 100_000, "[1]", '{"a": 1}', "{}x"])
+def test_a_header_of_another_kind_is_refused(tmp_path, header):
+    file = make(tmp_path, {"a": torch.ones(2)}) / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "place", ["../secret.safetensors", "sub/../../secret.safetensors", "{root}/secret.safetensors"]
+)
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path, place):
+    folder = make(tmp_path / "model", {"a": torch.ones(2)})
+    save_file({"b": torch.ones(2)}, tmp_path / "secret.safetensors")
+    (folder / "sub").mkdir()
+    index = {"weight_map": {"a": "model.safetensors", "b": place.format(root=tmp_path)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"index\.json places b in .*secret\.safetensors, .* outside"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": 7}, "expected the name of a file"),
+        ({"a": ["model.safetensors"]}, "expected the name of a file"),
+        ("model.safetensors", 'no "weight_map"'),
+        ({}, 'no "weight_map"'),
+        ({"a": "x" * 5000}, "lacks x"),
+        ({"a": "b\0c"}, "lacks b"),
+        ({"a": "."}, "lacks"),
+        ({"b": "model.safetensors", "a": "other.safetensors"}, "model.safetensors has the tensor a"),
+    ],
+)
+def test_an_index_that_is_no_map_of_the_folders_files_is_refused(tmp_path, weight_map, message):
+    folder = make(tmp_path, {"a": torch.ones(2)})
+    save_file({"b": torch.ones(2)}, folder / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(UserError, match=message):
+        open_folder(folder)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    folder = make(tmp_path, {"a": torch.ones(2), "b": torch.ones(2)})
+    save_file({"a": torch.zeros(2), "c": torch.ones(2)}, folder / "other.safetensors")
+    index = {"weight_map": {"b": "model.safetensors", "c": "other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"has the tensor a, .* in model\.safetensors"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, "\xff", "[]", "7"])
+def test_json_that_is_none_or_too_deep_is_refused(tmp_path, name, text):
+    make(tmp_path, {"a": torch.ones(2)})
+    (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=name):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path, name):
+    make(tmp_path, {"a": torch.ones(2)})
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=name):
+        open_folder(tmp_path)
+
+
+# ---- Quantised weights that do not fit
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [4, 2]}
+
+
+def float8_folder(tmp_path, values=None, scales=None, quantization=FP8):
+    values = torch.ones(8, 4).to(torch.float8_e4m3fn) if values is None else values
+    scales = torch.ones(2, 2) if scales is None else scales
+    return make(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales}, quantization_config=quantization)
+
+
+def test_scales_that_are_powers_of_two_alone_are_read(tmp_path):
+    """As DeepSeek's later folders have them: float8_e8m0."""
+    scales = torch.tensor([[0.5, 4.0], [1.0, 2.0**-20]])
+    tensor = open_folder(float8_folder(tmp_path, scales=scales.to(torch.float8_e8m0fnu))).tensors["a.weight"]
+    expected = scales.repeat_interleave(4, 0).repeat_interleave(2, 1)
+    np.testing.assert_array_equal(whole(tensor).astype(np.float32), expected.numpy())
+
+
+@pytest.mark.parametrize(
+    ("values", "scales", "message"),
+    [
+        (None, torch.ones(2, 2, dtype=torch.uint8), "a.weight_scale_inv .* dtype"),
+        (None, torch.ones(2, 2, dtype=torch.int32), "a.weight_scale_inv .* dtype"),
+        (None, torch.ones(2, 3), r"a.weight_scale_inv .* \[2, 3\]"),
+        (torch.ones(8, 4), None, "a.weight .* dtype"),
+        (torch.ones(8, 4).to(torch.float8_e5m2), None, "a.weight .* dtype"),
+        (torch.ones(2, 8, 4).to(torch.float8_e4m3fn), None, r"a.weight .* \[2, 8, 4\]"),
+    ],
+)
+def test_float8_weights_and_scales_that_do_not_fit_are_refused_by_name(tmp_path, values, scales, message):
+    with pytest.raises(UserError, match=message):
+        open_folder(float8_folder(tmp_path, values, scales))
+
+
+@pytest.mark.parametrize("block", [[0, 2], [-4, 2], [4.0, 2.0], ["4", "2"], [4], 4, None])
+def test_blocks_of_no_size_are_refused(tmp_path, block):
+    folder = float8_folder(tmp_path, quantization={"quant_method": "fp8", "weight_block_size": block})
+    with pytest.raises(UserError, match="weight_block_size"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", ["fp8"], 8, {"quant_method": ["fp8"]}, {"bits": 4}])
+def test_a_quantization_config_of_another_kind_is_refused(tmp_path, quantization):
+    with pytest.raises(UserError, match=r"quantization_config|quantised"):
+        open_folder(float8_folder(tmp_path, quantization=quantization))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scales", "message"),
+    [
+        (torch.ones(3, 6, 2, 16), torch.ones(3, 6, 2, dtype=torch.uint8), "up_blocks .* dtype"),
+        (torch.ones(3, 6, 16, dtype=torch.uint8), torch.ones(3, 6, dtype=torch.uint8), r"up_blocks .* \[3, 6, 16\]"),
+        (torch.ones(3, 6, 2, 8, dtype=torch.uint8), torch.ones(3, 6, 2, dtype=torch.uint8), r"\[3, 6, 2, 8\]"),
+        (torch.ones(3, 6, 2, 16, dtype=torch.uint8), torch.ones(3, 6, 2), "up_scales .* dtype"),
+        (torch.ones(3, 6, 2, 16, dtype=torch.uint8), torch.ones(3, 6, dtype=torch.uint8), r"up_scales .* \[3, 6\]"),
+    ],
+)
+def test_mxfp4_blocks_and_scales_that_do_not_fit_are_refused_by_name(tmp_path, blocks, scales, message):
+    folder = make(tmp_path, {"up_blocks": blocks, "up_scales": scales}, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(UserError, match=message):
+        open_folder(folder)

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -146,9 +147,22 @@ def check_value(key: str, value: Any) -> str:
             return f"{key}={dump(value)} must be {words} ({base().comment(key)})"
     if key in TEXTS and not all(isinstance(text, str) and text for text in value):
         return f"{key}={dump(value)} must be a list of texts, such as {TEXTS[key]}"
+    if key == "run_name" and value and not is_run_name(value):
+        return (
+            f"run_name={value!a} must be a name, or names with / between them, of printable characters and at "
+            "most 255 bytes each; a run writes nowhere but below base_output_directory"
+        )
+    if key == "base_output_directory" and not value.isprintable():
+        return f"base_output_directory={value!a} must be a path of printable characters"
     if key == "mlp_activations":
         unknown = [str(name) for name in value if name not in ACTIVATIONS]
         if unknown or not value:
             named = ", ".join(unknown) or "an empty list"
             return f"mlp_activations: {named}; expected one or more of {', '.join(ACTIVATIONS)}"
     return ""
+
+
+def is_run_name(name: str) -> bool:
+    """Whether `name` is a folder's name, or a path down from the output folder."""
+    parts = name.split("/")
+    return name.isprintable() and all(0 < len(os.fsencode(part)) <= 255 and part not in (".", "..") for part in parts)

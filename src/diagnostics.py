@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+from src.errors import UserError
 
 _TRACES = Path("/tmp/debugging")
 
@@ -25,8 +28,16 @@ def stack_traces(config: Mapping[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as exits:
         out = sys.stderr
         if config["stack_trace_to_cloud"]:
-            _TRACES.mkdir(parents=True, exist_ok=True)
-            out = exits.enter_context((_TRACES / time.strftime("stack_trace_%Y_%m_%d_%H_%M_%S.txt")).open("w"))
+            # Processes of one host may start in the same second, and in containers have the same number.
+            name = f"{time.strftime('stack_trace_%Y_%m_%d_%H_%M_%S')}_{os.getpid()}_{time.time_ns() % 10**9:09}.txt"
+            try:
+                _TRACES.mkdir(parents=True, exist_ok=True)
+                out = exits.enter_context((_TRACES / name).open("x"))
+            except OSError as error:
+                raise UserError(
+                    f"cannot write stack traces to {_TRACES}: {error}. Set stack_trace_to_cloud=false to have them on "
+                    "the console."
+                ) from None
         faulthandler.enable(out)
         exits.callback(faulthandler.disable)
         faulthandler.dump_traceback_later(config["stack_trace_interval_seconds"], repeat=True, file=out)

@@ -4,12 +4,17 @@ import fcntl
 import os
 import shutil
 import tempfile
+import uuid
 from pathlib import Path
 
 import jax
 from etils import epath
 
 from src.errors import UserError
+
+# What a run writes in its folder.
+FILES = ("config.yml", "environment.json", "metrics.jsonl", "report.html", "sample.txt")
+FOLDERS = ("checkpoints", "tensorboard")
 
 
 class RunFolder:
@@ -26,21 +31,32 @@ class RunFolder:
     """
 
     def __init__(self, base_output_directory: str, run_name: str) -> None:
-        base = epath.Path(base_output_directory).expanduser()
         self._is_remote = "://" in base_output_directory
         # Orbax wants absolute paths; a store's are.
-        self.path = (base if self._is_remote else base.resolve()) / run_name
+        base = base_output_directory if self._is_remote else os.path.abspath(os.path.expanduser(base_output_directory))
+        self.path = epath.Path(base) / run_name
         self.local = Path(tempfile.mkdtemp(prefix="mintext-")) if self._is_remote else Path(self.path)
         self._synced: dict[Path, tuple[int, int]] = {}  # (bytes, modification time in ns) of what the store has
         self._lock: int | None = None  # a file descriptor
 
     def check_writable(self) -> None:
-        """Raises UserError where nothing can be written; leaves nothing behind, and makes no folder."""
+        """Raises UserError where nothing can be written, or something of another kind stands where a run writes.
+
+        Leaves nothing behind, and makes no folder.
+        """
+        if not self._is_remote:
+            for name in FILES + FOLDERS:
+                kind, place = ("folder" if name in FOLDERS else "file"), Path(self.path / name)
+                # Without a system call that follows it, a link that leads nowhere would pass for nothing at all.
+                if os.path.lexists(place) and not (place.is_dir() if name in FOLDERS else place.is_file()):
+                    raise UserError(
+                        f"{place} is no {kind}, and a run writes its own there: move it away, or use another run_name"
+                    )
         if jax.process_index() != 0:
             return
-        probe_folder = self.path if self._is_remote else _nearest_existing(self.path)
-        probe = probe_folder / ".mintext_write_test"
         try:
+            probe_folder = self.path if self._is_remote else _nearest_existing(self.path)
+            probe = probe_folder / f".mintext_write_test_{uuid.uuid4().hex}"  # runs that start together have one each
             probe.write_text("")
             probe.unlink()
         except Exception as error:  # Each store's client has its own types.
@@ -107,6 +123,8 @@ class RunFolder:
 
 
 def _nearest_existing(folder: epath.Path) -> epath.Path:
-    while not folder.exists():
-        folder = folder.parent
+    try:
+        os.lstat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return _nearest_existing(folder.parent)
     return folder

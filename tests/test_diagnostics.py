@@ -7,6 +7,7 @@ import time
 import pytest
 
 from src import diagnostics
+from src.errors import UserError
 from tests import runs
 
 PROGRAM = """
@@ -53,3 +54,21 @@ def test_nothing_is_written_unless_asked_for(capfd):
     with diagnostics.stack_traces({"collect_stack_trace": False}):
         time.sleep(0.01)
     assert capfd.readouterr().err == ""
+
+
+def test_processes_that_start_in_one_second_have_files_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnostics, "_TRACES", tmp_path)
+    monkeypatch.setattr(diagnostics.time, "strftime", lambda text: "stack_trace_2026_01_01_00_00_00")
+    keys = {"collect_stack_trace": True, "stack_trace_to_cloud": True, "stack_trace_interval_seconds": 600}
+    with open("/dev/null", "w") as nowhere:
+        monkeypatch.setattr(sys, "stderr", nowhere)
+        with diagnostics.stack_traces(keys), diagnostics.stack_traces(keys):
+            assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_for_traces_that_can_not_be_written_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(diagnostics, "_TRACES", tmp_path / "file")
+    keys = {"collect_stack_trace": True, "stack_trace_to_cloud": True, "stack_trace_interval_seconds": 600}
+    with pytest.raises(UserError, match="stack_trace_to_cloud=false"), diagnostics.stack_traces(keys):
+        pass

@@ -2,9 +2,10 @@ import os
 from pathlib import Path
 
 import pytest
+from tiny import load
 
 from src.errors import UserError
-from src.run_folder import RunFolder
+from src.run_folder import FILES, FOLDERS, RunFolder
 
 
 def test_on_a_disk_growing_files_are_written_in_place(tmp_path, monkeypatch):
@@ -48,3 +49,54 @@ def test_a_folder_without_permission_is_an_error(tmp_path):
 def test_a_file_system_that_takes_no_files_is_an_error():
     with pytest.raises(UserError, match="cannot write to /proc/a"):
         RunFolder("/proc", "a").check_writable()
+
+
+@pytest.mark.parametrize(
+    "name", ["..", "../x", "a/../../x", ".", "/tmp/x", "//", "a//b", "a/", "a\0b", "a\nb", "n" * 256, "a/" + "n" * 256]
+)
+def test_a_run_name_that_would_leave_the_output_folder_or_is_no_name_is_refused(name):
+    with pytest.raises(UserError, match="run_name="):
+        load(run_name=name)
+
+
+@pytest.mark.parametrize("name", ["", "a", "sweep/lr-1e-3", "..a", "a b", "n" * 255, "été"])
+def test_names_and_names_within_folders_are_run_names(name):
+    assert load(run_name=name).run_name == name
+
+
+def test_an_output_folder_with_nul_in_its_name_is_refused():
+    with pytest.raises(UserError, match="base_output_directory="):
+        load(base_output_directory="a\0b")
+
+
+def test_the_check_takes_no_notice_of_other_runs_files(tmp_path):
+    """A run that starts at the same moment may remove its file, and a link may lie there under any name but ours."""
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / ".mintext_write_test").symlink_to(tmp_path / "precious")
+    before = sorted(tmp_path.iterdir())
+    RunFolder(str(tmp_path), "a").check_writable()
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+@pytest.mark.parametrize("place", ["loop/a", "gone/a", "n" * 300])
+def test_an_output_folder_that_can_not_be_made_is_an_error(tmp_path, place):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "gone").symlink_to(tmp_path / "absent")
+    with pytest.raises(UserError, match="cannot write to"):
+        RunFolder(str(tmp_path / place), "a").check_writable()
+
+
+@pytest.mark.parametrize("name", FILES + FOLDERS)
+@pytest.mark.parametrize("kind", ["the other kind", "a link to itself"])
+def test_what_stands_where_the_run_writes_must_be_of_its_kind(tmp_path, name, kind):
+    place = tmp_path / "a" / name
+    place.parent.mkdir()
+    if kind == "a link to itself":
+        place.symlink_to(place)
+    elif name in FOLDERS:
+        place.write_text("")
+    else:
+        place.mkdir()
+    with pytest.raises(UserError, match=f"{place} is no {'folder' if name in FOLDERS else 'file'}"):
+        RunFolder(str(tmp_path), "a").check_writable()

@@ -1,16 +1,17 @@
 """Parameters and floating-point operations, counted from the spec."""
 
+import collections
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Set
 from dataclasses import dataclass
 
 import jax
 
-from src.model.decoder import Decoder
+from src.model.decoder import Block, Decoder
 from src.model.segments import POLICIES, Execution
-from src.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec
-from src.model.weights import abstract, values
+from src.model.spec import AttentionSpec, LayerSpec, ModelSpec
+from src.model.weights import abstract, by_path, dotted, field, values
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,34 @@ def count_params(spec: ModelSpec) -> int:
 
 def count_active_params(spec: ModelSpec) -> int:
     """The parameters that a token goes through: of each layer's experts those it is sent to."""
-    layers = [*spec.layers, *(spec.layers[-1:] * spec.prediction_layers)]
     idle = 0
-    for layer in layers:
-        if isinstance(layer.feed_forward, ExpertsSpec):
-            experts = layer.feed_forward
-            idle += (experts.count - experts.per_token) * _expert_params(experts, spec.emb_dim)
+    for layer, count in _layers(spec).items():
+        _, declarations = abstract(functools.partial(Block, layer, spec))
+        sizes, axes = values(declarations), field(declarations, "out_sharding")
+        for path, leaf in by_path(sizes).items():
+            idle += count * round((1 - _active_share(layer, by_path(axes)[path])) * math.prod(leaf.shape))
     return count_params(spec) - idle
 
 
-def _expert_params(spec: ExpertsSpec, emb_dim: int) -> int:
-    factors, mlp_dim = len(spec.expert.activations), spec.expert.mlp_dim
-    biases = factors * mlp_dim + emb_dim if spec.expert.bias else 0
-    return (factors + 1) * emb_dim * mlp_dim + biases
+def _layers(spec: ModelSpec) -> collections.Counter[LayerSpec]:
+    """How often there is each layer, those of the extra prediction layers among them."""
+    return collections.Counter([*spec.layers, *(spec.layers[-1:] * spec.prediction_layers)])
+
+
+def _active_share(layer: LayerSpec, axes: tuple[str | None, ...]) -> float:
+    """The part of a weight of these logical axes that a token goes through."""
+    return layer.feed_forward.per_token / layer.feed_forward.count if "expert" in axes else 1.0
+
+
+def _multiplied(layer: LayerSpec, spec: ModelSpec) -> dict[str, float]:
+    """The weights of a block that a token is multiplied by, as declared: elements by dotted name."""
+    _, declarations = abstract(functools.partial(Block, layer, spec))
+    axes, fan_in = (by_path(field(declarations, name)) for name in ("out_sharding", "fan_in"))
+    return {
+        dotted(path): _active_share(layer, axes[path]) * math.prod(leaf.shape)
+        for path, leaf in by_path(values(declarations)).items()
+        if fan_in[path]
+    }
 
 
 def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
@@ -57,15 +73,14 @@ def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
     mean of what tokens see, half of `length` where no window or block says less. Packing's shorter segments are not
     taken off. Extra prediction layers count with their own projection and logits.
     """
-    layers = [*spec.layers, *(spec.layers[-1:] * spec.prediction_layers)]
-    weights = sum(_layer_weights(layer, spec.emb_dim) for layer in layers)
-    weights += (1 + spec.prediction_layers) * spec.emb_dim * spec.vocab_size
+    weights = (1 + spec.prediction_layers) * spec.emb_dim * spec.vocab_size
     weights += spec.prediction_layers * 2 * spec.emb_dim**2
     causal = palm = 6.0 * weights
-    for layer in layers:
+    for layer, count in _layers(spec).items():
+        products = 6.0 * sum(_multiplied(layer, spec).values())
         a_key = 6.0 * layer.attention.num_query_heads * (layer.attention.head_dim + layer.attention.value_dim)
-        causal += a_key * _mean_seen(layer.attention, length)
-        palm += a_key * length
+        causal += count * (products + a_key * _mean_seen(layer.attention, length))
+        palm += count * (products + a_key * length)
     return FlopsPerToken(causal, palm)
 
 
@@ -90,50 +105,40 @@ def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_t
         kept = set(execution.remat_custom)
     else:
         kept = {name for names in POLICIES[execution.remat_policy] for name in names}
-    ahead = spec.layers[-1:] * spec.prediction_layers
     if "decoder_layer_input" not in kept:
-        causal = palm = causal + 2.0 * len(ahead) * 2 * spec.emb_dim**2
-    for layer in (*spec.layers, *ahead):
-        products = _recomputed_attention(layer.attention, spec.emb_dim, kept)
-        products += _recomputed_feed_forward(layer, spec.emb_dim, kept)
+        causal = palm = causal + 2.0 * spec.prediction_layers * 2 * spec.emb_dim**2
+    for layer, count in _layers(spec).items():
+        products = 2.0 * sum(
+            elements
+            for name, elements in _multiplied(layer, spec).items()
+            if _is_recomputed(name.rpartition(".")[2], layer, kept)
+        )
         a_key = 2.0 * layer.attention.num_query_heads * (layer.attention.head_dim + layer.attention.value_dim)
-        causal += 2.0 * products + a_key * _mean_seen(layer.attention, length)
-        palm += 2.0 * products + a_key * length
+        causal += count * (products + a_key * _mean_seen(layer.attention, length))
+        palm += count * (products + a_key * length)
     return FlopsPerToken(causal, palm)
 
 
-def _recomputed_attention(spec: AttentionSpec, emb_dim: int, kept: Collection[str]) -> int:
-    """Elements of the attention weights that a token is multiplied by once more."""
-    N, K, H = spec.num_query_heads, spec.num_kv_heads, spec.head_dim
-    # The derivative of a norm needs what went into it, and what is kept has come out of it.
-    normalised = spec.qk_norm != "none"
-    products = 0 if "out_proj" in kept else N * spec.value_dim * emb_dim
-    if not spec.latent:
-        again = {name: name not in kept for name in ("query_proj", "key_proj", "value_proj")}
-        products += emb_dim * N * H * (again["query_proj"] or normalised)
-        return products + emb_dim * K * H * ((again["key_proj"] or normalised) + again["value_proj"])
-    Q, R = spec.latent.query_rank, spec.latent.kv_rank
-    products += emb_dim * (Q + R + spec.latent.rope_dim)
-    if "query_proj" not in kept:
-        products += (Q or emb_dim) * N * H
-    if not {"key_proj", "value_proj"} <= set(kept):
-        products += R * N * (spec.latent.nope_dim + spec.value_dim)
-    return products
+# The arrays that, where all are kept, spare a weight's product in the backward pass; any other weight's is made again.
+SPARED_BY = {
+    "query": ("query_proj",),
+    "key": ("key_proj",),
+    "value": ("value_proj",),
+    "kv_up": ("key_proj", "value_proj"),
+    "out": ("out_proj",),
+    "wi": ("mlpwi",),
+    "wo": ("mlpwo",),
+}
 
 
-def _recomputed_feed_forward(layer: LayerSpec, emb_dim: int, kept: Collection[str]) -> int:
-    """Elements of the feed-forward weights that a token is multiplied by once more."""
-    output_needed = layer.norm_after and "mlpwo" not in kept
-
-    def of(spec: FeedForwardSpec, output_needed: bool) -> int:
-        factors = 0 if "mlpwi" in kept else len(spec.activations)
-        return emb_dim * spec.mlp_dim * (factors + output_needed)
-
-    spec = layer.feed_forward
-    if not isinstance(spec, ExpertsSpec):
-        return of(spec, output_needed)
-    experts = spec.per_token * of(spec.expert, output_needed)
-    return emb_dim * spec.count + experts + (of(spec.shared, output_needed) if spec.shared else 0)
+def _is_recomputed(name: str, layer: LayerSpec, kept: Set[str]) -> bool:
+    """Whether the backward pass computes the product with a block's weight again."""
+    if name == "wo" and not layer.norm_after:  # it ends the block
+        return False
+    if name in ("query", "key") and layer.attention.qk_norm != "none":
+        # The derivative of a norm needs what went into it, and what is kept has come out of it.
+        return True
+    return not (name in SPARED_BY and kept >= set(SPARED_BY[name]))
 
 
 def _mean_seen(attention: AttentionSpec, length: int) -> float:
@@ -147,27 +152,3 @@ def _mean_seen(attention: AttentionSpec, length: int) -> float:
     block = min(attention.chunk or length, length)
     window = attention.window or length
     return (length // block * seen(block, window) + seen(length % block, window)) / length
-
-
-def _layer_weights(layer: LayerSpec, emb_dim: int) -> int:
-    """Elements of the weights that a token is multiplied by."""
-    feed_forward = layer.feed_forward
-    if not isinstance(feed_forward, ExpertsSpec):
-        return _attention_weights(layer.attention, emb_dim) + _products(feed_forward, emb_dim)
-    experts = feed_forward.per_token * _products(feed_forward.expert, emb_dim) + emb_dim * feed_forward.count
-    shared = _products(feed_forward.shared, emb_dim) if feed_forward.shared else 0
-    return _attention_weights(layer.attention, emb_dim) + experts + shared
-
-
-def _products(spec: FeedForwardSpec, emb_dim: int) -> int:
-    return emb_dim * (len(spec.activations) + 1) * spec.mlp_dim
-
-
-def _attention_weights(spec: AttentionSpec, emb_dim: int) -> int:
-    N, K, H = spec.num_query_heads, spec.num_kv_heads, spec.head_dim
-    if not spec.latent:
-        return emb_dim * 2 * (N + K) * H
-    Q, R = spec.latent.query_rank, spec.latent.kv_rank
-    query = emb_dim * Q + Q * N * H if Q else emb_dim * N * H
-    keys_and_values = emb_dim * (R + spec.latent.rope_dim) + R * N * (spec.latent.nope_dim + spec.value_dim)
-    return query + keys_and_values + N * spec.value_dim * emb_dim

@@ -8,9 +8,12 @@ import pytest
 from tiny import BASE, load, make
 
 from src import config as configuration
+from src.model import decoder
+from src.model.attention import Attention
 from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
 from src.model.segments import Execution
 from src.model.spec import model_spec
+from src.model.weights import matmul, weight
 from src.train_step import loss_sums
 
 
@@ -96,6 +99,45 @@ def counted_by_jax(**overrides):
 
     lowered = jax.jit(jax.value_and_grad(loss)).lower(plan.shapes, batch)
     return lowered.cost_analysis()["flops"] / ids.size, plan
+
+
+@pytest.mark.parametrize("overrides", [{}, LATENT, {"mlp_activations": "[gelu]", "qk_norm": "head"}], ids=str)
+def test_operations_of_a_step_are_those_that_jax_counts(overrides):
+    counted, plan = counted_by_jax(**overrides)
+    assert flops_per_token(plan.spec, 64).palm == pytest.approx(counted, rel=0.02)
+
+
+class GatedAttention(Attention):
+    """What a user may try: attention whose output a sigmoid gate scales."""
+
+    def __init__(self, spec, norm, emb_dim, out_scale, dtype, rngs):
+        super().__init__(spec, norm, emb_dim, out_scale, dtype, rngs)
+        self.gate = weight(rngs, (emb_dim, emb_dim), ("embed", None), dtype, fan_in=(0,))
+
+    def __call__(self, x_BTD, context, cache):
+        out_BTD, cache = super().__call__(x_BTD, context, cache)
+        return out_BTD * jax.nn.sigmoid(matmul(x_BTD, self.gate[...], "BTD,DE->BTE")), cache
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_weight_that_a_block_declares_is_counted_wherever_operations_are(monkeypatch, policy):
+    plain, plan = counted_by_jax(remat_policy=policy)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "Attention", GatedAttention)
+        gated, gated_plan = counted_by_jax.__wrapped__(remat_policy=policy)
+        count_params.cache_clear()
+        gated_counts = [count_params(gated_plan.spec), *operations(gated_plan)]
+    count_params.cache_clear()
+    for count, with_gate, expected in zip(
+        [count_params(plan.spec), *operations(plan)], gated_counts, [1, 6, 2 * (policy == "full")], strict=True
+    ):
+        assert with_gate - count == expected * 2 * 256 * 256  # two layers
+    assert gated - plain == pytest.approx((6 + 2 * (policy == "full")) * 2 * 256 * 256, rel=0.05)
+
+
+def operations(plan):
+    """Of a token: those of a step, and those computed again beside."""
+    return flops_per_token(plan.spec, 64).palm, recomputed_flops(plan.spec, 64, plan.execution, 1).palm
 
 
 @pytest.mark.parametrize(

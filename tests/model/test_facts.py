@@ -1,0 +1,89 @@
+"""Every fact of a layer does something to each kind of attention, is refused by it, or is listed as one it ignores."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny import load, make
+
+from src.config_values import CHOICES
+from src.config_yaml import base
+from src.errors import UserError
+from src.model.spec import layer_facts
+from src.model_checks import ATTENTION_FACTS, EXPERT_FACTS, LAYER_FACTS
+from src.train_step import loss_sums
+
+LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": 12}
+KINDS = {
+    "global": {},
+    "local_sliding": {"sliding_window_size": 4},
+    "chunk": {"chunk_attn_window_size": 4},
+    "mla": LATENT,
+}
+# The facts that say nothing of a layer with such attention, whatever their value.
+IGNORED = {
+    "global": {"sliding_window_size", "chunk_attn_window_size", "latent_norm_epsilon", *LATENT},
+    "local_sliding": {"chunk_attn_window_size", "latent_norm_epsilon", *LATENT},
+    "chunk": {"sliding_window_size", "latent_norm_epsilon", *LATENT},
+    "mla": {"sliding_window_size", "chunk_attn_window_size", "base_num_kv_heads", "head_dim"},
+}
+IGNORED = {
+    kind: facts | {"attn_temperature_floor"} for kind, facts in IGNORED.items()
+}  # without attn_temperature_scale
+FACTS = ("base_num_query_heads", "base_num_kv_heads", "head_dim", *ATTENTION_FACTS[1:])
+
+
+def other_value(key, value):
+    """Another value of a key than the one given, of its type."""
+    if key in CHOICES:
+        return next(choice for choice in CHOICES[key] if choice != value and choice != "none")
+    if key in ("dropout_rate", "partial_rotary_factor"):
+        return 0.5
+    return not value if isinstance(value, bool) else 2 * abs(value) or 2
+
+
+def program(**facts):
+    """The loss of a model of one layer as JAX traces it, and the shapes of its weights."""
+    _, plan = make(base_num_decoder_layers=1, **facts)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jax.ShapeDtypeStruct((2, 16), jnp.int32))
+    batch["loss_mask"] = jax.ShapeDtypeStruct((2, 16), jnp.float32)
+    traced = jax.make_jaxpr(lambda weights, batch: loss_sums(plan.decoder(weights), batch, plan)[0])(plan.shapes, batch)
+    return str(traced), str(plan.shapes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fact_of_attention_changes_the_model_or_is_refused_or_is_listed(kind):
+    facts = {"attention_type": kind, **KINDS[kind]}
+    as_it_is, config = program(**facts), load(**facts)
+    without_effect = set()
+    for key in FACTS:
+        with contextlib.suppress(UserError):
+            if program(**facts | {key: other_value(key, config[key])}) == as_it_is:
+                without_effect.add(key)
+    assert without_effect == IGNORED[kind]
+
+
+OF_THE_MODEL = {
+    *("decoder_segments", "trainable_position_size", "logits_via_embedding", "scale_embedding"),
+    *("final_logits_soft_cap", "mtp_num_layers"),
+}
+
+
+def test_every_key_about_layers_may_differ_by_layer():
+    sizes = {"base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"}
+    groups = ("Model: facts", "Model: attention", "Model: positions", "Model: feed-forward")
+    assert set(base().keys_in(*groups)) - OF_THE_MODEL == set(LAYER_FACTS) - sizes
+
+
+@pytest.mark.parametrize("key", sorted(set(LAYER_FACTS) - {"attention_type", "position_type", "mlp_activations"}))
+def test_a_layer_has_its_own_value_of_a_fact(key):
+    value = other_value(key, load(**layered(key))[key])
+    segments = f"[{{pattern: [{{}}, {{{key}: {str(value).lower()}}}]}}]"
+    config = load(decoder_segments=segments, **layered(key))
+    assert [facts[key] for facts, _ in layer_facts(config)] == [config[key], value]
+
+
+def layered(key):
+    """What else a model needs for its second layer to have another value of the key."""
+    return {"num_experts": 8, "num_experts_per_tok": 2, "n_routing_groups": 2} if key in EXPERT_FACTS else {}

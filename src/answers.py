@@ -10,6 +10,10 @@ from ml_collections import FrozenConfigDict
 from src.data.tokenizer import Tokenizer
 from src.generate import Generator
 
+# Tokens that are decoded again with each new one: of more, those are settled that have CONTEXT others after them, and
+# as many go on being decoded with what follows, for a tokenizer may write a token by those around it.
+WINDOW, CONTEXT = 128, 16
+
 
 class Answer:
     """What is drawn after one prompt. It ends with a stop token, before a stop text, or where its room does.
@@ -29,6 +33,9 @@ class Answer:
         self._stop_texts = list(config.decode_stop)
         self._room = min(config.sample_length or config.max_target_length, config.max_target_length - len(prompt))
         self._ids: list[int] = []
+        self._settled = ""  # text that no later token changes
+        self._window = 0  # the first token, prompt and all, that is decoded with what follows
+        self._context = self.prompt_text  # the text of the window's tokens up to where `_settled` ends
 
     def add(self, token: int) -> None:
         """Takes the next token."""
@@ -42,13 +49,32 @@ class Answer:
 
     def decode(self) -> None:
         """Brings `text` up to date, which otherwise waits for the end where there are no stop texts."""
-        # A tokenizer may write a token in another way at the beginning of a text, so the prompt comes along.
-        ids = np.concatenate([self.prompt, np.array(self._ids, np.int32)])
-        self.text = self._tokenizer.decode(ids)[len(self.prompt_text) :]
-        ends = [end for stop in self._stop_texts if (end := self.text.find(stop)) >= 0]
+        text = self._decode(self._window)
+        self.text = self._settled + text[len(self._context) :]
+        longest = max(map(len, self._stop_texts), default=0)
+        begin = max(0, len(self._settled) - longest)  # a stop text before would have been found before
+        ends = [end for stop in self._stop_texts if (end := self.text.find(stop, begin)) >= 0]
         if ends:
             self.text = self.text[: min(ends)]
             self.done = True
+        elif not self.done:
+            self._settle(text)
+
+    def _decode(self, first: int, end: int | None = None) -> str:
+        """The text of the tokens [first, end), those of the prompt counted."""
+        prompt = self.prompt[first:end]
+        drawn = slice(max(first - len(self.prompt), 0), None if end is None else end - len(self.prompt))
+        return self._tokenizer.decode(np.concatenate([prompt, np.array(self._ids[drawn], np.int32)]))
+
+    def _settle(self, text: str) -> None:
+        """Moves the window of `text` on where it is long, if what follows is then decoded as before."""
+        end = len(self.prompt) + len(self._ids) - CONTEXT
+        if end < len(self.prompt) or end - self._window < WINDOW:
+            return
+        head, context = self._decode(self._window, end), self._decode(end - CONTEXT, end)
+        if context and head + self._decode(end - CONTEXT)[len(context) :] == text:
+            self._settled += head[len(self._context) :]
+            self._window, self._context = end - CONTEXT, context
 
     def certain(self) -> str:
         """What no later token changes of the text so far: whole characters, and no beginning of a stop text."""

@@ -9,13 +9,14 @@ import jax
 import numpy as np
 import pytest
 import torch
+from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from src import decode
 from src.answers import Answer, Speed, draw_answers
 from src.data.huggingface import HuggingFaceTokenizer
-from src.data.tokenizer import ByteTokenizer
+from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
 from src.errors import UserError
 from src.generate import Generator, in_training, unrolled
 from src.inference import inference_plan
@@ -194,6 +195,58 @@ def answered(text, **keys):
             answer.add(byte)
             certain.append(answer.certain())
     return answer, certain
+
+
+class Counting:
+    """A tokenizer that counts the ids it decodes."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.stop_ids, self.decoded = tokenizer, frozenset(), 0
+
+    def decode(self, ids):
+        self.decoded += len(ids)
+        return self.tokenizer.decode(ids)
+
+
+def sentencepiece_of_bytes(folder):
+    """A SentencePiece model that spells what it does not know in bytes."""
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat, and the dog too"] * 20),
+        model_writer=model,
+        vocab_size=300,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (folder / "bytes.model").write_bytes(model.getvalue())
+    return SentencePieceTokenizer(str(folder / "bytes.model"))
+
+
+@pytest.mark.parametrize("kind", ["byte", "sentencepiece"])
+@pytest.mark.parametrize("text", ["words", "é漢😀 and \ufffd", "noise"])
+def test_a_long_answer_is_decoded_in_parts_as_the_whole_is(tmp_path, kind, text):
+    tokenizer = BYTES if kind == "byte" else sentencepiece_of_bytes(tmp_path)
+    if text == "noise":
+        ids = np.random.default_rng(0).integers(0, min(tokenizer.vocab_size, 256), 3000)
+    else:
+        ids = np.concatenate([tokenizer.encode_text(f"the {text} {number}") for number in range(300)])
+    prompt, counting = tokenizer.encode_prompt("on the mat"), Counting(tokenizer)
+    answer = Answer(config_of(max_target_length=len(prompt) + len(ids)), counting, prompt)
+    for number, token in enumerate(ids.tolist(), start=1):
+        answer.add(token)
+        answer.certain()
+        if number % 97 == 0 or number == len(ids):
+            whole = tokenizer.decode(np.concatenate([prompt, ids[:number]]))
+            assert answer.text == whole[len(tokenizer.decode(prompt)) :]
+    assert counting.decoded < 500 * len(ids)  # each again with those around it, and not with all before it
+
+
+def test_a_stop_text_is_found_wherever_it_falls():
+    for place in range(100, 400, 7):
+        text = "x" * place + "STOP it"
+        answer, certain = answered(text, decode_stop="[STOP]", max_target_length=500)
+        assert answer.text == "x" * place == certain[-1]
 
 
 def test_only_whole_characters_are_certain():

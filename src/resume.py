@@ -257,7 +257,9 @@ def with_position(
     different = [
         name
         for name in {**old, **fingerprint}
-        if old.get(name) != fingerprint.get(name) and (lists_files or " file " not in name)
+        if old.get(name) != fingerprint.get(name)
+        and (lists_files or " file " not in name)
+        and (name in old or not name.endswith(" contents"))  # which older checkpoints do not know
     ]
     refused = [name for name in different if not set(config.accept_changes).intersection(accepted_by(name))]
     if refused:

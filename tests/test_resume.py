@@ -222,6 +222,17 @@ def test_another_corpus_is_noticed(stopped, corpus, tmp_path, monkeypatch, capsy
     assert runs.losses(stopped)[-1][0] == STEPS
 
 
+def test_a_file_changed_at_the_same_size_is_noticed(stopped, corpus, tmp_path, monkeypatch, capsys):
+    changed = shutil.copytree(corpus, tmp_path / "changed")
+    file = min(changed.iterdir())
+    file.write_text(file.read_text().swapcase())
+    config = stopped / "config.yml"
+    config.write_text(config.read_text().replace(str(corpus), str(changed)))
+    said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys_of(stopped, changed)))
+    assert "other data" in said
+    assert "source contents: " in said
+
+
 def test_an_accepted_global_batch_goes_on_after_as_many_documents(stopped, corpus, tmp_path, capsys):
     taken = int(runs.saved_arrays(stopped, 20)["data_position"][:, 0, 0].sum())
     changes = {"per_device_batch_size": 2, "eval_per_device_batch_size": 1}

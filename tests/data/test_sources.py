@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.data import text, text_files
+from src.data import files, text, text_files
 from src.data.held_out import split
 from src.data.sources import open_sources
 from src.data.synthetic import SyntheticSource
@@ -152,6 +152,35 @@ def test_fingerprint_is_of_names_and_sizes_and_not_of_the_place(tmp_path):
     changed = ({**files, "a.txt": "longer"}, {**files, "d.txt": "three"}, {"a.txt": "one", "b/d.txt": "two"})
     for n, other in enumerate(changed):
         assert TextSource(write_files(tmp_path / str(n), other)).fingerprint()["digest"] != first["digest"]
+
+
+def test_a_file_changed_at_the_same_size_has_another_fingerprint(tmp_path):
+    first = TextSource(write_files(tmp_path, {"a.txt": "one", "b.txt": "two"})).fingerprint()
+    changed = TextSource(write_files(tmp_path, {"b.txt": "too"})).fingerprint()
+    assert {name for name in first if first[name] != changed[name]} == {"contents"}
+
+
+def test_of_large_files_the_fingerprint_reads_a_bounded_sample(tmp_path, monkeypatch):
+    (tmp_path / "small.txt").write_bytes(b"s" * 100)
+    with open(tmp_path / "wide.txt", "wb") as file:
+        file.truncate(100 << 20)  # a hole, which takes no space
+    listing = files.list_files(str(tmp_path), "dataset_path")
+    read_bytes, read = [], files.read
+
+    def counted(*arguments):
+        read_bytes.append(len(data := read(*arguments)))
+        return data
+
+    monkeypatch.setattr(files, "read", counted)
+    before = files.fingerprint(listing)["contents"]
+    assert 15 << 20 < sum(read_bytes) <= 16 << 20
+    for place in (50, (100 << 20) - 1):  # the first file, and the end of the last
+        with open(tmp_path / ("small.txt" if place == 50 else "wide.txt"), "r+b") as file:
+            file.seek(place)
+            file.write(b"X")
+        after = files.fingerprint(listing)["contents"]
+        assert after != before
+        before = after
 
 
 def test_the_fingerprint_has_another_field_than_text(tmp_path):

@@ -22,7 +22,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from src.digest import digests
-from src.errors import UserError
+from src.errors import UserError, first_few
 from src.model import weights
 
 T = TypeVar("T")
@@ -259,7 +259,7 @@ def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str
     found = jax.device_get(digests(arrays))
     changed = [name for name in arrays if found[name] != saved[name]["digest"]]
     if changed:
-        raise _DamagedError(f"values differ from those saved, in {_first_few(changed, ', ')}")
+        raise _DamagedError(f"values differ from those saved, in {first_few(changed)}")
 
     arrays = {name: _as_wanted(x, wanted[name]) for name, x in arrays.items()}
     return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays.get(name) for name in names]), meta
@@ -376,23 +376,18 @@ def _check_shapes(
     here = {name: str(list(x.shape)) for name, x in wanted.items()}
     there = {name: str(entry["shape"]) for name, entry in saved.items()}
     lines = [
-        f"  {name}: {there.get(name, 'absent')} in the checkpoint, {here.get(name, 'absent')} in the configuration"
+        f"{name}: {there.get(name, 'absent')} in the checkpoint, {here.get(name, 'absent')} in the configuration"
         # Weights first: the optimizer's arrays differ only where they do.
         for name in sorted(here.keys() | there.keys(), key=lambda name: (name.startswith("opt."), name))
         if here.get(name) != there.get(name)
     ]
     if lines:
         raise UserError(
-            f"the arrays of checkpoint {step_folder} have other shapes than this configuration gives them:\n"
-            + _first_few(lines, "\n")
-            + "\nExpected the model and optimizer it was saved with: set their keys as in the config.yml of that run, "
-            "or give another run_name to start afresh."
+            f"the arrays of checkpoint {step_folder} have other shapes than this configuration gives them:\n  "
+            + first_few(lines, "\n  ")
+            + "\nExpected the model and optimizer it was saved with: give that run's folder as CONFIG, in place of a "
+            "YAML file, or as model_name; or another run_name to start afresh."
         )
-
-
-def _first_few(items: list[str], separator: str) -> str:
-    more = f"{separator}  and {len(items) - 20} more" if len(items) > 20 else ""
-    return separator.join(items[:20]) + more
 
 
 def _flatten(state: Any) -> dict[str, Any]:

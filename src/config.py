@@ -1,6 +1,5 @@
 """A command's configuration: base.yml, model file, the user's YAML and key=value, resolved, checked and frozen."""
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from src.config_yaml import (
     BASE,
     CONFIGS,
     NOTHING,
-    Plain,
     base,
     convert,
     dump,
@@ -26,16 +24,15 @@ from src.config_yaml import (
 from src.data.source_spec import ENTRY_KEYS, SETTINGS
 from src.data.tokenizer import has_tokenizer
 from src.data_checks import read_entries
-from src.errors import UserError
+from src.errors import UserError, first_few
 from src.foreign_keys import answer
 from src.hf.facts import model_facts, model_yaml
 from src.hf.folder import is_hf_folder
+from src.key_help import TRAIN, Usage, help_for
 from src.model_checks import read_segments
+from src.run_config import model_keys, run_folder, run_keys, runs_in
 
-__all__ = ["compare_runs", "diff_from_base", "from_yaml", "help_for", "help_text", "load", "scaled_sizes", "to_yaml"]
-
-USAGE = """python -m src.train CONFIG.yml [key=value ...]    such as: python -m src.train configs/base.yml steps=100
-python -m src.train --help KEY                    what a key does, and its default"""
+__all__ = ["compare_runs", "diff_from_base", "from_yaml", "load", "scaled_sizes", "to_yaml"]
 
 # The keys a model file may set are those of base.yml's groups of this name.
 MODEL_GROUPS = "Model:"
@@ -75,16 +72,17 @@ class Change(NamedTuple):
         return f"{self.key}: {dump(self.old)} -> {dump(self.new)}"
 
 
-def load(argv: Sequence[str], notes: list[str] | None = None) -> FrozenConfigDict:
-    """The configuration of a command line: a YAML file, then `key=value` arguments.
+def load(argv: Sequence[str], notes: list[str] | None = None, *, uses_weights: bool = False) -> FrozenConfigDict:
+    """The configuration of a command line: a YAML file or a run's folder, then `key=value` arguments.
 
     Precedence, lowest first: base.yml, the model file that `model_name` names, the YAML file after what its
     `base_config` names, the arguments. A mapping or list replaces the one below it; a dotted key
-    (`logical_axis_rules.mlp=[]`) sets one entry of a mapping.
+    (`logical_axis_rules.mlp=[]`) sets one entry of a mapping. A run's folder has every key of the run.
 
     Args:
         argv: the command line without the program.
         notes: takes a line for each key of another trainer's that was accepted but changes nothing.
+        uses_weights: a folder that is named, as the run or as the model, is the default of `load_parameters_path`.
 
     Raises:
         UserError: everything that is wrong, in one message.
@@ -93,12 +91,18 @@ def load(argv: Sequence[str], notes: list[str] | None = None) -> FrozenConfigDic
     starts_with_file = bool(argv) and "=" not in argv[0] and not argv[0].startswith("-")
     if not starts_with_file:
         problems.append("the first argument is a YAML file, as in `configs/base.yml steps=100`")
-    files = _chain(Path(argv[0]), problems) if starts_with_file else []
+    run = run_folder(argv[0]) if starts_with_file else None
+    files = []
+    if starts_with_file:
+        files = _of_run(run, uses_weights, problems) if run else _chain(Path(argv[0]), problems)
     arguments = list(_arguments(argv[1:] if starts_with_file else argv, problems))
     model_name = _model_name([*files, *arguments])
-    settings = [*_model_settings(model_name, problems), *files, *arguments]
-    config, failed = _resolve(settings, problems, [] if notes is None else notes)
-    config["model_name"] = model_name
+    if run and model_name != _model_name(files):
+        problems.append(f"model_name={model_name}: {run} is a run with a model of its own, which keeps it")
+    model = [] if run else _model_settings(model_name, uses_weights, problems)
+    config, failed = _resolve([*model, *files, *arguments], problems, [] if notes is None else notes)
+    # The model of another run has the name that it has there.
+    config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
     problems.extend(check_config(config, failed))
     if problems:
         raise UserError(_report(problems))
@@ -136,6 +140,16 @@ def _default(key: str) -> Any:
     return default.get(entry) if dot and isinstance(default, dict) else default
 
 
+def _of_run(folder: Path, uses_weights: bool, problems: list[str]) -> list[Setting]:
+    """The settings of a run, by its folder."""
+    try:
+        keys = run_keys(folder) | ({"load_parameters_path": str(folder)} if uses_weights else {})
+    except UserError as error:
+        problems.append(str(error))
+        return []
+    return [Setting(key, value, f"in {folder}") for key, value in keys.items()]
+
+
 def _chain(path: Path, problems: list[str]) -> list[Setting]:
     """The settings of a YAML file after those of its `base_config`, and so on down; base.yml's own are left out."""
     settings: list[Setting] = []
@@ -158,10 +172,7 @@ def _chain(path: Path, problems: list[str]) -> list[Setting]:
 def _read(path: Path, problems: list[str]) -> dict[str, Any]:
     """The keys of a YAML file; none, and a problem, where it is missing or malformed."""
     if not path.is_file():
-        files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
-        same_name = [file for file in files if Path(file).name == path.name]
-        hint = f" Did you mean {same_name[0]}?" if same_name else nearest(path.name, files)
-        problems.append(f"there is no file {path}." + (hint or f" There are {', '.join(files)}."))
+        problems.append(_no_config(path))
         return {}
     try:
         return read_file(path)
@@ -170,30 +181,43 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
         return {}
 
 
+def _no_config(path: Path) -> str:
+    """Why there is no CONFIG at `path`, and what there is."""
+    if path.is_dir():
+        runs = first_few(runs_in(path))
+        return f"{path} is a folder without a config.yml, which a run's has." + f" Runs in it: {runs}." * bool(runs)
+    files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
+    same_name = [file for file in files if Path(file).name == path.name]
+    hint = f" Did you mean {same_name[0]}?" if same_name else nearest(path.name, files)
+    return f"there is no file {path}." + (hint or f" There are {first_few(files, near=str(path))}.")
+
+
 def _model_name(settings: Sequence[Setting]) -> str:
     """The model name that wins; empty for none, which MaxText calls default."""
     names = [base().defaults["model_name"], *(setting.value for setting in settings if setting.key == "model_name")]
     return "" if names[-1] in (*NOTHING, "default") else str(names[-1])
 
 
-def _model_settings(name: str, problems: list[str]) -> list[Setting]:
-    """What the model file sets that `name` names, or the file or Hugging Face folder that it is the path of.
+def _model_settings(name: str, uses_weights: bool, problems: list[str]) -> list[Setting]:
+    """What the model file sets that `name` names, or the file, run's or Hugging Face folder that it is the path of.
 
     A tokenizer in the folder, or beside a file that is given by its path, is the model's.
     """
     if not name:
         return []
-    if is_hf_folder(name):
+    run = run_folder(name)
+    if run or is_hf_folder(name):
         try:
-            keys = parse_keys(model_yaml(model_facts(name)), name)
+            keys = model_keys(run) if run else parse_keys(model_yaml(model_facts(name)), name) | _tokenizer_keys(name)
         except UserError as error:
             problems.append(f"model_name={name}: {error}")
             return []
-        return [Setting(key, value, f"in {name}") for key, value in (keys | _tokenizer_keys(name)).items()]
+        weights = {"load_parameters_path": name} if uses_weights else {}
+        return [Setting(key, value, f"in {name}") for key, value in (keys | weights).items()]
     path = Path(name).expanduser() if name.endswith(".yml") else CONFIGS / "models" / f"{name}.yml"
     if not path.is_file():
         models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
-        hint = nearest(name, models) or f" There are {', '.join(models)}."
+        hint = nearest(name, models) or f" There are {first_few(models, near=name)}."
         problems.append(
             f"model_name={name}: there is no file {path}.{hint} A name ending in .yml is a path, and so is the folder "
             "of a Hugging Face model."
@@ -282,7 +306,7 @@ def to_yaml(config: Mapping[str, Any]) -> str:
     return "".join(f"{key}: {dump(config[key])}\n" for key in base().defaults)
 
 
-def of_command(argv: Sequence[str], usage: str = USAGE) -> FrozenConfigDict | None:
+def of_command(argv: Sequence[str], usage: Usage = TRAIN) -> FrozenConfigDict | None:
     """The configuration of a command that does without JAX, whose notes it prints; None if it only asked for help.
 
     Raises:
@@ -353,31 +377,3 @@ def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[C
     identity = {*RUN_IDENTITY, *base().keys_in(MODEL_GROUPS)} - set(new["accept_changes"])
     breaking = [change for change in changes if change.key in identity]
     return [change for change in changes if change.key not in identity], breaking
-
-
-def help_text(key: str) -> str:
-    """base.yml's lines about a key, under its group's title; for another name, what to type instead or the nearest."""
-    if key in base().lines_of:
-        return f"{base().group_of[key]}\n{base().lines_of[key]}"
-    if foreign := answer(key, Plain("...")):
-        return foreign.sentence
-    return f"there is no key {key}.{nearest(key, base().defaults)} --help alone lists all keys."
-
-
-def help_for(argv: Sequence[str], usage: str = USAGE) -> str | None:
-    """What `--help` or `--help KEY` asks for in a command line of this usage; None where it has no `--help`."""
-    for position, argument in enumerate(argv):
-        if argument in ("--help", "-h"):
-            topics = [topic for topic in argv[position + 1 :] if "=" not in topic]
-            return help_text(topics[0]) if topics else f"{usage}\n{_overview()}"
-    return None
-
-
-def _overview() -> str:
-    groups: dict[str, list[str]] = {}
-    for key, group in base().group_of.items():
-        groups.setdefault(group, []).append(key)
-    listed = (
-        f"\n{group}\n{textwrap.indent(textwrap.fill('  '.join(keys), 118), '  ')}" for group, keys in groups.items()
-    )
-    return "\n".join(listed)

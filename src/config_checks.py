@@ -16,6 +16,7 @@ from src.data_checks import (
     check_sources,
     check_tokenizer,
 )
+from src.errors import first_few
 from src.model_checks import (
     ATTENTION_FACTS,
     EXPERT_FACTS,
@@ -80,10 +81,11 @@ def _rules(config: Mapping[str, Any]) -> list[str]:
     names, rules = base().defaults["logical_axis_rules"], config["logical_axis_rules"]
     for name in rules:
         if name not in names:
-            problems.append(f"logical_axis_rules has no {name}.{nearest(name, names) or ' It has ' + ', '.join(names)}")
+            hint = nearest(name, names) or f" It has {first_few(names, near=name)}"
+            problems.append(f"logical_axis_rules has no {name}.{hint}")
     if missing := [name for name in names if name not in rules]:
         problems.append(
-            f"logical_axis_rules lacks {', '.join(missing)}; to change one rule alone, "
+            f"logical_axis_rules lacks {first_few(missing)}; to change one rule alone, "
             f"write it with a dot: logical_axis_rules.{missing[0]}=[]"
         )
     for name, axes in rules.items():

@@ -17,7 +17,7 @@ from src.data.source_spec import (
     train_specs,
     train_weights,
 )
-from src.errors import UserError
+from src.errors import UserError, first_few
 
 DATA_KEYS = (*dict.fromkeys(key for keys in SETTINGS.values() for key in keys), *ENTRY_KEYS)
 """The keys that name data."""
@@ -62,7 +62,7 @@ def _read_entry(known: Sequence[str], entry: Any) -> dict[str, Any]:
     typed = {}
     for name, value in entry.items():
         if name not in known:
-            raise ValueError(f"no setting {name}.{nearest(name, known) or ' There are ' + ', '.join(known)}")
+            raise ValueError(f"no setting {name}.{nearest(name, known) or f' There are {first_few(known, near=name)}'}")
         try:
             typed[name] = convert(value, {"weight": 1.0, "eval_steps": 1}.get(name, ""))
         except ValueError as error:

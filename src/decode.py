@@ -13,16 +13,21 @@ from src.data.tokenizer import Tokenizer, make_tokenizer, missing_template
 from src.errors import UserError, run_command
 from src.generate import Generator, Model, in_training, unrolled
 from src.inference import open_model
+from src.key_help import Usage
 from src.mesh import Layout
 from src.plan import StepPlan
 from src.prompts import Prompt, encode_prompt, read_prompts
 from src.sampling import sampling
 from src.startup import configured, printable, say
 
-USAGE = """Draws text from a model.
+USAGE = Usage(
+    """Draws text from a model.
 
-python -m src.decode CONFIG.yml load_parameters_path=PATH prompt=TEXT [key=value ...]
-python -m src.decode --help KEY    what a key does; the group Decoding has those of this command"""
+python -m src.decode RUN prompt=TEXT [key=value ...]
+python -m src.decode CONFIG load_parameters_path=PATH prompt=TEXT [key=value ...]
+python -m src.decode --help KEY                   what a key does, and its default""",
+    ("Decoding",),
+)
 
 
 def main(argv: Sequence[str]) -> list[str] | None:
@@ -31,7 +36,7 @@ def main(argv: Sequence[str]) -> list[str] | None:
     Raises:
         UserError: a mistake in the command, its prompts or its weights.
     """
-    config = configured(argv, USAGE)
+    config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
     if config.interactive and jax.process_count() > 1:

@@ -1,8 +1,9 @@
 """The one exception for what a user can mend, and how a command ends on it."""
 
+import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class UserError(Exception):
@@ -11,6 +12,18 @@ class UserError(Exception):
 
 class TransientError(Exception):
     """A failure that the same command may not meet again, such as a store that does not answer or a lost process."""
+
+
+SHOWN = 5  # of a list in a message
+
+
+def first_few(items: Iterable[str], separator: str = ", ", near: str = "") -> str:
+    """Returns the first five of a list, "and 7 more" if it has more; with `near`, those most similar to it first."""
+    items = list(items)
+    if near:
+        items.sort(key=lambda item: difflib.SequenceMatcher(None, near, item).ratio(), reverse=True)
+    shown, left_out = separator.join(items[:SHOWN]), len(items) - SHOWN
+    return f"{shown}{' ' if separator == ', ' else separator}and {left_out} more" if left_out > 0 else shown
 
 
 TRY_AGAIN = 75  # sysexits.h, EX_TEMPFAIL: schedulers tell it from a mistake (2) and a fault (1)

@@ -15,6 +15,7 @@ from src.data.sources import EvalSet, open_eval_sets
 from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.errors import UserError, run_command
 from src.inference import open_model
+from src.key_help import Usage
 from src.mesh import global_batch_size
 from src.metrics import eval_key, perplexity
 from src.model.pipeline import check_rows
@@ -24,12 +25,16 @@ from src.startup import configured, say
 from src.state import batch_sharding
 from src.train_step import compile_eval_step
 
-USAGE = """Measures the loss of a model, scores texts, computes logits.
+USAGE = Usage(
+    """Measures the loss of a model, scores texts, computes logits.
 
-python -m src.evaluate CONFIG.yml load_parameters_path=PATH eval_dataset_path=TEXTS [key=value ...]
-python -m src.evaluate CONFIG.yml load_parameters_path=PATH texts_path=IN.txt scores_path=OUT.jsonl
-python -m src.evaluate CONFIG.yml load_parameters_path=PATH tokens_path=IN.npy logits_path=OUT.npy
-python -m src.evaluate --help KEY    what a key does; the group Evaluation has those of this command"""
+python -m src.evaluate RUN [key=value ...]
+python -m src.evaluate CONFIG load_parameters_path=PATH eval_dataset_path=TEXTS [key=value ...]
+python -m src.evaluate CONFIG load_parameters_path=PATH texts_path=IN.txt scores_path=OUT.jsonl
+python -m src.evaluate CONFIG load_parameters_path=PATH tokens_path=IN.npy logits_path=OUT.npy
+python -m src.evaluate --help KEY                 what a key does, and its default""",
+    ("Evaluation",),
+)
 
 
 class Evaluation:
@@ -120,7 +125,7 @@ def main(argv: Sequence[str]) -> dict[str, float] | None:
     Raises:
         UserError: a mistake in the command, its data or its weights.
     """
-    config = configured(argv, USAGE)
+    config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
     opened = open_model(config, make_tokenizer(config))

@@ -39,7 +39,8 @@ def open_model(config: FrozenConfigDict, tokenizer: Tokenizer | None) -> Opened:
     """
     if not config.load_parameters_path:
         raise UserError(
-            "load_parameters_path says whose weights to use: a run's folder, a checkpoint, a Hugging Face one"
+            "load_parameters_path says whose weights to use: a run's folder, a checkpoint, a Hugging Face one. (A "
+            "run's folder in place of the YAML file brings its own: python -m src.decode runs/NAME prompt=TEXT)"
         )
     check_hardware(config)
     plan = inference_plan(config, make_layout(config, jax.devices()), config.max_target_length, packed=config.packing)

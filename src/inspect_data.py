@@ -21,14 +21,18 @@ from src.data.packing import Batch
 from src.data.sources import RowSource, TrainData, describe_data, open_sources
 from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.errors import UserError, run_command
+from src.key_help import Usage
 from src.metrics import print_header
 from src.startup import configured, printable
 
-USAGE = """Shows the first batches of a run as text, checks them, and measures how fast they are made.
+USAGE = Usage(
+    """Shows the first batches of a run as text, checks them, and measures how fast they are made.
 
-python -m src.inspect_data CONFIG.yml [key=value ...]
-python -m src.inspect_data CONFIG.yml process_count=4 process_index=1     what the second of four hosts would read
-python -m src.inspect_data --help KEY    what a key does; the group "Tools for data" has those of this command"""
+python -m src.inspect_data CONFIG [key=value ...]
+python -m src.inspect_data CONFIG process_count=4 process_index=1     what the second of four hosts would read
+python -m src.inspect_data --help KEY             what a key does, and its default""",
+    ("Tools for data", "Data"),
+)
 
 _MEASURED_SECONDS = 2.0
 _WIDTH = 100  # of the text that is shown of a document

@@ -6,6 +6,7 @@ from typing import Any
 
 from src.config_values import check_value, nearest, scaled_sizes
 from src.config_yaml import Plain, base, convert, dump
+from src.errors import first_few
 
 # fmt: off
 # Facts that a pattern of decoder_segments may give a layer of its own.
@@ -184,7 +185,7 @@ def _layer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     typed = {}
     for key, value in facts.items():
         if key not in LAYER_FACTS:
-            hint = nearest(key, LAYER_FACTS) or f" Those that may: {', '.join(LAYER_FACTS)}."
+            hint = nearest(key, LAYER_FACTS) or f" Those that may: {first_few(LAYER_FACTS, near=key)}."
             raise ValueError(f"{key} cannot differ by layer.{hint}")
         fact = _convert_named(key, value, base().defaults[key])
         if key == "position_type" and fact not in ("rope", "none"):

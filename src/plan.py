@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from src.checkpoint import WEIGHTS
-from src.errors import UserError
+from src.errors import UserError, first_few
 from src.matrices import matrices
 from src.mesh import Layout, mesh_axes_of, spread, weight_shardings
 from src.model import lora, moe, weights
@@ -168,7 +168,7 @@ def trained_parts(declarations: weights.Tree, patterns: Sequence[str], adapted: 
     for pattern in patterns:
         if not any(weights.matches(path, [pattern]) for path in flat):
             names = sorted({weights.dotted(path[3:] if path[0] == "segments" else path) for path in flat})
-            raise UserError(f"trainable_parameters: {pattern} fits no weight of {', '.join(names)}")
+            raise UserError(f"trainable_parameters: {pattern} fits no weight of {first_few(names, near=pattern)}")
 
     def part_of(path: Any, part: str) -> str:
         return part if weights.matches(tuple(entry.key for entry in path), patterns) else "frozen"

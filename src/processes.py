@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from src.config_yaml import base, dump
-from src.errors import UserError
+from src.errors import UserError, first_few
 
 # What may differ from process to process: which one it is, and where a host has what all have. That training data and
 # tokenizer are the same, their fingerprint tells (src/data/global_arrays.py).
@@ -67,10 +67,9 @@ def _gather(x: np.ndarray) -> np.ndarray:
 
 
 def _by_process(values: list[str]) -> str:
-    """Which processes have which value, such as `0.01 in process 0; 0.02 in process 1, 2 and 6 more`."""
+    """Which processes have which value, such as `0.01 in process 0; 0.02 in process 1, 2, 3, 4, 5 and 3 more`."""
     said = []
     for value in dict.fromkeys(values):
         numbers = [str(process) for process, other in enumerate(values) if other == value]
-        more = f" and {len(numbers) - 4} more" if len(numbers) > 4 else ""
-        said.append(f"{value} in process {', '.join(numbers[:4])}{more}")
+        said.append(f"{value} in process {first_few(numbers)}")
     return "; ".join(said)

@@ -16,7 +16,7 @@ from src.data.mixture import Mixture
 from src.data.packing import after_documents
 from src.data.source_spec import SETTINGS, train_specs, train_weights
 from src.data.tokenizer import Tokenizer
-from src.errors import UserError
+from src.errors import UserError, first_few
 from src.load_weights import check_base, identity, load_weights
 from src.model.weights import Tree, join
 from src.optimizer import hyper_parameters
@@ -263,7 +263,7 @@ def with_position(
     ]
     refused = [name for name in different if not set(config.accept_changes).intersection(accepted_by(name))]
     if refused:
-        listed = "\n".join(f"  {name}: {old.get(name)} -> {fingerprint.get(name)}" for name in refused)
+        listed = first_few((f"  {name}: {old.get(name)} -> {fingerprint.get(name)}" for name in refused), "\n")
         keys = ", ".join(dict.fromkeys(accepted_by(name)[0] for name in refused))
         raise UserError(
             f"The checkpoint stands in other data than the config describes (old -> new):\n{listed}\n"

@@ -8,26 +8,30 @@ from ml_collections import FrozenConfigDict
 
 from src import config as configuration
 from src.compiler_flags import check_environment
+from src.key_help import TRAIN, Usage, help_for
 from src.metrics import version
 from src.processes import check_same_config, start_distributed
 
 
-def configured(argv: Sequence[str], usage: str = configuration.USAGE, *, joins: bool = True) -> FrozenConfigDict | None:
+def configured(
+    argv: Sequence[str], usage: Usage = TRAIN, *, joins: bool = True, uses_weights: bool = False
+) -> FrozenConfigDict | None:
     """The configuration of a command line, after which JAX may be used; None if it only asked for help.
 
     With `joins` this process is one of a job's, and JAX's devices are those of this machine. Without, JAX has not been
     started, and the environment's flags are the caller's to check: which of them will be read only it knows.
+    `uses_weights` is `load`'s.
 
     Raises:
         UserError: a mistake in the command line, or with `joins` in the flags of the environment; or another process of
             the job has another configuration.
     """
-    if (help_text := configuration.help_for(argv, usage)) is not None:
+    if (help_text := help_for(argv, usage)) is not None:
         print(help_text)
         return None
     print(f"MinText {version()}", flush=True)
     notes: list[str] = []
-    config = configuration.load(argv, notes)
+    config = configuration.load(argv, notes, uses_weights=uses_weights)
     configure_jax(config)
     if joins:
         platforms = jax.config.jax_platforms  # empty: whichever JAX finds

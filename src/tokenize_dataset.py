@@ -36,13 +36,19 @@ from src.data.feeds import encode
 from src.data.source_spec import train_specs
 from src.data.tokenizer import make_tokenizer
 from src.data.tokens import FORMAT, SUMMARY, UNFINISHED, ShardFacts, compare, ids_name, index_name, missing_files
-from src.errors import UserError, run_command
+from src.errors import UserError, first_few, run_command
+from src.key_help import Usage
 
 if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
 
-USAGE = """python -m src.tokenize_dataset CONFIG.yml [key=value ...] tokenized_path=FOLDER
-python -m src.tokenize_dataset --help KEY         what a key does, and its default"""
+USAGE = Usage(
+    """Writes a run's data as token ids, for dataset_type=tokens.
+
+python -m src.tokenize_dataset CONFIG [key=value ...] tokenized_path=FOLDER
+python -m src.tokenize_dataset --help KEY         what a key does, and its default""",
+    ("Tools for data", "Data"),
+)
 
 # Shards for the cores of a machine, but none so small that it is not worth its files, nor so large that it takes more
 # than a minute or so: progress is counted in shards, and what is written of one is lost with a killed command.
@@ -178,12 +184,12 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
             plan = json.loads(path.read_bytes())
             if differences := compare({name: plan.get(name) for name in facts}, facts):
                 raise UserError(
-                    f"tokenized_path={folder} has tokens of other data or settings ({'; '.join(differences)}): name a "
-                    "new folder, or delete this one"
+                    f"tokenized_path={folder} has tokens of other data or settings ({first_few(differences, '; ')}): "
+                    "name a new folder, or delete this one"
                 )
             return plan
     if others := sorted(path.name for path in folder.iterdir() if path.suffix != ".part"):
-        raise UserError(f"tokenized_path={folder} has other files ({', '.join(others[:3])}): name a new folder")
+        raise UserError(f"tokenized_path={folder} has other files ({first_few(others)}): name a new folder")
     plan = facts | {"items_per_shard": _items_per_shard(items)}
     _write_json(folder / UNFINISHED, plan)
     return plan

@@ -30,6 +30,7 @@ from src.evaluate import Evaluation
 from src.mesh import check_hardware, count_slices, describe_mesh
 from src.metrics import MetricsLog, StepPrinter, environment, print_header
 from src.model.flops import FlopsPerToken, count_params, flops_per_token
+from src.next_commands import next_commands
 from src.optimizer import hyper_parameters
 from src.plan import StepPlan
 from src.preemption import Preemption
@@ -175,6 +176,8 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         report = folder.path / "report.html"
         write_report(folder.path, report)
         say([f"report: {report}"])
+    if not preempted:
+        say(next_commands(config, folder.path, tokenizer))
     return Result(state, recorder.last, eval_metrics, preempted)
 
 

@@ -32,12 +32,18 @@ from src.aot.report import (
 from src.build import Built, build
 from src.compiler_flags import check_environment, compiler_options
 from src.errors import UserError, run_command
+from src.key_help import Usage
 from src.metrics import duration, print_header
 from src.startup import configured
 from src.topology import Topology, parse_topology
 
-USAGE = """python -m src.train_compile CONFIG.yml compile_topology=v5p-128 [key=value ...]
-python -m src.train_compile --help KEY            what a key does, and its default"""
+USAGE = Usage(
+    """Compiles a run's step for devices that are not here: memory, speed, and what would help.
+
+python -m src.train_compile CONFIG compile_topology=v5p-128 [key=value ...]
+python -m src.train_compile --help KEY            what a key does, and its default""",
+    ("Compilation ahead of time",),
+)
 DOES_NOT_FIT = 3  # exit code
 # Of the changes that should make a step fit so many are compiled, if the step itself took no more seconds than this.
 MOST_TRIES, LONGEST_TO_TRY = 3, 300

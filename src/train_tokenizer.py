@@ -14,6 +14,16 @@ from pathlib import Path
 from src import config as configuration
 from src.data import order, sources
 from src.errors import UserError, run_command
+from src.key_help import Usage
+
+USAGE = Usage(
+    """Trains a SentencePiece tokenizer on a run's text.
+
+python -m src.train_tokenizer CONFIG dataset_path=TEXT tokenizer_type=sentencepiece tokenizer_path=OUT.model \\
+    vocab_size=8000 [key=value ...]
+python -m src.train_tokenizer --help KEY          what a key does, and its default""",
+    ("Data",),
+)
 
 # Enough for merges to settle, and a minute of work: a random sample of documents up to these bounds is trained on.
 _MAX_DOCUMENTS = 50_000
@@ -27,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
         UserError: the config isn't one of a text run with a new `tokenizer_path`, the text has too few different words
             for `vocab_size`, or the file can't be written.
     """
-    config = configuration.of_command(argv)
+    config = configuration.of_command(argv, USAGE)
     if config is None:
         return
     if config.dataset_type != "text" or config.datasets or config.use_sft or config.tokenizer_type != "sentencepiece":

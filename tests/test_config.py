@@ -12,13 +12,12 @@ from src.config import (
     compare_runs,
     diff_from_base,
     from_yaml,
-    help_for,
-    help_text,
     load,
     scaled_sizes,
     to_yaml,
 )
 from src.errors import UserError
+from src.key_help import help_for, help_text
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BASE = str(CONFIGS / "base.yml")

@@ -90,7 +90,7 @@ def error_of(*arguments, config=BASE):
         (["coordinator_address=a:99999", "num_processes=2", "process_id=0"], ["=a:99999 must be", "1 to 65535"]),
         (["accept_changes=[vocab]"], ["vocab", "vocab_size"]),
         (["model_name=lama2"], ["model_name=lama2", "llama2-7b"]),
-        (["model_name=zzz"], ["gpt3-6.7b, ", "llama2-7b, "]),
+        (["model_name=zzz"], ["There are ", " more. A name ending in .yml is a path"]),
         (["decoder_segments=3"], ["decoder_segments", "a list"]),
         (["decoder_segments=[{repeats: 2}]"], ["segment 1", "pattern"]),
         (["decoder_segments=[{pattern: 3}]"], ["segment 1", "pattern must be a list"]),

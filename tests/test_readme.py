@@ -14,6 +14,7 @@ import pytest
 
 from src import config as configuration
 from src import convert, inspect_data
+from src.key_help import help_for
 from src.model.flops import count_active_params, count_params
 from src.model.spec import ExpertsSpec, model_spec
 from tests.hf import saved
@@ -75,8 +76,8 @@ def anywhere(tmp_path_factory):
     words = " ".join(word for _, words in COMMANDS for word in words)
     for folder in set(re.findall(r"\bhf/[\w.-]+|~/[\w.-]+", words)):
         place(root / folder.removeprefix("~/"), tiny)
-    for file in set(re.findall(r"\bruns/[\w.-]+/config\.yml", words)):
-        place(root / file, ROOT / "configs" / "base.yml")
+    for run in set(re.findall(r"\bruns/[\w-]+", words)):
+        place(root / run / "config.yml", ROOT / "configs" / "base.yml")
     for name, content in files_of(DATA).items():
         (root / name).write_text(content)
     return root
@@ -98,10 +99,10 @@ def test_the_readme_begins_with_the_two_commands():
 def test_a_command_is_understood(argv, anywhere, monkeypatch):
     monkeypatch.chdir(anywhere)
     monkeypatch.setenv("HOME", str(anywhere))
-    if configuration.help_for(argv) is None:
+    if help_for(argv) is None:
         configuration.load(argv)
     else:
-        assert "there is no key" not in configuration.help_for(argv)
+        assert "there is no key" not in help_for(argv)
 
 
 @pytest.fixture(scope="module")

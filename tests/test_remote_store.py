@@ -5,6 +5,7 @@ import json
 import pytest
 
 from src.checkpoint import Checkpointer, restore_step
+from src.config import load
 from src.errors import UserError
 from src.run_folder import RunFolder
 from tests import runs
@@ -77,6 +78,13 @@ def test_growing_files_are_copied_up_and_fetched_by_the_next_part_of_the_run(obj
     second.close()
     assert objects()["metrics.jsonl"][0] == b"1\n2\n"
     assert not second.local.exists()
+
+
+def test_a_run_there_is_a_config(base):
+    RunFolder(base, "a").write_text("config.yml", "base_emb_dim: 32\nrun_name: b\n")
+    config = load([f"{base}/a"], uses_weights=True)
+    assert (config.base_output_directory, config.run_name, config.base_emb_dim) == (base, "a", 32)
+    assert config.load_parameters_path == f"{base}/a"
 
 
 def test_only_files_that_changed_are_copied_again(objects, base):

@@ -28,7 +28,7 @@ from src.aot.outputs import write_output
 from src.build import Built
 from src.compiler_flags import environment_flags
 from src.config_yaml import base, dump
-from src.errors import UserError
+from src.errors import UserError, first_few
 from src.mesh import count_slices
 
 Header = dict[str, Any]
@@ -100,8 +100,6 @@ OTHER_KEYS = frozenset((
 # Parts of a header that are JSON objects, each value of which has to be the same, and those that are treated apart.
 COMPARED = ("devices", "mesh", "versions", "compiler_options", "environment", "jax_config")
 OTHERS = ("config", "arguments")
-
-SHOWN_ARGUMENTS = 8  # of those that differ: a wider model changes every array
 
 
 # ---- What a program is for
@@ -219,10 +217,8 @@ def differences(saved: Header, here: Header) -> list[str]:
         found += _changed(saved["config"], here["config"])
     for section in COMPARED:
         found += _changed(saved[section], here[section], f"{section}.")
-    arguments = list(_changed(saved["arguments"], here["arguments"]))
-    found += arguments[:SHOWN_ARGUMENTS]
-    if len(arguments) > SHOWN_ARGUMENTS:
-        found.append(f"and {len(arguments) - SHOWN_ARGUMENTS} more arguments of the step")
+    # A wider model changes every argument of the step.
+    found += first_few(_changed(saved["arguments"], here["arguments"]), "\n").splitlines()
     return found or ["the step itself: no key differs, so the code of MinText or of a package that it uses has changed"]
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from src.errors import first_few
+
 EXPECTED = "expected a text, or a list of ids"
 
 
@@ -68,7 +70,8 @@ def from_json(data: bytes, column: str) -> str | np.ndarray:
 def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], str | np.ndarray]) -> str | np.ndarray:
     """The document that `read` makes of a field; raises ValueError where it does, or there is no such field."""
     if column not in fields:
-        raise ValueError(f"it has no field {column}. Its fields: {', '.join(sorted(map(str, fields))) or 'none'}")
+        there = first_few(sorted(map(str, fields)), near=column)
+        raise ValueError(f"it has no field {column}. Its fields: {there or 'none'}")
     try:
         return read(fields[column])
     except ValueError as error:

@@ -10,7 +10,7 @@ import numpy as np
 from src.data import files
 from src.data.documents import DocumentSource, as_ids
 from src.data.source_spec import SourceSpec
-from src.errors import UserError
+from src.errors import UserError, first_few
 
 try:
     import pyarrow as pa
@@ -93,7 +93,7 @@ class ParquetSource(DocumentSource):
             raise UserError(f"{file} can't be read as Parquet, or is damaged: {error}") from None
         kind = _type(schema, self._column)
         if kind is None:
-            there = ", ".join(schema.names)
+            there = first_few(schema.names, near=self._column)
             raise UserError(f"{self._column_setting}: {file} has no such column; it has {there}")
         if not _is_text(kind) and not (_is_list(kind) and pa.types.is_integer(kind.value_type)):
             raise UserError(

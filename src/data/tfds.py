@@ -16,7 +16,7 @@ import numpy as np
 from src.data import files
 from src.data.array_record import RecordRange, RecordSource, count_records, missing_package, refuse_remote
 from src.data.source_spec import SourceSpec
-from src.errors import UserError
+from src.errors import UserError, first_few
 
 if TYPE_CHECKING:
     from tensorflow_datasets.core import DatasetInfo
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _INFO = "dataset_info.json"
 _FORMAT = "array_record"
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
-_MOST_NAMED = 10
 
 
 class TfdsSource(RecordSource):
@@ -79,7 +78,7 @@ def _not_prepared(spec: SourceSpec, root: str, name: str, full_name: str) -> Use
         for path in sorted(glob.glob(f"{inside}/{within}/*/{_INFO}") + glob.glob(f"{inside}/{within}/*/*/{_INFO}"))
     ]
     there = list(dict.fromkeys(f"{'/'.join(parts[:-1])}:{parts[-1]}" for parts in found))
-    listed = f"There: {', '.join(there[:_MOST_NAMED])}{', ...' if len(there) > _MOST_NAMED else ''}"
+    listed = f"There: {first_few(there, near=full_name)}"
     where = spec.setting("dataset_path") if spec.path else f"{root}, TFDS's own data folder"
     return UserError(
         f"{spec.setting('dataset_name')} is not prepared in {where}. "
@@ -114,7 +113,7 @@ def _check_feature(spec: SourceSpec, features: Any) -> None:
     there = _flat(features)
     setting = spec.setting("dataset_column")
     if spec.column not in there:
-        listed = ", ".join(sorted(there))
+        listed = first_few(sorted(there), near=spec.column)
         raise UserError(f"{setting}: {spec.settings['dataset_name']} has no such feature. Its features: {listed}")
     # As it is read, and as it is stored: an image is stored as a string, and a compressed list too.
     read, stored = (_flat(tree)[spec.column] for tree in (features.get_tensor_info(), features.get_serialized_info()))
@@ -160,7 +159,7 @@ def _check_files(spec: SourceSpec, info: "DatasetInfo", parts: "list[FileInstruc
     if missing:
         raise UserError(
             f"{spec.setting('dataset_name')}: {len(missing)} of {len(names)} files are missing in {info.data_dir}: "
-            f"{', '.join(missing[:_MOST_NAMED])}{', ...' if len(missing) > _MOST_NAMED else ''}"
+            f"{first_few(missing)}"
         )
     for name, count in zip(names, count_records(names, spec), strict=True):
         if count != expected[name]:

@@ -36,7 +36,7 @@ from src.data import files
 from src.data.documents import DocumentSource
 from src.data.packing import Document
 from src.data.source_spec import SourceSpec
-from src.errors import UserError
+from src.errors import UserError, first_few
 
 FORMAT = 1
 SUMMARY = "tokens.json"
@@ -299,7 +299,7 @@ def _no_summary(setting: str, names: list[str]) -> UserError:
         return UserError(
             f"{setting} is not finished: type the command of src.tokenize_dataset that began it again, and it goes on"
         )
-    found = f"it has {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else "it is empty"
+    found = f"it has {first_few(names)}" if names else "it is empty"
     return UserError(
         f"{setting} has no {SUMMARY} ({found}). dataset_type=tokens reads a folder of token ids, and `python -m "
         "src.tokenize_dataset CONFIG tokenized_path=FOLDER` writes one from data of another type"

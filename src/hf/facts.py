@@ -6,7 +6,7 @@ from typing import Any
 
 from src.config_values import scaled_sizes
 from src.config_yaml import base, dump
-from src.errors import UserError
+from src.errors import UserError, first_few
 from src.hf.families import FAMILIES
 from src.hf.family import Family, Json, Keys
 from src.hf.folder import HfFolder, open_folder
@@ -52,7 +52,7 @@ def folder_family(folder: HfFolder) -> Family:
     for family in FAMILIES:
         if family.model_type == kind:
             return family
-    known = ", ".join(f"{family.architecture} ({family.model_type})" for family in FAMILIES)
+    known = first_few((family.model_type for family in FAMILIES), near=str(kind))
     raise UserError(f"{folder.path} holds a model of type {kind}, which is not supported; those that are: {known}")
 
 

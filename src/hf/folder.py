@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from src.errors import UserError
+from src.errors import UserError, first_few
 from src.hf.quantized import dequantized
 from src.json_text import parse_json
 
@@ -128,12 +128,12 @@ def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
                 raise UserError(f"{path / INDEX} places {tensor} in {name}, which is outside the folder")
         files = sorted(set(placed.values()))
         if missing := [name for name in files if not os.path.isfile(path / name)]:
-            raise UserError(f"{path} lacks {', '.join(missing)}, which its {INDEX} names: fetch the whole folder")
+            raise UserError(f"{path} lacks {first_few(missing)}, which its {INDEX} names: fetch the whole folder")
         return placed, files
     if (path / SINGLE).is_file():
         return {}, [SINGLE]
     pickled = sorted(file.name for file in path.glob("*.bin"))
-    has = f"only {', '.join(pickled)}, pickled by PyTorch" if pickled else "neither"
+    has = f"only {first_few(pickled)}, pickled by PyTorch" if pickled else "neither"
     raise UserError(
         f"{path} has {has}: expected {SINGLE}, or {INDEX} and the files it names"
         + ("; transformers' save_pretrained(..., safe_serialization=True) writes them" if pickled else "")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from src.config_yaml import base
-from src.errors import UserError
+from src.errors import UserError, first_few
 from src.hf.facts import folder_facts, folder_family
 from src.hf.folder import DTYPES, UNREADABLE, HfFolder, Tensor, open_folder
 from src.hf.rearrange import Range
@@ -94,10 +94,8 @@ def match_tensors(
         ),
     ]
     if problems:
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise UserError(
-            f"the tensors of {folder.path} are not those of this model:\n  " + "\n  ".join(problems[:20]) + more
-        )
+        listed = first_few(problems, "\n  ")
+        raise UserError(f"the tensors of {folder.path} are not those of this model:\n  {listed}")
     if other := len(folder.tensors) - len(on_disk):
         notes.append(f"{folder.path}: {other} tensors of the vision or audio model are left out")
     if further:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from src.errors import UserError
+from src.errors import UserError, first_few
 
 if TYPE_CHECKING:
     from src.hf.folder import Index, Tensor
@@ -125,7 +125,7 @@ def _pairs(
         weights += [name.removesuffix(values) for name in stored if name.endswith(values)]
     weights = list(dict.fromkeys(weights))
     if missing := [weight + end for weight in weights for end in (values, scales) if weight + end not in stored]:
-        raise UserError(f"the quantised weights in {path} are not whole: {', '.join(missing[:20])} missing")
+        raise UserError(f"the quantised weights in {path} are not whole: {first_few(missing)} missing")
     return [(weight, stored[weight + values], stored[weight + scales]) for weight in weights]
 
 

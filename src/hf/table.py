@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from src.errors import UserError
+from src.errors import UserError, first_few
 from src.hf.folder import Tensor
 from src.hf.rearrange import Range, Rearrangement, parse
 
@@ -102,7 +102,7 @@ def lay_out(rows: Sequence[Row], shapes: Shapes, vocab_size: int, family: str) -
                 pieces.append(Piece(weight, file, rearrangement, sizes, stacked_at, gathered_at))
     if homeless:
         raise UserError(
-            f"{family}'s files have no tensor for {', '.join(homeless[:20])}: the model is described otherwise than "
+            f"{family}'s files have no tensor for {first_few(homeless)}: the model is described otherwise than "
             "its config.json does, or by another family's facts"
         )
     return pieces

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from src.errors import UserError
+from src.errors import UserError, first_few
 from src.model.weights import Adapted, Tree, by_path, dotted, field, matches, nested, values, weight
 
 STACKED = ("layers", "other_layers", "expert")  # dims of several weights in one array: each has its own adapter
@@ -42,7 +42,8 @@ def declare(spec: LoraSpec, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
     for pattern in spec.patterns:
         if not any(matches(path, (pattern,)) for path in multiplied):
             names = sorted({dotted(path[3:] if path[0] == "segments" else path) for path in multiplied})
-            raise UserError(f"lora_parameters: {pattern} fits no weight that is multiplied by: {', '.join(names)}")
+            known = first_few(names, near=pattern)
+            raise UserError(f"lora_parameters: {pattern} fits no weight that is multiplied by: {known}")
 
     def make(rngs: nnx.Rngs) -> Tree:
         pairs = {

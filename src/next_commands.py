@@ -1,0 +1,52 @@
+"""The commands that a finished run's model is used by, as they can be pasted."""
+
+import os
+import shlex
+import sys
+
+import jax
+from ml_collections import FrozenConfigDict
+
+from src.data.tokenizer import Tokenizer
+from src.errors import UserError
+from src.hf.facts import describe
+
+
+def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer: Tokenizer | None) -> list[str]:
+    """Returns a line for each command that would work: to ask the model, to measure it, to export it.
+
+    Args:
+        config: the run's.
+        folder: the run's.
+        tokenizer: of its data; None: they are no text.
+    """
+    if not config.enable_checkpointing or jax.process_count() > 1:  # several hosts' mesh may fit no single one
+        return []
+    run, python = _from_here(folder), _from_here(sys.executable)
+    commands = {}
+    if tokenizer:
+        chat = ["use_chat_template=true"] if config.use_sft and tokenizer.chat_template else []
+        commands["ask it"] = ["src.decode", run, f"prompt={config.prompt}", *chat]
+    if config.eval_interval > 0:  # else nothing was held out, and the run has seen what it would be measured by
+        commands["measure it"] = ["src.evaluate", run]
+    if "://" not in run and _has_family(config):
+        commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, "hf")]
+    return [f"{what + ':':12}{shlex.join([python, '-m', *words])}" for what, words in commands.items()]
+
+
+def _has_family(config: FrozenConfigDict) -> bool:
+    """Whether a family of Hugging Face's has the model."""
+    try:
+        describe(config.to_dict())
+    except UserError:
+        return False
+    return True
+
+
+def _from_here(path: str | os.PathLike[str]) -> str:
+    """The path as it is typed in the working directory, if it lies below."""
+    path = os.fspath(path)
+    if "://" in path:
+        return path
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

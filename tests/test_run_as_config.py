@@ -1,0 +1,124 @@
+"""A run's folder names the run to every command: as CONFIG its settings and weights, as model_name its model."""
+
+import contextlib
+import io
+import shlex
+
+import pytest
+
+from src import convert, decode, evaluate, train
+from src.config import load
+from src.errors import UserError
+from tests import runs
+
+ASKED = ["prompt=alpha", "sample_length=6", "decode_sampling_strategy=greedy"]
+COMMANDS = {"src.decode": decode.main, "src.evaluate": evaluate.main, "src.convert": convert.main}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run, what its last evaluation found, and what it printed."""
+    folder = tmp_path_factory.mktemp("runs")
+    corpus = runs.write_corpus(folder / "corpus")
+    keys = {"dataset_path": corpus, "steps": 4, "eval_interval": 4, "max_target_length": 32, "model_name": "gpt3-125m"}
+    keys |= {"trainable_position_size": -1, "base_output_directory": folder, "run_name": "mine", "log_period": 4}
+    keys |= {"accept_changes": "[steps]"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        result = runs.run_here(**keys)
+    return folder / "mine", result.eval_metrics, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def answer(trained):
+    """What the run's model says to ASKED, by the keys that say so one by one."""
+    folder = trained[0]
+    return decode.main([str(folder / "config.yml"), f"load_parameters_path={folder}", *ASKED])
+
+
+def test_a_run_is_asked_by_its_folder(trained, answer):
+    assert decode.main([str(trained[0]), *ASKED]) == answer
+
+
+def test_a_runs_folder_is_a_model_with_its_weights(trained, answer):
+    keys = ["dtype=float32", f"jax_cache_dir={runs.TINY['jax_cache_dir']}", "max_target_length=24"]
+    assert decode.main([runs.BASE, f"model_name={trained[0]}", *keys, *ASKED]) == answer
+
+
+def test_a_run_ends_with_the_commands_that_use_it(trained):
+    """They are run as they stand there."""
+    folder, found, printed = trained
+    commands = [shlex.split(line.partition(":")[2]) for line in printed.splitlines() if " -m src." in line]
+    assert [words[2] for words in commands] == list(COMMANDS)
+    results = {}
+    for _, _, name, *argv in commands:
+        results[name] = COMMANDS[name](argv)
+    assert len(results["src.decode"][0]) > 0
+    assert results["src.evaluate"] == found
+    assert (folder / "hf" / "model.safetensors").is_file()
+
+
+def test_what_would_not_work_is_not_printed(tmp_path, capsys):
+    """Random tokens have no text to ask for, a run without evaluation held nothing out, no family has the model."""
+    keys = {"dataset_type": "synthetic", "qk_norm": "l2", "attention_sink": True, "steps": 1}
+    runs.run_here(**keys, base_output_directory=tmp_path)
+    assert " -m src." not in capsys.readouterr().out
+
+
+def test_training_goes_on_by_a_runs_folder(trained):
+    folder = trained[0]
+    config = load([str(folder), "steps=9"])
+    assert (config.base_output_directory, config.run_name, config.steps) == (str(folder.parent), "mine", 9)
+    assert config.load_parameters_path == ""
+    assert config.accept_changes == (), "it is said anew"
+    assert load([str(folder), "run_name=other"]).run_name == "other"
+
+
+def test_a_run_of_several_processes_is_opened_by_one(tmp_path):
+    (tmp_path / "config.yml").write_text("coordinator_address: host:1\nnum_processes: 2\nprocess_id: 0\n")
+    config = load([str(tmp_path)])
+    assert (config.coordinator_address, config.num_processes, config.process_id) == ("", -1, -1)
+
+
+def test_typed_weights_win_over_the_runs(trained):
+    folder = trained[0]
+    assert load([str(folder)], uses_weights=True).load_parameters_path == str(folder)
+    typed = load([str(folder), "load_parameters_path=x"], uses_weights=True)
+    assert typed.load_parameters_path == "x"
+    by_model = [runs.BASE, f"model_name={folder}", "max_target_length=32"]
+    assert load(by_model, uses_weights=True).load_parameters_path == str(folder)
+    assert load(by_model).load_parameters_path == "", "to train is to begin anew"
+
+
+def test_a_model_that_is_gone_is_not_looked_for(trained, tmp_path):
+    text = (trained[0] / "config.yml").read_text().replace("model_name: gpt3-125m", "model_name: gone/folder")
+    (tmp_path / "config.yml").write_text(text)
+    assert load([str(tmp_path)]).base_emb_dim == runs.TINY["base_emb_dim"]
+    by_model = [runs.BASE, f"model_name={tmp_path}", "max_target_length=32"]
+    assert load(by_model).base_emb_dim == runs.TINY["base_emb_dim"]
+
+
+def test_another_model_for_a_run_is_refused(trained):
+    with pytest.raises(UserError, match="a run with a model of its own"):
+        load([str(trained[0]), "model_name=llama2-7b"])
+
+
+def test_a_folder_of_runs_names_them(trained):
+    with pytest.raises(UserError, match=r"without a config\.yml.*Runs in it: .*mine\.$"):
+        load([str(trained[0].parent)])
+
+
+def test_weights_of_another_shape_name_the_way(trained):
+    keys = ["base_emb_dim=64", "dtype=float32", "vocab_size=258"]
+    with pytest.raises(UserError) as refused:
+        decode.main([runs.BASE, *keys, f"load_parameters_path={trained[0]}", *ASKED])
+    message = str(refused.value)
+    assert "run's folder as CONFIG" in message
+    assert message.count(" in the checkpoint, ") == 5
+    assert " more\n" in message
+
+
+def test_resuming_by_the_folder_is_the_same_run(trained, capsys):
+    folder = trained[0]
+    result = train.main([str(folder), "steps=6"])
+    assert int(result.state.step) == 6
+    assert "resumed from step 4" in capsys.readouterr().out

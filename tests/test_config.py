@@ -183,7 +183,7 @@ TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
 
 @settings(deadline=None, max_examples=40)
 @given(
-    run_name=TEXTS,
+    column=TEXTS,
     prompt=TEXTS,
     steps=st.integers(1, 2**62),
     learning_rate=st.floats(1e-300, 1e300),
@@ -192,12 +192,12 @@ TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
     repeats=st.integers(1, 15),
     theta=st.integers(1, 10**9),
 )
-def test_to_yaml_is_read_back(run_name, prompt, steps, learning_rate, packing, activations, repeats, theta):
+def test_to_yaml_is_read_back(column, prompt, steps, learning_rate, packing, activations, repeats, theta):
     config = load(
         [
             BASE,
             *(f"steps={steps}", f"learning_rate={learning_rate!r}", f"packing={packing}"),
-            *(f"mlp_activations={activations}", f"run_name={run_name}", f"prompt={prompt}"),
+            *(f"mlp_activations={activations}", f"dataset_column={column}", f"prompt={prompt}"),
             f"decoder_segments=[{{repeats: {repeats}, pattern: [{{rope_max_timescale: {theta}}}]}},"
             " {repeats: -1, pattern: [{}]}]",
         ]

@@ -26,6 +26,11 @@ def first_few(items: Iterable[str], separator: str = ", ", near: str = "") -> st
     return f"{shown}{' ' if separator == ', ' else separator}and {left_out} more" if left_out > 0 else shown
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns "1 layer", "2,000 layers": a number and what it counts."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
+
+
 TRY_AGAIN = 75  # sysexits.h, EX_TEMPFAIL: schedulers tell it from a mistake (2) and a fault (1)
 
 

@@ -25,7 +25,7 @@ from src.data.sources import EvalSet, TrainData, describe_data, describe_eval_se
 from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.decode import sample
 from src.diagnostics import Profile, stack_traces
-from src.errors import UserError, run_command
+from src.errors import UserError, counted, run_command
 from src.evaluate import Evaluation
 from src.mesh import check_hardware, count_slices, describe_mesh
 from src.metrics import MetricsLog, StepPrinter, environment, print_header
@@ -209,9 +209,9 @@ def header(
         ("devices", f"{facts['devices']}, processes: {facts['processes']}"),
         ("mesh", describe_mesh(plan.layout.mesh.shape)),
         *([("pipeline", schedule.describe())] if (schedule := plan.execution.schedule) else []),
-        ("model", f"{count_params(plan.spec):,} parameters, {len(plan.spec.layers)} layers"),
+        ("model", f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}"),
         ("trained", describe_trained(plan)),
-        ("step", f"{global_batch} rows x {config.max_target_length} = {tokens:,} tokens"),
+        ("step", f"{counted(global_batch, 'row')} x {config.max_target_length} = {tokens:,} tokens"),
         ("FLOPs a token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
         ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
         ("attention", plan.kernel),

@@ -11,12 +11,13 @@ from src.data.conversations import Conversation, ConversationSource
 from src.data.packing import Document
 from src.data.source_spec import SourceSpec, eval_specs, names_eval_data, train_specs, train_weights
 from src.data.tokenizer import Tokenizer
-from src.errors import UserError
+from src.errors import UserError, counted
 
 if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
 
 Fingerprint = dict[str, str | int]
+FEW = 0.03  # of a source's documents: so many may be cut without a word
 Item = str | Conversation | np.ndarray
 """A document: its text, a conversation, or its ids as int32 [n]. A text may be empty, ids may be none."""
 
@@ -194,7 +195,12 @@ def describe_eval_set(data: EvalSet) -> str:
 
 
 def amount(source: Source | RowSource) -> str:
-    """How much data a source has, in words."""
+    """Returns how much data a source has, in words, and how many of its documents are cut, if they are not few."""
     if isinstance(source, RowSource):
-        return f"{source.row_count:,} rows an epoch" if source.row_count else "random tokens"
-    return f"{len(source):,} {'conversations' if isinstance(source[0], Conversation) else 'documents'}"
+        return f"{counted(source.row_count, 'row')} per epoch" if source.row_count else "random tokens"
+    count, cut = len(source), 0.0
+    if (keys := source.document_keys()) is not None:  # equal for the pieces of a document, which follow each other
+        pieces = np.diff(np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1], [True]])))
+        count, cut = len(pieces), (pieces > 1).mean()
+    said = f", {cut:.0%} of them cut into pieces by max_document_bytes" if cut > FEW else ""
+    return counted(count, "conversation" if isinstance(source[0], Conversation) else "document") + said

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from src.data import files, text, text_files
 from src.data.held_out import split
-from src.data.sources import open_sources
+from src.data.sources import amount, describe_data, open_sources
 from src.data.synthetic import SyntheticSource
 from src.errors import UserError
 
@@ -230,6 +230,24 @@ def test_a_part_of_a_numbered_set_may_be_chosen(tmp_path):
         TextSource(f"{tmp_path}/*.txt")
     write_files(tmp_path, {"x-00002-of-00003.txt": "2"})
     assert texts(TextSource(str(tmp_path))) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("long", "said"), [(0, "30 documents"), (1, "30 documents, 3% of them cut"), (15, "30 documents, 50% of them cut")]
+)
+@pytest.mark.parametrize("name", ["d.txt", "d.jsonl"])
+def test_how_many_documents_are_cut_is_said(config, tmp_path, long, said, name):
+    texts = ["line\n" * 60 if n < long else "short" for n in range(30)]
+    files = {f"{n:02}.txt": text for n, text in enumerate(texts)}
+    if name == "d.jsonl":
+        files = {name: "\n".join(json.dumps({"text": text}) for text in texts)}
+    keys = config(dataset_path=write_files(tmp_path, files), max_document_bytes=256, eval_interval=-1)
+    data, _ = open_sources(keys, None)
+    (line,) = describe_data(keys, data)
+    assert said in line
+    assert ("cut" in line) == (long > 0)
+    halves = split(data.sources[0], 0.5)
+    assert sum(int(amount(half).split()[0]) for half in halves) == 30, "pieces are no documents"
 
 
 def test_split_puts_each_document_whole_on_one_side(tmp_path):

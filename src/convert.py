@@ -6,8 +6,8 @@
 
 `from-hf` writes OUT_DIR/model.yml, OUT_DIR/checkpoint and the tokenizer's files; weights keep the dtypes they have in
 the folder. `to-hf` takes such an OUT_DIR, a run's folder or one of its checkpoints, and writes a folder that
-transformers loads, in the checkpoint's dtypes or in the one given. `check` compares the logits of a checkpoint with
-those that transformers, where it is installed, computes of the folder.
+transformers loads, with the tokenizer, in the checkpoint's dtypes or in the one given. `check` compares the logits of a
+checkpoint with those that transformers, where it is installed, computes of the folder.
 """
 
 import functools
@@ -24,12 +24,15 @@ import numpy as np
 from src.checkpoint import WEIGHTS, Checkpointer
 from src.config import from_yaml
 from src.config_yaml import base
+from src.data.source_spec import all_synthetic
+from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
 from src.errors import UserError, run_command
 from src.hf import check
 from src.hf.facts import describe, folder_facts, folder_family, model_yaml
-from src.hf.folder import HfFolder, open_folder
+from src.hf.folder import HfFolder, open_folder, read_json
 from src.hf.load import load_weights, match_tensors
 from src.hf.save import save_folder
+from src.hf.tokenizer_json import save_tokenizer
 from src.load_weights import folder_fingerprint
 from src.load_weights import load_weights as load_any_weights
 from src.model import weights
@@ -128,18 +131,45 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
     arrays, _, messages = load_any_weights(str(checkpoint), tree, keep_dtypes=True)
     say(messages)
     _make_empty(out_dir)
+    notes: list[str] = []
+    entries = _write_tokenizer(config, model_folder, out_dir, notes)
     save_folder(
         out_dir,
         family,
-        {**hf, **_original_entries(model_folder)},
+        {**hf, **_original_entries(model_folder), **entries},
         {weight: np.asarray(leaf) for weight, leaf in weights.by_path(arrays).items()},
         config["vocab_size"],
         jnp.dtype(dtype) if dtype else None,
     )
-    for folder in (model_folder, _tokenizer_folder(config)):  # the run's own tokenizer wins
-        if folder:
-            _copy_companions(folder, out_dir)
-    say([f"wrote {out_dir}"])
+    say([*notes, f"wrote {out_dir}"])
+
+
+def _write_tokenizer(
+    config: Mapping[str, Any], model_folder: Path | None, out_dir: Path, notes: list[str]
+) -> dict[str, Any]:
+    """Writes a tokenizer's files; returns what config.json has to say of it where the model's own folder does not.
+
+    A line is added to `notes` where there is none to write.
+    """
+    if config["tokenizer_type"] == "huggingface" or all_synthetic(config):
+        path = Path(config["tokenizer_path"]).expanduser()
+        own = config["tokenizer_path"] and (path if path.is_dir() else path.parent)
+        for folder in (model_folder, own):  # the run's own tokenizer wins
+            if folder:
+                _copy_companions(folder, out_dir)
+        if path.is_file():
+            shutil.copyfile(path, out_dir / "tokenizer.json")
+        if not has_tokenizer(out_dir):
+            notes.append(f"{out_dir} has no tokenizer: there is none at {own or model_folder or 'hand'}")
+        return {}
+    try:
+        kind, path = config["tokenizer_type"], config["tokenizer_path"]
+        tokenizer = ByteTokenizer() if kind == "byte" else SentencePieceTokenizer(path)
+        save_tokenizer(out_dir, tokenizer)
+    except UserError as error:
+        notes.append(f"{out_dir} has no tokenizer, and config.json not its bos and eos: {error}")
+        return {}
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": None}
 
 
 def _declared(config: Mapping[str, Any]) -> tuple[weights.Tree, weights.Tree]:
@@ -172,7 +202,8 @@ def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
     """(every key of base.yml, the checkpoint's or checkpoints' folder, the model file's folder or None) of `source`."""
     if (source / "model.yml").is_file():
         keys = from_yaml((source / "model.yml").read_text(encoding="utf-8"))
-        return {**base().defaults, **keys}, source / "checkpoint", source
+        # The files beside it are the tokenizer, if it has one.
+        return {**base().defaults, **keys, "tokenizer_type": "huggingface"}, source / "checkpoint", source
     for run in (source, source.parent, source.parent.parent):
         if (run / "config.yml").is_file():
             config = {**base().defaults, **from_yaml((run / "config.yml").read_text(encoding="utf-8"))}
@@ -194,8 +225,8 @@ def _original_entries(model_folder: Path | None) -> dict[str, Any]:
     """`ENTRIES`, as far as the config.json has them that the model file comes from."""
     for name in (ORIGINAL, "config.json") if model_folder else ():
         if (model_folder / name).is_file():
-            entries = json.loads((model_folder / name).read_text(encoding="utf-8"))
-            entries = {**entries, **entries.get("text_config", {})}
+            entries = read_json(model_folder / name)
+            entries = {**entries, **(entries.get("text_config") or {})}
             return {name: entries[name] for name in ENTRIES if name in entries}
     return {}
 
@@ -205,14 +236,6 @@ def _make_empty(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: name a new one")
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def _tokenizer_folder(config: Mapping[str, Any]) -> Path | None:
-    """Where the files of a run's Hugging Face tokenizer are; None where it has another kind."""
-    if config["tokenizer_type"] != "huggingface" or not config["tokenizer_path"]:
-        return None
-    path = Path(config["tokenizer_path"]).expanduser()
-    return path if path.is_dir() else path.parent
 
 
 def _copy_companions(source: Path, target: Path) -> None:

@@ -3,8 +3,10 @@
     python -m src.train_tokenizer configs/base.yml dataset_path=TEXT tokenizer_type=sentencepiece \
         tokenizer_path=OUT.model vocab_size=8000
 
-Takes a run's config and uses its data keys, `vocab_size` and `tokenizer_path`, the file it writes. Documents that the
-run holds out for evaluation are left out here too. The same command writes the same file.
+Takes a run's config and uses its data keys, `vocab_size` and `tokenizer_path`, the file it writes. With
+tokenizer_type=huggingface that is a folder, with the model as tokenizer.model and as the tokenizer.json that other
+programs read. Documents that the run holds out for evaluation are left out here too. The same command writes the same
+files.
 """
 
 import io
@@ -13,14 +15,16 @@ from pathlib import Path
 
 from src import config as configuration
 from src.data import order, sources
+from src.data.tokenizer import SentencePieceTokenizer
 from src.errors import UserError, run_command
+from src.hf.tokenizer_json import save_tokenizer
 from src.key_help import Usage
 
 USAGE = Usage(
     """Trains a SentencePiece tokenizer on a run's text.
 
 python -m src.train_tokenizer CONFIG dataset_path=TEXT tokenizer_type=sentencepiece tokenizer_path=OUT.model \\
-    vocab_size=8000 [key=value ...]
+    vocab_size=8000 [key=value ...]                 (tokenizer_type=huggingface: OUT is a folder with a tokenizer.json)
 python -m src.train_tokenizer --help KEY          what a key does, and its default""",
     ("Data",),
 )
@@ -40,11 +44,13 @@ def main(argv: Sequence[str]) -> None:
     config = configuration.of_command(argv, USAGE)
     if config is None:
         return
-    if config.dataset_type != "text" or config.datasets or config.use_sft or config.tokenizer_type != "sentencepiece":
+    if config.dataset_type != "text" or config.datasets or config.use_sft or config.tokenizer_type == "byte":
         raise UserError(
-            "a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece use_sft=false: set these"
+            "a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece (or huggingface) use_sft=false: "
+            "set these"
         )
     path = Path(config.tokenizer_path)
+    file = path if config.tokenizer_type == "sentencepiece" else path / "tokenizer.model"
     if path.exists():
         raise UserError(f"tokenizer_path={path} exists, and runs may need it: name a new file, or delete this one")
     data, _ = sources.open_sources(config, tokenizer=None)
@@ -53,8 +59,10 @@ def main(argv: Sequence[str]) -> None:
     print(f"training on {len(texts)} of {len(source)} documents, {sum(map(len, texts))} characters", flush=True)
     model = train(texts, config.vocab_size)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(model)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(model)
+        if file != path:
+            save_tokenizer(path, SentencePieceTokenizer(str(file)))
     except OSError as error:
         raise UserError(f"tokenizer_path={path} can't be written: {error.strerror}") from error
     print(f"wrote {path}")

@@ -1,9 +1,10 @@
 import pytest
+from transformers import AutoTokenizer
 
 from src.config import load
 from src.data.sources import open_sources
 from src.data.text import TextSource
-from src.data.tokenizer import SentencePieceTokenizer
+from src.data.tokenizer import SentencePieceTokenizer, make_tokenizer
 from src.errors import UserError
 from src.train_tokenizer import main, train
 
@@ -44,6 +45,22 @@ def test_the_command_writes_a_tokenizer_of_that_size_for_that_text(command, corp
         ids = tokenizer.encode(source[i])
         assert tokenizer.decode(ids) == source[i]
         assert len(ids) < len(source[i]) / 3
+
+
+def test_with_the_type_huggingface_it_writes_a_folder_that_transformers_reads_too(command, corpus, tmp_path):
+    make, path = command
+    main(make())
+    folder = tmp_path / "folder"
+    argv = make(tokenizer_type="huggingface", tokenizer_path=folder)
+    main(argv)
+    ours, theirs = SentencePieceTokenizer(str(path)), AutoTokenizer.from_pretrained(folder)
+    again = make_tokenizer(load(argv))
+    for file in sorted(corpus.iterdir())[:3]:
+        text = file.read_text()
+        assert again.encode(text).tolist() == ours.encode(text).tolist()
+        assert theirs(text)["input_ids"] == ours.encode_prompt(text).tolist()
+    with pytest.raises(UserError, match=f"tokenizer_path={folder} exists"):
+        main(argv)
 
 
 def test_the_same_command_writes_the_same_file(command, tmp_path):

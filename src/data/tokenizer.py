@@ -113,9 +113,9 @@ class SentencePieceTokenizer:
             raise UserError(
                 f"tokenizer_path={path}: there is no such file (python -m src.train_tokenizer trains a tokenizer)"
             )
-        model = Path(path).read_bytes()
+        self.model = Path(path).read_bytes()
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.model)
         except RuntimeError:
             raise UserError(f"tokenizer_path={path} is not a SentencePiece model") from None
         self.vocab_size: int = self._processor.vocab_size()
@@ -124,7 +124,7 @@ class SentencePieceTokenizer:
             raise UserError(f"tokenizer_path={path}: the model has no eos token, so documents can't be told apart")
         self.bos: int = self._processor.bos_id() if self._processor.bos_id() >= 0 else self.eos
         self.stop_ids = frozenset({self.eos})
-        self._digest = hashlib.sha256(model).hexdigest()[:16]
+        self._digest = hashlib.sha256(self.model).hexdigest()[:16]
 
     def encode(self, text: str) -> np.ndarray:
         """The int32 ids of a document, bos and eos included."""

@@ -112,13 +112,13 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(
             f"there is no {file}: expected a Hugging Face model folder, with config.json and model*.safetensors"
         )
-    return _read_json(file)
+    return read_json(file)
 
 
 def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
     """Returns the file of each tensor, as far as an index tells, and the names of the folder's safetensors files."""
     if (path / INDEX).exists():
-        placed = _read_json(path / INDEX).get("weight_map")
+        placed = read_json(path / INDEX).get("weight_map")
         if not isinstance(placed, dict) or not placed:
             raise UserError(f'{path / INDEX} has no "weight_map", which says what tensor is in which file')
         for tensor, name in placed.items():
@@ -185,7 +185,12 @@ def _stored_tensors(file: Path) -> dict[str, StoredTensor]:
     return {name: StoredTensor(file, start + first, shape, dtype) for name, (first, _, dtype, shape) in tensors.items()}
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UserError: there is none.
+    """
     try:
         value = parse_json(file.read_bytes())
     except (IsADirectoryError, PermissionError) as error:

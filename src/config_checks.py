@@ -3,6 +3,7 @@
 What depends on the devices or the data is checked where those are known.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -113,7 +114,12 @@ def _tiles(config: Mapping[str, Any]) -> list[str]:
 
 def _scoring(config: Mapping[str, Any]) -> list[str]:
     pairs = (("texts_path", "scores_path"), ("tokens_path", "logits_path"))
-    return [f"{a} and {b} go together: give both or none" for a, b in pairs if bool(config[a]) != bool(config[b])]
+    problems = [f"{a} and {b} go together: give both or none" for a, b in pairs if bool(config[a]) != bool(config[b])]
+    return problems + [
+        f"{b}={config[b]} is the file that {a} names: it would be written over"
+        for a, b in pairs
+        if config[a] and config[b] and os.path.realpath(config[a]) == os.path.realpath(config[b])
+    ]
 
 
 def _decoding(config: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,5 @@
 """What a model is asked: texts and conversations, from the command line, a file or a terminal, as token ids."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from src.data.conversations import read_message
 from src.data.documents import well_formed
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
+from src.json_text import parse_json
 
 Prompt = str | tuple[Message, ...]
 _EXPECTED = 'expected {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}'
@@ -42,7 +42,7 @@ def read_prompts(config: FrozenConfigDict) -> list[Prompt]:
 
 def _read_line(line: str) -> Prompt:
     """The prompt of a line of JSON. Raises ValueError for what is none."""
-    record = json.loads(line)
+    record = parse_json(line)
     if not isinstance(record, dict):
         raise ValueError(_EXPECTED)
     if isinstance(record.get("prompt"), str):

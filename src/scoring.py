@@ -15,6 +15,7 @@ from ml_collections import FrozenConfigDict
 
 from src.errors import UserError
 from src.inference import Opened, inference_plan
+from src.json_text import parse_json
 from src.mesh import global_batch_size
 from src.model.context import Context, in_even_order, in_text_order
 from src.model.loss import token_log_probs
@@ -109,7 +110,7 @@ def read_texts(path: Path, key: str) -> list[str]:
             continue
         if path.suffix == ".jsonl":
             try:
-                line = json.loads(line)["text"]
+                line = parse_json(line)["text"]
             except (ValueError, KeyError, TypeError):
                 line = None
             if not isinstance(line, str):

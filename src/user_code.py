@@ -1,16 +1,20 @@
 """Functions that users write and the configuration names as module:function: finding them, and blaming their lines."""
 
+import contextlib
 import importlib
 import os
 import pkgutil
 import sys
 import sysconfig
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from src.config_values import nearest
 from src.errors import UserError
+
+SLOW_SECONDS = 60
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
@@ -33,7 +37,9 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
             f"{key}={name}: there is no module {error.name} in the folder the command is run in, nor installed."
             + nearest(missing, [found.name for found in pkgutil.iter_modules(where)])
         ) from None
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit among them
         raise _failure(f"{key}={name}: importing {module_name}", error) from error
     if not callable(function := getattr(module, attribute, None)):
         functions = [other for other in dir(module) if callable(getattr(module, other))]
@@ -42,16 +48,31 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
 
 
 def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns that a user wrote. Where it raises, a UserError says so of `what`."""
+    """What a function returns that a user wrote. Where it raises, a UserError says so of `what`.
+
+    So it does where the function would end the process, as by sys.exit: that is not its to decide.
+    """
     try:
         return function(*arguments)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise _failure(what, error) from error
 
 
-def _failure(what: str, error: Exception) -> UserError:
+@contextlib.contextmanager
+def says_if_slow(what: str) -> Iterator[None]:
+    """Prints one line if what is done within takes longer than a minute: code of a user may never end."""
+    timer = threading.Timer(SLOW_SECONDS, print, [f"still waiting for {what}"], {"flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _failure(what: str, error: BaseException) -> UserError:
     """What to say of an error in code of the user: where it was raised there, if it was."""
     libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
     frames = [

@@ -207,3 +207,10 @@ def test_any_value_is_taken_or_answered(key, text):
     except UserError as error:
         answer = str(error)
     assert not answer or key.partition(".")[0] in answer
+
+
+@pytest.mark.parametrize(("given", "written"), [("texts_path", "scores_path"), ("tokens_path", "logits_path")])
+def test_what_is_read_is_never_written_over(given, written, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    with pytest.raises(UserError, match=f"{written}=.*/link is the file that {given} names"):
+        load([BASE, f"{given}={tmp_path}/in", f"{written}={tmp_path}/link"])

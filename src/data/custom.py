@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from src.data.documents import DocumentSource, as_document, from_fields
 from src.data.packing import Batch
 from src.data.source_spec import SourceSpec
 from src.errors import UserError
-from src.user_code import call, load_function
+from src.user_code import call, load_function, says_if_slow
 
 if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
@@ -86,7 +87,8 @@ def custom_source(spec: SourceSpec, config: "FrozenConfigDict") -> CustomSource:
             "the split and returns documents: an object with __len__ and __getitem__, or an iterable"
         )
     factory = load_function(spec.settings["dataset_factory"], spec.key("dataset_factory"))
-    made = call(setting, factory, config, spec.settings["split"])
+    with says_if_slow(f"{setting}, which has not returned"):
+        made = call(setting, factory, config, spec.settings["split"])
     facts: Facts = {"class": _class(made)}
     if isinstance(made, (str, bytes, Mapping)) or not (_is_indexed(made) or isinstance(made, Iterable)):
         raise UserError(
@@ -94,7 +96,8 @@ def custom_source(spec: SourceSpec, config: "FrozenConfigDict") -> CustomSource:
             "__getitem__, or as an iterable"
         )
     if not _is_indexed(made):
-        made, facts = _read_whole(made, setting, spec.column, config.vocab_size)
+        with says_if_slow(f"{setting}: the iterable that it returned has not ended, and is read whole"):
+            made, facts = _read_whole(made, setting, spec.column, config.vocab_size)
     elif callable(getattr(made, "fingerprint", None)):
         facts = call(f"{setting}: fingerprint() of what it returned", made.fingerprint)
         if not isinstance(facts, Mapping) or any(type(fact) not in (str, int) for fact in facts.values()):
@@ -102,18 +105,20 @@ def custom_source(spec: SourceSpec, config: "FrozenConfigDict") -> CustomSource:
     return CustomSource(made, setting, spec.column, config.vocab_size, facts)
 
 
-def apply_transform(function: Callable[[Batch], Batch], batch: Batch) -> Batch:
+def apply_transform(function: Callable[[Batch], Batch], vocab_size: int, batch: Batch) -> Batch:
     """What the function `batch_transform` makes of a batch.
 
     Args:
         function: takes the rows of this host, may change them in place, and returns them.
+        vocab_size: V.
         batch: {tokens, targets, segment_ids, positions: int32 [rows, T], loss_mask: float32 [rows, T]}.
 
     Returns:
         The same names, shapes and dtypes.
 
     Raises:
-        UserError: the function raises, or returns others.
+        UserError: the function raises, or returns others, or values that the model can't take: ids outside the
+            vocabulary, segments or positions below 0, weights of the loss that are not finite or below 0.
     """
     expected = {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}
     changed = call("batch_transform", function, dict(batch))
@@ -129,6 +134,14 @@ def apply_transform(function: Callable[[Batch], Batch], batch: Batch) -> Batch:
             f"batch_transform returned other arrays than it was given (given -> returned):\n{listed}\n"
             "Expected the same names, shapes and dtypes"
         )
+    for name, array in arrays.items():
+        end = vocab_size if name in ("tokens", "targets") else math.inf
+        if not np.all((array >= 0) & (array < end)):  # NaN is neither
+            worst = array[~((array >= 0) & (array < end))].flat[0]
+            expected_values = f"from 0 to {vocab_size - 1}" if end == vocab_size else "finite, and 0 or more"
+            raise UserError(
+                f"batch_transform returned {name} with the value {worst}: expected values {expected_values}"
+            )
     return arrays
 
 

@@ -1,11 +1,11 @@
 """What a document is, a text or ids, and what most sources of documents have in common."""
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from src import json_text
 from src.errors import first_few
 
 EXPECTED = "expected a text, or a list of ids"
@@ -70,8 +70,8 @@ def from_json(data: bytes, column: str) -> str | np.ndarray:
 def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], str | np.ndarray]) -> str | np.ndarray:
     """The document that `read` makes of a field; raises ValueError where it does, or there is no such field."""
     if column not in fields:
-        there = first_few(sorted(map(str, fields)), near=column)
-        raise ValueError(f"it has no field {column}. Its fields: {there or 'none'}")
+        there = first_few(sorted(map(str, fields)), near=column) or "none"
+        raise ValueError(f"it has no field {column}. Its fields: {there}. dataset_column names the one to read")
     try:
         return read(fields[column])
     except ValueError as error:
@@ -81,6 +81,6 @@ def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], st
 def parse_json(data: bytes) -> Any:
     """The value of a JSON text; raises ValueError where it is none."""
     try:
-        return json.loads(data)
+        return json_text.parse_json(data)
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from None

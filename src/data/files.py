@@ -26,7 +26,8 @@ _MOST_NAMED = 100
 _CHUNK_BYTES = 1 << 24
 # What a fingerprint reads of the files: all of them, or so many blocks spread evenly over their bytes.
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 256, 1 << 16
-_SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d{3,})-of-(?P<total>\d{3,})(?P<after>[^/]*)")
+# Of more than six digits it is no number of files, and to look for the missing ones would not end.
+_SHARD = re.compile(r"(?P<before>.*?)(?<!\d)(?P<number>\d{3,6})-of-(?P<total>\d{3,6})(?!\d)(?P<after>[^/]*)")
 
 Result = TypeVar("Result")
 

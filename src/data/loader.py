@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -77,8 +78,9 @@ def train_batches(
         )
         for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True))
     ]
-    batches = _batches(config, feeds, Mixture(data.weights), rows, global_batch, rows_taken)
-    return _prefetch(batch | {"data_position": positions} for batch, positions in batches)
+    closing = threading.Event()
+    batches = _batches(config, feeds, Mixture(data.weights), rows, global_batch, closing, rows_taken)
+    return _prefetch((batch | {"data_position": positions} for batch, positions in batches), closing)
 
 
 class EvalBatches:
@@ -134,8 +136,9 @@ class EvalBatches:
             self._start(None)
         count, before = self.steps(), self._rows_taken
         self._rows_taken += count * self._global_batch
-        batches = _batches(self._config, [self._feed], Mixture([1]), self._rows, self._global_batch, before, count)
-        return _prefetch(batch for batch, _ in batches)
+        closing, mixture = threading.Event(), Mixture([1])
+        batches = _batches(self._config, [self._feed], mixture, self._rows, self._global_batch, closing, before, count)
+        return _prefetch((batch for batch, _ in batches), closing)
 
     def steps(self) -> int:
         """How many batches an evaluation has. The first call, by `iter` or directly, waits for that of other hosts."""
@@ -247,22 +250,26 @@ def _batches(
     mixture: Mixture,
     rows: Sequence[int],
     global_batch: int,
+    closing: threading.Event,
     rows_taken: int,
     count: int | None = None,
 ) -> Iterator[tuple[Batch, np.ndarray]]:
     """Batches after so many rows of the run, each with `data_position` after it: `count` of them, or without end.
 
     Thread n of N fills rows n, n + N, ... of one batch after the other. Rows differ in how long they take: a thread
-    waits for the others only when it is some batches ahead of them.
+    waits for the others only when it is some batches ahead of them. Once `closing` is set they begin no further row.
     """
     transform = None
     if config.batch_transform:
         from src.data.custom import apply_transform
 
-        transform = functools.partial(apply_transform, load_function(config.batch_transform, "batch_transform"))
+        function = load_function(config.batch_transform, "batch_transform")
+        transform = functools.partial(apply_transform, function, config.vocab_size)
 
     def fill(batch: Batch, positions: np.ndarray, dealt: list[tuple[int, int]], thread: int) -> None:
         for row in range(thread, len(rows), config.data_threads):
+            if closing.is_set():
+                return
             source, ordinal = dealt[row]
             feeds[source].fill(batch, row, ordinal)
             positions[row] = [feed.position(row) for feed in feeds]
@@ -287,13 +294,18 @@ def _batches(
             yield transform(batch) if transform else batch, positions
 
 
-def _prefetch(batches: Iterator[Batch]) -> Iterator[Batch]:
+def _prefetch(batches: Iterator[Batch], closing: threading.Event) -> Iterator[Batch]:
     """The same batches, with the next ones being made in a thread while the caller is busy with one.
 
-    An error there is raised here at its batch. The thread ends with the iterator (its `close`, or being collected).
+    An error there is raised here at its batch. The thread ends with the iterator (its `close`, or being collected),
+    which sets `closing` and waits for no more than the rows that are being made.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
+    thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+    try:
         ahead = collections.deque(thread.submit(next, batches, None) for _ in range(_PREFETCHED_BATCHES))
         while (batch := ahead.popleft().result()) is not None:
             ahead.append(thread.submit(next, batches, None))
             yield batch
+    finally:
+        closing.set()
+        thread.shutdown(cancel_futures=True)

@@ -14,7 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from src.errors import UserError
+
 Batch = dict[str, np.ndarray]
+
+MAX_EMPTY_DOCUMENTS = 10_000  # one after the other, before it is an error
 
 
 class Document(NamedTuple):
@@ -107,10 +111,16 @@ class Lane:
         fits. Either way what is left of a document begins the lane's next row, with positions from 0 again.
         """
         length = batch["tokens"].shape[1]
-        filled = segment = 0
+        filled = segment = empty = 0
         while filled < length and (document := self._current()) is not None:
             all_pairs = max(len(document.ids) - 1, 0)
             pairs = min(all_pairs - self._offset, length - filled)
+            empty = 0 if all_pairs else empty + 1
+            if empty > MAX_EMPTY_DOCUMENTS and self._end == math.inf:
+                raise UserError(
+                    f"the last {empty:,} documents that a row read have no text: the data have come to an end, or what "
+                    "reads them no longer does"
+                )
             if pairs > 0:
                 segment += 1
                 lay(batch, row, filled, segment, document, self._offset, pairs)

@@ -41,7 +41,9 @@ def _features(record: bytes) -> Any:
     try:
         return _example_message().FromString(record).features.feature
     except DecodeError:
-        raise ValueError(f"it is no tf.train.Example, but {record[:80]!r}") from None
+        raise ValueError(
+            f"it is no tf.train.Example, but {record[:80]!r}: array_record_format says what a record is"
+        ) from None
 
 
 @functools.cache

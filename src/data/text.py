@@ -4,10 +4,14 @@ A long text is cut into pieces, so that none owns a row of the batch for thousan
 module takes a piece for a document.
 """
 
+import functools
+
 import numpy as np
 
 from src.data import files, text_files
 from src.data.documents import DocumentSource
+
+_LONG_LINE_PIECES, _KEPT_LINES = 8, 4
 
 
 class TextSource(DocumentSource):
@@ -34,6 +38,9 @@ class TextSource(DocumentSource):
         self._column = column
         self._max_bytes = max_document_bytes
         self._files = text_files.DocumentFiles(path, key)
+        self._read_line = functools.partial(text_files.read_line, column=column)
+        # To read a piece takes to parse its line: of long ones some are kept, or each would be parsed once a piece.
+        self._read_long_line = functools.lru_cache(maxsize=_KEPT_LINES)(self._read_line)
         pieces = text_files.count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes)
         self._first_piece = np.cumsum(pieces) - pieces
         self._pieces = int(pieces.sum())
@@ -49,9 +56,9 @@ class TextSource(DocumentSource):
         """The text or ids of piece `i`; may be empty, as the length of a document in JSON is known when it is read."""
         document = int(np.searchsorted(self._first_piece, i, side="right")) - 1
         file, start, stop = self._files.locate(document)
-        return text_files.read_piece(
-            file, start, stop, i - int(self._first_piece[document]), self._max_bytes, self._column
-        )
+        read_line = self._read_long_line if stop - start > _LONG_LINE_PIECES * self._max_bytes else self._read_line
+        piece = i - int(self._first_piece[document])
+        return text_files.read_piece(file, start, stop, piece, self._max_bytes, read_line)
 
     def document_keys(self) -> np.ndarray:
         """uint64 [pieces]: a hash of file name and place in the file, which other files don't change."""

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from src.data import files, order
-from src.data.documents import from_json
+from src.data.documents import from_json, parse_json
 from src.errors import UserError
 
 # A cut is made at a line end if there is one in this part of a piece before its place.
 _CUT_WINDOW = 1 / 8
+_FIRST_LINE_BYTES = 1 << 20
 
 # What other dataset types keep their data in: part of a file's name -> the type.
 _OTHER_TYPES = {
@@ -21,6 +22,7 @@ _OTHER_TYPES = {
     ".parquet": "parquet",
     ".tfrecord": "tfrecord",
 }
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z")
 
 
 class DocumentFiles:
@@ -122,6 +124,23 @@ def _refuse_other_types(listing: files.Listing, setting: str) -> None:
         for mark, kind in _OTHER_TYPES.items():
             if mark in name:
                 raise UserError(f"{setting}: {file} is data of type {kind}, not text. {expected}")
+        if name.endswith(_COMPRESSED):
+            raise UserError(f"{setting}: {file} is compressed. {expected}, as they are: unpack it first")
+        if name.endswith(".json") and _has_json_lines(file):
+            raise UserError(
+                f"{setting}: {file} has JSON lines, which would be read as they stand, braces and all. {expected}: "
+                "rename it to end with .jsonl"
+            )
+
+
+def _has_json_lines(file: str) -> bool:
+    """Whether the first line of a file is a JSON object by itself, and another line follows."""
+    begin = files.read(file, 0, _FIRST_LINE_BYTES)
+    first, line_end, rest = begin.partition(b"\n")
+    try:
+        return bool(line_end and rest.strip()) and isinstance(parse_json(first), dict)
+    except ValueError:
+        return False
 
 
 def _extents(file: str, size: int) -> np.ndarray:
@@ -139,27 +158,37 @@ def count_pieces(sizes: np.ndarray, max_bytes: int) -> np.ndarray:
     return -(-sizes // (max_bytes - _window(max_bytes)))
 
 
-def read_piece(file: str, start: int, stop: int, number: int, max_bytes: int, column: str) -> str | np.ndarray:
+def read_piece(
+    file: str, start: int, stop: int, number: int, max_bytes: int, line: Callable[[str, int, int], bytes | np.ndarray]
+) -> str | np.ndarray:
     """The text or ids of piece `number`, from 0, of the document in bytes [start, stop) of a file.
 
     A document has `count_pieces` of them. The last ones may be empty in a .jsonl file, where the document is only a
-    part of the line, its field `column`.
+    part of the line, one of its fields: `line` is `read_line` for that field.
 
     Raises:
         UserError: it can't be read, or is neither text nor, in a .jsonl file, ids.
     """
     if not is_jsonl(file):
         return _decode(_piece(number, stop, max_bytes, lambda begin, end: files.read(file, begin, end)), file)
-    line = files.read(file, start, stop)
-    try:
-        document = from_json(line, column)
-    except ValueError as error:
-        raise UserError(f"{line_name(file, start)}: {error}") from None
-    if isinstance(document, str):
-        text = document.encode()
-        return _piece(number, len(text), max_bytes, lambda begin, end: text[begin:end]).decode()
+    document = line(file, start, stop)
+    if isinstance(document, bytes):
+        return _piece(number, len(document), max_bytes, lambda begin, end: document[begin:end]).decode()
     count = int(count_pieces(np.int64(stop - start), max_bytes))
     return document[number * len(document) // count : (number + 1) * len(document) // count]
+
+
+def read_line(file: str, start: int, stop: int, column: str) -> bytes | np.ndarray:
+    """Returns the document in the line at bytes [start, stop) of a .jsonl file: a text in UTF-8, or ids.
+
+    Raises:
+        UserError: the line is not a JSON object with either in the field `column`.
+    """
+    try:
+        document = from_json(files.read(file, start, stop), column)
+    except ValueError as error:
+        raise UserError(f"{line_name(file, start)}: {error}") from None
+    return document.encode() if isinstance(document, str) else document
 
 
 def is_jsonl(file: str) -> bool:

@@ -82,8 +82,8 @@ def _not_prepared(spec: SourceSpec, root: str, name: str, full_name: str) -> Use
     where = spec.setting("dataset_path") if spec.path else f"{root}, TFDS's own data folder"
     return UserError(
         f"{spec.setting('dataset_name')} is not prepared in {where}. "
-        f"{listed if there else 'No dataset is'}. On a machine with TensorFlow, this prepares it: tfds build "
-        f"{full_name} --file_format={_FORMAT} --data_dir={root}"
+        f"{listed if there else 'No dataset is'}. On a machine with TensorFlow, this prepares the version that its "
+        f"TFDS has: tfds build {full_name.partition(':')[0]} --file_format={_FORMAT} --data_dir={root}"
     )
 
 

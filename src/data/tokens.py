@@ -18,25 +18,29 @@ number pair_starts[d] + d. Beside them, tokens.json has
 
 Local files are mapped into memory. Of a remote folder ids are read by ranges, and a shard's index is copied to this
 machine when the shard is first read from.
+
+Damage: sizes are compared at the opening, and the digests and indexes of local shards of half a GiB together, spread
+over the folder. Ids and bounds of documents are checked as they are read, whatever the folder's size.
 """
 
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from src.data import files
+from src.data import files, order
 from src.data.documents import DocumentSource
 from src.data.packing import Document
 from src.data.source_spec import SourceSpec
 from src.errors import UserError, first_few
+from src.json_text import parse_json
 
 FORMAT = 1
 SUMMARY = "tokens.json"
@@ -44,6 +48,7 @@ UNFINISHED = "unfinished.json"  # in the place of tokens.json while shards are b
 
 # Each mapped file holds a file descriptor, of which a process often has no more than 1,024: so many shards stay mapped.
 _MAPPED = 100
+_VERIFIED_BYTES = 1 << 29  # of shards whose digests are compared at the opening
 
 
 class ShardFacts(NamedTuple):
@@ -125,7 +130,9 @@ class _Tokens:
             "tokens": int(ids.sum()),
             "digest": hashlib.sha256(summary).hexdigest()[:16],
         }
-        self._largest_id = max(shard.largest_id for shard in shards)
+        self._largest_ids = [shard.largest_id for shard in shards]
+        if not self._copies:
+            self._verify(shards)
 
     def check(self, vocab_size: int, tokenizer: Mapping[str, Any] | None) -> None:
         """Raises UserError where the ids don't suit the run.
@@ -134,10 +141,11 @@ class _Tokens:
             vocab_size: V of its model.
             tokenizer: its tokenizer's fingerprint; None where it has none.
         """
-        if self._largest_id >= vocab_size:
+        largest_id = max(self._largest_ids)
+        if largest_id >= vocab_size:
             raise UserError(
-                f"{self._setting} has ids up to {self._largest_id}, and vocab_size={vocab_size} has none from "
-                f"{vocab_size} on: set vocab_size={self._largest_id + 1} or more"
+                f"{self._setting} has ids up to {largest_id}, and vocab_size={vocab_size} has none from "
+                f"{vocab_size} on: set vocab_size={largest_id + 1} or more"
             )
         if tokenizer is None or self._tokenizer is None:
             return
@@ -151,15 +159,43 @@ class _Tokens:
         """Counts, and a digest of tokens.json, which has one of each shard's ids."""
         return dict(self._fingerprint)
 
+    def _verify(self, shards: list[ShardFacts]) -> None:
+        """Compares digests of some local shards' ids, and looks through their indexes, before anything is read."""
+        spread = np.argsort(order.mix64(np.arange(len(shards), dtype=np.uint64))).tolist()
+        chosen, budget = [], _VERIFIED_BYTES
+        for shard in spread:
+            if (size := shards[shard].ids_bytes + shards[shard].index_bytes) <= budget:
+                chosen.append(shard)
+                budget -= size
+
+        def verify(shard: int) -> None:
+            digest = hashlib.sha256()
+            for chunk in files.chunks(self._path(ids_name(shard)), shards[shard].ids_bytes):
+                digest.update(chunk)
+            if digest.hexdigest() != shards[shard].sha256:
+                raise self._damaged(ids_name(shard), f"its sha256 is not the one in {SUMMARY}")
+            if shards[shard].documents and not np.all(np.diff(self._index(shard)) > 0):
+                raise self._damaged(index_name(shard), "its documents do not follow each other")
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(verify, chosen))
+
     def _ids(self, shard: int, start: int, stop: int) -> np.ndarray:
         """int32: the ids [start, stop) of a shard."""
         if self._copies is None:
-            return self._mapped_ids(shard)[start:stop].astype(np.int32)
-        size = self._dtype.itemsize
-        data = files.read(self._path(ids_name(shard)), start * size, stop * size)
-        if len(data) < (stop - start) * size:
-            raise UserError(f"{self._path(ids_name(shard))} has become shorter than {SUMMARY} has it: copy it again")
-        return np.frombuffer(data, self._dtype).astype(np.int32)
+            ids = self._mapped_ids(shard)[start:stop].astype(np.int32)
+        else:
+            size = self._dtype.itemsize
+            data = files.read(self._path(ids_name(shard)), start * size, stop * size)
+            ids = np.frombuffer(data[: len(data) // size * size], self._dtype).astype(np.int32)
+        if len(ids) < stop - start:
+            raise self._damaged(ids_name(shard), f"it has become shorter than {SUMMARY} has it")
+        if ids.max(initial=0) > self._largest_ids[shard] or ids.min(initial=0) < 0:  # of 2**31 and more
+            raise self._damaged(ids_name(shard), f"it has ids beyond {self._largest_ids[shard]}, its largest")
+        return ids
+
+    def _damaged(self, name: str, how: str) -> UserError:
+        return UserError(f"{self._path(name)} is damaged: {how}. Copy it again, or write the tokens again")
 
     def _map_ids(self, shard: int) -> np.ndarray:
         """All ids of a shard that has a document, in its file."""
@@ -179,7 +215,7 @@ class _Tokens:
             data = np.memmap(self._copied(index_name(shard)) if self._copies else path, np.uint8, "r").view(np.ndarray)
             index = data[-8 * (documents + 1) :].view("<i8")
         if (index[0], index[-1]) != (0, pairs):
-            raise UserError(f"{path} is damaged: by {SUMMARY} it is int64 [{documents + 1}] from 0 to {pairs}")
+            raise self._damaged(index_name(shard), f"by {SUMMARY} it is int64 [{documents + 1}] from 0 to {pairs}")
         return index
 
     def _copied(self, name: str) -> Path:
@@ -232,6 +268,8 @@ class TokenRows(_Tokens):
         index = self._index(shard)
         begin = int(np.searchsorted(index, first, side="right")) - 1
         end = int(np.searchsorted(index, last, side="left"))
+        if not (0 <= begin < end and np.all(np.diff(index[begin : end + 1]) > 0)):
+            raise self._damaged(index_name(shard), "its documents do not follow each other")
         # Pair p of document d is ids p + d and p + d + 1 of the shard.
         ids = self._ids(shard, first + begin, last + end)
         bounds = (np.clip(index[begin : end + 1], first, last) - first).tolist()
@@ -251,6 +289,8 @@ class TokenDocuments(_Tokens, DocumentSource):
         shard = int(np.searchsorted(self._document_starts, i, side="right")) - 1
         document = i - int(self._document_starts[shard])
         first, last = self._index(shard)[document : document + 2].tolist()
+        if not first < last:
+            raise self._damaged(index_name(shard), "its documents do not follow each other")
         return self._ids(shard, first + document, last + document + 1)
 
 
@@ -269,7 +309,7 @@ def compare(there: Mapping[str, Any], here: Mapping[str, Any], of: str = "") -> 
 def _parse(summary: bytes, name: str) -> dict[str, Any]:
     """tokens.json's facts, with `shards` as a list of ShardFacts; raises UserError where it is damaged."""
     try:
-        facts = json.loads(summary)
+        facts = parse_json(summary)
         if (version := facts["format"]) != FORMAT:
             raise UserError(f"{name} is of format {version!r}, and this version reads {FORMAT}: write the tokens again")
         facts["shards"] = [ShardFacts(**shard) for shard in facts["shards"]]

@@ -1,6 +1,7 @@
 import re
 import sys
 import textwrap
+import time
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from src.data import custom
 from src.data.custom import apply_transform
 from src.data.packing import empty_batch
 from src.data.source_spec import eval_specs, train_specs
-from src.data.sources import open_source
+from src.data.sources import open_source, open_sources
 from src.errors import UserError
 from src.user_code import load_function
 from tests import runs
@@ -289,7 +290,7 @@ def test_a_transform_may_change_a_batch(my_data):
     """)
     batch = empty_batch(2, 4)
     batch["loss_mask"][:] = 1
-    changed = apply_transform(load_function("my_data:shift", "batch_transform"), batch)
+    changed = apply_transform(load_function("my_data:shift", "batch_transform"), 10, batch)
     assert changed.keys() == empty_batch(2, 4).keys()
     assert (changed["tokens"] == 1).all()
     assert changed["loss_mask"].tolist() == [[0, 1, 1, 1]] * 2
@@ -312,7 +313,48 @@ def test_a_transform_may_change_a_batch(my_data):
 )
 def test_a_transform_that_returns_other_arrays_is_an_error(function, message):
     with pytest.raises(UserError, match=message):
-        apply_transform(function, empty_batch(2, 4))
+        apply_transform(function, 10, empty_batch(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("tokens", 8, "tokens with the value 8: expected values from 0 to 7"),
+        ("targets", -1, "targets with the value -1: expected values from 0 to 7"),
+        ("segment_ids", -2, "segment_ids with the value -2"),
+        ("loss_mask", np.nan, "loss_mask with the value nan: expected values finite, and 0 or more"),
+        ("loss_mask", np.inf, "loss_mask with the value inf"),
+    ],
+)
+def test_a_transform_that_returns_values_a_model_cannot_take_is_an_error(name, value, expected):
+    def change(batch):
+        batch[name][1, 2] = value
+        return batch
+
+    with pytest.raises(UserError, match=expected):
+        apply_transform(change, 8, empty_batch(2, 4))
+
+
+@pytest.mark.parametrize(
+    "ends", ["sys.exit(3)", "raise GeneratorExit", "class Own(BaseException): pass\n    raise Own"]
+)
+def test_code_of_a_user_that_ends_the_process_is_an_error_of_its_own(my_data, config, ends):
+    my_data(f"import sys\ndef documents(config, split):\n    {ends}\n")
+    with pytest.raises(UserError, match=r"^dataset_factory=my_data:documents raised .*my_data\.py, line"):
+        open_sources(config(dataset_type="custom", dataset_factory="my_data:documents"), None)
+
+
+def test_a_factory_that_does_not_end_is_named_while_it_is_waited_for(open_custom, monkeypatch, capsys):
+    monkeypatch.setattr("src.user_code.SLOW_SECONDS", 0.01)
+
+    def slow(config, split):
+        time.sleep(0.1)
+        yield "a document"
+        time.sleep(0.1)
+
+    open_custom(slow)
+    said = capsys.readouterr().out
+    assert "still waiting for dataset_factory=of_test:documents: the iterable that it returned has not ended" in said
 
 
 def test_a_run_on_custom_documents_ends_with_one_message(my_data, tmp_path, monkeypatch, capsys):

@@ -292,6 +292,30 @@ def test_batches_are_made_ahead_and_threads_end_on_close(config, list_source, wo
     assert len(source.read) > read_for_the_first.sum()
 
 
+def test_closing_waits_for_the_row_that_is_being_made_and_no_longer(config, list_source, words):
+    gate, at_gate, documents = threading.Event(), threading.Event(), 3 * B + 1
+
+    class Gated(list_source):
+        def __getitem__(self, i):
+            text = super().__getitem__(i)
+            if len(self.read) >= documents:
+                at_gate.set()
+                gate.wait(30)
+            return text
+
+    source = Gated(words)
+    settings = config(packing=False, long_documents="truncate", max_target_length=1)
+    batches = train_batches(settings, alone(source), TOKENIZER, range(B), B)
+    next(batches)
+    assert at_gate.wait(30)
+    closing = threading.Thread(target=batches.close)
+    closing.start()
+    closing.join(0.2)  # it waits for the row, and has said so by then
+    gate.set()
+    closing.join(30)
+    assert len(source.read) == documents
+
+
 def test_threads_need_not_keep_step(config, list_source, words):
     """A document that takes long holds up its own thread's rows, and not those of the other for some batches."""
     one_document_a_row = {"packing": False, "long_documents": "truncate"}

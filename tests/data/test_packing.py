@@ -6,6 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from src.data.packing import Document, Lane, empty_batch, rows_needed
+from src.errors import UserError
 
 FAR = 1000
 
@@ -124,3 +125,12 @@ def test_position_is_documents_taken_and_pairs_of_the_next(packing):
     assert lane.position == ((1, 2) if packing else (1, 0))
     lane.fill(batch, 1)
     assert lane.position == ((1, 6) if packing else (1, 4))
+
+
+def test_a_source_that_comes_to_have_no_text_is_an_error_and_not_a_wait_without_end():
+    texts = [[1, 2, 3]] * 3
+    lane = Lane(lambda n: Document(np.array(texts[n] if n < 3 else [], np.int32)), 0, 1, packing=True)
+    batch = empty_batch(2, 4)
+    lane.fill(batch, 0)
+    with pytest.raises(UserError, match="the last 10,001 documents that a row read have no text"):
+        lane.fill(batch, 1)

@@ -154,6 +154,40 @@ def test_fingerprint_is_of_names_and_sizes_and_not_of_the_place(tmp_path):
         assert TextSource(write_files(tmp_path / str(n), other)).fingerprint()["digest"] != first["digest"]
 
 
+def test_a_long_line_is_parsed_once_and_not_once_a_piece(tmp_path, monkeypatch):
+    lines = [{"text": "short"}, {"text": "".join(f"line {n}\n" for n in range(4000))}]
+    path = write_files(tmp_path, {"a.jsonl": "\n".join(map(json.dumps, lines))})
+    source, parsed = text.TextSource(path, 256), []
+    from_json = text_files.from_json
+    monkeypatch.setattr(text_files, "from_json", lambda *given: parsed.append(given) or from_json(*given))
+    assert "".join(texts(source)) == lines[0]["text"] + lines[1]["text"]
+    assert len(source) > 100
+    assert len(parsed) <= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", '{"text": "one"}\n{"text": "two"}\n', r"a\.json has JSON lines.*rename it to end with \.jsonl"),
+        ("a.json.gz", "zipped", r"a\.json\.gz is compressed.*unpack it first"),
+        ("a.txt.zst", "zipped", r"a\.txt\.zst is compressed"),
+    ],
+)
+def test_files_that_are_no_text_as_they_stand_are_errors_that_say_so(tmp_path, name, text, message):
+    with pytest.raises(UserError, match=message):
+        TextSource(write_files(tmp_path, {"b.txt": "text", name: text}))
+
+
+@pytest.mark.parametrize("text", ['{"name": "a package", "main": "x.js"}\n', '{\n  "a": 1\n}\n', "[1, 2]\n"])
+def test_a_json_file_that_is_one_value_is_read_as_text(tmp_path, text):
+    assert texts(TextSource(write_files(tmp_path, {"a.json": text}))) == [text]
+
+
+def test_a_set_of_files_numbered_beyond_all_reason_is_no_numbered_set(tmp_path):
+    source = TextSource(write_files(tmp_path, {"x-00000-of-99999999999999": "one"}))
+    assert texts(source) == ["one"]
+
+
 def test_a_file_changed_at_the_same_size_has_another_fingerprint(tmp_path):
     first = TextSource(write_files(tmp_path, {"a.txt": "one", "b.txt": "two"})).fingerprint()
     changed = TextSource(write_files(tmp_path, {"b.txt": "too"})).fingerprint()

@@ -194,7 +194,7 @@ def test_threads_read_what_one_thread_reads(prepared):
     ("name", "there"), [("c4/en:3.0.1", r"There: stories/en:1\.10\.0"), ("stories", r"There: stories/en:1\.10\.0")]
 )
 def test_a_name_that_is_not_prepared_is_an_error_that_says_what_prepares_it(prepared, name, there):
-    command = f"tfds build {name} --file_format=array_record --data_dir={prepared[0]}$"
+    command = f"tfds build {name.partition(':')[0]} --file_format=array_record --data_dir={prepared[0]}$"
     with pytest.raises(
         UserError, match=rf"^eval_dataset_name={name} is not prepared in eval_dataset_path=.*{there}.*{command}"
     ):
@@ -202,7 +202,7 @@ def test_a_name_that_is_not_prepared_is_an_error_that_says_what_prepares_it(prep
 
 
 def test_an_empty_data_folder_is_an_error(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"No dataset is\. .*tfds build c4/en:3\.0\.1"):
+    with pytest.raises(UserError, match=r"No dataset is\. .*tfds build c4/en --"):
         source(tmp_path, "c4/en:3.0.1")
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "own"))
     with pytest.raises(UserError, match=f"not prepared in {tmp_path}/own, TFDS's own data folder"):

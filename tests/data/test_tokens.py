@@ -152,7 +152,7 @@ def test_a_store_s_file_that_became_shorter_is_named(store):
     rows = TokenRows(spec_of("memory://bucket/tokens"), 10)
     path = "/bucket/tokens/000001.ids"
     store.pipe_file(path, store.cat_file(path)[:50])
-    with pytest.raises(UserError, match=r"000001\.ids has become shorter"):
+    with pytest.raises(UserError, match=r"000001\.ids is damaged: it has become shorter"):
         rows.row(5)
 
 
@@ -274,6 +274,49 @@ class TestBadFolders:
             source(spec_of(write(tmp_path / "a", [[], []])))
 
 
+@pytest.fixture
+def unverified(monkeypatch):
+    """As of a folder that is too large to be verified at its opening."""
+    monkeypatch.setattr("src.data.tokens._VERIFIED_BYTES", 0)
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("source", [lambda spec: TokenRows(spec, 3), TokenDocuments])
+def test_one_bit_of_the_ids_is_noticed_at_the_opening(tmp_path, source):
+    folder = write(tmp_path / "a", [[[1, 2], [3, 4]], [[5, 6], [7, 8]]])
+    source(spec_of(folder))
+    flip(folder / "000001.ids", 0)
+    with pytest.raises(UserError, match=r"000001\.ids is damaged: its sha256"):
+        source(spec_of(folder))
+
+
+def test_a_scrambled_index_is_noticed_at_the_opening(tmp_path):
+    folder = write(tmp_path / "a", [[[1, 2, 3], [3, 4], [5, 6, 7, 8]]])
+    np.save(folder / "000000.pair_starts.npy", np.array([0, 3, 2, 6]))
+    with pytest.raises(UserError, match=r"000000\.pair_starts\.npy is damaged"):
+        TokenDocuments(spec_of(folder))
+
+
+@pytest.mark.usefixtures("unverified")
+def test_of_a_folder_too_large_to_verify_what_is_read_is_checked(tmp_path):
+    folder = write(tmp_path / "a", [[[1, 2, 3], [3, 4], [5, 6, 7, 8]]])
+    np.save(folder / "000000.pair_starts.npy", np.array([0, 3, 2, 6]))
+    with pytest.raises(UserError, match=r"pair_starts\.npy is damaged: its documents do not follow"):
+        TokenDocuments(spec_of(folder))[1]
+    with pytest.raises(UserError, match=r"pair_starts\.npy is damaged: its documents do not follow"):
+        TokenRows(spec_of(folder), 6).row(0)
+    folder = write(tmp_path / "b", [[[1, 2, 3], [3, 4]]])
+    flip(folder / "000000.ids", 1)  # the first id becomes 257
+    with pytest.raises(UserError, match=r"000000\.ids is damaged: it has ids beyond 4"):
+        TokenDocuments(spec_of(folder))[0]
+
+
+@pytest.mark.usefixtures("unverified")
 def test_a_damaged_index_is_named_when_it_is_reached(tmp_path):
     folder = write(tmp_path / "a", [[[1, 2], [3, 4]], [[5, 6], [7, 8]]])
     np.save(folder / "000001.pair_starts.npy", np.array([1, 1, 2]))

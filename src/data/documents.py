@@ -71,7 +71,7 @@ def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], st
     """The document that `read` makes of a field; raises ValueError where it does, or there is no such field."""
     if column not in fields:
         there = first_few(sorted(map(str, fields)), near=column) or "none"
-        raise ValueError(f"it has no field {column}. Its fields: {there}. dataset_column names the one to read")
+        raise ValueError(f"it has no field {column}. Its fields: {there}")
     try:
         return read(fields[column])
     except ValueError as error:

@@ -151,4 +151,4 @@ def bench_input(argv: list[str], steps: int) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, may_exit=True)

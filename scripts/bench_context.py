@@ -211,4 +211,4 @@ def _described(compiled: jax.stages.Compiled, layout: Layout) -> str:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, may_exit=True)

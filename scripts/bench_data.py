@@ -219,4 +219,4 @@ def write_tokenizer_json(folder: Path, texts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, may_exit=True)

@@ -128,4 +128,4 @@ def compare(rows: int, ours: Callable, theirs: dict[str, Callable], turns: int) 
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, may_exit=True)

@@ -1,10 +1,16 @@
 """The step that a configuration means on given devices: the same one for training and for compiling ahead of time."""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import re
+from base64 import b64decode
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
+from src.errors import UserError
 from src.mesh import global_batch_size, make_layout
 from src.model.spec import model_spec
 from src.optimizer import Hyper, hyper_parameters
@@ -55,3 +61,55 @@ def build(
     hyper = hyper_parameters(config, 0)
     train, evaluate = compile_steps(plan, state, compiler_options)
     return Built(plan, compiler_options or {}, state, batch, hyper, train, evaluate, train.trace(state, batch, hyper))
+
+
+def check_same_program(built: Built, config: Mapping[str, Any]) -> None:
+    """Raises UserError on every process where one would run another training step than process 0.
+
+    Nor may what enters a step at run time differ: the hyper-parameters are compared at the ends and in the middle.
+    """
+    if jax.process_count() == 1:
+        return
+    hyper = [hyper_parameters(config, step) for step in (0, 1, config["steps"] // 2, config["steps"] - 1)]
+    texts = {"the traced step": program_text(built.traced), "its hyper-parameters": str(hyper)}
+    digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts.values()]
+    mine = np.frombuffer(b"".join(digests), np.uint32).reshape(len(texts), 2)
+    everyones = np.asarray(multihost_utils.process_allgather(mine))
+    differ = (everyones != everyones[0]).any(axis=2)
+    if differ.any():
+        others = ", ".join(map(str, np.flatnonzero(differ.any(axis=1))))
+        what = " and ".join(text for text, differs in zip(texts, differ.any(axis=0), strict=True) if differs)
+        raise UserError(
+            f"process {others} would train otherwise than process 0: {what} differ. Keys, code and packages are the "
+            "same, so look at the environment of the processes (XLA_FLAGS, JAX_*), at other packages, and at functions "
+            "of your own"
+        )
+
+
+def program_text(traced: jax.stages.Traced, kernel_text: Callable[[bytes], str] = lambda bytecode: "") -> str:
+    """Returns the traced step in words that are the same in every process, and on devices that are not here.
+
+    Neither text has everything. StableHLO has shardings, donation and constants, but of kernels that XLA asks Python
+    to partition (cuDNN's attention) only a Python object's address: what they were told, such as the scale, stands in
+    the jaxpr.
+
+    Args:
+        traced: the step.
+        kernel_text: what to write for a Pallas kernel, whose serialised form names the source files it is from.
+    """
+    lowered = traced.lower().as_text()
+    lowered = re.sub(r'(@CustomSPMDPartitioning\(.*?backend_config = )"\d+"', r"\1", lowered)
+    lowered = re.sub(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+", lambda body: kernel_text(b64decode(body[0])), lowered)
+    lowered = re.sub(r'(?<=, ir = ")ML(?:[^"\\]|\\.)*', lambda body: kernel_text(_unescaped(body[0])), lowered)
+    return re.sub(r" at 0x[0-9a-f]+", "", _with_sorted_sets(str(traced.jaxpr))) + lowered
+
+
+def _with_sorted_sets(jaxpr: str) -> str:
+    """Python prints the names that a remat policy saves in another order each time it is started."""
+    return re.sub(r"frozenset\(\{(.*?)\}\)", lambda found: ", ".join(sorted(found[1].split(", "))), jaxpr)
+
+
+def _unescaped(text: str) -> bytes:
+    """The bytes of a string that MLIR printed."""
+    whole = re.sub(r"\\(\\|[0-9A-F]{2})", lambda found: "\\" if found[1] == "\\" else chr(int(found[1], 16)), text)
+    return whole.encode("latin1")

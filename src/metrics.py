@@ -42,7 +42,7 @@ EVAL_KEYS = ("eval_loss", "eval_perplexity")
 Entry = Mapping[str, int | float | list[float]]
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
-_REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def perplexity(loss: float) -> float:
@@ -293,7 +293,7 @@ def environment() -> dict[str, str]:
     """
     import jax  # the report and its tests read metrics without waiting for it
 
-    versions = {package: metadata.version(package) for package in _REPORTED_PACKAGES}
+    versions = {package: metadata.version(package) for package in REPORTED_PACKAGES}
     return {
         "MinText": f"{version()} ({commit})" if (commit := _commit()) else version(),
         "Python": platform.python_version(),

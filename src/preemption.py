@@ -1,40 +1,81 @@
-"""SIGTERM, by which schedulers announce that a machine goes away: the run saves a checkpoint and ends."""
+"""SIGTERM, by which schedulers announce that a machine goes away, and Ctrl-C: the run saves a checkpoint and ends."""
 
+import os
 import signal
+import sys
 import threading
+from pathlib import Path
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
+
+from src.errors import INTERRUPTED, end, kept
 
 
 class Preemption:
     """Whether the job was asked to end, answered alike by all of its processes at the same step.
 
     In a job of several processes JAX itself listens for SIGTERM on each, and its coordination service picks a step
-    that none of them has passed. In a single process the signal sets a flag here; the handler that was there before
-    comes back on `close`. Outside the main thread, where Python allows no handlers, nothing is installed.
+    that none of them has passed; Ctrl-C is handed on as SIGTERM. In a single process both set a flag here. Ctrl-C
+    after either ends the process at once. The handlers that were there before come back on `close`. Outside the main
+    thread, where Python allows no handlers, nothing is installed.
+
+    Args:
+        folder: the run's, of which the last line tells what stands there.
+
+    Attributes:
+        signal: the one that came, 0 where none did, or none to this process.
     """
 
-    def __init__(self) -> None:
-        self._signalled = False
-        self._former_handler = None
-        # With jax.distributed, a handler of ours would take the signal away from JAX's.
+    def __init__(self, folder: Path | None = None) -> None:
+        self.signal = 0
+        self._folder = folder
         self._distributed = jax.distributed.is_initialized()
-        if not self._distributed and threading.current_thread() is threading.main_thread():
-            self._former_handler = signal.signal(signal.SIGTERM, self._on_signal)
+        self._former: dict[int, object] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return
+        # With jax.distributed, a handler of ours would take SIGTERM away from JAX's.
+        for number in (signal.SIGINT,) if self._distributed else (signal.SIGINT, signal.SIGTERM):
+            self._former[number] = signal.signal(number, self._on_signal)
+        # Python's handlers wait until the main thread is back from C++, which may be minutes of compiling. What the
+        # system's handler writes here, a thread reads at once.
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._former_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._answer, name="signals", daemon=True)
+        self._thread.start()
 
     def reached(self, step: int) -> bool:
         """True where the run is to save and end after `step`. All processes call it, after every step."""
         if self._distributed:
             return multihost_utils.reached_preemption_sync_point(step)
-        return self._signalled
+        return bool(self.signal)
 
     def close(self) -> None:
-        """Puts the former handler back."""
-        if self._former_handler is not None:
-            signal.signal(signal.SIGTERM, self._former_handler)
-            self._former_handler = None
+        """Puts the former handlers back."""
+        if not self._former:
+            return
+        signal.set_wakeup_fd(self._former_writer)
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._former = {}
+        os.write(self._writer, b"\0")
+        self._thread.join()
+        os.close(self._writer)
+        os.close(self._reader)
 
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self.signal = self.signal or signal_number
+
+    def _answer(self) -> None:
+        """Says what Ctrl-C does, hands it to JAX in a job of several, and ends the process at the second."""
+        asked = False
+        while number := os.read(self._reader, 1)[0]:
+            if number == signal.SIGINT and asked:
+                end(INTERRUPTED, "; ".join(filter(None, ("interrupted", kept(self._folder)))), at_once=True)
+            if number == signal.SIGINT:
+                print("Ctrl-C: the run ends after this step; once more ends it at once", file=sys.stderr, flush=True)
+                if self._distributed:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            asked = asked or number in (signal.SIGINT, signal.SIGTERM)

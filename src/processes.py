@@ -1,20 +1,36 @@
-"""The processes of a job: how they find each other, and that each was started with the same configuration."""
+"""The processes of a job: how they find each other, and that each has the same configuration, code and packages."""
 
+import atexit
 import hashlib
-import json
-from collections.abc import Mapping
-from typing import Any
+import importlib
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from src import rendezvous
 from src.config_yaml import base, dump
-from src.errors import UserError, first_few
+from src.errors import UserError, end_now
+from src.metrics import REPORTED_PACKAGES, version
 
 # What may differ from process to process: which one it is, and where a host has what all have. That training data and
 # tokenizer are the same, their fingerprint tells (src/data/global_arrays.py).
 OF_ONE_PROCESS = ("process_id", "coordinator_address", "jax_cache_dir", "dataset_path", "datasets", "tokenizer_path")
+
+_job: rendezvous.Job | None = None  # of several processes, once this one has joined it
+
+
+class Place(NamedTuple):
+    """This process in a cluster: what `jax.distributed.initialize` takes."""
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: Sequence[int] | None
 
 
 def start_distributed(config: Mapping[str, Any]) -> None:
@@ -22,54 +38,97 @@ def start_distributed(config: Mapping[str, Any]) -> None:
 
     JAX finds TPU pods, SLURM, Open MPI and, where the package `kubernetes` is installed, Kubernetes by itself;
     `coordinator_address`, `num_processes` and `process_id` serve anything else.
+
+    Raises:
+        UserError: the processes differ in what has to be the same, or this one has used JAX before.
+        TransientError: not all processes came, or the coordinator's port is in use.
     """
+    global _job
     if jax.distributed.is_initialized():
         return
+    timeout = config["jax_distributed_initialization_timeout"]
+    silence = config["jax_distributed_heartbeat_timeout_seconds"]
     if address := config["coordinator_address"]:
-        print(f"waiting for {config['num_processes']} processes at {address}", flush=True)
-        jax.distributed.initialize(address, config["num_processes"], config["process_id"])
+        place = Place(address, config["num_processes"], config["process_id"], None)
+    else:
+        place = find_place(timeout)
+    if place is None or place.num_processes == 1:
         return
-    try:
-        jax.distributed.initialize()
-    except (RuntimeError, ValueError) as error:
-        # JAX has no call that asks whether there is a cluster. These are its answers that it found none, and that this
-        # process (a notebook's, on its second run) has computed with JAX already and so can't join one any more.
-        if not any(
-            answer in str(error) for answer in ("coordinator_address should be defined", "before any JAX calls")
-        ):
-            raise
-
-
-def check_same_config(config: Mapping[str, Any]) -> None:
-    """Raises UserError on every process where one was started with another value of a key than process 0."""
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
-        return
-    texts = {key: dump(config[key]) for key in base().defaults if key not in OF_ONE_PROCESS}
-    digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts.values()]
-    everyones = _gather(np.frombuffer(b"".join(digests), np.uint32).reshape(len(texts), 2))
-    differ = (everyones != everyones[0]).any(axis=(0, 2))
-    if not differ.any():
-        return
-    differing = {key: text for (key, text), differs in zip(texts.items(), differ, strict=True) if differs}
-    written = json.dumps(differing).encode()
-    longest = int(_gather(np.array([len(written)])).max())
-    values = [json.loads(row.tobytes()) for row in _gather(np.frombuffer(written.ljust(longest), np.uint8))]
-    lines = [f"  {key}: {_by_process([value[key] for value in values])}" for key in differing]
-    raise UserError(
-        "the processes of this job were started with different configurations: give all of them the same command, but "
-        f"for {', '.join(OF_ONE_PROCESS)}\n" + "\n".join(lines)
+    print(f"waiting for {place.num_processes} processes at {place.coordinator_address}", flush=True)
+    peers = rendezvous.join(
+        place.coordinator_address,
+        place.num_processes,
+        place.process_id,
+        facts(config),
+        timeout=timeout,
+        silence=silence,
+        disagree="the processes of this job were started with different configurations, code or packages: give all of "
+        f"them the same, but for {', '.join(OF_ONE_PROCESS)}",
+        say=lambda line: print(line, flush=True),
+    )
+    _job = rendezvous.Job(place.process_id, peers, end_now)
+    atexit.register(_job.leave)  # after JAX registered its own, which waits for the others, and so before it
+    jax.distributed.initialize(
+        *place[:3],
+        local_device_ids=place.local_device_ids,
+        initialization_timeout=timeout,
+        # JAX's own heartbeats end a process by an abort: they are for what the connections do not show.
+        heartbeat_timeout_seconds=3 * silence,
     )
 
 
-def _gather(x: np.ndarray) -> np.ndarray:
-    """[processes, ...]: the arrays of all processes, of one shape."""
-    return np.asarray(multihost_utils.process_allgather(x))
+def find_place(timeout: int) -> Place | None:
+    """This process's place in the cluster that JAX sees; None where it sees none.
+
+    `timeout`: seconds for the cluster to say where its coordinator is.
+    """
+    # JAX has no public call that asks whether there is a cluster, and one that joins it fails in the same way where
+    # there is none and where it is broken.
+    try:
+        detect = importlib.import_module("jax._src.clusters").ClusterEnv.auto_detect_unset_distributed_params
+    except (ImportError, AttributeError):
+        print("this version of JAX does not say whether there is a cluster: for a job of several, coordinator_address")
+        return None
+    told = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    address, count, process, local_ids = detect(told, None, None, None, None, timeout)
+    if address is None:
+        return None
+    if count is None or process is None:
+        raise UserError(
+            f"JAX_COORDINATOR_ADDRESS={told} is set, and no cluster says how many processes there are and which one "
+            "this is: give coordinator_address, num_processes and process_id, or unset it"
+        )
+    return Place(address, count, process, local_ids)
 
 
-def _by_process(values: list[str]) -> str:
-    """Which processes have which value, such as `0.01 in process 0; 0.02 in process 1, 2, 3, 4, 5 and 3 more`."""
-    said = []
-    for value in dict.fromkeys(values):
-        numbers = [str(process) for process, other in enumerate(values) if other == value]
-        said.append(f"{value} in process {first_few(numbers)}")
-    return "; ".join(said)
+def facts(config: Mapping[str, Any]) -> dict[str, str]:
+    """What has to be the same in all processes, by name: keys, versions, and a digest of each file of the code."""
+    source = Path(__file__).parent
+    files = sorted(path for path in source.rglob("*") if path.suffix in (".py", ".yml"))
+    return {
+        **{key: dump(config[key]) for key in base().defaults if key not in OF_ONE_PROCESS},
+        "MinText": version(),
+        "Python": platform.python_version(),
+        **{package: metadata.version(package) for package in REPORTED_PACKAGES},
+        **{
+            f"src/{path.relative_to(source).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+            for path in files
+        },
+    }
+
+
+def number() -> int | None:
+    """Which process of its job this one is; None where it is alone."""
+    return _job.process if _job else None
+
+
+def tell(code: int, message: str) -> None:
+    """Tells the other processes of the job, if there are any, that this one ends, and so they."""
+    if _job:
+        _job.tell(code, message)
+
+
+def await_news() -> None:
+    """Gives another process's end a moment to become known: it ends this process too."""
+    if _job:
+        _job.await_news()

@@ -10,7 +10,7 @@ from src import config as configuration
 from src.compiler_flags import check_environment
 from src.key_help import TRAIN, Usage, help_for
 from src.metrics import version
-from src.processes import check_same_config, start_distributed
+from src.processes import start_distributed
 
 
 def configured(
@@ -24,7 +24,8 @@ def configured(
 
     Raises:
         UserError: a mistake in the command line, or with `joins` in the flags of the environment; or another process of
-            the job has another configuration.
+            the job has another configuration, code or packages.
+        TransientError: another process of the job did not come.
     """
     if (help_text := help_for(argv, usage)) is not None:
         print(help_text)
@@ -37,7 +38,6 @@ def configured(
         platforms = jax.config.jax_platforms  # empty: whichever JAX finds
         check_environment(uses_tpu=not platforms or "tpu" in platforms)
         start_distributed(config)
-        check_same_config(config)
         say(notes)
     else:  # `say` would have JAX look for devices
         print("".join(f"{note}\n" for note in notes), end="", flush=True)

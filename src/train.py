@@ -5,7 +5,6 @@ import datetime
 import json
 import math
 import signal
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,8 +14,7 @@ from jax.experimental import multihost_utils
 from ml_collections import FrozenConfigDict
 
 from src import config as configuration
-from src.aot import program
-from src.build import build
+from src.build import build, check_same_program
 from src.checkpoint import Checkpointer
 from src.compiler_flags import compiler_options
 from src.data.global_arrays import check_same_data, host_rows, to_global, to_host
@@ -25,7 +23,7 @@ from src.data.sources import EvalSet, TrainData, describe_data, describe_eval_se
 from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.decode import sample
 from src.diagnostics import Profile, stack_traces
-from src.errors import UserError, counted, run_command
+from src.errors import UserError, counted, in_run_folder, run_command
 from src.evaluate import Evaluation
 from src.mesh import check_hardware, count_slices, describe_mesh
 from src.metrics import MetricsLog, StepPrinter, environment, print_header
@@ -44,12 +42,15 @@ from src.state import TrainState, batch_sharding, state_weights
 
 
 class Result(NamedTuple):
-    """What `main` returns: the state after the last step, its metrics, the last evaluation's, whether SIGTERM came."""
+    """What `main` returns: the state after the last step, its metrics, the last evaluation's.
+
+    `stopped_by` is the signal that ended the run early, SIGTERM or SIGINT; 0 where it came to its end.
+    """
 
     state: TrainState
     metrics: dict[str, float]
     eval_metrics: dict[str, float]
-    preempted: bool
+    stopped_by: int
 
 
 def main(argv: Sequence[str]) -> Result | None:
@@ -75,7 +76,10 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     built = build(config, jax.devices(), options)  # before anything is written: what does not fit comes out here
     plan, global_batch = built.plan, built.rows
     train_step = built.train
+    check_same_program(built, config)
     if path := config.compiled_trainstep_file:
+        from src.aot import program  # imports private modules of JAX, which another JAX may have elsewhere
+
         train_step = program.load(path, program.header(config, built), built)
 
     # ---- Data
@@ -92,6 +96,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     # ---- The run's folder, and where in the run it is
     folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
     exits.callback(folder.close)
+    exits.enter_context(in_run_folder(folder.path))
     folder.check_writable()
     checkpointer = Checkpointer(
         folder.path / "checkpoints",
@@ -128,11 +133,11 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
 
     # ---- The loop: a step is recorded while the next one runs
     eval_metrics: dict[str, float] = {}
-    preempted = False
+    stopped_by = 0
     with (
         Recorder(config, log, printer, flops, built.tokens, plan.layout.mesh) as recorder,
         contextlib.closing(Profile(config, first_step, str(folder.local / "tensorboard"))) as profile,
-        contextlib.closing(Preemption()) as preemption,
+        contextlib.closing(Preemption(folder.path)) as preemption,
     ):
         for step in range(first_step, config.steps):
             profile.before_step(step)
@@ -160,14 +165,15 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
                     checkpointer.save(done, saved_parts(plan, state), meta)
                 recorder.start_clock()
             if preempted:
+                stopped_by = preemption.signal or signal.SIGTERM  # which another process of the job got
                 break
-        checkpointer.wait()  # while SIGTERM is still caught
+        checkpointer.wait()  # while signals are still caught
 
     # ---- The end
-    if preempted:
+    if stopped_by:
         resume = f"the same command, run_name={folder.path.name}, goes on from there"
         kept = resume if config.enable_checkpointing else "no checkpoint was saved"
-        say([f"stopped by SIGTERM after step {done}; {kept}"])
+        say([f"stopped by {'Ctrl-C' if stopped_by == signal.SIGINT else 'SIGTERM'} after step {done}; {kept}"])
     elif wants_sample:
         text = printable(sample(config, plan, state_weights(state), tokenizer))
         say(["sample:", *(f"  {line}" for line in text.splitlines())])
@@ -176,9 +182,9 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         report = folder.path / "report.html"
         write_report(folder.path, report)
         say([f"report: {report}"])
-    if not preempted:
+    if not stopped_by:
         say(next_commands(config, folder.path, tokenizer))
-    return Result(state, recorder.last, eval_metrics, preempted)
+    return Result(state, recorder.last, eval_metrics, stopped_by)
 
 
 def dated_name() -> str:
@@ -236,11 +242,10 @@ def describe_trained(plan: StepPlan) -> str:
     return f"{count:,} parameters" + (f", with adapters of rank {plan.lora.rank}" if plan.lora else "")
 
 
-def command(argv: Sequence[str]) -> None:
-    """`main` as a program, whose exit code is 143 where SIGTERM stopped the run: by it schedulers know to go on."""
+def command(argv: Sequence[str]) -> int:
+    """`main` as a program: its exit code is 143 where SIGTERM stopped the run, by which schedulers know to go on."""
     result = main(argv)
-    if result is not None and result.preempted:
-        sys.exit(128 + signal.SIGTERM)
+    return 128 + result.stopped_by if result and result.stopped_by else 0
 
 
 if __name__ == "__main__":

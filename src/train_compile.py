@@ -169,11 +169,10 @@ def _advise(
     report["changes"] = seen + told
 
 
-def command(argv: Sequence[str]) -> None:
+def command(argv: Sequence[str]) -> int:
     """As `main`, with the verdict as the exit code."""
     report = main(argv)
-    if report and not report["memory"]["fits"]:
-        sys.exit(DOES_NOT_FIT)
+    return DOES_NOT_FIT if report and not report["memory"]["fits"] else 0
 
 
 if __name__ == "__main__":

@@ -87,18 +87,18 @@ def refusal(monkeypatch, capsys, argv):
 # ---- As a command of its own
 
 
-def start(log, devices=1, **keys):
+def start(log, devices=1, root=ROOT, **keys):
     """Starts `python -m src.train` on so many virtual devices; its output goes to the file `log`."""
-    return start_command([sys.executable, "-m", "src.train", *arguments(devices, **keys)], log, devices)
+    return start_command([sys.executable, "-m", "src.train", *arguments(devices, **keys)], log, devices, root)
 
 
-def start_command(command, log, devices=1):
-    """Starts any command from the repository's root."""
+def start_command(command, log, devices=1, root=ROOT):
+    """Starts any command from the repository's root, or that of a copy."""
     # Without what this process was given for the tests, so that they run what users run.
     env = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "PJRT_"))}
     env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     with open(log, "w") as output:
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, cwd=root, env=env, stdout=output, stderr=subprocess.STDOUT)
 
 
 @contextlib.contextmanager

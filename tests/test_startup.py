@@ -1,5 +1,7 @@
 """What every command begins with."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -7,6 +9,7 @@ import pytest
 from tiny import load
 
 from src.startup import configure_jax
+from tests.runs import ROOT
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,11 @@ def test_programs_are_kept_where_the_key_says(typed, place):
     finally:
         jax.config.update("jax_compilation_cache_dir", before[0])
         jax.config.update("jax_default_matmul_precision", before[1])
+
+
+def test_training_needs_no_private_module_of_a_compiler_of_kernels():
+    """A release of JAX that moves one would stop all training, for a key that is off."""
+    program = "import sys; import src.train; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    private = ("src.aot", "jax.experimental.mosaic", "jax.experimental.pallas", "jaxlib.triton")
+    assert [name for name in loaded.stdout.split() if name.startswith(private)] == []

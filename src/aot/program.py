@@ -11,7 +11,6 @@ import json
 import pickle
 import platform
 import re
-from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +24,7 @@ from jax.extend.mlir import ir
 from jaxlib.triton import dialect as triton
 
 from src.aot.outputs import write_output
-from src.build import Built
+from src.build import Built, program_text
 from src.compiler_flags import environment_flags
 from src.config_yaml import base, dump
 from src.errors import UserError, first_few
@@ -94,6 +93,7 @@ OTHER_KEYS = frozenset((
     "on_nonfinite",
     *("long_documents", "batch_transform", "use_sft", "sft_train_on_completion_only"),
     *("coordinator_address", "num_processes", "process_id"),
+    *("jax_distributed_initialization_timeout", "jax_distributed_heartbeat_timeout_seconds"),
 ))
 # fmt: on
 
@@ -130,7 +130,7 @@ def header(config: Mapping[str, Any], built: Built) -> Header:
         "environment": environment_flags(),
         # Those that this version of JAX has.
         "jax_config": {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values},
-        "program": _digest(program_text(built.traced)),
+        "program": _digest(program_text(built.traced, _kernel_text)),
         "config": {key: dump(config[key]) for key in base().defaults if key not in other_keys},
         "arguments": {
             jax.tree_util.keystr(path, simple=True, separator="."): _described(leaf)
@@ -171,25 +171,6 @@ def _processor() -> str:
 # ---- The digest of a program
 
 
-def program_text(traced: jax.stages.Traced) -> str:
-    """The traced step in words that are the same in every process, and on devices that are not here.
-
-    Neither text has everything. StableHLO has shardings, donation and constants, but of kernels that XLA asks Python
-    to partition (cuDNN's attention) only a Python object's address: what they were told, such as the scale, stands in
-    the jaxpr.
-    """
-    lowered = traced.lower().as_text()
-    lowered = re.sub(r'(@CustomSPMDPartitioning\(.*?backend_config = )"\d+"', r"\1", lowered)
-    lowered = re.sub(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+", lambda body: _kernel_text(b64decode(body[0])), lowered)
-    lowered = re.sub(r'(?<=, ir = ")ML(?:[^"\\]|\\.)*', lambda body: _kernel_text(_unescaped(body[0])), lowered)
-    return _with_sorted_sets(str(traced.jaxpr)) + lowered
-
-
-def _with_sorted_sets(jaxpr: str) -> str:
-    """Python prints the names that a remat policy saves in another order each time it is started."""
-    return re.sub(r"frozenset\(\{(.*?)\}\)", lambda found: ", ".join(sorted(found[1].split(", "))), jaxpr)
-
-
 def _kernel_text(bytecode: bytes) -> str:
     """A Pallas kernel as text, which unlike its serialised form does not name the source files it is from."""
     with ir.Context() as context:
@@ -197,12 +178,6 @@ def _kernel_text(bytecode: bytes) -> str:
         triton.register_dialect(context)
         context.allow_unregistered_dialects = True
         return str(ir.Module.parse(bytecode))
-
-
-def _unescaped(text: str) -> bytes:
-    """The bytes of a string that MLIR printed."""
-    whole = re.sub(r"\\(\\|[0-9A-F]{2})", lambda found: "\\" if found[1] == "\\" else chr(int(found[1], 16)), text)
-    return whole.encode("latin1")
 
 
 # ---- Comparing

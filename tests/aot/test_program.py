@@ -345,12 +345,17 @@ RUN_TIME = {
 # fmt: on
 
 
+OF_PROCESSES = {
+    key for key in base().keys_in("Mesh") if key.startswith(("coordinator", "process_id", "num_processes", "jax_"))
+}
+
+
 def test_what_enters_at_run_time_may_change(step):
     config = step[0]
     groups = {"steps": 5, "run_name": "other", "dataset_path": "x", "decode_seed": 4, "checkpoint_period": 9}
     changed = {**config, **RUN_TIME, **groups}
     assert program.differences(step[2], program.header(changed, build(changed, DEVICES))) == []
-    assert set(RUN_TIME) == program.OTHER_KEYS - {"coordinator_address", "num_processes", "process_id"}
+    assert set(RUN_TIME) == program.OTHER_KEYS - OF_PROCESSES
     assert all(config[key] != value for key, value in RUN_TIME.items())
     assert set(base().defaults) > program.OTHER_KEYS
 
@@ -386,9 +391,13 @@ def traced_for(platform, source_file, factor):
 def test_a_kernel_is_the_same_wherever_its_source_lies(platform):
     here, there = traced_for(platform, "/here/kernel.py", 2.0), traced_for(platform, "/over/there/kernel.py", 2.0)
     assert here.lower().as_text() != there.lower().as_text(), "the compiler is given the source's place"
-    assert program.program_text(here) == program.program_text(there)
+    assert program.program_text(here, program._kernel_text) == program.program_text(there, program._kernel_text)
+    assert program.program_text(here) == program.program_text(there), "nor does it matter without the kernels"
     changed = traced_for(platform, "/here/kernel.py", 3.0)
-    texts = [program.program_text(SimpleNamespace(jaxpr="", lower=each.lower)) for each in (here, changed)]
+    texts = [
+        program.program_text(SimpleNamespace(jaxpr="", lower=each.lower), program._kernel_text)
+        for each in (here, changed)
+    ]
     assert texts[0] != texts[1], "what the compiler is given counts, and not the jaxpr alone"
 
 

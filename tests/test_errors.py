@@ -1,0 +1,112 @@
+"""How a command ends: its exit code, what it says, and where a traceback goes."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from src import train
+from src.errors import TransientError, UserError, in_run_folder, run_command
+from tests import runs
+
+
+class OwnEnd(BaseException):
+    """Of the kind that `except Exception` lets through."""
+
+
+def ends(capsys, main, **options):
+    """The exit code of a command, and what it wrote to stderr."""
+    with pytest.raises(SystemExit) as end:
+        run_command(main, **options)
+    return end.value.code, capsys.readouterr().err
+
+
+def raises(error, folder=None):
+    """A command that ends so, within a run's folder if there is one."""
+
+    def main(argv):
+        if folder is None:
+            raise error
+        with in_run_folder(folder):
+            raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (UserError("steps=x: expected a number"), 2, "error: steps=x: expected a number\n"),
+        (TransientError("the store does not answer"), 75, "error: the store does not answer\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_an_answer_is_all_that_is_said(error, code, words, capsys):
+    assert ends(capsys, raises(error)) == (code, words)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no\nsuch luck"), OwnEnd("no"), SystemExit(0), BrokenPipeError()])
+def test_a_fault_is_one_line_and_a_traceback_in_the_runs_folder(error, capsys, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir()
+    code, said = ends(capsys, raises(error, tmp_path / "run"))
+    assert code == 1
+    assert said.count("\n") == 1
+    assert said.startswith(f"error: unexpected {type(error).__name__}")
+    assert said.endswith("the same command, run_name=run, goes on from the checkpoint of step 5\n")
+    file = Path(re.search(r"The traceback is in (\S+);", said)[1])
+    assert file.parent == tmp_path / "run"
+    assert file.read_text().startswith("Traceback (most recent call last):")
+    assert "in main" in file.read_text()
+
+
+def test_a_fault_without_a_folder_names_a_temporary_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for command in (raises(ValueError("no")), raises(ValueError("no"), Path("/proc/nowhere"))):
+        code, said = ends(capsys, command)
+        assert code == 1
+        file = Path(re.search(r"The traceback is in ([^\s;]+)", said)[1])
+        assert file.is_relative_to(tmp_path)
+        assert "ValueError: no" in file.read_text()
+
+
+def test_an_interrupted_run_says_what_stands(capsys, tmp_path):
+    assert ends(capsys, raises(KeyboardInterrupt(), tmp_path)) == (130, "interrupted; no checkpoint was saved\n")
+    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    assert "goes on from the checkpoint of step 20" in ends(capsys, raises(KeyboardInterrupt(), tmp_path))[1]
+
+
+def test_what_a_command_returns_is_its_exit_code(capsys):
+    assert ends(capsys, lambda argv: 3) == (3, "")
+    for result in (0, None, {"loss": 1.0}, True):
+        run_command(lambda argv, result=result: result)
+
+
+def test_a_command_that_says_so_ends_by_itself(capsys):
+    assert ends(capsys, raises(SystemExit(4)), may_exit=True) == (4, "")
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])  # within the pipe's buffer, and beyond
+def test_an_output_that_nobody_reads_ends_the_command_quietly(lines):
+    program = f"from src.errors import run_command\nrun_command(lambda argv: [print('x' * 80) for _ in range({lines})])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import time; time.sleep(0.2)\n{program}"],
+        cwd=runs.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(timeout=60)) == (b"", 141)
+
+
+def test_a_source_of_a_users_that_exits_is_a_fault(capsys, tmp_path, monkeypatch):
+    (tmp_path / "my_exiting_data.py").write_text("def documents(config, split):\n    raise SystemExit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = {"dataset_type": "custom", "dataset_factory": "my_exiting_data:documents", "steps": 1}
+    monkeypatch.setattr(sys, "argv", ["src.train", *runs.arguments(base_output_directory=tmp_path, **keys)])
+    code, said = ends(capsys, train.command)
+    assert code == 1
+    assert "error: unexpected SystemExit: 0" in said
+    assert "my_exiting_data.py, line 2" in said

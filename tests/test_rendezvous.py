@@ -1,0 +1,165 @@
+"""The processes of a job, as threads of this one: who comes, who agrees, and how the others learn of an end."""
+
+import contextlib
+import errno
+import queue
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from src import rendezvous
+from src.errors import TransientError, UserError
+from tests import runs
+
+
+def join(address, count, process, facts=None, timeout=60, say=lambda line: None):
+    """One process's connections."""
+    return rendezvous.join(
+        address, count, process, facts or {}, timeout=timeout, silence=30, disagree="they differ", say=say
+    )
+
+
+def results(address, *processes, **options):
+    """What `join` returned or raised for each (process, count, facts)."""
+    with ThreadPoolExecutor(len(processes)) as threads:
+        futures = [
+            threads.submit(join, address, count, process, facts, **options) for process, count, facts in processes
+        ]
+        return [future.exception() or future.result() for future in futures]
+
+
+def kill(job, peers):
+    """Does what the system does when a process is killed."""
+    job._told = True  # its own thread says nothing any more
+    for peer in peers.values():
+        with contextlib.suppress(OSError):  # the other was first
+            peer._socket.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def three():
+    """The jobs of three processes that have come together, with a queue of what each was told to end with."""
+    address = runs.free_address()
+    connections = results(address, *((process, 3, {"key": "1"}) for process in range(3)))
+    ends = [queue.SimpleQueue() for _ in connections]
+    jobs = [
+        rendezvous.Job(process, peers, lambda code, message, end=end: end.put((code, message)))
+        for process, (peers, end) in enumerate(zip(connections, ends, strict=True))
+    ]
+    yield jobs, ends, connections, address
+    for job, peers in zip(jobs, connections, strict=True):
+        kill(job, peers)
+
+
+def test_the_port_is_free_for_jax_once_all_have_come(three):
+    *_, address = three
+    with socket.create_server(("", int(address.rpartition(":")[2]))):
+        pass
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_a_process_that_dies_is_named_to_all_others(three, dying):
+    jobs, ends, connections, _ = three
+    kill(jobs[dying], connections[dying])
+    for process in {0, 1, 2} - {dying}:
+        code, message = ends[process].get(timeout=60)
+        assert code == 75
+        assert message.startswith(f"process {dying} of this job was killed, or its machine is lost")
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_ended_a_process_is_told_to_all_others(three, failing):
+    jobs, ends, connections, _ = three
+    jobs[failing].tell(2, "error: data.jsonl, line 8: not JSON")
+    kill(jobs[failing], connections[failing])
+    for process in {0, 1, 2} - {failing}:
+        assert ends[process].get(timeout=60) == (
+            2,
+            f"process {failing} of this job ended: error: data.jsonl, line 8: not JSON",
+        )
+    assert ends[failing].empty()
+
+
+def test_a_process_that_has_come_to_its_end_is_not_missed(three):
+    jobs, ends, connections, _ = three
+    for process in (1, 2):
+        jobs[process].leave()
+        kill(jobs[process], connections[process])
+    jobs[0].await_news()
+    assert ends[0].empty()
+
+
+def test_a_process_that_does_not_come_is_named_to_those_that_are_there():
+    address = runs.free_address()
+    said = []
+    found = results(address, (0, 4, {}), (2, 4, {}), timeout=1, say=said.append)
+    for error in found:
+        assert isinstance(error, TransientError)
+        assert f"process 1, 3 of 4 did not come to {address} within 1 s" in str(error)
+
+
+def test_those_who_wait_say_for_whom(monkeypatch):
+    monkeypatch.setattr(rendezvous, "SAY_EVERY", 0.2)
+    for process, words in ((0, "waiting for process 1 of 2 at"), (1, "process 0 does not answer at")):
+        said = []
+        with pytest.raises(TransientError):
+            join(runs.free_address(), 2, process, timeout=1, say=said.append)
+        assert said
+        assert words in said[0]
+
+
+def test_an_address_where_nobody_or_another_program_answers_is_named():
+    address = runs.free_address()
+    with pytest.raises(TransientError, match=rf"process 0 of 2 did not answer at {address} within 1 s"):
+        join(address, 2, 1, timeout=1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n")).start()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(TransientError, match=r"what it said is no message of MinText's"):
+            join(address, 2, 1, timeout=0)
+
+
+def test_a_port_in_use_is_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(TransientError, match=rf"port \d+, of {address}, is in use by another program"):
+            join(address, 2, 0)
+
+
+def test_processes_that_differ_are_all_told_where():
+    facts = [{"a": "1", "b": "2"}, {"a": "1", "b": "3"}, {"a": "1", "b": "2", "c": "4"}]
+    found = results(runs.free_address(), *((process, 3, facts[process]) for process in range(3)))
+    for error in found:
+        assert isinstance(error, UserError)
+        assert str(error).splitlines() == [
+            "they differ",
+            "  b: 2 in process 0, 2; 3 in process 1",
+            "  c: nothing in process 0, 1; 4 in process 2",
+        ]
+
+
+@pytest.mark.parametrize("others", [[(1, 3, {}), (1, 3, {})], [(1, 2, {})], [(3, 4, {})]])
+def test_processes_that_are_numbered_wrongly_are_told_so(others):
+    found = results(runs.free_address(), (0, 3, {}), *others)
+    assert all(isinstance(error, UserError) for error in found)
+    assert "each process_id from 0 to 2 once" in str(found[0])
+
+
+def test_a_process_that_is_started_again_takes_its_place():
+    address = runs.free_address()
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(join, address, 3, 0)
+        with socket.socket() as gone:
+            while gone.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) == errno.ECONNREFUSED:
+                pass
+            gone.sendall(b'{"greeting": "MinText", "process": 1, "count": 3, "facts": {}}\n')
+            assert gone.recv(100)
+        found = results(address, (1, 3, {}), (2, 3, {}))
+        peers = [first.result(timeout=60), *found]
+    assert [set(each) for each in peers] == [{1, 2}, {0}, {0}]
+    for each in peers:
+        for peer in each.values():
+            peer.close()

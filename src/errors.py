@@ -21,6 +21,13 @@ class TransientError(Exception):
     """A failure that the same command may not meet again, such as a store that does not answer or a lost process."""
 
 
+# Exit codes.
+FAULT = 1
+MISTAKE = 2
+TRY_AGAIN = 75  # sysexits.h, EX_TEMPFAIL: schedulers tell it from a mistake and a fault
+INTERRUPTED = 130  # as shells report Ctrl-C
+NOBODY_READS = 141  # as shells report a broken pipe
+
 SHOWN = 5  # of a list in a message
 
 
@@ -36,13 +43,6 @@ def first_few(items: Iterable[str], separator: str = ", ", near: str = "") -> st
 def counted(count: int, noun: str) -> str:
     """Returns "1 layer", "2,000 layers": a number and what it counts."""
     return f"{count:,} {noun}" + "s" * (count != 1)
-
-
-FAULT = 1
-MISTAKE = 2
-TRY_AGAIN = 75  # sysexits.h, EX_TEMPFAIL: schedulers tell it from a mistake and a fault
-INTERRUPTED = 130  # as shells report Ctrl-C
-NOBODY_READS = 141  # as shells report a broken pipe
 
 
 def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = False) -> None:

@@ -38,8 +38,8 @@ def main(argv: Sequence[str]) -> None:
     """Trains a tokenizer for the config that `argv` gives and writes it to `tokenizer_path`, or answers --help.
 
     Raises:
-        UserError: the config isn't one of a text run with a new `tokenizer_path`, the text has too few different words
-            for `vocab_size`, or the file can't be written.
+        UserError: the config isn't one of a text run, `tokenizer_path` has something else in it, the text has too few
+            different words for `vocab_size`, or the file can't be written.
     """
     config = configuration.of_command(argv, USAGE)
     if config is None:
@@ -51,13 +51,19 @@ def main(argv: Sequence[str]) -> None:
         )
     path = Path(config.tokenizer_path)
     file = path if config.tokenizer_type == "sentencepiece" else path / "tokenizer.model"
-    if path.exists():
-        raise UserError(f"tokenizer_path={path} exists, and runs may need it: name a new file, or delete this one")
     data, _ = sources.open_sources(config, tokenizer=None)
     source = data.sources[0]
     texts = list(_sample(source, config.data_shuffle_seed))
     print(f"training on {len(texts)} of {len(source)} documents, {sum(map(len, texts))} characters", flush=True)
     model = train(texts, config.vocab_size)
+    if file.is_file() and file.read_bytes() == model:
+        print(f"{path} is there already, as this command writes it")
+        return
+    if path.exists():
+        raise UserError(
+            f"tokenizer_path={path} exists with something else in it, and runs may need it: name a new file, or delete "
+            "this one"
+        )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(model)

@@ -17,7 +17,7 @@ from src.config import (
     to_yaml,
 )
 from src.errors import UserError
-from src.key_help import help_for, help_text
+from src.key_help import Usage, help_for, help_text
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BASE = str(CONFIGS / "base.yml")
@@ -295,6 +295,9 @@ def test_help():
     overview = help_for(["--help"])
     assert "python -m src.train" in overview
     assert "checkpoint_period" in overview
+    decode = help_for(["--help"], Usage("python -m src.decode RUN", ("Decoding",)))
+    assert decode.index("src.decode RUN") < decode.index("decode_seed: 0  ") < decode.index("All other keys")
+    assert decode.index("All other keys") < decode.index("  checkpoint_period"), "named, and not explained"
     assert help_for(["--help", "steps"]) == help_text("steps")
     assert help_for([BASE, "steps=3", "-h", "steps"]) == help_text("steps")
     assert help_text("learning_rate").splitlines() == ["Optimizer", "learning_rate: 3.0e-4               # its peak"]

@@ -170,7 +170,14 @@ def test_end_to_end_scripts_are_valid_shell(script):
 def test_programs_answer_help(program):
     shown = subprocess.run([sys.executable, "-m", program, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0
+    assert f"python -m {program} CONFIG" in shown.stdout.partition("\n\n")[2].partition("\n\n")[0]
     assert "vocab_size" in shown.stdout
+
+
+def test_the_small_model_is_as_small_as_the_readme_says():
+    said = re.search(r"small\.yml.* ([\d.]+) million parameters", (ROOT / "README.md").read_text())
+    count = count_params(model_spec(configuration.load([str(ROOT / "configs" / "small.yml")])))
+    assert f"{count / 1e6:.1f}" == said[1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -59,13 +59,14 @@ def test_with_the_type_huggingface_it_writes_a_folder_that_transformers_reads_to
         text = file.read_text()
         assert again.encode(text).tolist() == ours.encode(text).tolist()
         assert theirs(text)["input_ids"] == ours.encode_prompt(text).tolist()
-    with pytest.raises(UserError, match=f"tokenizer_path={folder} exists"):
-        main(argv)
+    main(argv)
 
 
-def test_the_same_command_writes_the_same_file(command, tmp_path):
+def test_the_same_command_writes_the_same_file(command, tmp_path, capsys):
     make, path = command
     main(make())
+    main(make())
+    assert f"{path} is there already" in capsys.readouterr().out
     main(make(tokenizer_path=tmp_path / "again.model"))
     assert path.read_bytes() == (tmp_path / "again.model").read_bytes()
 

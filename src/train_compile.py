@@ -144,7 +144,7 @@ def _advise(
     seconds = sum(report["seconds"].values())
     tries = MOST_TRIES if seconds <= LONGEST_TO_TRY else 0
     report["not_tried"] = "" if tries else f"the step itself took {duration(seconds)} to compile"
-    seen, told = [], []
+    told = []
     for change in changes(config, devices, built, needed, capacity):
         entry = {
             "keys": change.keys,
@@ -163,10 +163,11 @@ def _advise(
         except UserError:  # nor is it any help
             continue
         if found["needed"] < needed:
-            (seen if found["fits"] else told).append(entry | {"compiled": found["needed"], "fits": found["fits"]})
-        if found["fits"]:
-            tries = 0
-    report["changes"] = seen + told
+            told.append(entry | {"compiled": found["needed"], "fits": found["fits"]})
+        if found["fits"]:  # what is known to fit leaves nothing to guess
+            told = [entry for entry in reversed(told) if entry["compiled"] is not None]
+            break
+    report["changes"] = told
 
 
 def command(argv: Sequence[str]) -> int:

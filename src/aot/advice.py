@@ -27,11 +27,14 @@ def changes(
 ) -> list[Change]:
     """What is estimated to lower the `needed` bytes a device of a step, the least costly first; then all of it at once.
 
-    Of a changed step the parts that can be told are told again. The rest, which is known of the step as it is, is taken
-    to stay. So what is not there when memory is fullest is no change.
+    Of a changed step the parts that can be told are told again. What the step as it is needs beside its parts is taken
+    to stay; where it needs less than its parts, the temporaries of the changed one are taken to be as much fewer. So
+    what is not there when memory is fullest is no change, and no estimate is below the arguments.
     """
     now = memory(built)
-    rest = needed - now.total
+    beside = max(needed - now.total, 0)
+    arguments = sum(now.arguments.values())
+    reached = min((needed - arguments) / (now.total - arguments), 1.0)  # of the temporaries that were told
     # The optimizer's precision, and who holds which part of it, are offered where there is much of it.
     state_decides = sum(now.arguments.values()) > capacity / 2
 
@@ -45,7 +48,9 @@ def changes(
             then = build(changed, abstract_devices(topology) if more else devices, built.compiler_options)
         except UserError:  # such as rows that can't be halved
             return None
-        estimated = memory(then).total + rest
+        parts = memory(then)
+        held = sum(parts.arguments.values())
+        estimated = held + round((parts.total - held) * reached) + beside
         return Change(keys, cost, then, estimated) if keys and estimated < needed else None
 
     found: list[Change] = []

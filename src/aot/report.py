@@ -23,6 +23,7 @@ from src.topology import Topology, run_peak
 
 Report = dict[str, Any]
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+USUAL_ERROR = "a fifth"  # of an estimate, against what was compiled (docs/performance.md)
 JAX_GPU_FRACTION = 0.75  # unless XLA_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev, GPU memory allocation)
 # How the TPU compiler says what a program would need: beside its arguments, or in all.
 TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
@@ -236,7 +237,8 @@ def change_lines(report: Report) -> Iterator[str]:
         yield "none of what is looked at here: it takes shorter rows, a smaller model or more devices"
     for change in report["changes"]:
         if change["compiled"] is None:
-            found = f"about {readable(change['estimated'])}{'' if change['fits'] else ', still too much'}"
+            found = f"about {readable(change['estimated'])}, give or take {USUAL_ERROR}"
+            found += "" if change["fits"] else ", still too much"
         else:
             found = f"compiled: {readable(change['compiled'])}, {'fits' if change['fits'] else 'still too much'}"
         yield f"{typed(change['keys'])}\n    {found}; {change['cost']}"

@@ -182,6 +182,17 @@ def test_a_change_is_estimated_by_what_can_be_told_and_a_rest_that_stays():
     assert together.estimated < min(change.estimated for change in found.values() if change is not together)
 
 
+def test_no_estimate_is_below_the_arguments():
+    # A compiler that makes do with little beside the arguments needs less than the parts that can be told.
+    config, step = built(remat_policy="none", per_device_batch_size=8)
+    needed = sum(memory(step).arguments.values()) + 1000
+    found = changes(config, jax.devices(), step, needed, needed - 1)
+    assert found
+    for change in found:
+        assert change.estimated >= sum(memory(change.built).arguments.values())
+        assert change.estimated < needed
+
+
 def test_what_does_not_touch_the_fullest_moment_is_not_offered():
     tiles = ("num_vocab_tiling",)
     config, step = built(remat_policy="full")  # of the tiny vocabulary the logits are small

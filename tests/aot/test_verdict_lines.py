@@ -111,8 +111,8 @@ def test_what_would_help_is_said_as_it_is_known():
     assert list(change_lines(found)) == [
         "per_device_batch_size=0.5\n    compiled: 13.00 GiB, fits; half of it",
         "per_device_batch_size=0.5\n    compiled: 16.00 GiB, still too much; half of it",
-        "per_device_batch_size=0.5\n    about 12.00 GiB; half of it",
-        "'remat_custom={a: offload}'\n    about 12.00 GiB, still too much; half of it",
+        "per_device_batch_size=0.5\n    about 12.00 GiB, give or take a fifth; half of it",
+        "'remat_custom={a: offload}'\n    about 12.00 GiB, give or take a fifth, still too much; half of it",
     ]
     found = {"not_tried": "the step itself took 6:00 to compile", "changes": []}
     assert [line.partition(":")[0] for line in change_lines(found)] == [

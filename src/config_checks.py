@@ -122,6 +122,22 @@ def _scoring(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
+# What commands read or write there goes through this machine's file system.
+# fmt: off
+LOCAL_PATHS = (
+    "tokenizer_path", "texts_path", "scores_path", "tokens_path", "logits_path", "prompt_path",
+)
+# fmt: on
+
+
+def _local_paths(config: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key}={config[key]}: expected a path on this machine, or of a file system that is mounted on it"
+        for key in LOCAL_PATHS
+        if "://" in config[key]
+    ]
+
+
 def _decoding(config: Mapping[str, Any]) -> list[str]:
     problems = []
     strategy = config["decode_sampling_strategy"]
@@ -201,6 +217,7 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]
     (("eval_interval", "eval_fraction", "eval_steps", "eval_mode", *DATA_KEYS), check_evaluation),
     (("packing", "long_documents"), check_long_documents),
     (("texts_path", "scores_path", "tokens_path", "logits_path"), _scoring),
+    (LOCAL_PATHS, _local_paths),
     (
         (
             *("decode_sampling_strategy", "decode_sampling_top_k", "decode_sampling_nucleus_p"),

@@ -214,3 +214,9 @@ def test_what_is_read_is_never_written_over(given, written, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "in")
     with pytest.raises(UserError, match=f"{written}=.*/link is the file that {given} names"):
         load([BASE, f"{given}={tmp_path}/in", f"{written}={tmp_path}/link"])
+
+
+@pytest.mark.parametrize("key", ["tokenizer_path", "scores_path", "logits_path", "prompt_path"])
+def test_a_path_that_only_this_machine_can_read_or_write_is_not_taken_for_a_folder_named_gs(key):
+    said = error_of("tokenizer_type=sentencepiece", "texts_path=a", "tokens_path=b", f"{key}=gs://bucket/x")
+    assert f"{key}=gs://bucket/x: expected a path on this machine" in said

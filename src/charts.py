@@ -10,9 +10,11 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-Point = tuple[float, float | None]  # step and value; None where there is no finite value, which leaves a gap
+Point = tuple[int, float | None]  # step and value; None where there is no finite value, which leaves a gap
 
+_BLOCKS = 2000  # of a curve, at least, once it has been thinned
 _BINS = 400  # of a downsampled curve: two points each are more than the pixels of a desktop chart
 _EXTENT = 1000  # both sides of the SVG's own coordinates
 
@@ -24,6 +26,79 @@ class Series:
     name: str
     style: str
     points: Sequence[Point]
+
+
+class Block(NamedTuple):
+    """What is kept of neighbouring points: the lowest, highest and median; the sum and count of finite values."""
+
+    low: Point
+    high: Point
+    median: Point
+    total: float
+    count: int
+
+
+class Curve:
+    """The points of one curve, added in order and thinned as they come: its size does not grow with the run's.
+
+    Up to 2 * _BLOCKS points are kept as they are; of more, blocks of 2, 4, 8, ... neighbours, whose medians are the
+    means of their halves' medians.
+
+    Attributes:
+        stride: points a block.
+        last: the last finite value; None where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.stride = 1
+        self.last: float | None = None
+        self._blocks: list[Block] = []
+        self._open: list[Point] = []  # those of a block that is not full
+
+    def extend(self, points: Sequence[Point]) -> None:
+        """Adds the next points."""
+        self.last = next((value for _, value in reversed(points) if value is not None), self.last)
+        self._open += points
+        while len(self._open) >= self.stride:
+            end = min(len(self._open) // self.stride, 2 * _BLOCKS - len(self._blocks)) * self.stride
+            self._blocks += [_block(self._open[i : i + self.stride]) for i in range(0, end, self.stride)]
+            del self._open[:end]
+            if len(self._blocks) == 2 * _BLOCKS:
+                self._blocks = list(map(_join, self._blocks[::2], self._blocks[1::2]))
+                self.stride *= 2
+
+    def blocks(self) -> list[Block]:
+        """The whole curve, in order."""
+        return self._blocks + ([_block(self._open)] if self._open else [])
+
+    def points(self) -> list[Point]:
+        """The lowest and the highest point of each block, in order; with a stride of 1 all points."""
+        return [point for block in self.blocks() for point in sorted({block.low, block.high}, key=lambda p: p[0])]
+
+    def medians(self) -> list[Point]:
+        """A point for each block."""
+        return [block.median for block in self.blocks()]
+
+
+def _block(points: Sequence[Point]) -> Block:
+    values = [value for _, value in points if value is not None]
+    if not values:
+        return Block(points[0], points[0], points[0], 0.0, 0)
+    if len(points) == 1:
+        return Block(points[0], points[0], points[0], values[0], 1)
+    ordered = sorted(values)
+    low, median, high = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+    steps = {value: step for step, value in points}
+    middle = points[len(points) // 2][0]
+    return Block((steps[low], low), (steps[high], high), (middle, median), sum(values), len(values))
+
+
+def _join(a: Block, b: Block) -> Block:
+    if not (a.count and b.count):
+        return a if a.count else b
+    low, high = (a if a.low[1] <= b.low[1] else b).low, (a if a.high[1] >= b.high[1] else b).high
+    median = (b.median[0], a.median[1] / 2 + b.median[1] / 2)
+    return Block(low, high, median, a.total + b.total, a.count + b.count)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 import os
 import platform
 import subprocess
@@ -16,7 +17,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
-from src.errors import UserError
+from src.errors import counted
+from src.json_text import parse_json
 
 # A train line of metrics.jsonl has these keys in this order (docs/metrics.md says what each is), mfu and mfu_palm only
 # where the device's peak rate is known, the losses of experts and of extra prediction layers only where the model has
@@ -39,8 +41,10 @@ TRAIN_KEYS = (
     "mfu_palm",
 )
 EVAL_KEYS = ("eval_loss", "eval_perplexity")
-Entry = Mapping[str, int | float | list[float]]
+PER_LAYER = ("expert_load_max", "tokens_dropped")  # lists
+Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, or None for what is not finite, and lists of such
 
+_NUMBERS = {int, float, type(None)}
 _REPOSITORY = Path(__file__).resolve().parents[1]
 REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -50,11 +54,37 @@ def perplexity(loss: float) -> float:
     return math.inf if loss > 709 else math.exp(loss)
 
 
+def read_entry(line: bytes) -> Entry | None:
+    """Returns the metrics that a line of metrics.jsonl spells, or None if it spells anything else."""
+    try:
+        entry = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int or not 0 <= entry["step"] < 2**53:
+        return None
+    lists = [entry[key] for key in PER_LAYER if key in entry]
+    if not all(isinstance(values, list) for values in lists):
+        return None
+    lists.append([value for key, value in entry.items() if key not in PER_LAYER])
+    return entry if all(map(_are_numbers, lists)) else None
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    """Whether each is a number that a float can hold, or None."""
+    try:
+        return _NUMBERS.issuperset(map(type, values)) and all(map(math.isfinite, filter(None, values)))
+    except OverflowError:  # an integer of hundreds of digits
+        return False
+
+
 class MetricsLog:
     """Writes metrics.jsonl and TensorBoard scalars, each step once however often the run was interrupted.
 
     What each layer has a number of is a list in metrics.jsonl, and three scalars in TensorBoard.
     A number that is not finite becomes null in metrics.jsonl, for JSON has no NaN, and no point in TensorBoard.
+
+    Attributes:
+        messages: what to tell the user of the file that was there.
     """
 
     def __init__(self, path: Path, tensorboard_dir: Path, resume_step: int | None) -> None:
@@ -63,13 +93,16 @@ class MetricsLog:
         Args:
             path: of metrics.jsonl, on a local disk.
             tensorboard_dir: a local folder.
-            resume_step: the step of the restored checkpoint: lines of later steps and a torn last line are cut off.
+            resume_step: the step of the restored checkpoint: what follows its lines is cut off, a torn line too.
                 None: a fresh run.
         """
         from tensorboardX import SummaryWriter  # 0.4 s of import, which the first printed line need not wait for
 
-        if resume_step is not None and path.exists():
-            _cut_back(path, resume_step)
+        self.messages: list[str] = []
+        if resume_step is not None and path.exists() and (others := _cut_back(path, resume_step)):
+            self.messages.append(
+                f"{path.name}: cut off {counted(others, 'line')} at its end without the metrics of a step"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w" if resume_step is None else "a", encoding="utf-8")
         purge_step = 0 if resume_step is None else resume_step + 1
@@ -120,35 +153,38 @@ def _or_null(value: float | list[float]) -> Any:
     return value if math.isfinite(value) else None
 
 
-def _cut_back(path: Path, step: int) -> None:
-    """Truncates metrics.jsonl before its first line of a later step, or before a last line that has no end.
+def _cut_back(path: Path, step: int) -> int:
+    """Truncates metrics.jsonl after its last line of no later step; returns how many lines cut off were no metrics.
 
-    Raises:
-        UserError: a line before that is not JSON.
+    Reads from the end, for the file of a long run has gigabytes.
     """
+    others = 0
     with path.open("r+b") as file:
-        kept = 0
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                raise UserError(
-                    f"{path}, line {number}, is not JSON: {line[:80]!r}. Mend or delete that line, or move the file "
-                    "away: the run then begins a new one at its checkpoint."
-                ) from None
-            if entry["step"] > step:
-                break
-            kept += len(line)
-        file.truncate(kept)
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+                end = lines.rfind(b"\n") + 1
+                while end:
+                    begin = lines.rfind(b"\n", 0, end - 1) + 1
+                    entry = read_entry(lines[begin:end])
+                    if entry and entry["step"] <= step:
+                        break
+                    others += entry is None
+                    end = begin
+        file.truncate(end)
+    return others
 
 
 class StepPrinter:
     """Prints one aligned line a step, with the time that is left; on a terminal, above a progress bar."""
 
     def __init__(
-        self, steps: int, done: int = 0, log_period: int = 1, clock: Callable[[], float] = time.monotonic
+        self,
+        steps: int,
+        done: int = 0,
+        log_period: int = 1,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Shows the bar if standard output is a terminal.
 
@@ -156,11 +192,13 @@ class StepPrinter:
             steps: of the whole run.
             done: how many were done before this start of it.
             log_period: a line is printed every so many steps, and for the first and the last.
+            quiet: nothing but the last step's lines is printed, and no bar.
             clock: seconds, for the time that is left.
         """
         self._steps = steps
         self._first_step = done + 1
         self._log_period = log_period
+        self._quiet = quiet
         self._clock = clock
         self._first_time = math.nan
         # Asked of the stream itself: rich would also draw in a notebook, and in a log if FORCE_COLOR is set.
@@ -169,7 +207,7 @@ class StepPrinter:
             force_terminal=terminal, force_jupyter=False, highlight=False, markup=False, soft_wrap=True
         )
         self._bar = Progress(
-            BarColumn(), MofNCompleteColumn(), console=self._console, auto_refresh=False, disable=not terminal
+            BarColumn(), MofNCompleteColumn(), console=self._console, auto_refresh=False, disable=quiet or not terminal
         )
         self._task = self._bar.add_task("", total=steps, completed=done)
 
@@ -186,12 +224,14 @@ class StepPrinter:
         if step == self._first_step:
             self._first_time = self._clock()
         self._bar.update(self._task, completed=step, refresh=True)
-        if step % self._log_period == 0 or step in (self._first_step, self._steps):
+        periodic = step % self._log_period == 0 or step == self._first_step
+        if step == self._steps or (periodic and not self._quiet):
             self._console.print(train_line(entry, self._steps, self._seconds_left(step)))
 
     def evaluation(self, entry: Mapping[str, int | float]) -> None:
         """Prints an evaluation's metrics, `step` and EVAL_KEYS."""
-        self._console.print(eval_line(entry, self._steps))
+        if entry["step"] == self._steps or not self._quiet:
+            self._console.print(eval_line(entry, self._steps))
 
     def say(self, line: str) -> None:
         """Prints a line of another kind."""

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 import jax
@@ -13,6 +14,8 @@ from src.errors import UserError
 from src.metrics import LOSSES_AND_LOADS, Entry, MetricsLog, StepPrinter, perplexity
 from src.model.flops import FlopsPerToken
 from src.optimizer import learning_rate
+from src.report import History, page
+from src.run_folder import RunFolder
 from src.topology import run_peak
 from src.train_step import Metrics
 
@@ -133,3 +136,46 @@ class Recorder:
             rates["mfu"] = tokens_per_device * self._flops.causal / self._peak
             rates["mfu_palm"] = tokens_per_device * self._flops.palm / self._peak
         return rates
+
+
+class LiveReport:
+    """report.html of a run that goes on, written in the background and in at most a fiftieth of the time.
+
+    Args:
+        folder: the run's; only its process 0 writes.
+
+    Attributes:
+        history: what the page shows of metrics.jsonl, as of the last time it was written.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.history = History()
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._writing: Future[None] | None = None
+        self._not_before = 0.0
+
+    def update(self) -> None:
+        """Has the page written, unless it is being written, or was not long ago."""
+        if time.monotonic() >= self._not_before and (self._writing is None or self._writing.done()):
+            self._writing = self._thread.submit(self._write)
+
+    def finish(self) -> str:
+        """Writes the page once more; returns where it is, or why it is not: no run has failed for its page."""
+        report = self._folder.path / "report.html"
+        try:
+            self._thread.submit(self._write).result()
+        except Exception as error:  # of whatever store, or of files that somebody changed meanwhile
+            told = " ".join(str(error).split())
+            return f"not written, and all else is: {type(error).__name__}: {told} (python -m src.report tries again)"
+        return str(report)
+
+    def close(self) -> None:
+        """Waits for a page that is being written."""
+        self._thread.shutdown()
+
+    def _write(self) -> None:
+        begin = time.monotonic()
+        self.history.read(self._folder.local / "metrics.jsonl")
+        self._folder.write_text("report.html", page(self._folder.path, self.history))
+        self._not_before = time.monotonic() + 50 * (time.monotonic() - begin)

@@ -1,78 +1,183 @@
 """report.html: a run's curves, throughput, config and environment in one file that opens offline.
 
-`python -m src.report RUN_DIR` writes it for any run's folder, a running one's too; `train.py` writes it at the end.
+`python -m src.report RUN_DIR` writes it for any run's folder, a running one's too; a run writes it at its evaluations
+and checkpoints, and at its end.
 """
 
+import datetime
+import functools
 import html
-import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from etils import epath
 
-from src.charts import Point, Scale, Series, line_chart, running_median, show_number
+from src.charts import Curve, Point, Scale, Series, line_chart, running_median, show_number
 from src.config_yaml import base, dump, literal, parse_keys
-from src.errors import UserError, run_command
-from src.metrics import duration, eval_key, eval_sets, perplexity
+from src.errors import UserError, counted, run_command
+from src.json_text import parse_json
+from src.metrics import Entry, duration, eval_key, eval_sets, perplexity, read_entry
 
 _TEMPLATE = Path(__file__).with_name("report_template.html")
+USAGE = """usage: python -m src.report RUN_DIR
 
-Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers or None, and lists of such
+Writes RUN_DIR/report.html from the metrics.jsonl and config.yml there: curves, throughput, configuration. RUN_DIR is a
+run's folder, such as runs/NAME; one that is still running is shown as far as it has come."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Writes RUN_DIR/report.html for the one argument RUN_DIR."""
-    if len(argv) != 1:
-        raise UserError("one argument was expected, a run's folder: python -m src.report runs/NAME")
-    out_path = epath.Path(argv[0]) / "report.html"
-    write_report(argv[0], out_path)
-    print(f"wrote {out_path}")
-
-
-def write_report(run_folder: epath.PathLike, out_path: epath.PathLike) -> None:
-    """Reads metrics.jsonl, config.yml and, if it is there, environment.json of a run's folder; writes the page.
+    """Writes RUN_DIR/report.html for the one argument RUN_DIR; prints how it is used for --help.
 
     Raises:
-        UserError: the folder has no metrics.jsonl or no config.yml, or config.yml is malformed.
+        UserError: the argument is no run's folder, one of its files is malformed, or the page can't be written.
     """
-    folder = epath.Path(run_folder)
-    for name in ("metrics.jsonl", "config.yml"):
-        if not (folder / name).exists():
-            raise UserError(f"{folder} has no {name}: expected the folder of a run, such as runs/NAME")
-    # The last line of a running run can be half written: it has no end yet.
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    entries = [json.loads(line) for line in lines if line.endswith("\n")]
-    environment_path = folder / "environment.json"
-    environment = json.loads(environment_path.read_text()) if environment_path.exists() else {}
-    text = page(folder.name, entries, (folder / "config.yml").read_text(), environment)
-    epath.Path(out_path).write_text(text)
+    if {"-h", "--help"}.intersection(argv):
+        print(USAGE)
+        return
+    if len(argv) != 1:
+        raise UserError("one argument was expected, a run's folder: python -m src.report runs/NAME")
+    folder = epath.Path(argv[0])
+    try:
+        for name in ("metrics.jsonl", "config.yml"):
+            if not (folder / name).exists():
+                raise UserError(f"{folder} has no {name}: expected the folder of a run, such as runs/NAME")
+        history = History()
+        history.read(folder / "metrics.jsonl")
+        (folder / "report.html").write_text(page(folder, history))
+    except (OSError, ValueError, ArithmeticError) as error:  # such as a folder in a file's place, or absurd numbers
+        raise UserError(f"cannot write {folder / 'report.html'}: {type(error).__name__}: {error}") from None
+    print(f"wrote {folder / 'report.html'}")
+    if history.others:
+        print(_other_lines(history))
 
 
-def page(run_name: str, entries: Sequence[Entry], config_text: str, environment: Mapping[str, str]) -> str:
-    """The whole page, from the lines of metrics.jsonl, the text of config.yml and `metrics.environment()`."""
-    train = [entry for entry in entries if not eval_sets(entry)]
-    evals = [entry for entry in entries if eval_sets(entry)]
-    config = literal(parse_keys(config_text, "config.yml"))
-    done = train[-1]["step"] if train else 0
-    steps = config["steps"]
-    changed = [
+class History:
+    """What a run's page shows of metrics.jsonl; however long the run, it takes the memory of a few thousand steps.
+
+    Attributes:
+        train: the curves of training lines by their keys; of what each layer has a number for, one number.
+        evals: those of evaluations.
+        last_train, last_eval: the last line of each kind; empty before there is one.
+        tokens, seconds: of all steps.
+        others: how many lines were no metrics of a step.
+    """
+
+    def __init__(self) -> None:
+        self.train: dict[str, Curve] = defaultdict(Curve)
+        self.evals: dict[str, Curve] = defaultdict(Curve)
+        self.last_train: Entry = {}
+        self.last_eval: Entry = {}
+        self.tokens = self.seconds = 0.0
+        self.others = 0
+        self._bytes_read = 0
+
+    def read(self, metrics: epath.PathLike) -> None:
+        """Adds the lines of metrics.jsonl that have been written since the last call, but for a torn last one."""
+        with epath.Path(metrics).open("rb") as file:
+            file.seek(self._bytes_read)
+            while lines := file.readlines(2**20):
+                whole = [line for line in lines if line.endswith(b"\n")]  # the last one may be being written
+                self._bytes_read += sum(map(len, whole))
+                entries = [read_entry(line) for line in whole]
+                self.others += entries.count(None)
+                self.add([entry for entry in entries if entry is not None])
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Adds lines."""
+        train = []
+        for entry in entries:
+            if "loss" in entry:
+                train.append(entry)
+            elif keys := [key for key in entry if key.startswith("eval_")]:
+                self.last_eval = entry
+                for key in keys:
+                    self.evals[key].extend([(entry["step"], entry[key])])
+        if not train:
+            return
+        self.last_train = train[-1]
+        for key in _DRAWN:
+            self.train[key].extend([(entry["step"], entry.get(key)) for entry in train])
+        for key, reduce in _OVER_LAYERS.items():
+            finite = [(entry["step"], [x for x in entry[key] if x is not None]) for entry in train if key in entry]
+            self.train[key].extend([(step, reduce(values) if values else None) for step, values in finite])
+        times = [(entry.get("step_time_seconds") or 0.0, entry.get("tokens_per_second") or 0.0) for entry in train]
+        self.seconds += sum(seconds for seconds, _ in times)
+        self.tokens += sum(seconds * rate for seconds, rate in times)  # of each step's own batch size
+
+
+_DRAWN = (
+    *("loss", "perplexity", "load_balance_loss", "grad_norm", "learning_rate"),
+    *("tokens_per_second", "tflops_per_device", "mfu", "mfu_palm"),
+)
+_OVER_LAYERS: dict[str, Callable[[Sequence[float]], float]] = {
+    "expert_load_max": max,
+    "tokens_dropped": statistics.fmean,
+}
+
+
+def page(folder: epath.Path, history: History) -> str:
+    """The whole page of the run in `folder`, from its metrics and its config.yml, environment.json and sample.txt.
+
+    Raises:
+        UserError: config.yml or environment.json is malformed.
+        OSError: one of them can't be read.
+    """
+    config_text = (folder / "config.yml").read_text()
+    steps, changed = _config(config_text)
+    done = history.last_train.get("step", 0)
+    written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    status = [f"{'Finished,' if done >= steps else 'At'} step {done:,} of {steps:,}; written {written}."]
+    if history.others:
+        status.append(_other_lines(history))
+    after, _, sample = _read(folder / "sample.txt").partition("\n")
+    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=html.escape(folder.name),
+        status=" ".join(status),
+        percent=f"{100 * min(done / steps, 1):.1f}",
+        figures="".join(f"<div><span>{name}</span><b>{value}</b></div>" for name, value in key_figures(history)),
+        charts="\n".join(charts(history)),
+        sample=f"<h2>Sample, {html.escape(after)}</h2><pre>{html.escape(sample)}</pre>" if sample else "",
+        facts=_table((name, [str(value)]) for name, value in _facts(folder / "environment.json").items()),
+        changed=changed,
+        config=html.escape(config_text),
+    )
+
+
+def _other_lines(history: History) -> str:
+    return f"Left out: {counted(history.others, 'line')} of metrics.jsonl without the metrics of a step."
+
+
+def _read(file: epath.Path) -> str:
+    """The text of a file; empty where there is none."""
+    return file.read_bytes().decode(errors="replace") if file.exists() else ""
+
+
+def _facts(file: epath.Path) -> dict[str, str]:
+    """What environment.json says of a run, by name."""
+    try:
+        facts = parse_json(_read(file) or "{}")
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}. Delete it: the page then goes without it") from None
+    if not isinstance(facts, dict):
+        raise UserError(f"{file} is no mapping of names to texts. Delete it: the page then goes without it")
+    return facts
+
+
+@functools.lru_cache(maxsize=1)
+def _config(text: str) -> tuple[int, str]:
+    """The steps of a config.yml, and a table of what it has otherwise than base.yml."""
+    config = literal(parse_keys(text, "config.yml"))
+    steps = config.get("steps")
+    if type(steps) is not int or steps < 1:
+        raise UserError(f"config.yml: steps is {dump(steps)}; expected the number of the run's steps")
+    return steps, _table(
         (key, [dump(value), f"default {dump(base().defaults[key])}" if key in base().defaults else "not in base.yml"])
         for key, value in config.items()
         if key not in base().defaults or dump(value) != dump(base().defaults[key])
-    ]
-    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=html.escape(run_name),
-        status=f"{'Finished,' if done >= steps else 'At'} step {done:,} of {steps:,}",
-        percent=f"{100 * min(done / steps, 1):.1f}",
-        figures="".join(f"<div><span>{name}</span><b>{value}</b></div>" for name, value in key_figures(train, evals)),
-        charts="\n".join(charts(train, evals)),
-        changed=_table(changed),
-        config=html.escape(config_text),
-        environment=_table((name, [value]) for name, value in environment.items()),
     )
 
 
@@ -84,97 +189,87 @@ def _table(rows: Iterable[tuple[str, Sequence[str]]]) -> str:
     return f"<table>{''.join(cells)}</table>"
 
 
-def key_figures(train: Sequence[Entry], evals: Sequence[Entry]) -> list[tuple[str, str]]:
+def key_figures(history: History) -> list[tuple[str, str]]:
     """The names and values that stand at the top of the page; what has no finite value is left out.
 
-    The training loss is the mean of the last hundredth of the steps done, for one step's is noise. Tokens are the sum
-    of tokens a second times seconds, so that a change of batch size in between is counted as it was.
+    The training loss is the mean of the last hundredth of the steps done, for one step's is noise.
     """
     figures = []
-    if losses := _finite(train[-math.ceil(len(train) / 100) :], "loss"):
-        figures.append(("Train loss", f"{statistics.fmean(losses):.4f}"))
-    for name in eval_names(evals):
-        if losses := _finite(evals, eval_key("eval_loss", name)):
+    train, evals = history.train, history.evals
+    blocks = train["loss"].blocks()
+    latest = blocks[-math.ceil(len(blocks) / 100) :]
+    if count := sum(block.count for block in latest):
+        figures.append(("Train loss", f"{sum(block.total for block in latest) / count:.4f}"))
+    for name in eval_names(history):
+        losses = evals[eval_key("eval_loss", name)]
+        if losses.last is not None:
             of = f", {html.escape(name)}" if name else ""
-            figures.append((f"Eval loss{of}", f"{losses[-1]:.4f}"))
-            if min(losses) < losses[-1]:
-                figures.append((f"Lowest eval loss{of}", f"{min(losses):.4f}"))
-            figures.append((f"Eval perplexity{of}", f"{perplexity(losses[-1]):.4g}"))
-    if train:
-        figures += [
-            ("Tokens", show_number(sum(entry["tokens_per_second"] * entry["step_time_seconds"] for entry in train))),
-            ("Time in steps", duration(sum(entry["step_time_seconds"] for entry in train))),
-        ]
+            figures.append((f"Eval loss{of}", f"{losses.last:.4f}"))
+            if (lowest := min(_values(losses.points()))) < losses.last:
+                figures.append((f"Lowest eval loss{of}", f"{lowest:.4f}"))
+            figures.append((f"Eval perplexity{of}", f"{perplexity(losses.last):.4g}"))
+    if history.seconds:
+        figures += [("Tokens", show_number(history.tokens)), ("Time in steps", duration(history.seconds))]
     for name, key, show in [
         ("Tokens a second", "tokens_per_second", show_number),
         ("TFLOP/s a device", "tflops_per_device", "{:.3g}".format),
         ("MFU", "mfu", "{:.1%}".format),
         ("MFU by PaLM's formula", "mfu_palm", "{:.1%}".format),
     ]:
-        if values := _finite(train, key):
+        if values := _values(train[key].medians()):
             figures.append((name, show(statistics.median(values))))
     return figures
 
 
-def eval_names(evals: Sequence[Entry]) -> list[str]:
+def eval_names(history: History) -> list[str]:
     """The names of the evaluation sets, in their order."""
-    return list(dict.fromkeys(name for entry in evals for name in eval_sets(entry)))
+    return list(eval_sets(history.evals))
 
 
-def charts(train: Sequence[Entry], evals: Sequence[Entry]) -> list[str]:
+def charts(history: History) -> list[str]:
     """The page's figures: loss, perplexity, learning rate, gradient norm, experts, speed; none of nulls alone."""
-    if not train:
+    train = history.train
+    if not history.last_train:
         return ['<p class="card">No step is recorded yet.</p>']
     figures = []
     for title, key in [("Loss", "loss"), ("Perplexity", "perplexity")]:
-        series = _curve_and_median("train", train, key)
-        for name in eval_names(evals):
-            series.append(Series(f"eval {name}".strip(), "marked", _points(evals, eval_key(f"eval_{key}", name))))
-        if _values(series):
+        series = _curve_and_median("train", train[key])
+        for name in eval_names(history):
+            points = history.evals[eval_key(f"eval_{key}", name)].points()
+            series.append(Series(f"eval {name}".strip(), "marked", points))
+        if any(_values(each.points) for each in series):
             scale, note = settled_scale(series)
             figures.append(line_chart(title, note, series, scale, show_number))
-    rate = [Series("", "line", _points(train, "learning_rate"))]
-    figures.append(line_chart("Learning rate", "", rate, _linear(0, max(_values(rate))), "{:.3g}".format))
-    norms = _curve_and_median("each step", train, "grad_norm")
-    if values := _values(norms):
-        figures.append(line_chart("Gradient norm", "", norms, _log_if_wide(values), show_number))
-    figures += expert_charts(train)
-    speed = _curve_and_median("each step", train, "tokens_per_second")
-    figures.append(line_chart("Tokens a second", "", speed, _linear(0, max(_values(speed))), show_number))
+    for title, note, name, key, scale_of, show in [
+        ("Learning rate", "", "", "learning_rate", _from_zero, "{:.3g}".format),
+        ("Gradient norm", "", "each step", "grad_norm", _log_if_wide, show_number),
+        ("Busiest expert", "Its load over the mean, in the worst layer.", "each step", "expert_load_max", _log_if_wide,
+         show_number),
+        ("Dropped choices", "Of all choices, the mean over layers.", "each step", "tokens_dropped", _log_if_wide,
+         "{:.2%}".format),
+        ("Load-balance loss", "Sum over layers: 1 a layer when even.", "each step", "load_balance_loss", _log_if_wide,
+         show_number),
+        ("Tokens a second", "", "each step", "tokens_per_second", _from_zero, show_number),
+    ]:  # fmt: skip
+        curve = train[key]
+        series = _curve_and_median(name, curve) if name else [Series(name, "line", curve.points())]
+        values = _values(series[0].points)
+        if any(values) or (values and key in _ALWAYS):
+            figures.append(line_chart(title, note, series, scale_of(values), show))
     return figures
 
 
-def expert_charts(train: Sequence[Entry]) -> list[str]:
-    """The figures of a run with layers of experts: the greatest load, dropped choices if there are any, the loss."""
-    loads, dropped = (
-        _over_layers(train, "expert_load_max", max),
-        _over_layers(train, "tokens_dropped", statistics.fmean),
-    )
-    figures = []
-    for title, note, entries, key, show in [
-        ("Busiest expert", "Its load over the mean, in the worst layer.", loads, "expert_load_max", show_number),
-        ("Dropped choices", "Of all choices, the mean over layers.", dropped, "tokens_dropped", "{:.2%}".format),
-        ("Load-balance loss", "Sum over layers: 1 a layer when even.", train, "load_balance_loss", show_number),
-    ]:
-        series = _curve_and_median("each step", entries, key)
-        if any(values := _values(series)):
-            figures.append(line_chart(title, note, series, _log_if_wide(values), show))
-    return figures
+_ALWAYS = ("learning_rate", "grad_norm", "tokens_per_second")  # drawn though they be zero all along
 
 
-def _over_layers(entries: Iterable[Entry], key: str, reduce: Callable[[Sequence[float]], float]) -> list[Entry]:
-    """Of the entries that have a list of `key`, a number for each layer, one number; None where none is finite."""
-    layers = [(entry["step"], [x for x in entry[key] if x is not None]) for entry in entries if key in entry]
-    return [{"step": step, key: reduce(finite) if finite else None} for step, finite in layers]
-
-
-def _curve_and_median(name: str, entries: Sequence[Entry], key: str) -> list[Series]:
+def _curve_and_median(name: str, curve: Curve) -> list[Series]:
     """A curve; of a long one, its steps in the background and their median, over a fiftieth of the run, before them."""
-    points = _points(entries, key)
-    width = 2 * (len(points) // 100) + 1
+    medians = curve.medians()
+    width = 2 * (len(medians) // 100) + 1
     if width < 5:
-        return [Series(name, "line", points)]
-    return [Series(name, "raw", points), Series(f"median of {width} steps", "line", running_median(points, width))]
+        return [Series(name, "line", curve.points())]
+    title = f"median of {width * curve.stride:,} steps"
+    return [Series(name, "raw", curve.points()), Series(title, "line", running_median(medians, width))]
 
 
 def settled_scale(series: Sequence[Series]) -> tuple[Scale, str]:
@@ -185,14 +280,14 @@ def settled_scale(series: Sequence[Series]) -> tuple[Scale, str]:
     """
     (first, _), (last, _) = series[0].points[0], series[0].points[-1]
     start = first + (last - first) / 20 if len(series[0].points) >= 20 else first
-    values = _values(series)
-    settled = sorted(value for each in series for step, value in each.points if value is not None and step >= start)
-    settled = settled or sorted(values)
+    points = [point for each in series for point in each.points if point[1] is not None]
+    values = [value for _, value in points]
+    settled = sorted(value for step, value in points if step >= start) or sorted(values)
     low, high = min(values), settled[math.ceil(0.995 * len(settled)) - 1]
     if max(values) - low <= 1.5 * (high - low):
         return _linear(low, max(values)), ""
-    above, count = sum(value > high for value in _values(series[:1])), len(series[0].points)
-    return _linear(low, high), f"{above:,} of {count:,} steps lie above the chart, up to {show_number(max(values))}."
+    above, count = sum(value > high for value in _values(series[0].points)), len(series[0].points)
+    return _linear(low, high), f"{above:,} of {count:,} points lie above the chart, up to {show_number(max(values))}."
 
 
 def _linear(low: float, high: float) -> Scale:
@@ -201,22 +296,18 @@ def _linear(low: float, high: float) -> Scale:
     return Scale(low - room if low else 0.0, high + room)
 
 
+def _from_zero(values: Sequence[float]) -> Scale:
+    return _linear(0, max(values))
+
+
 def _log_if_wide(values: Sequence[float]) -> Scale:
     """Logarithmic where the values are positive and differ much, as the norms of a run with spikes do."""
     low, high = min(values), max(values)
     return Scale(low / 1.1, high * 1.1, log=True) if low > 0 and high > 5 * low else _linear(low, high)
 
 
-def _points(entries: Iterable[Entry], key: str) -> list[Point]:
-    return [(entry["step"], entry.get(key)) for entry in entries]
-
-
-def _values(series: Iterable[Series]) -> list[float]:
-    return [value for each in series for _, value in each.points if value is not None]
-
-
-def _finite(entries: Iterable[Entry], key: str) -> list[float]:
-    return [entry[key] for entry in entries if entry.get(key) is not None]
+def _values(points: Iterable[Point]) -> list[float]:
+    return [value for _, value in points if value is not None]
 
 
 if __name__ == "__main__":

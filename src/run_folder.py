@@ -26,11 +26,13 @@ class RunFolder:
     resumed from. Process 0 alone writes; the others' calls do nothing.
 
     Attributes:
+        name: the run's.
         path: the folder, as other modules may read it and write to it.
         local: where files that grow are written.
     """
 
     def __init__(self, base_output_directory: str, run_name: str) -> None:
+        self.name = run_name
         self._is_remote = "://" in base_output_directory
         # Orbax wants absolute paths; a store's are.
         base = base_output_directory if self._is_remote else os.path.abspath(os.path.expanduser(base_output_directory))
@@ -83,10 +85,16 @@ class RunFolder:
             ) from None
 
     def write_text(self, name: str, text: str) -> None:
-        """Writes the file `name` in the folder, replacing what was there."""
-        if jax.process_index() == 0:
-            self.path.mkdir(parents=True, exist_ok=True)
+        """Writes the file `name` in the folder, replacing what was there: at any moment one of both is there, whole."""
+        if jax.process_index() != 0:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self._is_remote:  # where an object appears when all of it has been written
             (self.path / name).write_bytes(text.encode())
+        else:
+            new = self.path / f".{name}.new"
+            new.write_bytes(text.encode())
+            os.replace(new, self.path / name)
 
     def read_text(self, name: str) -> str | None:
         """The contents of the file `name`, with U+FFFD for what is not UTF-8; None where there is none."""

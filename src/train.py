@@ -25,6 +25,7 @@ from src.decode import sample
 from src.diagnostics import Profile, stack_traces
 from src.errors import UserError, counted, in_run_folder, run_command
 from src.evaluate import Evaluation
+from src.json_text import parse_json
 from src.mesh import check_hardware, count_slices, describe_mesh
 from src.metrics import MetricsLog, StepPrinter, environment, print_header
 from src.model.flops import FlopsPerToken, count_params, flops_per_token
@@ -33,8 +34,7 @@ from src.optimizer import hyper_parameters
 from src.plan import StepPlan
 from src.preemption import Preemption
 from src.prompts import encode_prompt
-from src.recorder import Recorder
-from src.report import write_report
+from src.recorder import LiveReport, Recorder
 from src.resume import saved_meta, saved_parts, starting_state
 from src.run_folder import RunFolder
 from src.startup import configured, printable, say
@@ -45,6 +45,8 @@ class Result(NamedTuple):
     """What `main` returns: the state after the last step, its metrics, the last evaluation's.
 
     `stopped_by` is the signal that ended the run early, SIGTERM or SIGINT; 0 where it came to its end.
+
+    Of a run that was finished before, the metrics are those of its metrics.jsonl, on process 0.
     """
 
     state: TrainState
@@ -90,7 +92,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     fingerprint = data_fingerprint(config, data, tokenizer, global_batch)
     check_same_data(fingerprint)
     meta = saved_meta(config, fingerprint, tokenizer)
-    if wants_sample := bool(config.sample_length and tokenizer):
+    if config.sample_length and tokenizer:
         encode_prompt(config, tokenizer, config.prompt)  # now: one too long is better said before the run than after
 
     # ---- The run's folder, and where in the run it is
@@ -106,8 +108,21 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     exits.callback(checkpointer.close)
     start = starting_state(config, plan, built.state, folder, checkpointer, fingerprint, tokenizer)
     state, first_step = start.state, int(start.state.step)
-    if first_step >= config.steps:
-        raise UserError(f"steps={config.steps} is already reached: the run is at step {first_step}. Raise steps.")
+    is_writer = jax.process_index() == 0
+    report = LiveReport(folder) if is_writer else None
+    if report:
+        exits.callback(report.close)
+    resumes = (folder.path / "checkpoints").exists()
+    if first_step > config.steps or (first_step == config.steps and not resumes):
+        begun = "the run" if resumes else "the checkpoint of load_full_state_path"
+        raise UserError(f"steps={config.steps} is already reached: {begun} is at step {first_step}. Raise steps.")
+    if first_step == config.steps:  # such as of a restart loop, or after a kill between the last checkpoint and here
+        folder.lock()
+        folder.fetch("metrics.jsonl")
+        say([*start.messages, f"finished: this run has made its {config.steps} steps. To go on, raise steps."])
+        conclude(config, plan, state, tokenizer, folder, report)
+        train_line, eval_line = (report.history.last_train, report.history.last_eval) if report else ({}, {})
+        return Result(state, train_line, {key: eval_line[key] for key in eval_line if key != "step"}, 0)
     position = to_host(state.data_position, rows)
     meta |= {"rows_before": start.rows_before, "mixture": {"names": data.names, "weights": data.weights}}
     batches = train_batches(config, data, tokenizer, rows, global_batch, start.rows_taken, position, start.rows_before)
@@ -121,14 +136,16 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     facts = environment()
     folder.lock()
     folder.write_text("config.yml", configuration.to_yaml(config))
-    folder.write_text("environment.json", json.dumps(facts))
     flops = flops_per_token(plan.spec, config.max_target_length)
-    is_writer = jax.process_index() == 0
     log = printer = None
     if is_writer:
-        print_header(header(config, plan, facts, folder, flops, global_batch, data, eval_sets, tokenizer, first_step))
+        chosen = header(config, plan, facts, folder, flops, global_batch, data, eval_sets, tokenizer, first_step)
+        folder.write_text("environment.json", json.dumps(dated(folder, first_step) | dict(chosen[2:-1]) | facts))
+        if not config.quiet:
+            print_header(chosen)
         log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", first_step or None)
-        printer = StepPrinter(config.steps, first_step, config.log_period)
+        printer = StepPrinter(config.steps, first_step, config.log_period, config.quiet)
+        say(log.messages)
     say(start.messages)
 
     # ---- The loop: a step is recorded while the next one runs
@@ -163,6 +180,8 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
                     if config.eval_mode == "rolling":
                         meta["eval_position"] = {each.name: each.position() for each in evaluations}
                     checkpointer.save(done, saved_parts(plan, state), meta)
+                if report:
+                    report.update()
                 recorder.start_clock()
             if preempted:
                 stopped_by = preemption.signal or signal.SIGTERM  # which another process of the job got
@@ -171,20 +190,42 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
 
     # ---- The end
     if stopped_by:
-        resume = f"the same command, run_name={folder.path.name}, goes on from there"
+        resume = f"the same command, run_name={folder.name}, goes on from there"
         kept = resume if config.enable_checkpointing else "no checkpoint was saved"
         say([f"stopped by {'Ctrl-C' if stopped_by == signal.SIGINT else 'SIGTERM'} after step {done}; {kept}"])
-    elif wants_sample:
+    conclude(config, plan, state, tokenizer, folder, report, stopped_by)
+    return Result(state, recorder.last, eval_metrics, stopped_by)
+
+
+def conclude(
+    config: FrozenConfigDict,
+    plan: StepPlan,
+    state: TrainState,
+    tokenizer: Tokenizer | None,
+    folder: RunFolder,
+    report: LiveReport | None,
+    stopped_by: int = 0,
+) -> None:
+    """What follows the last step: the report; where the run is finished, a sample before it and what to do next."""
+    if config.sample_length and tokenizer and not stopped_by:
         text = printable(sample(config, plan, state_weights(state), tokenizer))
         say(["sample:", *(f"  {line}" for line in text.splitlines())])
-    if is_writer:
-        folder.sync()
-        report = folder.path / "report.html"
-        write_report(folder.path, report)
-        say([f"report: {report}"])
-    if not stopped_by:
+        folder.write_text("sample.txt", f"after step {int(state.step)}\n{text}\n")
+    folder.sync()
+    if report:
+        say([f"report: {report.finish()}"])
+    if not (stopped_by or config.quiet):
         say(next_commands(config, folder.path, tokenizer))
-    return Result(state, recorder.last, eval_metrics, stopped_by)
+
+
+def dated(folder: RunFolder, first_step: int) -> dict[str, str]:
+    """When the run was started, first and last, for the report."""
+    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    try:
+        before = parse_json(folder.read_text("environment.json") or "{}") if first_step else {}
+        return {"first started": str(before["first started"]), "started again": now}
+    except (ValueError, KeyError, TypeError):
+        return {"first started": now}
 
 
 def dated_name() -> str:
@@ -210,7 +251,7 @@ def header(
     tokens = global_batch * config.max_target_length
     order = f"shuffled by seed {config.data_shuffle_seed}, {'packed' if config.packing else 'a document a row'}"
     return [
-        ("run", f"{folder.path} (run_name={folder.path.name} resumes it)"),
+        ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
         ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
         ("devices", f"{facts['devices']}, processes: {facts['processes']}"),
         ("mesh", describe_mesh(plan.layout.mesh.shape)),
@@ -229,6 +270,7 @@ def header(
         ("vocabulary", f"{config.vocab_size:,}"),
         ("order", order),
         ("steps", f"{first_step} to {config.steps}"),
+        ("TensorBoard", f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
     ]
 

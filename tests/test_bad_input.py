@@ -184,9 +184,14 @@ def resume(finished, tmp_path, corpus, monkeypatch, capsys, **changes):
     return message
 
 
-def test_steps_already_reached(finished, tmp_path, corpus, monkeypatch, capsys):
-    said = resume(finished, tmp_path, corpus, monkeypatch, capsys, steps=4)
-    assert_says(said, "steps=4 is already reached", "step 4", "Raise steps")
+def test_fewer_steps_than_were_made(finished, tmp_path, corpus, monkeypatch, capsys):
+    said = resume(finished, tmp_path, corpus, monkeypatch, capsys, steps=3)
+    assert_says(said, "steps=3 is already reached", "the run is at step 4", "Raise steps")
+
+
+def test_a_state_that_has_made_all_steps_of_a_new_run(finished, refused):
+    said = refused(load_full_state_path=finished)
+    assert_says(said, "steps=4 is already reached", "load_full_state_path is at step 4", "Raise steps")
 
 
 def test_a_run_resumed_with_another_width(finished, tmp_path, corpus, monkeypatch, capsys):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event
 
+from src import metrics
 from src.metrics import EVAL_KEYS, TRAIN_KEYS, MetricsLog, StepPrinter, duration, eval_line, perplexity, train_line
 
 
@@ -120,6 +121,36 @@ def test_resuming_leaves_the_lines_of_an_uninterrupted_run(tmp_path, restored, t
         file.write(torn)
     write_steps(resumed, range(restored + 1, 9), resume_step=restored)
     assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_resuming_reads_no_more_than_what_it_cuts_off(tmp_path, monkeypatch):
+    write_steps(tmp_path, range(1, 1001))
+    read, spy = [], metrics.read_entry
+    monkeypatch.setattr(metrics, "read_entry", lambda line: read.append(line) or spy(line))
+    write_steps(tmp_path, [996], resume_step=995)
+    assert [line["step"] for line in read_lines(tmp_path)][-3:] == [995, 996, 996]
+    assert len(read) < 20
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"step": "4"}', '{"loss": 2}', "3", "x", "[" * 100_000, "\0\0", ""])
+def test_resuming_drops_lines_that_are_no_metrics_with_a_word(tmp_path, line):
+    write_steps(tmp_path, range(1, 4))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n{json.dumps(train_entry(4))}\n{line}\n{{")
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", 3)
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert log.messages == ["metrics.jsonl: cut off 2 lines at its end without the metrics of a step"]
+
+
+def test_a_torn_last_line_is_nothing_to_speak_of(tmp_path):
+    write_steps(tmp_path, [1, 2])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", 2)
+    log.close()
+    assert log.messages == []
 
 
 def test_resuming_without_a_file_starts_one(tmp_path):

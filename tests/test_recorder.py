@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from tiny import load
 
+from src import recorder as recorder_module
 from src.errors import UserError
 from src.metrics import MetricsLog, StepPrinter
 from src.model.flops import FlopsPerToken
-from src.recorder import Recorder
+from src.recorder import LiveReport, Recorder
+from src.run_folder import RunFolder
 
 FLOPS = FlopsPerToken(causal=2e9, palm=3e9)
 TOKENS = 1000
@@ -110,3 +112,33 @@ def test_processes_without_log_and_printer_see_what_is_not_finite_too():
     assert recorder.last["loss"] == 3.0
     with pytest.raises(UserError, match="step 2: loss"):
         recorder.flush()
+
+
+def test_the_page_of_a_run_that_goes_on_is_written_again_only_after_fifty_times_as_long(tmp_path, monkeypatch):
+    now, written = [100.0], []
+    monkeypatch.setattr(recorder_module.time, "monotonic", lambda: now[0])
+
+    def page(folder, history):
+        written.append(history.last_train.get("step", 0))
+        now[0] += 2
+        return "page"
+
+    monkeypatch.setattr(recorder_module, "page", page)
+    report = LiveReport(RunFolder(str(tmp_path), "a"))
+    (tmp_path / "a").mkdir()
+    metrics = tmp_path / "a" / "metrics.jsonl"
+
+    def step(number, seconds):
+        with metrics.open("a") as file:
+            file.write(json.dumps({"step": number, "loss": 1.0}) + "\n")
+        now[0] = seconds
+        report.update()
+        report._thread.submit(int).result()  # what was asked for before is done
+
+    for number, seconds in ((1, 100.0), (2, 103.0), (3, 201.0), (4, 202.0), (5, 203.0)):
+        step(number, seconds)
+    assert written == [1, 4]
+    assert report.finish() == str(tmp_path / "a" / "report.html")
+    assert written == [1, 4, 5]
+    report.close()
+    assert [path.name for path in sorted((tmp_path / "a").iterdir())] == ["metrics.jsonl", "report.html"]

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from src import config
-from src.charts import Scale, downsample, log_ticks, running_median, show_number, ticks
+from src.charts import Curve, Scale, downsample, log_ticks, running_median, show_number, ticks
 from src.errors import UserError
 from src.metrics import EVAL_KEYS, LOSSES_AND_LOADS, TRAIN_KEYS, perplexity
-from src.report import key_figures, main, write_report
+from src.report import History, key_figures, main
 
 VOID = {"meta", "br", "img", "link", "input"}
 
@@ -64,7 +64,7 @@ def report(folder, entries, arguments=(), torn=""):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries) + torn)
     (folder / "config.yml").write_text(config.to_yaml(config.load(["configs/base.yml", *arguments])))
-    write_report(folder, folder / "report.html")
+    main([str(folder)])
     return (folder / "report.html").read_text()
 
 
@@ -83,7 +83,7 @@ def test_a_run_is_shown_whole(tmp_path):
     changed, everything = shown.text.split("All of config.yml")
     assert re.search(r"learning_rate\s+0.007\s+default 0.0003", changed)
     assert "adam_b2" not in changed
-    assert yaml.safe_load(everything.split("Environment")[0].strip())["adam_b2"] == 0.95
+    assert yaml.safe_load(everything.strip())["adam_b2"] == 0.95
 
 
 def test_the_page_fetches_nothing(tmp_path):
@@ -117,6 +117,12 @@ def test_experts_have_their_loads_drops_and_loss_drawn(tmp_path):
     assert set(drawn) - set(titles(all_kept)) == {"Dropped choices"}
     dense = report(tmp_path / "dense", [train_entry(1)])
     assert set(drawn) - set(titles(dense)) == {"Busiest expert", "Dropped choices", "Load-balance loss"}
+
+
+def history_of(entries):
+    history = History()
+    history.add(entries)
+    return history
 
 
 def titles(text):
@@ -178,7 +184,7 @@ def test_a_long_run_stays_small_and_keeps_its_spikes(tmp_path):
 def test_the_first_steps_do_not_flatten_the_loss(tmp_path):
     entries = [train_entry(k, 11.0 if k < 5 else 2.2 - k / 1000) for k in range(1, 201)]
     text = report(tmp_path, entries)
-    above = re.search(r"(\d+) of 200 steps lie above the chart, up to 11\.", text)
+    above = re.search(r"(\d+) of 200 points lie above the chart, up to 11\.", text)
     assert 4 <= int(above[1]) <= 10  # at most the first twentieth
     settled = next(path for path in Page(text).paths if path.count("L") == 199)
     heights = [float(y) for _, y in re.findall(r"[ML]([-\d.]+) ([-\d.]+)", settled)][20:]
@@ -189,7 +195,7 @@ def test_key_figures_are_those_of_the_entries():
     train = [train_entry(k, loss=4.0, step_time_seconds=0.5, tokens_per_second=2000.0) for k in range(1, 11)]
     train[0].update(step_time_seconds=20.0, tokens_per_second=50.0)  # compiles; the batch is 1000 tokens all the same
     train[-1]["loss"] = 2.0
-    figures = dict(key_figures(train, [eval_entry(5, 1.0), eval_entry(10, 1.25)]))
+    figures = dict(key_figures(history_of([*train, eval_entry(5, 1.0), eval_entry(10, 1.25)])))
     assert figures["Train loss"] == "2.0000"
     assert figures["Eval loss"] == "1.2500"
     assert figures["Lowest eval loss"] == "1.0000"
@@ -198,7 +204,7 @@ def test_key_figures_are_those_of_the_entries():
     assert figures["Time in steps"] == "0:24"  # 20 + 9 * 0.5, to the even second
     assert figures["Tokens a second"] == "2k"
     assert not any("MFU" in name for name in figures)
-    assert dict(key_figures([{**train[0], "mfu": 0.4567}], []))["MFU"] == "45.7%"
+    assert dict(key_figures(history_of([{**train[0], "mfu": 0.4567}])))["MFU"] == "45.7%"
 
 
 def test_main_writes_beside_the_metrics_and_names_what_is_missing(tmp_path, capsys):
@@ -211,6 +217,127 @@ def test_main_writes_beside_the_metrics_and_names_what_is_missing(tmp_path, caps
         main([str(tmp_path / "elsewhere")])
     with pytest.raises(UserError, match="one argument"):
         main([])
+
+
+def test_help_says_how_it_is_used(capsys):
+    main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: python -m src.report RUN_DIR\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("[1, 2]", "3", "null", "{}", '{"step": "3"}', '{"step": 1.5}', '{"step": true, "loss": 1}', '{"step": -1}'),
+        *('{"step": 3, "loss": "2"}', '{"step": 3, "loss": [2]}', '{"step": 3, "loss": {}}'),
+        *('{"step": 3, "loss": NaN}', '{"step": 3, "loss": 1e999}', f'{{"step": 3, "loss": {10**400}}}'),
+        *('{"step": 3, "tokens_dropped": 0.5}', '{"step": 3, "tokens_dropped": ["x"]}'),
+        *('{"step": 3, "eval_loss": true}', "\0\0", "é", '{"step": 3,'),
+        "[" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_line_of_another_shape_is_left_out_with_a_word(tmp_path, capsys, line):
+    tmp_path = tmp_path / "run"
+    entries = [json.dumps(train_entry(1)), line, json.dumps(train_entry(2, 3.0))]
+    report(tmp_path, [])
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{each}\n" for each in entries))
+    main([str(tmp_path)])
+    shown = Page((tmp_path / "report.html").read_text())
+    assert shown.figures[0] == [["train", [[1, "2"], [2, "3"]]]]
+    assert "1 line of metrics.jsonl" in shown.text
+    assert "1 line of metrics.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yml", "environment.json", "sample.txt", "report.html"])
+def test_a_folder_in_the_place_of_a_file_is_said(tmp_path, name):
+    report(tmp_path, [train_entry(1)])
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=name):
+        main([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("environment.json", "{", "environment.json is not JSON"),
+        ("environment.json", "[1]", "environment.json is no mapping"),
+        ("environment.json", "[" * 100_000, "nested too deeply"),
+        ("config.yml", "steps: many", "config.yml: steps is many"),
+        ("config.yml", "", "config.yml: steps is"),
+        ("config.yml", "a: [", "not valid YAML"),
+    ],
+)
+def test_a_file_of_another_shape_is_said(tmp_path, name, text, said):
+    report(tmp_path, [train_entry(1)])
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=said):
+        main([str(tmp_path)])
+
+
+@pytest.mark.parametrize("place", ["a\0b", "n" * 300, "loop"])
+def test_a_place_that_can_not_be_is_said(tmp_path, place):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UserError, match="expected the folder of a run"):
+        main([str(tmp_path / place)])
+
+
+def test_the_sample_is_shown(tmp_path):
+    (tmp_path / "sample.txt").write_text("after step 2\n<b>once</b>\n  upon")
+    text = report(tmp_path, [train_entry(1)])
+    assert "Sample, after step 2" in Page(text).text
+    assert "&lt;b&gt;once&lt;/b&gt;\n  upon" in text
+    (tmp_path / "sample.txt").unlink()
+    assert "Sample" not in report(tmp_path, [train_entry(1)])
+
+
+def test_a_history_reads_on_where_it_stopped(tmp_path):
+    metrics, history = tmp_path / "metrics.jsonl", History()
+    first, second = (json.dumps(train_entry(k, k / 2)) + "\n" for k in (1, 2))
+    for text in ("", first[:9], first + second[:-1], first + second):
+        metrics.write_text(text)
+        history.read(metrics)
+        assert history.train["loss"].points() == [(1, 0.5), (2, 1.0)][: text.count("\n")]
+    assert history.others == 0
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=200),
+    st.lists(st.integers(1, 60), min_size=1, max_size=9),
+)
+def test_a_thinned_curve_keeps_the_extremes_the_sum_and_the_order(values, chunks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("src.charts._BLOCKS", 4)
+        curve, points = Curve(), list(enumerate(values))
+        for size in chunks * len(values):
+            curve.extend(points[:size])
+            points = points[size:]
+    points, blocks = list(enumerate(values)), curve.blocks()
+    kept, finite = curve.points(), [value for value in values if value is not None]
+    assert len(blocks) <= 8
+    assert set(kept) <= set(points)
+    assert [step for step, _ in kept] == sorted({step for step, _ in kept})
+    assert sum(block.count for block in blocks) == len(finite)
+    assert sum(block.total for block in blocks) == pytest.approx(sum(finite), abs=1e-3)
+    assert curve.last == (finite[-1] if finite else None)
+    if len(values) < 8:
+        assert kept == curve.medians() == points
+    if finite:
+        shown = [value for _, value in kept if value is not None]
+        assert (min(shown), max(shown)) == (min(finite), max(finite))
+    width = curve.stride
+    for block, start in zip(blocks, range(0, len(values), width), strict=True):
+        inside = [value for value in values[start : start + width] if value is not None]
+        if inside:
+            assert min(inside) <= block.median[1] <= max(inside)
+            assert (block.low[1], block.high[1]) == (min(inside), max(inside))
+
+
+def test_the_memory_of_a_history_does_not_grow_with_the_run():
+    history = History()
+    for start in range(0, 100_000, 1000):
+        history.add(train_entry(k, 2.0) for k in range(start, start + 1000))
+    assert max(len(curve.blocks()) for curve in history.train.values()) < 4000
+    assert history.train["loss"].stride == 32
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=300), st.integers(1, 40))

@@ -1,16 +1,18 @@
 """A whole run, as the user of `train.main` sees it: what it returns, prints and leaves behind."""
 
 import contextlib
+import html
 import io
 import json
 import math
 import re
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
-from src import train
+from src import recorder, train
 from src.config import load
 from tests import runs
 
@@ -76,6 +78,7 @@ def test_the_header_says_what_was_chosen(run):
     assert rows["vocabulary"] == "258"
     assert rows["order"] == "shuffled by seed 0, packed"
     assert rows["steps"] == f"0 to {STEPS}"
+    assert rows["TensorBoard"] == f"tensorboard --logdir {folder / 'tensorboard'} (after pip install tensorboard)"
     assert any(line.strip() == "base_emb_dim: 32 (default 2048)" for line in header)
 
 
@@ -139,10 +142,15 @@ def test_the_folder_is_as_documented(run):
         "checkpoints",
         "tensorboard",
         "report.html",
+        "sample.txt",
     }
     assert runs.steps_saved(folder) == [5, 10, 12]
     assert json.loads((folder / "environment.json").read_text())["devices"] == "8 x cpu"
-    assert "eval" in (folder / "report.html").read_text()
+    report = (folder / "report.html").read_text()
+    first, sample = (folder / "sample.txt").read_text().split("\n", 1)
+    assert first == f"after step {STEPS}"
+    for shown in ("eval", html.escape(sample), "parameters, 2 layers", "fsdp 8", "first started", str(folder)):
+        assert shown in report
     assert list((folder / "tensorboard").iterdir())
 
 
@@ -154,6 +162,70 @@ def test_its_config_makes_the_same_run(run, tmp_path):
     assert runs.losses(tmp_path / "run") == runs.losses(folder)
     assert runs.evaluations(tmp_path / "run") == runs.evaluations(folder)
     assert runs.bits(runs.saved_arrays(tmp_path / "run", STEPS)) == runs.bits(runs.saved_arrays(folder, STEPS))
+
+
+# ---- The same command once more
+
+
+class KilledBeforeItsReport(Exception):
+    pass
+
+
+def test_a_finished_run_says_so_and_gives_the_same_result(run, tmp_path, corpus, capsys):
+    folder, result, output = run
+    again = shutil.copytree(folder, tmp_path / "run")
+    for name in ("report.html", "sample.txt"):
+        (again / name).unlink()
+    before = runs.contents(again)
+    repeated = runs.run_here(base_output_directory=tmp_path, dataset_path=corpus, **KEYS)
+    printed = capsys.readouterr().out
+    assert "finished: this run has made its 12 steps. To go on, raise steps." in printed
+    sample = output.rpartition("sample:\n")[2].rpartition("report: ")[0]
+    assert f"sample:\n{sample}report: {again / 'report.html'}\n" in printed
+    assert (repeated.metrics, repeated.eval_metrics, repeated.stopped_by) == (result.metrics, result.eval_metrics, 0)
+    jax.tree.map(np.testing.assert_array_equal, repeated.state, result.state)
+    written = runs.contents(again)
+    assert written.pop("sample.txt") == (folder / "sample.txt").read_bytes()
+    assert f"Finished, step {STEPS} of {STEPS}" in written.pop("report.html").decode()
+    assert written == before
+
+
+def test_a_kill_before_the_report_leaves_one_and_the_next_start_finishes_it(tmp_path, corpus, monkeypatch):
+    def killed(*arguments):
+        raise KilledBeforeItsReport
+
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 2, "checkpoint_period": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "conclude", killed)
+        with pytest.raises(KilledBeforeItsReport):
+            runs.run_here(**keys)
+    assert re.search(r"At step 1 of 2|Finished, step 2 of 2", (tmp_path / "run" / "report.html").read_text())
+    assert int(runs.run_here(**keys).state.step) == 2
+    assert "Finished, step 2 of 2" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_report_that_can_not_be_written_fails_no_run(tmp_path, corpus, monkeypatch, capsys):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recorder, "page", full)
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 1}
+    assert int(runs.run_here(**keys).state.step) == 1
+    (said,) = re.findall("report: .*", capsys.readouterr().out)
+    assert said.startswith("report: not written")
+    assert "No space left on device" in said
+    assert "python -m src.report" in said
+
+
+def test_a_quiet_run_prints_its_last_step_alone(tmp_path, corpus, capsys):
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 3, "eval_interval": 1, "eval_steps": 1}
+    runs.run_here(**keys, quiet="true")
+    version, last, evaluation, report = capsys.readouterr().out.splitlines()
+    assert version.startswith("MinText ")
+    assert last.startswith("step 3/3  loss")
+    assert evaluation.startswith("step 3/3  eval")
+    assert report == f"report: {tmp_path / 'run' / 'report.html'}"
+    assert len(runs.lines(tmp_path / "run")) == 6
 
 
 # ---- Other runs

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles published runs ahead of time, for TPU slices and GPU hosts that are not here, and checks whether each fits.
-# Prints a table: verdict, memory a device, what compiling took of this machine.
+# Prints a table: verdict, memory per device, what compiling took of this machine.
 #
 #   bash end_to_end/aot.sh [NAME ...]     about half an hour on two cores and 4 GiB; NAMEs choose cases
 #

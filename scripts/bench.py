@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
 
 
 def bench_step(argv: list[str], steps: int) -> None:
-    """Prints the time of a training step, tokens a second, MFU where the device's peak is known, and peak memory."""
+    """Prints the time of a training step, tokens per second, MFU where the device's peak is known, and peak memory."""
     config = configuration.load(argv)
     jax.config.update("jax_default_matmul_precision", config.matmul_precision)
     layout = make_layout(config, jax.devices())
@@ -98,8 +98,8 @@ def bench_step(argv: list[str], steps: int) -> None:
     print(f"  {count_params(spec):,} parameters, {shape[0]} rows x {shape[1]} tokens, attention {plan.kernel}")
     print(f"  compile        {compile_seconds:.1f} s")
     print(f"  step           {1000 * median:.1f} ms (median of {steps}; {1000 * min(seconds):.1f} least)")
-    print(f"  tokens         {tokens_per_device:,.0f} a second and device")
-    print(f"  TFLOP/s        {tokens_per_device * flops.causal / 1e12:.2f} a device (attention counted causally)")
+    print(f"  tokens         {tokens_per_device:,.0f} per second and device")
+    print(f"  TFLOP/s        {tokens_per_device * flops.causal / 1e12:.2f} per device (attention counted causally)")
     if peak:
         mfu, palm = (tokens_per_device * count / peak for count in (flops.causal, flops.palm))
         print(f"  MFU            {mfu:.1%} (attention counted causally), {palm:.1%} (as in PaLM)")
@@ -130,7 +130,7 @@ def peak_memory(device: jax.Device) -> int:
 
 
 def bench_input(argv: list[str], steps: int) -> None:
-    """Prints the tokens a second of the input pipeline alone: reading, shuffling, tokenizing, packing, on one host."""
+    """Prints tokens per second of the input pipeline alone: reading, shuffling, tokenizing, packing, on one host."""
     from src.data.loader import train_batches
     from src.data.sources import open_sources
     from src.data.tokenizer import make_tokenizer
@@ -147,7 +147,7 @@ def bench_input(argv: list[str], steps: int) -> None:
         next(batches)
     seconds = time.perf_counter() - start
     print(f"  {len(rows)} rows x {config.max_target_length} tokens, {config.tokenizer_type} tokenizer")
-    print(f"  tokens         {count * len(rows) * config.max_target_length / seconds:,.0f} a second")
+    print(f"  tokens         {count * len(rows) * config.max_target_length / seconds:,.0f} per second")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Tokens a second of the input pipeline, beside Grain's own of the same text: `scripts/bench_data.py [case ...]`.
+"""Tokens per second of the input pipeline, beside Grain's own of the same text: `scripts/bench_data.py [case ...]`.
 
 Needs `bash setup.sh dev` (Grain) and `bash setup.sh data`. The text is the source code of Python's standard library as
 an ArrayRecord file, which both read through the package array_record and encode by the same function. Ours is
 `train_batches`; Grain's is MapDataset.source, seed, shuffle, repeat, map, to_iter_dataset, one of its packers, batch.
 They take turns. Each turn begins with a pipeline of its own, whose first batches are not counted. What is printed are
-medians: of tokens a second, padding left out, and of the ratios of neighbouring turns. One thread's are by CPU time, to
-which what else the machine does adds little; those of more are by the clock.
+medians: of tokens per second, padding left out, and of the ratios of neighbouring turns. One thread's are by CPU time,
+to which what else the machine does adds little; those of more are by the clock.
 
 cases:
     byte, sentencepiece, huggingface    the tokenizer (the last two of 8,000 ids)
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
     if unknown := set(cases) - {*TOKENIZERS, "tokens"}:
         parser.error(f"no case {unknown.pop()}")
     flags.FLAGS.mark_as_parsed()  # Grain's processes ask for some
-    print(f"grain {grain.__version__}, Python {sys.version.split()[0]}, {B} rows x {T} tokens; tokens a second")
+    print(f"grain {grain.__version__}, Python {sys.version.split()[0]}, {B} rows x {T} tokens; tokens per second")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for cut, (what, most_bytes) in enumerate(DOCUMENTS.items()):
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
 
 
 def compare(argv: list[str], turns: int, seconds: float, has_short_documents: bool) -> None:
-    """Prints the two's tokens a second on one thread, and with what each does best on the cores there are."""
+    """Prints the two's tokens per second on one thread, and with what each does best on the cores there are."""
     path = configuration.load(argv).dataset_path
     tokenizer = make_tokenizer(configuration.load(argv))
     packers = {"concat then split": concat_then_split}
@@ -116,7 +116,7 @@ def report(mine: Named, other: Named, turns: int, seconds: float, by_core: bool)
 
 
 def measure(make: Callable[[], Batches], seconds: float) -> tuple[float, float]:
-    """Tokens a second of a pipeline, by the clock, and by the process's CPU time."""
+    """Tokens per second of a pipeline, by the clock, and by the process's CPU time."""
     with contextlib.closing(make()) as batches:
         warm_up = 0
         while warm_up < WARM_UP_TOKENS:
@@ -163,7 +163,7 @@ def first_fit(dataset: Any) -> Any:
 
 
 def bench_tokens(folder: Path, turns: int, seconds: float) -> None:
-    """Prints the tokens a second of ids that were written before, of one thread."""
+    """Prints the tokens per second of ids that were written before, of one thread."""
     settings = write_tokenizer(folder, "sentencepiece")
     argv = [BASE, *settings, "eval_interval=-1"]
     print("tokens:", flush=True)
@@ -172,7 +172,7 @@ def bench_tokens(folder: Path, turns: int, seconds: float) -> None:
     argv += ["dataset_type=tokens", f"dataset_path={folder}/ids"]
     found = [measure(lambda: ours(argv, 1), seconds) for _ in range(turns)]
     by_clock, by_core = (statistics.median(rates) for rates in zip(*found, strict=True))
-    print(f"  ours, 1 thread {by_clock:,.0f} tokens/s; {by_core:,.0f} a second of CPU time")
+    print(f"  ours, 1 thread {by_clock:,.0f} tokens/s; {by_core:,.0f} per second of CPU time")
 
 
 def write_records(file: Path, most_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Tokens a second of greedy decoding, against `transformers` on the same weights: `python scripts/bench_decode.py`.
+"""Tokens per second of greedy decoding, against `transformers` on the same weights: `python scripts/bench_decode.py`.
 
 Needs torch and transformers. The two take turns, so that what else the machine does slows both alike; what is printed
 are medians. The model is of Llama's kind with 12 layers and 134M parameters, of random weights, in float32.
@@ -105,7 +105,7 @@ def there(model: LlamaForCausalLM, prompts: np.ndarray, new: int) -> Callable[[i
 
 
 def compare(rows: int, ours: Callable, theirs: dict[str, Callable], turns: int) -> None:
-    """Lets all generate by turns, and prints tokens a second and their ratios."""
+    """Lets all generate by turns, and prints tokens per second and their ratios."""
     contenders = {"here": ours, **theirs}
     first = {name: generate() for name, generate in contenders.items()}  # warm
     agreed = np.mean(first["here"] == first["sdpa"])

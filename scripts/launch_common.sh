@@ -26,7 +26,7 @@ run_or_print() {
   if $dry_run; then quoted "$@"; else "$@"; fi
 }
 
-# The files that git tracks, as they are in the working tree, one a line.
+# The files that git tracks, as they are in the working tree, one per line.
 tracked_files='{ git -c core.quotepath=off ls-files; git -c core.quotepath=off ls-files --deleted; } | sort | uniq -u'
 
 # A run that is started again after an interruption goes on only where its name is the same.

@@ -139,7 +139,7 @@ def step_collectives(
     weights = count_params(spec) * itemsize // mesh["tensor"]
     layers = weights - 2 * table
     activations = round(tokens * mesh["tensor"] * D * itemsize)
-    # Forward and backward, after the products with weights that `tensor` cuts: two a layer, and one of embedding and
+    # Forward and backward, after the products with weights that `tensor` cuts: two per layer, and one of embedding and
     # logits each. What attention adds is needed again in the backward pass.
     again = execution.remat_policy == "full" or (
         execution.remat_policy == "custom" and "out_proj" not in execution.remat_custom

@@ -31,12 +31,12 @@ GIB = 2**30
 class Figures(NamedTuple):
     """What a source states of a run; None: nothing."""
 
-    tflops: float | None  # 1e12 operations a second and device
+    tflops: float | None  # 1e12 operations per second and device
     mfu: float | None  # percent of the peak
     tokens_per_second: float | None  # of a device
 
     def utilization(self, peak: float) -> float:
-        """MFU in percent, as stated or of the stated rate; `peak` is in operations a second."""
+        """MFU in percent, as stated or of the stated rate; `peak` is in operations per second."""
         return self.mfu if self.mfu is not None else 100 * self.tflops * 1e12 / peak
 
 
@@ -115,10 +115,10 @@ def table(found: Iterable[Recipe], reports: Mapping[str, Mapping[str, Any]]) -> 
     columns = {
         "recipe": "---",
         "devices": "---",
-        "tokens a step": "---:",
+        "tokens per step": "---:",
         "parameters": "---:",
         "compiled in": "---:",
-        "memory, GiB a device": "---",
+        "memory, GiB per device": "---",
         "MFU predicted": "---:",
         "published": "---",
     }

@@ -74,7 +74,7 @@ def make_generator(config: FrozenConfigDict, model: Model) -> Generator:
 
 
 def rows_at_once(config: FrozenConfigDict, layout: Layout) -> int:
-    """How many prompts of a file are answered together: per_device_batch_size a device."""
+    """How many prompts of a file are answered together: per_device_batch_size per device."""
     return math.ceil(config.per_device_batch_size * layout.mesh.size)
 
 

@@ -1,4 +1,4 @@
-"""Generation on devices: the prompts at once, then a token of every row a step, from caches."""
+"""Generation on devices: the prompts at once, then a token of every row in each step, from caches."""
 
 import dataclasses
 import functools

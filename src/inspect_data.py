@@ -104,7 +104,7 @@ def rows_of_process(config: FrozenConfigDict) -> tuple[int, np.ndarray]:
     if rows != round(rows) or round(rows) % count:
         raise UserError(
             f"per_device_batch_size={config.per_device_batch_size:g} on {count} processes of "
-            f"{jax.local_device_count()} devices is {rows:g} rows a batch, which don't divide by {count} processes"
+            f"{jax.local_device_count()} devices is {rows:g} rows per batch, which don't divide by {count} processes"
         )
     share = round(rows) // count
     return round(rows), np.arange(index * share, (index + 1) * share)
@@ -174,8 +174,8 @@ def _summary(shown: list[Batch], batches: Iterator[Batch]) -> list[tuple[str, st
         ("looked at", f"{len(looked_at)} batches, of which {len(shown)} are shown"),
         ("filled", f"{filled.mean():.2%} of their tokens; the rest is padding"),
         ("in the loss", f"{in_loss.mean():.2%} of their tokens"),
-        ("documents", f"{len(documents) / len(filled):.2f} a row"),
-        ("speed", f"{tokens / seconds:,.0f} tokens a second on this machine"),
+        ("documents", f"{len(documents) / len(filled):.2f} per row"),
+        ("speed", f"{tokens / seconds:,.0f} tokens per second on this machine"),
     ]
 
 

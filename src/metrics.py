@@ -50,7 +50,7 @@ REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss) of a loss in nats a token; infinite where a float cannot hold it."""
+    """exp(loss) of a loss in nats per token; infinite where a float cannot hold it."""
     return math.inf if loss > 709 else math.exp(loss)
 
 
@@ -176,7 +176,7 @@ def _cut_back(path: Path, step: int) -> int:
 
 
 class StepPrinter:
-    """Prints one aligned line a step, with the time that is left; on a terminal, above a progress bar."""
+    """Prints one aligned line per step, with the time that is left; on a terminal, above a progress bar."""
 
     def __init__(
         self,

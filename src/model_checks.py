@@ -92,7 +92,7 @@ def check_experts(facts: Mapping[str, Any]) -> list[str]:
     if chosen > chosen_groups * (experts // groups):
         return [f"num_experts_per_tok={chosen} is more than the {chosen_groups * (experts // groups)} to choose from"]
     if facts["routing_group_score"] == "top2" and groups > 1 and experts // groups < 2:
-        return [f"routing_group_score=top2 needs two experts a group: num_experts={experts}, n_routing_groups={groups}"]
+        return [f"routing_group_score=top2 needs 2 experts per group: num_experts={experts}, n_routing_groups={groups}"]
     return []
 
 

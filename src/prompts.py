@@ -17,7 +17,7 @@ _EXPECTED = 'expected {"prompt": "..."} or {"messages": [{"role": ..., "content"
 
 
 def read_prompts(config: FrozenConfigDict) -> list[Prompt]:
-    """The prompts of `prompt_path`: one a line, or in a .jsonl file `prompt` or `messages`. Empty lines are left out.
+    """The prompts of `prompt_path`: one per line, or in a .jsonl file `prompt` or `messages`. Empty lines are left out.
 
     Raises:
         UserError: the file can't be read or has no prompt, or a line of a .jsonl file is neither.
@@ -36,7 +36,7 @@ def read_prompts(config: FrozenConfigDict) -> list[Prompt]:
         except ValueError as error:
             raise UserError(f"prompt_path={path}, line {number}: {error}") from None
     if not prompts:
-        raise UserError(f"prompt_path={path} has no prompt: expected one a line, or JSONL, {_EXPECTED[9:]}")
+        raise UserError(f"prompt_path={path} has no prompt: expected one per line, or JSONL, {_EXPECTED[9:]}")
     return prompts
 
 

@@ -211,8 +211,8 @@ def key_figures(history: History) -> list[tuple[str, str]]:
     if history.seconds:
         figures += [("Tokens", show_number(history.tokens)), ("Time in steps", duration(history.seconds))]
     for name, key, show in [
-        ("Tokens a second", "tokens_per_second", show_number),
-        ("TFLOP/s a device", "tflops_per_device", "{:.3g}".format),
+        ("Tokens per second", "tokens_per_second", show_number),
+        ("TFLOP/s per device", "tflops_per_device", "{:.3g}".format),
         ("MFU", "mfu", "{:.1%}".format),
         ("MFU by PaLM's formula", "mfu_palm", "{:.1%}".format),
     ]:
@@ -247,9 +247,9 @@ def charts(history: History) -> list[str]:
          show_number),
         ("Dropped choices", "Of all choices, the mean over layers.", "each step", "tokens_dropped", _log_if_wide,
          "{:.2%}".format),
-        ("Load-balance loss", "Sum over layers: 1 a layer when even.", "each step", "load_balance_loss", _log_if_wide,
+        ("Load-balance loss", "Sum over layers: 1 per layer when even.", "each step", "load_balance_loss", _log_if_wide,
          show_number),
-        ("Tokens a second", "", "each step", "tokens_per_second", _from_zero, show_number),
+        ("Tokens per second", "", "each step", "tokens_per_second", _from_zero, show_number),
     ]:  # fmt: skip
         curve = train[key]
         series = _curve_and_median(name, curve) if name else [Series(name, "line", curve.points())]

@@ -95,7 +95,7 @@ def compute_logits(plan: StepPlan, parts: tuple[Any, ...], tokens_BT: np.ndarray
 
 
 def read_texts(path: Path, key: str) -> list[str]:
-    """The texts of a file: one a line, or in a .jsonl file the field `text` of each; empty lines are left out.
+    """The texts of a file: one per line, or in a .jsonl file the field `text` of each; empty lines are left out.
 
     Raises:
         UserError: there is no such file, it is not UTF-8 or has no text, or a line of a .jsonl file has no `text`.

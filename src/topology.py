@@ -15,12 +15,12 @@ class Chip:
 
     Attributes:
         kind: `jax.Device.device_kind`.
-        peaks: Floating-point operations a second, by dtype, as `peak_flops` has them.
+        peaks: Floating-point operations per second, by dtype, as `peak_flops` has them.
         memory: Bytes. On a TPU what the compiler grants a program. On a GPU all that the driver reports: of that JAX
             takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-        memory_bandwidth: Bytes a second.
-        ici_bandwidth: Bytes a second that the device sends over all its links to the rest of its slice or host.
-        dcn_bandwidth: Bytes a second that it sends to other slices or hosts: its share of its host's network cards.
+        memory_bandwidth: Bytes per second.
+        ici_bandwidth: Bytes per second that the device sends over all its links to the rest of its slice or host.
+        dcn_bandwidth: Bytes per second that it sends to other slices or hosts: its share of its host's network cards.
     """
 
     kind: str
@@ -77,7 +77,7 @@ _H100_SXM = _nvidia(989.4e12, 494.7e12, 66.9e12)
 # H100 NVL, H200 NVL: their data sheets, which state sparse rates, twice these.
 _HOPPER_NVL = _nvidia(835.5e12, 417.5e12, 60e12)
 
-# Operations a second of one JAX device, by the name JAX gives it (`jax.Device.device_kind`), for dense matrices: the
+# Operations per second of one JAX device, by the name JAX gives it (`jax.Device.device_kind`), for dense matrices: the
 # rates that vendors state for 2:4 sparse ones are twice as high.
 _PEAK_FLOPS = {
     # The pages of each generation at docs.cloud.google.com/tpu/docs (v3, v4, v5e, v5p, v6e, tpu7x) state bfloat16 a
@@ -160,12 +160,12 @@ class _Generation:
 # v4, v5e, v6e and TPU7x; of v5p the largest job, 96 of a pod's 140 cubes of 4x4x4.
 _V5E = _Generation(_TPU_V5E, 1, "chips", 1, dims=2, smallest=1, largest=256)
 _GENERATIONS = {
-    "v4": _Generation(_TPU_V4, 1, "TensorCores (two a chip)", 2, dims=3, smallest=4, largest=4096),
+    "v4": _Generation(_TPU_V4, 1, "TensorCores (two per chip)", 2, dims=3, smallest=4, largest=4096),
     "v5e": _V5E,
     "v5litepod": _V5E,
-    "v5p": _Generation(_TPU_V5P, 1, "TensorCores (two a chip)", 2, dims=3, smallest=4, largest=6144),
+    "v5p": _Generation(_TPU_V5P, 1, "TensorCores (two per chip)", 2, dims=3, smallest=4, largest=6144),
     "v6e": _Generation(_TPU_V6E, 1, "chips", 1, dims=2, smallest=1, largest=256),
-    "tpu7x": _Generation(_TPU_7X, 2, "devices (two a chip)", 2, dims=3, smallest=1, largest=9216),
+    "tpu7x": _Generation(_TPU_7X, 2, "devices (two per chip)", 2, dims=3, smallest=1, largest=9216),
 }
 
 # Larger three-dimensional slices are made of these cubes, which optical switches join, 64 of them in a line at most.
@@ -278,7 +278,7 @@ def _unknown(name: str) -> UserError:
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """The floating-point operations a second that one JAX device is stated to reach in matrix products.
+    """The floating-point operations per second that one JAX device is stated to reach in matrix products.
 
     Args:
         device_kind: `jax.Device.device_kind`, exactly: a variant that is not listed may have another rate.
@@ -286,7 +286,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
             NVIDIA GPU unless `matmul_precision` is highest.
 
     Returns:
-        Operations a second, a multiplication and its addition being two. None where no source states it (a CPU, an
+        Operations per second, a multiplication and its addition being two. None where no source states it (a CPU, an
         unlisted device, float32 on a TPU): no MFU is better than a guessed one.
     """
     return _PEAK_FLOPS.get(device_kind, {}).get(dtype)

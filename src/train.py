@@ -249,7 +249,7 @@ def header(
 ) -> list[tuple[str, str]]:
     """What was chosen for this run, by name: nothing that a user would have to guess."""
     tokens = global_batch * config.max_target_length
-    order = f"shuffled by seed {config.data_shuffle_seed}, {'packed' if config.packing else 'a document a row'}"
+    order = f"shuffled by seed {config.data_shuffle_seed}, {'packed' if config.packing else 'a document per row'}"
     return [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
         ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
@@ -259,7 +259,7 @@ def header(
         ("model", f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}"),
         ("trained", describe_trained(plan)),
         ("step", f"{counted(global_batch, 'row')} x {config.max_target_length} = {tokens:,} tokens"),
-        ("FLOPs a token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
+        ("FLOPs per token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
         ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
         ("attention", plan.kernel),
         ("recomputed", f"remat_policy {config.remat_policy}"),

@@ -59,7 +59,7 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     loss or gradient is not finite leaves weights and optimizer as they were; step and data position go on.
 
     Returns:
-        The next state, and scalars: `loss` (nats a token), `grad_norm` (before clipping), `tokens` (that count),
+        The next state, and scalars: `loss` (nats per token), `grad_norm` (before clipping), `tokens` (that count),
         `finite` (whether the update was made), and where the model has them `load_balance_loss` and `router_z_loss`
         (sums over layers; means over micro-batches where one has a weight, else of the whole batch) and `mtp_loss` (the
         mean over the extra prediction layers of their losses, each in nats per token that the layer predicts). With

@@ -96,7 +96,7 @@ def test_the_loss_is_that_of_each_document_on_its_own(trained, texts):
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param({"packing": "false"}, id="a document a row"),
+        pytest.param({"packing": "false"}, id="a document per row"),
         pytest.param({"eval_per_device_batch_size": 3}, id="another batch size"),
         pytest.param(
             {"ici_fsdp_parallelism": 2, "ici_data_parallelism": 2, "ici_tensor_parallelism": 2}, id="another mesh"

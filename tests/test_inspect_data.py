@@ -50,7 +50,7 @@ def test_the_hosts_of_a_job_share_the_rows_that_one_process_has(capsys, tmp_path
     def row_texts(printed):
         return re.findall(r"^step.*\n(?:  .*\n)+", printed, re.MULTILINE)
 
-    # As many devices a host, so as many rows a host: two hosts' batches are those of one with twice the rows.
+    # As many devices per host, so as many rows per host: two hosts' batches are those of one with twice the rows.
     whole = row_texts(inspect(capsys, tmp_path))
     parts = [
         row_texts(inspect(capsys, tmp_path, per_device_batch_size=0.5, process_count=2, process_index=index))
@@ -107,7 +107,7 @@ def test_hosts_that_do_not_divide_the_batch():
 
     rows, own = rows_of_process(config(process_count=4, process_index=3))
     assert (rows, own.tolist()) == (32, list(range(24, 32)))
-    with pytest.raises(UserError, match=r"is 4.8 rows a batch, which don't divide by 3 processes"):
+    with pytest.raises(UserError, match=r"is 4.8 rows per batch, which don't divide by 3 processes"):
         rows_of_process(config(per_device_batch_size=0.2, process_count=3))
     with pytest.raises(UserError, match=r"process_index=2 must be less than process_count=2"):
         rows_of_process(config(process_count=2, process_index=2))

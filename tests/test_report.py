@@ -77,7 +77,7 @@ def test_a_run_is_shown_whole(tmp_path):
     shown = Page(text)
     assert "first try" in shown.text
     assert "Finished, step 50 of 50" in shown.text
-    for title in ("Loss", "Perplexity", "Learning rate", "Gradient norm", "Tokens a second"):
+    for title in ("Loss", "Perplexity", "Learning rate", "Gradient norm", "Tokens per second"):
         assert f"<b>{title}</b>" in text
     assert "8 x TPU v4" in shown.text
     changed, everything = shown.text.split("All of config.yml")
@@ -202,7 +202,7 @@ def test_key_figures_are_those_of_the_entries():
     assert figures["Eval perplexity"] == f"{math.exp(1.25):.4g}"
     assert figures["Tokens"] == "10k"
     assert figures["Time in steps"] == "0:24"  # 20 + 9 * 0.5, to the even second
-    assert figures["Tokens a second"] == "2k"
+    assert figures["Tokens per second"] == "2k"
     assert not any("MFU" in name for name in figures)
     assert dict(key_figures(history_of([{**train[0], "mfu": 0.4567}])))["MFU"] == "45.7%"
 

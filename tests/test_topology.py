@@ -142,13 +142,13 @@ def test_a_slice_has_the_chips_of_its_number_or_does_not_exist(family, number):
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("v5p-100", "no v5p slice has 100 TensorCores .two a chip.. The nearest: v5p-64, v5p-128$"),
+        ("v5p-100", "no v5p slice has 100 TensorCores .two per chip.. The nearest: v5p-64, v5p-128$"),
         ("v5p-9", "The nearest: v5p-8, v5p-16$"),
         ("v5e-512", "no v5e slice has 512 chips. The nearest: v5e-256$"),
         ("v6e-2", "The nearest: v6e-1, v6e-4$"),
         ("v4-4", "The nearest: v4-8$"),
         ("v5p-12416", "The nearest: v5p-12288$"),  # a cube more than the largest job
-        ("tpu7x-4", "no tpu7x slice has 4 devices .two a chip.. The nearest: tpu7x-2, tpu7x-8$"),
+        ("tpu7x-4", "no tpu7x slice has 4 devices .two per chip.. The nearest: tpu7x-2, tpu7x-8$"),
         ("v5p:4x4", "no v5p slice has this shape. Expected 2x2x1, 2x2x2, 2x2x4, 2x4x4, or three multiples of 4"),
         ("v5p:6x4x4", "no v5p slice has this shape"),
         ("v5p:16x16x28", "of 6144 chips at most"),

@@ -25,7 +25,7 @@ class Change(NamedTuple):
 def changes(
     config: Mapping[str, Any], devices: Sequence[jax.Device], built: Built, needed: int, capacity: int
 ) -> list[Change]:
-    """What is estimated to lower the `needed` bytes a device of a step, the least costly first; then all of it at once.
+    """Returns what is estimated to lower a step's `needed` bytes per device, the least costly first; then all at once.
 
     Of a changed step the parts that can be told are told again. What the step as it is needs beside its parts is taken
     to stay; where it needs less than its parts, the temporaries of the changed one are taken to be as much fewer. So

@@ -80,7 +80,7 @@ def _tpus(topology: Topology) -> list[jax.Device]:
     # Read when libtpu is loaded. It takes its process for one on a TPU VM, and prints errors where these are not known.
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # One process a machine may have its TPUs, but any number may compile for some.
+    # One process per machine may have its TPUs, but any number may compile for some.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     generation = _GENERATIONS[topology.chip.kind]
     return topologies.get_topology_desc(

@@ -62,7 +62,7 @@ class Collective:
     kind: str  # of RING_SHARE
     axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
     network: str  # ici: within a TPU slice or a GPU's host; dcn: between them
-    times: int  # executions a step
+    times: int  # executions per step
     whole_bytes: int  # of the array that is gathered, reduced or exchanged; of a permute what a device passes on
     sent_bytes: int  # by a device over this network
     links: float = 1.0  # the share of a device's links of this network that lead to others of its group

@@ -152,7 +152,7 @@ def verdict(report: Report) -> str:
     memory = report["memory"]
     if memory["capacity"] is None:
         return "it compiles; a CPU's memory is not judged"
-    words = f"{readable(memory['needed'])} of {readable(memory['capacity'])} a device"
+    words = f"{readable(memory['needed'])} of {readable(memory['capacity'])} per device"
     if memory["fits"]:
         return f"fits: {words}, {readable(memory['left'])} left"
     return f"does not fit: {'at least ' if report['compiler_message'] else ''}{words}"
@@ -173,7 +173,7 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
     yield "memory", "\n".join(_memory_lines(report["memory"]))
     flops = report["flops"]
     again = f"; {flops['recomputed']:.4g} more are computed again" if flops["recomputed"] else ""
-    yield "FLOPs", f"{flops['model']:.4g} a device (attention causal; {flops['model_palm']:.4g} as in PaLM){again}"
+    yield "FLOPs", f"{flops['model']:.4g} per device (attention causal; {flops['model_palm']:.4g} as in PaLM){again}"
     if report.get("collectives"):
         yield "collectives", "\n".join(_collective_lines(report["collectives"]))
     if "prediction" in report:
@@ -217,12 +217,12 @@ def _collective_lines(moved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         total[0] += each["times"]
         total[1] += each["times"] * each["sent_bytes"]
     for (kind, axes, network), (times, sent) in sorted(sums.items(), key=lambda entry: -entry[1][1]):
-        yield f"{kind:<18} over {axes} ({network}): {times:,} a step, a device sends {readable(sent)}"
+        yield f"{kind:<18} over {axes} ({network}): {times:,} per step, each device sends {readable(sent)}"
 
 
 def _prediction_lines(prediction: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"{prediction['step_seconds']:.3g} s a step, MFU {prediction['mfu']:.1%} (as in PaLM "
+        f"{prediction['step_seconds']:.3g} s per step, MFU {prediction['mfu']:.1%} (as in PaLM "
         f"{prediction['mfu_palm']:.1%}): by a roofline, not measured"
     )
     parts = ", ".join(f"{name} {prediction[f'{name}_seconds']:.3g}" for name in ("compute", "memory", "ici", "dcn"))

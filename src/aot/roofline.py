@@ -59,7 +59,7 @@ def predict(work: Work, chip: Chip, peak: float, moved: Sequence[Collective]) ->
     Args:
         work: of a device.
         chip: its rates.
-        peak: operations a second of its matrix products, in the dtype that the step multiplies.
+        peak: operations per second of its matrix products, in the dtype that the step multiplies.
         moved: the step's collectives.
     """
     model, again = work.model_flops, work.recomputed_flops
@@ -128,7 +128,7 @@ def step_work(
         sharing: devices that compute the same tokens together, each with its part of heads and hidden units.
         state_bytes: of weights and optimizer on the device.
         vocab_tiles: tiles of the loss.
-        micro_batches: passes a step, each of which goes through the weights.
+        micro_batches: passes per step, each of which goes through the weights.
     """
     model = flops_per_token(spec, length)
     again = recomputed_flops(spec, length, execution, vocab_tiles)

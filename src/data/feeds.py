@@ -1,6 +1,6 @@
 """What fills rows from one source: lanes, which keep a place in it, or rows whose number alone says what is in them.
 
-B: rows of a batch, over all hosts.  T: tokens a row.
+B: rows of a batch, over all hosts.  T: tokens per row.
 """
 
 import math

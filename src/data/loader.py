@@ -3,7 +3,7 @@
 A batch is a dict of numpy arrays as `packing.empty_batch` describes them. Which rows a host has changes nothing in a
 row: it depends on the data, the seed, the global batch size, T and the step alone.
 
-B: rows of a batch, over all hosts.  T: tokens a row.  S: sources.
+B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
 """
 
 import collections

@@ -5,7 +5,7 @@ gives the same batches. A document of n ids gives n - 1 (token, target) pairs, `
 pairs of its documents end to end and cuts at T, so each transition is predicted once, whatever the cuts. Whether a pair
 counts in the loss goes with it.
 
-T: tokens a row.  B: rows of a batch, over all hosts.
+T: tokens per row.  B: rows of a batch, over all hosts.
 """
 
 import math

@@ -239,7 +239,7 @@ class TokenRows(_Tokens):
 
     Args:
         spec: its `dataset_path` is the folder.
-        length: T, pairs a row.
+        length: T, pairs per row.
 
     Raises:
         UserError: it is no such folder, or its files are not those that its tokens.json tells of.

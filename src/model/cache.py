@@ -1,4 +1,4 @@
-"""What attention remembers of a text while it is generated: one dict of arrays a layer, [B, K, S, H] each.
+"""What attention remembers of a text while it is generated: one dict of arrays per layer, [B, K, S, H] each.
 
 A layer that sees a window or a block of positions remembers no more than that: position p stands in slot p mod S, so
 a cache of S slots is a ring that holds the last S positions. Heads come before slots: so a token's products with all

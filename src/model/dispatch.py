@@ -1,7 +1,7 @@
 """Brings tokens to the experts that they chose, on whichever device those are, and what these make of them back.
 
 All of it runs on one device's parts, within a `shard_map`. P peers, the devices along the mesh axes of `expert`, have
-E / P experts each. Letters: X tokens of a device, k experts a token, M = X k its choices, R rows of a buffer, P peers,
+E / P experts each. Letters: X tokens of a device, k experts per token, M = X k choices, R rows of a buffer, P peers,
 C rows an expert has in a buffer; the others are in src/model/spec.py.
 """
 

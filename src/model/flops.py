@@ -64,7 +64,7 @@ def _multiplied(layer: LayerSpec, spec: ModelSpec) -> dict[str, float]:
 
 
 def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
-    """Matrix products of a training step a token, forward and backward, rows being `length` long.
+    """Matrix products of a training step per token, forward and backward, rows being `length` long.
 
     What rematerialisation computes again is `recomputed_flops`.
 

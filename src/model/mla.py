@@ -17,7 +17,7 @@ from src.model.weights import matmul, weight
 
 
 class LatentAttention(nnx.Module):
-    """Causal self-attention within a segment whose N heads expand one latent of R numbers a token.
+    """Causal self-attention within a segment whose N heads expand one latent of R numbers per token.
 
     A head is a part without positions and a rotary part, whose key all heads share. The cache holds the latent and
     that key, and a token that reads it never expands it: the expansion moves over to its query and to its result

@@ -120,7 +120,7 @@ def _kept_of_whole_rows(
 ) -> jax.Array:
     """Which choices have a place [B, T, k], where devices share rows: those of one device that has whole rows.
 
-    A device gathers the choices of its rows, 4 k bytes a token, and sorts them all.
+    A device gathers the choices of its rows, 4 k bytes per token, and sorts them all.
     """
     sharing, order = layout.axes("length"), even_order(experts_BTk.shape[1], layout)
 

@@ -1,4 +1,4 @@
-"""What a model is, as data: frozen specs made from the config, one entry a layer, and how equal layers repeat.
+"""What a model is, as data: frozen specs made from the config, one entry per layer, and how equal layers repeat.
 
 Tensor letters, here and in every file of the model: B batch, T query position, S key position, D embedding,
 F feed-forward hidden, N query heads, K key/value heads, H head size, A factors of a feed-forward layer, E experts,
@@ -192,7 +192,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def layer_specs(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
-    """One spec a layer, first to last: the config's facts, overridden by `decoder_segments`' patterns."""
+    """One spec per layer, first to last: the config's facts, overridden by `decoder_segments`' patterns."""
     return tuple(_layer(facts, shared_weights) for facts, shared_weights in layer_facts(config))
 
 

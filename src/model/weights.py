@@ -1,4 +1,4 @@
-"""One declaration a weight, and all that derives from it: initial values, abstract shapes, axes, parameter counts.
+"""One declaration per weight, and all that derives from it: initial values, abstract shapes, axes, parameter counts.
 
 Weights live in `flax.nnx` modules; the training step sees them as a plain nested dict of arrays.
 """

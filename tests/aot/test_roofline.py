@@ -30,7 +30,7 @@ def sent(network, bytes_, links=1.0, times=1):
 def test_each_resource_by_itself():
     moved = [sent("ici", 1e10, links=0.5, times=5), sent("ici", 2e10), sent("dcn", 3e8)]
     prediction = predict(WORK, CHIP, PEAK, moved)
-    # 4e14 operations at 85% of 1e14 a second, 1e12 bytes at 90% of 1e12; 5e10 bytes over half of the links.
+    # 4e14 operations at 85% of 1e14 per second, 1e12 bytes at 90% of 1e12; 5e10 bytes over half of the links.
     assert prediction.compute_seconds == pytest.approx(4 / 0.85)
     assert prediction.memory_seconds == pytest.approx(1 / 0.9)
     assert prediction.ici_seconds == pytest.approx(1.0 + 0.2)

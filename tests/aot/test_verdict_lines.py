@@ -93,7 +93,7 @@ def test_the_lines_name_what_a_user_asks_for(step):
     found = report(step, program(3 * GIB, 20 * GIB))
     said = dict(lines(found))
     assert said["topology"] == "v5e-8: 8 x TPU v5 lite"
-    assert said["verdict"] == "does not fit: 23.00 GiB of 15.75 GiB a device"
+    assert said["verdict"] == "does not fit: 23.00 GiB of 15.75 GiB per device"
     assert "not measured" in said["prediction"]
 
 

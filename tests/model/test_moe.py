@@ -176,7 +176,7 @@ def test_a_bias_moves_towards_an_even_load_and_stands_still_at_rate_0():
 
 
 def test_training_steps_even_the_load_by_the_bias_alone():
-    """With weights as good as fixed, so are the mean scores: the load-balance loss is 1 a layer when loads are even."""
+    """With weights as good as fixed, so are the mean scores: the load-balance loss is 1 per layer at even loads."""
     settings = {**EXPERTS, **KINDS["deepseek3"], "learning_rate": 1e-12, "routed_bias_update_rate": 0.01}
     trainer, batch = Trainer(initial=False, **settings), packed_rows(0)
     losses = [trainer.step(batch, number)["load_balance_loss"] for number in range(60)]

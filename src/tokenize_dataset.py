@@ -182,7 +182,8 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
     for path in (folder / SUMMARY, folder / UNFINISHED):
         if path.exists():
             plan = json.loads(path.read_bytes())
-            if differences := compare({name: plan.get(name) for name in facts}, facts):
+            names = sorted(facts, key=lambda name: name == "source")  # keys say more than their effect on the source
+            if differences := compare({name: plan.get(name) for name in names}, facts):
                 raise UserError(
                     f"tokenized_path={folder} has tokens of other data or settings ({first_few(differences, '; ')}): "
                     "name a new folder, or delete this one"

@@ -8,6 +8,7 @@ import bisect
 import html
 import json
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -87,7 +88,7 @@ def _block(points: Sequence[Point]) -> Block:
     if len(points) == 1:
         return Block(points[0], points[0], points[0], values[0], 1)
     ordered = sorted(values)
-    low, median, high = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+    low, median, high = ordered[0], statistics.median(ordered), ordered[-1]
     steps = {value: step for step, value in points}
     middle = points[len(points) // 2][0]
     return Block((steps[low], low), (steps[high], high), (middle, median), sum(values), len(values))

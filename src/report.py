@@ -130,7 +130,7 @@ def page(folder: epath.Path, history: History) -> str:
     steps, changed = _config(config_text)
     done = history.last_train.get("step", 0)
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    status = [f"{'Finished,' if done >= steps else 'At'} step {done:,} of {steps:,}; written {written}."]
+    status = [f"{'Finished,' if done >= steps else 'At'} step {done:,} of {steps:,}; written <time>{written}</time>."]
     if history.others:
         status.append(_other_lines(history))
     after, _, sample = _read(folder / "sample.txt").partition("\n")

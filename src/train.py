@@ -223,9 +223,9 @@ def dated(folder: RunFolder, first_step: int) -> dict[str, str]:
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     try:
         before = parse_json(folder.read_text("environment.json") or "{}") if first_step else {}
-        return {"first started": str(before["first started"]), "started again": now}
+        return {"started": str(before["started"]), "started again": now}
     except (ValueError, KeyError, TypeError):
-        return {"first started": now}
+        return {"started": now}
 
 
 def dated_name() -> str:

@@ -332,6 +332,13 @@ def test_a_thinned_curve_keeps_the_extremes_the_sum_and_the_order(values, chunks
             assert (block.low[1], block.high[1]) == (min(inside), max(inside))
 
 
+def test_the_medians_of_blocks_lean_to_no_side():
+    curve = Curve()
+    curve.extend([(k, float(k % 2)) for k in range(20_000)])
+    assert curve.stride == 8
+    assert {value for _, value in curve.medians()} == {0.5}
+
+
 def test_the_memory_of_a_history_does_not_grow_with_the_run():
     history = History()
     for start in range(0, 100_000, 1000):

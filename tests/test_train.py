@@ -149,7 +149,7 @@ def test_the_folder_is_as_documented(run):
     report = (folder / "report.html").read_text()
     first, sample = (folder / "sample.txt").read_text().split("\n", 1)
     assert first == f"after step {STEPS}"
-    for shown in ("eval", html.escape(sample), "parameters, 2 layers", "fsdp 8", "first started", str(folder)):
+    for shown in ("eval", html.escape(sample), "parameters, 2 layers", "fsdp 8", "started", str(folder)):
         assert shown in report
     assert list((folder / "tensorboard").iterdir())
 

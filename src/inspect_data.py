@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from ml_collections import FrozenConfigDict
 
-from src.data.feeds import Documents, rows_an_epoch
+from src.data.feeds import Documents, describe_conversations, rows_an_epoch
 from src.data.loader import train_batches
 from src.data.mixture import Mixture
 from src.data.packing import Batch
@@ -74,6 +74,7 @@ def main(argv: Sequence[str]) -> None:
             ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
             ("step", f"{global_batch} rows x {length} = {global_batch * length:,} tokens"),
             ("rows", f"{rows[0]} to {rows[-1]}, of process {config.process_index} of {config.process_count}"),
+            *([("conversations", describe_conversations(config, data, tokenizer))] if config.use_sft else []),
         ]
     )
     batches = _from_first_step(config, data, tokenizer, rows, global_batch)
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
             print("\n".join(_row_lines(f"step {step}, row {row}" + f" ({name})" * bool(name), batch, index, tokenizer)))
     summary = _summary(shown, batches)
     batches.close()
-    if tokenizer:
+    if tokenizer and not (config.use_sft and tokenizer.chat_template):  # whose tokens the decoded text lacks
         summary.append(("round trip", _round_trip(config, data, tokenizer)))
     print_header(summary)
 
@@ -141,8 +142,12 @@ def _row_lines(title: str, batch: Batch, row: int, tokenizer: Tokenizer | None) 
     learned = sum(int(segment.learned.sum()) for segment in in_row)
     lines = [f"{title}: documents {len(in_row)}, tokens {used} of {length}, in the loss {learned}"]
     for segment in in_row:
-        begins = tokenizer is None or segment.ids[0] == tokenizer.bos
-        ends = tokenizer is None or segment.ids[-1] == tokenizer.eos
+        if "cuts" in batch:  # a chat template begins and ends conversations as it will
+            begins = segment is not in_row[0] or not batch["cuts"][row, 0]
+            ends = segment is not in_row[-1] or not batch["cuts"][row, 1]
+        else:
+            begins = tokenizer is None or segment.ids[0] == tokenizer.bos
+            ends = tokenizer is None or segment.ids[-1] == tokenizer.eos
         place = f"  {segment.start:>6} to {segment.stop:<6}"
         edges = f"{'begins' if begins else 'goes on':7}  {'ends' if ends else 'is cut':6}"
         ids = " ".join(map(str, segment.ids[:_SHOWN_IDS])) + " ..." * (len(segment.ids) > _SHOWN_IDS)
@@ -187,7 +192,7 @@ def _round_trip(config: FrozenConfigDict, data: TrainData, tokenizer: Tokenizer)
         if isinstance(source, RowSource):
             found = [document.ids for n in range(_CHECKED_BATCHES) for document in documents.row(n)]
         else:
-            found = [documents(n).ids for n in range(_CHECKED_DOCUMENTS)]
+            found = [document.ids for n in range(_CHECKED_DOCUMENTS) for document in documents(n)]
         whole = [ids for ids in found if len(ids) and ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos]
         checked += len(whole)
         different += [ids for ids in whole if not np.array_equal(tokenizer.encode(tokenizer.decode(ids)), ids)]

@@ -22,10 +22,13 @@ from src.json_text import parse_json
 
 # A train line of metrics.jsonl has these keys in this order (docs/metrics.md says what each is), mfu and mfu_palm only
 # where the device's peak rate is known, the losses of experts and of extra prediction layers only where the model has
-# them, and of the layers that have experts a list each of loads and drops; an eval line has `step`, EVAL_KEYS, and what
-# `eval_metrics` adds, all with /NAME after them for a set that has a name. Line k of the train lines is the k-th
-# update's: steps count from 1.
-LOSSES_AND_LOADS = ("load_balance_loss", "router_z_loss", "expert_load_max", "tokens_dropped", "mtp_loss")
+# them, of the layers that have experts a list each of loads and drops, and `conversations_cut` with `use_sft`; an eval
+# line has `step`, EVAL_KEYS, and what `eval_metrics` adds, all with /NAME after them for a set that has a name. Line k
+# of the train lines is the k-th update's: steps count from 1.
+LOSSES_AND_LOADS = (
+    *("load_balance_loss", "router_z_loss", "expert_load_max", "tokens_dropped", "mtp_loss"),
+    "conversations_cut",
+)
 TRAIN_KEYS = (
     "step",
     "loss",

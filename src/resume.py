@@ -13,7 +13,7 @@ from ml_collections import FrozenConfigDict
 from src.checkpoint import Checkpointer, absolute, restore_step
 from src.config import compare_runs, from_yaml
 from src.data.mixture import Mixture
-from src.data.packing import after_documents
+from src.data.packing import after_documents, documents_taken
 from src.data.source_spec import SETTINGS, train_specs, train_weights
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError, first_few
@@ -290,7 +290,7 @@ def moved_position(
     columns = [np.zeros_like(saved[:, 0]) if name in new else saved[:, old_names.index(name)] for name in names]
     rows = wanted.shape[0]
     if rows != len(saved):
-        taken = sum(int(column[:, 0].sum(dtype=np.int64)) for column in columns)
+        taken = sum(int(documents_taken(column).sum()) for column in columns)
         messages.append(f"the global batch changed: the data go on after {taken:,} documents")
         columns = [after_documents(column, rows) for column in columns]
     return jax.device_put(np.stack(columns, axis=1), wanted.sharding), messages

@@ -139,7 +139,8 @@ class Items:
 
     def __getitem__(self, i: int) -> np.ndarray:
         """The int32 ids of item `i`; none of an empty text."""
-        return encode(self._config, self._tokenizer, self._source[i]).ids
+        (document,) = encode(self._config, self._tokenizer, self._source[i])
+        return document.ids
 
     def facts(self) -> dict[str, Any]:
         """What the tokens depend on, as tokens.json has it."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from ml_collections import FrozenConfigDict
@@ -17,6 +18,7 @@ from src import config as configuration
 from src.build import build, check_same_program
 from src.checkpoint import Checkpointer
 from src.compiler_flags import compiler_options
+from src.data.feeds import describe_conversations
 from src.data.global_arrays import check_same_data, host_rows, to_global, to_host
 from src.data.loader import data_fingerprint, train_batches
 from src.data.sources import EvalSet, TrainData, describe_data, describe_eval_set, open_sources
@@ -148,6 +150,9 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         say(log.messages)
     say(start.messages)
 
+    count_cut = jax.jit(lambda cuts: jnp.sum(cuts[:, 1]), out_shardings=plan.layout.sharding(()))
+    cuts_place = {"cuts": plan.layout.sharding(("batch", None))}
+
     # ---- The loop: a step is recorded while the next one runs
     eval_metrics: dict[str, float] = {}
     stopped_by = 0
@@ -160,8 +165,11 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
             profile.before_step(step)
             with recorder.waits_for_data():
                 rows_of_host = next(batches)
+            cuts = {name: rows_of_host.pop(name) for name in cuts_place if name in rows_of_host}
             batch = to_global(rows_of_host, place, rows, global_batch)
             state, metrics = train_step(state, batch, hyper_parameters(config, step))
+            for of_rows in to_global(cuts, cuts_place, rows, global_batch).values():
+                metrics["conversations_cut"] = count_cut(of_rows)
             done = step + 1
             recorder.add(done, metrics)
             preempted = preemption.reached(done) and done < config.steps  # at its end a run has nothing to go on with
@@ -249,7 +257,8 @@ def header(
 ) -> list[tuple[str, str]]:
     """What was chosen for this run, by name: nothing that a user would have to guess."""
     tokens = global_batch * config.max_target_length
-    order = f"shuffled by seed {config.data_shuffle_seed}, {'packed' if config.packing else 'a document per row'}"
+    packed = "packed, none cut that fits a row" if config.use_sft else "packed"
+    order = f"shuffled by seed {config.data_shuffle_seed}, {packed if config.packing else 'a document per row'}"
     return [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
         ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
@@ -269,6 +278,7 @@ def header(
         ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("order", order),
+        *([("conversations", describe_conversations(config, data, tokenizer))] if config.use_sft else []),
         ("steps", f"{first_step} to {config.steps}"),
         ("TensorBoard", f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),

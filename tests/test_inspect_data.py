@@ -13,6 +13,7 @@ from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
 from src.inspect_data import main, rows_of_process, segments
 from tests import runs
+from tests.data.test_huggingface import CHAT_ML, TOKENS, byte_level, write_folder
 
 SMALL = {"max_target_length": 32, "data_shuffle_seed": 1}
 
@@ -77,6 +78,27 @@ def test_padding_and_what_does_not_count_are_told(capsys, tmp_path):
         assert f"in the loss: '{'c' * n}'\n" in printed
     filled = sum(2 * n + 1 for n in range(1, 9)) / (8 * 40)
     assert f"{filled:.2%}" in printed
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_conversations_of_a_template_begin_and_end_where_they_do(capsys, tmp_path, packing):
+    """ChatML: no conversation begins with bos or ends with eos."""
+    folder = write_folder(tmp_path / "model", byte_level(), tokenizer_config={**TOKENS, "chat_template": CHAT_ML})
+    lines = [{"prompt": "p" * n, "completion": "c" * n} for n in (3, 4, 5, 6, 90)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    printed = inspect(
+        capsys,
+        tmp_path / "chat.jsonl",
+        **{"packing": packing, "use_sft": "true", "max_target_length": 64, "inspect_num_steps": 3},
+        **{"tokenizer_type": "huggingface", "tokenizer_path": folder, "vocab_size": 400},
+    )
+    assert re.search(r"conversations +1 of 5 looked at are longer than a row of 64 and cut; what the assi", printed)
+    parts = re.findall(r"(begins|goes on) +(ends|is cut) .*\n +'(.*)'", printed)
+    for begins, ends, text in parts:
+        assert (begins == "begins") == text.startswith("user")
+        assert (ends == "ends") == ((text.endswith("\\n") and "assistant\\n" in text) or set(text) <= set("c\\n"))
+    assert {part[:2] for part in parts} >= {("begins", "ends"), ("begins", "is cut"), ("goes on", "ends")}
+    assert "round trip" not in printed
 
 
 def test_the_source_of_each_row_of_a_mixture_is_named(capsys, tmp_path, texts):

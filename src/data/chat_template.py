@@ -1,8 +1,17 @@
 """Chat templates: the Jinja2 programs in Hugging Face folders that write a conversation as one text."""
 
+import contextlib
 import datetime
 import json
+import math
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -14,9 +23,19 @@ from src.errors import UserError
 Message = Mapping[str, Any]
 """{"role": ..., "content": ..., and what else the template reads}."""
 
+CPU_SECONDS = 10  # for one conversation, which takes a thousandth of one
+MEMORY_BYTES = 1 << 30
+MAX_CHARACTERS = 1 << 24
+_SHOWN = 300  # characters of an error
+_ROOT = str(Path(__file__).parents[2])
+
 
 class ChatTemplate:
-    """A compiled template, which sees what `transformers` shows it: messages, special tokens and a few functions.
+    """A template, which sees what `transformers` shows it: messages, special tokens and a few functions.
+
+    Templates come with downloaded weights. Jinja2's sandbox keeps them to strings, but not from loops without an end
+    or strings of gigabytes. So a process of their own renders them, which the kernel keeps to `CPU_SECONDS` for a
+    conversation and to `MEMORY_BYTES`. It starts with the first conversation; any thread may call `render`.
 
     Args:
         source: the template.
@@ -28,43 +47,130 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
-        # Templates come with downloaded weights: the sandbox keeps them to strings.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        self._tokens = dict(tokens)
+        self._setup = {"source": source, "tokens": dict(tokens)}
         self._where = where
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stop = _nothing
         try:
-            self._template = environment.from_string(source)
+            _environment().parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"the chat template of {where} can't be read: line {error.lineno}: {error}") from None
+        except RecursionError:
+            raise UserError(f"the chat template of {where} can't be read: it is nested too deeply") from None
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime.datetime | None = None
-    ) -> str:
-        """The conversation as text; with `add_generation_prompt`, up to where an answer of the assistant begins.
+        self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], now: datetime.datetime | None = None
+    ) -> list[str]:
+        """Parts of a conversation, each as text.
 
         Args:
             messages: the conversation.
-            add_generation_prompt: end with what comes before an answer.
+            parts: of each how many messages it has, from the first on, and whether it is to end with what comes before
+                an answer (`add_generation_prompt`).
             now: what the template is told of the time; None: what the clock says.
 
         Raises:
-            UserError: the template refuses the conversation.
+            UserError: the template refuses the conversation, fails, or takes too long or too much memory.
         """
-        try:
-            return self._template.render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                strftime_now=(now or datetime.datetime.now()).strftime,
-                **self._tokens,
+        now = now or datetime.datetime.now()
+        request = {"messages": messages, "parts": parts, "now": now.isoformat()}
+        with self._lock:
+            try:
+                reply = self._ask(request)
+            except BaseException:  # such as Ctrl-C: the next request must not get this one's reply
+                self._end()
+                raise
+        if "error" in reply:
+            raise UserError(f"the chat template of {self._where} refuses the conversation: {reply['error']}")
+        return reply["texts"]
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply of the process, which is started where there is none."""
+        if self._process is None:
+            serve = f"import sys; sys.path.insert(0, {_ROOT!r}); from src.data.chat_template import serve; serve()"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", serve],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is not for it
             )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise UserError(f"the chat template of {self._where} refuses the conversation: {error}") from None
+            self._stop = weakref.finalize(self, _kill, self._process)
+            self._send(self._setup | {"cpu_seconds": CPU_SECONDS, "memory_bytes": MEMORY_BYTES})
+        self._send(request)
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        signal_number = -self._process.wait()
+        self._end()
+        if signal_number == signal.SIGXCPU:
+            return {"error": f"it was not done after {CPU_SECONDS} seconds"}
+        return {"error": f"its process ended (signal {signal_number})"}
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `_ask` finds that it has ended
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _end(self) -> None:
+        self._stop()
+        self._process, self._stop = None, _nothing
+
+
+def serve() -> None:
+    """Renders conversations, one a line of JSON on stdin, and writes each one's text or error as a line to stdout."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which may be sent to all processes of a job: stdin's end ends this
+    setup = json.loads(sys.stdin.readline())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"],) * 2)
+    template = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        used = math.ceil(usage.ru_utime + usage.ru_stime)
+        resource.setrlimit(resource.RLIMIT_CPU, (used + setup["cpu_seconds"], resource.RLIM_INFINITY))
+        try:
+            template = template or _environment().from_string(setup["source"])
+            strftime_now = datetime.datetime.fromisoformat(request["now"]).strftime
+            texts = [
+                template.render(
+                    messages=request["messages"][:count],
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    strftime_now=strftime_now,
+                    **setup["tokens"],
+                )
+                for count, add_generation_prompt in request["parts"]
+            ]
+            reply = {"texts": texts}
+            if (longest := max(map(len, texts))) > MAX_CHARACTERS:
+                reply = {"error": f"it wrote {longest:,} characters, and {MAX_CHARACTERS:,} are the most"}
+        except MemoryError:
+            reply = {"error": f"it takes more than {setup['memory_bytes'] >> 20:,} MiB"}
+        except jinja2.TemplateError as error:
+            reply = {"error": str(error)[:_SHOWN]}
+        except Exception as error:  # a template is a program, and fails as one
+            reply = {"error": f"{type(error).__name__}: {error}"[:_SHOWN]}
+        print(json.dumps(reply), flush=True)
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.communicate()
+
+
+def _nothing() -> None:
+    """There is no process to end."""
 
 
 class _Generation(jinja2.ext.Extension):

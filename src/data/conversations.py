@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 from src.data import files, text_files
 from src.data.documents import DocumentSource, parse_json, well_formed
 from src.data.packing import Document
-from src.data.tokenizer import Tokenizer
+from src.data.tokenizer import Tokenizer, missing_template
 from src.errors import UserError
 
 if TYPE_CHECKING:
@@ -130,10 +131,11 @@ def read_message(message: Any, number: int) -> "Message":
     return {**message, "content": well_formed(message["content"])}
 
 
-def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, completion_only: bool) -> Document:
+def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, completion_only: bool) -> list[Document]:
     """The ids of a conversation, and which of them count in the loss.
 
     The tokenizer's chat template writes it. Without one, a prompt and its completion are bos, prompt, completion, eos.
+    With `completion_only` a template that rewrites earlier turns gives a document for each turn of the assistant.
 
     Args:
         tokenizer: any.
@@ -147,40 +149,86 @@ def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, comple
         prompt, completion = (message["content"] for message in conversation.messages)
         prompt_ids, completion_ids = tokenizer.encode_prompt(prompt), tokenizer.encode_text(completion)
         ids = np.concatenate([prompt_ids, completion_ids, [tokenizer.eos]]).astype(np.int32)
-        return Document(ids, np.arange(len(ids)) >= len(prompt_ids) if completion_only else None)
+        return [Document(ids, np.arange(len(ids)) >= len(prompt_ids) if completion_only else None)]
     try:
         if completion_only:
             return _encode_turns(tokenizer, conversation.messages)
-        return Document(tokenizer.encode_text(tokenizer.render_chat(conversation.messages, False, NOW)))
+        return [Document(tokenizer.encode_text(tokenizer.render_chat(conversation.messages, False, NOW)))]
     except UserError as error:
         raise UserError(f"{text_files.line_name(conversation.file, conversation.start)}: {error}") from None
 
 
-def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: "tuple[Message, ...]") -> Document:
+def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: "tuple[Message, ...]") -> list[Document]:
     """The ids of a conversation as the template writes it; those of the assistant's turns count in the loss.
 
-    A turn is what the conversation up to it has more than the prompt for it.
+    Where the template only appends, that is one document, in which a turn is what the conversation up to it has more
+    than the prompt for it. A template that rewrites earlier turns gives a document for each turn: the prompt for it, as
+    the model will be shown it, and the turn.
     """
-    text = tokenizer.render_chat(messages, False, NOW)  # an error for all other kinds of tokenizer
+    if tokenizer.chat_template is None:
+        raise missing_template()
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    parts = [(len(messages), False), *((turn, True) for turn in turns), *((turn + 1, False) for turn in turns)]
+    text, *rendered = tokenizer.render_parts(messages, parts, NOW)
+    prompts, through = rendered[: len(turns)], rendered[len(turns) :]
+    extends = [up_to.startswith(prompt) and up_to != prompt for prompt, up_to in zip(prompts, through, strict=True)]
+    if all(extends) and all(map(text.startswith, through)):
+        return [_document(tokenizer, text, list(zip(map(len, prompts), map(len, through), strict=True)))]
+    documents = []
+    for turn, prompt, up_to, is_longer in zip(turns, prompts, through, extends, strict=True):
+        begin = len(prompt) if is_longer else _turn_begin(tokenizer, messages[: turn + 1], prompt, up_to)
+        written = prompt + up_to[begin:]
+        documents.append(_document(tokenizer, written, [(len(prompt), len(written))]))
+    return documents
+
+
+def _turn_begin(tokenizer: "HuggingFaceTokenizer", messages: "tuple[Message, ...]", prompt: str, text: str) -> int:
+    """Where the last message, the assistant's, begins in the template's `text` of a conversation.
+
+    Once it is there, the template writes what comes before it in another way than in the prompt for it: Mistral's
+    leaves out the system message. What both have is the message before it, and what follows that in the prompt.
+
+    Raises:
+        UserError: they don't.
+    """
+
+    def content_begin(messages: "Sequence[Message]", add_generation_prompt: bool) -> int:
+        """Where the template writes the content of the last message."""
+        others = ([*messages[:-1], {**messages[-1], "content": content}] for content in ("x", "y"))
+        one, other = (tokenizer.render_chat(each, add_generation_prompt, NOW) for each in others)
+        return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+
+    if len(messages) > 1:
+        before = prompt[content_begin(messages[:-1], True) :]
+        found = text.rfind(before, 0, content_begin(messages, False))
+        if before and found >= 0:
+            return found + len(before)
+    raise UserError(
+        f"the tokenizer's chat template does not show where message {len(messages)}, the assistant's, begins: with it "
+        "the conversation is written in another way than the prompt for it. Give the tokenizer a template that only "
+        "appends, or set sft_train_on_completion_only=false"
+    )
+
+
+def _document(tokenizer: "HuggingFaceTokenizer", text: str, turns: list[tuple[int, int]]) -> Document:
+    """The ids of a text, and which of them stand for a character of a turn; each turn is [begin, end) in the text.
+
+    Raises:
+        UserError: a turn has more text after the token that ends it.
+    """
     ids, spans = tokenizer.encode_with_spans(text)
     stops = np.isin(ids, list(tokenizer.stop_ids))
     learned = np.zeros(len(ids), bool)
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = tokenizer.render_chat(messages[:turn], True, NOW)
-        through = tokenizer.render_chat(messages[: turn + 1], False, NOW)
-        if not (text.startswith(through) and through.startswith(before) and len(through) > len(before)):
-            raise UserError(
-                f"the tokenizer's chat template writes the conversation up to message {turn + 1} in another way than "
-                "the whole, so the assistant's tokens can't be told from the rest. Let the conversation end with its "
-                "only assistant message, give the tokenizer a template that only appends, or set "
-                "sft_train_on_completion_only=false"
-            )
-        said = (spans[:, 0] < len(through)) & (spans[:, 1] > len(before))
-        ends = np.flatnonzero(said & stops)
+    for begin, end in turns:
+        in_turn = (spans[:, 0] < end) & (spans[:, 1] > begin)
+        ends = np.flatnonzero(in_turn & stops)
         # A template may write a line end after the token that ends the turn: a model that stops there never says it.
-        if len(ends) and not text[spans[ends[-1], 1] : len(through)].strip():
-            said[ends[-1] + 1 :] = False
-        learned |= said
+        if len(ends):
+            if rest := text[spans[ends[-1], 1] : end].strip():
+                raise UserError(
+                    f"the tokenizer's chat template writes {rest[:40]!r} after the token that ends the assistant's "
+                    "turn. Give it a template that ends a turn there, or set sft_train_on_completion_only=false"
+                )
+            in_turn[ends[-1] + 1 :] = False
+        learned |= in_turn
     return Document(ids, learned)

@@ -66,8 +66,8 @@ class HuggingFaceTokenizer:
         words = self._tokenizer.get_vocab(with_added_tokens=False).values()
         self.vocab_size: int = max(*words, self.bos, *self.stop_ids) + 1
         self._digest = hashlib.sha256(data).hexdigest()[:16]
-        self.chat_template = _chat_template(file.parent, named)
-        self._template = ChatTemplate(self.chat_template, tokens, str(file.parent)) if self.chat_template else None
+        self.chat_template, template_file = _chat_template(file.parent, named)
+        self._template = ChatTemplate(self.chat_template, tokens, str(template_file)) if self.chat_template else None
 
     def encode(self, text: str) -> np.ndarray:
         """The int32 ids of a document, bos and eos included."""
@@ -95,14 +95,22 @@ class HuggingFaceTokenizer:
     ) -> str:
         """A conversation as the template writes it, special tokens included; for `encode_text`.
 
-        The arguments are `ChatTemplate.render`'s.
+        With `add_generation_prompt` it ends where an answer of the assistant begins. The other arguments and the errors
+        are those of `render_parts`.
+        """
+        return self.render_parts(messages, [(len(messages), add_generation_prompt)], now)[0]
+
+    def render_parts(
+        self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], now: datetime.datetime | None = None
+    ) -> list[str]:
+        """Parts of a conversation. The arguments are `ChatTemplate.render`'s.
 
         Raises:
             UserError: the tokenizer has no template, or the template refuses the conversation.
         """
         if self._template is None:
             raise missing_template()
-        return self._template.render(messages, add_generation_prompt, now)
+        return self._template.render(messages, parts, now)
 
     def fingerprint(self) -> dict[str, str | int]:
         """What makes two tokenizers give the same ids."""
@@ -166,12 +174,22 @@ def _ids(named: dict[str, dict[str, Any]], key: str) -> list[int]:
     return []
 
 
-def _chat_template(folder: Path, named: dict[str, dict[str, Any]]) -> str | None:
-    """chat_template.jinja, or else the one (of several named ones, `default`) in tokenizer_config.json."""
+def _chat_template(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[str | None, Path]:
+    """chat_template.jinja, or else the one (of several named ones, `default`) in tokenizer_config.json; and the file.
+
+    Raises:
+        UserError: it is no text.
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8"), file
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} is no chat template: it is not UTF-8 ({error.reason})") from None
+    file = folder / "tokenizer_config.json"
     template = named["tokenizer_config.json"].get("chat_template")
-    if isinstance(template, list):
-        return {each["name"]: each["template"] for each in template}.get("default")
-    return template
+    if isinstance(template, list) and all(isinstance(each, dict) for each in template):
+        template = {each.get("name"): each.get("template") for each in template}.get("default")
+    if not isinstance(template, str | None):
+        raise UserError(f'{file}: "chat_template" is neither a text nor a list of {{"name": ..., "template": ...}}')
+    return template, file

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from src.data.feeds import Documents, Feed, encode, make_feed, rows_an_epoch
+from src.data.feeds import Documents, Feed, encode, make_feed, row_layout, rows_an_epoch
 from src.data.mixture import Mixture
 from src.data.packing import Batch, after_documents, empty_batch, rows_needed
 from src.data.sources import EvalSet, RowSource, Source, TrainData
@@ -57,8 +57,8 @@ def train_batches(
         rows_before: rows of each source by name that came before `rows_taken` was counted, of sources of rows.
 
     Returns:
-        Batches of `len(rows)` rows, which have `data_position` too: where each row's lanes are after this batch, as
-        int32 [rows, S, 2] of (documents taken, pairs taken of the next one).
+        Batches of `len(rows)` rows, which have `data_position` too: int32 [rows, S, 2], the `Lane.position` of each
+        row's lanes after this batch. With `use_sft` also `cuts`: int32 [rows, 2], `packing.Cuts` of each row.
 
     Raises:
         UserError: a source has less text than one row.
@@ -80,7 +80,11 @@ def train_batches(
     ]
     closing = threading.Event()
     batches = _batches(config, feeds, Mixture(data.weights), rows, global_batch, closing, rows_taken)
-    return _prefetch((batch | {"data_position": positions} for batch, positions in batches), closing)
+    made = (
+        batch | {"data_position": positions} | ({"cuts": cuts} if config.use_sft else {})
+        for batch, positions, cuts in batches
+    )
+    return _prefetch(made, closing)
 
 
 class EvalBatches:
@@ -138,7 +142,7 @@ class EvalBatches:
         self._rows_taken += count * self._global_batch
         closing, mixture = threading.Event(), Mixture([1])
         batches = _batches(self._config, [self._feed], mixture, self._rows, self._global_batch, closing, before, count)
-        return _prefetch((batch for batch, _ in batches), closing)
+        return _prefetch((batch for batch, *_ in batches), closing)
 
     def steps(self) -> int:
         """How many batches an evaluation has. The first call, by `iter` or directly, waits for that of other hosts."""
@@ -185,8 +189,9 @@ class EvalBatches:
         documents = Documents(self._config, self._source, self._tokenizer, name="")
         most = 0
         for row in self._rows:
-            sizes = (len(documents(n).ids) for n in range(row, len(self._source), self._global_batch))
-            most = max(most, rows_needed(sizes, self._config.max_target_length, self._config.packing))
+            ordinals = range(row, len(self._source), self._global_batch)
+            sizes = ([len(document.ids) for document in documents(n)] for n in ordinals)
+            most = max(most, rows_needed(sizes, self._config.max_target_length, row_layout(self._config)))
         return int(max_over_hosts(np.int32(most)))
 
 
@@ -228,7 +233,7 @@ def count_pairs(
     for i in range(len(source)):
         if pairs >= enough:
             break
-        pairs += max(len(encode(config, tokenizer, source[i]).ids) - 1, 0)
+        pairs += sum(max(len(document.ids) - 1, 0) for document in encode(config, tokenizer, source[i]))
     return pairs
 
 
@@ -253,8 +258,8 @@ def _batches(
     closing: threading.Event,
     rows_taken: int,
     count: int | None = None,
-) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Batches after so many rows of the run, each with `data_position` after it: `count` of them, or without end.
+) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
+    """Batches after so many rows of the run, `count` of them or without end: (batch, `data_position` after it, `cuts`).
 
     Thread n of N fills rows n, n + N, ... of one batch after the other. Rows differ in how long they take: a thread
     waits for the others only when it is some batches ahead of them. Once `closing` is set they begin no further row.
@@ -266,19 +271,20 @@ def _batches(
         function = load_function(config.batch_transform, "batch_transform")
         transform = functools.partial(apply_transform, function, config.vocab_size)
 
-    def fill(batch: Batch, positions: np.ndarray, dealt: list[tuple[int, int]], thread: int) -> None:
+    def fill(batch: Batch, positions: np.ndarray, cuts: np.ndarray, dealt: list[tuple[int, int]], thread: int) -> None:
         for row in range(thread, len(rows), config.data_threads):
             if closing.is_set():
                 return
             source, ordinal = dealt[row]
-            feeds[source].fill(batch, row, ordinal)
+            cuts[row] = feeds[source].fill(batch, row, ordinal)
             positions[row] = [feed.position(row) for feed in feeds]
 
-    def begin(before: int) -> tuple[Batch, np.ndarray, list[Future[None]]]:
+    def begin(before: int) -> tuple[Batch, np.ndarray, np.ndarray, list[Future[None]]]:
         batch = empty_batch(len(rows), config.max_target_length)
-        positions = np.empty((len(rows), len(feeds), 2), np.int32)
+        positions, cuts = np.empty((len(rows), len(feeds), 2), np.int32), np.empty((len(rows), 2), np.int32)
         dealt = mixture.deal(before, rows, global_batch, config.data_shuffle_seed)
-        return batch, positions, [thread.submit(fill, batch, positions, dealt, n) for n, thread in enumerate(threads)]
+        begun = [thread.submit(fill, batch, positions, cuts, dealt, n) for n, thread in enumerate(threads)]
+        return batch, positions, cuts, begun
 
     with contextlib.ExitStack() as exits:
         threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(config.data_threads)]
@@ -287,11 +293,11 @@ def _batches(
         begun = map(begin, itertools.islice(itertools.count(rows_taken, global_batch), count))
         ahead = collections.deque(itertools.islice(begun, _BEGUN_BATCHES))
         while ahead:
-            batch, positions, parts = ahead.popleft()
+            batch, positions, cuts, parts = ahead.popleft()
             for part in parts:
                 part.result()
             ahead.extend(itertools.islice(begun, 1))
-            yield transform(batch) if transform else batch, positions
+            yield transform(batch) if transform else batch, positions, cuts
 
 
 def _prefetch(batches: Iterator[Batch], closing: threading.Event) -> Iterator[Batch]:

@@ -1,15 +1,16 @@
 """Lanes: how documents become rows, so that a run can stop after any row and go on exactly there.
 
 Row j of every batch is the work of lane j, which depends on no other lane: hosts share nothing, and any number of them
-gives the same batches. A document of n ids gives n - 1 (token, target) pairs, `ids[:-1]` and `ids[1:]`. A lane lays the
-pairs of its documents end to end and cuts at T, so each transition is predicted once, whatever the cuts. Whether a pair
-counts in the loss goes with it.
+gives the same batches. A document of n ids gives n - 1 (token, target) pairs, `ids[:-1]` and `ids[1:]`. Each pair of a
+lane's documents comes once, whatever the cuts, so each transition is predicted once. Whether a pair counts in the loss
+goes with it. A layout plans the rows: texts are laid end to end and cut at T, conversations that fit a row are not cut.
 
 T: tokens per row.  B: rows of a batch, over all hosts.
 """
 
+import bisect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from src.errors import UserError
 Batch = dict[str, np.ndarray]
 
 MAX_EMPTY_DOCUMENTS = 10_000  # one after the other, before it is an error
+Cuts = tuple[bool, bool]
+"""Whether the first document of a row began in an earlier one, and whether the last is cut at the row's end."""
 
 
 class Document(NamedTuple):
@@ -32,8 +35,11 @@ class Document(NamedTuple):
     learned: np.ndarray | None = None
 
 
-Documents = Callable[[int], Document]
-"""Ordinal (which document of the endless stream over all epochs) to the document."""
+Items = Callable[[int], Sequence[Document]]
+"""Ordinal (which item of the endless stream over all epochs) to its documents: one, but for some conversations."""
+
+WINDOW = 20  # items that `whole` chooses from
+_MAX_ROWS = (1 << 32 - WINDOW) - 1  # with the window's bits they fill the 31 of a positive int32
 
 
 def empty_batch(rows: int, length: int) -> Batch:
@@ -61,92 +67,238 @@ def lay(batch: Batch, row: int, start: int, segment: int, document: Document, fi
     batch["loss_mask"][here] = 1 if document.learned is None else document.learned[targets]
 
 
-def fill_row(batch: Batch, row: int, documents: Iterable[Document]) -> None:
-    """Writes documents into a row that is still padding and has room for all their pairs."""
-    filled = 0
+def fill_row(batch: Batch, row: int, documents: Iterable[Document]) -> Cuts:
+    """Writes documents into a row that is still padding, as much of them as it has room for."""
+    filled, is_cut = 0, False
     for segment, document in enumerate(documents, start=1):
-        pairs = len(document.ids) - 1
+        pairs = min(len(document.ids) - 1, batch["tokens"].shape[1] - filled)
         lay(batch, row, filled, segment, document, 0, pairs)
         filled += pairs
+        is_cut |= pairs < len(document.ids) - 1
+    return False, is_cut
+
+
+class Piece(NamedTuple):
+    """A segment of a row: so many pairs, from pair `first` on, of a document of an item."""
+
+    item: int
+    document: int
+    first: int
+    pairs: int
+
+
+Position = tuple[int, int]
+"""Where a lane goes on: (items finished, pairs taken of the next one), or as `whole` says."""
+
+Sizes = Callable[[int], Sequence[int] | None]
+"""Item k of a lane to the pairs of each of its documents: () where it has none, None past the end."""
+
+Layout = Callable[[Sizes, Position, int], tuple[list[Piece], Position]]
+"""Plans the next row of `length` tokens: its pieces, none past the end, and the position after it."""
+
+
+def end_to_end(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Piece], Position]:
+    """Lays documents end to end. What a row has no room for begins the next one."""
+    return _cut(sizes_of, position, length, length)
+
+
+def one_a_row(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Piece], Position]:
+    """Gives each document a row. What the row has no room for begins the next one."""
+    return _cut(sizes_of, position, length, 1)
+
+
+def _cut(sizes_of: Sizes, position: Position, length: int, most: int) -> tuple[list[Piece], Position]:
+    """Fills a row with at most so many pieces."""
+    item, offset = position[0], max(position[1], 0)  # below 0: a position of `whole`, whose placed items come again
+    pieces: list[Piece] = []
+    room = length
+    while room and len(pieces) < most and (sizes := sizes_of(item)) is not None:
+        for document, first, rest in _remaining(sizes, offset):
+            pairs = min(rest, room)
+            pieces.append(Piece(item, document, first, pairs))
+            offset, room = offset + pairs, room - pairs
+            if not room or len(pieces) == most:
+                break
+        if offset >= sum(sizes):
+            item, offset = item + 1, 0
+    return pieces, (item, offset)
+
+
+def whole(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Piece], Position]:
+    """Packs items so that none is cut that fits a row.
+
+    A row begins with the oldest item that is not placed yet. Then, again and again, it takes the longest that fits of
+    the `WINDOW` items from the oldest on. Of an item longer than a row each row has as many documents as fit, and a
+    document longer than a row is cut at the row's end.
+
+    The second number of a position is the pairs taken of the oldest item, as of the other layouts; or, where a later
+    item is placed, -(rows << WINDOW - 1 | placed): the full rows taken of the oldest item, and bit i says whether the
+    item i + 1 after it is placed.
+
+    Raises:
+        UserError: an item has more rows than a position can count.
+    """
+    item, offset, placed = _unpack(sizes_of, position, length)
+    item, placed = _oldest(sizes_of, item, placed)
+    if (sizes := sizes_of(item)) is None:
+        return [], (item, 0)
+    pieces = _leading(item, sizes, offset, length)
+    room = length - sum(piece.pairs for piece in pieces)
+    offset += length - room
+    if offset >= sum(sizes):
+        offset, placed = 0, placed | 1
+    item, placed = _oldest(sizes_of, item, placed)
+    while room:
+        longest, best = 0, 0
+        for ahead in range(WINDOW):
+            if (sizes := sizes_of(item + ahead)) is None:
+                break
+            if not placed >> ahead & 1 and longest < (size := sum(sizes)) <= room:
+                longest, best = size, ahead
+        if not longest:
+            break
+        pieces += [Piece(item + best, document, 0, pairs) for document, pairs in enumerate(sizes_of(item + best))]
+        room -= longest
+        item, placed = _oldest(sizes_of, item, placed | 1 << best)
+    if not placed:
+        return pieces, (item, offset)
+    rows = bisect.bisect_right(_row_ends(sizes_of(item) or (), length), offset) - 1
+    if rows > _MAX_ROWS:
+        raise UserError(
+            f"a conversation takes more than {_MAX_ROWS:,} rows of max_target_length={length}: raise "
+            "max_target_length, or set packing=false"
+        )
+    return pieces, (item, -(rows << WINDOW - 1 | placed >> 1))
+
+
+def _unpack(sizes_of: Sizes, position: Position, length: int) -> tuple[int, int, int]:
+    """(oldest item, pairs taken of it, which items are placed: bit i for the item i after the oldest)."""
+    item, state = position
+    if state >= 0:
+        return item, state, 0
+    rows, placed = divmod(-state, 1 << WINDOW - 1)
+    ends = _row_ends(sizes_of(item) or (), length) if rows else [0]
+    return item, ends[min(rows, len(ends) - 1)], placed << 1
+
+
+def _oldest(sizes_of: Sizes, item: int, placed: int) -> tuple[int, int]:
+    """The first item from `item` on that has something to place, and what is placed from it on."""
+    while placed & 1 or sizes_of(item) == ():
+        item, placed = item + 1, placed >> 1
+    return item, placed
+
+
+def _leading(item: int, sizes: Sequence[int], offset: int, length: int) -> list[Piece]:
+    """A row's pieces of an item, `offset` pairs of which are taken: whole documents, or a part of one too long."""
+    pieces: list[Piece] = []
+    room = length
+    for document, first, rest in _remaining(sizes, offset):
+        if rest > room and pieces:
+            break
+        pieces.append(Piece(item, document, first, min(rest, room)))
+        room -= pieces[-1].pairs
+    return pieces
+
+
+def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
+    """The pairs of an item that are taken before each of its rows, and in all."""
+    ends = [0]
+    while ends[-1] < sum(sizes):
+        ends.append(ends[-1] + sum(piece.pairs for piece in _leading(0, sizes, ends[-1], length)))
+    return ends
+
+
+def _remaining(sizes: Sequence[int], offset: int) -> Iterator[tuple[int, int, int]]:
+    """(document, first pair, pairs) of what an item still has, `offset` pairs of all its documents being taken."""
+    for document, pairs in enumerate(sizes):
+        if offset < pairs:
+            first = max(offset, 0)
+            yield document, first, pairs - first
+        offset -= pairs
 
 
 class Lane:
-    """The stream of documents with ordinals `first`, `first + stride`, ... cut into rows.
+    """The stream of items with ordinals `first`, `first + stride`, ... in rows.
 
     Args:
-        documents: the document of an ordinal.
+        items: the documents of an ordinal.
         first: the lane's number, j.
         stride: the number of lanes, B.
-        packing: whether a row may hold more than one document.
-        position: where to go on, as the property of that name gave it.
+        layout: how documents become rows.
+        position: where to go on, as `Lane.position` was.
         end: ordinals from here on don't exist; once past them the lane's rows are padding.
+
+    Attributes:
+        position: where it goes on after the rows so far.
     """
 
     def __init__(
         self,
-        documents: Documents,
+        items: Items,
         first: int,
         stride: int,
-        packing: bool,
+        layout: Layout,
         position: Sequence[int] = (0, 0),
         end: float = math.inf,
     ) -> None:
-        self._documents = documents
+        self._items = items
         self._first = int(first)  # numpy's ints, which rows and positions come in, overflow in the order's hash
         self._stride = stride
-        self._packing = packing
+        self._layout = layout
         self._end = end
-        self._taken, self._offset = (int(part) for part in position)
-        self._document: Document | None = None  # at the position, once read
+        self._read: dict[int, tuple[list[Document], tuple[int, ...]]] = {}  # items not finished, with their pairs
+        self._empty = 0  # items without any, one after the other
+        item, state = position
+        self.position: Position = (int(item), int(state))
 
-    @property
-    def position(self) -> tuple[int, int]:
-        """(documents taken, pairs taken of the next one)."""
-        return self._taken, self._offset
+    def fill(self, batch: Batch, row: int) -> Cuts:
+        """Writes the lane's next row into `batch`, whose row is still padding."""
+        self._empty = 0
+        pieces, position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])
+        filled, goes_on, is_cut = 0, False, False
+        for segment, piece in enumerate(pieces, start=1):
+            document = self._read[piece.item][0][piece.document]
+            lay(batch, row, filled, segment, document, piece.first, piece.pairs)
+            filled += piece.pairs
+            goes_on |= piece.first > 0
+            is_cut |= piece.first + piece.pairs < len(document.ids) - 1
+        placed = {piece.item for piece in pieces} - {position[0]}
+        self._read = {item: read for item, read in self._read.items() if item >= position[0] and item not in placed}
+        self.position = position
+        return goes_on, is_cut
 
-    def fill(self, batch: Batch, row: int) -> None:
-        """Writes the lane's next row into `batch`, whose row is still padding.
-
-        With packing, the row takes documents until it is full. Without, it takes one document, or as much of it as
-        fits. Either way what is left of a document begins the lane's next row, with positions from 0 again.
-        """
-        length = batch["tokens"].shape[1]
-        filled = segment = empty = 0
-        while filled < length and (document := self._current()) is not None:
-            all_pairs = max(len(document.ids) - 1, 0)
-            pairs = min(all_pairs - self._offset, length - filled)
-            empty = 0 if all_pairs else empty + 1
-            if empty > MAX_EMPTY_DOCUMENTS and self._end == math.inf:
+    def _sizes(self, item: int) -> Sequence[int] | None:
+        """The pairs of each of an item's documents that have any; None past the end."""
+        if item not in self._read:
+            ordinal = self._first + item * self._stride
+            if ordinal >= self._end:
+                return None
+            documents = [document for document in self._items(ordinal) if len(document.ids) > 1]
+            self._empty = 0 if documents else self._empty + 1
+            if self._empty > MAX_EMPTY_DOCUMENTS and self._end == math.inf:
                 raise UserError(
-                    f"the last {empty:,} documents that a row read have no text: the data have come to an end, or what "
-                    "reads them no longer does"
+                    f"the last {self._empty:,} documents that a row read have no text: the data have come to an end, "
+                    "or what reads them no longer does"
                 )
-            if pairs > 0:
-                segment += 1
-                lay(batch, row, filled, segment, document, self._offset, pairs)
-                self._offset += pairs
-                filled += pairs
-            if self._offset >= all_pairs:
-                self._taken, self._offset, self._document = self._taken + 1, 0, None
-            if filled and not self._packing:
-                return
-
-    def _current(self) -> Document | None:
-        """The document at the position; None past the end."""
-        ordinal = self._first + self._taken * self._stride
-        if ordinal >= self._end:
-            return None
-        if self._document is None:
-            self._document = self._documents(ordinal)
-        return self._document
+            self._read[item] = documents, tuple(len(document.ids) - 1 for document in documents)
+        return self._read[item][1]
 
 
-def rows_needed(document_sizes: Iterable[int], length: int, packing: bool) -> int:
-    """How many rows of T a lane fills with documents of these sizes, in ids: what `Lane.fill` does, only counted."""
-    pairs = [max(size - 1, 0) for size in document_sizes]
-    if packing:
-        return math.ceil(sum(pairs) / length)
-    return sum(math.ceil(count / length) for count in pairs)
+def rows_needed(items: Iterable[Sequence[int]], length: int, layout: Layout) -> int:
+    """How many rows of T a lane fills with items whose documents have so many ids."""
+    sizes = [tuple(size - 1 for size in item if size > 1) for item in items]
+    position, rows = (0, 0), 0
+    while True:
+        pieces, position = layout(lambda item: sizes[item] if item < len(sizes) else None, position, length)
+        if not pieces:
+            return rows
+        rows += 1
+
+
+def documents_taken(positions: np.ndarray) -> np.ndarray:
+    """How many items each lane has finished: int64 [B], of positions int32 [B, 2]."""
+    placed = -np.minimum(positions[:, 1].astype(np.int64), 0) & (1 << WINDOW - 1) - 1
+    return positions[:, 0].astype(np.int64) + np.bitwise_count(placed)
 
 
 def after_documents(positions: np.ndarray, rows: int) -> np.ndarray:
@@ -161,7 +313,7 @@ def after_documents(positions: np.ndarray, rows: int) -> np.ndarray:
     Returns:
         int32 [rows, 2].
     """
-    taken = positions[:, 0].sum(dtype=np.int64)
+    taken = documents_taken(positions).sum()
     # Lane j has the documents j, j + rows, ...: of the first n it has ceil((n - j) / rows).
     of_lane = np.maximum(-((np.arange(rows) - taken) // rows), 0)
     return np.stack([of_lane, np.zeros_like(of_lane)], axis=1).astype(np.int32)

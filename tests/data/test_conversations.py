@@ -7,6 +7,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -33,7 +35,35 @@ INSTRUCT = (
     "{% else %}{% generation %}{{ ' ' + message['content'] + ' ' + eos_token }}{% endgeneration %}{% endif %}"
     "{% endfor %}"
 )
-# As Qwen 3's: an empty thought before the last answer alone.
+# As Qwen 3's: thoughts are written in the turns after the last question alone, and are empty where there is none.
+QWEN = (
+    "{% set last = namespace(user=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{% set parts = m.content.split('</think>') %}"
+    "{% if loop.index0 > last.user %}{{ '<think>' + (parts[0].split('<think>')[-1] if parts|length > 1 else '') }}"
+    "{{ '</think>' }}{% endif %}{{ parts[-1] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+# As Mistral's (v3): the system message stands in the question that comes last, and in none once it has an answer.
+MISTRAL = (
+    "{% if messages[0].role == 'system' %}{% set system, rest = messages[0].content, messages[1:] %}"
+    "{% else %}{% set rest = messages %}{% endif %}{{ bos_token }}"
+    "{% for m in rest %}{% if m.role == 'user' %}"
+    "{% if loop.last and system is defined %}{{ '[I] ' + system + '\n\n' + m.content + '[/I]' }}"
+    "{% else %}{{ '[I] ' + m.content + '[/I]' }}{% endif %}"
+    "{% else %}{% generation %}{{ ' ' + m.content|trim + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+THOUGHTS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "<think>greet</think>hello"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "<think>again?</think>hello"},
+    {"role": "assistant", "content": "bye"},
+]
+# As Qwen 3's with an empty thought before the last answer alone.
 THINKING = CHAT_ML.replace("{% generation %}", "{% generation %}{% if loop.last %}<think></think>{% endif %}")
 TURNS = [
     {"role": "system", "content": "be brief"},
@@ -94,21 +124,21 @@ def learned_text(folder, document):
 
 def test_a_pair_without_a_template_is_bos_prompt_completion_eos(conversations):
     source = conversations(pair("ab", "cd"), {"prompt": "", "response": "é"})
-    document = encode_conversation(ByteTokenizer(), source[0], True)
+    (document,) = encode_conversation(ByteTokenizer(), source[0], True)
     assert document.ids.dtype == np.int32
     assert document.ids.tolist() == [256, *b"abcd", 257]
     assert document.learned.tolist() == [False, False, False, True, True, True]
-    document = encode_conversation(ByteTokenizer(), source[1], True)
+    (document,) = encode_conversation(ByteTokenizer(), source[1], True)
     assert document.ids.tolist() == [256, *"é".encode(), 257]
     assert document.learned.tolist() == [False, True, True, True]
-    assert encode_conversation(ByteTokenizer(), source[0], False).learned is None
+    assert encode_conversation(ByteTokenizer(), source[0], False)[0].learned is None
 
 
 def test_a_pair_with_a_template_is_a_user_and_an_assistant(conversations, chat_tokenizer):
     tokenizer, folder = chat_tokenizer(CHAT_ML)
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     source = conversations(pair("ab", "cd"), {"messages": messages})
-    first, second = (encode_conversation(tokenizer, source[i], True) for i in range(2))
+    (first,), (second,) = (encode_conversation(tokenizer, source[i], True) for i in range(2))
     assert first.ids.tolist() == second.ids.tolist()
     assert learned_text(folder, first) == learned_text(folder, second) == ["cd<|end|>"]
 
@@ -126,7 +156,7 @@ def test_what_counts_is_what_transformers_marks_between_generation_tags(
     conversations, chat_tokenizer, template, messages, said
 ):
     tokenizer, folder = chat_tokenizer(template)
-    document = encode_conversation(tokenizer, conversations({"messages": messages})[0], True)
+    (document,) = encode_conversation(tokenizer, conversations({"messages": messages})[0], True)
     assert learned_text(folder, document) == said
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     untrimmed = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -138,10 +168,70 @@ def test_what_counts_is_what_transformers_marks_between_generation_tags(
     assert document.learned.tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
 
 
+@pytest.mark.parametrize(
+    ("template", "messages", "said"),
+    [
+        (QWEN, THOUGHTS[:5], ["<think>greet</think>hello<|end|>", "<think>again?</think>hello<|end|>"]),
+        (QWEN, THOUGHTS[1:], ["<think>greet</think>hello<|end|>", "<think>again?</think>hello<|end|>", None]),
+        (MISTRAL, TURNS, [" it's  héé<|eos|>", " no<|eos|>"]),
+        (MISTRAL, TURNS[:3], [" it's  héé<|eos|>"]),
+        (THINKING, TURNS, ["<think></think> it's  héé\n\n<|end|>", "<think></think>no<|end|>"]),
+    ],
+)
+def test_a_template_that_rewrites_earlier_turns_gives_each_turn_an_example(
+    conversations, chat_tokenizer, template, messages, said
+):
+    """An example is what transformers gives the model for the turn, and what it then marks as the assistant's."""
+    tokenizer, folder = chat_tokenizer(template)
+    documents = encode_conversation(tokenizer, conversations({"messages": messages})[0], True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    untrimmed = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    untrimmed.post_processor = processors.ByteLevel(trim_offsets=False)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=untrimmed, **settings)
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    assert len(documents) == len(turns) == len(said)
+    for document, turn, text in zip(documents, turns, said, strict=True):
+        prompt = theirs.apply_chat_template(messages[:turn], add_generation_prompt=True, return_dict=True)["input_ids"]
+        marked = theirs.apply_chat_template(messages[: turn + 1], return_assistant_tokens_mask=True, return_dict=True)
+        marks = np.array(marked["assistant_masks"], bool)
+        begin = np.flatnonzero(np.diff(marks, prepend=False) & marks)[-1]  # of the last turn that is marked
+        assert document.ids[: len(prompt)].tolist() == prompt
+        assert not document.learned[: len(prompt)].any()
+        assert document.ids[document.learned].tolist() == np.array(marked["input_ids"])[begin:][marks[begin:]].tolist()
+        assert text is None or learned_text(folder, document) == [text]
+
+
+def test_examples_of_a_conversation_are_whole_in_rows_of_their_own_segments(config, conversations, chat_tokenizer):
+    tokenizer, _ = chat_tokenizer(QWEN)
+    source = conversations(*({"messages": THOUGHTS[:5]} for _ in range(6)), {"messages": THOUGHTS[:3]})
+    examples = encode_conversation(tokenizer, source[0], True) + encode_conversation(tokenizer, source[6], True)
+    expected = Counter()
+    for document in examples:
+        pairs = tuple(zip(document.ids[:-1].tolist(), document.learned[1:].tolist(), strict=True))
+        expected[pairs] += 6 if document.ids.tolist() != examples[-1].ids.tolist() else 0
+    expected[tuple(zip(examples[-1].ids[:-1].tolist(), examples[-1].learned[1:].tolist(), strict=True))] = 7
+    for keys in ({"max_target_length": 300}, {"max_target_length": 120}, {"packing": False, "max_target_length": 120}):
+        found = Counter()
+        for batch in EvalBatches(sft(config, vocab_size=300, **keys), held_out(source), tokenizer, range(2), 2):
+            for row in range(2):
+                for name in range(1, batch["segment_ids"][row].max() + 1):
+                    here = batch["segment_ids"][row] == name
+                    learned = batch["loss_mask"][row][here] == 1
+                    found[tuple(zip(batch["tokens"][row][here].tolist(), learned.tolist(), strict=True))] += 1
+        assert found == expected
+    with pytest.raises(UserError, match=r"rewrites earlier turns.*long_documents=truncate has a row for one"):
+        list(
+            EvalBatches(
+                sft(config, vocab_size=300, packing=False, long_documents="truncate", max_target_length=120),
+                *(held_out(source), tokenizer, range(2), 2),
+            )
+        )
+
+
 def test_all_tokens_count_where_the_user_says_so(conversations, chat_tokenizer):
     tokenizer, _ = chat_tokenizer(CHAT_ML)
     source = conversations({"messages": TURNS})
-    whole, part = (encode_conversation(tokenizer, source[0], only) for only in (False, True))
+    (whole,), (part,) = (encode_conversation(tokenizer, source[0], only) for only in (False, True))
     assert whole.learned is None
     assert whole.ids.tolist() == part.ids.tolist()
 
@@ -150,24 +240,28 @@ def test_without_the_end_of_turn_among_the_stop_ids_the_turn_counts_to_its_last_
     conversations, chat_tokenizer
 ):
     tokenizer, folder = chat_tokenizer(CHAT_ML, stop_ids=(1,))
-    document = encode_conversation(tokenizer, conversations(pair("a", "b"))[0], True)
+    (document,) = encode_conversation(tokenizer, conversations(pair("a", "b"))[0], True)
     assert learned_text(folder, document) == ["b<|end|>\n"]
 
 
 @pytest.mark.parametrize(
     ("template", "messages"),
     [
-        (THINKING, TURNS),  # the first answer is written in another way once there is a second
+        (CHAT_ML.replace("['content'] + '<|end|>' }}{% endgen", "['content'] + '<|end|> more' }}{% endgen"), TURNS),
         (CHAT_ML.replace("add_generation_prompt", "true"), TURNS),  # a prompt where none was asked for
+        (CHAT_ML.replace("add_generation_prompt", "true"), TURNS[:3]),
+        (CHAT_ML.replace("<|start|>assistant\n' }}{% endif", "<|start|>think\n' }}{% endif"), TURNS),  # another prompt
         ("{{ messages[0].content }}", TURNS),  # the answer is not written at all
     ],
 )
 def test_a_template_that_does_not_show_the_turns_is_an_error(conversations, chat_tokenizer, template, messages):
     tokenizer, _ = chat_tokenizer(template)
     source = conversations(pair("a", "b"), {"messages": messages})
-    with pytest.raises(UserError, match=r"chat\.jsonl, line 2: the tokenizer's chat template.*message [35]"):
+    with pytest.raises(
+        UserError, match=r"chat\.jsonl, line 2: the tokenizer's chat template.*(message 3|after the tok)"
+    ):
         encode_conversation(tokenizer, source[1], True)
-    assert encode_conversation(tokenizer, source[1], False).learned is None
+    assert encode_conversation(tokenizer, source[1], False)[0].learned is None
 
 
 def test_a_template_that_refuses_names_the_line(conversations, chat_tokenizer):
@@ -186,7 +280,7 @@ def test_messages_without_a_template_are_an_error(conversations):
 def test_other_fields_of_a_message_reach_the_template(conversations, chat_tokenizer):
     tokenizer, _ = chat_tokenizer("{% for m in messages %}{{ m.content + (m.name or '') }}{% endfor %}")
     source = conversations({"messages": [{"role": "assistant", "content": "a", "name": "b"}], "id": 7})
-    assert tokenizer.decode(encode_conversation(tokenizer, source[0], False).ids) == "ab"
+    assert tokenizer.decode(encode_conversation(tokenizer, source[0], False)[0].ids) == "ab"
 
 
 def test_a_template_that_asks_for_the_date_writes_the_same_data_on_every_day(conversations, chat_tokenizer):
@@ -194,7 +288,7 @@ def test_a_template_that_asks_for_the_date_writes_the_same_data_on_every_day(con
     tokenizer, _ = chat_tokenizer(dated)
     source = conversations({"messages": TURNS})
     for completion_only in (True, False):
-        document = encode_conversation(tokenizer, source[0], completion_only)
+        (document,) = encode_conversation(tokenizer, source[0], completion_only)
         assert tokenizer.decode(document.ids).startswith("26 Jul 2024")
     assert tokenizer.render_chat(TURNS, False).startswith(f"{datetime.date.today():%d %b %Y}")
 
@@ -259,17 +353,52 @@ def take(config, source, rows, steps, position=None):
 
 def test_rows_of_a_hand_computed_layout(config, conversations):
     source = conversations(pair("abc", "defghij"))  # b a b c d e f g h i j e: 11 pairs, the last 8 count
-    batches = take(sft(config), source, [0], 2)
     bos, eos = 256, 257
-    assert [batch["tokens"][0].tolist() for batch in batches] == [[bos, *b"abcdefg"], [*b"hij", bos, *b"abcd"]]
-    assert [batch["targets"][0].tolist() for batch in batches] == [[*b"abcdefgh"], [*b"ij", eos, *b"abcde"]]
-    assert [batch["loss_mask"][0].tolist() for batch in batches] == [[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 1, 1]]
-    assert [batch["segment_ids"][0].tolist() for batch in batches] == [[1] * 8, [1] * 3 + [2] * 5]
-    unpacked = take(sft(config, packing=False), source, [0], 2)
-    assert unpacked[1]["loss_mask"][0].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
-    assert unpacked[1]["segment_ids"][0].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    for packing in (True, False):
+        batches = take(sft(config, packing=packing), source, [0], 2)
+        assert [batch["tokens"][0].tolist() for batch in batches] == [[bos, *b"abcdefg"], [*b"hij", 0, 0, 0, 0, 0]]
+        assert [batch["targets"][0].tolist() for batch in batches] == [[*b"abcdefgh"], [*b"ij", eos, 0, 0, 0, 0, 0]]
+        masks = [batch["loss_mask"][0].tolist() for batch in batches]
+        assert masks == [[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0, 0]]
+        assert [batch["segment_ids"][0].tolist() for batch in batches] == [[1] * 8, [1] * 3 + [0] * 5]
     everything = take(sft(config, sft_train_on_completion_only=False), source, [0], 2)
-    assert all((batch["loss_mask"] == 1).all() for batch in everything)
+    assert all((batch["loss_mask"] == (batch["segment_ids"] > 0)).all() for batch in everything)
+
+
+@settings(max_examples=25)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20)), min_size=4, max_size=40),
+    length=st.integers(4, 24),
+    stops=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 4)), min_size=1, max_size=4),
+)
+def test_packed_conversations_are_the_same_however_often_a_run_stops_and_on_however_many_hosts(
+    config, tmp_path_factory, sizes, length, stops
+):
+    file = tmp_path_factory.mktemp("data") / "chat.jsonl"
+    file.write_text("\n".join(json.dumps(pair("p" * prompt, "c" * answer)) for prompt, answer in sizes))
+    source, run = ConversationSource(str(file), "dataset_path"), sft(config, max_target_length=length)
+    assume(sum(prompt + answer + 1 for prompt, answer in sizes) >= length)
+    expected = take(run, source, range(B), sum(steps for _, steps in stops))
+    position, made = None, []
+    for hosts, steps in stops:
+        parts = [
+            take(run, source, rows, steps, None if position is None else position[rows])
+            for rows in np.split(np.arange(B), hosts)
+        ]
+        made += [
+            {name: np.concatenate([part[k][name] for part in parts]) for name in parts[0][k]} for k in range(steps)
+        ]
+        position = made[-1]["data_position"] if made else None
+    for batch, other in zip(made, expected, strict=True):
+        assert all(batch[name].tobytes() == other[name].tobytes() for name in other)
+    for batch in expected:
+        begins = np.diff(batch["segment_ids"], prepend=0) > 0
+        assert (batch["positions"][begins] == 0).all()
+        fits = {prompt + answer + 1 for prompt, answer in sizes if prompt + answer + 1 <= length}
+        if all(prompt + answer + 1 <= length for prompt, answer in sizes):
+            assert (batch["tokens"][begins] == ByteTokenizer.bos).all()
+            lengths = [np.bincount(row)[1:] for row in batch["segment_ids"]]
+            assert set(np.concatenate(lengths).tolist()) <= fits
 
 
 @pytest.fixture
@@ -314,7 +443,7 @@ def test_conversations_are_not_cut_and_split_whole(config, write):
     parts = (data.sources[0], evaluation.source)
     assert sum(map(len, parts)) == 20
     assert min(map(len, parts)) >= 1
-    sizes = {len(encode_conversation(ByteTokenizer(), part[0], True).ids) for part in parts}
+    sizes = {len(encode_conversation(ByteTokenizer(), part[0], True)[0].ids) for part in parts}
     assert min(sizes) >= 1002
 
 

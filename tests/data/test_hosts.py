@@ -55,7 +55,7 @@ def processes(corpus, tmp_path_factory):
 
 def of_one_process(data):
     config = SimpleNamespace(
-        max_target_length=64, packing=True, data_shuffle_seed=3, data_threads=1, batch_transform=""
+        max_target_length=64, packing=True, use_sft=False, data_shuffle_seed=3, data_threads=1, batch_transform=""
     )
     return list(itertools.islice(train_batches(config, data, ByteTokenizer(), range(16), 16), 3))
 

@@ -1,6 +1,7 @@
 """Tokenizers made on the spot, against what `transformers` does with the same folders."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from src.data import chat_template
 from src.data.tokenizer import SentencePieceTokenizer, make_tokenizer
 from src.errors import UserError
 from src.train_tokenizer import train
@@ -197,6 +199,74 @@ def test_a_template_that_refuses_is_an_error(plain, open_folder, template, messa
     tokenizer = open_folder(plain(tokenizer_config={**TOKENS, "chat_template": template}))
     with pytest.raises(UserError, match=message):
         tokenizer.render_chat(CHAT, False)
+
+
+DEEP = "{% for a in range(99999) %}{% for b in range(99999) %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for n in range(99999999) %}{% endfor %}", "Range too big"),
+        (DEEP + "{% endfor %}{% endfor %}", "not done after 1 seconds"),
+        ("{{ 9 ** (9 ** 9) }}", "not done after 1 seconds|MiB"),  # no step of Python's ends in it
+        ("{{ 'a' * 10 ** 12 }}", "it takes more than 256 MiB"),  # at compilation
+        ("{{ messages[0].content * 10 ** 12 }}", "it takes more than 256 MiB"),
+        ("{{ '%999999999999d' % 1 }}|{{ 'a'.center(10 ** 11) }}", "MiB|big"),
+        ("{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "MiB"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ raise_exception('a' * 100000) }}", "aaa"),
+        ("{{ 'a' * 20000000 }}", r"it wrote 20,000,000 characters, and 16,777,216 are the most"),
+        ("{{ messages[0].content|no_such }}", "no_such"),
+        ("{% include 'x' %}", "loader"),
+    ],
+)
+def test_a_template_that_fails_or_takes_too_much_is_one_error_in_any_thread(
+    plain, open_folder, template, message, monkeypatch
+):
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
+    monkeypatch.setattr(chat_template, "MEMORY_BYTES", 256 << 20)
+    folder = plain(tokenizer_config={**TOKENS, "chat_template": template})
+    tokenizer = open_folder(folder)
+    with ThreadPoolExecutor(1) as thread, pytest.raises(UserError, match=message) as raised:
+        thread.submit(tokenizer.render_chat, CHAT, False).result()
+    assert str(raised.value).startswith(f"the chat template of {folder}/tokenizer_config.json refuses the conversation")
+    assert len(str(raised.value)) < 700
+
+
+def test_a_template_goes_on_after_a_conversation_that_ended_its_process(plain, open_folder, monkeypatch):
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
+    template = "{% if messages|length > 1 %}" + DEEP + "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
+    tokenizer = open_folder(plain(tokenizer_config={**TOKENS, "chat_template": template}))
+    assert tokenizer.render_chat(CHAT[:1], False) == CHAT[0]["content"]
+    with pytest.raises(UserError, match="not done after 1 seconds"):
+        tokenizer.render_chat(CHAT, False)
+    with ThreadPoolExecutor(4) as threads:
+        messages = [[{"role": "user", "content": f"ünd \ud800 {n}"}] for n in range(40)]
+        rendered = list(threads.map(lambda each: tokenizer.render_chat(each, False), messages))
+    assert rendered == [each[0]["content"] for each in messages]
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (
+            lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"),
+            "chat_template.jinja is no chat template",
+        ),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{{ " + "(" * 50_000), "nested too deeply|line 1"),
+        (
+            lambda folder: (folder / "tokenizer_config.json").write_text(json.dumps({**TOKENS, "chat_template": [1]})),
+            'tokenizer_config.json: "chat_template" is neither',
+        ),
+    ],
+)
+def test_a_file_that_is_no_template_is_an_error(plain, open_folder, write, message):
+    folder = plain(tokenizer_config=TOKENS)
+    write(folder)
+    with pytest.raises(UserError, match=message):
+        open_folder(folder)
 
 
 def test_no_template_is_an_error_that_names_the_key(plain, open_folder):

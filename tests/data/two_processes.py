@@ -24,7 +24,13 @@ from tests.data.one_source import alone, held_out
 
 B = 16
 CONFIG = SimpleNamespace(
-    max_target_length=64, packing=True, data_shuffle_seed=3, eval_mode="reset", data_threads=1, batch_transform=""
+    max_target_length=64,
+    packing=True,
+    use_sft=False,
+    data_shuffle_seed=3,
+    eval_mode="reset",
+    data_threads=1,
+    batch_transform="",
 )
 
 

@@ -10,15 +10,18 @@ to which what else the machine does adds little; those of more are by the clock.
 cases:
     byte, sentencepiece, huggingface    the tokenizer (the last two of 8,000 ids)
     tokens                              ids that src.tokenize_dataset wrote, ours alone
+    conversations                       prompts and completions packed whole, beside the same laid end to end and cut
 """
 
 import argparse
 import contextlib
 import io
+import json
 import statistics
 import sys
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from src import config as configuration
 from src import tokenize_dataset, train_tokenizer
+from src.data import feeds, packing
 from src.data.loader import train_batches
 from src.data.sources import open_sources
 from src.data.text import TextSource
@@ -42,6 +46,7 @@ BASE = str(Path(__file__).resolve().parents[1] / "configs" / "base.yml")
 B, T = 16, 2048
 VOCAB_SIZE = 8_000
 TOKENIZERS = ("byte", "sentencepiece", "huggingface")
+CASES = (*TOKENIZERS, "tokens", "conversations")
 # Bytes that documents are cut to: as the config's default has it, and so that a row has room for them in any ids.
 DOCUMENTS = {"documents of up to 64 KiB": 64 * 1024, "documents of up to 2,000 bytes": 2_000}
 WARM_UP_TOKENS = 4 * B * T
@@ -54,12 +59,12 @@ Named = tuple[str, Callable[[], Batches]]
 def main(argv: list[str]) -> None:
     """Runs the named cases, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="case", help=f"{', '.join(TOKENIZERS)}, tokens")
+    parser.add_argument("cases", nargs="*", metavar="case", help=", ".join(CASES))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each turn, after it has begun")
     options = parser.parse_args(argv)
-    cases = options.cases or [*TOKENIZERS, "tokens"]
-    if unknown := set(cases) - {*TOKENIZERS, "tokens"}:
+    cases = options.cases or CASES
+    if unknown := set(cases).difference(CASES):
         parser.error(f"no case {unknown.pop()}")
     flags.FLAGS.mark_as_parsed()  # Grain's processes ask for some
     print(f"grain {grain.__version__}, Python {sys.version.split()[0]}, {B} rows x {T} tokens; tokens per second")
@@ -71,6 +76,8 @@ def main(argv: list[str]) -> None:
         for case in cases:
             if case == "tokens":
                 bench_tokens(folder, options.turns, options.seconds)
+            elif case == "conversations":
+                bench_conversations(folder, options.turns, options.seconds)
             else:
                 settings = write_tokenizer(folder, case)
                 for cut, what in enumerate(DOCUMENTS):
@@ -173,6 +180,26 @@ def bench_tokens(folder: Path, turns: int, seconds: float) -> None:
     found = [measure(lambda: ours(argv, 1), seconds) for _ in range(turns)]
     by_clock, by_core = (statistics.median(rates) for rates in zip(*found, strict=True))
     print(f"  ours, 1 thread {by_clock:,.0f} tokens/s; {by_core:,.0f} per second of CPU time")
+
+
+def bench_conversations(folder: Path, turns: int, seconds: float) -> None:
+    """Prints the tokens a second of conversations that are whole in their rows, and of the same cut at rows' ends."""
+    source = TextSource("", 2_000)
+    with (folder / "pairs.jsonl").open("w") as file:
+        for i in range(len(source)):
+            prompt, newline, completion = source[i].partition("\n")
+            if completion.strip():
+                file.write(json.dumps({"prompt": prompt + newline, "completion": completion}) + "\n")
+    for tokenizer in ("byte", "sentencepiece"):
+        argv = [BASE, *write_tokenizer(folder, tokenizer), "use_sft=true", f"dataset_path={folder}/pairs.jsonl"]
+        print(f"conversations, {tokenizer}:", flush=True)
+        report(("whole", lambda argv=argv: ours(argv, 1)), ("cut", lambda argv=argv: cut(argv)), turns, seconds, True)
+
+
+def cut(argv: list[str]) -> Batches:
+    """MinText's batches of conversations, laid as texts are."""
+    with unittest.mock.patch.object(feeds, "whole", packing.end_to_end):
+        yield from ours(argv, 1)
 
 
 def write_records(file: Path, most_bytes: int) -> int:

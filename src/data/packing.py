@@ -9,8 +9,9 @@ T: tokens per row.  B: rows of a batch, over all hosts.
 """
 
 import bisect
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -78,14 +79,8 @@ def fill_row(batch: Batch, row: int, documents: Iterable[Document]) -> Cuts:
     return False, is_cut
 
 
-class Piece(NamedTuple):
-    """A segment of a row: so many pairs, from pair `first` on, of a document of an item."""
-
-    item: int
-    document: int
-    first: int
-    pairs: int
-
+Piece = tuple[int, int, int, int]
+"""A segment of a row: (item, which of its documents, first pair, pairs)."""
 
 Position = tuple[int, int]
 """Where a lane goes on: (items finished, pairs taken of the next one), or as `whole` says."""
@@ -115,8 +110,9 @@ def _cut(sizes_of: Sizes, position: Position, length: int, most: int) -> tuple[l
     while room and len(pieces) < most and (sizes := sizes_of(item)) is not None:
         for document, first, rest in _remaining(sizes, offset):
             pairs = min(rest, room)
-            pieces.append(Piece(item, document, first, pairs))
-            offset, room = offset + pairs, room - pairs
+            pieces.append((item, document, first, pairs))
+            offset += pairs
+            room -= pairs
             if not room or len(pieces) == most:
                 break
         if offset >= sum(sizes):
@@ -143,7 +139,7 @@ def whole(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Piece]
     if (sizes := sizes_of(item)) is None:
         return [], (item, 0)
     pieces = _leading(item, sizes, offset, length)
-    room = length - sum(piece.pairs for piece in pieces)
+    room = length - sum(pairs for *_, pairs in pieces)
     offset += length - room
     if offset >= sum(sizes):
         offset, placed = 0, placed | 1
@@ -151,13 +147,15 @@ def whole(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Piece]
     while room:
         longest, best = 0, 0
         for ahead in range(WINDOW):
+            if placed >> ahead & 1:
+                continue
             if (sizes := sizes_of(item + ahead)) is None:
                 break
-            if not placed >> ahead & 1 and longest < (size := sum(sizes)) <= room:
+            if longest < (size := sum(sizes)) <= room:
                 longest, best = size, ahead
         if not longest:
             break
-        pieces += [Piece(item + best, document, 0, pairs) for document, pairs in enumerate(sizes_of(item + best))]
+        pieces += [(item + best, document, 0, pairs) for document, pairs in enumerate(sizes_of(item + best))]
         room -= longest
         item, placed = _oldest(sizes_of, item, placed | 1 << best)
     if not placed:
@@ -195,8 +193,8 @@ def _leading(item: int, sizes: Sequence[int], offset: int, length: int) -> list[
     for document, first, rest in _remaining(sizes, offset):
         if rest > room and pieces:
             break
-        pieces.append(Piece(item, document, first, min(rest, room)))
-        room -= pieces[-1].pairs
+        pieces.append((item, document, first, min(rest, room)))
+        room -= min(rest, room)
     return pieces
 
 
@@ -204,17 +202,20 @@ def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
     """The pairs of an item that are taken before each of its rows, and in all."""
     ends = [0]
     while ends[-1] < sum(sizes):
-        ends.append(ends[-1] + sum(piece.pairs for piece in _leading(0, sizes, ends[-1], length)))
+        ends.append(ends[-1] + sum(pairs for *_, pairs in _leading(0, sizes, ends[-1], length)))
     return ends
 
 
-def _remaining(sizes: Sequence[int], offset: int) -> Iterator[tuple[int, int, int]]:
+def _remaining(sizes: Sequence[int], offset: int) -> list[tuple[int, int, int]]:
     """(document, first pair, pairs) of what an item still has, `offset` pairs of all its documents being taken."""
-    for document, pairs in enumerate(sizes):
-        if offset < pairs:
-            first = max(offset, 0)
-            yield document, first, pairs - first
-        offset -= pairs
+    if len(sizes) == 1:  # which is nearly always so
+        return [(0, offset, sizes[0] - offset)]
+    starts = itertools.accumulate(sizes, initial=0)
+    return [
+        (document, max(offset - start, 0), size - max(offset - start, 0))
+        for document, (start, size) in enumerate(zip(starts, sizes, strict=False))
+        if offset < start + size
+    ]
 
 
 class Lane:
@@ -256,14 +257,17 @@ class Lane:
         self._empty = 0
         pieces, position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])
         filled, goes_on, is_cut = 0, False, False
-        for segment, piece in enumerate(pieces, start=1):
-            document = self._read[piece.item][0][piece.document]
-            lay(batch, row, filled, segment, document, piece.first, piece.pairs)
-            filled += piece.pairs
-            goes_on |= piece.first > 0
-            is_cut |= piece.first + piece.pairs < len(document.ids) - 1
-        placed = {piece.item for piece in pieces} - {position[0]}
-        self._read = {item: read for item, read in self._read.items() if item >= position[0] and item not in placed}
+        for segment, (item, document, first, pairs) in enumerate(pieces, start=1):
+            documents, sizes = self._read[item]
+            lay(batch, row, filled, segment, documents[document], first, pairs)
+            filled += pairs
+            goes_on |= first > 0
+            is_cut |= first + pairs < sizes[document]
+        for item, *_ in pieces:
+            if item != position[0]:
+                self._read.pop(item, None)
+        while (item := next(iter(self._read), position[0])) < position[0]:
+            del self._read[item]  # which has no document
         self.position = position
         return goes_on, is_cut
 
@@ -280,7 +284,7 @@ class Lane:
                     f"the last {self._empty:,} documents that a row read have no text: the data have come to an end, "
                     "or what reads them no longer does"
                 )
-            self._read[item] = documents, tuple(len(document.ids) - 1 for document in documents)
+            self._read[item] = documents, tuple([len(document.ids) - 1 for document in documents])
         return self._read[item][1]
 
 

@@ -217,6 +217,13 @@ def test_such_a_lane_goes_on_from_its_position_wherever_it_stopped(items, length
         assert (np.concatenate([part[name] for part in parts]) == whole_run[name]).all()
 
 
+def test_a_document_is_read_once():
+    items, found = several([[n % 7 + 2] for n in range(50)] + [[40]]), []
+    lane = Lane(lambda n: found.append(n) or items(n), 0, 1, whole)
+    read(lane, 40, 12)
+    assert found == list(range(len(found)))
+
+
 def test_a_row_takes_the_oldest_item_then_the_longest_that_fits():
     # Pairs: 6, 3, 5, 4, 2, 1. T = 10.
     batch = read(Lane(consecutive([7, 4, 6, 5, 3, 2]), 0, 1, whole, end=6), 3, 10)
@@ -267,10 +274,10 @@ def test_rows_are_about_as_full_as_first_fit_makes_them(mean):
 def test_what_a_position_cannot_count_is_an_error():
     sizes = [(1,), (10_000,), (1,)]  # the last one is placed before the second, which takes 5,000 rows
     pieces, position = whole(lambda n: sizes[n] if n < 3 else None, (0, 0), 2)
-    assert ([piece.item for piece in pieces], position) == ([0, 2], (1, -1))
+    assert ([item for item, *_ in pieces], position) == ([0, 2], (1, -1))
     position = (1, position[1] - (4094 << WINDOW - 1))
     pieces, position = whole(lambda n: sizes[n] if n < 3 else None, position, 2)
-    assert [(piece.first, piece.pairs) for piece in pieces] == [(2 * 4094, 2)]
+    assert [piece[2:] for piece in pieces] == [(2 * 4094, 2)]
     assert position == (1, -(4095 << WINDOW - 1 | 1))
     with pytest.raises(UserError, match=r"more than 4,095 rows of max_target_length=2"):
         whole(lambda n: sizes[n] if n < 3 else None, position, 2)

@@ -84,7 +84,7 @@ def test_padding_and_what_does_not_count_are_told(capsys, tmp_path):
 def test_conversations_of_a_template_begin_and_end_where_they_do(capsys, tmp_path, packing):
     """ChatML: no conversation begins with bos or ends with eos."""
     folder = write_folder(tmp_path / "model", byte_level(), tokenizer_config={**TOKENS, "chat_template": CHAT_ML})
-    lines = [{"prompt": "p" * n, "completion": "c" * n} for n in (3, 4, 5, 6, 90)]
+    lines = [{"prompt": "p" * n, "completion": "c" * n} for n in (3, 4, 5, 6, 40)]
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
     printed = inspect(
         capsys,

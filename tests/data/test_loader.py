@@ -1,5 +1,6 @@
 import json
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -286,10 +287,11 @@ def test_batches_are_made_ahead_and_threads_end_on_close(config, list_source, wo
     next(batches)
     started = set(threading.enumerate()) - threads
     assert started
+    read_for_the_first = first[:, 0] + (first[:, 1] > 0)
+    while len(source.read) <= read_for_the_first.sum():  # without being asked for a second one
+        time.sleep(0.01)
     batches.close()
     assert not any(thread.is_alive() for thread in started)
-    read_for_the_first = first[:, 0] + (first[:, 1] > 0)
-    assert len(source.read) > read_for_the_first.sum()
 
 
 def test_closing_waits_for_the_row_that_is_being_made_and_no_longer(config, list_source, words):

@@ -23,6 +23,8 @@ def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer:
     if not config.enable_checkpointing or jax.process_count() > 1:  # several hosts' mesh may fit no single one
         return []
     run, python = _from_here(folder), _from_here(sys.executable)
+    devices = jax.config.jax_num_cpu_devices  # virtual ones, which the run's mesh is of
+    environment = f"JAX_NUM_CPU_DEVICES={devices} " if devices > 1 else ""
     commands = {}
     if tokenizer:
         chat = ["use_chat_template=true"] if config.use_sft and tokenizer.chat_template else []
@@ -31,7 +33,7 @@ def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer:
         commands["measure it"] = ["src.evaluate", run]
     if "://" not in run and _has_family(config):
         commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, "hf")]
-    return [f"{what + ':':12}{shlex.join([python, '-m', *words])}" for what, words in commands.items()]
+    return [f"{what + ':':12}{environment}{shlex.join([python, '-m', *words])}" for what, words in commands.items()]
 
 
 def _has_family(config: FrozenConfigDict) -> bool:

@@ -48,9 +48,10 @@ def test_a_run_ends_with_the_commands_that_use_it(trained):
     """They are run as they stand there."""
     folder, found, printed = trained
     commands = [shlex.split(line.partition(":")[2]) for line in printed.splitlines() if " -m src." in line]
-    assert [words[2] for words in commands] == list(COMMANDS)
+    assert [words[3] for words in commands] == list(COMMANDS)
     results = {}
-    for _, _, name, *argv in commands:
+    for environment, _, _, name, *argv in commands:
+        assert environment == "JAX_NUM_CPU_DEVICES=8"
         results[name] = COMMANDS[name](argv)
     assert len(results["src.decode"][0]) > 0
     assert results["src.evaluate"] == found

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from src.checkpoint import WEIGHTS, Checkpointer
+from src.checkpoint import Checkpointer
 from src.config import from_yaml
 from src.config_yaml import base
 from src.data.source_spec import all_synthetic
@@ -39,6 +39,7 @@ from src.model import weights
 from src.model.decoder import Decoder
 from src.model.flops import count_params
 from src.model.spec import model_spec
+from src.restore import WEIGHTS
 from src.startup import say
 
 USAGE = """python -m src.convert from-hf HF_DIR OUT_DIR

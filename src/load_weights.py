@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from src.checkpoint import checkpoint_identity, restore_weights
 from src.data.tokenizer import folder_tokenizer, has_tokenizer
 from src.errors import UserError
 from src.hf.facts import folder_facts
@@ -16,6 +15,7 @@ from src.hf.folder import is_hf_folder, open_folder
 from src.hf.load import load_weights as load_hf_weights
 from src.model import lora
 from src.model.weights import Tree, by_path, dotted, join, nested
+from src.restore import checkpoint_identity, restore_weights
 
 TAIL_BYTES = 2**16  # of each file, which training changes as it does all others
 

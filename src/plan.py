@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from src.checkpoint import WEIGHTS
 from src.errors import UserError, first_few
 from src.matrices import matrices
 from src.mesh import Layout, mesh_axes_of, spread, weight_shardings
@@ -19,6 +18,7 @@ from src.model.lora import LoraSpec
 from src.model.pipeline import make_schedule
 from src.model.segments import Execution
 from src.model.spec import ModelSpec
+from src.restore import WEIGHTS
 from src.user_code import load_function
 
 Batch = dict[str, jax.Array]

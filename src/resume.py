@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from ml_collections import FrozenConfigDict
 
-from src.checkpoint import Checkpointer, absolute, restore_step
+from src.checkpoint import Checkpointer
 from src.config import compare_runs, from_yaml
 from src.data.mixture import Mixture
 from src.data.packing import after_documents, documents_taken
@@ -21,6 +21,7 @@ from src.load_weights import check_base, identity, load_weights
 from src.model.weights import Tree, join
 from src.optimizer import hyper_parameters
 from src.plan import StepPlan
+from src.restore import absolute, restore_step
 from src.run_folder import RunFolder
 from src.state import TrainState, init_state, state_weights
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from src.checkpoint import WEIGHTS
 from src.errors import UserError
 from src.mesh import Layout
 from src.model.context import even_order, sharing_keys
 from src.model.pipeline import check_rows
 from src.optimizer import Hyper, hyper_parameters, state_shardings, transform
 from src.plan import Batch, StepPlan
+from src.restore import WEIGHTS
 
 
 @jax.tree_util.register_dataclass

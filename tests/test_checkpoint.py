@@ -13,8 +13,9 @@ import pytest
 import tensorstore as ts
 from jax.sharding import PartitionSpec as P
 
-from src.checkpoint import Checkpointer, restore_step
+from src.checkpoint import Checkpointer
 from src.errors import UserError
+from src.restore import restore_step
 from tests.checkpoint_state import abstract, make_mesh, make_values, place, same
 
 REPOSITORY = Path(__file__).parent.parent
@@ -29,11 +30,18 @@ def save_steps(directory, steps, mesh, **kwargs):
     saver = checkpointer(directory, **kwargs)
     for step in steps:
         saver.save(step, place(make_values(step), mesh), {"loss": step / 8, "note": "é"})
+    finish(saver)
+
+
+def finish(saver):
+    """What a run does at its end."""
+    saver.wait()
+    saver.prune()
     saver.close()
 
 
 def steps_in(directory):
-    return sorted(int(path.name) for path in directory.iterdir())
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +134,7 @@ def test_a_restored_run_saves_on(directory, mesh, wanted):
     resumed = checkpointer(directory)
     resumed.restore_latest(wanted)
     resumed.save(40, place(make_values(40), mesh), {})
-    resumed.close()
+    finish(resumed)
     assert steps_in(directory) == [20, 30, 40]
 
 
@@ -213,6 +221,7 @@ def test_the_step_of_a_damaged_checkpoint_is_saved_again(directory, mesh, wanted
     resumed.save(20, place(make_values(20), mesh), {})
     resumed.wait()
     assert steps_in(directory) == [10, 20]
+    assert {path.name for path in directory.iterdir()} == {"10", "20", "20.damaged", "30.damaged"}
     resumed.close()
     resumed.save(30, place(make_values(30), mesh), {})
     resumed.close()
@@ -263,7 +272,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it(tmp_path
     assert same(state, values)
     assert messages == []
     resumed.save(20, state, {})
-    resumed.close()
+    finish(resumed)
     assert [path.name for path in tmp_path.iterdir()] == ["20"]
 
 

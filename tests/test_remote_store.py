@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from src.checkpoint import Checkpointer, restore_step
+from src.checkpoint import Checkpointer
 from src.config import load
 from src.errors import UserError
+from src.restore import restore_step
 from src.run_folder import RunFolder
 from tests import runs
 from tests.checkpoint_state import abstract, make_mesh, make_values, place, same

@@ -1,0 +1,111 @@
+"""What an error of a disk or a store means: try again, space is short, the contents are wrong, or none of these.
+
+Types and numbers decide, never wording: errno, HTTP status, and of TensorStore, which raises ValueError for everything,
+the status code that its message begins with and the errno that it appends.
+"""
+
+import enum
+import errno
+import re
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from src.errors import TransientError
+
+T = TypeVar("T")
+
+RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)  # before each further attempt
+
+
+class Failure(enum.IntEnum):
+    """Kinds of failures, the one that outweighs the others last."""
+
+    NONE = 0
+    DAMAGED = 1  # what is there is not what was written
+    TRANSIENT = 2  # the same call may succeed later
+    FULL = 3
+    OTHER = 4
+
+
+class DamagedError(Exception):
+    """Contents that are not what was written."""
+
+
+_OF_ERRNO = {
+    Failure.DAMAGED: "ENOENT",
+    Failure.TRANSIENT: "EIO ESTALE EMFILE ENFILE EAGAIN EINTR EBUSY ENOBUFS EPIPE ETIMEDOUT ECONNRESET ECONNREFUSED "
+    "ECONNABORTED ENETDOWN ENETUNREACH ENETRESET EHOSTDOWN EHOSTUNREACH EREMOTEIO ENOLINK",
+    Failure.FULL: "ENOSPC EDQUOT",
+}
+# The codes of absl::Status. TensorStore leaves out the name of INVALID_ARGUMENT, by which it says that it cannot
+# decode something.
+_OF_STATUS = {
+    Failure.DAMAGED: "DATA_LOSS NOT_FOUND OUT_OF_RANGE FAILED_PRECONDITION",
+    Failure.TRANSIENT: "UNKNOWN UNAVAILABLE ABORTED DEADLINE_EXCEEDED RESOURCE_EXHAUSTED INTERNAL CANCELLED",
+    Failure.OTHER: "PERMISSION_DENIED UNAUTHENTICATED UNIMPLEMENTED ALREADY_EXISTS",
+}
+ERRNO = {getattr(errno, name): failure for failure, names in _OF_ERRNO.items() for name in names.split()}
+STATUS = {name: failure for failure, names in _OF_STATUS.items() for name in names.split()}
+HTTP_TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Returns what kind of failure `error` is, or what it was raised from."""
+    if isinstance(error, DamagedError):
+        return Failure.DAMAGED
+    if isinstance(error, TransientError | TimeoutError | ConnectionError):
+        return Failure.TRANSIENT
+    if isinstance(error, OSError) and error.errno is not None:
+        return ERRNO.get(error.errno, Failure.OTHER)
+    http = getattr(error, "status", None) or getattr(error, "code", None)  # aiohttp's; gcsfs's, which may be a text
+    if str(http).isdecimal():
+        return Failure.TRANSIENT if int(http) in HTTP_TRANSIENT else Failure.OTHER
+    if isinstance(error, FileNotFoundError):  # fsspec's have no errno
+        return Failure.DAMAGED
+    if type(error).__module__.partition(".")[0] == "aiohttp":  # such as a connection that was closed
+        return Failure.TRANSIENT
+    if type(error) is ValueError and (failure := _tensorstore_failure(str(error))):
+        return failure
+    return failure_of(error.__cause__) if error.__cause__ else Failure.OTHER
+
+
+def _tensorstore_failure(message: str) -> Failure | None:
+    if number := re.search(r"\[os_error_code='(\d+)'", message):
+        return ERRNO.get(int(number.group(1)), Failure.OTHER)
+    return STATUS.get(message.partition(":")[0])
+
+
+def tensorstore_result(future: Any) -> Any:
+    """Returns the result of a TensorStore future.
+
+    Raises:
+        DamagedError: what it has read cannot be decoded, or is not there.
+        ValueError: anything else, which `failure_of` tells apart.
+    """
+    try:
+        return future.result()
+    except ValueError as error:
+        if (_tensorstore_failure(str(error)) or Failure.DAMAGED) is Failure.DAMAGED:
+            raise DamagedError(one_line(error)) from error
+        raise
+
+
+def retried(attempt: Callable[[], T]) -> T:
+    """Returns `attempt()`, made again after a while where its failure is transient; raises the last one's error."""
+    for seconds in RETRY_SECONDS:
+        try:
+            return attempt()
+        except Exception as error:
+            if failure_of(error) is not Failure.TRANSIENT:
+                raise
+            time.sleep(seconds)
+    return attempt()
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the error's type and the beginning of its message, in one line."""
+    message = (str(error).splitlines() or [""])[0].partition(" [tensorstore_spec")[0]
+    if isinstance(error, DamagedError):
+        return message
+    return f"{type(error).__name__}: {message}"[:300]

@@ -247,8 +247,8 @@ class Checkpointer:
         if not folder.exists():
             return ""
         name = self._name_aside(step, why)
-        if jax.process_index() == 0 and not is_unfinished(folder):  # such a one Orbax removes
-            folder.rename(self._directory / name)
+        if jax.process_index() == 0:
+            folder.rmtree() if is_unfinished(folder) else folder.rename(self._directory / name)
         return name
 
     def _explain(self, step: int, attempt: Callable[[], None], again: bool = True) -> None:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import FrozenConfigDict
 
+from src.checkpoint import Checkpointer
 from src.errors import UserError
 from src.metrics import LOSSES_AND_LOADS, Entry, MetricsLog, StepPrinter, perplexity
 from src.model.flops import FlopsPerToken
@@ -18,6 +19,12 @@ from src.report import History, page
 from src.run_folder import RunFolder
 from src.topology import run_peak
 from src.train_step import Metrics
+
+MAX_SKIPPED = 10  # updates one after another: batches differ, so it is the weights that are of no use
+
+
+class NonFiniteError(UserError):
+    """A run's weights lead to losses, gradients or weights that are not finite."""
 
 
 class Recorder:
@@ -35,6 +42,8 @@ class Recorder:
 
     Attributes:
         last: the metrics of the step recorded last.
+        last_finite: the last step whose loss and gradient were finite, and so the weights before it good.
+        skipped: how many steps since then were recorded.
     """
 
     def __init__(
@@ -47,6 +56,7 @@ class Recorder:
         mesh: Mesh,
     ) -> None:
         self.last: Entry = {}
+        self.last_finite = self.skipped = 0
         self._config, self._log, self._printer = config, log, printer
         self._flops, self._tokens, self._devices = flops, tokens, mesh.size
         self._peak = run_peak(mesh.devices.flat[0].device_kind, config.dtype, config.matmul_precision)
@@ -80,7 +90,9 @@ class Recorder:
         """Takes the metrics of update number `step` (from 1), which may still be computed, and records the last one's.
 
         Raises:
-            UserError: that one's loss or gradient is not finite, and `on_nonfinite` is stop.
+            NonFiniteError: that one's loss or gradient is not finite, and `on_nonfinite` is stop, or MAX_SKIPPED were
+                skipped without a break, or so many at the run's end; or its update made weights that nothing can be
+                computed with.
         """
         self.flush()
         self._pending = (step, metrics, self._data_wait)
@@ -93,13 +105,11 @@ class Recorder:
         metrics = {name: value.tolist() for name, value in jax.device_get(arrays).items()}
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        finite = bool(metrics["finite"])
-        if not finite and self._config.on_nonfinite == "stop":
-            raise UserError(
-                f"step {step}: loss {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g} are not both "
-                "finite. The update was not made, and what was saved before it stands. Resume with a smaller "
-                "learning_rate or gradient_clipping_threshold, or leave such updates out with on_nonfinite=skip."
-            )
+        if metrics["finite"]:
+            self.last_finite, self.skipped = step, 0
+        else:
+            self.skipped += 1
+        self._check(step, metrics)
         self.last = {
             "step": step,
             "loss": metrics["loss"],
@@ -115,8 +125,26 @@ class Recorder:
         if self._log and self._printer:
             self._log.write(self.last)
             self._printer.train(self.last)
-            if not finite:
+            if self.skipped:
                 self._printer.say(f"step {step}: the update is skipped, for it is not finite")
+
+    def _check(self, step: int, metrics: Entry) -> None:
+        """Raises NonFiniteError where the run cannot go on; see `add`."""
+        advice = ""
+        if not metrics["usable"]:
+            problem = f"step {step}: the update made weights so large that no layer can be computed with them."
+        elif self.skipped and self._config.on_nonfinite == "stop":
+            numbers = f"loss {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g}"
+            problem = f"step {step}: {numbers} are not both finite. The update was not made."
+            advice = ", or leave such updates out with on_nonfinite=skip"
+        elif self.skipped == MAX_SKIPPED or (self.skipped and step == self._config.steps):
+            problem = f"step {step}: the last {self.skipped} updates were skipped, for none was finite."
+        else:
+            return
+        raise NonFiniteError(
+            f"{problem} The last good checkpoint stands. Resume with a smaller learning_rate or "
+            f"gradient_clipping_threshold{advice}."
+        )
 
     def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Records an evaluation made after update number `step`."""
@@ -179,3 +207,14 @@ class LiveReport:
         self.history.read(self._folder.local / "metrics.jsonl")
         self._folder.write_text("report.html", page(self._folder.path, self.history))
         self._not_before = time.monotonic() + 50 * (time.monotonic() - begin)
+
+
+@contextlib.contextmanager
+def sets_aside(checkpointer: Checkpointer, recorder: Recorder) -> Iterator[None]:
+    """Where the run ends with NonFiniteError, renames what it saved of weights that have not given a finite loss."""
+    try:
+        yield
+    except NonFiniteError as error:
+        if names := checkpointer.set_aside(recorder.last_finite):
+            raise UserError(f"{error} The newest one, which led to this, is kept as {', '.join(names)}.") from None
+        raise

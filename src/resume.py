@@ -67,6 +67,7 @@ class Start(NamedTuple):
     rows_taken, rows_before: as `rows_so_far` counts them.
     eval_position: of each rolling evaluation set by name, as `EvalBatches.position` gave it.
     messages: what to tell the user.
+    resumed: whether this is the run's own checkpoint.
     """
 
     state: TrainState
@@ -74,6 +75,7 @@ class Start(NamedTuple):
     rows_before: Mapping[str, int]
     eval_position: Mapping[str, Any]
     messages: Messages
+    resumed: bool = False
 
 
 def parts(state: TrainState) -> dict[str, Any]:
@@ -114,7 +116,7 @@ def starting_state(
                 fields["frozen"] = base_weights(plan, abstract, meta, config.load_parameters_path)
             start = with_position(fields, meta, config, abstract, fingerprint)
             resumed = f"resumed from step {int(start.state.step)}"
-            return start._replace(messages=[*changes, *messages, resumed, *start.messages])
+            return start._replace(messages=[*changes, *messages, resumed, *start.messages], resumed=True)
     if path := config.load_full_state_path:
         wanted = parts(abstract)  # config_checks.py: no adapters here, whose base load_parameters_path would be
         fields, meta, messages = restore_step(path, wanted, tuple(wanted))

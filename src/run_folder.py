@@ -1,6 +1,7 @@
 """A run's folder, `<base_output_directory>/<run_name>`, on a local disk or on a store that can't append to a file."""
 
 import fcntl
+import itertools
 import os
 import shutil
 import tempfile
@@ -109,6 +110,18 @@ class RunFolder:
             if self._is_remote and (self.path / name).exists():
                 file.write_bytes((self.path / name).read_bytes())
         return file
+
+    def set_aside(self, name: str) -> str:
+        """Renames the file `name`, where there is one, to such as `metrics.1.jsonl`; returns that, else ""."""
+        file = self.path / name
+        if not file.exists():
+            return ""
+        names = (f"{file.stem}.{number}{file.suffix}" for number in itertools.count(1))
+        aside = next(name for name in names if not (self.path / name).exists())
+        if jax.process_index() == 0:
+            (self.path / aside).write_bytes(file.read_bytes())  # a store has no rename
+            file.unlink()
+        return aside
 
     def sync(self) -> None:
         """Copies up the growing files that have changed since they last were."""

@@ -36,7 +36,7 @@ from src.optimizer import hyper_parameters
 from src.plan import StepPlan
 from src.preemption import Preemption
 from src.prompts import encode_prompt
-from src.recorder import LiveReport, Recorder
+from src.recorder import LiveReport, Recorder, sets_aside
 from src.resume import saved_meta, saved_parts, starting_state
 from src.run_folder import RunFolder
 from src.startup import configured, printable, say
@@ -114,9 +114,8 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     report = LiveReport(folder) if is_writer else None
     if report:
         exits.callback(report.close)
-    resumes = (folder.path / "checkpoints").exists()
-    if first_step > config.steps or (first_step == config.steps and not resumes):
-        begun = "the run" if resumes else "the checkpoint of load_full_state_path"
+    if first_step > config.steps or (first_step == config.steps and not start.resumed):
+        begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
         raise UserError(f"steps={config.steps} is already reached: {begun} is at step {first_step}. Raise steps.")
     if first_step == config.steps:  # such as of a restart loop, or after a kill between the last checkpoint and here
         folder.lock()
@@ -137,6 +136,8 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     # ---- What the user sees
     facts = environment()
     folder.lock()
+    if not start.resumed and (aside := folder.set_aside("metrics.jsonl")):
+        start.messages.append(f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}")
     folder.write_text("config.yml", configuration.to_yaml(config))
     flops = flops_per_token(plan.spec, config.max_target_length)
     log = printer = None
@@ -145,7 +146,8 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         folder.write_text("environment.json", json.dumps(dated(folder, first_step) | dict(chosen[2:-1]) | facts))
         if not config.quiet:
             print_header(chosen)
-        log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", first_step or None)
+        resume_step = first_step if start.resumed else None
+        log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", resume_step)
         printer = StepPrinter(config.steps, first_step, config.log_period, config.quiet)
         say(log.messages)
     say(start.messages)
@@ -160,6 +162,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
         Recorder(config, log, printer, flops, built.tokens, plan.layout.mesh) as recorder,
         contextlib.closing(Profile(config, first_step, str(folder.local / "tensorboard"))) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
+        sets_aside(checkpointer, recorder),
     ):
         for step in range(first_step, config.steps):
             profile.before_step(step)
@@ -181,13 +184,13 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
                     results = [evaluation.run(state_weights(state)) for evaluation in evaluations]
                     eval_metrics = {name: value for result in results for name, value in result.items()}
                     recorder.add_evaluation(done, eval_metrics)
-                if saves and config.enable_checkpointing:
+                if saves and config.enable_checkpointing and not recorder.skipped:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
                     folder.sync()
                     meta["rows_taken"] = start.rows_taken + (done - first_step) * global_batch
                     if config.eval_mode == "rolling":
                         meta["eval_position"] = {each.name: each.position() for each in evaluations}
-                    checkpointer.save(done, saved_parts(plan, state), meta)
+                    say(checkpointer.save(done, saved_parts(plan, state), meta))
                 if report:
                     report.update()
                 recorder.start_clock()
@@ -195,10 +198,11 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
                 stopped_by = preemption.signal or signal.SIGTERM  # which another process of the job got
                 break
         checkpointer.wait()  # while signals are still caught
+        checkpointer.prune()
 
     # ---- The end
     if stopped_by:
-        resume = f"the same command, run_name={folder.name}, goes on from there"
+        resume = f"the same command, run_name={folder.name}, goes on from its last checkpoint"
         kept = resume if config.enable_checkpointing else "no checkpoint was saved"
         say([f"stopped by {'Ctrl-C' if stopped_by == signal.SIGINT else 'SIGTERM'} after step {done}; {kept}"])
     conclude(config, plan, state, tokenizer, folder, report, stopped_by)

@@ -56,11 +56,13 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
     """One update on one batch of [B, T].
 
     The loss is a mean over the whole batch's tokens, however they fall into micro-batches and shards. An update whose
-    loss or gradient is not finite leaves weights and optimizer as they were; step and data position go on.
+    loss or gradient is not finite leaves weights and optimizer as they were; step and data position go on. What an
+    update makes of the weights is looked at, and not undone: that would take a copy of them.
 
     Returns:
         The next state, and scalars: `loss` (nats per token), `grad_norm` (before clipping), `tokens` (that count),
-        `finite` (whether the update was made), and where the model has them `load_balance_loss` and `router_z_loss`
+        `finite` (whether the update was made), `usable` (whether the weights are now such that a layer can be
+        computed), and where the model has them `load_balance_loss` and `router_z_loss`
         (sums over layers; means over micro-batches where one has a weight, else of the whole batch) and `mtp_loss` (the
         mean over the extra prediction layers of their losses, each in nats per token that the layer predicts). With
         experts also, of each layer that has some, `expert_load_max` (the busiest one's load over the mean) and
@@ -113,7 +115,7 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
             # all devices.
             gradients = jax.lax.with_sharding_constraint(gradients, placed)
         gradients, weights = jax.lax.with_sharding_constraint((gradients, weights), (updated_at, updated_at))
-    grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
+    grad_norm = _norm(gradients)
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
 
     def updated(gradients: Any, weights: Any, opt: Any) -> tuple[Any, Any]:
@@ -140,7 +142,13 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         losses |= {name: layers[name] for name in ("expert_load_max", "tokens_dropped")}
     stats = _where(finite, router.corrected(state.stats, reports, real, plan.bias_update_rate), state.stats)
     state = TrainState(state.step + 1, trainable, state.frozen, stats, opt, batch["data_position"])
-    return state, {**losses, "grad_norm": grad_norm, "tokens": tokens, "finite": finite}
+    # A gated feed-forward multiplies an input by three matrices, none of which can be more than this norm.
+    usable = jnp.isfinite(_norm(trainable) ** 3)
+    return state, {**losses, "grad_norm": grad_norm, "tokens": tokens, "finite": finite, "usable": usable}
+
+
+def _norm(tree: Any) -> jax.Array:
+    return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
 
 
 def _where(condition: jax.Array, tree: Any, other: Any) -> Any:

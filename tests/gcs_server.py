@@ -68,6 +68,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if name is None:
             return self.answer(404)
+        if "/moveTo/o/" in name:
+            return self.move(*name.split("/moveTo/o/"))
         if query["uploadType"] == "multipart":
             boundary = b"--" + re.search('boundary="?([^"]+)', self.headers["Content-Type"]).group(1).encode()
             metadata, body = (part.split(b"\n\n", 1)[1][:-1] for part in body.split(boundary)[1:3])
@@ -89,6 +91,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.generation += 1
             self.server.objects[name] = (body, self.server.generation)
         return self.answer_json(self.describe(name))
+
+    def move(self, name, target):
+        with self.server.lock:
+            self.server.objects[target] = self.server.objects.pop(name)
+        return self.answer_json(self.describe(target))
 
     def do_DELETE(self):
         name, _ = self.parse()

@@ -160,7 +160,8 @@ def evaluations(folder):
 
 
 def steps_saved(folder):
-    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+    """Without what was set aside, such as 20.damaged."""
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
 
 
 def saved_arrays(folder, step):

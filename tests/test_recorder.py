@@ -14,7 +14,7 @@ from src import recorder as recorder_module
 from src.errors import UserError
 from src.metrics import MetricsLog, StepPrinter
 from src.model.flops import FlopsPerToken
-from src.recorder import LiveReport, Recorder
+from src.recorder import LiveReport, NonFiniteError, Recorder
 from src.run_folder import RunFolder
 
 FLOPS = FlopsPerToken(causal=2e9, palm=3e9)
@@ -31,9 +31,10 @@ def recorder_in(folder, mesh=None, done=0, **overrides):
     return Recorder(load(**overrides), log, StepPrinter(20, done), FLOPS, TOKENS, mesh or mesh_of("cpu", "cpu"))
 
 
-def step_metrics(loss, grad_norm=0.5):
+def step_metrics(loss, grad_norm=0.5, usable=True):
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    return jax.tree.map(jnp.asarray, {"loss": loss, "grad_norm": grad_norm, "tokens": float(TOKENS), "finite": finite})
+    numbers = {"loss": loss, "grad_norm": grad_norm, "tokens": float(TOKENS)}
+    return jax.tree.map(jnp.asarray, numbers | {"finite": finite, "usable": usable})
 
 
 def lines(folder):
@@ -102,6 +103,40 @@ def test_skip_says_so_and_goes_on(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "step 7: the update is skipped" in out
     assert "step 8: the update is skipped" not in out
+
+
+@pytest.mark.parametrize("good_first", [True, False])
+def test_skipping_ends_after_ten_in_a_row(tmp_path, good_first):
+    """A finite update in between begins the count anew; so many at the end are an end of their own."""
+    recorder = recorder_in(tmp_path, on_nonfinite="skip", steps=100)
+    for step in range(1, 10):
+        recorder.add(step, step_metrics(math.nan, math.nan))
+    recorder.add(10, step_metrics(2.0 if good_first else math.nan))
+    for step in range(11, 20):
+        if good_first:
+            recorder.add(step, step_metrics(math.nan, math.nan))
+    if good_first:
+        recorder.flush()
+        assert (recorder.last_finite, recorder.skipped) == (10, 9)
+        recorder.add(20, step_metrics(math.nan))
+    with pytest.raises(NonFiniteError, match="the last 10 updates were skipped, for none was finite"):
+        recorder.flush()
+
+
+def test_a_run_does_not_end_with_updates_that_were_skipped(tmp_path):
+    recorder = recorder_in(tmp_path, on_nonfinite="skip", steps=3)
+    for step, loss in ((1, 2.0), (2, math.inf), (3, math.inf)):
+        recorder.add(step, step_metrics(loss))
+    with pytest.raises(NonFiniteError, match="step 3: the last 2 updates were skipped"):
+        recorder.flush()
+
+
+@pytest.mark.parametrize("answer", ["stop", "skip"])
+def test_weights_that_nothing_can_be_computed_with_end_the_run(tmp_path, answer):
+    recorder = recorder_in(tmp_path, on_nonfinite=answer)
+    recorder.add(1, step_metrics(2.0, usable=False))
+    with pytest.raises(NonFiniteError, match="step 1: the update made weights so large"):
+        recorder.flush()
 
 
 def test_processes_without_log_and_printer_see_what_is_not_finite_too():

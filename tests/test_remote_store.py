@@ -110,6 +110,8 @@ def test_checkpoints_go_to_the_store_and_come_back_from_it_alone(objects, base, 
     saver = checkpointer(folder)
     for step in (10, 20, 30):
         saver.save(step, place(make_values(step), mesh), {"loss": step / 8})
+    saver.wait()
+    saver.prune()
     saver.close()
     assert {name.split("/")[1] for name in objects()} == {"20", "30"}
 
@@ -154,9 +156,16 @@ def test_a_flipped_bit_in_the_store_is_noticed(server, base, mesh):
     middle = len(contents) // 2
     server.objects[name] = (contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :], generation)
 
-    state, _, messages = checkpointer(folder).restore_latest(abstract(place(make_values(0), mesh)))
+    resumed = checkpointer(folder)
+    state, _, messages = resumed.restore_latest(abstract(place(make_values(0), mesh)))
     assert same(state, make_values(10))
     assert messages[0].startswith("checkpoint 20 is passed over: ")
+    damaged = {
+        name.replace("/20/", "/20.damaged/"): value[0] for name, value in server.objects.items() if "/20/" in name
+    }
+    resumed.save(20, state, {})
+    resumed.close()
+    assert all(server.objects[name.replace("/20/", "/20.damaged/")][0] == value for name, value in damaged.items())
 
 
 def test_a_run_goes_on_from_the_store_alone(objects, base, tmp_path, capsys):

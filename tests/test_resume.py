@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -348,7 +349,8 @@ def test_a_damaged_checkpoint_is_passed_over(stopped, whole, corpus, damage, cap
     assert "resumed from step 15" in output
     assert_same_run(stopped, whole, STEPS)
     assert runs.steps_saved(stopped) == runs.steps_saved(whole)
-    # The damaged one was made again.
+    # The damaged one was made again, and is there too.
+    assert (stopped / "checkpoints" / "20.damaged").is_dir()
     assert runs.bits(runs.saved_arrays(stopped, 20)) == runs.bits(runs.saved_arrays(whole, 20))
 
 
@@ -424,31 +426,49 @@ def test_the_whole_state_of_another_run_goes_on_as_that_run_did(whole, corpus, t
 # ---- Losses that are not finite
 
 
+# With the first, weights have no norm; with the second, the next step's loss or gradient is not finite.
 HUGE = {"learning_rate": 1e30, "gradient_clipping_threshold": 0}
+LARGE = {"learning_rate": 1e11, "gradient_clipping_threshold": 0}
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_a_good_checkpoint(
-    stopped, whole, corpus, monkeypatch, capsys
+@pytest.mark.parametrize("answer", ["stop", "skip"])
+def test_an_update_that_ruins_the_weights_stops_the_run_before_they_are_saved(
+    answer, stopped, corpus, monkeypatch, capsys
 ):
-    said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys_of(stopped, corpus, **HUGE)))
-    assert "step 22: loss" in said
-    assert "not both finite" in said
-    assert "on_nonfinite=skip" in said
+    keys = keys_of(stopped, corpus, **HUGE, on_nonfinite=answer, checkpoint_period=1, max_num_checkpoints_to_keep=1)
+    said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys))
+    assert "step 21: the update made weights so large" in said
     assert runs.steps_saved(stopped) == [5, 10, 15, 20]
-    assert [step for step, _ in runs.losses(stopped)] == list(range(1, 22))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [("stop", "step 22: loss .* are not both finite"), ("skip", "step 30: the last 9 updates were skipped")],
+)
+def test_a_checkpoint_that_leads_to_no_finite_loss_is_set_aside_and_the_one_before_it_stands(
+    answer, message, stopped, whole, corpus, monkeypatch, capsys
+):
+    keys = keys_of(stopped, corpus, **LARGE, on_nonfinite=answer, checkpoint_period=1, max_num_checkpoints_to_keep=1)
+    said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys))
+    assert re.search(message, said)
+    assert "21.nonfinite" in said
+    assert ("on_nonfinite=skip" in said) == (answer == "stop")
+    assert {path.name for path in (stopped / "checkpoints").iterdir()} == {"20", "21.nonfinite"}
     runs.run_here(**keys_of(stopped, corpus))
     assert_same_run(stopped, whole, STEPS)
 
 
-def test_updates_that_are_not_finite_can_be_skipped(stopped, corpus, capsys):
-    keys = keys_of(stopped, corpus, **HUGE, on_nonfinite="skip", checkpoint_period=1)
-    result = runs.run_here(**keys)
-    assert int(result.state.step) == STEPS
-    assert "step 22: the update is skipped, for it is not finite" in capsys.readouterr().out
-    norms = [line["grad_norm"] for line in runs.lines(stopped) if "grad_norm" in line]
-    assert [step for step, norm in enumerate(norms, start=1) if norm is None] == list(range(22, STEPS + 1))
-    last, before = runs.saved_arrays(stopped, STEPS), runs.saved_arrays(stopped, 21)
-    for part in ("step", "data_position"):
-        assert (last.pop(part) != before.pop(part)).any()
-    assert runs.bits(last) == runs.bits(before)
-    assert all(np.isfinite(array).all() for array in last.values())
+# ---- Checkpoints that are gone
+
+
+def test_a_run_whose_checkpoints_are_gone_begins_anew_and_keeps_its_metrics(stopped, whole, corpus, capsys):
+    for count in (1, 2):
+        shutil.rmtree(stopped / "checkpoints")
+        before = (stopped / "metrics.jsonl").read_bytes()
+        capsys.readouterr()
+        runs.run_here(**keys_of(stopped, corpus, steps=2, learning_rate_schedule_steps=STEPS))
+        said = capsys.readouterr().out
+        assert "no checkpoint of an earlier start is here to go on from" in said
+        assert f"its metrics are in metrics.{count}.jsonl" in said
+        assert (stopped / f"metrics.{count}.jsonl").read_bytes() == before
+        assert runs.losses(stopped) == runs.losses(whole)[:2]

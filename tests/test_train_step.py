@@ -162,6 +162,18 @@ def test_hyper_parameters_change_without_another_compilation(one_device):
     assert tree_bits(trainer.state.trainable) == tree_bits(rested)
 
 
+def test_an_update_that_makes_weights_of_no_use_says_so(one_device):
+    """A rate so large that products of three weights overflow, though gradients and every weight are finite."""
+    _, _, trainer = one_device
+    batch = jax.device_put(packed_rows(0), batch_sharding(trainer.plan.layout))
+    for rate, usable in ((1e-2, True), (1e6, True), (1e15, False), (1e30, False)):
+        hyper = hyper_parameters(trainer.config, 5) | {"learning_rate": np.float32(rate)}
+        state, metrics = trainer.train_step(jax.tree.map(jnp.copy, trainer.state), batch, hyper)
+        assert metrics["finite"]
+        assert metrics["usable"] == usable
+        assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.trainable))
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("mu_dtype", ["", "bfloat16", "float32"])
 @pytest.mark.parametrize("opt_type", ["adamw", "sgd"])

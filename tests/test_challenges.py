@@ -175,6 +175,27 @@ def test_activations_that_do_not_fit_the_mesh_are_refused_before_anything_is_wri
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ctrl_c_saves_reports_and_the_same_command_goes_on(tmp_path, corpus, monkeypatch, capsys):
+    original = train.hyper_parameters
+
+    def interrupted_in_step_2(config, step):
+        if step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return original(config, step)
+
+    monkeypatch.setattr(train, "hyper_parameters", interrupted_in_step_2)
+    command = runs.arguments(base_output_directory=tmp_path, dataset_path=corpus, steps=4)
+    assert train.command(command) == 130
+    assert (
+        "stopped by Ctrl-C after step 2; the same command, run_name=run, goes on from there" in capsys.readouterr().out
+    )
+    assert runs.steps_saved(tmp_path / "run") == [2]
+    assert (tmp_path / "run" / "report.html").exists()
+    monkeypatch.undo()
+    assert train.command(command) == 0
+    assert [step for step, _ in runs.losses(tmp_path / "run")] == [1, 2, 3, 4]
+
+
 def test_a_run_may_turn_evaluation_off_only_knowingly(folder, corpus, monkeypatch, capsys):
     """What is held out for it would be trained on."""
     evaluated = folder.parent / "evaluated"

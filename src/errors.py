@@ -90,7 +90,7 @@ def in_run_folder(folder: Path) -> Iterator[None]:
 
 
 def kept(folder: Path | None) -> str:
-    """Says which checkpoint in a run's folder stands, and how to go on; empty for a command that has no folder."""
+    """Says which checkpoint in a run's folder stands, from which it goes on; empty for a command that has no folder."""
     if folder is None:
         return ""
     try:
@@ -99,7 +99,7 @@ def kept(folder: Path | None) -> str:
         steps = []
     if not steps:
         return "no checkpoint was saved"
-    return f"the same command, run_name={folder.name}, goes on from the checkpoint of step {max(steps)}"
+    return f"the checkpoint of step {max(steps)} in {folder} stands"
 
 
 def end(code: int, message: str, *, at_once: bool = False) -> NoReturn:

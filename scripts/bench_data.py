@@ -183,7 +183,7 @@ def bench_tokens(folder: Path, turns: int, seconds: float) -> None:
 
 
 def bench_conversations(folder: Path, turns: int, seconds: float) -> None:
-    """Prints the tokens a second of conversations that are whole in their rows, and of the same cut at rows' ends."""
+    """Prints the tokens per second of conversations that are whole in their rows, and of the same cut at rows' ends."""
     source = TextSource("", 2_000)
     with (folder / "pairs.jsonl").open("w") as file:
         for i in range(len(source)):

@@ -118,7 +118,7 @@ class ChatTemplate:
 
 
 def serve() -> None:
-    """Renders conversations, one a line of JSON on stdin, and writes each one's text or error as a line to stdout."""
+    """Renders conversations, one per line of JSON on stdin, and writes each one's text or error as a line to stdout."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which may be sent to all processes of a job: stdin's end ends this
     setup = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,0 +1,27 @@
+"""How messages word lists and numbers."""
+
+import pytest
+
+from src.config import load
+from src.errors import UserError, counted, first_few
+
+
+def test_a_list_stops_at_five():
+    assert first_few("abcde") == "a, b, c, d, e"
+    assert first_few("abcdefg") == "a, b, c, d, e and 2 more"
+    assert first_few("abcdef", "\n  ") == "a\n  b\n  c\n  d\n  e\n  and 1 more"
+    assert first_few([]) == ""
+
+
+def test_what_is_most_alike_comes_first():
+    assert first_few(["zebra", "query", "key", "keys", "value", "out"], near="kez").startswith("key, keys, ")
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 rows"), (1, "1 row"), (2000, "2,000 rows")])
+def test_one_is_no_plural(count, said):
+    assert counted(count, "row") == said
+
+
+def test_a_config_that_is_not_there_is_answered_with_few_names():
+    with pytest.raises(UserError, match=r"^there is no file zzz/qqq\. There are ([^,]+, ){4}[^,]+ and \d\d more\.$"):
+        load(["zzz/qqq"])

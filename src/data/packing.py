@@ -109,7 +109,7 @@ def _cut(sizes_of: Sizes, position: Position, length: int, most: int) -> tuple[l
     room = length
     while room and len(pieces) < most and (sizes := sizes_of(item)) is not None:
         for document, first, rest in _remaining(sizes, offset):
-            pairs = min(rest, room)
+            pairs = rest if rest < room else room
             pieces.append((item, document, first, pairs))
             offset += pairs
             room -= pairs
@@ -247,7 +247,7 @@ class Lane:
         self._stride = stride
         self._layout = layout
         self._end = end
-        self._read: dict[int, tuple[list[Document], tuple[int, ...]]] = {}  # items not finished, with their pairs
+        self._read: dict[int, tuple[Sequence[Document], tuple[int, ...]]] = {}  # items not finished, with their pairs
         self._empty = 0  # items without any, one after the other
         item, state = position
         self.position: Position = (int(item), int(state))
@@ -263,9 +263,8 @@ class Lane:
             filled += pairs
             goes_on |= first > 0
             is_cut |= first + pairs < sizes[document]
-        for item, *_ in pieces:
-            if item != position[0]:
-                self._read.pop(item, None)
+        for item in {piece[0] for piece in pieces} - {position[0]}:
+            del self._read[item]
         while (item := next(iter(self._read), position[0])) < position[0]:
             del self._read[item]  # which has no document
         self.position = position
@@ -277,14 +276,18 @@ class Lane:
             ordinal = self._first + item * self._stride
             if ordinal >= self._end:
                 return None
-            documents = [document for document in self._items(ordinal) if len(document.ids) > 1]
+            documents = self._items(ordinal)
+            sizes = tuple([len(document.ids) - 1 for document in documents])
+            if min(sizes, default=0) < 1:
+                documents = [document for document in documents if len(document.ids) > 1]
+                sizes = tuple(size for size in sizes if size > 0)
             self._empty = 0 if documents else self._empty + 1
             if self._empty > MAX_EMPTY_DOCUMENTS and self._end == math.inf:
                 raise UserError(
                     f"the last {self._empty:,} documents that a row read have no text: the data have come to an end, "
                     "or what reads them no longer does"
                 )
-            self._read[item] = documents, tuple([len(document.ids) - 1 for document in documents])
+            self._read[item] = documents, sizes
         return self._read[item][1]
 
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from src.data import global_arrays
 from src.data.conversations import ConversationSource, encode_conversation
 from src.data.huggingface import HuggingFaceTokenizer
 from src.data.loader import EvalBatches, data_fingerprint, train_batches
-from src.data.sources import open_sources
+from src.data.sources import EvalSet, open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
 from tests.data.one_source import alone, held_out
@@ -435,6 +436,19 @@ def test_hosts_and_resuming_change_no_mask(config, many, packing):
         for name, array in batch.items():
             other = first[k][name] if k < 5 else np.concatenate([half[k - 5][name] for half in halves])
             assert array.tobytes() == other.tobytes(), name
+
+
+def test_a_rolling_evaluation_knows_the_positions_of_all_hosts(config, many, monkeypatch):
+    found = []
+    monkeypatch.setattr(global_arrays, "max_over_hosts", lambda lanes: found.append(lanes) or lanes)
+    settings = sft(config, eval_mode="rolling", eval_steps=2, max_target_length=20)
+    for rows in (range(B), [0, 1], [2, 3]):
+        evaluation = EvalBatches(settings, EvalSet("", many, 2), ByteTokenizer(), rows, B)
+        list(evaluation)
+        evaluation.position()
+    whole, *hosts = found
+    assert (whole[:, 1] < 0).any()  # something is placed out of order
+    assert np.max(hosts, axis=0).tolist() == whole.tolist()
 
 
 def test_conversations_are_not_cut_and_split_whole(config, write):

@@ -12,6 +12,7 @@ from ml_collections import FrozenConfigDict
 
 from src.checkpoint import Checkpointer
 from src.config import compare_runs, from_yaml
+from src.data.loader import Fact
 from src.data.mixture import Mixture
 from src.data.packing import after_documents, documents_taken
 from src.data.source_spec import SETTINGS, train_specs, train_weights
@@ -46,6 +47,7 @@ ACCEPTED_BY = {
         "eval_datasets",
         *SOURCE_KEYS,
     ),  # the part not held out
+    "source weights": ("datasets", *SOURCE_KEYS),
     "source seed": ("data_shuffle_seed", *SOURCE_KEYS),
     "source vocab_size": ("vocab_size", *SOURCE_KEYS),
     "tokenizer type": TOKENIZER_KEYS,
@@ -255,19 +257,22 @@ def with_position(
         UserError: the data differ, and `accept_changes` does not say that they may.
     """
     old = meta["data"]
+    sources = {*source_names(meta), *(spec.name for spec in train_specs(config))}
+    facts = {name: Fact.of(name, sources) for name in {**old, **fingerprint}}
     # Files were not listed one by one before; where both lists are there they say which file it is.
-    lists_files = {is_listed(old), is_listed(fingerprint)} == {True}
+    lists_files = all(any(facts[name].is_file for name in listing) for listing in (old, fingerprint))
     different = [
         name
-        for name in {**old, **fingerprint}
+        for name, fact in facts.items()
         if old.get(name) != fingerprint.get(name)
-        and (lists_files or " file " not in name)
-        and (name in old or not name.endswith(" contents"))  # which older checkpoints do not know
+        and (lists_files or not fact.is_file)
+        and (name in old or fact.source is None or fact.name != "contents")  # which older checkpoints do not know
     ]
-    refused = [name for name in different if not set(config.accept_changes).intersection(accepted_by(name))]
+    accepting = {name: accepted_by(name, facts[name]) for name in different}
+    refused = [name for name in different if not set(config.accept_changes).intersection(accepting[name])]
     if refused:
         listed = first_few((f"  {name}: {old.get(name)} -> {fingerprint.get(name)}" for name in refused), "\n")
-        keys = ", ".join(dict.fromkeys(accepted_by(name)[0] for name in refused))
+        keys = ", ".join(dict.fromkeys(accepting[name][0] for name in refused))
         raise UserError(
             f"The checkpoint stands in other data than the config describes (old -> new):\n{listed}\n"
             f"Restore the data, or accept that examples repeat or are missed: accept_changes=[{keys}]"
@@ -328,14 +333,8 @@ def source_names(meta: Mapping[str, Any]) -> list[str]:
     return meta.get("mixture", {"names": [""]})["names"]
 
 
-def is_listed(fingerprint: Mapping[str, Any]) -> bool:
-    """Whether a fingerprint has its files one by one."""
-    return any(" file " in name for name in fingerprint)
-
-
-def accepted_by(name: str) -> tuple[str, ...]:
+def accepted_by(entry: str, fact: Fact) -> tuple[str, ...]:
     """The keys of which `accept_changes` has to name one, where an entry of the data's fingerprint has changed."""
-    if name in ACCEPTED_BY:
-        return ACCEPTED_BY[name]
-    in_mixture = name == "source weights" or (name.startswith("source ") and len(name.split()) > 2)
-    return ("datasets", *SOURCE_KEYS) if in_mixture and " file " not in name else SOURCE_KEYS
+    if entry in ACCEPTED_BY:
+        return ACCEPTED_BY[entry]
+    return ("datasets", *SOURCE_KEYS) if fact.source and not fact.is_file else SOURCE_KEYS

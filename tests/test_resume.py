@@ -15,10 +15,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from src import config as configuration
-from src.data.loader import train_batches
+from src.data.loader import Fact, train_batches
 from src.data.sources import open_sources
 from src.data.tokenizer import ByteTokenizer
-from src.resume import check_tokenizer, rows_so_far
+from src.resume import accepted_by, check_tokenizer, rows_so_far
 from tests import runs
 
 STEPS = 30
@@ -292,6 +292,26 @@ def test_each_source_of_a_changed_mixture_goes_on_where_it_was(corpus, tmp_path,
     moved = (after != np.stack([before[:, 1], np.zeros_like(before[:, 0]), before[:, 0]], axis=1)).any(axis=2)
     assert (moved.sum(axis=1) == 1).all()
     assert moved.sum(axis=0).tolist() == [2, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("entry", "fact", "is_file", "key"),
+    [
+        ("source files", ("", "files"), False, "dataset_path"),
+        ("source file a b.txt", ("", "file a b.txt"), True, "dataset_path"),
+        ("source my file x bytes", ("my file x", "bytes"), False, "datasets"),
+        ("source a file b contents", ("a", "file b contents"), True, "dataset_path"),
+        ("source a b digest", ("a b", "digest"), False, "datasets"),
+        ("source chosen by me", ("", "chosen by me"), False, "dataset_path"),  # a fact of a custom source
+        ("source weights", (None, "source weights"), False, "datasets"),
+        ("chat template", (None, "chat template"), False, "tokenizer_path"),
+    ],
+)
+def test_what_an_entry_of_a_fingerprint_is_about_does_not_hang_on_the_words_in_names(entry, fact, is_file, key):
+    read = Fact.of(entry, ["my file x", "a", "a b", ""])
+    assert read == fact
+    assert read.is_file == is_file
+    assert accepted_by(entry, read)[0] == key
 
 
 def test_rows_of_tokens_go_on_after_a_change_of_weights_batch_and_length():

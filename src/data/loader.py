@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -193,6 +193,32 @@ class EvalBatches:
             sizes = ([len(document.ids) for document in documents(n)] for n in ordinals)
             most = max(most, rows_needed(sizes, self._config.max_target_length, row_layout(self._config)))
         return int(max_over_hosts(np.int32(most)))
+
+
+class Fact(NamedTuple):
+    """What an entry of `data_fingerprint` is about.
+
+    source: the source's name, "" for the only one; None where the entry is about the run.
+    name: the fact, as the source's own fingerprint has it; the entry itself where it is about the run.
+    """
+
+    source: str | None
+    name: str
+
+    @classmethod
+    def of(cls, entry: str, sources: Sequence[str]) -> Self:
+        """Reads an entry of a run with these sources."""
+        for source in sorted(filter(None, sources), key=len, reverse=True):
+            if entry.startswith(prefix := f"source {source} "):
+                return cls(source, entry.removeprefix(prefix))
+        if entry.startswith("source ") and entry != "source weights":
+            return cls("", entry.removeprefix("source "))
+        return cls(None, entry)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is one file's size; `files.fingerprint` has these of few files only."""
+        return self.source is not None and self.name.startswith("file ")
 
 
 def data_fingerprint(

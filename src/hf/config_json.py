@@ -100,11 +100,6 @@ def write(keys: Mapping[str, Any], names: Mapping[str, str]) -> Json:
     return {name: keys[key] for name, key in names.items()}
 
 
-def whole(number: float) -> float | int:
-    """An integer in place of a number that is one, which transformers asks for in some entries."""
-    return int(number) if number == int(number) else number
-
-
 def shared_keys(hf: Mapping[str, Any], **defaults: Any) -> Keys:
     """The keys of `SHARED`; `defaults` are the family's values of entries that its config.json may leave out.
 
@@ -137,9 +132,9 @@ def activation(hf: Mapping[str, Any], entry: str = "hidden_act", default: str = 
 
 
 def activation_name(keys: Mapping[str, Any], preferred: str = "") -> str:
-    """Their name of a model's first activation, `preferred` if it is one; empty where they have none."""
+    """Their name of a model's first activation, `preferred` if it is one; another's where they have none."""
     names = [name for name, ours in ACTIVATIONS.items() if ours == keys["mlp_activations"][0]]
-    return preferred if preferred in names else [*names, ""][0]
+    return preferred if preferred in names else [*names, "silu"][0]
 
 
 def refuse(hf: Mapping[str, Any], **only: Any) -> None:

@@ -1,7 +1,7 @@
 """The models that Hugging Face folders describe, in keys of base.yml."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from src.config_values import scaled_sizes
@@ -67,19 +67,48 @@ def describe(config: Mapping[str, Any]) -> tuple[Family, Json]:
     wanted, layers = model_spec(config), _layer_keys(config)
     # What alters no logits is the run's own: it stands in no config.json.
     own = {key: config[key] for key in config if key not in base().keys_in("Model:") or key == "dropout_rate"}
+    others: dict[str, tuple[Keys, str]] = {}  # as what each family's config.json would be read, and why else it is none
     for family in FAMILIES:
         hf = family.hf_config(layers)
         try:
-            keys = family.facts(hf)
+            read = {**base().defaults, **family.facts(hf), **own}
         except UserError:
             continue
-        if model_spec({**base().defaults, **keys, **own}) == wanted:
+        unfit = _unfit(family, layers)
+        if model_spec(read) == wanted and not unfit:
             return family, hf
-    known = ", ".join(family.architecture for family in FAMILIES)
+        others[family.architecture] = (read, unfit or "weights that layers share (decoder_segments)")
+    unsaid = {name: _unsaid(layers, _layer_keys(read)) or [rest] for name, (read, rest) in others.items()}
+    nearest = min(unsaid, key=lambda name: len(unsaid[name]))
     raise UserError(
-        f"no family of Hugging Face's has this model: its keys together describe none of {known}. "
-        "A run keeps to a family if only keys outside of base.yml's model groups differ from its model file."
+        f"no family of Hugging Face's has this model: of the nearest one, {nearest}, config.json cannot say "
+        f"{', '.join(unsaid[nearest])}. A run keeps to a family if only keys outside of base.yml's model groups "
+        "differ from its model file."
     )
+
+
+def _unfit(family: Family, layers: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what transformers does not load, although the family's config.json can say it; empty: it loads all."""
+    D, N = layers[0]["base_emb_dim"], layers[0]["base_num_query_heads"]
+    if family.whole_heads and D % N:
+        return f"base_num_query_heads={N}, which does not divide base_emb_dim={D}"
+    if not family.has_dense_layers and any(layer["num_experts"] == 1 for layer in layers):
+        return "num_experts=1"
+    return ""
+
+
+def _unsaid(layers: Sequence[Mapping[str, Any]], read: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the keys, with their values in `layers`, for which `read` has others, so that the model differs."""
+    if len(layers) != len(read):
+        return [f"base_num_decoder_layers={len(layers)}"]
+    one_layer = {"decoder_segments": [], "base_num_decoder_layers": 1, "global_parameter_scale": 1}
+    found: dict[str, Any] = {}
+    for wanted, other in zip(layers, read, strict=True):
+        spec = model_spec({**wanted, **one_layer})
+        for key in base().keys_in("Model:"):
+            if wanted[key] != other[key] and model_spec({**wanted, key: other[key], **one_layer}) != spec:
+                found.setdefault(key, wanted[key])
+    return [f"{key}={dump(value)}" for key, value in found.items()]
 
 
 def _layer_keys(config: Mapping[str, Any]) -> list[Keys]:

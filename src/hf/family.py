@@ -29,6 +29,7 @@ class Family:
         rows: its table of tensors.
         prefix: of all its tensors but the output projection's; a folder of a bare model has them without it.
         skipped: patterns of names of tensors that hold no weights, or none that another does not hold too.
+        whole_heads: whether transformers loads only models whose width is a multiple of their number of heads.
         copied: rows of tensors that repeat a weight for each extra prediction layer; they are written, not read.
     """
 
@@ -40,6 +41,7 @@ class Family:
     prefix: str = "model."
     skipped: tuple[str, ...] = ()
     copied: tuple[Row, ...] = ()
+    whole_heads: bool = False
 
     @property
     def output_file(self) -> str:
@@ -55,6 +57,11 @@ class Family:
     def predicts_ahead(self) -> bool:
         """Whether the family's models may have extra prediction layers."""
         return any(row.weight.startswith("mtp.") for row in self.rows)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether the family's models may have layers without experts."""
+        return any(row.weight == "layer.feed_forward.wi" and "E" not in row.dims.split() for row in self.rows)
 
     def is_skipped(self, name: str) -> bool:
         """Whether a tensor of this name holds no weights."""

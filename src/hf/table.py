@@ -114,6 +114,8 @@ def copies(rows: Sequence[Row], shapes: Shapes, vocab_size: int) -> list[Piece]:
     for (kind, _), positions in _layer_numbers(shapes).items():
         for row in rows if kind == "mtp" else ():
             weight, rearrangement = (row.weight,), parse(row.dims)
+            if weight not in shapes:  # a tied output projection
+                continue
             sizes = dict(zip(rearrangement.dims, shapes[weight], strict=True)) | {"V": vocab_size}
             file = row.file.replace("{layer}", str(positions[0][0]))
             pieces.append(Piece(weight, file, rearrangement, sizes, (), {}))

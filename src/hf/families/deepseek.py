@@ -86,8 +86,6 @@ def _hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
         "head_dim": dense["qk_rope_head_dim"],
         "q_lora_rank": dense["q_lora_rank"] or None,
         "hidden_act": cj.activation_name(dense),
-        "rope_interleave": dense["rope_interleave"],
-        "norm_topk_prob": sparse["norm_topk_prob"],
         "n_group": sparse["n_routing_groups"],
         "topk_group": sparse["topk_routing_group"],
         "first_k_dense_replace": sum(layer["num_experts"] == 1 for layer in layers),
@@ -135,6 +133,8 @@ def v3_hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
         **_hf_config(layers),
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
+        "rope_interleave": layers[0]["rope_interleave"],
+        "norm_topk_prob": cj.dense_and_sparse(layers)[1]["norm_topk_prob"],
         "num_nextn_predict_layers": layers[0]["mtp_num_layers"],
     }
 
@@ -142,6 +142,7 @@ def v3_hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
 DEEPSEEK2 = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
+    whole_heads=True,
     facts=v2_facts,
     hf_config=v2_hf_config,
     rows=V2_ROWS,

@@ -38,7 +38,7 @@ def gemma2_json(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
     return {
         **cj.shared_json(keys),
         **{name: value or None for name, value in cj.write(keys, NAMES).items()},
-        "query_pre_attn_scalar": cj.whole(keys["query_pre_attn_scalar"] or keys["head_dim"]),
+        "query_pre_attn_scalar": int(keys["query_pre_attn_scalar"] or keys["head_dim"]),  # as transformers asks
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": keys["attention_bias"],
         "sliding_window": local["sliding_window_size"],
@@ -60,6 +60,7 @@ def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
+    whole_heads=True,
     facts=facts,
     hf_config=hf_config,
     rows=(

@@ -40,6 +40,7 @@ def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
     local = cj.first(layers, "attention_type", "local_sliding")
     return {
         **gemma2_json(layers),
+        "attn_logit_softcapping": None,  # which transformers does not apply here
         **cj.rope_json(cj.first(layers, "attention_type", "global")),
         "rope_local_base_freq": local["rope_max_timescale"],
     }
@@ -48,6 +49,7 @@ def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
 GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    whole_heads=True,
     facts=facts,
     hf_config=hf_config,
     rows=(*GEMMA2.rows, *rows.HEAD_NORMS),

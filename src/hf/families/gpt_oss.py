@@ -46,9 +46,12 @@ def facts(hf: Mapping[str, Any]) -> cj.Keys:
 def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
     """Keys to config.json."""
     keys, local = layers[0], cj.first(layers, "attention_type", "local_sliding")
+    rope = cj.rope_json(keys)
     return {
         **cj.shared_json(keys),
-        **cj.rope_json(keys),
+        **rope,
+        # Without any transformers takes the published model's.
+        "rope_scaling": rope["rope_scaling"] or {"rope_type": "default"},
         **cj.write(local, NAMES),
         "intermediate_size": keys["base_moe_mlp_dim"],
         "swiglu_alpha": 1.702,

@@ -34,6 +34,7 @@ def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
+    whole_heads=True,
     facts=facts,
     hf_config=hf_config,
     rows=(

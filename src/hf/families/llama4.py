@@ -15,6 +15,7 @@ NAMES = {
     "num_experts_per_tok": "num_experts_per_tok",
     "attention_chunk_size": "chunk_attn_window_size",
 }
+CHUNKED = "chunked_attention"
 FEED_FORWARD = rows.LAYER + "feed_forward."
 PROJECTIONS = "{A:gate_proj,up_proj}.weight"
 
@@ -58,7 +59,8 @@ def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
         **cj.rope_json(local),
         **cj.write(sparse, NAMES),
         "intermediate_size_mlp": dense["base_mlp_dim"],
-        "attention_chunk_size": local["chunk_attn_window_size"],
+        "attention_chunk_size": local["chunk_attn_window_size"] or 8192,
+        "layer_types": [CHUNKED if layer["attention_type"] == "chunk" else cj.GLOBAL for layer in layers],
         "hidden_act": cj.activation_name(layers[0]),
         "attention_bias": layers[0]["attention_bias"],
         "use_qk_norm": local["qk_norm"] == "l2",

@@ -118,6 +118,15 @@ def test_weights_of_another_shape_name_the_way(trained):
     assert " more\n" in message
 
 
+def test_a_run_of_adapters_is_asked_by_its_folder(trained, capsys):
+    """Its weights are those that it was trained on, which its config.yml names, with its own adapters."""
+    folder = trained[0]
+    train.main([str(folder), "run_name=adapters", f"load_parameters_path={folder}", "lora_rank=2", "steps=1"])
+    (text,) = decode.main([str(folder.parent / "adapters"), *ASKED])
+    assert text
+    assert "its adapters are merged" in capsys.readouterr().out
+
+
 def test_resuming_by_the_folder_is_the_same_run(trained, capsys):
     folder = trained[0]
     result = train.main([str(folder), "steps=6"])

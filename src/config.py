@@ -1,5 +1,7 @@
 """A command's configuration: base.yml, model file, the user's YAML and key=value, resolved, checked and frozen."""
 
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any, NamedTuple
 from ml_collections import FrozenConfigDict
 
 from src.config_checks import check_config
-from src.config_values import nearest, scaled_sizes
+from src.config_values import ANY_TEXT, nearest, scaled_sizes
 from src.config_yaml import (
     BASE,
     CONFIGS,
@@ -16,15 +18,18 @@ from src.config_yaml import (
     base,
     convert,
     dump,
+    file_name,
     literal,
     parse_argument,
     parse_keys,
     read_file,
+    unprintable,
 )
+from src.corrections import corrected_command
 from src.data.source_spec import ENTRY_KEYS, SETTINGS
 from src.data.tokenizer import has_tokenizer
 from src.data_checks import read_entries
-from src.errors import UserError, first_few
+from src.errors import UserError, clipped, first_few
 from src.foreign_keys import answer
 from src.hf.facts import model_facts, model_yaml
 from src.hf.folder import is_hf_folder
@@ -73,7 +78,7 @@ class Change(NamedTuple):
 
 
 def load(argv: Sequence[str], notes: list[str] | None = None, *, uses_weights: bool = False) -> FrozenConfigDict:
-    """The configuration of a command line: a YAML file or a run's folder, then `key=value` arguments.
+    """The configuration of a command line: a YAML file or a run's folder (else base.yml), then `key=value` arguments.
 
     Precedence, lowest first: base.yml, the model file that `model_name` names, the YAML file after what its
     `base_config` names, the arguments. A mapping or list replaces the one below it; a dotted key
@@ -87,11 +92,21 @@ def load(argv: Sequence[str], notes: list[str] | None = None, *, uses_weights: b
     Raises:
         UserError: everything that is wrong, in one message.
     """
-    problems: list[str] = []
+    if isinstance(argv, str | Mapping) or not all(isinstance(word, str) for word in argv):
+        raise UserError(f'expected a list of words, such as ["configs/base.yml", "steps=100"], got {argv!r}')
+    try:
+        return _load(argv, [] if notes is None else notes, uses_weights)
+    except OSError as error:  # a name that is too long, or a folder that may not be read
+        raise UserError(f"cannot read {clipped(str(error.filename))}: {error.strerror}") from None
+    except UserError as error:
+        command = corrected_command(argv, lambda words: _load(words, [], uses_weights))
+        raise UserError(f"{error}{command}") from None
+
+
+def _load(argv: Sequence[str], notes: list[str], uses_weights: bool) -> FrozenConfigDict:
+    problems = [] if argv else ["the first argument is a YAML file, as in `configs/base.yml steps=100`"]
     starts_with_file = bool(argv) and "=" not in argv[0] and not argv[0].startswith("-")
-    if not starts_with_file:
-        problems.append("the first argument is a YAML file, as in `configs/base.yml steps=100`")
-    run = run_folder(argv[0]) if starts_with_file else None
+    run = run_folder(file_name(argv[0])) if starts_with_file else None
     files = []
     if starts_with_file:
         files = _of_run(run, uses_weights, problems) if run else _chain(Path(argv[0]), problems)
@@ -100,7 +115,7 @@ def load(argv: Sequence[str], notes: list[str] | None = None, *, uses_weights: b
     if run and model_name != _model_name(files):
         problems.append(f"model_name={model_name}: {run} is a run with a model of its own, which keeps it")
     model = [] if run else _model_settings(model_name, uses_weights, problems)
-    config, failed = _resolve([*model, *files, *arguments], problems, [] if notes is None else notes)
+    config, failed = _resolve([*model, *files, *arguments], problems, notes)
     # The model of another run has the name that it has there.
     config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
     problems.extend(check_config(config, failed))
@@ -112,7 +127,7 @@ def load(argv: Sequence[str], notes: list[str] | None = None, *, uses_weights: b
 
 
 def _report(problems: Sequence[str]) -> str:
-    problems = list(dict.fromkeys(problems))
+    problems = [clipped(problem) for problem in dict.fromkeys(problems)]
     if len(problems) == 1:
         return problems[0]
     return f"{len(problems)} problems with this configuration:\n" + "\n".join(f"  - {problem}" for problem in problems)
@@ -122,8 +137,10 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
     """The settings of the command line after its YAML file, their values parsed."""
     for argument in arguments:
         key, equals, text = argument.lstrip("-").partition("=")
-        if not equals:
-            problems.append(f"{argument}: expected key=value")
+        if problem := unprintable(argument, is_name=key not in ANY_TEXT):
+            problems.append(f"{key!a}: {problem}")
+        elif not equals:
+            problems.append(f"{argument}: expected key=value, after the YAML file where there is one")
         elif argument.startswith("-") and key.partition(".")[0] in base().defaults:
             problems.append(f"{argument}: keys are typed without dashes, {key}={text}")
         else:
@@ -154,18 +171,18 @@ def _chain(path: Path, problems: list[str]) -> list[Setting]:
     """The settings of a YAML file after those of its `base_config`, and so on down; base.yml's own are left out."""
     settings: list[Setting] = []
     visited: list[Path] = []
-    while path.resolve() != BASE:
-        if path.resolve() in visited:
-            problems.append(f"base_config goes round in a circle: {' -> '.join(map(str, [*visited, path.resolve()]))}")
+    while (resolved := Path(os.path.realpath(path))) != BASE:
+        if resolved in visited:
+            problems.append(f"base_config goes round in a circle: {' -> '.join(map(str, [*visited, resolved]))}")
             break
-        visited.append(path.resolve())
+        visited.append(resolved)
         keys = _read(path, problems)
-        below = keys.pop("base_config", "")
+        below = file_name(str(keys.pop("base_config", "")))
         settings = [Setting(key, value, f"in {path}") for key, value in keys.items()] + settings
         if not below:
             break
-        beside = path.parent / str(below)
-        path = beside if beside.is_file() else CONFIGS / str(below)
+        beside = path.parent / below
+        path = beside if beside.is_file() else CONFIGS / below
     return settings
 
 
@@ -195,7 +212,7 @@ def _no_config(path: Path) -> str:
 def _model_name(settings: Sequence[Setting]) -> str:
     """The model name that wins; empty for none, which MaxText calls default."""
     names = [base().defaults["model_name"], *(setting.value for setting in settings if setting.key == "model_name")]
-    return "" if names[-1] in (*NOTHING, "default") else str(names[-1])
+    return "" if names[-1] in (*NOTHING, "default") else file_name(str(names[-1]))
 
 
 def _model_settings(name: str, uses_weights: bool, problems: list[str]) -> list[Setting]:
@@ -214,10 +231,12 @@ def _model_settings(name: str, uses_weights: bool, problems: list[str]) -> list[
             return []
         weights = {"load_parameters_path": name} if uses_weights else {}
         return [Setting(key, value, f"in {name}") for key, value in (keys | weights).items()]
-    path = Path(name).expanduser() if name.endswith(".yml") else CONFIGS / "models" / f"{name}.yml"
+    path = Path(os.path.expanduser(name)) if name.endswith(".yml") else CONFIGS / "models" / f"{name}.yml"
     if not path.is_file():
         models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
         hint = nearest(name, models) or f" There are {first_few(models, near=name)}."
+        if re.fullmatch(r"[\w-]+/[\w.-]+", name):
+            hint = f" If it is a model of huggingface.co, get it first: `hf download {name} --local-dir {name}`."
         problems.append(
             f"model_name={name}: there is no file {path}.{hint} A name ending in .yml is a path, and so is the folder "
             "of a Hugging Face model."

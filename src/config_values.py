@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from src.config_yaml import base, dump
+from src.config_yaml import base, dump, unprintable
 from src.foreign_keys import value_hint
 
 # Tables, wrapped by hand to be read.
@@ -55,7 +55,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 # What numbers may be: in words, as a test, and the keys it is for.
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
-    ("a positive number", lambda value: value > 0,
+    ("a positive number, 1e-30 or more", lambda value: value >= 1e-30,  # less is 0 in float32, or its square is
      ("per_device_batch_size", "normalization_layer_epsilon", "rope_max_timescale", "learning_rate", "adam_eps",
       "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow",
       "routed_scaling_factor", "lora_alpha")),
@@ -97,6 +97,37 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
      ("global_parameter_scale",)),
 )
 
+# The most that a number may be, which is more than any machine has room or time for: larger ones overflow where they
+# are multiplied. Numbers that a range above bounds are not here.
+MOST: dict[int, tuple[str, ...]] = {
+    2**4: ("mtp_num_layers",),
+    2**10: ("base_num_decoder_layers", "shared_experts", "data_threads"),
+    2**16: ("base_num_query_heads", "base_num_kv_heads", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
+            "v_head_dim", "lora_rank", "num_experts", "num_experts_per_tok", "n_routing_groups", "topk_routing_group",
+            "capacity_factor", "compile_topology_num_slices", "num_pipeline_microbatches", "num_pipeline_repeats"),
+    2**20: ("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim", "q_lora_rank", "kv_lora_rank",
+            "global_parameter_scale", "per_device_batch_size", "eval_per_device_batch_size",
+            "gradient_accumulation_steps", "num_processes", "process_id", "process_count", "process_index",
+            *(f"{kind}_{word}_parallelism" for kind in ("ici", "dcn") for word in MESH_AXES.values())),
+    2**24: ("vocab_size", "max_target_length", "num_vocab_tiling", "sliding_window_size", "chunk_attn_window_size",
+            "trainable_position_size", "original_max_position_embeddings", "attn_temperature_floor",
+            "max_prefill_predict_length", "sample_length", "decode_sampling_top_k", "stack_trace_interval_seconds",
+            "jax_distributed_initialization_timeout", "jax_distributed_heartbeat_timeout_seconds"),
+    2**30: ("steps", "learning_rate_schedule_steps", "log_period", "eval_interval", "eval_steps", "checkpoint_period",
+            "max_num_checkpoints_to_keep", "skip_first_n_steps_for_profiler", "profiler_steps", "inspect_first_step",
+            "inspect_num_steps", "max_document_bytes",
+            "normalization_layer_epsilon", "latent_norm_epsilon", "learning_rate", "adam_eps",
+            "rope_low_freq_factor", "rope_high_freq_factor",
+            "beta_fast", "beta_slow", "routed_scaling_factor", "lora_alpha", "rope_factor",
+            "normalization_scale_offset", "attn_logits_soft_cap", "query_pre_attn_scalar", "attn_temperature_scale",
+            "mscale", "mscale_all_dim", "mlp_activations_limit", "load_balance_loss_weight", "router_z_loss_weight",
+            "routed_bias_update_rate", "mtp_loss_scaling_factor", "final_logits_soft_cap", "adam_weight_decay",
+            "gradient_clipping_threshold", "z_loss_multiplier", "decode_sampling_temperature"),
+    2**40: ("rope_max_timescale",),
+}
+
+# Keys whose texts may have any character; those of all others are names.
+ANY_TEXT = ("prompt", "decode_stop")
 # Keys whose value is a list of texts, and an example of one.
 TEXTS = {
     "trainable_parameters": "[attention.*]", "lora_parameters": "[attention.query]", "decode_stop": '["Question:"]',
@@ -140,12 +171,17 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def check_value(key: str, value: Any) -> str:
     """What is wrong with `value` for `key`, itself alone; empty where nothing is."""
+    if isinstance(value, str) and key not in ANY_TEXT and (problem := unprintable(value, is_name=True)):
+        return f"{key}: {problem}"
     if key in CHOICES and value not in CHOICES[key]:
         choices = ", ".join(choice or "(empty)" for choice in CHOICES[key])
         return f"{key}={value} is none of {choices}{value_hint(key, value)}"
     for words, holds, keys in RANGES:
         if key in keys and not holds(value):
             return f"{key}={dump(value)} must be {words} ({base().comment(key)})"
+    for most, keys in MOST.items():
+        if key in keys and value > most:
+            return f"{key}={dump(value)} is more than any machine can do: at most {most:,} ({base().comment(key)})"
     if key in TEXTS and not all(isinstance(text, str) and text for text in value):
         return f"{key}={dump(value)} must be a list of texts, such as {TEXTS[key]}"
     if key == "run_name" and value and not is_run_name(value):

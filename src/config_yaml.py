@@ -22,6 +22,7 @@ BASE = CONFIGS / "base.yml"
 
 BOOLS = {"true": True, "True": True, "false": False, "False": False}
 NOTHING = ("", "null", "None")
+MOST_NODES, MOST_DEPTH = 100_000, 50  # texts, lists and mappings of one YAML text
 TYPE_NAMES = {
     bool: "true or false",
     int: "an integer",
@@ -32,16 +33,62 @@ TYPE_NAMES = {
 }
 
 
+def unprintable(text: str, *, is_name: bool) -> str:
+    """What no text can hold of `text`, half a surrogate pair, and no name, a NUL character; empty for nothing."""
+    found = re.search("[\0\ud800-\udfff]" if is_name else "[\ud800-\udfff]", text)
+    return f"the character {found[0]!a} is no text" if found else ""
+
+
+def file_name(text: str) -> str:
+    """`text`; raises UserError where no file can have that name."""
+    if problem := unprintable(text, is_name=True):
+        raise UserError(f"{text!a} names no file: {problem}")
+    return text
+
+
 class Plain(str):
     """A scalar that stands in the YAML without quotes: `128`, unlike `"128"`."""
 
 
+def _fault(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without guesses about scalars, and with an error for a key that stands twice."""
+    """SafeLoader of texts, lists and mappings alone, with an error for a key that stands twice.
+
+    Tags make nothing else (bytes, sets, dates). What aliases repeat counts each time, and has an end.
+    """
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's way to have none)
+    yaml_constructors: dict = {}  # noqa: RUF012
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.extent = (0, 0)  # how many nodes there are so far in the one that is being read, and how deep they go
+        self.extents: dict[int, tuple[int, int]] = {}  # by id, of the nodes that were read, with themselves
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event, siblings, self.extent = self.peek_event(), self.extent, (0, 0)
+        node = super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent):
+            if id(node) not in self.extents:
+                raise _fault(f"*{event.anchor} is within itself", event)
+        else:
+            self.extents[id(node)] = self.extent[0] + 1, self.extent[1] + 1
+        count, depth = self.extents[id(node)]
+        if count > MOST_NODES or depth > MOST_DEPTH:
+            raise _fault(f"more than {MOST_NODES:,} values, or {MOST_DEPTH} within each other", event)
+        self.extent = siblings[0] + count, max(siblings[1], depth)
+        return node
+
+    def construct_undefined(self, node: yaml.Node) -> None:
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        raise _fault(f"the tag {tag} is not read: values are texts, lists and mappings", node)
 
     def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
+        if problem := unprintable(node.value, is_name=False):
+            raise _fault(problem, node)
         return Plain(node.value) if node.style is None else node.value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -49,12 +96,18 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key} stands twice", key_node.start_mark)
+                raise _fault(f"the key {key} stands twice", key_node)
             seen.add(str(key))
         return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
 
 
-_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_yaml_str)
+for _tag, _construct in {
+    "tag:yaml.org,2002:str": _Loader.construct_yaml_str,
+    "tag:yaml.org,2002:seq": _Loader.construct_yaml_seq,
+    "tag:yaml.org,2002:map": _Loader.construct_yaml_map,
+    None: _Loader.construct_undefined,
+}.items():
+    _Loader.add_constructor(_tag, _construct)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -80,6 +133,8 @@ def parse(text: str, where: str) -> Any:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not valid YAML{_place_and_reason(error, text)}") from None
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply to be read") from None
     return Plain("") if value is None else value
 
 
@@ -88,7 +143,8 @@ def _place_and_reason(error: yaml.YAMLError, text: str) -> str:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
         # To YAML a star begins the name of another place in the file; here it begins a pattern of weights' names.
-        pattern = re.compile(r"\*[^\s,\]}]*").match(text, (error.context_mark or mark).index)
+        at = None if isinstance(error, yaml.constructor.ConstructorError) else (error.context_mark or mark).index
+        pattern = re.compile(r"\*[^\s,\]}]*").match(text, at) if at is not None else None
         return place + (f". What begins with * needs quotes: '{pattern[0]}'" if pattern else "")
     return f": {error}"
 
@@ -101,7 +157,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
     return parse_keys(text, str(path))
 

@@ -31,6 +31,11 @@ NOBODY_READS = 141  # as shells report a broken pipe
 SHOWN = 5  # of a list in a message
 
 
+def clipped(text: str, most: int = 2000) -> str:
+    """Returns `text` without its middle where it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
+
+
 def first_few(items: Iterable[str], separator: str = ", ", near: str = "") -> str:
     """Returns the first five of a list, "and 7 more" if it has more; with `near`, those most similar to it first."""
     items = list(items)

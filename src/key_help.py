@@ -26,7 +26,8 @@ TRAIN = Usage(
 python -m src.train CONFIG [key=value ...]        such as: python -m src.train configs/base.yml steps=100
 python -m src.train --help KEY                    what a key does, and its default
 
-CONFIG is a YAML file, or the folder of a run, which then goes on (with another run_name: begins anew)."""
+CONFIG is a YAML file, or the folder of a run, which then goes on (with another run_name: begins anew); without one,
+configs/base.yml."""
 )
 
 

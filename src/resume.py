@@ -12,6 +12,7 @@ from ml_collections import FrozenConfigDict
 
 from src.checkpoint import Checkpointer
 from src.config import compare_runs, from_yaml
+from src.config_yaml import base
 from src.data.loader import Fact
 from src.data.mixture import Mixture
 from src.data.packing import after_documents, documents_taken
@@ -19,12 +20,13 @@ from src.data.source_spec import SETTINGS, train_specs, train_weights
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError, first_few
 from src.load_weights import check_base, identity, load_weights
+from src.model.spec import model_spec
 from src.model.weights import Tree, join
 from src.optimizer import hyper_parameters
-from src.plan import StepPlan
+from src.plan import StepPlan, make_plan
 from src.restore import absolute, restore_step
 from src.run_folder import RunFolder
-from src.state import TrainState, init_state, state_weights
+from src.state import TrainState, abstract_state, init_state, state_weights
 
 # The keys that alter an entry of the data's fingerprint: accepting one of them accepts the entry. The first is the one
 # to tell a user whose configuration is the same as before.
@@ -110,7 +112,7 @@ def starting_state(
     if has_checkpoints:
         changes = ["the run's config.yml is missing or empty: nobody can tell what has changed since its last start"]
         if saved:
-            changes = compare_configs(config, saved)
+            changes = compare_configs(config, saved, plan, abstract)
         restored = checkpointer.restore_latest(saved_parts(plan, abstract))
         if restored is not None:
             fields, meta, messages = restored
@@ -196,22 +198,37 @@ def new_state(config: FrozenConfigDict, plan: StepPlan, abstract: TrainState) ->
     return jax.jit(init, out_shardings=shardings, compiler_options={"xla_backend_optimization_level": 0})()
 
 
-def compare_configs(config: FrozenConfigDict, saved: str) -> Messages:
+def compare_configs(config: FrozenConfigDict, saved: str, plan: StepPlan, abstract: TrainState) -> Messages:
     """What changed since the run's own config.yml.
 
     Raises:
         UserError: a change alters weights or data, and `accept_changes` does not name it.
     """
-    harmless, breaking = compare_runs(from_yaml(saved), config)
+    old = from_yaml(saved)
+    harmless, breaking = compare_runs(old, config)
     if breaking:
-        keys = ", ".join(change.key for change in breaking)
         listed = "\n".join(f"  {change}" for change in breaking)
+        accept = f", or accept them: accept_changes=[{', '.join(change.key for change in breaking)}]"
+        if not _same_arrays({**base().defaults, **old}, plan, abstract):
+            accept = ": checkpoints have arrays of the old shapes, which do not fit these"
         raise UserError(
             f"This run was started with other settings of its weights or data (old -> new):\n{listed}\n"
-            "Give them as they were, use another run_name, or, where they leave all shapes as they are, accept them: "
-            f"accept_changes=[{keys}]"
+            f"Give them as they were, or use another run_name{accept}"
         )
     return [f"changed since the run's last start: {change}" for change in harmless]
+
+
+def _same_arrays(old: Mapping[str, Any], plan: StepPlan, abstract: TrainState) -> bool:
+    """Whether the state of a run's old configuration has arrays of the same names and shapes."""
+
+    def shapes(state: TrainState) -> dict[str, tuple[int, ...]]:
+        return {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+    try:
+        old_plan = make_plan(old, model_spec(old), plan.layout)
+        return shapes(abstract_state(old_plan, old, abstract.data_position.shape)) == shapes(abstract)
+    except UserError:  # it does not divide over this mesh
+        return False
 
 
 def check_vocabulary(config: FrozenConfigDict, meta: Mapping[str, Any]) -> None:

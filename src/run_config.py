@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from src.config_yaml import base, read_file
-from src.errors import UserError
+from src.errors import UserError, clipped
 
 CONFIG = "config.yml"
 
@@ -28,7 +28,7 @@ def run_folder(path: str) -> Path | None:
             folder = epath.Path(path)
         return folder if (folder / CONFIG).is_file() else None
     except Exception as error:  # each store's client has its own types
-        raise UserError(f"cannot look into {path}: {type(error).__name__}: {error}") from error
+        raise UserError(clipped(f"cannot look into {path}: {type(error).__name__}: {error}", 500)) from error
 
 
 def runs_in(folder: Path) -> Iterator[str]:

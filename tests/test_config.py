@@ -183,10 +183,10 @@ TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
 
 @settings(deadline=None, max_examples=40)
 @given(
-    column=TEXTS,
+    column=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30),
     prompt=TEXTS,
-    steps=st.integers(1, 2**62),
-    learning_rate=st.floats(1e-300, 1e300),
+    steps=st.integers(1, 2**30),
+    learning_rate=st.floats(1e-30, 2**30),
     packing=st.booleans(),
     activations=st.lists(st.sampled_from(["silu", "gelu", "linear"]), min_size=1),
     repeats=st.integers(1, 15),

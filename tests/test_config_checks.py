@@ -1,5 +1,6 @@
 """What each mistake in a configuration is answered with."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def error_of(*arguments, config=BASE):
     ("arguments", "parts"),
     [
         (["stpes=3"], ["unknown key stpes", "steps"]),
-        (["batch_size=3"], ["unknown key batch_size", "per_device_batch_size"]),
+        (["device_batch_size=3"], ["unknown key device_batch_size", "per_device_batch_size"]),
         (["steps"], ["steps", "key=value"]),
         (["--steps=3"], ["steps=3"]),
         (["steps=many"], ["steps", "an integer", "a string (many)"]),
@@ -129,10 +130,50 @@ def test_what_depends_on_a_wrong_key_is_not_reported():
     assert "problems" not in message
 
 
-@pytest.mark.parametrize("argv", [[], ["steps=3"], ["--exp=a.b.C"]])
-def test_a_command_without_a_yaml_file(argv):
+def test_a_command_without_a_yaml_file_is_of_base():
+    assert load(["steps=3"]) == load([BASE, "steps=3"])
     with pytest.raises(UserError, match="first argument is a YAML file"):
+        load([])
+
+
+@pytest.mark.parametrize("argv", ["steps=3", {}, {"steps": 3}, [BASE, 3]])
+def test_what_is_no_command_line_is_told_what_is(argv):
+    with pytest.raises(UserError, match=r'a list of words, such as \["configs/base.yml"'):
         load(argv)
+
+
+@pytest.mark.parametrize(
+    ("words", "corrected"),
+    [
+        ("configs/base.yml --steps=3", "configs/base.yml steps=3"),
+        ("--steps 3 --lr 1e-3", "steps=3 learning_rate=1e-3"),
+        ("steps=3 configs/base.yml", "configs/base.yml steps=3"),
+        (
+            "configs/base.yml block_size=128 wandb_log=true 'prompt=a b'",
+            "configs/base.yml max_target_length=128 'prompt=a b'",
+        ),
+        (
+            "--exp=a.C4Spmd1BAdam4Replicas --job_log_dir=/x",
+            "configs/recipes/pax-c4-1b-v4-8.yml base_output_directory=/x",
+        ),
+        ("configs/base.yml learning_rat=1e-3", "configs/base.yml learning_rate=1e-3"),
+        ("configs/base.yml lr=1e-3 num_train_epochs=3", ""),  # which nobody can translate
+        ("configs/base.yml lr=fast", ""),
+        ("configs/base.yml stpes=3", ""),  # it may be two keys
+    ],
+)
+def test_the_corrected_command_stands_last(words, corrected):
+    with pytest.raises(UserError) as error:
+        load(shlex.split(words))
+    *message, last = str(error.value).splitlines()
+    assert last == f"Type: python -m src.train {corrected}" if corrected else "Type:" not in last
+    assert message or not corrected
+
+
+def test_a_model_of_the_hub_is_to_be_downloaded():
+    message = error_of("model_name=Qwen/Qwen3-0.6B")
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B`" in message
+    assert "Did you mean" not in message
 
 
 @pytest.mark.parametrize(

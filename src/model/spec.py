@@ -337,6 +337,10 @@ def segments(layers: Sequence[LayerSpec]) -> tuple[Segment, ...]:
     Each pattern layer is a body to compile, so 26 layers of which every sixth differs are 4 x (5 + 1) and 2 x 1.
     """
     count = len(layers)
+    number_of = {layer: number for number, layer in enumerate(layers)}
+    if len(number_of) == 1:
+        return (Segment((layers[0],), count, shared=bool(layers[0].shared_weights)),)
+    kinds = [number_of[layer] for layer in layers]  # which are compared faster
     # best[i] describes layers[i:]: (pattern layers, number of segments, ((period, repeats), the rest's))
     best: list[tuple[int, int, tuple[tuple[int, int], ...]]] = [(0, 0, ())] * (count + 1)
     for start in range(count - 1, -1, -1):
@@ -346,7 +350,7 @@ def segments(layers: Sequence[LayerSpec]) -> tuple[Segment, ...]:
             while True:
                 bodies, parts, rest = best[end]
                 candidates.append((bodies + period, parts + 1, ((period, repeats), *rest)))
-                if layers[end : end + period] != layers[start : start + period]:
+                if kinds[end : end + period] != kinds[start : start + period]:
                     break
                 repeats, end = repeats + 1, end + period
         best[start] = min(candidates, key=lambda candidate: (*candidate[:2], -math.prod(candidate[2][0])))

@@ -1,0 +1,136 @@
+"""Every key with values that nobody means: each is accepted, and then works, or is answered by name."""
+
+import os
+
+import jax
+import pytest
+
+from src.config import from_yaml, load, to_yaml
+from src.config_values import MOST, check_value
+from src.config_yaml import MOST_DEPTH, MOST_NODES, base
+from src.errors import UserError
+from src.mesh import global_batch_size, make_layout
+from src.model.spec import model_spec
+from src.plan import make_plan
+from tests.tiny import BASE, TINY
+
+VALUES = ("-1", "0", "1e30", "2147483648", "1e-300", "nan", "inf", "word", "", "[]", "{}")
+PLANNED = ("-1", "0")  # what is accepted of the others differs little, and planning takes most of the time
+ENTRIES = (
+    *("remat_custom.context", "logical_axis_rules.mlp"),
+    "decoder_segments=[{{repeats: {}, pattern: [{{}}]}}]",
+    "decoder_segments=[{{repeats: 2, pattern: [{{head_dim: {}}}]}}]",
+    "datasets=[{{name: a, dataset_type: synthetic, weight: {}}}]",
+    "eval_datasets=[{{name: a, dataset_type: synthetic, eval_steps: {}}}]",
+)
+
+
+def plan_of(config):
+    """The abstract weights, shardings and batch of a config on 8 devices."""
+    layout = make_layout(config, jax.devices())
+    global_batch_size(layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size")
+    return make_plan(config, model_spec(config), layout)
+
+
+def accept(argument, is_planned=True):
+    """Whether the argument is accepted and its config can be planned for; False where it is answered by its key."""
+    keys = {key: value for key, value in TINY.items() if not argument.startswith(f"{key}=")}
+    message = ""
+    try:
+        config = load([BASE, *(f"{key}={value}" for key, value in keys.items()), argument])
+        assert from_yaml(to_yaml(config)) == config
+        plan_of(config) if is_planned else model_spec(config)
+    except UserError as error:
+        message = str(error)
+    assert not message or argument.partition("=")[0].partition(".")[0] in message, argument
+    return not message
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_every_key_takes_a_value_or_names_itself(value):
+    is_planned = value in PLANNED
+    accepted = [key for key in base().defaults if accept(f"{key}={value}", is_planned)]
+    assert len(accepted) < len(base().defaults) / 2
+    for entry in ENTRIES:
+        accept(entry.format(value) if "=" in entry else f"{entry}={value}", is_planned)
+
+
+def test_the_largest_numbers_can_be_planned_for():
+    """A number at its limit gives shapes, and one above it, or 1e30, is answered with the limit."""
+    accepted = 0
+    sizes = base().keys_in("Model: its size")  # planning takes most of the time
+    for most, keys in MOST.items():
+        for key in keys:
+            accepted += accept(f"{key}={most}", is_planned=key in sizes)
+            with pytest.raises(UserError, match=f"{key}=.* at most {most:,}"):
+                load([BASE, f"{key}={2 * most}"])
+    assert accepted > 60
+
+
+def test_every_number_has_an_end():
+    for key, default in base().defaults.items():
+        if type(default) in (int, float):
+            assert check_value(key, type(default)(1e30)), key
+            assert not check_value(key, default), key
+
+
+REPEATED = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdef", "bcdefg", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("run_name: !!binary aGVsbG8=\n", ["line 1, column 11", "!!binary is not read"]),
+        ("remat_custom: !!set {a, b}\n", ["!!set"]),
+        ("run_name: !!timestamp 2001-01-01\n", ["!!timestamp"]),
+        ("steps: !!int x\n", ["!!int"]),
+        ("datasets: &a [*a]\n", ["line 1, column 15", "*a is within itself"]),
+        ("remat_custom: &a {b: {c: *a}}\n", ["*a is within itself"]),
+        (REPEATED, [f"more than {MOST_NODES:,} values"]),
+        ("a: &a []\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n or ''}]\n" for n in range(99)), [f"{MOST_DEPTH} within"]),
+        (f"datasets: {'[' * 600}{']' * 600}\n", ["nested too deeply"]),
+        (f"datasets: {'{a: ' * 60}{'}' * 60}\n", [f"{MOST_DEPTH} within each other"]),
+        ('run_name: "a\\0b"\n', ["run_name", "'\\x00' is no text"]),
+        ('model_name: "a\\0b"\n', ["'\\x00' is no text"]),
+        ('base_config: "a\\0b"\n', ["'\\x00' is no text"]),
+        ('run_name: "\\ud800"\n', ["'\\ud800' is no text"]),
+        (f"base_config: {'a' * 5000}.yml\n", ["aaa", "too long"]),
+        ("base_config: .\n", ["is a folder"]),
+    ],
+)
+def test_yaml_that_is_no_configuration(write, text, parts):
+    with pytest.raises(UserError) as error:
+        load([str(write("mine.yml", text))])
+    assert len(str(error.value)) < 3000
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_an_alias_repeats_a_layer(write):
+    file = write("mine.yml", "decoder_segments: [{repeats: 8, pattern: [&local {head_dim: 64}, *local]}]\n")
+    (segment,) = load([str(file)]).decoder_segments
+    assert [dict(facts) for facts in segment["pattern"]] == [{"head_dim": 64}] * 2
+
+
+@pytest.mark.parametrize("name", ["a\0b.yml", f"{'a' * 5000}.yml", "a/" * 3000, "loop.yml", "folder.yml", "\udcff.yml"])
+def test_names_that_are_no_file(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.symlink("loop.yml", "loop.yml")
+    (tmp_path / "folder.yml").mkdir()
+    for argv in ([name], [BASE, f"model_name={name}"]):
+        with pytest.raises(UserError) as error:
+            load(argv)
+        assert len(str(error.value)) < 3000
+        str(error.value).encode()  # it can be printed
+
+
+@pytest.mark.parametrize("value", ["&a [*a]", "[" * 600, "9" * 6000, "-" * 99_999, "a\0b", "\udcff"])
+def test_arguments_that_are_no_value(value):
+    for key in ("steps", "datasets", "stpes"):
+        with pytest.raises(UserError) as error:
+            load([BASE, f"{key}={value}"])
+        assert key in str(error.value)
+        assert len(str(error.value)) < 3000
+        str(error.value).encode()

@@ -98,7 +98,7 @@ def _join(a: Block, b: Block) -> Block:
     if not (a.count and b.count):
         return a if a.count else b
     low, high = (a if a.low[1] <= b.low[1] else b).low, (a if a.high[1] >= b.high[1] else b).high
-    median = (b.median[0], a.median[1] / 2 + b.median[1] / 2)
+    median = (b.median[0], a.median[1] + (b.median[1] - a.median[1]) / 2)
     return Block(low, high, median, a.total + b.total, a.count + b.count)
 
 

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from src import config
@@ -304,6 +304,7 @@ def test_a_history_reads_on_where_it_stopped(tmp_path):
     st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=200),
     st.lists(st.integers(1, 60), min_size=1, max_size=9),
 )
+@example([None] * 6 + [5e-324, 5e-324], [1])  # half of which is no float
 def test_a_thinned_curve_keeps_the_extremes_the_sum_and_the_order(values, chunks):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("src.charts._BLOCKS", 4)

@@ -36,6 +36,7 @@ ACCEPTED_BY = {
     "global batch": ("per_device_batch_size", "gradient_accumulation_steps"),
     "max_target_length": ("max_target_length",),
     "packing": ("packing",),
+    "packing of conversations": ("packing", *SOURCE_KEYS),
     "long_documents": ("long_documents", "packing"),
     "batch_transform": ("batch_transform",),
     "data_shuffle_seed": ("data_shuffle_seed",),

@@ -237,6 +237,8 @@ def data_fingerprint(
         template = (tokenizer.chat_template or "").encode()
         facts["chat template"] = hashlib.sha256(template).hexdigest()[:16]
         facts["sft_train_on_completion_only"] = config.sft_train_on_completion_only
+        if config.packing:
+            facts["packing of conversations"] = "whole"  # they were cut before
     if not config.packing and config.long_documents == "truncate":
         facts["long_documents"] = config.long_documents
     if config.batch_transform:

@@ -472,3 +472,6 @@ def test_the_fingerprint_tells_masks_and_templates_apart(config, many, chat_toke
     all_tokens = prints(sft(config, sft_train_on_completion_only=False), first)
     assert {name for name in one if one[name] != all_tokens[name]} == {"sft_train_on_completion_only"}
     assert not {"chat template", "sft_train_on_completion_only"} & prints(config(), first).keys()
+    # A run from before conversations were kept whole in rows is not gone on with in silence.
+    assert one["packing of conversations"] == "whole"
+    assert "packing of conversations" not in prints(sft(config, packing=False), first)

@@ -116,7 +116,7 @@ MOST: dict[int, tuple[str, ...]] = {
     2**30: ("steps", "learning_rate_schedule_steps", "log_period", "eval_interval", "eval_steps", "checkpoint_period",
             "max_num_checkpoints_to_keep", "skip_first_n_steps_for_profiler", "profiler_steps", "inspect_first_step",
             "inspect_num_steps", "max_document_bytes",
-            "normalization_layer_epsilon", "latent_norm_epsilon", "learning_rate", "adam_eps",
+            "normalization_layer_epsilon", "latent_norm_epsilon", "adam_eps",
             "rope_low_freq_factor", "rope_high_freq_factor",
             "beta_fast", "beta_slow", "routed_scaling_factor", "lora_alpha", "rope_factor",
             "normalization_scale_offset", "attn_logits_soft_cap", "query_pre_attn_scalar", "attn_temperature_scale",
@@ -124,6 +124,7 @@ MOST: dict[int, tuple[str, ...]] = {
             "routed_bias_update_rate", "mtp_loss_scaling_factor", "final_logits_soft_cap", "adam_weight_decay",
             "gradient_clipping_threshold", "z_loss_multiplier", "decode_sampling_temperature"),
     2**40: ("rope_max_timescale",),
+    2**120: ("learning_rate",),  # absurd ones are told from their steps; this much float32 holds
 }
 
 # Keys whose texts may have any character; those of all others are names.

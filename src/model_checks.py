@@ -33,6 +33,11 @@ LAYER_FACTS = (
 # fmt: on
 
 
+def check_model(config: Mapping[str, Any]) -> list[str]:
+    """What the keys that describe a model demand of each other."""
+    return [*_layer(config), *check_segments(config)]
+
+
 def _layer(facts: Mapping[str, Any]) -> list[str]:
     """What the facts of one layer demand of each other."""
     return [*check_heads(facts), *check_attention(facts), *check_rope(facts), *check_experts(facts)]

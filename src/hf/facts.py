@@ -4,13 +4,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from src.config_values import scaled_sizes
+from src.config_values import check_value, scaled_sizes
 from src.config_yaml import base, dump
 from src.errors import UserError, first_few
+from src.hf import config_json as cj
 from src.hf.families import FAMILIES
 from src.hf.family import Family, Json, Keys
 from src.hf.folder import HfFolder, open_folder
 from src.model.spec import layer_facts, model_spec, segments
+from src.model_checks import check_model
 
 
 def model_facts(path: str | os.PathLike[str]) -> Keys:
@@ -26,7 +28,8 @@ def folder_facts(folder: HfFolder) -> Keys:
     """As `model_facts`, of an opened folder."""
     family = folder_family(folder)
     try:
-        keys = family.facts(text_config(folder))
+        keys = family.keys(text_config(folder))
+        _check(keys)
     except UserError as error:
         raise UserError(f"{folder.path}: {error}") from None
     if predicted := keys.get("mtp_num_layers"):
@@ -71,7 +74,7 @@ def describe(config: Mapping[str, Any]) -> tuple[Family, Json]:
     for family in FAMILIES:
         hf = family.hf_config(layers)
         try:
-            read = {**base().defaults, **family.facts(hf), **own}
+            read = {**base().defaults, **family.keys(hf), **own}
         except UserError:
             continue
         unfit = _unfit(family, layers)
@@ -120,8 +123,23 @@ def _layer_keys(config: Mapping[str, Any]) -> list[Keys]:
 
 
 def text_config(folder: HfFolder) -> Mapping[str, Any]:
-    """config.json's part about the text model: all of it, where the model has no other parts."""
-    return folder.config.get("text_config") or folder.config
+    """config.json's part about the text model: all of it, where the model has no other parts.
+
+    Whether the output projection is tied, the whole says, if it does.
+    """
+    whole = folder.config
+    text = cj.entry(whole, "text_config", {}) or whole
+    return {**text, **{name: whole[name] for name in ("tie_word_embeddings",) if whole.get(name) is not None}}
+
+
+def _check(keys: Keys) -> None:
+    """Raises UserError where the keys are none that a model file may have."""
+    layers = [facts for entry in keys.get("decoder_segments", []) for facts in entry["pattern"]]
+    problems = [check_value(key, value) for facts in (keys, *layers) for key, value in facts.items()]
+    if not any(problems):
+        problems = check_model({**base().defaults, **keys})
+    if problems := list(dict.fromkeys(filter(None, problems))):
+        raise UserError("; ".join(problems))
 
 
 def model_yaml(keys: Mapping[str, Any]) -> str:

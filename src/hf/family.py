@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from src.hf import config_json as cj
 from src.hf.table import Row
 
-Keys = dict[str, Any]  # of base.yml, with their values
-Json = dict[str, Any]  # config.json
+Keys = cj.Keys
+Json = cj.Json
 
 # What multi-modal folders have beside the text model, and how they prefix the text model's names.
 NOT_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|audio_tower)\.")
@@ -31,6 +32,10 @@ class Family:
         skipped: patterns of names of tensors that hold no weights, or none that another does not hold too.
         whole_heads: whether transformers loads only models whose width is a multiple of their number of heads.
         copied: rows of tensors that repeat a weight for each extra prediction layer; they are written, not read.
+        mapped: the entries of config.json that `facts` reads.
+        inert: those that alter no logits in transformers, beside `config_json.INERT`.
+        only: those of which one value is here, beside `config_json.ONLY`; any other entry is refused.
+        aliases: transformers' other names of entries -> theirs above.
     """
 
     model_type: str
@@ -42,11 +47,34 @@ class Family:
     skipped: tuple[str, ...] = ()
     copied: tuple[Row, ...] = ()
     whole_heads: bool = False
+    mapped: tuple[str, ...] = ()
+    inert: tuple[str, ...] = ()
+    only: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def keys(self, hf: Mapping[str, Any]) -> Keys:
+        """The keys of base.yml that a config.json gives, as `facts` reads it.
+
+        Raises:
+            UserError: it has an entry, or a value of one, that is not here.
+        """
+        only = {**cj.ONLY, **self.only}
+        cj.refuse(hf, **only)
+        cj.refuse_others(hf, {*self.mapped, *self.inert, *self.aliases, *cj.INERT, *only})
+        renamed = {self.aliases.get(name, name): value for name, value in hf.items()}
+        for alias, name in self.aliases.items():
+            cj.refuse(hf, **({name: hf[alias]} if alias in hf else {}))
+        return self.facts(renamed)
 
     @property
     def output_file(self) -> str:
         """The output projection's name."""
         return next(row.file for row in self.rows if row.weight == "output")
+
+    @property
+    def embedding_file(self) -> str:
+        """The embedding's name."""
+        return next(row.file for row in self.rows if row.weight == "embedding")
 
     def is_further_layer(self, name: str, layers: int) -> bool:
         """Whether a tensor of this name belongs to an extra prediction layer, which follow the model's `layers`."""

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 
@@ -18,6 +19,8 @@ from src.hf.rearrange import Range
 from src.hf.table import Piece, WeightPath, lay_out
 
 T = TypeVar("T")
+
+ROWS = 4096  # of tensors that are compared, at a time
 
 
 def load_weights(
@@ -70,8 +73,10 @@ def match_tensors(
     on_disk = family.table_names(folder.tensors)
     expected = {piece.file: piece.file_shape for piece in pieces}
     unknown = [name for name in on_disk if name not in expected and not family.is_skipped(name)]
+    embedding, output = family.embedding_file, family.output_file
+    tied = {embedding, output} <= on_disk.keys() and facts["logits_via_embedding"]
     if facts["logits_via_embedding"]:  # Some folders hold the tied output projection a second time.
-        unknown = [name for name in unknown if name != family.output_file]
+        unknown = [name for name in unknown if name != output]
     further = [name for name in unknown if family.is_further_layer(name, facts["base_num_decoder_layers"])]
     found = {name: folder.tensors[on_disk[name]] for name in expected if name in on_disk}
     problems = [
@@ -93,6 +98,10 @@ def match_tensors(
             if tensor.dtype.itemsize == 1 and tensor.dtype != UNREADABLE
         ),
     ]
+    if not problems and tied and _differ(*(folder.tensors[on_disk[name]] for name in (embedding, output))):
+        problems.append(
+            f"{on_disk[output]} is not {on_disk[embedding]}: write tie_word_embeddings false in config.json"
+        )
     if problems:
         listed = first_few(problems, "\n  ")
         raise UserError(f"the tensors of {folder.path} are not those of this model:\n  {listed}")
@@ -101,6 +110,15 @@ def match_tensors(
     if further:
         notes.append(f"{folder.path}: the {len(further)} tensors of extra prediction layers are left out")
     return pieces, found
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors differ; some rows of them are in memory at a time."""
+    if one.shape != other.shape:
+        return True
+    spans = (slice(first, min(first + ROWS, one.shape[0])) for first in range(0, one.shape[0], ROWS))
+    rest = tuple(slice(0, size) for size in one.shape[1:])
+    return any(not np.array_equal(one.read((span, *rest)), other.read((span, *rest))) for span in spans)
 
 
 class _Filling:

@@ -21,6 +21,14 @@ NAMES = {
 GROUPS = {"n_group": "n_routing_groups", "topk_group": "topk_routing_group"}
 # transformers leaves the norms of the latents at this, whatever rms_norm_eps says.
 LATENT_EPSILON = 1e-6
+MAPPED = (
+    *cj.SHARED,
+    *cj.ROPE_ENTRIES,
+    *NAMES,
+    *GROUPS,
+    *("hidden_act", "q_lora_rank", "n_shared_experts", "first_k_dense_replace"),
+)
+ONLY = {"attention_bias": False, "moe_layer_freq": 1}
 ATTENTION = rows.LAYER + "self_attn."
 SHARED = rows.LAYER + "mlp.shared_experts."
 V2_ROWS = (
@@ -56,7 +64,6 @@ V3_COPIES = (
 
 def _facts(hf: Mapping[str, Any]) -> cj.Keys:
     """What both versions' config.json say alike."""
-    cj.refuse(hf, attention_bias=False, moe_layer_freq=1)
     keys = {
         **cj.shared_keys(hf, rms_norm_eps=1e-6),
         **cj.rope_keys(hf),
@@ -67,9 +74,9 @@ def _facts(hf: Mapping[str, Any]) -> cj.Keys:
         "attention_type": "mla",
         "latent_norm_epsilon": LATENT_EPSILON,
         "mlp_activations": [cj.activation(hf), "linear"],
-        "rope_interleave": cj.entry(hf, "rope_interleave", True),
     }
     del keys["head_dim"]  # In newer config.json files that of the rotary part.
+    cj.refuse({"num_key_value_heads": keys["base_num_kv_heads"]}, num_key_value_heads=keys["base_num_query_heads"])
     dense = cj.entry(hf, "first_k_dense_replace", 0)
     count = keys["base_num_decoder_layers"]
     return {**keys, **cj.pattern([{"num_experts": 1} if i < dense else {} for i in range(count)])}
@@ -95,14 +102,10 @@ def _hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
 
 def v2_facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json of version 2 to keys."""
-    cj.refuse(hf, scoring_func="softmax")
-    hf = {"n_shared_experts": 2, "first_k_dense_replace": 0, **hf}
-    grouped = hf.get("topk_method", "greedy") == "group_limited_greedy"
-    return {
-        **_facts(hf),
-        "norm_topk_prob": cj.entry(hf, "norm_topk_prob", False),
-        **(cj.read_all(hf, GROUPS) if grouped else {}),
-    }
+    hf = {"n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy", **hf}
+    grouped = hf["topk_method"] == "group_limited_greedy"
+    cj.refuse({} if grouped else hf, topk_method="greedy")
+    return {**_facts(hf), "rope_interleave": True, **(cj.read_all(hf, GROUPS) if grouped else {})}
 
 
 def v2_hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
@@ -113,13 +116,12 @@ def v2_hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
 
 def v3_facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json of version 3 to keys."""
-    cj.refuse(hf, scoring_func="sigmoid", topk_method="noaux_tc")
-    hf = {"n_shared_experts": 1, "first_k_dense_replace": 3, **hf}
+    hf = {"n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, **hf}
     return {
         **_facts(hf),
+        **cj.read_all(hf, GROUPS),
+        "rope_interleave": cj.entry(hf, "rope_interleave", True),
         "norm_topk_prob": cj.entry(hf, "norm_topk_prob", True),
-        "n_routing_groups": cj.entry(hf, "n_group", 8),
-        "topk_routing_group": cj.entry(hf, "topk_group", 4),
         "routed_score_func": "sigmoid",
         "routing_group_score": "top2",
         "routed_bias": True,
@@ -147,6 +149,12 @@ DEEPSEEK2 = Family(
     hf_config=v2_hf_config,
     rows=V2_ROWS,
     skipped=(rows.ROTARY_TABLES,),
+    mapped=(*MAPPED, "topk_method"),
+    # The published code normalises the chosen scores where norm_topk_prob says so; transformers doesn't. It rotates
+    # neighbours always.
+    inert=("norm_topk_prob", "rope_interleave", "qk_head_dim"),
+    only={"scoring_func": "softmax", "mlp_bias": False, **ONLY},
+    aliases={"num_experts": "n_routed_experts"},
 )
 DEEPSEEK3 = Family(
     model_type="deepseek_v3",
@@ -156,4 +164,8 @@ DEEPSEEK3 = Family(
     rows=V3_ROWS,
     skipped=(rows.ROTARY_TABLES, r"\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"),
     copied=V3_COPIES,
+    mapped=(*MAPPED, "norm_topk_prob", "rope_interleave", "num_nextn_predict_layers"),
+    inert=("qk_head_dim",),
+    only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **ONLY},
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 )

@@ -7,7 +7,7 @@ from src.hf import config_json as cj
 from src.hf import rows
 from src.hf.family import Family
 
-GEMMA_KEYS = {"mlp_activations": ["gelu", "linear"], "normalization_scale_offset": 1.0, "scale_embedding": True}
+GEMMA_KEYS = {"normalization_scale_offset": 1.0, "scale_embedding": True}
 
 
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
@@ -16,11 +16,12 @@ def facts(hf: Mapping[str, Any]) -> cj.Keys:
     The published files name the exact GELU for an activation; Gemma was trained with the approximate one, which is
     what transformers computes for either name.
     """
-    cj.activation({**hf, "hidden_act": "gelu_new"} if hf.get("hidden_act") == "gelu" else hf, default="gelu_new")
+    approximate = {**hf, "hidden_act": "gelu_new"} if hf.get("hidden_act") == "gelu" else hf
     return {
-        **cj.shared_keys(hf, head_dim=256, rms_norm_eps=1e-6, tie_word_embeddings=True),
+        **cj.shared_keys(hf, num_key_value_heads=16, head_dim=256, rms_norm_eps=1e-6, tie_word_embeddings=True),
         **cj.rope_keys(hf),
         **GEMMA_KEYS,
+        "mlp_activations": [cj.activation(approximate, default="gelu_new"), "linear"],
         "attention_bias": cj.entry(hf, "attention_bias", False),
     }
 
@@ -50,4 +51,7 @@ GEMMA = Family(
         *rows.FEED_FORWARD,
     ),
     skipped=(rows.ROTARY_TABLES,),
+    mapped=(*cj.SHARED, *cj.ROPE_ENTRIES, "hidden_act", "attention_bias"),
+    inert=("hidden_activation",),  # transformers computes hidden_act, whatever this says
+    only={"use_bidirectional_attention": False},
 )

@@ -13,22 +13,20 @@ NAMES = {
     "attn_logit_softcapping": "attn_logits_soft_cap",
     "final_logit_softcapping": "final_logits_soft_cap",
 }
-SCALAR = {"query_pre_attn_scalar": 256}
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
 def gemma2_keys(hf: Mapping[str, Any], **defaults: Any) -> cj.Keys:
     """What this version and the next have in common, for config.json with `defaults` for what it leaves out."""
-    hf = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096, **SCALAR, **hf}
-    cj.refuse(hf, hidden_activation="gelu_pytorch_tanh")
-    shared = cj.shared_keys(hf, head_dim=256, rms_norm_eps=1e-6, tie_word_embeddings=True, **defaults)
+    hf = {"sliding_window": 4096, "query_pre_attn_scalar": 256, **hf}
     return {
-        **shared,
+        **cj.shared_keys(hf, head_dim=256, rms_norm_eps=1e-6, tie_word_embeddings=True, **defaults),
         **GEMMA_KEYS,
         **cj.read(hf, NAMES),
+        "mlp_activations": [cj.activation(hf, "hidden_activation", "gelu_pytorch_tanh"), "linear"],
         "attention_bias": cj.entry(hf, "attention_bias", False),
         "normalization_placement": "both",
-        "sliding_window_size": cj.entry(hf, "sliding_window", 0),
+        **cj.read_all(hf, {"sliding_window": "sliding_window_size"}),
     }
 
 
@@ -70,4 +68,12 @@ GEMMA2 = Family(
         *rows.ATTENTION_BIASES,
         *rows.FEED_FORWARD,
     ),
+    mapped=(
+        *cj.SHARED,
+        *cj.ROPE_ENTRIES,
+        *NAMES,
+        *("hidden_activation", "attention_bias", "sliding_window", "layer_types"),
+    ),
+    inert=("hidden_act",),  # transformers computes hidden_activation
+    only={"use_bidirectional_attention": False},
 )

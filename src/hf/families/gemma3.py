@@ -21,17 +21,21 @@ DEFAULTS = {
 
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
-    cj.refuse(hf, use_bidirectional_attention=False)
     by_kind = cj.entry(hf, "rope_parameters", {})
-    everywhere = {"rope_theta": cj.entry(hf, "rope_theta", 1e6), "rope_scaling": hf.get("rope_scaling")}
-    windowed = {"rope_theta": cj.entry(hf, "rope_local_base_freq", 1e4)}
-    local = cj.rope_keys({**windowed, "rope_parameters": by_kind.get("sliding_attention")})
+    cj.refuse_others(by_kind, (cj.WINDOWED, cj.GLOBAL))
+    windowed, everywhere = (cj.entry(by_kind, kind, {}) for kind in (cj.WINDOWED, cj.GLOBAL))
+    everywhere = {**everywhere, **cj.entry(hf, "rope_scaling", {})}
+    for parameters in (windowed, everywhere):
+        cj.refuse(parameters, truncate=True)  # transformers truncates here, whatever this says
+    longest = {"max_position_embeddings": hf.get("max_position_embeddings")}
+    theta = cj.entry(hf, "rope_local_base_freq", 1e4)
+    local = cj.rope_keys({**longest, "rope_theta": theta, "rope_parameters": windowed})
     keys = {
         **gemma2_keys(hf, **DEFAULTS),
-        **cj.rope_keys({**everywhere, "rope_parameters": by_kind.get("full_attention")}),
+        **cj.rope_keys({**longest, "rope_theta": cj.entry(hf, "rope_theta", 1e6), "rope_parameters": everywhere}),
         "qk_norm": "head",
     }
-    every = cj.entry(hf, "sliding_window_pattern", cj.entry(hf, "_sliding_window_pattern", 6))
+    every = cj.size(hf, "sliding_window_pattern", 6)
     return {**keys, **cj.windowed_layers(hf, keys["base_num_decoder_layers"], every, **local)}
 
 
@@ -53,4 +57,11 @@ GEMMA3 = Family(
     facts=facts,
     hf_config=hf_config,
     rows=(*GEMMA2.rows, *rows.HEAD_NORMS),
+    mapped=(
+        *(name for name in GEMMA2.mapped if name not in ("attn_logit_softcapping", cj.ORIGINAL)),
+        *("sliding_window_pattern", "rope_local_base_freq"),
+    ),
+    inert=("hidden_act", "_sliding_window_pattern"),  # transformers computes hidden_activation and the name without _
+    # transformers reads the cap of the scores and computes none.
+    only={"attn_logit_softcapping": None, "use_bidirectional_attention": False, "partial_rotary_factor": 1.0},
 )

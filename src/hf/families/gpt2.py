@@ -21,10 +21,10 @@ NAMES = {
 
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
-    cj.refuse(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     hf = {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5, **hf}
-    cj.read_all(hf, {"n_embd": "base_emb_dim"})
-    keys = cj.read_all({**hf, "n_inner": hf.get("n_inner") or 4 * hf["n_embd"]}, NAMES)
+    if hf.get("n_inner") is None:
+        hf["n_inner"] = 4 * cj.size(hf, "n_embd", 0)
+    keys = cj.read_all(hf, NAMES)
     return {
         **keys,
         "base_num_kv_heads": keys["base_num_query_heads"],
@@ -73,4 +73,16 @@ GPT2 = Family(
     ),
     prefix="transformer.",
     skipped=(r"\.attn\.(masked_)?bias$",),
+    mapped=(*NAMES, "activation_function"),
+    inert=(
+        *("n_ctx", "reorder_and_upcast_attn", "attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_activation"),
+        *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    ),
+    only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
 )

@@ -15,21 +15,25 @@ NAMES = {
     "sliding_window": "sliding_window_size",
     "attention_bias": "attention_bias",
 }
-# fmt: off
-DEFAULTS = {
-    "swiglu_limit": 7.0, "sliding_window": 128, "attention_bias": True,
-    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-                     "original_max_position_embeddings": 4096},
+DEFAULTS = {"swiglu_limit": 7.0, "sliding_window": 128, "attention_bias": True, "num_experts_per_tok": 4}
+# transformers' positions where config.json has none, or a null.
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
-# fmt: on
 EXPERTS = rows.LAYER + "mlp.experts."
 ROUTER = rows.LAYER + "mlp.router."
 
 
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
-    cj.refuse(hf, swiglu_alpha=1.702, hidden_act="silu")
     hf = {**DEFAULTS, **hf}
+    if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
+        hf["rope_parameters"] = YARN
     keys = {
         **cj.shared_keys(hf, num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5),
         **cj.rope_keys(hf, theta=150_000.0),
@@ -77,4 +81,8 @@ GPT_OSS = Family(
         Row("layer.feed_forward.wo", EXPERTS + "down_proj", "E F D -> E F D"),
         Row("layer.feed_forward.wo_bias", EXPERTS + "down_proj_bias", "E D -> E D"),
     ),
+    mapped=(*cj.SHARED, *cj.ROPE_ENTRIES, *NAMES, "layer_types"),
+    inert=("initial_context_length", "experts_per_token"),  # what the published files say a second time
+    only={"swiglu_alpha": 1.702, "hidden_act": "silu"},
+    aliases={"num_experts": "num_local_experts"},
 )

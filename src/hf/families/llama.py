@@ -11,7 +11,7 @@ from src.hf.family import Family
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
     return {
-        **cj.shared_keys(hf),
+        **cj.shared_keys(hf, rms_norm_eps=1e-6),
         **cj.rope_keys(hf),
         "mlp_activations": [cj.activation(hf), "linear"],
         "attention_bias": cj.entry(hf, "attention_bias", False),
@@ -46,4 +46,5 @@ LLAMA = Family(
         *rows.FEED_FORWARD_BIASES,
     ),
     skipped=(rows.ROTARY_TABLES,),
+    mapped=(*cj.SHARED, *cj.ROPE_ENTRIES, "hidden_act", "attention_bias", "mlp_bias"),
 )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from src.errors import UserError
 from src.hf import config_json as cj
 from src.hf import rows
 from src.hf.family import Family
@@ -15,6 +16,8 @@ NAMES = {
     "num_experts_per_tok": "num_experts_per_tok",
     "attention_chunk_size": "chunk_attn_window_size",
 }
+TEMPERATURE = {"attn_scale": "attn_temperature_scale", "floor_scale": "attn_temperature_floor"}
+DEFAULTS = {"attention_chunk_size": 8192, "num_experts_per_tok": 1, "attn_scale": 0.1, "floor_scale": 8192}
 CHUNKED = "chunked_attention"
 FEED_FORWARD = rows.LAYER + "feed_forward."
 PROJECTIONS = "{A:gate_proj,up_proj}.weight"
@@ -22,6 +25,7 @@ PROJECTIONS = "{A:gate_proj,up_proj}.weight"
 
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
+    hf = {**DEFAULTS, **hf}
     keys = {
         **cj.shared_keys(hf, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5),
         **cj.rope_keys(hf, theta=500_000.0),
@@ -34,20 +38,30 @@ def facts(hf: Mapping[str, Any]) -> cj.Keys:
         "scale_expert_inputs": True,
     }
     count = keys["base_num_decoder_layers"]
-    step = cj.entry(hf, "interleave_moe_layer_step", 1)
+    step = cj.size(hf, "interleave_moe_layer_step", 1)
     sparse = cj.entry(hf, "moe_layers", list(range(step - 1, count, step)))
-    every = cj.entry(hf, "no_rope_layer_interval", 4)
+    every = cj.size(hf, "no_rope_layer_interval", 4)
     rotated = cj.entry(hf, "no_rope_layers", []) or [(i + 1) % every for i in range(count)]
-    local = {"attention_type": "chunk", "qk_norm": "l2" if cj.entry(hf, "use_qk_norm", True) else "none"}
+    if len(rotated) < count:
+        raise UserError(f"config.json has {len(rotated)} no_rope_layers: expected {count}, one a layer")
+    default = [CHUNKED if rotates else cj.GLOBAL for rotates in rotated[:count]]
+    kinds = cj.layer_kinds(hf, default, CHUNKED, cj.GLOBAL)
+    with_positions = {"qk_norm": "l2" if cj.entry(hf, "use_qk_norm", True) else "none"}
     tuned = cj.entry(hf, "attn_temperature_tuning", True)
-    everywhere = {
+    without = {
         "position_type": "none",
-        **({"attn_temperature_scale": cj.entry(hf, "attn_scale", 0.1)} if tuned else {}),
-        "attn_temperature_floor": cj.entry(hf, "floor_scale", 8192),
+        **cj.read(hf, TEMPERATURE),
+        **({} if tuned else {"attn_temperature_scale": 0.0}),
     }
-    attention = [local if rotates else everywhere for rotates in rotated]
-    dense = [{} if i in sparse else {"num_experts": 1} for i in range(count)]
-    return {**keys, **cj.pattern([{**one, **other} for one, other in zip(attention, dense, strict=True)])}
+    layers = [
+        {
+            **(with_positions if rotates else without),
+            **({"attention_type": "chunk"} if kind == CHUNKED else {}),
+            **({} if i in sparse else {"num_experts": 1}),
+        }
+        for i, (rotates, kind) in enumerate(zip(rotated, kinds, strict=False))
+    ]
+    return {**keys, **cj.pattern(layers)}
 
 
 def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
@@ -89,5 +103,13 @@ LLAMA4 = Family(
         Row("layer.feed_forward.wo", FEED_FORWARD + "experts.down_proj", "E F D -> E F D"),
         Row("layer.feed_forward.shared.wi", FEED_FORWARD + "shared_expert." + PROJECTIONS, "F D -> D A F"),
         Row("layer.feed_forward.shared.wo", FEED_FORWARD + "shared_expert.down_proj.weight", "D F -> F D"),
+    ),
+    mapped=(
+        *cj.SHARED,
+        *cj.ROPE_ENTRIES,
+        *NAMES,
+        *TEMPERATURE,
+        *("hidden_act", "attention_bias", "interleave_moe_layer_step", "moe_layers", "no_rope_layer_interval"),
+        *("no_rope_layers", "layer_types", "use_qk_norm", "attn_temperature_tuning"),
     ),
 )

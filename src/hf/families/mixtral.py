@@ -15,10 +15,10 @@ EXPERTS = rows.LAYER + "block_sparse_moe."
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
     return {
-        **cj.shared_keys(hf, num_key_value_heads=8),
+        **cj.shared_keys(hf, num_key_value_heads=8, rms_norm_eps=1e-5),
         **cj.rope_keys(hf, theta=1e6),
         **cj.window_keys(hf),
-        **cj.read_all(hf, NAMES),
+        **cj.read_all({"num_local_experts": 8, "num_experts_per_tok": 2, **hf}, NAMES),
         "mlp_activations": [cj.activation(hf), "linear"],
         "norm_topk_prob": True,
     }
@@ -51,4 +51,6 @@ MIXTRAL = Family(
         Row("layer.feed_forward.wo", EXPERTS + "experts.{E}.w2.weight", "D F -> E F D"),
     ),
     skipped=(rows.ROTARY_TABLES,),
+    mapped=(*cj.SHARED, *cj.ROPE_ENTRIES, *NAMES, "hidden_act", "sliding_window"),
+    aliases={"num_experts": "num_local_experts"},
 )

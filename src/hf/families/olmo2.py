@@ -47,4 +47,5 @@ OLMO2 = Family(
         *rows.FEED_FORWARD,
         Row("layer.feed_forward_out_norm.scale", rows.LAYER + "post_feedforward_layernorm.weight", "D -> D"),
     ),
+    mapped=(*cj.SHARED, *cj.ROPE_ENTRIES, "hidden_act", "attention_bias"),
 )

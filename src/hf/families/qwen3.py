@@ -10,14 +10,15 @@ from src.hf.family import Family
 
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
-    cj.refuse(hf, use_sliding_window=False)
-    return {
-        **cj.shared_keys(hf),
+    keys = {
+        **cj.shared_keys({"head_dim": 128, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, **hf}),
         **cj.rope_keys(hf),
         "mlp_activations": [cj.activation(hf), "linear"],
         "attention_bias": cj.entry(hf, "attention_bias", False),
         "qk_norm": "head",
     }
+    cj.layer_kinds(hf, [cj.GLOBAL] * keys["base_num_decoder_layers"], cj.GLOBAL)
+    return keys
 
 
 def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
@@ -44,4 +45,7 @@ QWEN3 = Family(
         *rows.HEAD_NORMS,
         *rows.FEED_FORWARD,
     ),
+    mapped=(*cj.SHARED, *cj.ROPE_ENTRIES, "hidden_act", "attention_bias", "layer_types"),
+    inert=("sliding_window", "max_window_layers"),  # of windows that are not used
+    only={"use_sliding_window": False},
 )

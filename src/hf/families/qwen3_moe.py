@@ -11,16 +11,16 @@ from src.hf.family import Family
 NAMES = {
     "num_experts_per_tok": "num_experts_per_tok",
     "moe_intermediate_size": "base_moe_mlp_dim",
+    "num_experts": "num_experts",
 }
 
 
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
-    experts = "num_experts" if "num_experts" in hf else "num_local_experts"  # which transformers 5 writes
-    dense, step = cj.entry(hf, "mlp_only_layers", []), cj.entry(hf, "decoder_sparse_step", 1)
+    dense, step = cj.entry(hf, "mlp_only_layers", []), cj.size(hf, "decoder_sparse_step", 1)
     keys = {
-        **qwen3.facts({"num_key_value_heads": 4, **hf}),
-        **cj.read_all(hf, {**NAMES, experts: "num_experts"}),
+        **qwen3.facts({"num_key_value_heads": 4, "head_dim": None, **hf}),
+        **cj.read_all({"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_experts": 128, **hf}, NAMES),
         "norm_topk_prob": cj.entry(hf, "norm_topk_prob", False),
     }
     layers = range(keys["base_num_decoder_layers"])
@@ -33,7 +33,6 @@ def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
     return {
         **qwen3.hf_config(layers),
         **cj.write(sparse, NAMES),
-        "num_experts": sparse["num_experts"],
         "intermediate_size": dense["base_mlp_dim"],
         "norm_topk_prob": sparse["norm_topk_prob"],
         "decoder_sparse_step": 1,
@@ -47,4 +46,13 @@ QWEN3_MOE = Family(
     facts=facts,
     hf_config=hf_config,
     rows=(*qwen3.QWEN3.rows, *rows.EXPERTS),
+    mapped=(
+        *cj.SHARED,
+        *cj.ROPE_ENTRIES,
+        *NAMES,
+        *("hidden_act", "attention_bias", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
+    ),
+    inert=qwen3.QWEN3.inert,
+    only=qwen3.QWEN3.only,
+    aliases={"num_local_experts": "num_experts"},  # which transformers 5 writes
 )

@@ -73,18 +73,18 @@ class RowPart:
 
 
 def split(source: Source | RowSource, fraction: float) -> tuple[Source | RowSource, Source | RowSource]:
-    """Parts a source into items to train on and items held out, all pieces of a document on one side.
+    """Parts a source into items to train on and items held out; of several documents, each with all its pieces.
 
     Of files whose documents are known one by one, a document is held out where its hash falls in the lowest `fraction`
     of all values, so that documents added to the source later move none. However few there are, the lowest hash is held
-    out and the highest is not. Of other sources the last items are held out, as many as the fraction says, and at least
-    one.
+    out and the highest is not. Of other sources, and of the pieces of a single document, the last items are held out,
+    as many as the fraction says, and at least one.
 
     Returns:
         The part to train on, the part held out.
 
     Raises:
-        UserError: there is only one document.
+        UserError: there is only one document, in one piece.
     """
     train, held_out = f"all but {fraction} of the documents", f"{fraction} of the documents"
     if isinstance(source, RowSource):
@@ -98,7 +98,8 @@ def split(source: Source | RowSource, fraction: float) -> tuple[Source | RowSour
         return Part(source, range(kept), train), Part(source, range(kept, len(source)), held_out)
     keys = order.mix64(keys)
     if keys.min() == keys.max():
-        raise _nothing_to_hold_out()
+        kept, train, held_out = _kept(len(keys), fraction), "all but the end of the document", "the document's end"
+        return Part(source, np.arange(kept), train), Part(source, np.arange(kept, len(keys)), held_out)
     mask = ((keys < int(fraction * 2**64)) | (keys == keys.min())) & (keys != keys.max())
     return Part(source, np.flatnonzero(~mask), train), Part(source, np.flatnonzero(mask), held_out)
 
@@ -112,6 +113,6 @@ def _kept(count: int, fraction: float) -> int:
 
 def _nothing_to_hold_out() -> UserError:
     return UserError(
-        "nothing can be held out of training data that are one document: name other data with eval_dataset_path=PATH, "
-        "or turn evaluation off with eval_interval=-1"
+        "nothing can be held out of training data that are one document in one piece: name other data with "
+        "eval_dataset_path=PATH, or turn evaluation off with eval_interval=-1"
     )

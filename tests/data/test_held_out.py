@@ -5,6 +5,7 @@ import pytest
 
 from src.data.held_out import split
 from src.data.order import Shuffle
+from src.data.text import TextSource
 from src.errors import UserError
 
 
@@ -58,3 +59,12 @@ def test_at_least_one_item_is_on_each_side(count, fraction, held):
 def test_one_item_can_t_be_parted():
     with pytest.raises(UserError, match="one document"):
         split(Groups([1]), 0.5)
+
+
+def test_of_a_single_file_the_end_is_held_out(tmp_path):
+    text = "".join(f"line {n:04}\n" for n in range(2000))
+    (tmp_path / "input.txt").write_text(text)
+    train, held_out = split(TextSource(str(tmp_path / "input.txt"), 256), 0.1)
+    parts = ["".join(part[i] for i in range(len(part))) for part in (train, held_out)]
+    assert "".join(parts) == text
+    assert len(parts[1]) == pytest.approx(0.1 * len(text), rel=0.1)

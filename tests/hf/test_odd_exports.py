@@ -106,7 +106,7 @@ def family_keys(name):
     kind, entries = saved.CONFIGS[name]
     hf = json.loads(getattr(transformers, kind)(**entries).to_json_string(use_diff=False))
     family = next(family for family in FAMILIES if family.model_type == hf["model_type"])
-    return family.facts({**hf, "num_nextn_predict_layers": 0})
+    return family.keys({**hf, "num_nextn_predict_layers": 0})
 
 
 def loaded(folder, keys):

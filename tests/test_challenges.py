@@ -186,9 +186,8 @@ def test_ctrl_c_saves_reports_and_the_same_command_goes_on(tmp_path, corpus, mon
     monkeypatch.setattr(train, "hyper_parameters", interrupted_in_step_2)
     command = runs.arguments(base_output_directory=tmp_path, dataset_path=corpus, steps=4)
     assert train.command(command) == 130
-    assert (
-        "stopped by Ctrl-C after step 2; the same command, run_name=run, goes on from there" in capsys.readouterr().out
-    )
+    said = "stopped by Ctrl-C after step 2; the same command, run_name=run, goes on from its last checkpoint"
+    assert said in capsys.readouterr().out
     assert runs.steps_saved(tmp_path / "run") == [2]
     assert (tmp_path / "run" / "report.html").exists()
     monkeypatch.undo()

@@ -129,6 +129,9 @@ MOST: dict[int, tuple[str, ...]] = {
 
 # Keys whose texts may have any character; those of all others are names.
 ANY_TEXT = ("prompt", "decode_stop")
+# How keys end whose values are paths, and how many bytes a local one may have, of each name and in all.
+PATHS = ("_path", "_file", "_dir", "_directory", "_report")
+MOST_NAME, MOST_PATH = 255, 4095
 # Keys whose value is a list of texts, and an example of one.
 TEXTS = {
     "trainable_parameters": "[attention.*]", "lora_parameters": "[attention.query]", "decode_stop": '["Question:"]',
@@ -174,6 +177,8 @@ def check_value(key: str, value: Any) -> str:
     """What is wrong with `value` for `key`, itself alone; empty where nothing is."""
     if isinstance(value, str) and key not in ANY_TEXT and (problem := unprintable(value, is_name=True)):
         return f"{key}: {problem}"
+    if key.endswith(PATHS) and "://" not in value and not _has_place(value):
+        return f"{key}={value} is too long for a path: at most {MOST_NAME} bytes between slashes and {MOST_PATH} in all"
     if key in CHOICES and value not in CHOICES[key]:
         choices = ", ".join(choice or "(empty)" for choice in CHOICES[key])
         return f"{key}={value} is none of {choices}{value_hint(key, value)}"
@@ -188,7 +193,7 @@ def check_value(key: str, value: Any) -> str:
     if key == "run_name" and value and not is_run_name(value):
         return (
             f"run_name={value!a} must be a name, or names with / between them, of printable characters and at "
-            "most 255 bytes each; a run writes nowhere but below base_output_directory"
+            f"most {MOST_NAME} bytes each; a run writes nowhere but below base_output_directory"
         )
     if key == "base_output_directory" and not value.isprintable():
         return f"base_output_directory={value!a} must be a path of printable characters"
@@ -200,7 +205,14 @@ def check_value(key: str, value: Any) -> str:
     return ""
 
 
+def _has_place(path: str) -> bool:
+    names = os.fsencode(path).split(b"/")
+    return max(map(len, names)) <= MOST_NAME and sum(map(len, names)) + len(names) <= MOST_PATH + 1
+
+
 def is_run_name(name: str) -> bool:
     """Whether `name` is a folder's name, or a path down from the output folder."""
     parts = name.split("/")
-    return name.isprintable() and all(0 < len(os.fsencode(part)) <= 255 and part not in (".", "..") for part in parts)
+    return name.isprintable() and all(
+        0 < len(os.fsencode(part)) <= MOST_NAME and part not in (".", "..") for part in parts
+    )

@@ -126,6 +126,16 @@ def test_names_that_are_no_file(name, tmp_path, monkeypatch):
         str(error.value).encode()  # it can be printed
 
 
+@pytest.mark.parametrize("path", ["a" * 256, "a/" * 2100, "é" * 130])
+def test_a_path_that_no_file_can_have_is_answered_with_its_key(path):
+    keys = [key for key in base().defaults if key.endswith(("_path", "_directory", "_dir", "_file", "_report"))]
+    assert len(keys) >= 15
+    for key in [*keys, "datasets"]:
+        with pytest.raises(UserError, match="is too long for a path"):
+            load([BASE, f"datasets=[{{name: x, dataset_path: {path}}}]" if key == "datasets" else f"{key}={path}"])
+    assert load([BASE, f"dataset_path={'é' * 127}/x", "load_parameters_path=/" + "a/" * 2000])
+
+
 @pytest.mark.parametrize("value", ["&a [*a]", "[" * 600, "9" * 6000, "-" * 99_999, "a\0b", "\udcff"])
 def test_arguments_that_are_no_value(value):
     for key in ("steps", "datasets", "stpes"):

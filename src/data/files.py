@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from src.errors import UserError
+from src.errors import TransientError, UserError
+from src.storage_errors import Failure, failure_of, retried
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -84,33 +85,26 @@ def walk(folder: str, without: Collection[str] = ()) -> list[str]:
 
 
 def size(file: str) -> int:
-    """How many bytes a file has.
-
-    Raises:
-        UserError: it can't be read.
-    """
+    """How many bytes a file has; raises as `attempted`."""
     if is_remote(file):
         return _remote(file, file, lambda fs, place: fs.size(place))
-    try:
-        return os.stat(_local(file)).st_size
-    except OSError as error:
-        raise _unreadable(file, error) from error
+    return attempted(file, lambda: os.stat(_local(file)).st_size)
 
 
 def read(file: str, begin: int, end: int) -> bytes:
     """The bytes [begin, end) of a file, or those of them there are. Of a remote file this is one request.
 
-    Raises:
-        UserError: it can't be read.
+    Raises as `attempted`.
     """
     if is_remote(file):
         return _remote(file, file, lambda fs, place: fs.cat_file(place, begin, end)) if begin < end else b""
-    try:
+
+    def read_local() -> bytes:
         with open(_local(file), "rb") as opened:
             opened.seek(begin)
             return opened.read(end - begin)
-    except OSError as error:
-        raise _unreadable(file, error) from error
+
+    return attempted(file, read_local)
 
 
 def chunks(file: str, end: int) -> Iterator[bytes]:
@@ -282,25 +276,32 @@ def _local(path: str) -> str:
     return path.removeprefix("file://")
 
 
-def _remote(path: str, what: str, use: Callable[["AbstractFileSystem", str], Result]) -> Result:
-    """What `use` returns, given the file system of a path and what the path is called there.
+def attempted(what: str, use: Callable[[], Result], otherwise: str = "can't be read") -> Result:
+    """Returns `use()`, which reads from a disk or a store; several attempts are made where failures may pass.
 
     Raises:
-        UserError: anything goes wrong, which stores and their clients each have errors of their own for. The message
-            begins with `what`.
+        TransientError: such a failure stayed. Its message begins with `what`, as the other's does.
+        UserError: anything else went wrong, which stores and libraries each have errors of their own for; `otherwise`
+            is what to say of it.
     """
+    try:
+        return retried(use)
+    except (UserError, TransientError, ImportError):
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if failure_of(error) is Failure.TRANSIENT:
+            raise TransientError(f"{what} can't be read, after several attempts: {reason}") from error
+        raise UserError(f"{what} {otherwise}: {reason}") from error
+
+
+def _remote(path: str, what: str, use: Callable[["AbstractFileSystem", str], Result]) -> Result:
+    """What `use` returns, given the file system of a path and what the path is called there; raises as `attempted`."""
     from fsspec.core import url_to_fs
 
     try:
-        return use(*url_to_fs(path))
+        return attempted(what, lambda: use(*url_to_fs(path)))
     except ImportError as error:
         raise UserError(
             f"{what}: {error}. What reads such paths is a package of its own: .venv/bin/python -m pip install PACKAGE"
         ) from error
-    except Exception as error:
-        raise _unreadable(what, error) from error
-
-
-def _unreadable(file: str, error: Exception) -> UserError:
-    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return UserError(f"{file} can't be read: {reason}")

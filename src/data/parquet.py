@@ -21,9 +21,6 @@ except ImportError:
 _CACHE_BYTES = 512 << 20
 _OPENING_THREADS = 16
 
-# What pyarrow raises for a file that is damaged or not one of its own.
-_DAMAGE = (pa.ArrowException, OSError, ValueError)
-
 
 class ParquetSource(DocumentSource):
     """The rows of Parquet files, in the order of the files' names: each a text, or a list of ids.
@@ -85,12 +82,13 @@ class ParquetSource(DocumentSource):
 
     def _count_rows(self, file: str, size: int) -> list[int]:
         """The rows of each row group of a file, which is checked to have the column."""
-        try:
+
+        def read_footer() -> tuple[pa.Schema, list[int]]:
             with _open(file, size) as opened:
-                schema, metadata = opened.schema_arrow, opened.metadata
-                rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        except _DAMAGE as error:
-            raise UserError(f"{file} can't be read as Parquet, or is damaged: {error}") from None
+                groups = range(opened.metadata.num_row_groups)
+                return opened.schema_arrow, [opened.metadata.row_group(number).num_rows for number in groups]
+
+        schema, rows = files.attempted(file, read_footer, "can't be read as Parquet, or is damaged")
         kind = _type(schema, self._column)
         if kind is None:
             there = first_few(schema.names, near=self._column)
@@ -105,11 +103,12 @@ class ParquetSource(DocumentSource):
     def _read_group(self, group: int) -> pa.ChunkedArray:
         """The column in a row group."""
         file = self._file[group]
-        try:
+
+        def read_column() -> pa.Table:
             with _open(self._files[file], self._listing.sizes[file]) as opened:
-                table = opened.read_row_group(int(self._number[group]), columns=[self._column], use_threads=False)
-        except _DAMAGE as error:
-            raise UserError(f"{self._name(group)} can't be read, the file is damaged: {error}") from None
+                return opened.read_row_group(int(self._number[group]), columns=[self._column], use_threads=False)
+
+        table = files.attempted(self._name(group), read_column, "can't be read, the file is damaged")
         column = table.column(0)
         while pa.types.is_struct(column.type):
             (column,) = column.flatten()

@@ -23,7 +23,6 @@ Damage: sizes are compared at the opening, and the digests and indexes of local 
 over the folder. Ids and bounds of documents are checked as they are read, whatever the folder's size.
 """
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -200,20 +199,20 @@ class _Tokens:
     def _map_ids(self, shard: int) -> np.ndarray:
         """All ids of a shard that has a document, in its file."""
         path = self._path(ids_name(shard))
-        with _reading(path):
-            # The bare array: each slice of a memmap would be one again, at ten times the price.
-            return np.memmap(path, self._dtype, "r").view(np.ndarray)
+        # The bare array: each slice of a memmap would be one again, at ten times the price.
+        return files.attempted(path, lambda: np.memmap(path, self._dtype, "r").view(np.ndarray))
 
     def _map_index(self, shard: int) -> np.ndarray:
         """int64 [documents + 1]: the pairs of a shard before each of its documents, and in all."""
         path = self._path(index_name(shard))
         documents = int(np.diff(self._document_starts[shard : shard + 2])[0])
         pairs = int(np.diff(self._pair_starts[shard : shard + 2])[0])
-        with _reading(path):
-            # The array ends the file. numpy reads what is before it with `ast`, which in Python 3.11 fails now and
-            # then where threads are at it together (SystemError, python/cpython issue 106905).
-            data = np.memmap(self._copied(index_name(shard)) if self._copies else path, np.uint8, "r").view(np.ndarray)
-            index = data[-8 * (documents + 1) :].view("<i8")
+        # The array ends the file. numpy reads what is before it with `ast`, which in Python 3.11 fails now and then
+        # where threads are at it together (SystemError, python/cpython issue 106905).
+        place = self._copied(index_name(shard)) if self._copies else path
+        index = files.attempted(
+            path, lambda: np.memmap(place, np.uint8, "r").view(np.ndarray)[-8 * (documents + 1) :].view("<i8")
+        )
         if (index[0], index[-1]) != (0, pairs):
             raise self._damaged(index_name(shard), f"by {SUMMARY} it is int64 [{documents + 1}] from 0 to {pairs}")
         return index
@@ -322,15 +321,6 @@ def _parse(summary: bytes, name: str) -> dict[str, Any]:
             f"{name} is damaged ({type(error).__name__}: {error}): copy it again, or write the tokens again"
         ) from None
     return facts
-
-
-@contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
-    """Errors of the system, and of numpy about what is in the file, name it."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} can't be read: {error}") from None
 
 
 def _no_summary(setting: str, names: list[str]) -> UserError:

@@ -171,7 +171,7 @@ def test_fingerprint_is_of_names_sizes_rows_and_column(tmp_path, open_parquet):
 @pytest.mark.parametrize(
     ("columns", "column", "message"),
     [
-        ({"b": ["x"] * 10}, "body", r"dataset_column=body: .*a\.parquet has no such column; it has text, b"),
+        ({"b": ["x"] * 10}, "body", r"dataset_column=body: .*a\.parquet has no such column; it has b, text"),
         ({"text": [{"a": "x"}] * 10}, "text.b", "has no such column; it has text"),
         ({"text": [1.5] * 10}, "text", r"dataset_column=text: in .*a\.parquet the column is of type double"),
         ({"text": [b"x"] * 10}, "text", "of type binary; expected strings, or lists"),

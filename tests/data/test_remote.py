@@ -1,5 +1,6 @@
 """Data on paths that fsspec opens: the memory of this process, and a server with the semantics of Cloud Storage."""
 
+import errno
 import io
 import json
 import os
@@ -11,11 +12,12 @@ import fsspec
 import numpy as np
 import pytest
 
+from src import storage_errors
 from src.data import files
 from src.data.conversations import ConversationSource
 from src.data.source_spec import train_specs
 from src.data.text import TextSource
-from src.errors import UserError
+from src.errors import TransientError, UserError
 from tests import runs
 from tests.gcs_server import GcsServer
 
@@ -237,6 +239,56 @@ def test_what_is_gone_when_it_is_read_is_named(bucket):
 def test_a_bucket_that_is_not_there_is_an_error(bucket):
     with pytest.raises(UserError, match=r"^dataset_path=gs://other/d"):
         text_source("gs://other/d")
+
+
+class Unavailable(Exception):
+    """As gcsfs raises it."""
+
+    code = "503"
+
+
+@pytest.fixture
+def failures(monkeypatch):
+    """Errors with which the first reads from memory:// fail; nothing waits."""
+    errors = []
+    client = fsspec.get_filesystem_class("memory")
+    cat_file = client.cat_file
+    monkeypatch.setattr(storage_errors.time, "sleep", lambda seconds: None)
+
+    def failing(self, *args, **kwargs):
+        if errors:
+            raise errors.pop()
+        return cat_file(self, *args, **kwargs)
+
+    monkeypatch.setattr(client, "cat_file", failing)
+    fsspec.filesystem("memory").pipe({"/data/a.txt": b"A", "/data/b.txt": b"B"})
+    return errors
+
+
+@pytest.mark.parametrize("error", [Unavailable("busy"), OSError(errno.EIO, "I/O error"), TimeoutError("late")])
+def test_a_store_that_fails_for_a_time_is_asked_again(failures, error):
+    failures.extend([error] * 4)
+    assert items(text_source("memory://data")) == ["A", "B"]
+    assert failures == []
+
+
+def test_a_store_that_stays_away_is_worth_another_try_and_one_that_refuses_is_not(failures):
+    source = text_source("memory://data")
+    failures.extend([Unavailable("busy")] * 5)
+    with pytest.raises(TransientError, match=r"^memory://data/b\.txt can't be read, after several attempts: busy"):
+        source[1]
+    failures.extend([PermissionError(errno.EACCES, "Permission denied"), Unavailable("busy")])
+    with pytest.raises(UserError, match=r"^memory://data/b\.txt can't be read: Permission denied"):
+        source[1]
+
+
+def test_a_disk_that_fails_for_a_time_is_read_again(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").symlink_to("/proc/self/mem")  # which Linux answers with EIO
+    waited = []
+    monkeypatch.setattr(storage_errors.time, "sleep", waited.append)
+    with pytest.raises(TransientError, match=r"a\.txt can't be read, after several attempts: Input/output error"):
+        files.read(str(tmp_path / "a.txt"), 0, 10)
+    assert waited == [1.0, 2.0, 4.0, 8.0]
 
 
 @pytest.mark.parametrize(("path", "package"), [("s3://bucket/d", "s3fs"), ("gs://bucket/d", "gcsfs")])

@@ -55,8 +55,9 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
 
     A `UserError` is one line and exit code 2, a `TransientError` 75, Ctrl-C 130; an output that nobody reads any more,
     as in `| head`, ends it with 141 and no word. Anything else is a fault, of this code or of a user's: one line, exit
-    code 1, and the traceback in a file, in the run's folder where there is one (`in_run_folder`). An int that `main`
-    returns is the exit code. Whatever the end, the other processes of the job are told of it and end too.
+    code 1, and the traceback in a file, in the run's folder where there is one (`in_run_folder`); or it is a disk that
+    is full, 2, or one or a store that may have failed for a time, 75. An int that `main` returns is the exit code.
+    Whatever the end, the other processes of the job are told of it and end too.
 
     Args:
         main: the command.
@@ -79,7 +80,8 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
             end(NOBODY_READS, "")
         if job := _processes():
             job.await_news()  # what broke here may have been the end of another process, which is the better answer
-        end(FAULT, f"error: {_summary(error)}. {_written_down(error)}{_and(kept(_run_folder(error)))}")
+        code, what = _judged(error)
+        end(code, f"error: {what}. {_written_down(error)}{_and(kept(_run_folder(error)))}")
     if type(code) is int and code:
         sys.exit(code)
 
@@ -155,7 +157,21 @@ def _summary(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"unexpected {type(error).__name__}{': ' if text else ''}{text[:300]}{where}"
+    return f"{type(error).__name__}{': ' if text else ''}{text[:300]}{where}"
+
+
+def _judged(error: BaseException) -> tuple[int, str]:
+    """The exit code of what nobody has answered, and what it was: a fault, or what a disk or a store did."""
+    from src.storage_errors import Failure, failure_of  # it needs this module
+
+    is_known = isinstance(error, Exception) and not isinstance(error, BrokenPipeError)  # of a process, not of a store
+    failure = failure_of(error) if is_known else Failure.OTHER
+    if failure is Failure.FULL:
+        where = f" to write to {folder}" if (folder := _run_folder(error)) else ""
+        return MISTAKE, f"no space is left{where}: make room. It was {_summary(error)}"
+    if failure is Failure.TRANSIENT:
+        return TRY_AGAIN, f"a disk or a store failed, maybe for a time: try again. It was {_summary(error)}"
+    return FAULT, f"unexpected {_summary(error)}"
 
 
 def _written_down(error: BaseException) -> str:

@@ -99,7 +99,11 @@ class MetricsLog:
             resume_step: the step of the restored checkpoint: what follows its lines is cut off, a torn line too.
                 None: a fresh run.
         """
-        from tensorboardX import SummaryWriter  # 0.4 s of import, which the first printed line need not wait for
+        # 0.4 s of import, which the first printed line need not wait for. The package's SummaryWriter would write in a
+        # thread, and wait for it without an end once that has failed, as on a full disk.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import Summary, scalar
 
         self.messages: list[str] = []
         if resume_step is not None and path.exists() and (others := _cut_back(path, resume_step)):
@@ -108,11 +112,13 @@ class MetricsLog:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w" if resume_step is None else "a", encoding="utf-8")
-        purge_step = 0 if resume_step is None else resume_step + 1
+        tensorboard_dir.mkdir(parents=True, exist_ok=True)
         # The file's name has the second it is opened in: without a suffix, a start in the same second overwrites it.
-        self._tensorboard = SummaryWriter(
-            str(tensorboard_dir), purge_step=purge_step, filename_suffix=f".{time.time_ns()}"
-        )
+        self._tensorboard = EventsWriter(str(tensorboard_dir / "events"), f".{time.time_ns()}")
+        self._event, self._summary, self._scalar = Event, Summary, scalar
+        first_step = 0 if resume_step is None else resume_step + 1  # what an earlier start has from there on goes
+        start = SessionLog(status=SessionLog.START)
+        self._tensorboard.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def write(self, entry: Entry) -> None:
         """Adds one line: `step` with the keys of TRAIN_KEYS, or of EVAL_KEYS for an evaluation after that step."""
@@ -122,11 +128,14 @@ class MetricsLog:
         finite = {key: _or_null(entry[key]) for key in ordered}
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
+        values = []
         for key, value in finite.items():
             name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
-            for scalar, number in _scalars(name, value).items():
+            for tag, number in _scalars(name, value).items():
                 if key != "step" and number is not None:
-                    self._tensorboard.add_scalar(scalar, number, entry["step"])
+                    values.extend(self._scalar(tag, number).value)
+        summary = self._summary(value=values)
+        self._tensorboard.write_event(self._event(wall_time=time.time(), step=entry["step"], summary=summary))
 
     def flush(self) -> None:
         """Puts every line on disk. Called before a checkpoint is saved, so that no step up to it can be missing."""

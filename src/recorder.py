@@ -73,7 +73,10 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         if self._log and self._printer:
             self._printer.__exit__(*error)
-            self._log.close()
+            with contextlib.suppress(
+                OSError if error[0] else ()
+            ):  # a disk that is full, of which the first error tells
+                self._log.close()
 
     def start_clock(self) -> None:
         """The next step begins now: what came before it is no step's time."""

@@ -1,5 +1,6 @@
 """How a command ends: its exit code, what it says, and where a traceback goes."""
 
+import errno
 import re
 import subprocess
 import sys
@@ -59,6 +60,25 @@ def test_a_fault_is_one_line_and_a_traceback_in_the_runs_folder(error, capsys, t
     assert file.parent == tmp_path / "run"
     assert file.read_text().startswith("Traceback (most recent call last):")
     assert "in main" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "error: no space is left to write to .*/run: make room"),
+        (OSError(errno.EIO, "Input/output error"), 75, "error: a disk or a store failed, maybe for a time: try again"),
+        (TimeoutError("the store"), 75, "error: a disk or a store failed"),
+        (PermissionError(errno.EACCES, "Permission denied"), 1, "error: unexpected PermissionError"),
+    ],
+)
+def test_what_a_disk_did_is_told_from_a_fault(error, code, words, capsys, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
+    found, said = ends(capsys, raises(error, tmp_path / "run"))
+    assert found == code
+    assert re.match(words, said)
+    assert said.count("\n") == 1
+    assert f"The traceback is in {tmp_path / 'run'}" in said
+    assert said.endswith(f"; the checkpoint of step 5 in {tmp_path / 'run'} stands\n")
 
 
 def test_a_fault_without_a_folder_names_a_temporary_file(capsys, tmp_path, monkeypatch):

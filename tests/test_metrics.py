@@ -187,6 +187,19 @@ def test_tensorboard_has_the_same_numbers_by_the_same_names(tmp_path):
     assert values["eval/loss", 2] == 2.5
 
 
+def test_a_disk_that_is_full_is_an_error_and_nothing_waits_for_it(tmp_path):
+    """/dev/full takes what is buffered and fails when that is written."""
+    (tmp_path / "tensorboard").mkdir()
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", None)
+    log._tensorboard._py_recordio_writer._writer.close()
+    log._tensorboard._py_recordio_writer._writer = open("/dev/full", "wb")  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left"):  # noqa: PT012
+        for step in range(1, 1000):
+            log.write(train_entry(step))
+    with pytest.raises(OSError, match="No space left"):
+        log.close()
+
+
 def test_tensorboard_purges_the_steps_that_a_resumed_run_does_again(tmp_path):
     write_steps(tmp_path, [1, 2, 3])
     write_steps(tmp_path, [3], resume_step=2)

@@ -142,9 +142,17 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         losses |= {name: layers[name] for name in ("expert_load_max", "tokens_dropped")}
     stats = _where(finite, router.corrected(state.stats, reports, real, plan.bias_update_rate), state.stats)
     state = TrainState(state.step + 1, trainable, state.frozen, stats, opt, batch["data_position"])
-    # A gated feed-forward multiplies an input by three matrices, none of which can be more than this norm.
-    usable = jnp.isfinite(_norm(trainable) ** 3)
+    usable = _usable(trainable)
     return state, {**losses, "grad_norm": grad_norm, "tokens": tokens, "finite": finite, "usable": usable}
+
+
+def _usable(trainable: Any) -> jax.Array:
+    """Whether a layer can be computed with the weights.
+
+    A gated feed-forward multiplies an input by three matrices and twice by the scale of a norm, and none of these five
+    can be more than the norm of all weights.
+    """
+    return jnp.isfinite(_norm(trainable) ** 5)
 
 
 def _norm(tree: Any) -> jax.Array:

@@ -10,11 +10,13 @@ import signal
 import time
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from src import config as configuration
+from src import train_step
 from src.data.loader import Fact, train_batches
 from src.data.sources import open_sources
 from src.data.tokenizer import ByteTokenizer
@@ -446,7 +448,7 @@ def test_the_whole_state_of_another_run_goes_on_as_that_run_did(whole, corpus, t
 # ---- Losses that are not finite
 
 
-# With the first, weights have no norm; with the second, the next step's loss or gradient is not finite.
+# With the first, weights have no norm; with the second, the next step's loss is not finite.
 HUGE = {"learning_rate": 1e30, "gradient_clipping_threshold": 0}
 LARGE = {"learning_rate": 1e11, "gradient_clipping_threshold": 0}
 
@@ -468,12 +470,14 @@ def test_an_update_that_ruins_the_weights_stops_the_run_before_they_are_saved(
 def test_a_checkpoint_that_leads_to_no_finite_loss_is_set_aside_and_the_one_before_it_stands(
     answer, message, stopped, whole, corpus, monkeypatch, capsys
 ):
+    monkeypatch.setattr(train_step, "_usable", lambda trainable: jnp.bool_(True))  # which is no proof that they are
     keys = keys_of(stopped, corpus, **LARGE, on_nonfinite=answer, checkpoint_period=1, max_num_checkpoints_to_keep=1)
     said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys))
     assert re.search(message, said)
     assert "21.nonfinite" in said
     assert ("on_nonfinite=skip" in said) == (answer == "stop")
     assert {path.name for path in (stopped / "checkpoints").iterdir()} == {"20", "21.nonfinite"}
+    monkeypatch.undo()
     runs.run_here(**keys_of(stopped, corpus))
     assert_same_run(stopped, whole, STEPS)
 

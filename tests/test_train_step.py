@@ -163,15 +163,21 @@ def test_hyper_parameters_change_without_another_compilation(one_device):
 
 
 def test_an_update_that_makes_weights_of_no_use_says_so(one_device):
-    """A rate so large that products of three weights overflow, though gradients and every weight are finite."""
+    """Where nothing finite can be computed with them, though every weight is finite."""
     _, _, trainer = one_device
     batch = jax.device_put(packed_rows(0), batch_sharding(trainer.plan.layout))
-    for rate, usable in ((1e-2, True), (1e6, True), (1e15, False), (1e30, False)):
-        hyper = hyper_parameters(trainer.config, 5) | {"learning_rate": np.float32(rate)}
+    usable, finite = [], []
+    for exponent in (-2, *range(0, 16), 30):
+        hyper = hyper_parameters(trainer.config, 5) | {"learning_rate": np.float32(10.0**exponent)}
         state, metrics = trainer.train_step(jax.tree.map(jnp.copy, trainer.state), batch, hyper)
         assert metrics["finite"]
-        assert metrics["usable"] == usable
         assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.trainable))
+        usable.append(bool(metrics["usable"]))
+        finite.append(bool(jnp.isfinite(trainer.train_step(state, batch, hyper)[1]["loss"])))
+    assert usable[:8] == [True] * 8  # up to 1e6, far beyond what anybody trains with
+    assert not any(usable[11:])
+    assert all(after for before, after in zip(usable, finite, strict=True) if before)
+    assert not all(finite)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -164,8 +164,7 @@ def _judged(error: BaseException) -> tuple[int, str]:
     """The exit code of what nobody has answered, and what it was: a fault, or what a disk or a store did."""
     from src.storage_errors import Failure, failure_of  # it needs this module
 
-    is_known = isinstance(error, Exception) and not isinstance(error, BrokenPipeError)  # of a process, not of a store
-    failure = failure_of(error) if is_known else Failure.OTHER
+    failure = Failure.OTHER if isinstance(error, BrokenPipeError) else failure_of(error)  # of a process, not a store
     if failure is Failure.FULL:
         where = f" to write to {folder}" if (folder := _run_folder(error)) else ""
         return MISTAKE, f"no space is left{where}: make room. It was {_summary(error)}"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, BinaryIO
 
 from src.errors import MISTAKE, TRY_AGAIN, TransientError, UserError, first_few
+from src.json_text import parse_json
 
 Facts = Mapping[str, str]
 
@@ -122,7 +123,7 @@ class Peer:
         """The next message; `lost` says why where there is none."""
         try:
             line = self._file.readline(LONGEST)
-            message = json.loads(line) if line else {"lost": "the connection ended"}
+            message = parse_json(line) if line else {"lost": "the connection ended"}
         except OSError as error:
             return {"lost": error.strerror or str(error)}
         except ValueError:

@@ -54,6 +54,8 @@ def failure_of(error: BaseException) -> Failure:
     """Returns what kind of failure `error` is, or what it was raised from."""
     if isinstance(error, DamagedError):
         return Failure.DAMAGED
+    if not isinstance(error, Exception):  # SystemExit has a code too
+        return Failure.OTHER
     if isinstance(error, TransientError | TimeoutError | ConnectionError):
         return Failure.TRANSIENT
     if isinstance(error, OSError) and error.errno is not None:

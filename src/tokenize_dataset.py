@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -37,7 +37,9 @@ from src.data.source_spec import train_specs
 from src.data.tokenizer import make_tokenizer
 from src.data.tokens import FORMAT, SUMMARY, UNFINISHED, ShardFacts, compare, ids_name, index_name, missing_files
 from src.errors import UserError, first_few, run_command
+from src.json_text import parse_json
 from src.key_help import Usage
+from src.storage_errors import Failure, failure_of
 
 if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
@@ -84,6 +86,8 @@ def main(argv: Sequence[str]) -> None:
             for note in (folder / UNFINISHED, *folder.glob("[0-9]*.json")):  # tokens.json has it all
                 note.unlink(missing_ok=True)
     except OSError as error:
+        if failure_of(error) is Failure.TRANSIENT:
+            raise
         raise UserError(f"tokenized_path={config.tokenized_path} can't be written: {error}") from error
     shards = [ShardFacts(**shard) for shard in summary["shards"]]
     size = sum(shard.ids_bytes + shard.index_bytes for shard in shards)
@@ -182,7 +186,7 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
     facts = items.facts()
     for path in (folder / SUMMARY, folder / UNFINISHED):
         if path.exists():
-            plan = json.loads(path.read_bytes())
+            plan = _read_json(path)
             names = sorted(facts, key=lambda name: name == "source")  # keys say more than their effect on the source
             if differences := compare({name: plan.get(name) for name in names}, facts):
                 raise UserError(
@@ -240,7 +244,7 @@ def _write(config: "FrozenConfigDict", folder: Path, items: Items, plan: Mapping
 
 def _finished_shards(folder: Path) -> dict[int, ShardFacts]:
     """The shards that are there whole, by number: such a one has a NUMBER.json, written last."""
-    shards = {int(path.stem): ShardFacts(**json.loads(path.read_bytes())) for path in folder.glob("[0-9]*.json")}
+    shards = {int(path.stem): _read_json(path, ShardFacts) for path in folder.glob("[0-9]*.json")}
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     return {number: shard for number, shard in shards.items() if not missing_files({number: shard}, sizes)}
 
@@ -316,6 +320,14 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+
+
+def _read_json(path: Path, make: Callable[..., Any] = dict) -> Any:
+    """What `make` does with the facts that `_write_json` wrote; raises UserError where they are others."""
+    try:
+        return make(**parse_json(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): delete it, or name a new folder") from None
 
 
 def _write_json(path: Path, facts: Mapping[str, Any]) -> None:

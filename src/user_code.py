@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from src.config_values import nearest
-from src.errors import UserError
+from src.errors import TransientError, UserError
+from src.storage_errors import Failure, failure_of
 
 SLOW_SECONDS = 60
 
@@ -50,11 +51,12 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
 def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function returns that a user wrote. Where it raises, a UserError says so of `what`.
 
-    So it does where the function would end the process, as by sys.exit: that is not its to decide.
+    Of a failure that may pass, as of a store that it reads, a TransientError does. Where the function would end the
+    process, as by sys.exit, it is an error too: that is not its to decide.
     """
     try:
         return function(*arguments)
-    except (UserError, KeyboardInterrupt):
+    except (UserError, TransientError, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise _failure(what, error) from error
@@ -72,7 +74,7 @@ def says_if_slow(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _failure(what: str, error: BaseException) -> UserError:
+def _failure(what: str, error: BaseException) -> Exception:
     """What to say of an error in code of the user: where it was raised there, if it was."""
     libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
     frames = [
@@ -81,4 +83,5 @@ def _failure(what: str, error: BaseException) -> UserError:
         if frame.filename != __file__ and not frame.filename.startswith(("<", *libraries))
     ]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return UserError(f"{what} raised {type(error).__name__}: {error}{place}")
+    kind = TransientError if failure_of(error) is Failure.TRANSIENT else UserError
+    return kind(f"{what} raised {type(error).__name__}: {error}{place}")

@@ -249,6 +249,28 @@ def test_a_folder_of_other_data_is_an_error(command, tmp_path, corpus, texts, ch
     assert "name a new folder, or delete this one" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("unfinished.json", text) for text in ("[" * 100_000, "[1]", '{"a": 1')),
+        *(("000000.json", text) for text in ("[" * 100_000, "[1]", '{"a": 1', '{"other": 1}')),
+    ],
+)
+def test_a_damaged_note_of_an_earlier_start_is_an_error_that_names_it(
+    command, corpus, tmp_path, name, text, monkeypatch
+):
+    def dies(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenize_dataset, "_write", dies)
+        with pytest.raises(KeyboardInterrupt):
+            main(command())
+    (tmp_path / "out" / name).write_text(text)
+    with pytest.raises(UserError, match=rf"{name} is damaged \(.*\): delete it"):
+        main(command())
+
+
 def test_a_folder_with_other_files_is_an_error(command, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("precious")

@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import tokenizers
 from src.data.chat_template import ChatTemplate, Message
 from src.data.tokenizer import missing_template
 from src.errors import UserError
+from src.json_text import parse_json
 
 # Threads are the loader's: the package is to start none of its own, nor to complain of processes started after that.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -146,7 +146,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):

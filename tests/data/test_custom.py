@@ -12,7 +12,7 @@ from src.data.custom import apply_transform
 from src.data.packing import empty_batch
 from src.data.source_spec import eval_specs, train_specs
 from src.data.sources import open_source, open_sources
-from src.errors import UserError
+from src.errors import TransientError, UserError
 from src.user_code import load_function
 from tests import runs
 
@@ -239,6 +239,17 @@ def test_what_users_raise_is_told_with_its_place_and_kept_as_the_cause(my_data, 
     assert re.fullmatch(
         rf"dataset_factory=my_data:documents: item 1 raised JSONDecodeError: .* \({file}, line 9\)", str(error.value)
     )
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [("OSError(5, 'no')", TransientError), ("TimeoutError('no')", TransientError), ("SystemExit(503)", UserError)],
+)
+def test_what_failed_for_a_time_in_code_of_a_user_is_worth_another_try(my_data, config, raised, kind):
+    my_data(f"def documents(config, split): raise {raised}")
+    settings = config(dataset_type="custom", dataset_factory="my_data:documents")
+    with pytest.raises(kind, match="dataset_factory=my_data:documents raised"):
+        open_source(*train_specs(settings), settings, None)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ class History:
                 entries = [read_entry(line) for line in whole]
                 self.others += entries.count(None)
                 self.add([entry for entry in entries if entry is not None])
+                if len(whole) < len(lines):  # its rest may be there by now, and would be read as a line
+                    break
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Adds lines."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from src import config
 from src.charts import Curve, Scale, downsample, log_ticks, running_median, show_number, ticks
 from src.errors import UserError
-from src.metrics import EVAL_KEYS, LOSSES_AND_LOADS, TRAIN_KEYS, perplexity
+from src.metrics import EVAL_KEYS, LOSSES_AND_LOADS, TRAIN_KEYS, perplexity, read_entry
 from src.report import History, key_figures, main
 
 VOID = {"meta", "br", "img", "link", "input"}
@@ -396,3 +396,20 @@ def test_a_scale_puts_its_edges_at_the_edges():
 )
 def test_show_number(number, text):
     assert show_number(number) == text
+
+
+def test_a_line_whose_end_is_written_while_the_page_reads_is_counted_once(tmp_path, monkeypatch):
+    metrics = tmp_path / "metrics.jsonl"
+    first, second = (json.dumps(train_entry(step, loss=float(step))) + "\n" for step in (1, 2))
+    metrics.write_text(first + second[:20])
+
+    def read_while_the_run_writes(line):
+        if metrics.stat().st_size < len(first + second):
+            metrics.write_text(first + second)
+        return read_entry(line)
+
+    monkeypatch.setattr("src.report.read_entry", read_while_the_run_writes)
+    history = History()
+    history.read(metrics)
+    history.read(metrics)
+    assert (history.others, history.train["loss"].points()) == (0, [(1, 1.0), (2, 2.0)])

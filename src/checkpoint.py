@@ -163,7 +163,10 @@ class Checkpointer:
             self.wait()
         steps = [step for step in self._saved_steps if step >= first_step]
         self._saved_steps = []
-        return [name for step in steps if (name := self._rename(step, "nonfinite"))]
+        names = [name for step in steps if (name := self._rename(step, "nonfinite"))]
+        # The first process to end ends the others, and process 0 has to have renamed by then.
+        multihost_utils.sync_global_devices("checkpoints set aside")
+        return names
 
     def close(self) -> None:
         """Waits, then ends Orbax's threads and those that delete."""
@@ -209,6 +212,7 @@ class Checkpointer:
         except Exception:
             if not self._abandon_save():
                 raise
+            self._manager = self._open_manager()  # or `wait` would take it for one that is still to be begun
 
     def _open_manager(self) -> ocp.CheckpointManager:
         for step in self._damaged_steps:

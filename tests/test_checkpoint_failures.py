@@ -225,6 +225,24 @@ def test_the_last_checkpoint_is_written_again_where_it_failed_in_the_background(
     assert messages == []
 
 
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_checkpoint_that_is_whole_despite_an_error_is_kept(async_save, tmp_path, mesh, wanted, sleeps, monkeypatch):
+    save = ocp.CheckpointManager.save
+
+    def fail_when_it_is_whole(self, step, **kwargs):
+        save(self, step, **kwargs)
+        self.wait_until_finished()
+        raise EIO
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", fail_when_it_is_whole)
+    saver = checkpointer(tmp_path, async_save=async_save)
+    for step in (10, 20):
+        assert saver.save(step, place(make_values(step), mesh), {}) == []
+    saver.close()
+    assert (sleeps, names_in(tmp_path)) == ([], ["10", "20"])
+    assert same(checkpointer(tmp_path).restore_latest(wanted)[0], make_values(20))
+
+
 def test_a_checkpoint_that_failed_in_the_background_is_left_out_once(tmp_path, mesh, sleeps, monkeypatch):
     """Its arrays are gone by the time it is known, so the next one is written in its place; two in turn are an end."""
     begun = []
@@ -258,10 +276,10 @@ def test_a_store_that_stays_away_ends_in_a_transient_error(directory, mesh, slee
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system that holds one checkpoint and not two."""
+    """A file system of its own, which is full soon."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("cannot mount a tmpfs")
     yield folder
@@ -275,6 +293,8 @@ def test_a_full_disk_says_what_was_needed_and_what_stands(async_save, small_disk
 
     def save_both():
         saver.save(10, place(first, mesh), {})
+        saver.wait()
+        (small_disk / "others").write_bytes(bytes(shutil.disk_usage(small_disk).free - 2**16))
         saver.save(20, place(make_values(20), mesh), {})
         saver.wait()
 

@@ -5,7 +5,7 @@ import hashlib
 import importlib
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,12 +25,11 @@ _job: rendezvous.Job | None = None  # of several processes, once this one has jo
 
 
 class Place(NamedTuple):
-    """This process in a cluster: what `jax.distributed.initialize` takes."""
+    """This process in a cluster: what `jax.distributed.initialize` takes, which finds the local devices by itself."""
 
     coordinator_address: str
     num_processes: int
     process_id: int
-    local_device_ids: Sequence[int] | None
 
 
 def start_distributed(config: Mapping[str, Any]) -> None:
@@ -40,7 +39,7 @@ def start_distributed(config: Mapping[str, Any]) -> None:
     `coordinator_address`, `num_processes` and `process_id` serve anything else.
 
     Raises:
-        UserError: the processes differ in what has to be the same, or this one has used JAX before.
+        UserError: the processes differ in what has to be the same.
         TransientError: not all processes came, or the coordinator's port is in use.
     """
     global _job
@@ -49,7 +48,7 @@ def start_distributed(config: Mapping[str, Any]) -> None:
     timeout = config["jax_distributed_initialization_timeout"]
     silence = config["jax_distributed_heartbeat_timeout_seconds"]
     if address := config["coordinator_address"]:
-        place = Place(address, config["num_processes"], config["process_id"], None)
+        place = Place(address, config["num_processes"], config["process_id"])
     else:
         place = find_place(timeout)
     if place is None or place.num_processes == 1:
@@ -69,8 +68,7 @@ def start_distributed(config: Mapping[str, Any]) -> None:
     _job = rendezvous.Job(place.process_id, peers, end_now)
     atexit.register(_job.leave)  # after JAX registered its own, which waits for the others, and so before it
     jax.distributed.initialize(
-        *place[:3],
-        local_device_ids=place.local_device_ids,
+        *place,
         initialization_timeout=timeout,
         # JAX's own heartbeats end a process by an abort: they are for what the connections do not show.
         heartbeat_timeout_seconds=3 * silence,
@@ -90,7 +88,7 @@ def find_place(timeout: int) -> Place | None:
         print("this version of JAX does not say whether there is a cluster: for a job of several, coordinator_address")
         return None
     told = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    address, count, process, local_ids = detect(told, None, None, None, None, timeout)
+    address, count, process, _ = detect(told, None, None, None, None, timeout)
     if address is None:
         return None
     if count is None or process is None:
@@ -98,7 +96,7 @@ def find_place(timeout: int) -> Place | None:
             f"JAX_COORDINATOR_ADDRESS={told} is set, and no cluster says how many processes there are and which one "
             "this is: give coordinator_address, num_processes and process_id, or unset it"
         )
-    return Place(address, count, process, local_ids)
+    return Place(address, count, process)
 
 
 def facts(config: Mapping[str, Any]) -> dict[str, str]:

@@ -29,7 +29,7 @@ def test_where_there_is_no_cluster_the_process_is_alone(monkeypatch):
 def test_a_cluster_says_which_process_this_is(monkeypatch):
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    assert find_place(1) == Place("node007:61441", 4, 3, [1])
+    assert find_place(1) == Place("node007:61441", 4, 3)
 
 
 def test_a_cluster_that_contradicts_itself_is_no_single_process(monkeypatch):

@@ -122,7 +122,8 @@ def serve() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which may be sent to all processes of a job: stdin's end ends this
     setup = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"],) * 2)
+    with contextlib.suppress(ValueError):  # macOS sets no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"],) * 2)
     template = None
     for line in sys.stdin:
         request = json.loads(line)

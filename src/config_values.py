@@ -99,12 +99,13 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 
 # The most that a number may be, which is more than any machine has room or time for: larger ones overflow where they
 # are multiplied. Numbers that a range above bounds are not here.
-MOST: dict[int, tuple[str, ...]] = {
+MAX_VALUES: dict[int, tuple[str, ...]] = {
     2**4: ("mtp_num_layers",),
     2**10: ("base_num_decoder_layers", "shared_experts", "data_threads"),
     2**16: ("base_num_query_heads", "base_num_kv_heads", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
             "v_head_dim", "lora_rank", "num_experts", "num_experts_per_tok", "n_routing_groups", "topk_routing_group",
-            "capacity_factor", "compile_topology_num_slices", "num_pipeline_microbatches", "num_pipeline_repeats"),
+            "capacity_factor", "compile_topology_num_slices", "num_pipeline_microbatches", "num_pipeline_repeats",
+            "jax_distributed_heartbeat_timeout_seconds"),
     2**20: ("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim", "q_lora_rank", "kv_lora_rank",
             "global_parameter_scale", "per_device_batch_size", "eval_per_device_batch_size",
             "gradient_accumulation_steps", "num_processes", "process_id", "process_count", "process_index",
@@ -112,7 +113,7 @@ MOST: dict[int, tuple[str, ...]] = {
     2**24: ("vocab_size", "max_target_length", "num_vocab_tiling", "sliding_window_size", "chunk_attn_window_size",
             "trainable_position_size", "original_max_position_embeddings", "attn_temperature_floor",
             "max_prefill_predict_length", "sample_length", "decode_sampling_top_k", "stack_trace_interval_seconds",
-            "jax_distributed_initialization_timeout", "jax_distributed_heartbeat_timeout_seconds"),
+            "jax_distributed_initialization_timeout"),
     2**30: ("steps", "learning_rate_schedule_steps", "log_period", "eval_interval", "eval_steps", "checkpoint_period",
             "max_num_checkpoints_to_keep", "skip_first_n_steps_for_profiler", "profiler_steps", "inspect_first_step",
             "inspect_num_steps", "max_document_bytes",
@@ -185,7 +186,7 @@ def check_value(key: str, value: Any) -> str:
     for words, holds, keys in RANGES:
         if key in keys and not holds(value):
             return f"{key}={dump(value)} must be {words} ({base().comment(key)})"
-    for most, keys in MOST.items():
+    for most, keys in MAX_VALUES.items():
         if key in keys and value > most:
             return f"{key}={dump(value)} is more than any machine can do: at most {most:,} ({base().comment(key)})"
     if key in TEXTS and not all(isinstance(text, str) and text for text in value):

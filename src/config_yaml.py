@@ -22,7 +22,7 @@ BASE = CONFIGS / "base.yml"
 
 BOOLS = {"true": True, "True": True, "false": False, "False": False}
 NOTHING = ("", "null", "None")
-MOST_NODES, MOST_DEPTH = 100_000, 50  # texts, lists and mappings of one YAML text
+MAX_NODES, MAX_DEPTH = 100_000, 50  # texts, lists and mappings of one YAML text
 TYPE_NAMES = {
     bool: "true or false",
     int: "an integer",
@@ -77,8 +77,8 @@ class _Loader(yaml.SafeLoader):
         else:
             self.extents[id(node)] = self.extent[0] + 1, self.extent[1] + 1
         count, depth = self.extents[id(node)]
-        if count > MOST_NODES or depth > MOST_DEPTH:
-            raise _fault(f"more than {MOST_NODES:,} values, or {MOST_DEPTH} within each other", event)
+        if count > MAX_NODES or depth > MAX_DEPTH:
+            raise _fault(f"more than {MAX_NODES:,} values, or {MAX_DEPTH} within each other", event)
         self.extent = siblings[0] + count, max(siblings[1], depth)
         return node
 

@@ -24,7 +24,7 @@ Facts = Mapping[str, str]
 
 SAY_EVERY = 30.0  # seconds between two lines about who is missing
 GREETING = "MinText"
-LONGEST = 2**24  # bytes of a message
+MAX_MESSAGE_BYTES = 2**24
 
 
 class Job:
@@ -122,7 +122,7 @@ class Peer:
     def read(self) -> dict[str, Any]:
         """The next message; `lost` says why where there is none."""
         try:
-            line = self._file.readline(LONGEST)
+            line = self._file.readline(MAX_MESSAGE_BYTES)
             message = parse_json(line) if line else {"lost": "the connection ended"}
         except OSError as error:
             return {"lost": error.strerror or str(error)}

@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from src.config import from_yaml, load, to_yaml
-from src.config_values import MOST, check_value
-from src.config_yaml import MOST_DEPTH, MOST_NODES, base
+from src.config_values import MAX_VALUES, check_value
+from src.config_yaml import MAX_DEPTH, MAX_NODES, base
 from src.errors import UserError
 from src.mesh import global_batch_size, make_layout
 from src.model.spec import model_spec
@@ -59,7 +59,7 @@ def test_the_largest_numbers_can_be_planned_for():
     """A number at its limit gives shapes, and one above it is answered with the limit."""
     accepted = 0
     sizes = base().keys_in("Model: its size")  # planning takes most of the time
-    for most, keys in MOST.items():
+    for most, keys in MAX_VALUES.items():
         for key in keys:
             accepted += accept(f"{key}={most}", is_planned=key in sizes)
             with pytest.raises(UserError, match=f"{key}=.* at most {most:,}"):
@@ -88,10 +88,10 @@ REPEATED = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("steps: !!int x\n", ["!!int"]),
         ("datasets: &a [*a]\n", ["line 1, column 15", "*a is within itself"]),
         ("remat_custom: &a {b: {c: *a}}\n", ["*a is within itself"]),
-        (REPEATED, [f"more than {MOST_NODES:,} values"]),
-        ("a: &a []\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n or ''}]\n" for n in range(99)), [f"{MOST_DEPTH} within"]),
+        (REPEATED, [f"more than {MAX_NODES:,} values"]),
+        ("a: &a []\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n or ''}]\n" for n in range(99)), [f"{MAX_DEPTH} within"]),
         (f"datasets: {'[' * 600}{']' * 600}\n", ["nested too deeply"]),
-        (f"datasets: {'{a: ' * 60}{'}' * 60}\n", [f"{MOST_DEPTH} within each other"]),
+        (f"datasets: {'{a: ' * 60}{'}' * 60}\n", [f"{MAX_DEPTH} within each other"]),
         ('run_name: "a\\0b"\n', ["run_name", "'\\x00' is no text"]),
         ('model_name: "a\\0b"\n', ["'\\x00' is no text"]),
         ('base_config: "a\\0b"\n', ["'\\x00' is no text"]),

@@ -132,5 +132,5 @@ def test_another_run_than_it_was_compiled_for_is_refused(tmp_path, corpus, saved
     assert f"compiled_trainstep_file={saved} was compiled for another run" in said
     assert "\n  per_device_batch_size: 1.0 in the file, 2.0 here\n" in said
     assert "\n  vocab_size: 258 in the file, 300 here\n" in said
-    assert "\n  batch.tokens: int32[8, 64] sharded ('fsdp', None) in the file, int32[16, 64] " in said
+    assert "\n  batch.targets: int32[8, 64] sharded ('fsdp', None) in the file, int32[16, 64] " in said
     assert not (tmp_path / "run").exists()

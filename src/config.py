@@ -104,7 +104,9 @@ def load(argv: Sequence[str], notes: list[str] | None = None, *, uses_weights: b
 
 
 def _load(argv: Sequence[str], notes: list[str], uses_weights: bool) -> FrozenConfigDict:
-    problems = [] if argv else ["the first argument is a YAML file, as in `configs/base.yml steps=100`"]
+    problems = (
+        [] if argv else ["the first argument is a YAML file or a run's folder, as in `configs/base.yml steps=100`"]
+    )
     starts_with_file = bool(argv) and "=" not in argv[0] and not argv[0].startswith("-")
     run = run_folder(file_name(argv[0])) if starts_with_file else None
     files = []
@@ -203,6 +205,8 @@ def _no_config(path: Path) -> str:
     if path.is_dir():
         runs = first_few(runs_in(path))
         return f"{path} is a folder without a config.yml, which a run's has." + f" Runs in it: {runs}." * bool(runs)
+    if not path.suffix and (runs := first_few(runs_in(path.parent), near=str(path))):
+        return f"there is no run {path}. Runs in {path.parent}: {runs}."
     files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
     same_name = [file for file in files if Path(file).name == path.name]
     hint = f" Did you mean {same_name[0]}?" if same_name else nearest(path.name, files)

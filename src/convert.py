@@ -129,9 +129,9 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
     config, checkpoint, model_folder = _find(source)
     family, hf = describe(config)
     tree, _ = _declared(config)
+    _make_empty(out_dir)  # before the weights are read, which takes minutes
     arrays, _, messages = load_any_weights(str(checkpoint), tree, keep_dtypes=True)
     say(messages)
-    _make_empty(out_dir)
     notes: list[str] = []
     entries = _write_tokenizer(config, model_folder, out_dir, notes)
     save_folder(

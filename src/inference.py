@@ -39,8 +39,8 @@ def open_model(config: FrozenConfigDict, tokenizer: Tokenizer | None) -> Opened:
     """
     if not config.load_parameters_path:
         raise UserError(
-            "load_parameters_path says whose weights to use: a run's folder, a checkpoint, a Hugging Face one. (A "
-            "run's folder in place of the YAML file brings its own: python -m src.decode runs/NAME prompt=TEXT)"
+            "load_parameters_path says whose weights to use: a run's folder, a checkpoint, a Hugging Face "
+            "folder. (A run's folder in place of the YAML file brings its own, as in python -m src.decode runs/NAME)"
         )
     check_hardware(config)
     plan = inference_plan(config, make_layout(config, jax.devices()), config.max_target_length, packed=config.packing)

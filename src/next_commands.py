@@ -27,8 +27,9 @@ def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer:
     environment = f"JAX_NUM_CPU_DEVICES={devices} " if devices > 1 else ""
     commands = {}
     if tokenizer:
-        chat = ["use_chat_template=true"] if config.use_sft and tokenizer.chat_template else []
-        commands["ask it"] = ["src.decode", run, f"prompt={config.prompt}", *chat]
+        chats = config.use_sft and tokenizer.chat_template
+        asked = ["interactive=true", "use_chat_template=true"] if chats else [f"prompt={config.prompt}"]
+        commands["ask it"] = ["src.decode", run, *asked]
     if config.eval_interval > 0:  # else nothing was held out, and the run has seen what it would be measured by
         commands["measure it"] = ["src.evaluate", run]
     if "://" not in run and _has_family(config):

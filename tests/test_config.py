@@ -300,7 +300,10 @@ def test_help():
     assert decode.index("All other keys") < decode.index("  checkpoint_period"), "named, and not explained"
     assert help_for(["--help", "steps"]) == help_text("steps")
     assert help_for([BASE, "steps=3", "-h", "steps"]) == help_text("steps")
-    assert help_text("learning_rate").splitlines() == ["Optimizer", "learning_rate: 3.0e-4               # its peak"]
+    assert help_text("learning_rate").splitlines() == [
+        "Optimizer",
+        "learning_rate: 3.0e-4               # the schedule's highest",
+    ]
     remat = help_text("remat_policy")
     assert remat.index("save_out_proj") < remat.index("\nremat_policy:")
     assert "  vocab: [tensor, stage]" in help_text("logical_axis_rules")

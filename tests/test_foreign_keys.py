@@ -84,6 +84,8 @@ ANSWERED = [
     ("n_embd=768", "base_emb_dim=768"),
     ("max_iters=5000", "steps=5000"),
     ("num_train_epochs=3", "steps says how long"),
+    ("init_from=resume", "type run_name=NAME instead"),
+    ("resume_from_checkpoint=true", "type the run_name of the run"),
     ("hidden_size=512", "base_emb_dim=512"),
     ("lr=1e-3", "learning_rate=1e-3"),
     ("max_grad_norm=1.0", "gradient_clipping_threshold=1.0"),

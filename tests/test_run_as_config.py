@@ -3,12 +3,14 @@
 import contextlib
 import io
 import shlex
+from types import SimpleNamespace
 
 import pytest
 
 from src import convert, decode, evaluate, train
 from src.config import load
 from src.errors import UserError
+from src.next_commands import next_commands
 from tests import runs
 
 ASKED = ["prompt=alpha", "sample_length=6", "decode_sampling_strategy=greedy"]
@@ -106,6 +108,18 @@ def test_another_model_for_a_run_is_refused(trained):
 def test_a_folder_of_runs_names_them(trained):
     with pytest.raises(UserError, match=r"without a config\.yml.*Runs in it: .*mine\.$"):
         load([str(trained[0].parent)])
+
+
+def test_a_run_that_is_not_there_names_those_beside_it(trained):
+    with pytest.raises(UserError, match=r"there is no run .*/mime\. Runs in .*: .*mine\.$"):
+        load([str(trained[0].parent / "mime")])
+
+
+@pytest.mark.parametrize(("chats", "asked"), [(True, "interactive=true use_chat_template=true"), (False, "prompt=hi")])
+def test_a_model_of_chats_is_asked_in_a_conversation(tmp_path, chats, asked):
+    config = load(["prompt=hi", f"use_sft={chats}", "dataset_path=chats.jsonl"])
+    ask, *_ = next_commands(config, tmp_path, SimpleNamespace(chat_template="{{ messages }}"))
+    assert ask.endswith(f"src.decode {tmp_path} {asked}")
 
 
 def test_weights_of_another_shape_name_the_way(trained):

@@ -71,7 +71,7 @@ class EvalSet(NamedTuple):
     """What a run evaluates on.
 
     name: as the config has it; empty where there is one set without a name.
-    steps: batches an evaluation; -1: one epoch.
+    steps: batches per evaluation; -1: one epoch.
     """
 
     name: str
@@ -191,7 +191,7 @@ def describe_eval_set(data: EvalSet) -> str:
     facts = data.source.fingerprint()
     part = f"{facts['part']}: " if "part" in facts else f"{facts['type']}: "
     taken = "one epoch" if data.steps == -1 else f"{data.steps:,} batches"
-    return f"{data.name}: " * bool(data.name) + f"{part}{amount(data.source)}, {taken} an evaluation"
+    return f"{data.name}: " * bool(data.name) + f"{part}{amount(data.source)}, {taken} per evaluation"
 
 
 def amount(source: Source | RowSource) -> str:
@@ -201,6 +201,7 @@ def amount(source: Source | RowSource) -> str:
     count, cut = len(source), 0.0
     if (keys := source.document_keys()) is not None:  # equal for the pieces of a document, which follow each other
         pieces = np.diff(np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1], [True]])))
-        count, cut = len(pieces), (pieces > 1).mean()
-    said = f", {cut:.0%} of them cut into pieces by max_document_bytes" if cut > FEW else ""
+        count, cut = len(pieces), float((pieces > 1).mean())
+    share = f"{cut:.0%} of them " * (cut < 1)
+    said = f", {share}cut into pieces by max_document_bytes" * (cut > FEW)
     return counted(count, "conversation" if isinstance(source[0], Conversation) else "document") + said

@@ -267,7 +267,13 @@ def test_a_part_of_a_numbered_set_may_be_chosen(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("long", "said"), [(0, "30 documents"), (1, "30 documents, 3% of them cut"), (15, "30 documents, 50% of them cut")]
+    ("long", "said"),
+    [
+        (0, "30 documents"),
+        (1, "30 documents, 3% of them cut"),
+        (15, "30 documents, 50% of them cut"),
+        (30, "30 documents, cut into pieces"),
+    ],
 )
 @pytest.mark.parametrize("name", ["d.txt", "d.jsonl"])
 def test_how_many_documents_are_cut_is_said(config, tmp_path, long, said, name):

@@ -101,7 +101,10 @@ def kept(folder: Path | None) -> str:
     if folder is None:
         return ""
     try:
-        steps = [int(entry.name) for entry in (folder / "checkpoints").iterdir() if entry.name.isdigit()]
+        from src.restore import is_unfinished, steps_in  # which a command that has a folder has imported
+
+        checkpoints = folder / "checkpoints"
+        steps = [step for step in steps_in(checkpoints) if not is_unfinished(checkpoints / str(step))]
     except Exception:  # of a store, its client's own types
         steps = []
     if not steps:

@@ -140,7 +140,7 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
     for argument in arguments:
         key, equals, text = argument.lstrip("-").partition("=")
         if problem := unprintable(argument, is_name=key not in ANY_TEXT):
-            problems.append(f"{key!a}: {problem}")
+            problems.append(f"{argument!a}: {problem}")
         elif not equals:
             problems.append(f"{argument}: expected key=value, after the YAML file where there is one")
         elif argument.startswith("-") and key.partition(".")[0] in base().defaults:

@@ -132,7 +132,7 @@ MAX_VALUES: dict[int, tuple[str, ...]] = {
 ANY_TEXT = ("prompt", "decode_stop")
 # How keys end whose values are paths, and how many bytes a local one may have, of each name and in all.
 PATHS = ("_path", "_file", "_dir", "_directory", "_report")
-MOST_NAME, MOST_PATH = 255, 4095
+MAX_NAME, MAX_PATH = 255, 4095
 # Keys whose value is a list of texts, and an example of one.
 TEXTS = {
     "trainable_parameters": "[attention.*]", "lora_parameters": "[attention.query]", "decode_stop": '["Question:"]',
@@ -179,7 +179,7 @@ def check_value(key: str, value: Any) -> str:
     if isinstance(value, str) and key not in ANY_TEXT and (problem := unprintable(value, is_name=True)):
         return f"{key}: {problem}"
     if key.endswith(PATHS) and "://" not in value and not _has_place(value):
-        return f"{key}={value} is too long for a path: at most {MOST_NAME} bytes between slashes and {MOST_PATH} in all"
+        return f"{key}={value} is too long for a path: at most {MAX_NAME} bytes between slashes and {MAX_PATH} in all"
     if key in CHOICES and value not in CHOICES[key]:
         choices = ", ".join(choice or "(empty)" for choice in CHOICES[key])
         return f"{key}={value} is none of {choices}{value_hint(key, value)}"
@@ -194,7 +194,7 @@ def check_value(key: str, value: Any) -> str:
     if key == "run_name" and value and not is_run_name(value):
         return (
             f"run_name={value!a} must be a name, or names with / between them, of printable characters and at "
-            f"most {MOST_NAME} bytes each; a run writes nowhere but below base_output_directory"
+            f"most {MAX_NAME} bytes each; a run writes nowhere but below base_output_directory"
         )
     if key == "base_output_directory" and not value.isprintable():
         return f"base_output_directory={value!a} must be a path of printable characters"
@@ -208,12 +208,12 @@ def check_value(key: str, value: Any) -> str:
 
 def _has_place(path: str) -> bool:
     names = os.fsencode(path).split(b"/")
-    return max(map(len, names)) <= MOST_NAME and sum(map(len, names)) + len(names) <= MOST_PATH + 1
+    return max(map(len, names)) <= MAX_NAME and sum(map(len, names)) + len(names) <= MAX_PATH + 1
 
 
 def is_run_name(name: str) -> bool:
     """Whether `name` is a folder's name, or a path down from the output folder."""
     parts = name.split("/")
     return name.isprintable() and all(
-        0 < len(os.fsencode(part)) <= MOST_NAME and part not in (".", "..") for part in parts
+        0 < len(os.fsencode(part)) <= MAX_NAME and part not in (".", "..") for part in parts
     )

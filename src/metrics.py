@@ -187,6 +187,14 @@ def _cut_back(path: Path, step: int) -> int:
     return others
 
 
+class _Output(Console):
+    """rich's, which leaves an output that nobody reads to `run_command`."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises what rich would end the process for, with an exit code of its own."""
+        raise BrokenPipeError
+
+
 class StepPrinter:
     """Prints one aligned line per step, with the time that is left; on a terminal, above a progress bar."""
 
@@ -215,7 +223,7 @@ class StepPrinter:
         self._first_time = math.nan
         # Asked of the stream itself: rich would also draw in a notebook, and in a log if FORCE_COLOR is set.
         terminal = sys.stdout.isatty()
-        self._console = Console(
+        self._console = _Output(
             force_terminal=terminal, force_jupyter=False, highlight=False, markup=False, soft_wrap=True
         )
         self._bar = Progress(

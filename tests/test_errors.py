@@ -107,9 +107,17 @@ def test_a_command_that_says_so_ends_by_itself(capsys):
     assert ends(capsys, raises(SystemExit(4)), may_exit=True) == (4, "")
 
 
+LINES = "[print('x' * 80) for _ in range({})]"
+STEPS = """[printer.train({{"step": step, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "step_time_seconds": 1.0,
+    "tokens_per_second": 1.0}}) for printer in [metrics.StepPrinter({0})] for step in range(1, {0} + 1)]"""
+
+
+@pytest.mark.parametrize("output", [LINES, STEPS])
 @pytest.mark.parametrize("lines", [1, 100_000])  # within the pipe's buffer, and beyond
-def test_an_output_that_nobody_reads_ends_the_command_quietly(lines):
-    program = f"from src.errors import run_command\nrun_command(lambda argv: [print('x' * 80) for _ in range({lines})])"
+def test_an_output_that_nobody_reads_ends_the_command_quietly(output, lines):
+    program = (
+        f"from src import metrics\nfrom src.errors import run_command\nrun_command(lambda argv: {output.format(lines)})"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", f"import time; time.sleep(0.2)\n{program}"],
         cwd=runs.ROOT,

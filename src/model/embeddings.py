@@ -81,7 +81,8 @@ def _frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
     if spec.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, spec.dim - 1)
-    share = np.clip((pair - first) / max(last - first, 1e-3), 0.0, 1.0)
+    # As in transformers, bounds the wrong way round keep all but the pairs before both.
+    share = np.clip((pair - first) / ((last - first) or 1e-3), 0.0, 1.0)
     frequencies = (plain + share * (stretched - plain)).astype(np.float32)
 
     def size(weight: float) -> float:

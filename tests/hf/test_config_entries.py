@@ -317,6 +317,11 @@ ROPES = {
     "scaling without theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rope_scaling": LINEAR},
     "yarn of no factor": {**LONG, "rope_scaling": {**YARN, "factor": None, "original_max_position_embeddings": 16}},
     "yarn of no original length": {**LONG, "rope_scaling": YARN},
+    "yarn of a length in which nothing turns": {
+        **LONG,
+        "rope_scaling": {**YARN, "original_max_position_embeddings": 1, "truncate": False},
+    },
+    "yarn of bounds the wrong way round": {**LONG, "rope_scaling": {**YARN, "beta_fast": 0.25, "beta_slow": 2.0}},
     "yarn's original length at the top": {**LONG, "rope_scaling": YARN, "original_max_position_embeddings": 16},
     "yarn truncated by null": {**LONG, "rope_scaling": {**YARN, "truncate": None}},
     "llama3 of no original length": {**LONG, "rope_scaling": LLAMA3},
@@ -369,6 +374,8 @@ REFUSED = {
     **{f"{name}, not causal": (name, {"is_causal": False}, "is_causal False, which is not here") for name in MODELS},
     "a router of one expert": ("mixtral", {"num_local_experts": 1}, "num_local_experts 1, which is not here"),
     "scores' cap": ("gemma3_text", {"attn_logit_softcapping": 2.5}, "attn_logit_softcapping 2.5, which is not here"),
+    "another rotated part": ("deepseek_v3", {"head_dim": 2}, "head_dim 2, which is not here: expected 4"),
+    "no rotated part": ("deepseek_v3", {"head_dim": None}, "head_dim None, which is not here: expected 4"),
     "linear mscale_all_dim": (
         "deepseek_v2",
         {**LONG, "rope_scaling": {**LINEAR, "mscale_all_dim": 0.7}},

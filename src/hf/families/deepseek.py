@@ -117,8 +117,10 @@ def v2_hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
 def v3_facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json of version 3 to keys."""
     hf = {"n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, **hf}
+    keys = _facts(hf)
+    cj.refuse(hf, head_dim=keys["qk_rope_head_dim"])  # transformers rotates so many
     return {
-        **_facts(hf),
+        **keys,
         **cj.read_all(hf, GROUPS),
         "rope_interleave": cj.entry(hf, "rope_interleave", True),
         "norm_topk_prob": cj.entry(hf, "norm_topk_prob", True),

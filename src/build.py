@@ -105,11 +105,11 @@ def program_text(traced: jax.stages.Traced, kernel_text: Callable[[bytes], str] 
 
 
 def _with_sorted_sets(jaxpr: str) -> str:
-    """Python prints the names that a remat policy saves in another order each time it is started."""
+    """Sorts the names that a remat policy saves, which Python prints in another order at each start."""
     return re.sub(r"frozenset\(\{(.*?)\}\)", lambda found: ", ".join(sorted(found[1].split(", "))), jaxpr)
 
 
 def _unescaped(text: str) -> bytes:
-    """The bytes of a string that MLIR printed."""
+    """Returns the bytes of a string that MLIR printed."""
     whole = re.sub(r"\\(\\|[0-9A-F]{2})", lambda found: "\\" if found[1] == "\\" else chr(int(found[1], 16)), text)
     return whole.encode("latin1")

@@ -34,13 +34,13 @@ TYPE_NAMES = {
 
 
 def unprintable(text: str, *, is_name: bool) -> str:
-    """What no text can hold of `text`, half a surrogate pair, and no name, a NUL character; empty for nothing."""
+    """Returns an error message if `text` has half a surrogate pair, or as a name a NUL character; else ""."""
     found = re.search("[\0\ud800-\udfff]" if is_name else "[\ud800-\udfff]", text)
     return f"the character {found[0]!a} is no text" if found else ""
 
 
 def file_name(text: str) -> str:
-    """`text`; raises UserError where no file can have that name."""
+    """Returns `text`; raises UserError where no file can have that name."""
     if problem := unprintable(text, is_name=True):
         raise UserError(f"{text!a} names no file: {problem}")
     return text

@@ -26,7 +26,7 @@ def corrected_command(argv: Sequence[str], load: Callable[[Sequence[str]], objec
 
 
 def _joined(argv: Sequence[str]) -> Iterator[str]:
-    """The words of a command line, a flag and its value (`--steps 100`) as one (`--steps=100`)."""
+    """Yields the words of a command line, a flag and its value (`--steps 100`) as one (`--steps=100`)."""
     words = list(argv)
     while words:
         word = words.pop(0)
@@ -36,7 +36,7 @@ def _joined(argv: Sequence[str]) -> Iterator[str]:
 
 
 def _corrected(word: str) -> list[str]:
-    """What was certainly meant by a word of a command line; the word itself where that is unknown."""
+    """Returns what a word of a command line certainly meant; the word itself where that is unknown."""
     key, equals, text = word.lstrip("-").partition("=")
     if not equals or key.partition(".")[0] in base().defaults:
         return [f"{key}{equals}{text}"]

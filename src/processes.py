@@ -76,7 +76,7 @@ def start_distributed(config: Mapping[str, Any]) -> None:
 
 
 def find_place(timeout: int) -> Place | None:
-    """This process's place in the cluster that JAX sees; None where it sees none.
+    """Returns this process's place in the cluster that JAX sees; None where it sees none.
 
     `timeout`: seconds for the cluster to say where its coordinator is.
     """
@@ -100,7 +100,7 @@ def find_place(timeout: int) -> Place | None:
 
 
 def facts(config: Mapping[str, Any]) -> dict[str, str]:
-    """What has to be the same in all processes, by name: keys, versions, and a digest of each file of the code."""
+    """Returns what all processes must share, by name: keys, versions, and a digest of each file of the code."""
     source = Path(__file__).parent
     files = sorted(path for path in source.rglob("*") if path.suffix in (".py", ".yml"))
     return {
@@ -116,7 +116,7 @@ def facts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def number() -> int | None:
-    """Which process of its job this one is; None where it is alone."""
+    """Returns which process of its job this one is; None where it is alone."""
     return _job.process if _job else None
 
 

@@ -73,9 +73,7 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         if self._log and self._printer:
             self._printer.__exit__(*error)
-            with contextlib.suppress(
-                OSError if error[0] else ()
-            ):  # a disk that is full, of which the first error tells
+            with contextlib.suppress(OSError if error[0] else ()):  # a full disk, of which the first error tells
                 self._log.close()
 
     def start_clock(self) -> None:

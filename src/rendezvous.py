@@ -107,7 +107,7 @@ class Peer:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def fileno(self) -> int:
-        """The connection's, for polling."""
+        """Returns the connection's descriptor, for polling."""
         return self._socket.fileno()
 
     def timeout(self, seconds: float | None) -> None:
@@ -120,7 +120,7 @@ class Peer:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> dict[str, Any]:
-        """The next message; `lost` says why where there is none."""
+        """Returns the next message; one with `lost`, which says why, where there is none."""
         try:
             line = self._file.readline(MAX_MESSAGE_BYTES)
             message = parse_json(line) if line else {"lost": "the connection ended"}
@@ -131,7 +131,7 @@ class Peer:
         return message if isinstance(message, dict) else {"lost": "what it said is no message of MinText's"}
 
     def is_gone(self) -> bool:
-        """Whether the other closed the connection; only while no message is expected."""
+        """Returns whether the other closed the connection; only while no message is expected."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -261,7 +261,7 @@ def _error(code: int, message: str) -> Exception:
 
 
 def _listen(address: str, port: int, count: int) -> socket.socket:
-    """A socket at the port, of all of this machine's addresses or the one that JAX is told by the environment."""
+    """Listens at the port, on all of this machine's addresses or the one that the environment gives JAX."""
     host = ""
     if bind := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
         host, port = bind.rpartition(":")[0].strip("[]"), int(bind.rpartition(":")[2])
@@ -286,7 +286,7 @@ def _listen(address: str, port: int, count: int) -> socket.socket:
 def _come(
     place: tuple[str, int], address: str, count: int, process: int, facts: Facts, clock: _Clock, silence: int
 ) -> Peer:
-    """Another process: goes to process 0 as soon as that is there, and waits until all are."""
+    """Connects to process 0 as soon as it listens, and waits until all processes have come."""
     hello = {"greeting": GREETING, "process": process, "count": count, "facts": dict(facts)}
     while True:
         try:
@@ -315,14 +315,14 @@ def _come(
 
 
 def differences(theirs: list[Facts]) -> list[str]:
-    """A line for each fact that differs, with the processes that have each value."""
+    """Returns a line for each fact that differs, with the processes that have each value."""
     names = dict.fromkeys(name for facts in theirs for name in facts)
     values = {name: [facts.get(name, "nothing") for facts in theirs] for name in names}
     return [f"  {name}: {_by_process(each)}" for name, each in values.items() if len(set(each)) > 1]
 
 
 def _by_process(values: list[str]) -> str:
-    """Which processes have which value, such as `0.01 in process 0; 0.02 in process 1, 2, 3, 4, 5 and 3 more`."""
+    """Says which processes have which value: `0.01 in process 0; 0.02 in process 1, 2, 3, 4, 5 and 3 more`."""
     return "; ".join(
         f"{value} in process {_some(process for process, other in enumerate(values) if other == value)}"
         for value in dict.fromkeys(values)

@@ -35,7 +35,7 @@ WEIGHTS = ("trainable", "frozen", "stats")  # the parts of a state that another 
 def restore_step(
     path: epath.PathLike, abstract_state: Mapping[str, Any], parts: tuple[str, ...] = WEIGHTS
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Parts of the state of any run's checkpoint: `load_parameters_path`, `load_full_state_path`.
+    """Restores parts of the state of any run's checkpoint: `load_parameters_path`, `load_full_state_path`.
 
     Args:
         path: a checkpoint's folder; or a run's or its checkpoints/ folder, for the newest good one in it.
@@ -57,7 +57,7 @@ def restore_step(
 def restore_weights(
     path: epath.PathLike, tree_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """The weights of any run's checkpoint, whichever part of its state each was in.
+    """Restores the weights of any run's checkpoint, whichever part of its state each was in.
 
     Args:
         path: as `restore_step`'s.
@@ -91,7 +91,7 @@ def _restore_of_any_run(
 
 
 def checkpoint_identity(path: epath.PathLike) -> str:
-    """A text that another checkpoint's differs from; `path` is `restore_step`'s, whose newest readable one it is of.
+    """Returns a text that identifies the newest readable checkpoint at `path`, which is as `restore_step`'s.
 
     Raises:
         UserError: there is no checkpoint that can be read.
@@ -107,7 +107,7 @@ def checkpoint_identity(path: epath.PathLike) -> str:
 
 
 def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
-    """The folder of checkpoints that `path` means, and the steps there, newest first."""
+    """Returns the folder of checkpoints that `path` means, and the steps there, newest first."""
     path = absolute(path)
 
     def find() -> tuple[epath.Path, list[int]]:
@@ -127,7 +127,7 @@ def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
 def restore_newest(
     folder: epath.Path, steps: list[int], abstract_of: AbstractOf
 ) -> tuple[int, dict[str, Any], dict[str, Any], dict[int, str]]:
-    """(step, state, meta, the problem of each step passed over) of the first of `steps` that is good."""
+    """Restores the first good one of `steps`: (step, state, meta, the problem of each step passed over)."""
     problems = {}
     for step in steps:
         try:
@@ -144,7 +144,7 @@ def restore_newest(
 
 
 def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(state, meta) of one checkpoint. Raises DamagedError or UserError, on all processes alike."""
+    """Restores (state, meta) of one checkpoint. Raises DamagedError or UserError, on all processes alike."""
     meta, saved = on_all_processes(lambda: _read_meta(step_folder))
     abstract_state = abstract_of(meta, saved)
     saved = {name: entry for name, entry in saved.items() if name.split(".")[0] in abstract_state}
@@ -211,14 +211,14 @@ def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], dict[str, dict[
 
 
 def checksum_of(content: Mapping[str, Any]) -> int:
-    """A number that tells a JSON object from one that was edited."""
+    """Returns a checksum of a JSON object, by which an edited one is noticed."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _read_arrays(
     step_folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, dict[str, Any]]
 ) -> dict[str, jax.Array]:
-    """The wanted arrays, in the saved dtypes, with the wanted shardings; each process reads what its devices hold.
+    """Reads the wanted arrays, in the saved dtypes, with the wanted shardings; each process reads its devices' parts.
 
     This is TensorStore under Orbax's file format, not Orbax: its own `restore` waits for the other processes, which
     hang where one of them finds damage, and leaves reads behind that print tracebacks after the error was handled.
@@ -247,7 +247,7 @@ def _read_arrays(
 
 
 def _turns(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
-    """Names of arrays to be read at once: the largest first, and a turn of several has at most half of its bytes.
+    """Groups names of arrays to read at once: the largest first, then groups of at most half of its bytes.
 
     TensorStore holds an array up to three times while it reads it, which so costs most while the least is in memory.
     """
@@ -288,7 +288,7 @@ def _check_shapes(
 
 
 def flatten(state: Any) -> dict[str, Any]:
-    """The leaves by dotted name, so that what is on disk doesn't depend on the types of optax's containers."""
+    """Returns the leaves by dotted name, so that what is on disk doesn't depend on the types of optax's containers."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {_dotted(path): leaf for path, leaf in leaves}
 
@@ -298,7 +298,7 @@ def _dotted(path: Any) -> str:
 
 
 def steps_in(folder: epath.Path) -> list[int]:
-    """The checkpoints in a folder, whole or not, newest first; empty where there is no folder."""
+    """Lists the checkpoints in a folder, whole or not, newest first; none where there is no folder."""
     if not folder.is_dir():
         return []
     names = (path.name for path in folder.iterdir())
@@ -307,16 +307,16 @@ def steps_in(folder: epath.Path) -> list[int]:
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
-    """The path from the root of the file system; one on an object store is that already."""
+    """Returns the path from the root of the file system; one on an object store is that already."""
     path = epath.Path(path).expanduser()
     return path if is_remote(path) else path.resolve()
 
 
 def is_unfinished(step_folder: epath.Path) -> bool:
-    """Whether a store has only a part of a checkpoint; on a disk its folder has its name when it is complete."""
+    """Returns whether a store has only a part of a checkpoint; on a disk a folder gets its name when complete."""
     return is_remote(step_folder) and not (step_folder / "commit_success.txt").exists()
 
 
 def is_remote(path: epath.Path) -> bool:
-    """Whether the path is on an object store, which has neither rename nor append."""
+    """Returns whether the path is on an object store, which has neither rename nor append."""
     return "://" in str(path)

@@ -133,7 +133,7 @@ def make_feed(
 
 
 def row_layout(config: "FrozenConfigDict") -> Layout:
-    """How lanes lay documents into rows: a response is not cut off from its prompt where both fit a row."""
+    """Returns how lanes lay documents into rows: where both fit a row, a response stays with its prompt."""
     if not config.packing:
         return one_a_row
     return whole if config.use_sft else end_to_end
@@ -186,7 +186,7 @@ class Documents:
 
 
 def describe_conversations(config: "FrozenConfigDict", data: TrainData, tokenizer: Tokenizer) -> str:
-    """What becomes of conversations, by the first of each source's stream: which are cut, and what is learned."""
+    """Says how many conversations are cut and what is learned, judging by the first ones of each source."""
     looked_at = cut = rewritten = 0
     for name, source in zip(data.names, data.sources, strict=True):
         documents = Documents(config, source, tokenizer, name)

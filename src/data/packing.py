@@ -170,7 +170,7 @@ def whole(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Piece]
 
 
 def _unpack(sizes_of: Sizes, position: Position, length: int) -> tuple[int, int, int]:
-    """(oldest item, pairs taken of it, which items are placed: bit i for the item i after the oldest)."""
+    """Returns (oldest item, pairs taken of it, placed items: bit i for the item i after the oldest)."""
     item, state = position
     if state >= 0:
         return item, state, 0
@@ -180,14 +180,14 @@ def _unpack(sizes_of: Sizes, position: Position, length: int) -> tuple[int, int,
 
 
 def _oldest(sizes_of: Sizes, item: int, placed: int) -> tuple[int, int]:
-    """The first item from `item` on that has something to place, and what is placed from it on."""
+    """Returns the first item from `item` on with something left to place, and the placed bits from it on."""
     while placed & 1 or sizes_of(item) == ():
         item, placed = item + 1, placed >> 1
     return item, placed
 
 
 def _leading(item: int, sizes: Sequence[int], offset: int, length: int) -> list[Piece]:
-    """A row's pieces of an item, `offset` pairs of which are taken: whole documents, or a part of one too long."""
+    """Returns the pieces of an item after `offset` pairs that begin a row; a document too long for it is cut."""
     pieces: list[Piece] = []
     room = length
     for document, first, rest in _remaining(sizes, offset):
@@ -199,7 +199,7 @@ def _leading(item: int, sizes: Sequence[int], offset: int, length: int) -> list[
 
 
 def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
-    """The pairs of an item that are taken before each of its rows, and in all."""
+    """Returns how many pairs of an item are taken before each of its rows, and in all."""
     ends = [0]
     while ends[-1] < sum(sizes):
         ends.append(ends[-1] + sum(pairs for *_, pairs in _leading(0, sizes, ends[-1], length)))
@@ -207,7 +207,7 @@ def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
 
 
 def _remaining(sizes: Sequence[int], offset: int) -> list[tuple[int, int, int]]:
-    """(document, first pair, pairs) of what an item still has, `offset` pairs of all its documents being taken."""
+    """Returns (document, first pair, pairs) for each document that an item has left after `offset` pairs."""
     if len(sizes) == 1:  # which is nearly always so
         return [(0, offset, sizes[0] - offset)]
     starts = itertools.accumulate(sizes, initial=0)
@@ -271,7 +271,7 @@ class Lane:
         return goes_on, is_cut
 
     def _sizes(self, item: int) -> Sequence[int] | None:
-        """The pairs of each of an item's documents that have any; None past the end."""
+        """Returns the pairs of each of an item's documents that has any; None past the end."""
         if item not in self._read:
             ordinal = self._first + item * self._stride
             if ordinal >= self._end:
@@ -292,7 +292,7 @@ class Lane:
 
 
 def rows_needed(items: Iterable[Sequence[int]], length: int, layout: Layout) -> int:
-    """How many rows of T a lane fills with items whose documents have so many ids."""
+    """Counts the rows of T that a lane fills with items whose documents have these numbers of ids."""
     sizes = [tuple(size - 1 for size in item if size > 1) for item in items]
     position, rows = (0, 0), 0
     while True:
@@ -303,7 +303,7 @@ def rows_needed(items: Iterable[Sequence[int]], length: int, layout: Layout) -> 
 
 
 def documents_taken(positions: np.ndarray) -> np.ndarray:
-    """How many items each lane has finished: int64 [B], of positions int32 [B, 2]."""
+    """Counts the items that each lane has finished: int64 [B], from positions int32 [B, 2]."""
     placed = -np.minimum(positions[:, 1].astype(np.int64), 0) & (1 << WINDOW - 1) - 1
     return positions[:, 0].astype(np.int64) + np.bitwise_count(placed)
 

@@ -43,12 +43,12 @@ def count_active_params(spec: ModelSpec) -> int:
 
 
 def _layers(spec: ModelSpec) -> collections.Counter[LayerSpec]:
-    """How often there is each layer, those of the extra prediction layers among them."""
+    """Counts how often each layer occurs, those of the extra prediction layers among them."""
     return collections.Counter([*spec.layers, *(spec.layers[-1:] * spec.prediction_layers)])
 
 
 def _active_share(layer: LayerSpec, axes: tuple[str | None, ...]) -> float:
-    """The part of a weight of these logical axes that a token goes through."""
+    """Returns the share of a weight with these logical axes that a token goes through."""
     return layer.feed_forward.per_token / layer.feed_forward.count if "expert" in axes else 1.0
 
 
@@ -132,7 +132,7 @@ SPARED_BY = {
 
 
 def _is_recomputed(name: str, layer: LayerSpec, kept: Set[str]) -> bool:
-    """Whether the backward pass computes the product with a block's weight again."""
+    """Returns whether the backward pass computes the product with a block's weight again."""
     if name == "wo" and not layer.norm_after:  # it ends the block
         return False
     if name in ("query", "key") and layer.attention.qk_norm != "none":

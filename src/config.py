@@ -36,6 +36,7 @@ from src.hf.folder import is_hf_folder
 from src.key_help import TRAIN, Usage, help_for
 from src.model_checks import read_segments
 from src.run_config import model_keys, run_folder, run_keys, runs_in
+from src.storage_errors import Failure, failure_of
 
 __all__ = ["compare_runs", "diff_from_base", "from_yaml", "load", "scaled_sizes", "to_yaml"]
 
@@ -91,12 +92,15 @@ def load(argv: Sequence[str], notes: list[str] | None = None, *, uses_weights: b
 
     Raises:
         UserError: everything that is wrong, in one message.
+        OSError: a disk failed, maybe for a time.
     """
     if isinstance(argv, str | Mapping) or not all(isinstance(word, str) for word in argv):
         raise UserError(f'expected a list of words, such as ["configs/base.yml", "steps=100"], got {argv!r}')
     try:
         return _load(argv, [] if notes is None else notes, uses_weights)
-    except OSError as error:  # a name that is too long, or a folder that may not be read
+    except OSError as error:  # such as a folder that may not be read
+        if failure_of(error) is Failure.TRANSIENT:
+            raise
         raise UserError(f"cannot read {clipped(str(error.filename))}: {error.strerror}") from None
     except UserError as error:
         command = corrected_command(argv, lambda words: _load(words, [], uses_weights))

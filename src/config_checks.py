@@ -118,8 +118,15 @@ def _scoring(config: Mapping[str, Any]) -> list[str]:
     return problems + [
         f"{b}={config[b]} is the file that {a} names: it would be written over"
         for a, b in pairs
-        if config[a] and config[b] and os.path.realpath(config[a]) == os.path.realpath(config[b])
+        if config[a] and config[b] and _same_file(config[a], config[b])
     ]
+
+
+def _same_file(a: str, b: str) -> bool:
+    a, b = os.path.expanduser(a), os.path.expanduser(b)
+    return os.path.realpath(a) == os.path.realpath(b) or (
+        os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
+    )
 
 
 # What commands read or write there goes through this machine's file system.

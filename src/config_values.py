@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from src.config_yaml import base, dump, unprintable
+from src.config_yaml import MAX_NAME, base, dump, too_long, unprintable
 from src.foreign_keys import value_hint
 
 # Tables, wrapped by hand to be read.
@@ -130,9 +130,8 @@ MAX_VALUES: dict[int, tuple[str, ...]] = {
 
 # Keys whose texts may have any character; those of all others are names.
 ANY_TEXT = ("prompt", "decode_stop")
-# How keys end whose values are paths, and how many bytes a local one may have, of each name and in all.
+# How keys end whose values are paths.
 PATHS = ("_path", "_file", "_dir", "_directory", "_report")
-MAX_NAME, MAX_PATH = 255, 4095
 # Keys whose value is a list of texts, and an example of one.
 TEXTS = {
     "trainable_parameters": "[attention.*]", "lora_parameters": "[attention.query]", "decode_stop": '["Question:"]',
@@ -178,8 +177,8 @@ def check_value(key: str, value: Any) -> str:
     """What is wrong with `value` for `key`, itself alone; empty where nothing is."""
     if isinstance(value, str) and key not in ANY_TEXT and (problem := unprintable(value, is_name=True)):
         return f"{key}: {problem}"
-    if key.endswith(PATHS) and "://" not in value and not _has_place(value):
-        return f"{key}={value} is too long for a path: at most {MAX_NAME} bytes between slashes and {MAX_PATH} in all"
+    if key.endswith(PATHS) and "://" not in value and (problem := too_long(value)):
+        return f"{key}={value} {problem}"
     if key in CHOICES and value not in CHOICES[key]:
         choices = ", ".join(choice or "(empty)" for choice in CHOICES[key])
         return f"{key}={value} is none of {choices}{value_hint(key, value)}"
@@ -204,11 +203,6 @@ def check_value(key: str, value: Any) -> str:
             named = ", ".join(unknown) or "an empty list"
             return f"mlp_activations: {named}; expected one or more of {', '.join(ACTIVATIONS)}"
     return ""
-
-
-def _has_place(path: str) -> bool:
-    names = os.fsencode(path).split(b"/")
-    return max(map(len, names)) <= MAX_NAME and sum(map(len, names)) + len(names) <= MAX_PATH + 1
 
 
 def is_run_name(name: str) -> bool:

@@ -6,6 +6,7 @@ the key's default in base.yml says of which type it is.
 
 import functools
 import math
+import os
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-from src.errors import UserError
+from src.errors import UserError, clipped
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BASE = CONFIGS / "base.yml"
@@ -23,6 +24,7 @@ BASE = CONFIGS / "base.yml"
 BOOLS = {"true": True, "True": True, "false": False, "False": False}
 NOTHING = ("", "null", "None")
 MAX_NODES, MAX_DEPTH = 100_000, 50  # texts, lists and mappings of one YAML text
+MAX_NAME, MAX_PATH = 255, 4095  # bytes of a local path: of each name, and in all
 TYPE_NAMES = {
     bool: "true or false",
     int: "an integer",
@@ -39,10 +41,20 @@ def unprintable(text: str, *, is_name: bool) -> str:
     return f"the character {found[0]!a} is no text" if found else ""
 
 
+def too_long(path: str) -> str:
+    """What is wrong with a local path that has more bytes than any file's; empty for nothing."""
+    names = os.fsencode(path).split(b"/")
+    if max(map(len, names)) <= MAX_NAME and sum(map(len, names)) + len(names) <= MAX_PATH + 1:
+        return ""
+    return f"is too long for a path: at most {MAX_NAME} bytes between slashes and {MAX_PATH} in all"
+
+
 def file_name(text: str) -> str:
     """Returns `text`; raises UserError where no file can have that name."""
     if problem := unprintable(text, is_name=True):
         raise UserError(f"{text!a} names no file: {problem}")
+    if problem := too_long(text):
+        raise UserError(f"{clipped(text)} {problem}")
     return text
 
 

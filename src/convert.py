@@ -12,6 +12,7 @@ checkpoint with those that transformers, where it is installed, computes of the 
 
 import functools
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 
 from src.checkpoint import Checkpointer
 from src.config import from_yaml
-from src.config_yaml import base
+from src.config_yaml import base, file_name
 from src.data.source_spec import all_synthetic
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
 from src.errors import UserError, run_command
@@ -73,17 +74,24 @@ def main(argv: Sequence[str]) -> None:
         case [] | ["--help" | "-h", *_]:
             print(__doc__)
         case ["from-hf", hf_dir, out_dir]:
-            from_hf(Path(hf_dir).expanduser(), Path(out_dir).expanduser())
+            from_hf(_folder(hf_dir), _folder(out_dir))
         case ["to-hf", source, out_dir]:
-            to_hf(Path(source).expanduser(), Path(out_dir).expanduser())
+            to_hf(_folder(source), _folder(out_dir))
         case ["check", hf_dir, source]:
-            source = Path(source).expanduser()
+            source = _folder(source)
             checkpoint = source / "checkpoint" if (source / "model.yml").is_file() else source
-            print(check.described(check.compare(Path(hf_dir).expanduser(), checkpoint)), flush=True)
+            print(check.described(check.compare(_folder(hf_dir), checkpoint)), flush=True)
         case ["to-hf", source, out_dir, option] if option.startswith("dtype="):
-            to_hf(Path(source).expanduser(), Path(out_dir).expanduser(), option.removeprefix("dtype="))
+            to_hf(_folder(source), _folder(out_dir), option.removeprefix("dtype="))
         case _:
             raise UserError(f"expected one of\n{USAGE}\ngot: {' '.join(argv)}")
+
+
+def _folder(text: str) -> Path:
+    """The folder that an argument names; raises UserError where none on this machine can be called so."""
+    if "://" in text:
+        raise UserError(f"{text}: expected a folder on this machine, or of a file system that is mounted on it")
+    return Path(file_name(text)).expanduser()
 
 
 def from_hf(hf_dir: Path, out_dir: Path) -> None:
@@ -234,9 +242,12 @@ def _original_entries(model_folder: Path | None) -> dict[str, Any]:
 
 def _make_empty(folder: Path) -> None:
     """Makes the folder, or raises UserError where it has something in it."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: name a new one")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} can't be made: {error.strerror}") from error
 
 
 def _copy_companions(source: Path, target: Path) -> None:

@@ -126,6 +126,12 @@ def test_names_that_are_no_file(name, tmp_path, monkeypatch):
         str(error.value).encode()  # it can be printed
 
 
+def test_a_disk_that_fails_for_a_time_is_no_mistake_of_the_command(tmp_path):
+    (tmp_path / "config.json").symlink_to("/proc/self/mem")  # which Linux answers with EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        load([f"model_name={tmp_path}"])
+
+
 @pytest.mark.parametrize("path", ["a" * 256, "a/" * 2100, "é" * 130])
 def test_a_path_that_no_file_can_have_is_answered_with_its_key(path):
     keys = [key for key in base().defaults if key.endswith(("_path", "_directory", "_dir", "_file", "_report"))]

@@ -189,10 +189,31 @@ def test_another_command_is_answered_with_those_there_are(argv):
         convert.main(argv)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gs://bucket/x", r"^gs://bucket/x: expected a folder on this machine"),
+        ("a" * 300, "is too long for a path"),
+        ("a\0b", "names no file"),
+    ],
+)
+def test_a_name_that_no_folder_here_can_have_is_refused(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    for argv in (["to-hf", "run", name], ["to-hf", name, "out"], ["from-hf", name, "out"], ["check", name, "run"]):
+        with pytest.raises(UserError, match=message):
+            convert.main(argv)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
     folder = saved.save(tmp_path / "hf", "llama3")
     with pytest.raises(UserError, match="is not an empty folder"):
         convert.from_hf(folder, folder)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match="loop exists and is not an empty folder"):
+        convert.from_hf(folder, tmp_path / "loop")
+    with pytest.raises(UserError, match=r"config\.json/x can't be made: Not a directory"):
+        convert.from_hf(folder, folder / "config.json" / "x")
 
 
 def test_a_folder_with_something_in_it_is_told_before_the_weights_are_read(tmp_path, monkeypatch):

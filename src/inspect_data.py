@@ -176,7 +176,7 @@ def _summary(shown: list[Batch], batches: Iterator[Batch]) -> list[tuple[str, st
     documents = [found for batch in looked_at for row in range(len(batch["tokens"])) for found in segments(batch, row)]
     tokens = sum(batch["tokens"].size for batch in made[len(shown) :])
     return [
-        ("looked at", f"{len(looked_at)} batches, of which {len(shown)} are shown"),
+        ("looked at", f"{len(looked_at)} batches, {len(shown)} of them shown"),
         ("filled", f"{filled.mean():.2%} of their tokens; the rest is padding"),
         ("in the loss", f"{in_loss.mean():.2%} of their tokens"),
         ("documents", f"{len(documents) / len(filled):.2f} per row"),

@@ -187,7 +187,7 @@ def read_line(file: str, start: int, stop: int, column: str) -> bytes | np.ndarr
     try:
         document = from_json(files.read(file, start, stop), column)
     except ValueError as error:
-        raise UserError(f"{line_name(file, start)}: {error} (dataset_column={column})") from None
+        raise UserError(f"{line_name(file, start)}: {error} (dataset_column={column} names the field)") from None
     return document.encode() if isinstance(document, str) else document
 
 

@@ -125,11 +125,11 @@ def _layer_keys(config: Mapping[str, Any]) -> list[Keys]:
 def text_config(folder: HfFolder) -> Mapping[str, Any]:
     """config.json's part about the text model: all of it, where the model has no other parts.
 
-    Whether the output projection is tied, the whole says, if it does.
+    Whether the output projection is tied, the whole says, if it has that entry: to transformers a null there is false.
     """
     whole = folder.config
     text = cj.entry(whole, "text_config", {}) or whole
-    return {**text, **{name: whole[name] for name in ("tie_word_embeddings",) if whole.get(name) is not None}}
+    return {**text, **{name: whole[name] for name in ("tie_word_embeddings",) if name in whole}}
 
 
 def _check(keys: Keys) -> None:

@@ -428,3 +428,7 @@ def test_a_multi_modal_folder_is_tied_as_its_top_says(tmp_path):
     )
     folder = saved.save_config(tmp_path, config, auto=transformers.AutoModelForImageTextToText)
     assert agree(our_model(folder)[1](), their_logits(folder))
+    entries = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**entries, "tie_word_embeddings": None}))
+    with pytest.raises(UserError, match="lacks tie_word_embeddings"):  # to transformers it is false
+        model_facts(folder)

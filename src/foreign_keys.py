@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from src.config_yaml import NOTHING, Plain, dump, literal, parse
 
 TABLE = Path(__file__).with_suffix(".yml")
+LEFT_OPEN = re.compile(r"=(NAME|FOLDER|FILE|TEXT)\b")  # in the table: what only the user knows
 
 
 class Answer(NamedTuple):
@@ -91,10 +92,10 @@ def _fill(template: str | dict[str, str], value: Any) -> tuple[str, bool]:
         bare = Plain(_spell(value).rpartition(".")[2])  # jnp.bfloat16 and layers.GELU are Python in Pax's files
         for theirs, typed in template.items():
             if _same(value, Plain(theirs)) or _same(bare, Plain(theirs)) or fnmatch.fnmatchcase(bare, theirs):
-                return typed, theirs != "*"
+                return typed, theirs != "*" and not LEFT_OPEN.search(typed)
         return " or ".join(dict.fromkeys(typed for typed in template.values() if typed)), False
     if "{0}" not in template:
-        return template.replace("{}", _spell(value)), True
+        return template.replace("{}", _spell(value)), not LEFT_OPEN.search(template)
     entries = value if isinstance(value, list) else []
     if len(entries) != len(re.findall(r"{\d}", template)):
         return re.sub(r"{\d}", "...", template), False

@@ -114,6 +114,13 @@ def test_a_command_is_answered(command, says):
     assert "unknown key" not in str(error.value)
 
 
+@pytest.mark.parametrize("word", ["init_from=resume", "num_samples=3"])
+def test_a_name_that_only_the_user_knows_is_in_no_command_to_paste(word):
+    with pytest.raises(UserError) as error:
+        load([BASE, word])
+    assert "Type:" not in str(error.value)
+
+
 def test_accepted_keys_are_noted():
     notes = []
     load([BASE, "use_iota_embed=true", "ici_sequence_parallelism=1"], notes)

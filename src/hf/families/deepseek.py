@@ -72,9 +72,10 @@ def _facts(hf: Mapping[str, Any]) -> cj.Keys:
         "q_lora_rank": cj.entry(hf, "q_lora_rank", 0 if "q_lora_rank" in hf else 1536),
         "shared_experts": cj.entry(hf, "n_shared_experts", 0),
         "attention_type": "mla",
-        "latent_norm_epsilon": LATENT_EPSILON,
         "mlp_activations": [cj.activation(hf), "linear"],
     }
+    if keys["normalization_layer_epsilon"] != LATENT_EPSILON:  # else the key's default is that, as older runs have it
+        keys["latent_norm_epsilon"] = LATENT_EPSILON
     del keys["head_dim"]  # In newer config.json files that of the rotary part.
     cj.refuse({"num_key_value_heads": keys["base_num_kv_heads"]}, num_key_value_heads=keys["base_num_query_heads"])
     dense = cj.entry(hf, "first_k_dense_replace", 0)

@@ -126,7 +126,7 @@ def _refuse_other_types(listing: files.Listing, setting: str) -> None:
                 raise UserError(f"{setting}: {file} is data of type {kind}, not text. {expected}")
         if name.endswith(_COMPRESSED):
             raise UserError(f"{setting}: {file} is compressed. {expected}, as they are: unpack it first")
-        if name.endswith(".json") and _has_json_lines(file):
+        if name.lower().endswith((".json", ".jsonl", ".ndjson")) and not is_jsonl(name) and _has_json_lines(file):
             raise UserError(
                 f"{setting}: {file} has JSON lines, which would be read as they stand, braces and all. {expected}: "
                 "rename it to end with .jsonl"

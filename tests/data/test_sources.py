@@ -169,6 +169,8 @@ def test_a_long_line_is_parsed_once_and_not_once_a_piece(tmp_path, monkeypatch):
     ("name", "text", "message"),
     [
         ("a.json", '{"text": "one"}\n{"text": "two"}\n', r"a\.json has JSON lines.*rename it to end with \.jsonl"),
+        ("a.ndjson", '{"text": "one"}\n{"text": "two"}\n', r"a\.ndjson has JSON lines"),
+        ("A.JSONL", '{"text": "one"}\n{"text": "two"}\n', r"A\.JSONL has JSON lines"),
         ("a.json.gz", "zipped", r"a\.json\.gz is compressed.*unpack it first"),
         ("a.txt.zst", "zipped", r"a\.txt\.zst is compressed"),
     ],

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 _MOST_DOCUMENTS = 5_000_000
 _MOST_BYTES = 8 << 30
 _END = object()
+MAX_WEIGHT = 1e30  # of a token in the loss, either way
 
 Facts = Mapping[str, str | int]
 
@@ -118,7 +118,7 @@ def apply_transform(function: Callable[[Batch], Batch], vocab_size: int, batch: 
 
     Raises:
         UserError: the function raises, or returns others, or values that the model can't take: ids outside the
-            vocabulary, segments or positions below 0, weights of the loss that are not finite or below 0.
+            vocabulary, segments or positions below 0, weights of the loss that are not finite.
     """
     expected = {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}
     changed = call("batch_transform", function, dict(batch))
@@ -134,13 +134,13 @@ def apply_transform(function: Callable[[Batch], Batch], vocab_size: int, batch: 
             f"batch_transform returned other arrays than it was given (given -> returned):\n{listed}\n"
             "Expected the same names, shapes and dtypes"
         )
-    for name, array in arrays.items():
-        end = vocab_size if name in ("tokens", "targets") else math.inf
-        if not np.all((array >= 0) & (array < end)):  # NaN is neither
-            worst = array[~((array >= 0) & (array < end))].flat[0]
-            expected_values = f"from 0 to {vocab_size - 1}" if end == vocab_size else "finite, and 0 or more"
+    ids, whole, any_number = (0, vocab_size - 1), (0, np.iinfo(np.int32).max), (-MAX_WEIGHT, MAX_WEIGHT)
+    ranges = {"tokens": ids, "targets": ids, "segment_ids": whole, "positions": whole, "loss_mask": any_number}
+    for name, (least, most) in ranges.items():
+        unfit = ~((arrays[name] >= least) & (arrays[name] <= most))  # NaN is within no range
+        if unfit.any():
             raise UserError(
-                f"batch_transform returned {name} with the value {worst}: expected values {expected_values}"
+                f"batch_transform returned {name} with the value {arrays[name][unfit][0]}: expected {least} to {most}"
             )
     return arrays
 

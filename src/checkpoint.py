@@ -226,7 +226,8 @@ class Checkpointer:
         """Removes what a save that failed has left, and the manager, which would raise its error again.
 
         Returns:
-            whether the checkpoint is whole nonetheless, because the error came after that.
+            whether the checkpoint is whole nonetheless, because the error came after that, and this process may go on:
+            one of several may not, for the others would not be where it then waits for them.
         """
         manager, self._manager = self._manager, None
         with contextlib.suppress(Exception):
@@ -238,7 +239,7 @@ class Checkpointer:
         for path in unfinished if jax.process_index() == 0 else ():
             with contextlib.suppress(Exception):  # the next start removes it
                 path.rmtree()
-        return folder not in unfinished and folder.exists()
+        return jax.process_count() == 1 and folder not in unfinished and folder.exists()
 
     def _name_aside(self, step: int, why: str) -> str:
         """A name without a step's meaning: `10.damaged`, or where that is taken `10.damaged-2` and so on."""

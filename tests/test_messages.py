@@ -1,5 +1,8 @@
 """How messages word lists and numbers."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from src.config import load
@@ -25,3 +28,18 @@ def test_one_is_no_plural(count, said):
 def test_a_config_that_is_not_there_is_answered_with_few_names():
     with pytest.raises(UserError, match=r"^there is no file zzz/qqq\. There are ([^,]+, ){4}[^,]+ and \d\d more\.$"):
         load(["zzz/qqq"])
+
+
+ROOT = Path(__file__).parents[1]
+OLD_UNIT = re.compile(
+    r"\b(nats|tokens|rows|bytes|FLOPs|GiB) an? (byte|token|second|device|step|chip|host)\b"
+    r"(?! (sees|sends|has|is)\b)"
+)
+
+
+@pytest.mark.parametrize("pattern", ["README.md", "docs/**/*.md", "configs/**/*.yml", "src/**/*.py"])
+def test_units_are_per_what_they_are_measured_by(pattern):
+    files = [file for file in ROOT.glob(pattern) if file.name != "log.md"]  # which is history
+    assert files
+    found = [f"{file}: {unit[0]}" for file in files for unit in OLD_UNIT.finditer(file.read_text(encoding="utf-8"))]
+    assert not found

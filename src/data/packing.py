@@ -209,7 +209,8 @@ def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
 def _remaining(sizes: Sequence[int], offset: int) -> list[tuple[int, int, int]]:
     """Returns (document, first pair, pairs) for each document that an item has left after `offset` pairs."""
     if len(sizes) == 1:  # which is nearly always so
-        return [(0, offset, sizes[0] - offset)]
+        # Nothing where it is shorter than what was taken of it: after an accepted change it is another document.
+        return [(0, offset, sizes[0] - offset)] if offset < sizes[0] else []
     starts = itertools.accumulate(sizes, initial=0)
     return [
         (document, max(offset - start, 0), size - max(offset - start, 0))

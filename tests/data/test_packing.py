@@ -281,3 +281,12 @@ def test_what_a_position_cannot_count_is_an_error():
     assert position == (1, -(4095 << WINDOW - 1 | 1))
     with pytest.raises(UserError, match=r"more than 4,095 rows of max_target_length=2"):
         whole(lambda n: sizes[n] if n < 3 else None, position, 2)
+
+
+@pytest.mark.parametrize("layout", [end_to_end, one_a_row, whole])
+def test_a_position_within_a_document_that_is_now_shorter_goes_on_with_the_next(layout):
+    sizes = [[3], [4], [2]]
+    pieces, position = layout(lambda item: sizes[item] if item < len(sizes) else None, (0, 40), 9)
+    assert all(pairs > 0 for *_, pairs in pieces)
+    assert pieces[0][:2] == (1, 0)
+    assert position[0] >= 1

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from src import checkpoint, train
+from src import restore, train
 from src import config as configuration
 from src.data.text import TextSource
 from src.errors import UserError
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(folder, corp
     def denied(step_folder):
         raise PermissionError(f"no access to {step_folder}")
 
-    monkeypatch.setattr(checkpoint, "_read_meta", denied)
+    monkeypatch.setattr(restore, "_read_meta", denied)
     assert "no access" in runs.refusal(monkeypatch, capsys, resumed(folder, corpus))
     assert runs.contents(folder) == before
 

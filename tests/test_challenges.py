@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from src import restore, train
 from src import config as configuration
+from src import restore, train
 from src.data.text import TextSource
 from src.errors import UserError
 from src.run_folder import RunFolder

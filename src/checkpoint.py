@@ -142,7 +142,7 @@ class Checkpointer:
                 if not self._abandon_save():
                     raise
 
-        self._explain(step, finish, again=not any(x.is_deleted() for x in arrays.values()))
+        self._explain(step, finish, again=not any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays.values()))
         self._unwritten, self._last_was_missed = None, False
 
     def prune(self, before: float = float("inf")) -> None:

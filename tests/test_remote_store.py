@@ -161,7 +161,9 @@ def test_a_flipped_bit_in_the_store_is_noticed(server, base, mesh):
     assert same(state, make_values(10))
     assert messages[0].startswith("checkpoint 20 is passed over: ")
     damaged = {
-        name.replace("/20/", "/20.damaged/"): value[0] for name, value in server.objects.items() if "/20/" in name
+        name.replace("/20/", "/20.damaged/"): value[0]
+        for name, value in server.objects.items()
+        if name.startswith(index.removesuffix("state/d/"))
     }
     resumed.save(20, state, {})
     resumed.close()

@@ -1,6 +1,7 @@
 """Parquet files: documents in one column, read a row group at a time."""
 
 import collections
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -78,7 +79,11 @@ class ParquetSource(DocumentSource):
     def fingerprint(self) -> dict[str, str | int]:
         """Of the files, and which column of how many rows is read."""
         own = {"type": "parquet", "documents": len(self), "column": self._column}
-        return {**files.fingerprint(self._listing), **own}
+        return {**self._files_fingerprint, **own}
+
+    @functools.cached_property
+    def _files_fingerprint(self) -> dict[str, str | int]:
+        return files.fingerprint(self._listing)  # reads a sample of contents: of a store that is hundreds of requests
 
     def _count_rows(self, file: str, size: int) -> list[int]:
         """The rows of each row group of a file, which is checked to have the column."""

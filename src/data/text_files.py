@@ -1,5 +1,6 @@
 """The files behind a text source: the documents in them, and the pieces of a document."""
 
+import functools
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -77,7 +78,11 @@ class DocumentFiles:
 
     def fingerprint(self) -> dict[str, str | int]:
         """Of the files, and how many documents are in them."""
-        return {**files.fingerprint(self._listing), "documents": len(self)}
+        return {**self._files_fingerprint, "documents": len(self)}
+
+    @functools.cached_property
+    def _files_fingerprint(self) -> dict[str, str | int]:
+        return files.fingerprint(self._listing)  # reads a sample of contents: of a store that is hundreds of requests
 
 
 def list_text_files(path: str, key: str) -> files.Listing:

@@ -46,22 +46,7 @@ SIZES = {
 HEAD = {"head_dim": 8}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-LATENT = {
-    **SIZES,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "n_routed_experts": 4,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-}
+LATENT = {**saved.LATENT, **SIZES, "num_key_value_heads": 4}
 MODELS = {
     "llama": {**SIZES, **HEAD},
     "mistral": {**SIZES, **HEAD, "sliding_window": 5},

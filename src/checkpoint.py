@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -237,8 +238,7 @@ class Checkpointer:
         if is_unfinished(folder):
             unfinished.append(folder)
         for path in unfinished if jax.process_index() == 0 else ():
-            with contextlib.suppress(Exception):  # the next start removes it
-                path.rmtree()
+            _remove_unfinished(path)
         return jax.process_count() == 1 and folder not in unfinished and folder.exists()
 
     def _name_aside(self, step: int, why: str) -> str:
@@ -285,6 +285,16 @@ class Checkpointer:
         if failure is Failure.TRANSIENT:
             return TransientError(f"{message} The same command goes on.")
         return UserError(message) if isinstance(error, OSError | ValueError) else error
+
+
+def _remove_unfinished(folder: epath.Path) -> None:
+    """Removes a folder to which writes that are still under way may add files; the next start removes what stays."""
+    for _ in range(20):
+        with contextlib.suppress(Exception):
+            folder.rmtree()
+        if not folder.exists():
+            return
+        time.sleep(0.1)
 
 
 def _gib(count: int) -> str:

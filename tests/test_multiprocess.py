@@ -111,9 +111,9 @@ def test_hosts_with_other_data_are_told_so(tmp_path, corpus):
     other = runs.write_corpus(tmp_path / "other", documents=30)
     codes, outputs = ends_of_two(tmp_path, [corpus, other])
     assert codes == [2, 2]
-    for output, documents in zip(outputs, (60, 30), strict=True):
+    for output in outputs:
         assert "the data of process 1 are not those of process 0" in output
-        assert f"source documents: {documents}" in output
+        assert "source documents: 60 in process 0, 30 in process 1" in output
 
 
 def test_processes_with_other_keys_or_code_are_told_so(tmp_path):

@@ -4,7 +4,6 @@ B: rows of a batch, over all hosts.
 """
 
 import functools
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
@@ -73,13 +72,19 @@ def max_over_hosts(value: np.ndarray) -> np.ndarray:
 
 
 def check_same_data(fingerprint: Mapping[str, str | int]) -> None:
-    """Raises UserError on every process if one of them reads other data than process 0."""
-    digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).digest()[:8]
-    digests = np.atleast_2d(multihost_utils.process_allgather(np.frombuffer(digest, np.uint32)))
-    others = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
+    """Raises UserError on every process, each with both sides, if one of them reads other data than process 0."""
+    content = json.dumps(fingerprint, sort_keys=True).encode()
+    longest = int(max_over_hosts(np.array(len(content))))
+    contents = np.atleast_2d(multihost_utils.process_allgather(np.frombuffer(content.ljust(longest), np.uint8)))
+    others = np.flatnonzero((contents != contents[0]).any(axis=1)).tolist()
     if others:
-        here = "\n".join(f"  {name}: {value}" for name, value in fingerprint.items())
+        first, other = (json.loads(contents[process].tobytes()) for process in (0, others[0]))
+        differences = "\n".join(
+            f"  {name}: {first.get(name)} in process 0, {other.get(name)} in process {others[0]}"
+            for name in {**first, **other}
+            if first.get(name) != other.get(name)
+        )
         raise UserError(
             f"the data of process {', '.join(map(str, others))} are not those of process 0: give all hosts the same "
-            f"files, tokenizer and keys. Process {jax.process_index()} has\n{here}"
+            f"files, tokenizer and keys.\n{differences}"
         )

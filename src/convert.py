@@ -25,10 +25,10 @@ import numpy as np
 from src.checkpoint import Checkpointer
 from src.config import from_yaml
 from src.config_yaml import base, file_name
+from src.convert_check import compare, describe_agreement
 from src.data.source_spec import all_synthetic
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
 from src.errors import UserError, run_command
-from src.hf import check
 from src.hf.facts import describe, folder_facts, folder_family, model_yaml
 from src.hf.folder import HfFolder, open_folder, read_json
 from src.hf.load import load_weights, match_tensors
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
         case ["check", hf_dir, source]:
             source = _folder(source)
             checkpoint = source / "checkpoint" if (source / "model.yml").is_file() else source
-            print(check.described(check.compare(_folder(hf_dir), checkpoint)), flush=True)
+            print(describe_agreement(compare(_folder(hf_dir), checkpoint)), flush=True)
         case ["to-hf", source, out_dir, option] if option.startswith("dtype="):
             to_hf(_folder(source), _folder(out_dir), option.removeprefix("dtype="))
         case _:

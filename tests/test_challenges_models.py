@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from src.answers import Speed
+from src.convert_check import compare
 from src.data.sources import EvalSet
 from src.data.synthetic import SyntheticSource
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
 from src.evaluate import Evaluation
-from src.hf.check import compare
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
 from src.prompts import encode_prompt, read_prompts

@@ -14,8 +14,9 @@ from rich.progress import track
 from src.config_yaml import base
 from src.errors import UserError, first_few
 from src.hf.facts import folder_facts, folder_family
-from src.hf.folder import DTYPES, UNREADABLE, HfFolder, Tensor, open_folder
+from src.hf.folder import HfFolder, open_folder
 from src.hf.rearrange import Range
+from src.hf.safetensors import DTYPES, UNREADABLE, Tensor
 from src.hf.table import Piece, WeightPath, lay_out
 
 T = TypeVar("T")

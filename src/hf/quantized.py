@@ -3,15 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from src.errors import UserError, first_few
-
-if TYPE_CHECKING:
-    from src.hf.folder import Index, Tensor
+from src.hf.safetensors import Index, Tensor
 
 BYTE = np.dtype(np.uint8)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -29,8 +27,8 @@ MX_BIAS = 127  # of a scale, which is an exponent of two
 class BlockScaledTensor:
     """DeepSeek V3's float8: a matrix of which each block of rows and columns has a factor (its report, 3.3)."""
 
-    values: "Tensor"  # [rows, columns]
-    scales: "Tensor"  # [rows / block, columns / block], rounded up
+    values: Tensor  # [rows, columns]
+    scales: Tensor  # [rows / block, columns / block], rounded up
     block: tuple[int, int]
     dtype: np.dtype = BFLOAT16
 
@@ -39,7 +37,7 @@ class BlockScaledTensor:
         """That of the values."""
         return self.values.shape
 
-    def read(self, index: "Index") -> np.ndarray:
+    def read(self, index: Index) -> np.ndarray:
         """A copy of the part at `index`, dequantised."""
         factors = self.scales.read(
             tuple(slice(at.start // n, -(-at.stop // n)) for at, n in zip(index, self.block, strict=True))
@@ -57,8 +55,8 @@ class Mxfp4Tensor:
     last one, although it is stored last.
     """
 
-    blocks: "Tensor"  # uint8 [E, F, D / 32, 16]; a byte's low half is the earlier element
-    scales: "Tensor"  # uint8 [E, F, D / 32]
+    blocks: Tensor  # uint8 [E, F, D / 32, 16]; a byte's low half is the earlier element
+    scales: Tensor  # uint8 [E, F, D / 32]
     dtype: np.dtype = BFLOAT16
 
     @property
@@ -67,7 +65,7 @@ class Mxfp4Tensor:
         E, F, blocks, _ = self.blocks.shape
         return (E, blocks * MX_BLOCK, F)
 
-    def read(self, index: "Index") -> np.ndarray:
+    def read(self, index: Index) -> np.ndarray:
         """A copy of the part at `index`, dequantised."""
         at_E, at_D, at_F = index
         in_blocks = slice(at_D.start // MX_BLOCK, -(-at_D.stop // MX_BLOCK))
@@ -80,7 +78,7 @@ class Mxfp4Tensor:
         return values_EFD[:, :, at_D.start - first : at_D.stop - first].swapaxes(1, 2)
 
 
-def dequantized(stored: Mapping[str, "Tensor"], quantization: Mapping[str, Any], path: Path) -> dict[str, "Tensor"]:
+def dequantized(stored: Mapping[str, Tensor], quantization: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     """`stored`, with one tensor in place of each pair of quantised values and their scales.
 
     Args:
@@ -116,9 +114,7 @@ def dequantized(stored: Mapping[str, "Tensor"], quantization: Mapping[str, Any],
     return tensors
 
 
-def _pairs(
-    stored: Mapping[str, "Tensor"], values: str, scales: str, path: Path
-) -> list[tuple[str, "Tensor", "Tensor"]]:
+def _pairs(stored: Mapping[str, Tensor], values: str, scales: str, path: Path) -> list[tuple[str, Tensor, Tensor]]:
     """(weight, its values, its scales), which are stored under the weight's name and the two endings."""
     weights = [name.removesuffix(scales) for name in stored if name.endswith(scales)]
     if values:
@@ -129,7 +125,7 @@ def _pairs(
     return [(weight, stored[weight + values], stored[weight + scales]) for weight in weights]
 
 
-def _check(name: str, tensor: "Tensor", dtypes: Sequence[np.dtype], shape: tuple[int | None, ...], path: Path) -> None:
+def _check(name: str, tensor: Tensor, dtypes: Sequence[np.dtype], shape: tuple[int | None, ...], path: Path) -> None:
     """Raises UserError unless the tensor is of one of these dtypes and this shape, in which None is any size."""
     if tensor.dtype not in dtypes:
         raise UserError(f"{name} in {path} is not of the dtype {' or '.join(map(str, dtypes))}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from src.hf.folder import Tensor
+from src.hf.safetensors import Tensor
 
 Range = tuple[int, int]  # from, to
 

@@ -4,13 +4,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from src.hf.family import Family
-from src.hf.folder import DTYPES, INDEX, SINGLE
+from src.hf.folder import INDEX, SINGLE
 from src.hf.load import progress
+from src.hf.safetensors import write_header
 from src.hf.table import Piece, WeightPath, copies, lay_out
 
 SHARD_BYTES = 5_000_000_000
@@ -68,7 +69,7 @@ def save_folder(
         _write_json(path / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of})
     for file, shard in zip(files, shards, strict=True):
         with open(path / file, "wb") as opened:
-            _write_header(opened, {name: (dtypes[name], by_file[name][0].file_shape) for name in shard})
+            write_header(opened, {name: (dtypes[name], by_file[name][0].file_shape) for name in shard})
             for name in progress(shard, f"writing {file}"):
                 opened.write(_tensor(by_file[name], weights, dtypes[name]).reshape(-1).view(np.uint8))
 
@@ -92,20 +93,6 @@ def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
         shards[-1].append(name)
         filled += sizes[name]
     return shards
-
-
-def _write_header(file: BinaryIO, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
-    """What a safetensors file begins with (folder.py)."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    offset = 0
-    for name, (dtype, shape) in tensors.items():
-        end = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
-    file.write(len(text).to_bytes(8, "little") + text)
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from src.errors import UserError, first_few
-from src.hf.folder import Tensor
 from src.hf.rearrange import Range, Rearrangement, parse
+from src.hf.safetensors import Tensor
 
 WeightPath = tuple[str | int, ...]  # in the model's nested dict, without its part of the state
 

@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from src import convert
+from src.convert_check import agreement, compare
 from src.errors import UserError
-from src.hf.check import agreement, compare
 
 
 def tiny_llama(folder, seed):

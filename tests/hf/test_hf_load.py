@@ -10,8 +10,8 @@ from tiny import BASE
 from src import config as configuration
 from src.errors import UserError
 from src.hf.facts import model_facts
-from src.hf.folder import StoredTensor
 from src.hf.load import load_weights
+from src.hf.safetensors import StoredTensor
 from src.mesh import make_layout
 from src.model.spec import model_spec
 from src.plan import make_plan

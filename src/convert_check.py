@@ -76,7 +76,7 @@ def agreement(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> Agreement:
     )
 
 
-def described(found: Agreement) -> str:
+def describe_agreement(found: Agreement) -> str:
     """The comparison in lines to print."""
     return (
         f"largest difference  {found.largest_difference:.2e} of the logits' standard deviation\n"

@@ -17,16 +17,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import numpy as np
 
-from src import config as configuration
+from src.config import load as configuration
 from src.errors import run_command
-from src.mesh import describe_mesh, global_batch_size, make_layout
 from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
-from src.optimizer import hyper_parameters
-from src.plan import make_plan
-from src.state import abstract_state, batch_sharding, init_state
-from src.topology import run_peak
-from src.train_step import compile_steps
+from src.parallel.mesh import describe_mesh, global_batch_size, make_layout
+from src.parallel.topology import run_peak
+from src.step.optimizer import hyper_parameters
+from src.step.plan import make_plan
+from src.step.state import abstract_state, batch_sharding, init_state
+from src.step.train_step import compile_steps
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -132,7 +132,7 @@ def peak_memory(device: jax.Device) -> int:
 def bench_input(argv: list[str], steps: int) -> None:
     """Prints tokens per second of the input pipeline alone: reading, shuffling, tokenizing, packing, on one host."""
     from src.data.loader import train_batches
-    from src.data.sources import open_sources
+    from src.data.open import open_sources
     from src.data.tokenizer import make_tokenizer
 
     config = configuration.load(argv)

@@ -1,6 +1,7 @@
 """Two ways to attend along rows that devices share, compiled for TPUs: `python scripts/bench_context.py`.
 
-`gather` is what MinText does: each device gathers the keys and values of its rows (src/model/kernels.py). `ring` is
+`gather` is what MinText does: each device gathers the keys and values of its rows
+(src/model/attention_kernels/choose.py). `ring` is
 here alone: devices pass keys and values round, and attend to what they hold while it goes on to the next (Liu et al.
 2023, "Ring Attention with Blockwise Transformers"). Both are JAX's Pallas kernel, on rows in `even_order`. What is
 compiled is one layer's attention, of Llama 3 8B's sizes, with its gradient. Needs libtpu (bash setup.sh aot).
@@ -23,17 +24,17 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as sa
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
-from src import config as configuration
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
-from src.compiler_flags import compiler_options
+from src.config import load as configuration
 from src.errors import run_command
-from src.mesh import Layout, make_layout
-from src.model.context import Context
-from src.model.kernels import for_queries
+from src.model.attention_kernels.choose import for_queries
+from src.model.attention_kernels.splash import BLOCKS, Sight, splash
+from src.model.forward_context import Context
 from src.model.spec import AttentionSpec, model_spec
-from src.model.splash import BLOCKS, Sight, splash
-from src.topology import parse_topology
+from src.parallel.mesh import Layout, make_layout
+from src.parallel.topology import parse_topology
+from src.step.compiler_flags import compiler_options
 
 NEVER = -1e30  # the logarithm of a sum over no keys
 BASE = Path(__file__).resolve().parents[1] / "configs" / "base.yml"

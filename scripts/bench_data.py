@@ -33,12 +33,12 @@ import numpy as np
 from absl import flags
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from src import config as configuration
 from src import tokenize_dataset, train_tokenizer
+from src.config import load as configuration
 from src.data import feeds, packing
 from src.data.loader import train_batches
-from src.data.sources import open_sources
-from src.data.text import TextSource
+from src.data.open import open_sources
+from src.data.readers.text import TextSource
 from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.errors import run_command
 

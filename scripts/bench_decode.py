@@ -20,10 +20,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from src import config as configuration
+from src.config import load as configuration
 from src.errors import run_command
 from src.generate import Generator, unrolled
-from src.inference import open_model
+from src.loaded_model import open_model
 from src.sampling import sampling
 
 SIZES = {

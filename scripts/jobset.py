@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from src.errors import UserError, run_command
-from src.topology import parse_topology
+from src.parallel.topology import parse_topology
 
 # Values of the node labels cloud.google.com/gke-tpu-accelerator and gke-accelerator (docs.cloud.google.com/
-# kubernetes-engine/docs/concepts/plan-tpus and concepts/gpus), by the names of src/topology.py.
+# kubernetes-engine/docs/concepts/plan-tpus and concepts/gpus), by the names of src/parallel/topology.py.
 ACCELERATORS = {
     "v4": "tpu-v4-podslice",
     "v5e": "tpu-v5-lite-podslice",

@@ -22,7 +22,7 @@ from src.aot.hlo import RING_SHARE, Collective
 from src.aot.roofline import Prediction, predict, step_work
 from src.errors import run_command
 from src.model.flops import count_params
-from src.model.segments import Execution
+from src.model.layers import Execution
 from src.model.spec import ModelSpec, model_spec
 
 STATE_BYTES = 12  # of a parameter: the weight and Adam's two moments, in float32

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import yaml
 from ml_collections import FrozenConfigDict
 
-from src import config as configuration
 from src.aot.report import describe
-from src.config_yaml import parse_keys
+from src.config import load as configuration
+from src.config.yaml import parse_keys
 from src.errors import run_command
-from src.metrics import duration
-from src.topology import Topology, parse_topology
+from src.parallel.topology import Topology, parse_topology
+from src.report.metrics import duration
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "recipes"
 GIB = 2**30

@@ -22,11 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from src.checkpoint import Checkpointer
-from src.config import from_yaml
-from src.config_yaml import base, file_name
+from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.load_weights import folder_fingerprint
+from src.checkpoint.load_weights import load_weights as load_any_weights
+from src.checkpoint.restore import WEIGHTS
+from src.config.load import from_yaml
+from src.config.source_spec import all_synthetic
+from src.config.yaml import base, file_name
 from src.convert_check import compare, describe_agreement
-from src.data.source_spec import all_synthetic
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
 from src.errors import UserError, run_command
 from src.hf.facts import describe, folder_facts, folder_family, model_yaml
@@ -34,13 +37,10 @@ from src.hf.folder import HfFolder, open_folder, read_json
 from src.hf.load import load_weights, match_tensors
 from src.hf.save import save_folder
 from src.hf.tokenizer_json import save_tokenizer
-from src.load_weights import folder_fingerprint
-from src.load_weights import load_weights as load_any_weights
-from src.model import weights
+from src.model import params
 from src.model.decoder import Decoder
 from src.model.flops import count_params
 from src.model.spec import model_spec
-from src.restore import WEIGHTS
 from src.startup import say
 
 USAGE = """python -m src.convert from-hf HF_DIR OUT_DIR
@@ -114,7 +114,7 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     arrays = load_weights(hf_dir, {"weights": tree}, notes)["weights"]
     meta = {"vocab_size": config["vocab_size"], "tokenizer": folder_fingerprint(hf_dir, config["vocab_size"], notes)}
     checkpointer = Checkpointer(out_dir / "checkpoint", max_to_keep=-1, async_save=False, compress=False)
-    checkpointer.save(0, {part: weights.select(arrays, part_of, part) for part in WEIGHTS}, meta)
+    checkpointer.save(0, {part: params.select(arrays, part_of, part) for part in WEIGHTS}, meta)
     checkpointer.close()
     say(notes)
     count = count_params(model_spec(config))
@@ -146,7 +146,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
         out_dir,
         family,
         {**hf, **_original_entries(model_folder), **entries},
-        {weight: np.asarray(leaf) for weight, leaf in weights.by_path(arrays).items()},
+        {weight: np.asarray(leaf) for weight, leaf in params.by_path(arrays).items()},
         config["vocab_size"],
         jnp.dtype(dtype) if dtype else None,
     )
@@ -181,20 +181,20 @@ def _write_tokenizer(
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": None}
 
 
-def _declared(config: Mapping[str, Any]) -> tuple[weights.Tree, weights.Tree]:
+def _declared(config: Mapping[str, Any]) -> tuple[params.Tree, params.Tree]:
     """The weights of the model of `config`, on one device, and the part of a state that each is in."""
-    _, declarations = weights.abstract(functools.partial(Decoder, model_spec(config)))
+    _, declarations = params.abstract(functools.partial(Decoder, model_spec(config)))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     tree = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), weights.values(declarations)
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), params.values(declarations)
     )
-    return tree, weights.parts(declarations)
+    return tree, params.parts(declarations)
 
 
-def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> tuple[weights.Tree, weights.Tree]:
+def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> tuple[params.Tree, params.Tree]:
     """As `_declared`, in the dtypes that the folder's tensors have."""
     tree, part_of = _declared(config)
-    leaves = weights.by_path(tree)
+    leaves = params.by_path(tree)
     pieces, tensors = match_tensors(folder, {weight: leaf.shape for weight, leaf in leaves.items()}, [])
     stored: dict[Any, Any] = {}
     for piece in pieces:
@@ -204,7 +204,7 @@ def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> tuple[weights.Tre
         weight: jax.ShapeDtypeStruct(leaf.shape, stored[weight], sharding=leaf.sharding)
         for weight, leaf in leaves.items()
     }
-    return weights.nested(typed), part_of
+    return params.nested(typed), part_of
 
 
 def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:

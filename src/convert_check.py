@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from src import config as configuration
-from src.config_yaml import BASE
+from src.checkpoint.load_weights import load_weights
+from src.checkpoint.resume import all_weights
+from src.config import load as configuration
+from src.config.yaml import BASE
 from src.errors import UserError
 from src.hf.facts import model_facts
-from src.inference import inference_plan
-from src.load_weights import load_weights
-from src.mesh import make_layout
-from src.resume import all_weights
+from src.loaded_model import inference_plan
+from src.parallel.mesh import make_layout
 from src.scoring import compute_logits
-from src.state import abstract_state
+from src.step.state import abstract_state
 
 ROWS, LENGTH = 2, 64  # of random ids, at most
 

@@ -9,16 +9,16 @@ import jax
 from ml_collections import FrozenConfigDict
 
 from src.answers import Answer, Speed, draw_answers
+from src.config.key_help import Usage
 from src.data.tokenizer import Tokenizer, make_tokenizer, missing_template
 from src.errors import UserError, run_command
 from src.generate import Generator, Model, in_training, unrolled
-from src.inference import open_model
-from src.key_help import Usage
-from src.mesh import Layout
-from src.plan import StepPlan
+from src.loaded_model import open_model
+from src.parallel.mesh import Layout
 from src.prompts import Prompt, encode_prompt, read_prompts
 from src.sampling import sampling
 from src.startup import configured, printable, say
+from src.step.plan import StepPlan
 
 USAGE = Usage(
     """Draws text from a model.

@@ -101,7 +101,7 @@ def kept(folder: Path | None) -> str:
     if folder is None:
         return ""
     try:
-        from src.restore import is_unfinished, steps_in  # which a command that has a folder has imported
+        from src.checkpoint.restore import is_unfinished, steps_in  # which a command that has a folder has imported
 
         checkpoints = folder / "checkpoints"
         steps = [step for step in steps_in(checkpoints) if not is_unfinished(checkpoints / str(step))]

@@ -9,21 +9,21 @@ from typing import Any
 import jax
 from ml_collections import FrozenConfigDict
 
-from src.data.global_arrays import host_rows, to_global
+from src.config.key_help import Usage
+from src.data.host_arrays import host_rows, to_global
 from src.data.loader import EvalBatches
-from src.data.sources import EvalSet, open_eval_sets
+from src.data.open import EvalSet, open_eval_sets
 from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.errors import UserError, run_command
-from src.inference import open_model
-from src.key_help import Usage
-from src.mesh import global_batch_size
-from src.metrics import eval_key, perplexity
+from src.loaded_model import open_model
 from src.model.pipeline import check_rows
-from src.plan import StepPlan
+from src.parallel.mesh import global_batch_size
+from src.report.metrics import eval_key, perplexity
 from src.scoring import score_texts, write_logits
 from src.startup import configured, say
-from src.state import batch_sharding
-from src.train_step import compile_eval_step
+from src.step.plan import StepPlan
+from src.step.state import batch_sharding
+from src.step.train_step import compile_eval_step
 
 USAGE = Usage(
     """Measures the loss of a model, scores texts, computes logits.

@@ -13,15 +13,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from src.mesh import Layout, axes_of_dim, spread
-from src.model import cache, weights
-from src.model.context import Context
+from src.model import cache, params
+from src.model.attention_kernels.choose import choose_kernel
 from src.model.decoder import Decoder, empty_caches
-from src.model.kernels import choose_kernel
-from src.model.segments import Execution
+from src.model.forward_context import Context
+from src.model.layers import Execution
 from src.model.spec import ModelSpec, Segment
-from src.plan import StepPlan
+from src.parallel.mesh import Layout, axes_of_dim, spread
 from src.sampling import Sampling, draw
+from src.step.plan import StepPlan
 
 LEAST_PREFILL = 16  # tokens that prompts are padded to, at least: short ones share one program
 
@@ -55,8 +55,8 @@ def unrolled(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
     """
     assert plan.lora is None
     spec = dataclasses.replace(plan.spec, stacked=False)
-    graphdef, _ = weights.abstract(lambda rngs: Decoder(spec, rngs))
-    tree = weights.join(*parts)
+    graphdef, _ = params.abstract(lambda rngs: Decoder(spec, rngs))
+    tree = params.join(*parts)
     tree["segments"] = {
         index: tree["segments"][index] if segment.shared else _unstacked(tree["segments"][index], segment)
         for index, segment in enumerate(plan.spec.plan)
@@ -76,16 +76,16 @@ def _whole_rows(layout: Layout) -> Layout:
     return layout.without("length", "norm_length")
 
 
-def _unstacked(blocks: dict[int, weights.Tree], segment: Segment) -> dict[int, weights.Tree]:
+def _unstacked(blocks: dict[int, params.Tree], segment: Segment) -> dict[int, params.Tree]:
     """A segment's weights, [repeats, ...] by pattern position, as [1, ...] by layer."""
     layers: dict[int, dict[tuple[Any, ...], jax.Array]] = {}
     for position, block in blocks.items():
-        for path, leaf in weights.by_path(block).items():
+        for path, leaf in params.by_path(block).items():
             at = _unstaged(leaf.sharding, (1, *leaf.shape[1:]))
             for repeat, layer in enumerate(_split(leaf, at)):
                 layers.setdefault(repeat * len(segment.pattern) + position, {})[path] = layer
             leaf.delete()  # or the whole model would be in memory twice
-    return {number: weights.nested(layer) for number, layer in layers.items()}
+    return {number: params.nested(layer) for number, layer in layers.items()}
 
 
 def _unstaged_parts(plan: StepPlan, parts: tuple[Any, ...]) -> tuple[Any, ...]:

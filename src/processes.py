@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 
 from src import rendezvous
-from src.config_yaml import base, dump
+from src.config.yaml import base, dump
 from src.errors import UserError, end_now
-from src.metrics import REPORTED_PACKAGES, version
+from src.report.metrics import REPORTED_PACKAGES, version
 
 # What may differ from process to process: which one it is, and where a host has what all have. That training data and
-# tokenizer are the same, their fingerprint tells (src/data/global_arrays.py).
+# tokenizer are the same, their fingerprint tells (src/data/host_arrays.py).
 OF_ONE_PROCESS = ("process_id", "coordinator_address", "jax_cache_dir", "dataset_path", "datasets", "tokenizer_path")
 
 _job: rendezvous.Job | None = None  # of several processes, once this one has joined it

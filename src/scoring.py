@@ -14,13 +14,13 @@ from jax.experimental import multihost_utils
 from ml_collections import FrozenConfigDict
 
 from src.errors import UserError
-from src.inference import Opened, inference_plan
 from src.json_text import parse_json
-from src.mesh import global_batch_size
-from src.model.context import Context, in_even_order, in_text_order
-from src.model.loss import token_log_probs
+from src.loaded_model import Opened, inference_plan
+from src.model.forward_context import Context, in_even_order, in_text_order
 from src.model.pipeline import check_rows
-from src.plan import StepPlan
+from src.parallel.mesh import global_batch_size
+from src.step.loss import token_log_probs
+from src.step.plan import StepPlan
 
 
 def score_texts(config: FrozenConfigDict, opened: Opened) -> int:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 import jax
 from ml_collections import FrozenConfigDict
 
-from src import config as configuration
-from src.compiler_flags import check_environment
-from src.key_help import TRAIN, Usage, help_for
-from src.metrics import version
+from src.config import load as configuration
+from src.config.key_help import TRAIN, Usage, help_for
 from src.processes import start_distributed
+from src.report.metrics import version
+from src.step.compiler_flags import check_environment
 
 
 def configured(

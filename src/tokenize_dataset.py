@@ -3,10 +3,10 @@
     python -m src.tokenize_dataset configs/base.yml dataset_path=TEXT tokenized_path=FOLDER
 
 Takes a run's config and writes every document that it would train on or hold out, in the data's own order and by its
-tokenizer, into the local folder `tokenized_path`; src/data/tokens.py says what is in it. A run on the folder holds out
-a part of it as of any other data. Every core works on a shard of its own. Which documents a shard has depends on the
-data alone, so the same command writes the same bytes on any machine, and goes on after its finished shards if it was
-killed.
+tokenizer, into the local folder `tokenized_path`; src/data/readers/tokens.py says what is in it. A run on the folder
+holds out a part of it as of any other data. Every core works on a shard of its own. Which documents a shard has depends
+on the data alone, so the same command writes the same bytes on any machine, and goes on after its finished shards if it
+was killed.
 """
 
 import array
@@ -30,15 +30,24 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from src import config as configuration
-from src.data import sources
+from src.config import load as configuration
+from src.config.key_help import Usage
+from src.config.source_spec import train_specs
+from src.data import open as sources
 from src.data.feeds import encode
-from src.data.source_spec import train_specs
+from src.data.readers.tokens import (
+    FORMAT,
+    SUMMARY,
+    UNFINISHED,
+    ShardFacts,
+    compare,
+    ids_name,
+    index_name,
+    missing_files,
+)
 from src.data.tokenizer import make_tokenizer
-from src.data.tokens import FORMAT, SUMMARY, UNFINISHED, ShardFacts, compare, ids_name, index_name, missing_files
 from src.errors import UserError, first_few, run_command
 from src.json_text import parse_json
-from src.key_help import Usage
 from src.storage_errors import Failure, failure_of
 
 if TYPE_CHECKING:

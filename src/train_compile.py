@@ -29,13 +29,13 @@ from src.aot.report import (
     readable,
     typed,
 )
-from src.build import Built, build
-from src.compiler_flags import check_environment, compiler_options
+from src.config.key_help import Usage
 from src.errors import UserError, run_command
-from src.key_help import Usage
-from src.metrics import duration, print_header
+from src.parallel.topology import Topology, parse_topology
+from src.report.metrics import duration, print_header
 from src.startup import configured
-from src.topology import Topology, parse_topology
+from src.step.build import Built, build
+from src.step.compiler_flags import check_environment, compiler_options
 
 USAGE = Usage(
     """Compiles a run's step for devices that are not here: memory, speed, and what would help.

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from src.config_values import nearest
+from src.config.values import nearest
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, failure_of
 

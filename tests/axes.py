@@ -6,8 +6,8 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.tree_util import keystr
 from tiny import GPT3, Trainer, assert_close, packed_rows
 
-from src.optimizer import hyper_parameters
-from src.state import batch_sharding, state_weights
+from src.step.optimizer import hyper_parameters
+from src.step.state import batch_sharding, state_weights
 
 LENGTH, ROWS, STEPS = 32, 16, 10
 

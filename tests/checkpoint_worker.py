@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-from src.checkpoint import Checkpointer
-from src.preemption import Preemption
+from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.preemption import Preemption
 from tests.checkpoint_state import abstract, make_mesh, make_values, place
 
 

@@ -12,15 +12,15 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from src import config as configuration
 from src import convert, evaluate
+from src.config import load as configuration
 from src.data.loader import train_batches
-from src.data.sources import open_sources
+from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from src.errors import UserError
-from src.inference import open_model
-from src.model import weights
-from src.train_step import hidden_states, loss_sums
+from src.loaded_model import open_model
+from src.model import params
+from src.step.train_step import hidden_states, loss_sums
 from tests import runs
 
 VOCAB = 300
@@ -93,7 +93,7 @@ def test_prompt_tokens_have_no_gradient(folders):
     batches = train_batches(config, data, tokenizer, range(8), 8)
     batch = {name: jnp.asarray(array) for name, array in next(batches).items()}
     batches.close()
-    tree = weights.join(*opened.parts)
+    tree = params.join(*opened.parts)
 
     def loss(output):
         decoder = opened.plan.decoder({**tree, "output": output})
@@ -139,8 +139,8 @@ def test_adapters_are_saved_alone_and_resume_exactly(folders, adapted, tmp_path)
     assert sum(leaf.size for leaf in saved.values()) < 60_000  # the model has 70,000 parameters, its moments twice that
     for steps in (4, 8):
         result = train(folders, steps=steps, base_output_directory=tmp_path, checkpoint_period=4, **LORA)
-    for name, leaf in weights.by_path(result.state.trainable).items():
-        stored = runs.saved_arrays(adapted, 8)[f"trainable.{weights.dotted(name)}"]
+    for name, leaf in params.by_path(result.state.trainable).items():
+        stored = runs.saved_arrays(adapted, 8)[f"trainable.{params.dotted(name)}"]
         np.testing.assert_array_equal(leaf, stored)
 
 

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from src.build import build
-from src.config import load
+from src.config.load import load
 from src.startup import configure_jax
+from src.step.build import build
 from tests import runs
 from tests.aot.save_step import save
 

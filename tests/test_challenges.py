@@ -6,11 +6,12 @@ import signal
 
 import pytest
 
-from src import config as configuration
-from src import restore, train
-from src.data.text import TextSource
+from src import train
+from src.checkpoint import restore
+from src.checkpoint.run_folder import RunFolder
+from src.config import load as configuration
+from src.data.readers.text import TextSource
 from src.errors import UserError
-from src.run_folder import RunFolder
 from tests import runs
 
 

@@ -14,15 +14,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from src.answers import Speed
 from src.convert_check import compare
-from src.data.sources import EvalSet
-from src.data.synthetic import SyntheticSource
+from src.data.open import EvalSet
+from src.data.readers.synthetic import SyntheticSource
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
 from src.evaluate import Evaluation
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
 from src.prompts import encode_prompt, read_prompts
-from src.train_step import eval_step
+from src.step.train_step import eval_step
 from tests import tiny
 
 ROWS = tiny.packed_rows(0)

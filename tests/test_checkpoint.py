@@ -13,9 +13,9 @@ import pytest
 import tensorstore as ts
 from jax.sharding import PartitionSpec as P
 
-from src.checkpoint import Checkpointer
+from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.restore import restore_step
 from src.errors import UserError
-from src.restore import restore_step
 from tests.checkpoint_state import abstract, make_mesh, make_values, place, same
 
 REPOSITORY = Path(__file__).parent.parent
@@ -245,7 +245,7 @@ KILLED_IN_A_SAVE = """
     import jax
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    from src.checkpoint import Checkpointer
+    from src.checkpoint.checkpointer import Checkpointer
     from tests.checkpoint_state import make_mesh, make_values, place
 
     mesh = make_mesh((2, 2, 2))

@@ -10,8 +10,10 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 
-from src import checkpoint, restore, storage_errors
-from src.checkpoint import Checkpointer
+from src import storage_errors
+from src.checkpoint import checkpointer as checkpoint
+from src.checkpoint import restore
+from src.checkpoint.checkpointer import Checkpointer
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, failure_of
 from tests.checkpoint_state import abstract, make_mesh, make_values, place, same

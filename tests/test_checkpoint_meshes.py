@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from src.checkpoint import Checkpointer
-from src.state import TrainState
+from src.checkpoint.checkpointer import Checkpointer
+from src.step.state import TrainState
 from tests.axes import Job, whole
 from tests.test_axes import devices_and_keys
 

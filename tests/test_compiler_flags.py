@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from src.aot.devices import abstract_devices
-from src.compiler_flags import check_environment, compiler_options, environment_flags, parse_flags
 from src.errors import UserError
-from src.topology import parse_topology
+from src.parallel.topology import parse_topology
+from src.step.compiler_flags import check_environment, compiler_options, environment_flags, parse_flags
 from tests import runs
 
 PAGES = "\n".join(page.read_text() for page in [runs.ROOT / "README.md", *runs.ROOT.glob("docs/**/*.md")])

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.config import (
+from src.config.key_help import Usage, help_for, help_text
+from src.config.load import (
     compare_runs,
     diff_from_base,
     from_yaml,
@@ -17,7 +18,6 @@ from src.config import (
     to_yaml,
 )
 from src.errors import UserError
-from src.key_help import Usage, help_for, help_text
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BASE = str(CONFIGS / "base.yml")
@@ -320,6 +320,6 @@ def test_every_key_of_base_is_explained():
 
 def test_configuration_needs_no_jax():
     """A command's first line comes before JAX is imported, which takes seconds."""
-    code = "import sys; from src.config import load; load(['configs/base.yml']); print('jax' in sys.modules)"
+    code = "import sys; from src.config.load import load; load(['configs/base.yml']); print('jax' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CONFIGS.parent, check=True)
     assert run.stdout == "False\n"

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.config import load
-from src.config_values import CHOICES, RANGES
-from src.config_yaml import base
+from src.config.load import load
+from src.config.values import CHOICES, RANGES
+from src.config.yaml import base
 from src.errors import UserError
 
 BASE = str(Path(__file__).parents[1] / "configs" / "base.yml")

@@ -5,13 +5,13 @@ import os
 import jax
 import pytest
 
-from src.config import from_yaml, load, to_yaml
-from src.config_values import MAX_VALUES, check_value
-from src.config_yaml import MAX_DEPTH, MAX_NODES, base
+from src.config.load import from_yaml, load, to_yaml
+from src.config.values import MAX_VALUES, check_value
+from src.config.yaml import MAX_DEPTH, MAX_NODES, base
 from src.errors import UserError
-from src.mesh import global_batch_size, make_layout
 from src.model.spec import model_spec
-from src.plan import make_plan
+from src.parallel.mesh import global_batch_size, make_layout
+from src.step.plan import make_plan
 from tests.tiny import BASE, TINY
 
 VALUES = ("-1", "0", "1e30", "2147483648", "1e-300", "nan", "inf", "word", "", "[]", "{}")

@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from src import decode
 from src.answers import Answer, Speed, draw_answers
-from src.data.huggingface import HuggingFaceTokenizer
+from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
 from src.errors import UserError
 from src.generate import Generator, in_training, unrolled
-from src.inference import inference_plan
-from src.mesh import make_layout
+from src.loaded_model import inference_plan
+from src.parallel.mesh import make_layout
 from src.sampling import Sampling
 from src.startup import printable
 from tests import runs, tiny

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from src import diagnostics
 from src.errors import UserError
+from src.report import diagnostics
 from tests import runs
 
 PROGRAM = """
 import pathlib, sys, time
-from src import diagnostics
+from src.report import diagnostics
 diagnostics._TRACES = pathlib.Path(sys.argv[2])
 
 def a_function_of_its_own():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from src.digest import digest, digests
+from src.checkpoint.digest import digest, digests
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint32", "int8", "uint8", "bool", "float8_e4m3fn"]
 

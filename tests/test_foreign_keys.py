@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from src.config import load
-from src.config_yaml import Plain, base, dump, parse_argument
+from src.config.foreign_keys import answer, document, reasons, table
+from src.config.load import load
+from src.config.yaml import Plain, base, dump, parse_argument
 from src.errors import UserError
-from src.foreign_keys import answer, document, reasons, table
 
 ROOT = Path(__file__).parents[1]
 NAMES = Path(__file__).parent / "names"
@@ -230,4 +230,4 @@ def test_values_typed_on_a_command_line_fill_templates():
 
 def test_the_page_is_current():
     page = (ROOT / "docs" / "from_maxtext_and_pax.md").read_text()
-    assert page == document(), "run: python -m src.foreign_keys > docs/from_maxtext_and_pax.md"
+    assert page == document(), "run: python -m src.config.foreign_keys > docs/from_maxtext_and_pax.md"

@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from src import config as configuration
+from src.config import load as configuration
 from src.data.loader import train_batches
-from src.data.sources import open_sources
+from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
 from src.inspect_data import main, rows_of_process, segments

@@ -18,7 +18,7 @@ import yaml
 
 from scripts import jobset
 from src.errors import UserError
-from src.topology import parse_topology
+from src.parallel.topology import parse_topology
 from tests.fake_gcloud import parse
 from tests.runs import ROOT
 from tests.test_readme import commands_of

@@ -10,12 +10,12 @@ from tiny import Trainer, load, make, packed_rows, tree_bits
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
 from src.aot.memory import device_bytes
-from src.build import build
-from src.checkpoint import Checkpointer
-from src.optimizer import hyper_parameters
-from src.resume import parts
-from src.state import abstract_batch, abstract_state
-from src.topology import parse_topology
+from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.resume import parts
+from src.parallel.topology import parse_topology
+from src.step.build import build
+from src.step.optimizer import hyper_parameters
+from src.step.state import abstract_batch, abstract_state
 from tests.compilers import SMALL, needs_libtpu
 
 COPIES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}

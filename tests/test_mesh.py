@@ -12,7 +12,7 @@ import pytest
 from tiny import load, make
 
 from src.errors import UserError
-from src.mesh import check_hardware, describe_mesh, global_batch_size, make_layout
+from src.parallel.mesh import check_hardware, describe_mesh, global_batch_size, make_layout
 
 
 def layout_of(devices=8, **overrides):

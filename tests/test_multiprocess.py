@@ -122,7 +122,7 @@ def test_processes_with_other_keys_or_code_are_told_so(tmp_path):
     for name in ("src", "configs"):
         shutil.copytree(runs.ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(runs.ROOT / "pyproject.toml", copy)
-    changed = copy / "src" / "optimizer.py"
+    changed = copy / "src" / "step" / "optimizer.py"
     code = changed.read_text()
     assert code.count('"learning_rate": learning_rate(config, step)') == 1
     changed.write_text(code.replace("learning_rate(config, step)", "10 * learning_rate(config, step)"))
@@ -139,7 +139,7 @@ def test_processes_with_other_keys_or_code_are_told_so(tmp_path):
         assert output.partition("different configurations, code or packages")[2].splitlines()[1:] == [
             "  learning_rate: 0.01 in process 0; 0.02 in process 1",
             "  ici_tensor_parallelism: 1 in process 0; 2 in process 1",
-            f"  src/optimizer.py: {here} in process 0; {there} in process 1",
+            f"  src/step/optimizer.py: {here} in process 0; {there} in process 1",
         ]
 
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from src import preemption as module
-from src.preemption import Preemption
+from src.checkpoint import preemption as module
+from src.checkpoint.preemption import Preemption
 
 
 def send(number):

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from src import build as module
-from src.build import build, check_same_program
 from src.errors import UserError
 from src.processes import Place, facts, find_place
+from src.step import build as module
+from src.step.build import build, check_same_program
 from tests.tiny import load
 
 SLURM = {
@@ -48,7 +48,15 @@ def test_an_address_alone_makes_no_job(monkeypatch):
 
 def test_what_processes_have_to_share_has_versions_and_each_file_of_the_code():
     found = facts(load())
-    assert {"jax", "jaxlib", "Python", "MinText", "learning_rate", "src/optimizer.py", "src/model/moe.py"} <= set(found)
+    assert {
+        "jax",
+        "jaxlib",
+        "Python",
+        "MinText",
+        "learning_rate",
+        "src/step/optimizer.py",
+        "src/model/moe/layer.py",
+    } <= set(found)
     assert "process_id" not in found
 
 

@@ -12,9 +12,9 @@ import sys
 
 import pytest
 
-from src import config as configuration
 from src import convert, inspect_data
-from src.key_help import help_for
+from src.config import load as configuration
+from src.config.key_help import help_for
 from src.model.flops import count_active_params, count_params
 from src.model.spec import ExpertsSpec, model_spec
 from tests.hf import saved

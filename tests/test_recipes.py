@@ -9,12 +9,12 @@ import pytest
 
 from scripts.recipes import FOLDER, read
 from src.aot.devices import abstract_devices
-from src.build import build
-from src.mesh import describe_mesh, global_batch_size, make_layout
 from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
-from src.plan import make_plan
-from src.topology import peak_flops
+from src.parallel.mesh import describe_mesh, global_batch_size, make_layout
+from src.parallel.topology import peak_flops
+from src.step.build import build
+from src.step.plan import make_plan
 from tests.compilers import needs_cuda, needs_libtpu
 
 PATHS = sorted(FOLDER.glob("*.yml"))

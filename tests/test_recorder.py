@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from tiny import load
 
-from src import recorder as recorder_module
+from src.checkpoint.run_folder import RunFolder
 from src.errors import UserError
-from src.metrics import MetricsLog, StepPrinter
 from src.model.flops import FlopsPerToken
-from src.recorder import LiveReport, NonFiniteError, Recorder
-from src.run_folder import RunFolder
+from src.report import recorder as recorder_module
+from src.report.metrics import MetricsLog, StepPrinter
+from src.report.recorder import LiveReport, NonFiniteError, Recorder
 
 FLOPS = FlopsPerToken(causal=2e9, palm=3e9)
 TOKENS = 1000

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from src.checkpoint import Checkpointer
-from src.config import load
+from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.restore import restore_step
+from src.checkpoint.run_folder import RunFolder
+from src.config.load import load
 from src.errors import UserError
-from src.restore import restore_step
-from src.run_folder import RunFolder
 from tests import runs
 from tests.checkpoint_state import abstract, make_mesh, make_values, place, same
 from tests.gcs_server import GcsServer

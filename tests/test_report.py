@@ -10,11 +10,11 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from src import config
-from src.charts import Curve, Scale, downsample, log_ticks, running_median, show_number, ticks
+from src.config import load as config
 from src.errors import UserError
-from src.metrics import EVAL_KEYS, LOSSES_AND_LOADS, TRAIN_KEYS, perplexity, read_entry
-from src.report import History, key_figures, main
+from src.report.charts import Curve, Scale, downsample, log_ticks, running_median, show_number, ticks
+from src.report.metrics import EVAL_KEYS, LOSSES_AND_LOADS, TRAIN_KEYS, perplexity, read_entry
+from src.report.page import History, key_figures, main
 
 VOID = {"meta", "br", "img", "link", "input"}
 
@@ -307,7 +307,7 @@ def test_a_history_reads_on_where_it_stopped(tmp_path):
 @example([None] * 6 + [5e-324, 5e-324], [1])  # half of which is no float
 def test_a_thinned_curve_keeps_the_extremes_the_sum_and_the_order(values, chunks):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("src.charts._BLOCKS", 4)
+        patch.setattr("src.report.charts._BLOCKS", 4)
         curve, points = Curve(), list(enumerate(values))
         for size in chunks * len(values):
             curve.extend(points[:size])
@@ -408,7 +408,7 @@ def test_a_line_whose_end_is_written_while_the_page_reads_is_counted_once(tmp_pa
             metrics.write_text(first + second)
         return read_entry(line)
 
-    monkeypatch.setattr("src.report.read_entry", read_while_the_run_writes)
+    monkeypatch.setattr("src.report.page.read_entry", read_while_the_run_writes)
     history = History()
     history.read(metrics)
     history.read(metrics)

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from src import config as configuration
-from src import train_step
+from src.checkpoint.resume import accepted_by, check_tokenizer, rows_so_far
+from src.config import load as configuration
 from src.data.loader import Fact, train_batches
-from src.data.sources import open_sources
+from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
-from src.resume import accepted_by, check_tokenizer, rows_so_far
+from src.step import train_step
 from tests import runs
 
 STEPS = 30

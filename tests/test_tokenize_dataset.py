@@ -15,12 +15,12 @@ import pytest
 import sentencepiece
 
 from src import tokenize_dataset
-from src.config import load
+from src.config.load import load
+from src.config.source_spec import train_specs
 from src.data.loader import EvalBatches, train_batches
-from src.data.source_spec import train_specs
-from src.data.sources import EvalSet, open_sources
+from src.data.open import EvalSet, open_sources
+from src.data.readers.tokens import TokenDocuments
 from src.data.tokenizer import ByteTokenizer, make_tokenizer
-from src.data.tokens import TokenDocuments
 from src.errors import UserError
 from src.tokenize_dataset import main
 from src.train_tokenizer import train

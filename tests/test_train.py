@@ -12,8 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from src import recorder, train
-from src.config import load
+from src import train
+from src.config.load import load
+from src.report import recorder
 from tests import runs
 
 STEPS = 12

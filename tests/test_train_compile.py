@@ -12,7 +12,7 @@ import pytest
 
 from src.aot import program
 from src.errors import UserError
-from src.topology import parse_topology
+from src.parallel.topology import parse_topology
 from src.train_compile import _compile, command, main
 from tests.compilers import SMALL, needs_cuda, needs_libtpu
 

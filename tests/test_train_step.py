@@ -9,9 +9,9 @@ import optax
 import pytest
 from tiny import LENGTH, Trainer, assert_close, make, packed_rows, tree_bits
 
-from src.optimizer import hyper_parameters, learning_rate
-from src.state import abstract_state, batch_sharding, state_weights
-from src.train_step import loss_sums, train_step
+from src.step.optimizer import hyper_parameters, learning_rate
+from src.step.state import abstract_state, batch_sharding, state_weights
+from src.step.train_step import loss_sums, train_step
 
 # Heads, widths and rows that divide by eight.
 EVEN = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 4}

@@ -1,9 +1,9 @@
 import pytest
 from transformers import AutoTokenizer
 
-from src.config import load
-from src.data.sources import open_sources
-from src.data.text import TextSource
+from src.config.load import load
+from src.data.open import open_sources
+from src.data.readers.text import TextSource
 from src.data.tokenizer import SentencePieceTokenizer, make_tokenizer
 from src.errors import UserError
 from src.train_tokenizer import main, train

@@ -6,14 +6,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from src import config as configuration
-from src.mesh import make_layout
+from src.checkpoint.resume import new_state
+from src.config import load as configuration
 from src.model.spec import model_spec
-from src.optimizer import hyper_parameters
-from src.plan import make_plan
-from src.resume import new_state
-from src.state import abstract_state, batch_sharding
-from src.train_step import compile_steps, loss_sums
+from src.parallel.mesh import make_layout
+from src.step.optimizer import hyper_parameters
+from src.step.plan import make_plan
+from src.step.state import abstract_state, batch_sharding
+from src.step.train_step import compile_steps, loss_sums
 
 BASE = str(Path(__file__).parents[1] / "configs" / "base.yml")
 VOCAB, LENGTH = 97, 16

@@ -8,9 +8,9 @@ import jax
 
 from src.aot.devices import abstract_devices
 from src.aot.memory import memory
-from src.build import Built, build
 from src.errors import UserError
-from src.topology import parse_topology
+from src.parallel.topology import parse_topology
+from src.step.build import Built, build
 
 
 class Change(NamedTuple):

@@ -7,7 +7,7 @@ import jax
 from jax.experimental import topologies
 
 from src.errors import UserError
-from src.topology import Topology
+from src.parallel.topology import Topology
 
 # libtpu's names of the generations.
 _GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}

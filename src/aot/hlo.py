@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from src.mesh import slice_of
+from src.parallel.mesh import slice_of
 
 # What one of n devices sends of the whole array when parts of it go round a ring (Patarasuk and Yuan 2009).
 RING_SHARE = {

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from src.build import Built
-from src.mesh import mesh_axes_of
-from src.model.dispatch import SLACK
+from src.model.moe.dispatch import SLACK
+from src.model.params import by_path
 from src.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec
-from src.model.weights import by_path
-from src.optimizer import Hyper
-from src.plan import Batch
-from src.state import TrainState
+from src.parallel.mesh import mesh_axes_of
+from src.step.build import Built
+from src.step.optimizer import Hyper
+from src.step.plan import Batch
+from src.step.state import TrainState
 
 KEPT, LOGITS = "kept for the backward pass", "logits and their gradient"
 # What lies in memory beside what these make is computed on the way by what reads it.

@@ -24,11 +24,11 @@ from jax.extend.mlir import ir
 from jaxlib.triton import dialect as triton
 
 from src.aot.outputs import write_output
-from src.build import Built, program_text
-from src.compiler_flags import environment_flags
-from src.config_yaml import base, dump
+from src.config.yaml import base, dump
 from src.errors import UserError, first_few
-from src.mesh import count_slices
+from src.parallel.mesh import count_slices
+from src.step.build import Built, program_text
+from src.step.compiler_flags import environment_flags
 
 Header = dict[str, Any]
 

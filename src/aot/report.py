@@ -13,13 +13,13 @@ import jax
 from src.aot.hlo import collectives
 from src.aot.memory import memory
 from src.aot.roofline import predict, work_of
-from src.build import Built
-from src.config_yaml import dump
+from src.config.yaml import dump
 from src.errors import UserError
-from src.mesh import describe_mesh
-from src.metrics import duration
 from src.model.flops import count_active_params, count_params
-from src.topology import Topology, run_peak
+from src.parallel.mesh import describe_mesh
+from src.parallel.topology import Topology, run_peak
+from src.report.metrics import duration
+from src.step.build import Built
 
 Report = dict[str, Any]
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from src.aot.hlo import Collective
 from src.aot.memory import device_bytes
-from src.build import Built
 from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
-from src.model.segments import Execution
+from src.model.layers import Execution
 from src.model.spec import ExpertsSpec, LayerSpec, ModelSpec
-from src.topology import Chip
+from src.parallel.topology import Chip
+from src.step.build import Built
 
 # Of the stated peak the best products reach 86% on an A100 and 80% on an H100, whose clock falls under load (Bekman,
 # "Machine Learning Engineering", maximum achievable matmul FLOPS); on TPUs whole training steps have reached 80%.

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from src.data import files, text_files
-from src.data.documents import DocumentSource, parse_json, well_formed
 from src.data.packing import Document
+from src.data.readers import files, text_files
+from src.data.readers.documents import DocumentSource, parse_json, well_formed
 from src.data.tokenizer import Tokenizer, missing_template
 from src.errors import UserError
 
 if TYPE_CHECKING:
     from src.data.chat_template import Message
-    from src.data.huggingface import HuggingFaceTokenizer
+    from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 
 # What chat templates are told of the time: training data must be the same on the day a run is resumed. It is the date
 # that Llama 3.1's template falls back on.

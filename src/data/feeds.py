@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from src.data.conversations import Conversation, encode_conversation
+from src.data.open import Item, RowSource, Source, TrainData
 from src.data.order import Shuffle
 from src.data.packing import Batch, Cuts, Document, Items, Lane, Layout, end_to_end, fill_row, one_a_row, whole
-from src.data.sources import Item, RowSource, Source, TrainData
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
 

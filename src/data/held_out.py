@@ -3,8 +3,8 @@
 import numpy as np
 
 from src.data import order
+from src.data.open import Fingerprint, Item, RowSource, Source
 from src.data.packing import Document
-from src.data.sources import Fingerprint, Item, RowSource, Source
 from src.errors import UserError
 
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from src.data.feeds import Documents, Feed, encode, make_feed, row_layout, rows_an_epoch
 from src.data.mixture import Mixture
+from src.data.open import EvalSet, RowSource, Source, TrainData
 from src.data.packing import Batch, after_documents, empty_batch, rows_needed
-from src.data.sources import EvalSet, RowSource, Source, TrainData
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
 from src.user_code import load_function
@@ -155,7 +155,7 @@ class EvalBatches:
 
         Every process calls it, after an evaluation's last batch was taken.
         """
-        from src.data.global_arrays import max_over_hosts
+        from src.data.host_arrays import max_over_hosts
 
         lanes = np.full((self._global_batch, 2), np.iinfo(np.int32).min, np.int32)  # less than what other hosts have
         lanes[list(self._rows)] = [self._feed.position(row) for row in range(len(self._rows))]
@@ -182,7 +182,7 @@ class EvalBatches:
 
     def _count_steps(self) -> int:
         """How many batches one epoch has: as many as the host with the most rows needs."""
-        from src.data.global_arrays import max_over_hosts
+        from src.data.host_arrays import max_over_hosts
 
         if (count := rows_an_epoch(self._config, self._source)) is not None:
             return math.ceil(count / self._global_batch)
@@ -294,7 +294,7 @@ def _batches(
     """
     transform = None
     if config.batch_transform:
-        from src.data.custom import apply_transform
+        from src.data.readers.custom import apply_transform
 
         function = load_function(config.batch_transform, "batch_transform")
         transform = functools.partial(apply_transform, function, config.vocab_size)

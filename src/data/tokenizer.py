@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from src.data.source_spec import all_synthetic
+from src.config.source_spec import all_synthetic
 from src.errors import UserError
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def folder_tokenizer(path: Path, model_vocab_size: int) -> Tokenizer:
     Raises:
         UserError: there is none, or it is malformed.
     """
-    from src.data.huggingface import HuggingFaceTokenizer  # only runs that use it pay for its imports
+    from src.data.huggingface_tokenizer import HuggingFaceTokenizer  # only runs that use it pay for its imports
 
     for file in (path / "tokenizer.json", path):
         if file.is_file():

@@ -4,8 +4,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from src.config_values import check_value
-from src.config_yaml import TYPE_NAMES, base
+from src.config.values import check_value
+from src.config.yaml import TYPE_NAMES, base
 from src.errors import UserError
 
 Keys = dict[str, Any]

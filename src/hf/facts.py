@@ -4,15 +4,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from src.config_values import check_value, scaled_sizes
-from src.config_yaml import base, dump
+from src.config.model_checks import check_model
+from src.config.values import check_value, scaled_sizes
+from src.config.yaml import base, dump
 from src.errors import UserError, first_few
 from src.hf import config_json as cj
 from src.hf.families import FAMILIES
 from src.hf.family import Family, Json, Keys
 from src.hf.folder import HfFolder, open_folder
 from src.model.spec import layer_facts, model_spec, segments
-from src.model_checks import check_model
 
 
 def model_facts(path: str | os.PathLike[str]) -> Keys:

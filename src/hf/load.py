@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from src.config_yaml import base
+from src.config.yaml import base
 from src.errors import UserError, first_few
 from src.hf.facts import folder_facts, folder_family
 from src.hf.folder import HfFolder, open_folder

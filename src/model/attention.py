@@ -5,13 +5,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from src.model.attention_kernels.choose import attend, for_queries, masked_attention
 from src.model.cache import Cache, in_order, update, visible_BTS
-from src.model.context import Context
 from src.model.embeddings import rope
-from src.model.kernels import attend, for_queries, masked_attention
-from src.model.norms import Norm, root_mean_square
+from src.model.forward_context import Context
+from src.model.norm import Norm, root_mean_square
+from src.model.params import matmul, weight
 from src.model.spec import AttentionSpec, NormSpec
-from src.model.weights import matmul, weight
 
 
 class Attention(nnx.Module):

@@ -8,7 +8,7 @@ of a head's keys and values are products with matrices as they lie in memory.
 import jax
 import jax.numpy as jnp
 
-from src.model.context import Context
+from src.model.forward_context import Context
 from src.model.spec import AttentionSpec, LayerSpec, ModelSpec
 
 Cache = dict[str, jax.Array]

@@ -12,17 +12,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from src.model import cache
 from src.model.attention import Attention
-from src.model.context import Context
+from src.model.attention_kernels.choose import MASKED
 from src.model.dropout import dropout
 from src.model.embeddings import looked_up, sinusoidal
-from src.model.feedforward import FeedForward
-from src.model.kernels import MASKED
-from src.model.mla import LatentAttention
-from src.model.moe import Experts
-from src.model.norms import Norm
-from src.model.segments import Execution, run_segment
+from src.model.feed_forward import FeedForward
+from src.model.forward_context import Context
+from src.model.latent_attention import LatentAttention
+from src.model.layers import Execution, run_segment
+from src.model.moe.layer import Experts
+from src.model.norm import Norm
+from src.model.params import Tree, matmul, stack, weight
 from src.model.spec import ExpertsSpec, LayerSpec, ModelSpec, longest
-from src.model.weights import Tree, matmul, stack, weight
 
 
 class Block(nnx.Module):

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from src.model.context import Context
+from src.model.forward_context import Context
 
 
 def token_keys(key: jax.Array, rows: int, length: int) -> jax.Array:

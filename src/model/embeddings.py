@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from src.mesh import Layout
 from src.model.spec import RopeSpec
+from src.parallel.mesh import Layout
 
 
 def looked_up(table_VD: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.Array:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import jax
 
 from src.model.decoder import Block, Decoder
-from src.model.segments import POLICIES, Execution
+from src.model.layers import POLICIES, Execution
+from src.model.params import abstract, by_path, dotted, field, values
 from src.model.spec import AttentionSpec, LayerSpec, ModelSpec
-from src.model.weights import abstract, by_path, dotted, field, values
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from src.errors import UserError, first_few
-from src.model.weights import Adapted, Tree, by_path, dotted, field, matches, nested, values, weight
+from src.model.params import Adapted, Tree, by_path, dotted, field, matches, nested, values, weight
 
 STACKED = ("layers", "other_layers", "expert")  # dims of several weights in one array: each has its own adapter
 LOOKED_UP = ("vocab", "position")  # a table whose first dim is this is not multiplied by

@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from src.errors import UserError
-from src.mesh import Layout, any_of, divisors
-from src.model.context import Context
+from src.model.forward_context import Context
 from src.model.spec import ModelSpec, Segment, longest
+from src.parallel.mesh import Layout, any_of, divisors
 
 AXIS = "stage"
 

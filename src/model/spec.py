@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from src.config_values import scaled_sizes
+from src.config.values import scaled_sizes
 
 VOCAB_MULTIPLE = 128  # the physical vocabulary is a multiple of this: it shards over powers of two up to it
 

@@ -11,8 +11,8 @@ from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 
 from src.aot import program
-from src.build import build
 from src.startup import configured
+from src.step.build import build
 
 
 @contextlib.contextmanager

@@ -11,15 +11,15 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 from tiny import load
 
 from src.aot.devices import abstract_devices
-from src.compiler_flags import compiler_options
-from src.mesh import make_layout, weight_shardings
-from src.model import weights
-from src.model.context import Context
-from src.model.grouped_gpu import TILE
-from src.model.grouped_tpu import row_tile, tile_sizes
-from src.model.moe import Experts
+from src.model import params
+from src.model.forward_context import Context
+from src.model.moe.grouped_gpu import TILE
+from src.model.moe.grouped_tpu import row_tile, tile_sizes
+from src.model.moe.layer import Experts
 from src.model.spec import model_spec
-from src.topology import parse_topology
+from src.parallel.mesh import make_layout, weight_shardings
+from src.parallel.topology import parse_topology
+from src.step.compiler_flags import compiler_options
 from tests.compilers import needs_cuda, needs_libtpu
 
 TOKENS = 4096  # of a device
@@ -49,11 +49,11 @@ def lowered(overrides, topology, experts):
     config = load(**overrides, ici_expert_parallelism=experts, matmul_precision="default")
     devices = abstract_devices(parse_topology(topology, 1))
     layout, spec = make_layout(config, devices), model_spec(config)
-    graphdef, declarations = weights.abstract(
+    graphdef, declarations = params.abstract(
         lambda rngs: Experts(spec.layers[0].feed_forward, spec.emb_dim, 1.0, "float32", rngs)
     )
-    shapes = weights.values(declarations)
-    at = weight_shardings(layout, shapes, weights.field(declarations, "out_sharding"))
+    shapes = params.values(declarations)
+    at = weight_shardings(layout, shapes, params.field(declarations, "out_sharding"))
     given = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, at)
     rows = layout.sharding(("batch", None, None))
     x = jax.ShapeDtypeStruct((len(devices), TOKENS, spec.emb_dim), jnp.bfloat16, sharding=rows)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from tiny import load
 
 from src.aot.hlo import Collective, collectives
-from src.build import build
+from src.step.build import build
 
 P = PartitionSpec
 ROWS, COLUMNS = 32, 6

@@ -11,9 +11,9 @@ from tiny import GPT3, load
 
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
-from src.build import build
-from src.state import state_weights
-from src.topology import parse_topology
+from src.parallel.topology import parse_topology
+from src.step.build import build
+from src.step.state import state_weights
 from tests.compilers import needs_libtpu
 
 pytestmark = needs_libtpu

@@ -8,9 +8,9 @@ from tiny import LENGTH, TINY, VOCAB, Trainer, load
 from src.aot.advice import changes
 from src.aot.devices import abstract_devices
 from src.aot.memory import device_bytes, memory
-from src.build import build
 from src.model.spec import VOCAB_MULTIPLE
-from src.topology import parse_topology
+from src.parallel.topology import parse_topology
+from src.step.build import build
 from tests.compilers import needs_libtpu
 
 EVEN = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 4, "per_device_batch_size": 2}

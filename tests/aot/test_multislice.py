@@ -8,8 +8,8 @@ from tiny import TINY, load
 
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
-from src.build import build
-from src.topology import parse_topology
+from src.parallel.topology import parse_topology
+from src.step.build import build
 from tests.compilers import SMALL, needs_cuda, needs_libtpu
 
 MODEL = {

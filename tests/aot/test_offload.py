@@ -5,8 +5,8 @@ from tiny import TINY, load
 
 from src.aot.devices import abstract_devices
 from src.aot.memory import memory
-from src.build import build
-from src.topology import parse_topology
+from src.parallel.topology import parse_topology
+from src.step.build import build
 from tests.compilers import needs_libtpu
 
 # Activations outweigh the optimizer's state, as they do in models of a useful size.

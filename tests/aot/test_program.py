@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from src import train_step
 from src.aot import program
 from src.aot.devices import abstract_devices
-from src.build import build
-from src.config_yaml import base
+from src.config.yaml import base
 from src.errors import UserError
-from src.topology import parse_topology
+from src.parallel.topology import parse_topology
+from src.step import train_step
+from src.step.build import build
 from tests import runs
 from tests.aot.save_step import no_cache, save
 from tests.tiny import load as load_config

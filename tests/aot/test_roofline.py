@@ -10,13 +10,13 @@ import jax
 import pytest
 from tiny import BASE, load
 
-from src import config as configuration
 from src.aot.hlo import Collective
 from src.aot.roofline import Work, predict, step_work, work_of
-from src.build import build
+from src.config import load as configuration
 from src.model.flops import FlopsPerToken
-from src.model.segments import Execution
+from src.model.layers import Execution
 from src.model.spec import model_spec
+from src.step.build import build
 
 CHIP = SimpleNamespace(memory_bandwidth=1e12, ici_bandwidth=1e11, dcn_bandwidth=1e9)
 PEAK = 1e14

@@ -4,13 +4,13 @@ import jax
 import pytest
 from tiny import BASE, LENGTH, TINY, load
 
-from src import config as configuration
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
 from src.aot.memory import memory
 from src.aot.roofline import predict, work_of
-from src.build import build
-from src.topology import parse_topology
+from src.config import load as configuration
+from src.parallel.topology import parse_topology
+from src.step.build import build
 from tests.compilers import SMALL, needs_libtpu
 
 ROWS, TOKENS, WIDTH, LAYERS = 4, 256, 256, 8  # rows of a micro-batch

@@ -7,9 +7,9 @@ import pytest
 from tiny import load
 
 from src.aot.report import change_lines, device_capacity, lines, make_report, verdict
-from src.build import build
 from src.errors import UserError
-from src.topology import parse_topology
+from src.parallel.topology import parse_topology
+from src.step.build import build
 
 GIB = 2**30
 SECONDS = {"tracing": 1.0, "lowering": 0.5, "compiling": 61.0}

@@ -6,10 +6,10 @@
 import jax
 import pytest
 
-from src import config as configuration
 from src.aot.devices import abstract_devices
-from src.build import build
-from src.topology import parse_topology
+from src.config import load as configuration
+from src.parallel.topology import parse_topology
+from src.step.build import build
 from src.train_compile import main
 from tests.compilers import SMALL, needs_libtpu
 from tests.runs import BASE

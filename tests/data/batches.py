@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from src.data.loader import train_batches
-from src.data.sources import TrainData
+from src.data.open import TrainData
 from src.data.tokenizer import ByteTokenizer
 from tests.data.one_source import alone
 

@@ -1,6 +1,6 @@
 """Data of one source, as a configuration without `datasets` and `eval_datasets` gives them."""
 
-from src.data.sources import EvalSet, TrainData
+from src.data.open import EvalSet, TrainData
 
 
 def alone(source):

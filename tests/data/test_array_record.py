@@ -14,9 +14,9 @@ pytest.importorskip("array_record", reason="bash setup.sh data installs it")
 from array_record.python.array_record_module import ArrayRecordReader
 from tensorflow_datasets.proto import tf_example_pb2
 
-from src.data import array_record
-from src.data.array_record import ArrayRecordSource
-from src.data.source_spec import SETTINGS, SourceSpec
+from src.config.source_spec import SETTINGS, SourceSpec
+from src.data.readers import array_record
+from src.data.readers.array_record import ArrayRecordSource
 from src.errors import UserError
 from tests.data.every_source import write_records as write
 
@@ -242,7 +242,7 @@ def test_a_tfds_folder_is_an_error_that_names_its_type(tmp_path):
 def test_a_package_that_is_not_installed_is_an_error_that_says_what_installs_it(tmp_path, monkeypatch, package):
     file = write(tmp_path / "x", [example(text="a")])
     monkeypatch.setitem(sys.modules, package, None)
-    from src.data import records
+    from src.data.readers import records
 
     records._example_message.cache_clear()
     with pytest.raises(UserError, match=r"is not installed.*bash setup\.sh data"):
@@ -282,8 +282,8 @@ def test_threads_read_what_one_thread_reads(tmp_path):
 
 READ_MANY = """
 import resource, sys, threading
-from src.data.array_record import ArrayRecordSource
-from src.data.source_spec import SourceSpec
+from src.data.readers.array_record import ArrayRecordSource
+from src.config.source_spec import SourceSpec
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
 settings = {"dataset_path": sys.argv[1], "dataset_column": "", "array_record_format": "text"}
 source = ArrayRecordSource(SourceSpec("", settings, 1))

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from src.data import global_arrays
+from src.data import host_arrays as global_arrays
 from src.data.conversations import ConversationSource, encode_conversation
-from src.data.huggingface import HuggingFaceTokenizer
+from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 from src.data.loader import EvalBatches, data_fingerprint, train_batches
-from src.data.sources import EvalSet, open_sources
+from src.data.open import EvalSet, open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
 from tests.data.one_source import alone, held_out

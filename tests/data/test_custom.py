@@ -7,11 +7,11 @@ from types import MappingProxyType, SimpleNamespace
 import numpy as np
 import pytest
 
-from src.data import custom
-from src.data.custom import apply_transform
+from src.config.source_spec import eval_specs, train_specs
+from src.data.open import open_source, open_sources
 from src.data.packing import empty_batch
-from src.data.source_spec import eval_specs, train_specs
-from src.data.sources import open_source, open_sources
+from src.data.readers import custom
+from src.data.readers.custom import apply_transform
 from src.errors import TransientError, UserError
 from src.user_code import load_function
 from tests import runs

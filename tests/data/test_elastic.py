@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from src.data.mixture import Mixture
-from src.data.sources import open_sources
+from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from src.train_tokenizer import train
 from tests.data import every_source

@@ -5,7 +5,7 @@ import pytest
 
 from src.data.held_out import split
 from src.data.order import Shuffle
-from src.data.text import TextSource
+from src.data.readers.text import TextSource
 from src.errors import UserError
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from src.data.loader import train_batches
-from src.data.text import TextSource
+from src.data.readers.text import TextSource
 from src.data.tokenizer import ByteTokenizer
 from tests.data.one_source import alone
 from tests.data.two_processes import mixture

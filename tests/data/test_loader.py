@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from src.data.loader import EvalBatches, data_fingerprint, train_batches
 from src.data.mixture import Mixture
+from src.data.open import TrainData
 from src.data.packing import Document, after_documents
-from src.data.sources import TrainData
-from src.data.synthetic import SyntheticSource
-from src.data.text import TextSource
+from src.data.readers.synthetic import SyntheticSource
+from src.data.readers.text import TextSource
 from src.errors import UserError
 from tests.data.batches import TOKENIZER, B, assert_same, hosts_of, joined, rows_of, take
 from tests.data.one_source import alone, held_out

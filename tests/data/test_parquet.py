@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from src.config.source_spec import train_specs
 from src.data.order import Shuffle
-from src.data.source_spec import train_specs
 from src.errors import UserError
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
-parquet = pytest.importorskip("src.data.parquet")
+parquet = pytest.importorskip("src.data.readers.parquet")
 
 
 @pytest.fixture
@@ -266,10 +266,10 @@ def test_a_flipped_bit_is_noticed_where_the_file_has_checksums(tmp_path, open_pa
 
 
 def test_a_missing_package_is_an_error_that_says_how_to_install_it(config, monkeypatch):
-    from src.data.sources import open_source
+    from src.data.open import open_source
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "src.data.parquet")
+    monkeypatch.delitem(sys.modules, "src.data.readers.parquet")
     settings = config(dataset_type="parquet", dataset_path="x")
     with pytest.raises(UserError, match=r"pyarrow.*bash setup\.sh data"):
         open_source(*train_specs(settings), settings, None)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from src import storage_errors
-from src.data import files
+from src.config.source_spec import train_specs
 from src.data.conversations import ConversationSource
-from src.data.source_spec import train_specs
-from src.data.text import TextSource
+from src.data.readers import files
+from src.data.readers.text import TextSource
 from src.errors import TransientError, UserError
 from tests import runs
 from tests.gcs_server import GcsServer
@@ -161,7 +161,7 @@ def test_errors_name_the_file(put, contents, place, message):
 def parquet(config):
     """A Parquet file of 1.2 MB, of which its texts are 0.1, and what opens one in a folder."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    from src.data.parquet import ParquetSource
+    from src.data.readers.parquet import ParquetSource
 
     noise = np.random.default_rng(0)
     texts = [f"text {n} " + noise.bytes(50).hex() for n in range(1000)]

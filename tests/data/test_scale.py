@@ -27,9 +27,9 @@ ROWS = 16
 SCRIPT = """
 import json, sys, time
 import numpy as np
-from src import config as configuration
+from src.config import load as configuration
 from src.data.loader import data_fingerprint, train_batches
-from src.data.sources import RowSource, open_sources
+from src.data.open import RowSource, open_sources
 from src.data.tokenizer import make_tokenizer
 from tests.data import memory
 

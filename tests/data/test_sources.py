@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.data import files, text, text_files
 from src.data.held_out import split
-from src.data.sources import amount, describe_data, open_sources
-from src.data.synthetic import SyntheticSource
+from src.data.open import amount, describe_data, open_sources
+from src.data.readers import files, text, text_files
+from src.data.readers.synthetic import SyntheticSource
 from src.errors import UserError
 
 KIB = 1024

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from src.data.source_spec import SourceSpec
-from src.data.tokens import TokenDocuments, TokenRows
+from src.config.source_spec import SourceSpec
+from src.data.readers.tokens import TokenDocuments, TokenRows
 from src.errors import UserError
 from tests.data import memory
 from tests.data.every_source import write_tokens
@@ -172,8 +172,8 @@ def test_a_hundred_million_documents_are_opened_and_read_in_little_memory(tmp_pa
     facts = {"format": 1, "dtype": "uint16", "tokenizer": None, "shards": [{**shard, **sizes}]}
     (tmp_path / "tokens.json").write_text(json.dumps(facts))
     script = f"""
-from src.data.source_spec import SourceSpec
-from src.data.tokens import TokenDocuments, TokenRows
+from src.config.source_spec import SourceSpec
+from src.data.readers.tokens import TokenDocuments, TokenRows
 from tests.data import memory
 before = memory.now()
 spec = SourceSpec("", {{"dataset_path": {str(tmp_path)!r}}}, 0)
@@ -277,7 +277,7 @@ class TestBadFolders:
 @pytest.fixture
 def unverified(monkeypatch):
     """As of a folder that is too large to be verified at its opening."""
-    monkeypatch.setattr("src.data.tokens._VERIFIED_BYTES", 0)
+    monkeypatch.setattr("src.data.readers.tokens._VERIFIED_BYTES", 0)
 
 
 def flip(path, offset):

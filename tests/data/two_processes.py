@@ -14,11 +14,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from src.data.global_arrays import host_rows, to_global, to_host
+from src.data.host_arrays import host_rows, to_global, to_host
 from src.data.loader import EvalBatches, train_batches
-from src.data.sources import TrainData
-from src.data.synthetic import SyntheticSource
-from src.data.text import TextSource
+from src.data.open import TrainData
+from src.data.readers.synthetic import SyntheticSource
+from src.data.readers.text import TextSource
 from src.data.tokenizer import ByteTokenizer
 from tests.data.one_source import alone, held_out
 

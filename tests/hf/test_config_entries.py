@@ -15,18 +15,18 @@ import torch
 import transformers
 from tiny import BASE
 
-from src import config as configuration
 from src import convert
-from src.config_yaml import base
+from src.config import load as configuration
+from src.config.yaml import base
 from src.errors import UserError
 from src.hf import config_json
 from src.hf.facts import model_facts
 from src.hf.families import FAMILIES
 from src.hf.load import load_weights
-from src.mesh import make_layout
-from src.model.context import Context
+from src.model.forward_context import Context
 from src.model.spec import model_spec
-from src.plan import make_plan
+from src.parallel.mesh import make_layout
+from src.step.plan import make_plan
 
 torch.set_num_threads(1)
 LENGTH = 13

@@ -10,15 +10,15 @@ from safetensors.torch import save_file
 from tiny import BASE
 from tokenizers import Tokenizer, models
 
-from src import config as configuration
 from src import convert
-from src.checkpoint import Checkpointer
+from src.checkpoint.checkpointer import Checkpointer
+from src.config import load as configuration
 from src.data.tokenizer import make_tokenizer
 from src.errors import UserError
 from src.hf.facts import describe
 from src.hf.load import load_weights
 from src.hf.save import save_folder
-from src.model.weights import by_path
+from src.model.params import by_path
 
 
 def there_and_back(folder, tmp_path):

@@ -6,8 +6,8 @@ import saved
 import transformers
 from tiny import BASE
 
-from src import config as configuration
-from src.config_yaml import CONFIGS, base
+from src.config import load as configuration
+from src.config.yaml import CONFIGS, base
 from src.errors import UserError
 from src.hf import config_json
 from src.hf.facts import describe, model_facts

@@ -7,14 +7,14 @@ from jax.sharding import NamedSharding
 from safetensors.torch import load_file, save_file
 from tiny import BASE
 
-from src import config as configuration
+from src.config import load as configuration
 from src.errors import UserError
 from src.hf.facts import model_facts
 from src.hf.load import load_weights
 from src.hf.safetensors import StoredTensor
-from src.mesh import make_layout
 from src.model.spec import model_spec
-from src.plan import make_plan
+from src.parallel.mesh import make_layout
+from src.step.plan import make_plan
 
 
 def abstract(folder, devices=1, **keys):

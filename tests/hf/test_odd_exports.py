@@ -15,16 +15,16 @@ import torch
 import transformers
 from tiny import BASE
 
-from src import config as configuration
-from src.config_yaml import base, dump
+from src.config import load as configuration
+from src.config.yaml import base, dump
 from src.errors import UserError
 from src.hf.facts import describe
 from src.hf.families import FAMILIES
 from src.hf.save import save_folder
-from src.inference import inference_plan
-from src.mesh import make_layout
-from src.model import weights
+from src.loaded_model import inference_plan
+from src.model import params
 from src.model.spec import model_spec
+from src.parallel.mesh import make_layout
 from src.scoring import compute_logits
 
 LENGTH = 16
@@ -136,7 +136,7 @@ def assert_transformers_computes_the_same(folder, config):
     family, hf = describe(config)
     plan = inference_plan(config, make_layout(config, jax.devices()[:1]), LENGTH, packed=False)
     rng = np.random.default_rng(0)
-    arrays = {path: rng.normal(scale=0.3, size=leaf.shape) for path, leaf in weights.by_path(plan.shapes).items()}
+    arrays = {path: rng.normal(scale=0.3, size=leaf.shape) for path, leaf in params.by_path(plan.shapes).items()}
     arrays = {path: (2 * x if path[-1] == "router" else x).astype(np.float32) for path, x in arrays.items()}
     folder.mkdir()
     save_folder(folder, family, hf, arrays, config.vocab_size)
@@ -151,7 +151,7 @@ def assert_transformers_computes_the_same(folder, config):
     assert not found["mismatched_keys"] | set(found["error_msgs"])
     with torch.no_grad():
         theirs = model(torch.tensor(tokens).long()).logits.numpy()
-    ours = compute_logits(plan, tuple(plan.by_part(weights.nested(arrays)).values()), tokens)
+    ours = compute_logits(plan, tuple(plan.by_part(params.nested(arrays)).values()), tokens)
     assert np.max(np.abs(ours - theirs)) <= 2e-4 * np.std(theirs)
 
 

@@ -9,13 +9,13 @@ import sentencepiece
 import transformers
 from tiny import BASE
 
-from src import config as configuration
 from src import convert
-from src.checkpoint import Checkpointer
+from src.checkpoint.checkpointer import Checkpointer
+from src.config import load as configuration
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, make_tokenizer
 from src.errors import UserError
 from src.hf.tokenizer_json import save_tokenizer
-from src.model import weights
+from src.model import params
 from src.train_tokenizer import train
 
 CORPUS = [
@@ -112,9 +112,9 @@ def run_folder(folder, **keys):
     (folder / "config.yml").write_text(configuration.to_yaml(config))
     tree, _ = convert._declared(config)
     rng = np.random.default_rng(0)
-    arrays = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in weights.by_path(tree).items()}
+    arrays = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in params.by_path(tree).items()}
     checkpointer = Checkpointer(folder / "checkpoints", max_to_keep=-1, async_save=False)
-    checkpointer.save(3, {"trainable": weights.nested(arrays)}, {})
+    checkpointer.save(3, {"trainable": params.nested(arrays)}, {})
     checkpointer.close()
     return folder
 

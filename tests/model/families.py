@@ -14,13 +14,13 @@ import torch
 import transformers
 from tiny import BASE
 
-from src import config as configuration
+from src.config import load as configuration
 from src.hf.load import load_weights
-from src.mesh import make_layout
-from src.model.context import Context
 from src.model.decoder import empty_caches
+from src.model.forward_context import Context
 from src.model.spec import model_spec
-from src.plan import make_plan
+from src.parallel.mesh import make_layout
+from src.step.plan import make_plan
 
 torch.set_num_threads(1)  # more only wait for each other in models as small as these
 transformers.logging.set_verbosity_error()

@@ -7,8 +7,8 @@ from tiny import assert_close, load
 from torch.nn.functional import scaled_dot_product_attention
 
 from scripts.bench_context import ring
-from src.mesh import make_layout
-from src.model.context import even_order
+from src.model.forward_context import even_order
+from src.parallel.mesh import make_layout
 
 LENGTH, SCALE = 1024, 0.1  # of four devices each has two of the kernel's least blocks
 

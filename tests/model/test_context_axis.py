@@ -10,13 +10,13 @@ from tiny import GPT3, LENGTH, Trainer, assert_close, load, make, packed_rows, r
 
 from src.errors import UserError
 from src.generate import Generator, in_training
-from src.mesh import make_layout
-from src.model.context import even_order, in_text_order
+from src.model.forward_context import even_order, in_text_order
 from src.model.spec import model_spec
-from src.plan import make_plan
+from src.parallel.mesh import make_layout
 from src.sampling import Sampling
 from src.scoring import compute_logits
-from src.state import abstract_batch
+from src.step.plan import make_plan
+from src.step.state import abstract_batch
 
 STEPS = 4
 SGD = {

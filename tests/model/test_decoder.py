@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 from tiny import LENGTH, VOCAB, assert_close, loss_and_gradients, make, packed_rows, random_weights
 
-from src.model.context import Context
 from src.model.dropout import token_keys
 from src.model.embeddings import sinusoidal
+from src.model.forward_context import Context
 
 
 def run(plan, weights, tokens, segment_ids, positions, dropout_keys=None):

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 from tiny import load, make
 
-from src.config_values import CHOICES
-from src.config_yaml import base
+from src.config.model_checks import ATTENTION_FACTS, EXPERT_FACTS, LAYER_FACTS
+from src.config.values import CHOICES
+from src.config.yaml import base
 from src.errors import UserError
 from src.model.spec import layer_facts
-from src.model_checks import ATTENTION_FACTS, EXPERT_FACTS, LAYER_FACTS
-from src.train_step import loss_sums
+from src.step.train_step import loss_sums
 
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": 12}
 KINDS = {

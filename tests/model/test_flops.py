@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import pytest
 from tiny import BASE, load, make
 
-from src import config as configuration
+from src.config import load as configuration
 from src.model import decoder
 from src.model.attention import Attention
 from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
-from src.model.segments import Execution
+from src.model.layers import Execution
+from src.model.params import matmul, weight
 from src.model.spec import model_spec
-from src.model.weights import matmul, weight
-from src.train_step import loss_sums
+from src.step.train_step import loss_sums
 
 
 def published(name):

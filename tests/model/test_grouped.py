@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from src.model.grouped import grouped_matmul
-from src.model.grouped_tpu import LEAST_ROWS, row_tile, tile_sizes
+from src.model.moe.grouped_matmul import grouped_matmul
+from src.model.moe.grouped_tpu import LEAST_ROWS, row_tile, tile_sizes
 
 ROWS = 300
 # Rows of each of five groups; what is left of 300 is no group's.

@@ -13,12 +13,12 @@ from tiny import assert_close, load, make
 from torch.nn.functional import scaled_dot_product_attention
 
 from src.errors import UserError
-from src.mesh import make_layout
-from src.model import kernels
-from src.model.context import Context, even_order
-from src.model.kernels import attend, choose_kernel, dot_product, for_queries
+from src.model.attention_kernels import choose as kernels
+from src.model.attention_kernels.choose import attend, choose_kernel, dot_product, for_queries
+from src.model.attention_kernels.splash import Sight, splash
+from src.model.forward_context import Context, even_order
 from src.model.spec import AttentionSpec, model_spec
-from src.model.splash import Sight, splash
+from src.parallel.mesh import make_layout
 
 ROWS, LENGTH = 4, 256
 CUBE = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}

@@ -11,10 +11,10 @@ from tiny import LENGTH, Trainer, assert_close, make, packed_rows, random_weight
 
 from src.errors import UserError
 from src.generate import Generator, in_training
-from src.model import lora, weights
-from src.model.context import Context
+from src.model import lora, params
+from src.model.forward_context import Context
 from src.sampling import Sampling
-from src.train_step import loss_sums
+from src.step.train_step import loss_sums
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1, "base_moe_mlp_dim": 24}
 LATENT = {
@@ -38,8 +38,8 @@ def adapters_of(plan):
 def test_an_adapted_model_is_the_model_with_the_products_added(facts):
     _, plan = make(lora_parameters="['*']", **ADAPTED, **facts)
     batch, adapters = packed_rows(0), adapters_of(plan)
-    added = weights.by_path(weights_of(plan))
-    pairs = weights.by_path(adapters)
+    added = params.by_path(weights_of(plan))
+    pairs = params.by_path(adapters)
     for *path, name in pairs:
         if name == "down":
             # One weight at a time, as the paper has it: W + alpha / rank * A B.
@@ -48,7 +48,7 @@ def test_an_adapted_model_is_the_model_with_the_products_added(facts):
             stacked = up.ndim - 1 - (weight.ndim - down.ndim + 1)
             for index in np.ndindex(weight.shape[:stacked]):
                 weight[index] += 5.0 / 3 * np.tensordot(down[index], up[index], axes=1)
-    summed = weights.nested(added)
+    summed = params.nested(added)
 
     def loss(tree, adapted):
         parts = (tree, {"lora": adapted}) if adapted else (tree,)
@@ -106,7 +106,7 @@ def test_a_fresh_adapter_changes_nothing():
 
 def test_what_trainable_parameters_leaves_out_stays_and_has_no_optimizer_state():
     trainer = Trainer(trainable_parameters="[attention.query, segments.0.0.feed_forward.*]")
-    assert {weights.dotted(path[3:]) for path in weights.by_path(trainer.state.trainable)} == {
+    assert {params.dotted(path[3:]) for path in params.by_path(trainer.state.trainable)} == {
         "attention.query",
         "feed_forward.wi",
         "feed_forward.wo",

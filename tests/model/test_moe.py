@@ -11,10 +11,11 @@ from flax import nnx
 from tiny import Trainer, assert_close, load, make, packed_rows
 
 from src.errors import UserError
-from src.model import moe, router
-from src.model.context import Context
-from src.model.moe import Experts
-from src.model.router import by_layer, corrected, totals
+from src.model.forward_context import Context
+from src.model.moe import layer as moe
+from src.model.moe import router
+from src.model.moe.layer import Experts
+from src.model.moe.router import by_layer, corrected, totals
 from src.model.spec import model_spec
 
 ROWS, T, D = 3, 11, 32

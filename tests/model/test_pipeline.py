@@ -8,10 +8,10 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from tiny import GPT3, Trainer, assert_close, load, make, packed_rows
 
-from src.build import build
 from src.errors import UserError
 from src.model.pipeline import Schedule
-from src.train_step import loss_sums
+from src.step.build import build
+from src.step.train_step import loss_sums
 
 LAYERS, ROWS = 8, 8
 LOCAL = "{attention_type: local_sliding, sliding_window_size: 5}"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from tiny import Trainer, make, packed_rows, random_weights
 
-from src.train_step import hidden_states, loss_sums
+from src.step.train_step import hidden_states, loss_sums
 
 SETTINGS = {"mtp_num_layers": 2, "position_type": "none", "base_num_kv_heads": 4}
 EPSILON = 1e-5

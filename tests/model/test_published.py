@@ -12,8 +12,8 @@ from published import PUBLISHED
 from tiny import BASE
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src import config as configuration
-from src.config_yaml import base
+from src.config import load as configuration
+from src.config.yaml import base
 from src.hf.families import FAMILIES
 from src.model.flops import count_active_params, count_params
 from src.model.spec import model_spec

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import print_saved_residuals
 from jax.extend.core import jaxprs_in_params
 from tiny import assert_close, loss_and_gradients, make, packed_rows, random_weights
 
-from src.train_step import loss_sums
+from src.step.train_step import loss_sums
 
 # Two blocks, twice, so that a policy is seen to hold for each block of a pattern.
 PATTERN = {"base_num_decoder_layers": 4, "decoder_segments": "[{repeats: 2, pattern: [{}, {base_mlp_dim: 48}]}]"}

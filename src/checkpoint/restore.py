@@ -1,0 +1,322 @@
+"""Reads checkpoints, checked bit for bit: the newest good one of this run, or weights and states of any run's.
+
+Orbax reads a file with a flipped bit without noticing, so nothing is handed out here before its digest was compared;
+docs/checkpoints.md says what is told apart.
+"""
+
+import functools
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import jax
+import numpy as np
+import tensorstore as ts
+from etils import epath
+from jax.experimental import multihost_utils
+
+from src.checkpoint.digest import digests
+from src.errors import TransientError, UserError, first_few
+from src.json_text import parse_json
+from src.model import params
+from src.storage_errors import DamagedError, Failure, failure_of, one_line, retried, tensorstore_result
+
+T = TypeVar("T")
+
+# Given a checkpoint's meta and its arrays' shapes and dtypes by name: what of it to restore.
+AbstractOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+
+WEIGHTS = ("trainable", "frozen", "stats")  # the parts of a state that another run may start from
+
+
+def restore_step(
+    path: epath.PathLike, abstract_state: Mapping[str, Any], parts: tuple[str, ...] = WEIGHTS
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Restores parts of the state of any run's checkpoint: `load_parameters_path`, `load_full_state_path`.
+
+    Args:
+        path: a checkpoint's folder; or a run's or its checkpoints/ folder, for the newest good one in it.
+        abstract_state: the whole state, part by part, as pytrees of `jax.ShapeDtypeStruct`s with shardings.
+        parts: the parts to restore.
+
+    Returns:
+        state: a dict of the parts. A `data_position` may have another shape, as in `Checkpointer.restore_latest`.
+        meta: as it was saved.
+        messages: what to tell the user.
+
+    Raises:
+        UserError: there is no checkpoint, none is good, or the arrays of these parts differ in name or shape.
+    """
+    wanted = {part: abstract_state[part] for part in parts}
+    return _restore_of_any_run(path, lambda meta, saved: wanted, ", ".join(parts))
+
+
+def restore_weights(
+    path: epath.PathLike, tree_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Restores the weights of any run's checkpoint, whichever part of its state each was in.
+
+    Args:
+        path: as `restore_step`'s.
+        tree_of: told the checkpoint's meta, and the `shape` and `dtype` of each weight by dotted path, gives what to
+            restore: nested dicts of `jax.ShapeDtypeStruct`s with shardings.
+
+    Returns:
+        `tree_of`'s nested dicts, of arrays; meta; and what to tell the user.
+
+    Raises:
+        UserError: as `restore_step` does.
+    """
+
+    def parts_of(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        part_of = {name.partition(".")[2]: part for name in saved if (part := name.partition(".")[0]) in WEIGHTS}
+        tree = tree_of(meta, {name: saved[f"{part}.{name}"] for name, part in part_of.items()})
+        labels = jax.tree.map_with_path(lambda where, _: part_of.get(_dotted(where), WEIGHTS[0]), tree)
+        return {part: params.select(tree, labels, part) for part in WEIGHTS}
+
+    parts, meta, messages = _restore_of_any_run(path, parts_of, "the weights")
+    return params.join(*parts.values()), meta, messages
+
+
+def _restore_of_any_run(
+    path: epath.PathLike, abstract_of: AbstractOf, what: str
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    folder, steps = _find_steps(path)
+    step, state, meta, problems = restore_newest(folder, steps, abstract_of)
+    messages = [f"checkpoint {damaged} of {folder} is passed over: {problem}." for damaged, problem in problems.items()]
+    return state, meta, [*messages, f"restored {what} from checkpoint {step} of {folder}."]
+
+
+def checkpoint_identity(path: epath.PathLike) -> str:
+    """Returns a text that identifies the newest readable checkpoint at `path`, which is as `restore_step`'s.
+
+    Raises:
+        UserError: there is no checkpoint that can be read.
+    """
+    folder, steps = _find_steps(path)
+    for step in steps:
+        try:
+            meta, saved = on_all_processes(functools.partial(_read_meta, folder / str(step)))
+        except DamagedError:
+            continue
+        return f"step {step}, {checksum_of({'meta': meta, 'arrays': saved}):08x}"
+    raise UserError(f"no checkpoint in {folder} can be read. Give another path.")
+
+
+def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
+    """Returns the folder of checkpoints that `path` means, and the steps there, newest first."""
+    path = absolute(path)
+
+    def find() -> tuple[epath.Path, list[int]]:
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        if steps := steps_in(folder):
+            return folder, steps
+        return path.parent, [int(path.name)] if path.name.isdigit() and path.is_dir() else []
+
+    folder, steps = on_all_processes(find)
+    if not steps:
+        raise UserError(
+            f"no checkpoint at {path}: expected a run's folder, its checkpoints/ folder, or one step's folder in that"
+        )
+    return folder, steps
+
+
+def restore_newest(
+    folder: epath.Path, steps: list[int], abstract_of: AbstractOf
+) -> tuple[int, dict[str, Any], dict[str, Any], dict[int, str]]:
+    """Restores the first good one of `steps`: (step, state, meta, the problem of each step passed over)."""
+    problems = {}
+    for step in steps:
+        try:
+            state, meta = _restore(folder / str(step), abstract_of)
+        except DamagedError as error:
+            problems[step] = str(error)
+        else:
+            return step, state, meta, problems
+    listed = "\n".join(f"  {step}: {problem}" for step, problem in problems.items())
+    raise UserError(
+        f"no checkpoint in {folder} can be restored:\n{listed}\n"
+        "Nothing was deleted. Give another path, or another run_name to start afresh."
+    )
+
+
+def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Restores (state, meta) of one checkpoint. Raises DamagedError or UserError, on all processes alike."""
+    meta, saved = on_all_processes(lambda: _read_meta(step_folder))
+    abstract_state = abstract_of(meta, saved)
+    saved = {name: entry for name, entry in saved.items() if name.split(".")[0] in abstract_state}
+    wanted = flatten(abstract_state)
+    names = list(wanted)
+    position = "data_position"
+    if position in wanted.keys() & saved.keys() and list(wanted[position].shape) != saved[position]["shape"]:
+        everywhere = jax.sharding.NamedSharding(wanted[position].sharding.mesh, jax.sharding.PartitionSpec())
+        wanted[position] = jax.ShapeDtypeStruct(saved[position]["shape"], wanted[position].dtype, sharding=everywhere)
+    _check_shapes(step_folder, wanted, saved)
+
+    arrays = on_all_processes(lambda: _read_arrays(step_folder, wanted, saved))
+    found = jax.device_get(digests(arrays))
+    changed = [name for name in arrays if found[name] != saved[name]["digest"]]
+    if changed:
+        raise DamagedError(f"values differ from those saved, in {first_few(changed)}")
+
+    arrays = {name: _as_wanted(x, wanted[name]) for name, x in arrays.items()}
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays.get(name) for name in names]), meta
+
+
+def _as_wanted(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    if x.dtype != wanted.dtype:  # nothing is computed in a host's memory
+        x = jax.device_put(x, x.sharding.with_memory_kind("device")).astype(wanted.dtype)
+    return jax.device_put(x, wanted.sharding)
+
+
+def on_all_processes(read: Callable[[], T]) -> T:
+    """Returns `read()`, or raises the same error on every process where it failed on any, so that all do the same.
+
+    Raises:
+        DamagedError: what is there is not a checkpoint.
+        TransientError: it could not be looked at, several times, for reasons that pass.
+        UserError: it could not be looked at for any other reason, which says nothing of what is there.
+    """
+    result, problem, failure, cause = None, "", Failure.NONE, None
+    try:
+        result = retried(read)
+    except Exception as error:
+        problem, failure, cause = one_line(error), failure_of(error), error
+    failures = multihost_utils.process_allgather(np.array(failure)).reshape(-1)
+    worst = failures.max()
+    if worst == Failure.NONE:
+        return result
+    problem = problem or f"process {np.flatnonzero(failures)[0]} failed"
+    if worst == Failure.DAMAGED:
+        raise DamagedError(f"it cannot be read: {problem}") from cause
+    kind = TransientError if worst == Failure.TRANSIENT else UserError
+    raise kind(f"a checkpoint could not be read: {problem}. Nothing was changed; try again.") from cause
+
+
+def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """(the caller's meta, each array's shape, dtype and digest by name), as the item `meta` has them."""
+    if is_unfinished(step_folder):
+        raise DamagedError("the save did not end")
+    text = (step_folder / "meta" / "metadata").read_bytes()
+    try:
+        content = parse_json(text)
+    except ValueError as error:
+        raise DamagedError(f"meta/metadata is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.pop("checksum", None) != checksum_of(content):
+        raise DamagedError("meta/metadata differs from what was saved")
+    return content["meta"], content["arrays"]
+
+
+def checksum_of(content: Mapping[str, Any]) -> int:
+    """Returns a checksum of a JSON object, by which an edited one is noticed."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _read_arrays(
+    step_folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, dict[str, Any]]
+) -> dict[str, jax.Array]:
+    """Reads the wanted arrays, in the saved dtypes, with the wanted shardings; each process reads its devices' parts.
+
+    This is TensorStore under Orbax's file format, not Orbax: its own `restore` waits for the other processes, which
+    hang where one of them finds damage, and leaves reads behind that print tracebacks after the error was handled.
+    """
+    folder = f"{step_folder}/state/"
+    base = quote(folder, safe=":/") if is_remote(step_folder) else {"driver": "file", "path": folder}
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})  # Of the index that all arrays share.
+
+    def read(name: str) -> jax.Array:
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        store = tensorstore_result(ts.open({"driver": "zarr", "kvstore": kvstore}, open=True, context=context))
+        shape, sharding = wanted[name].shape, wanted[name].sharding
+        # Devices that hold the same part share one read, and all parts are read at once.
+        indices = {str(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
+        shards = {key: store[index].read() for key, index in indices.items()}
+        array = jax.make_array_from_callback(
+            shape, sharding, lambda index: tensorstore_result(shards[str(index)]), dtype=saved[name]["dtype"]
+        )
+        return jax.block_until_ready(array)  # else what was read stays in memory beside it
+
+    arrays: dict[str, jax.Array] = {}
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        for names in _turns(wanted):
+            arrays.update(zip(names, pool.map(read, names), strict=True))
+    return {name: arrays[name] for name in wanted}
+
+
+def _turns(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
+    """Groups names of arrays to read at once: the largest first, then groups of at most half of its bytes.
+
+    TensorStore holds an array up to three times while it reads it, which so costs most while the least is in memory.
+    """
+    turns: list[list[str]] = []
+    limit, room = max(map(_bytes, wanted.values()), default=0) // 2, 0
+    for name in sorted(wanted, key=lambda name: -_bytes(wanted[name])):
+        if room < _bytes(wanted[name]):
+            turns.append([])
+            room = limit
+        turns[-1].append(name)
+        room -= _bytes(wanted[name])
+    return turns
+
+
+def _bytes(x: jax.ShapeDtypeStruct) -> int:
+    return x.size * x.dtype.itemsize
+
+
+def _check_shapes(
+    step_folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, dict[str, Any]]
+) -> None:
+    """Raises UserError where the arrays of a checkpoint are not those of this run's configuration."""
+    here = {name: str(list(x.shape)) for name, x in wanted.items()}
+    there = {name: str(entry["shape"]) for name, entry in saved.items()}
+    lines = [
+        f"{name}: {there.get(name, 'absent')} in the checkpoint, {here.get(name, 'absent')} in the configuration"
+        # Weights first: the optimizer's arrays differ only where they do.
+        for name in sorted(here.keys() | there.keys(), key=lambda name: (name.startswith("opt."), name))
+        if here.get(name) != there.get(name)
+    ]
+    if lines:
+        raise UserError(
+            f"the arrays of checkpoint {step_folder} have other shapes than this configuration gives them:\n  "
+            + first_few(lines, "\n  ")
+            + "\nExpected the model and optimizer it was saved with: give that run's folder as CONFIG, in place of a "
+            "YAML file, or as model_name; or another run_name to start afresh."
+        )
+
+
+def flatten(state: Any) -> dict[str, Any]:
+    """Returns the leaves by dotted name, so that what is on disk doesn't depend on the types of optax's containers."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {_dotted(path): leaf for path, leaf in leaves}
+
+
+def _dotted(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def steps_in(folder: epath.Path) -> list[int]:
+    """Lists the checkpoints in a folder, whole or not, newest first; none where there is no folder."""
+    if not folder.is_dir():
+        return []
+    names = (path.name for path in folder.iterdir())
+    # 004 and ² are digits too, but no name of a checkpoint.
+    return sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
+
+
+def absolute(path: epath.PathLike) -> epath.Path:
+    """Returns the path from the root of the file system; one on an object store is that already."""
+    path = epath.Path(path).expanduser()
+    return path if is_remote(path) else path.resolve()
+
+
+def is_unfinished(step_folder: epath.Path) -> bool:
+    """Returns whether a store has only a part of a checkpoint; on a disk a folder gets its name when complete."""
+    return is_remote(step_folder) and not (step_folder / "commit_success.txt").exists()
+
+
+def is_remote(path: epath.Path) -> bool:
+    """Returns whether the path is on an object store, which has neither rename nor append."""
+    return "://" in str(path)

@@ -1,0 +1,239 @@
+"""What the keys of a configuration demand of each other.
+
+What depends on the devices or the data is checked where those are known.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from src.config.data_checks import (
+    DATA_KEYS,
+    check_evaluation,
+    check_finetuning,
+    check_long_documents,
+    check_sources,
+    check_tokenizer,
+)
+from src.config.model_checks import (
+    ATTENTION_FACTS,
+    EXPERT_FACTS,
+    LAYER_FACTS,
+    ROPE_FACTS,
+    check_attention,
+    check_capacity,
+    check_experts,
+    check_heads,
+    check_positions,
+    check_rope,
+    check_segments,
+)
+from src.config.values import MESH_AXES, REMAT_ARRAYS, check_value, nearest, size_key
+from src.config.yaml import base, dump
+from src.errors import first_few
+
+
+def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
+    """What is wrong with the whole: each problem a sentence that names the keys to change.
+
+    Args:
+        config: every key of base.yml, of its right type.
+        failed: keys that were already reported; what depends on one of them is not judged.
+    """
+    problems = []
+    for key, value in config.items():
+        if key not in failed and (problem := check_value(key, value)):
+            problems.append(problem)
+            failed = failed | {key}
+    for keys, check in RELATIONS:
+        if not failed.intersection(keys):
+            problems.extend(check(config))
+    return problems
+
+
+def _remat(config: Mapping[str, Any]) -> list[str]:
+    policy, custom = config["remat_policy"], config["remat_custom"]
+    if policy != "custom":
+        return [f"remat_custom needs remat_policy=custom, not {policy} (or remat_custom={{}})"] if custom else []
+    problems = [] if custom else ["remat_policy=custom needs remat_custom, such as remat_custom.out_proj=device"]
+    for array, place in custom.items():
+        if array not in REMAT_ARRAYS:
+            problems.append(f"remat_custom: no array {array}; there are {', '.join(REMAT_ARRAYS)}")
+        if place not in ("device", "offload"):
+            problems.append(f"remat_custom.{array}={dump(place)} is neither device nor offload")
+    return problems
+
+
+def _mesh(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if sorted(map(str, config["mesh_axes"])) != sorted(MESH_AXES):
+        problems.append(f"mesh_axes={dump(config['mesh_axes'])} must name {', '.join(MESH_AXES)}, in any order")
+    for kind in ("ici", "dcn"):
+        open_keys = [key for key in (size_key(kind, axis) for axis in MESH_AXES) if config[key] == -1]
+        if len(open_keys) > 1:
+            defaults = [key for key in open_keys if base().defaults[key] == -1]
+            say_1 = f": -1 is the default of {defaults[0]}, so add {defaults[0]}=1" if defaults else ""
+            problems.append(f"only one {kind} size may be -1 (what is left), not {' and '.join(open_keys)}{say_1}")
+    return problems
+
+
+def _rules(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    names, rules = base().defaults["logical_axis_rules"], config["logical_axis_rules"]
+    for name in rules:
+        if name not in names:
+            hint = nearest(name, names) or f" It has {first_few(names, near=name)}"
+            problems.append(f"logical_axis_rules has no {name}.{hint}")
+    if missing := [name for name in names if name not in rules]:
+        problems.append(
+            f"logical_axis_rules lacks {first_few(missing)}; to change one rule alone, "
+            f"write it with a dot: logical_axis_rules.{missing[0]}=[]"
+        )
+    for name, axes in rules.items():
+        if not isinstance(axes, list) or set(map(str, axes)) - set(MESH_AXES) or len(set(axes)) < len(axes):
+            problems.append(f"logical_axis_rules.{name}={dump(axes)} must be a list of {', '.join(MESH_AXES)}, or []")
+    return problems
+
+
+def _schedule(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if config["steps"] == -1 and config["learning_rate_schedule_steps"] == -1:
+        problems.append("steps=-1 takes its value from learning_rate_schedule_steps, which is -1 too: set one of them")
+    warmup, decay = config["warmup_steps_fraction"], config["wsd_decay_steps_fraction"]
+    if config["lr_schedule_type"] == "wsd" and warmup + decay > 1:
+        problems.append(
+            f"warmup_steps_fraction={warmup} and wsd_decay_steps_fraction={decay} leave no room: their sum exceeds 1"
+        )
+    return problems
+
+
+def _tiles(config: Mapping[str, Any]) -> list[str]:
+    length, tiles = config["max_target_length"], config["num_vocab_tiling"]
+    return [f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles"] if length % tiles else []
+
+
+def _scoring(config: Mapping[str, Any]) -> list[str]:
+    pairs = (("texts_path", "scores_path"), ("tokens_path", "logits_path"))
+    problems = [f"{a} and {b} go together: give both or none" for a, b in pairs if bool(config[a]) != bool(config[b])]
+    return problems + [
+        f"{b}={config[b]} is the file that {a} names: it would be written over"
+        for a, b in pairs
+        if config[a] and config[b] and _same_file(config[a], config[b])
+    ]
+
+
+def _same_file(a: str, b: str) -> bool:
+    a, b = os.path.expanduser(a), os.path.expanduser(b)
+    return os.path.realpath(a) == os.path.realpath(b) or (
+        os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
+    )
+
+
+# What commands read or write there goes through this machine's file system.
+# fmt: off
+LOCAL_PATHS = (
+    "tokenizer_path", "texts_path", "scores_path", "tokens_path", "logits_path", "prompt_path",
+)
+# fmt: on
+
+
+def _local_paths(config: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key}={config[key]}: expected a path on this machine, or of a file system that is mounted on it"
+        for key in LOCAL_PATHS
+        if "://" in config[key]
+    ]
+
+
+def _decoding(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    strategy = config["decode_sampling_strategy"]
+    for key, strategies in (
+        ("decode_sampling_top_k", ("topk", "composite")),
+        ("decode_sampling_nucleus_p", ("nucleus", "composite")),
+    ):
+        given = config[key] != base().defaults[key]
+        if strategy in strategies and not given:
+            problems.append(f"decode_sampling_strategy={strategy} needs {key}")
+        if strategy not in strategies and given:
+            problems.append(f"{key}={config[key]} needs decode_sampling_strategy={' or '.join(strategies)}")
+    if config["interactive"] and config["prompt_path"]:
+        problems.append("interactive and prompt_path exclude each other: prompts are typed, or read from a file")
+    prefill, length = config["max_prefill_predict_length"], config["max_target_length"]
+    if prefill >= length:
+        problems.append(
+            f"max_prefill_predict_length={prefill} leaves no room in max_target_length={length}, prompt and all"
+        )
+    return problems
+
+
+def _loading(config: Mapping[str, Any]) -> list[str]:
+    if config["load_parameters_path"] and config["load_full_state_path"]:
+        return ["load_parameters_path and load_full_state_path exclude each other: weights alone, or the whole state"]
+    return []
+
+
+def _adapters(config: Mapping[str, Any]) -> list[str]:
+    if not config["lora_rank"]:
+        return []
+    problems = []
+    if not config["lora_parameters"]:
+        problems.append("lora_rank needs lora_parameters, such as [attention.query, attention.value]")
+    if not config["load_parameters_path"]:
+        problems.append("lora_rank needs load_parameters_path: the weights that its adapters add to")
+    return problems
+
+
+def _processes(config: Mapping[str, Any]) -> list[str]:
+    address, count, this = config["coordinator_address"], config["num_processes"], config["process_id"]
+    if bool(address) != (count != -1) or bool(address) != (this != -1):
+        return ["coordinator_address, num_processes and process_id go together: give all three or none"]
+    if address and this >= count:
+        return [f"process_id={this} must be less than num_processes={count}"]
+    host, _, port = address.rpartition(":")
+    if address and not (host and port.isdecimal() and 1 <= int(port) <= 65535):
+        return [f"coordinator_address={address} must be HOST:PORT, with a port from 1 to 65535, such as 10.0.0.1:1234"]
+    return []
+
+
+def _accepted(config: Mapping[str, Any]) -> list[str]:
+    return [
+        f"accept_changes names {name}, which is no key.{nearest(name, base().defaults)}"
+        for name in map(str, config["accept_changes"])
+        if name not in base().defaults
+    ]
+
+
+# The keys that a check reads, and the check.
+RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]], ...] = (
+    (("base_num_query_heads", "base_num_kv_heads", "attention_type"), check_heads),
+    (ATTENTION_FACTS, check_attention),
+    (("head_dim", "attention_type", *ROPE_FACTS), check_rope),
+    (EXPERT_FACTS, check_experts),
+    (("capacity_factor", "num_experts", "decoder_segments"), check_capacity),
+    (("trainable_position_size", "position_type", "max_target_length", "base_emb_dim"), check_positions),
+    (("decoder_segments", "base_num_decoder_layers", "global_parameter_scale", *LAYER_FACTS), check_segments),
+    (("remat_policy", "remat_custom"), _remat),
+    (("mesh_axes", *(size_key(kind, axis) for kind in ("ici", "dcn") for axis in MESH_AXES)), _mesh),
+    (("logical_axis_rules",), _rules),
+    (("steps", "learning_rate_schedule_steps", "warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule),
+    (("max_target_length", "num_vocab_tiling"), _tiles),
+    (DATA_KEYS, check_sources),
+    (("tokenizer_type", "tokenizer_path", *DATA_KEYS), check_tokenizer),
+    (("use_sft", *DATA_KEYS), check_finetuning),
+    (("eval_interval", "eval_fraction", "eval_steps", "eval_mode", *DATA_KEYS), check_evaluation),
+    (("packing", "long_documents"), check_long_documents),
+    (("texts_path", "scores_path", "tokens_path", "logits_path"), _scoring),
+    (LOCAL_PATHS, _local_paths),
+    (
+        (
+            *("decode_sampling_strategy", "decode_sampling_top_k", "decode_sampling_nucleus_p"),
+            *("interactive", "prompt_path", "max_prefill_predict_length", "max_target_length"),
+        ),
+        _decoding,
+    ),
+    (("load_parameters_path", "load_full_state_path"), _loading),
+    (("lora_rank", "lora_parameters", "load_parameters_path"), _adapters),
+    (("coordinator_address", "num_processes", "process_id"), _processes),
+    (("accept_changes",), _accepted),
+)

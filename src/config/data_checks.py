@@ -1,0 +1,140 @@
+"""What the keys that describe data demand of each other, and `datasets` and `eval_datasets` as they are typed."""
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from src.config.source_spec import (
+    ENTRY_KEYS,
+    SETTINGS,
+    all_specs,
+    all_synthetic,
+    names_eval_data,
+    train_specs,
+    train_weights,
+)
+from src.config.values import check_value, nearest
+from src.config.yaml import convert, dump
+from src.data.mixture import whole_numbers
+from src.errors import UserError, first_few
+
+DATA_KEYS = (*dict.fromkeys(key for keys in SETTINGS.values() for key in keys), *ENTRY_KEYS)
+"""The keys that name data."""
+
+# What a type of data can't do without.
+_NEEDED = {
+    "tfds": "dataset_name",
+    "array_record": "dataset_path",
+    "parquet": "dataset_path",
+    "tokens": "dataset_path",
+    "custom": "dataset_factory",
+}
+
+
+def read_entries(key: str, value: Any) -> list[Mapping[str, Any]]:
+    """`datasets` or `eval_datasets` as `parse_keys` gives them, each setting of its type.
+
+    Returns:
+        The entries, immutable mappings: a frozen config can hold no dict within a list.
+
+    Raises:
+        ValueError: everything that is wrong with them.
+    """
+    if not isinstance(value, list):
+        return convert(value, [])
+    entries, problems = [], []
+    for number, entry in enumerate(value, start=1):
+        try:
+            entries.append(MappingProxyType(_read_entry(ENTRY_KEYS[key], entry)))
+        except ValueError as error:
+            problems.append(f"entry {number}: {error}")
+    names = [entry["name"] for entry in entries]
+    problems += [f"two entries have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return entries
+
+
+def _read_entry(known: Sequence[str], entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"expected a mapping such as {{name: web, dataset_path: FOLDER}}, got {dump(entry)}")
+    typed = {}
+    for name, value in entry.items():
+        if name not in known:
+            raise ValueError(f"no setting {name}.{nearest(name, known) or f' There are {first_few(known, near=name)}'}")
+        try:
+            typed[name] = convert(value, {"weight": 1.0, "eval_steps": 1}.get(name, ""))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if name != "name" and (problem := check_value(name, typed[name])):
+            raise ValueError(problem)
+    if not re.fullmatch(r"[\w.-]+", typed.get("name", "")):
+        raise ValueError("it needs a name, of letters, digits, dots, dashes and underscores")
+    return typed
+
+
+def check_sources(config: Mapping[str, Any]) -> list[str]:
+    """Whether each set of data that a configuration names has what its type needs, and its weights are right."""
+    problems = []
+    for spec in all_specs(config):
+        # Without a path the one source of a run is Python's own; of several each says what it is.
+        needed = "dataset_path" if spec.name and spec.type == "text" else _NEEDED.get(spec.type)
+        if needed and not spec.settings[needed]:
+            problems.append(f"dataset_type={spec.type} needs {spec.key(needed)}")
+    try:
+        whole_numbers(train_weights(config))
+    except UserError as error:
+        problems.append(str(error))
+    return list(dict.fromkeys(problems))
+
+
+def check_tokenizer(config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with `tokenizer_path`, for `tokenizer_type`."""
+    kind, path = config["tokenizer_type"], config["tokenizer_path"]
+    if all_synthetic(config):
+        return []
+    if kind == "sentencepiece" and not path:
+        return ["tokenizer_type=sentencepiece needs tokenizer_path, the .model file"]
+    if kind == "huggingface" and not path:
+        return ["tokenizer_type=huggingface needs tokenizer_path, a model's folder or a tokenizer.json"]
+    if kind == "byte" and path:
+        return [
+            f"tokenizer_path={path} is not read with tokenizer_type=byte; set tokenizer_type=sentencepiece (a .model "
+            "file) or tokenizer_type=huggingface (a model's folder or a tokenizer.json)"
+        ]
+    return []
+
+
+def check_finetuning(config: Mapping[str, Any]) -> list[str]:
+    """Whether `use_sft` has conversations to read."""
+    # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
+    has_path = config["dataset_path"] or config["eval_dataset_path"] or config["datasets"]
+    if config["use_sft"] and not (all(spec.type == "text" for spec in train_specs(config)) and has_path):
+        return ["use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"]
+    return []
+
+
+def check_evaluation(config: Mapping[str, Any]) -> list[str]:
+    """Whether there is something to evaluate on, and rolling over it makes sense."""
+    problems = []
+    steps = [entry.get("eval_steps", config["eval_steps"]) for entry in config["eval_datasets"]]
+    if config["eval_mode"] == "rolling" and -1 in (steps or [config["eval_steps"]]):
+        problems.append(
+            "eval_mode=rolling goes on where the last evaluation ended, and eval_steps=-1 (one epoch) begins anew each "
+            "time: set eval_steps to a number of batches, or eval_mode=reset"
+        )
+    if config["eval_interval"] == -1 or names_eval_data(config):
+        return problems
+    if config["datasets"]:
+        problems.append("eval_interval needs data to evaluate on, for nothing is held out of datasets: eval_datasets")
+    elif config["eval_fraction"] == 0:
+        problems.append("eval_interval needs data to evaluate on: set eval_dataset_path or an eval_fraction above 0")
+    return problems
+
+
+def check_long_documents(config: Mapping[str, Any]) -> list[str]:
+    """Whether `long_documents` means something."""
+    if config["packing"] and config["long_documents"] == "truncate":
+        return ["long_documents=truncate needs packing=false: packed rows leave nothing of a document out"]
+    return []

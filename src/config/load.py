@@ -1,0 +1,406 @@
+"""A command's configuration: base.yml, model file, the user's YAML and key=value, resolved, checked and frozen."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import FrozenConfigDict
+
+from src.config.checks import check_config
+from src.config.corrections import corrected_command
+from src.config.data_checks import read_entries
+from src.config.foreign_keys import answer
+from src.config.key_help import TRAIN, Usage, help_for
+from src.config.model_checks import read_segments
+from src.config.run_config import model_keys, run_folder, run_keys, runs_in
+from src.config.source_spec import ENTRY_KEYS, SETTINGS
+from src.config.values import ANY_TEXT, nearest, scaled_sizes
+from src.config.yaml import (
+    BASE,
+    CONFIGS,
+    NOTHING,
+    base,
+    convert,
+    dump,
+    file_name,
+    literal,
+    parse_argument,
+    parse_keys,
+    read_file,
+    unprintable,
+)
+from src.data.tokenizer import has_tokenizer
+from src.errors import UserError, clipped, first_few
+from src.hf.facts import model_facts, model_yaml
+from src.hf.folder import is_hf_folder
+from src.storage_errors import Failure, failure_of
+
+__all__ = ["compare_runs", "diff_from_base", "from_yaml", "load", "scaled_sizes", "to_yaml"]
+
+# The keys a model file may set are those of base.yml's groups of this name.
+MODEL_GROUPS = "Model:"
+
+# Beside the model's keys, these make a run's weights, optimizer arrays and data what they are: one that goes on with
+# another value of them is another run. (per_device_batch_size and gradient_accumulation_steps are none of
+# them: on other devices they may differ while the global batch is the same.)
+# fmt: off
+RUN_IDENTITY = (
+    *("weight_dtype", "opt_type", "mu_dtype", "trainable_parameters", "lora_rank", "lora_alpha", "lora_parameters"),
+    *(key for key, _ in SETTINGS.values()),
+    *("datasets", "max_document_bytes", "eval_dataset_path", "eval_fraction"),
+    *("tokenizer_type", "tokenizer_path", "max_target_length", "packing", "long_documents", "batch_transform"),
+    "data_shuffle_seed",
+    *("use_sft", "sft_train_on_completion_only"),
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One `key: value` or `key=value` as it was typed, and where."""
+
+    key: str
+    value: Any
+    where: str
+
+
+class Change(NamedTuple):
+    """A key whose value differs between a run's own configuration and a command's; a missing key's value is None."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {dump(self.old)} -> {dump(self.new)}"
+
+
+def load(argv: Sequence[str], notes: list[str] | None = None, *, uses_weights: bool = False) -> FrozenConfigDict:
+    """The configuration of a command line: a YAML file or a run's folder (else base.yml), then `key=value` arguments.
+
+    Precedence, lowest first: base.yml, the model file that `model_name` names, the YAML file after what its
+    `base_config` names, the arguments. A mapping or list replaces the one below it; a dotted key
+    (`logical_axis_rules.mlp=[]`) sets one entry of a mapping. A run's folder has every key of the run.
+
+    Args:
+        argv: the command line without the program.
+        notes: takes a line for each key of another trainer's that was accepted but changes nothing.
+        uses_weights: a folder that is named, as the run or as the model, is the default of `load_parameters_path`.
+
+    Raises:
+        UserError: everything that is wrong, in one message.
+        OSError: a disk failed, maybe for a time.
+    """
+    if isinstance(argv, str | Mapping) or not all(isinstance(word, str) for word in argv):
+        raise UserError(f'expected a list of words, such as ["configs/base.yml", "steps=100"], got {argv!r}')
+    try:
+        return _load(argv, [] if notes is None else notes, uses_weights)
+    except OSError as error:  # such as a folder that may not be read
+        if failure_of(error) is Failure.TRANSIENT:
+            raise
+        raise UserError(f"cannot read {clipped(str(error.filename))}: {error.strerror}") from None
+    except UserError as error:
+        command = corrected_command(argv, lambda words: _load(words, [], uses_weights))
+        raise UserError(f"{error}{command}") from None
+
+
+def _load(argv: Sequence[str], notes: list[str], uses_weights: bool) -> FrozenConfigDict:
+    problems = (
+        [] if argv else ["the first argument is a YAML file or a run's folder, as in `configs/base.yml steps=100`"]
+    )
+    starts_with_file = bool(argv) and "=" not in argv[0] and not argv[0].startswith("-")
+    run = run_folder(file_name(argv[0])) if starts_with_file else None
+    files = []
+    if starts_with_file:
+        files = _of_run(run, uses_weights, problems) if run else _chain(Path(argv[0]), problems)
+    arguments = list(_arguments(argv[1:] if starts_with_file else argv, problems))
+    model_name = _model_name([*files, *arguments])
+    if run and model_name != _model_name(files):
+        problems.append(f"model_name={model_name}: {run} is a run with a model of its own, which keeps it")
+    model = [] if run else _model_settings(model_name, uses_weights, problems)
+    config, failed = _resolve([*model, *files, *arguments], problems, notes)
+    # The model of another run has the name that it has there.
+    config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
+    problems.extend(check_config(config, failed))
+    if problems:
+        raise UserError(_report(problems))
+    if config["steps"] == -1:
+        config["steps"] = config["learning_rate_schedule_steps"]
+    return _freeze(config)
+
+
+def _report(problems: Sequence[str]) -> str:
+    problems = [clipped(problem) for problem in dict.fromkeys(problems)]
+    if len(problems) == 1:
+        return problems[0]
+    return f"{len(problems)} problems with this configuration:\n" + "\n".join(f"  - {problem}" for problem in problems)
+
+
+def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Setting]:
+    """The settings of the command line after its YAML file, their values parsed."""
+    for argument in arguments:
+        key, equals, text = argument.lstrip("-").partition("=")
+        if problem := unprintable(argument, is_name=key not in ANY_TEXT):
+            problems.append(f"{argument!a}: {problem}")
+        elif not equals:
+            problems.append(f"{argument}: expected key=value, after the YAML file where there is one")
+        elif argument.startswith("-") and key.partition(".")[0] in base().defaults:
+            problems.append(f"{argument}: keys are typed without dashes, {key}={text}")
+        else:
+            try:
+                yield Setting(key, parse_argument(text, _default(key), key), "on the command line")
+            except UserError as error:
+                problems.append(str(error))
+
+
+def _default(key: str) -> Any:
+    """base.yml's value of a key or a dotted entry; None where it has none."""
+    key, dot, entry = key.partition(".")
+    default = base().defaults.get(key)
+    return default.get(entry) if dot and isinstance(default, dict) else default
+
+
+def _of_run(folder: Path, uses_weights: bool, problems: list[str]) -> list[Setting]:
+    """The settings of a run, by its folder."""
+    try:
+        keys = run_keys(folder) | ({"load_parameters_path": str(folder)} if uses_weights else {})
+    except UserError as error:
+        problems.append(str(error))
+        return []
+    return [Setting(key, value, f"in {folder}") for key, value in keys.items()]
+
+
+def _chain(path: Path, problems: list[str]) -> list[Setting]:
+    """The settings of a YAML file after those of its `base_config`, and so on down; base.yml's own are left out."""
+    settings: list[Setting] = []
+    visited: list[Path] = []
+    while (resolved := Path(os.path.realpath(path))) != BASE:
+        if resolved in visited:
+            problems.append(f"base_config goes round in a circle: {' -> '.join(map(str, [*visited, resolved]))}")
+            break
+        visited.append(resolved)
+        keys = _read(path, problems)
+        below = file_name(str(keys.pop("base_config", "")))
+        settings = [Setting(key, value, f"in {path}") for key, value in keys.items()] + settings
+        if not below:
+            break
+        beside = path.parent / below
+        path = beside if beside.is_file() else CONFIGS / below
+    return settings
+
+
+def _read(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The keys of a YAML file; none, and a problem, where it is missing or malformed."""
+    if not path.is_file():
+        problems.append(_no_config(path))
+        return {}
+    try:
+        return read_file(path)
+    except UserError as error:
+        problems.append(str(error))
+        return {}
+
+
+def _no_config(path: Path) -> str:
+    """Why there is no CONFIG at `path`, and what there is."""
+    if path.is_dir():
+        runs = first_few(runs_in(path))
+        return f"{path} is a folder without a config.yml, which a run's has." + f" Runs in it: {runs}." * bool(runs)
+    if not path.suffix and (runs := first_few(runs_in(path.parent), near=str(path))):
+        return f"there is no run {path}. Runs in {path.parent}: {runs}."
+    files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
+    same_name = [file for file in files if Path(file).name == path.name]
+    hint = f" Did you mean {same_name[0]}?" if same_name else nearest(path.name, files)
+    return f"there is no file {path}." + (hint or f" There are {first_few(files, near=str(path))}.")
+
+
+def _model_name(settings: Sequence[Setting]) -> str:
+    """The model name that wins; empty for none, which MaxText calls default."""
+    names = [base().defaults["model_name"], *(setting.value for setting in settings if setting.key == "model_name")]
+    return "" if names[-1] in (*NOTHING, "default") else file_name(str(names[-1]))
+
+
+def _model_settings(name: str, uses_weights: bool, problems: list[str]) -> list[Setting]:
+    """What the model file sets that `name` names, or the file, run's or Hugging Face folder that it is the path of.
+
+    A tokenizer in the folder, or beside a file that is given by its path, is the model's.
+    """
+    if not name:
+        return []
+    run = run_folder(name)
+    if run or is_hf_folder(name):
+        try:
+            keys = model_keys(run) if run else parse_keys(model_yaml(model_facts(name)), name) | _tokenizer_keys(name)
+        except UserError as error:
+            problems.append(f"model_name={name}: {error}")
+            return []
+        weights = {"load_parameters_path": name} if uses_weights else {}
+        return [Setting(key, value, f"in {name}") for key, value in (keys | weights).items()]
+    path = Path(os.path.expanduser(name)) if name.endswith(".yml") else CONFIGS / "models" / f"{name}.yml"
+    if not path.is_file():
+        models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
+        hint = nearest(name, models) or f" There are {first_few(models, near=name)}."
+        if re.fullmatch(r"[\w-]+/[\w.-]+", name):
+            hint = f" If it is a model of huggingface.co, get it first: `hf download {name} --local-dir {name}`."
+        problems.append(
+            f"model_name={name}: there is no file {path}.{hint} A name ending in .yml is a path, and so is the folder "
+            "of a Hugging Face model."
+        )
+        return []
+    settings = [Setting(key, value, f"in {path}") for key, value in _read(path, problems).items()]
+    for setting in settings:
+        if setting.key in base().defaults and setting.key not in base().keys_in(MODEL_GROUPS):
+            problems.append(f"{path}: {setting.key} does not describe a model; a model file has only keys that do")
+    return settings + [Setting(key, value, f"beside {path}") for key, value in _tokenizer_keys(path.parent).items()]
+
+
+def _tokenizer_keys(folder: str | Path) -> dict[str, str]:
+    """The keys that name a model folder's tokenizer; none where it has none."""
+    if not has_tokenizer(Path(folder).expanduser()):
+        return {}
+    return {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
+
+
+def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str]) -> tuple[dict[str, Any], set[str]]:
+    """base.yml's keys with `settings` applied in their order, each converted to its key's type.
+
+    Returns:
+        The values, and the keys whose setting was wrong and added to `problems`.
+    """
+    config = dict(base().defaults)
+    failed: set[str] = set()
+    for setting in settings:
+        key, dot, entry = setting.key.partition(".")
+        if key not in config:
+            _answer_unknown(setting, problems, notes)
+            continue
+        if dot and not isinstance(config[key], dict):
+            problems.append(f"{setting.key} ({setting.where}): {key} is no mapping, it has no entry {entry}")
+            failed.add(key)
+            continue
+        try:
+            value = _typed(setting)
+        except ValueError as error:
+            comment = base().comment(key)
+            said = f"{setting.key} ({setting.where}): {error}"
+            end = "" if said.endswith((".", "?")) else "."
+            problems.append(f"{said}{end} {key}: {comment}" if comment else said)
+            failed.add(key)
+            continue
+        config[key] = {**config[key], entry: value} if dot else value
+    return config, failed
+
+
+def _typed(setting: Setting) -> Any:
+    """The setting's value as its key's type, or its entry's where the key is dotted.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    default = _default(setting.key)
+    if default is None:  # an entry of a mapping that base.yml does not have: its check knows which there may be
+        return literal(setting.value)
+    return _convert(setting.key, setting.value, default)
+
+
+def _convert(key: str, value: Any, default: Any) -> Any:
+    """A parsed value as its key's type."""
+    if key == "decoder_segments":
+        return read_segments(value)
+    return read_entries(key, value) if key in ENTRY_KEYS else convert(value, default)
+
+
+def _answer_unknown(setting: Setting, problems: list[str], notes: list[str]) -> None:
+    foreign = answer(setting.key, setting.value)
+    if foreign and foreign.accepted:
+        notes.append(foreign.sentence)
+    elif foreign:
+        problems.append(foreign.sentence)
+    else:
+        hint = nearest(setting.key, base().defaults) or " `--help` lists all keys."
+        problems.append(f"unknown key {setting.key} ({setting.where}).{hint}")
+
+
+def _freeze(config: Mapping[str, Any]) -> FrozenConfigDict:
+    return FrozenConfigDict({key: config[key] for key in base().defaults})
+
+
+def to_yaml(config: Mapping[str, Any]) -> str:
+    """The whole configuration as YAML; `load` of a file with it gives an equal one."""
+    return "".join(f"{key}: {dump(config[key])}\n" for key in base().defaults)
+
+
+def of_command(argv: Sequence[str], usage: Usage = TRAIN) -> FrozenConfigDict | None:
+    """The configuration of a command that does without JAX, whose notes it prints; None if it only asked for help.
+
+    Raises:
+        UserError: a mistake in the command line.
+    """
+    if (text := help_for(argv, usage)) is not None:
+        print(text)
+        return None
+    notes: list[str] = []
+    config = load(argv, notes)
+    for note in notes:
+        print(note)
+    return config
+
+
+def from_yaml(text: str) -> FrozenConfigDict:
+    """What `to_yaml` wrote, perhaps by another version: keys it lacks stay absent, unknown ones keep their value.
+
+    Raises:
+        UserError: malformed YAML, or a value that is not of its key's type.
+    """
+    config = {}
+    for key, value in parse_keys(text, "the run's config.yml").items():
+        try:
+            known = key in base().defaults
+            config[key] = _convert(key, value, base().defaults[key]) if known else literal(value)
+        except ValueError as error:
+            raise UserError(f"{key} in the run's config.yml: {error}") from None
+    return FrozenConfigDict(config)
+
+
+def diff_from_base(config: Mapping[str, Any]) -> list[str]:
+    """A line for each key whose value is not base.yml's, with both; an entry of a mapping has a dotted key."""
+    default, value = _dotted(_freeze(base().defaults)), _dotted(config)
+    return [
+        f"{key}: {dump(value.get(key))} (default {dump(default.get(key))})"
+        for key in dict.fromkeys([*value, *default])
+        if value.get(key) != default.get(key)
+    ]
+
+
+def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration in base.yml's order, each entry of a mapping under a dotted key of its own."""
+    flat = {}
+    for key, default in base().defaults.items():
+        if isinstance(default, dict):
+            flat.update({f"{key}.{entry}": value for entry, value in config[key].items()})
+        else:
+            flat[key] = config[key]
+    return flat
+
+
+def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:
+    """What changed from a run's own configuration to the one that would resume it.
+
+    A key that the run's version did not have yet had the effect of its default.
+
+    Returns:
+        Changes that a run may see as it goes on, and those that alter its weights' shapes or meaning, its data or
+        their order and are not named by `new`'s `accept_changes`.
+    """
+    before = {**_freeze(base().defaults), **old}
+    changes = [
+        Change(key, before.get(key), new.get(key))
+        for key in dict.fromkeys([*base().defaults, *before, *new])
+        if before.get(key) != new.get(key)
+    ]
+    identity = {*RUN_IDENTITY, *base().keys_in(MODEL_GROUPS)} - set(new["accept_changes"])
+    breaking = [change for change in changes if change.key in identity]
+    return [change for change in changes if change.key not in identity], breaking

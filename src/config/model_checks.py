@@ -1,0 +1,208 @@
+"""What the keys that describe a model demand of each other, and `decoder_segments` as it is typed."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from src.config.values import check_value, nearest, scaled_sizes
+from src.config.yaml import Plain, base, convert, dump
+from src.errors import first_few
+
+# fmt: off
+# Facts that a pattern of decoder_segments may give a layer of its own.
+ATTENTION_FACTS = (
+    "attention_type", "sliding_window_size", "chunk_attn_window_size", "attention_bias", "attention_sink",
+    "attn_logits_soft_cap", "query_pre_attn_scalar", "qk_norm", "attn_temperature_scale", "attn_temperature_floor",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon",
+)
+ROPE_FACTS = (
+    "position_type", "rope_max_timescale", "rope_interleave", "partial_rotary_factor", "rope_type", "rope_factor",
+    "original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow",
+    "rope_truncate", "mscale", "mscale_all_dim",
+)
+EXPERT_FACTS = (
+    "num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func", "router_bias",
+    "routed_bias", "n_routing_groups", "topk_routing_group", "routing_group_score", "norm_topk_prob",
+    "routed_scaling_factor", "scale_expert_inputs", "capacity_factor",
+)
+LAYER_FACTS = (
+    "normalization", "normalization_layer_epsilon", "normalization_scale_offset", "normalization_placement",
+    "dropout_rate", "base_num_query_heads", "base_num_kv_heads", "head_dim", *ATTENTION_FACTS, *ROPE_FACTS,
+    "base_mlp_dim", "mlp_activations", "mlp_activations_limit", "mlp_bias", *EXPERT_FACTS,
+)
+# fmt: on
+
+
+def check_model(config: Mapping[str, Any]) -> list[str]:
+    """What the keys that describe a model demand of each other."""
+    return [*_layer(config), *check_segments(config)]
+
+
+def _layer(facts: Mapping[str, Any]) -> list[str]:
+    """What the facts of one layer demand of each other."""
+    return [*check_heads(facts), *check_attention(facts), *check_rope(facts), *check_experts(facts)]
+
+
+def check_heads(facts: Mapping[str, Any]) -> list[str]:
+    """Query heads share key/value heads evenly."""
+    query_heads, kv_heads = facts["base_num_query_heads"], facts["base_num_kv_heads"]
+    if query_heads % kv_heads and facts["attention_type"] != "mla":
+        return [f"base_num_query_heads={query_heads} is not a multiple of base_num_kv_heads={kv_heads}"]
+    return []
+
+
+def check_rope(facts: Mapping[str, Any]) -> list[str]:
+    """Rotated dims come in pairs."""
+    problems = []
+    name = "qk_rope_head_dim" if facts["attention_type"] == "mla" else "head_dim"
+    rotated = int(facts[name] * facts["partial_rotary_factor"])
+    if facts["position_type"] == "rope" and rotated % 2:
+        part = "" if facts["partial_rotary_factor"] == 1 else f" times partial_rotary_factor, {rotated},"
+        problems.append(f"position_type=rope rotates pairs: {name}={facts[name]}{part} must be even")
+    low, high = facts["rope_low_freq_factor"], facts["rope_high_freq_factor"]
+    if high < low and facts["rope_type"] == "llama3.1":
+        problems.append(f"rope_high_freq_factor={high} must be at least rope_low_freq_factor={low}")
+    return problems
+
+
+def check_attention(facts: Mapping[str, Any]) -> list[str]:
+    """A kind of attention has its sizes, and none of what it does not do."""
+    kind = facts["attention_type"]
+    needed = {
+        "local_sliding": ("sliding_window_size",),
+        "chunk": ("chunk_attn_window_size",),
+        "mla": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    }
+    problems = [f"attention_type={kind} needs {key}" for key in needed.get(kind, ()) if not facts[key]]
+    if kind == "mla":
+        problems.extend(
+            f"attention_type=mla has no {key}={dump(facts[key])} (set {key}={dump(base().defaults[key])})"
+            for key in ("attention_bias", "attention_sink", "attn_logits_soft_cap", "qk_norm", "attn_temperature_scale")
+            if facts[key] != base().defaults[key]
+        )
+    return problems
+
+
+def check_experts(facts: Mapping[str, Any]) -> list[str]:
+    """There are as many experts and groups as tokens choose."""
+    experts, chosen = facts["num_experts"], facts["num_experts_per_tok"]
+    groups, chosen_groups = facts["n_routing_groups"], facts["topk_routing_group"]
+    if experts == 1:
+        return []
+    if experts % groups or chosen_groups > groups:
+        return [
+            f"num_experts={experts} must be a multiple of n_routing_groups={groups}, of which "
+            f"topk_routing_group={chosen_groups} are chosen"
+        ]
+    if chosen > chosen_groups * (experts // groups):
+        return [f"num_experts_per_tok={chosen} is more than the {chosen_groups * (experts // groups)} to choose from"]
+    if facts["routing_group_score"] == "top2" and groups > 1 and experts // groups < 2:
+        return [f"routing_group_score=top2 needs 2 experts per group: num_experts={experts}, n_routing_groups={groups}"]
+    return []
+
+
+def check_capacity(config: Mapping[str, Any]) -> list[str]:
+    """Some layer has the experts that have a capacity."""
+    layers = [config, *(facts for entry in config["decoder_segments"] for facts in entry["pattern"])]
+    if config["capacity_factor"] != -1 and all(layer.get("num_experts", 1) == 1 for layer in layers):
+        return [f"capacity_factor={config['capacity_factor']:g} needs experts: set num_experts, or capacity_factor=-1"]
+    return []
+
+
+def check_positions(config: Mapping[str, Any]) -> list[str]:
+    """A table of positions has one for each token of a row."""
+    size, length = config["trainable_position_size"], config["max_target_length"]
+    if size != -1 and config["position_type"] != "learned":
+        return [f"trainable_position_size={size} needs position_type=learned (or set it to -1)"]
+    if size != -1 and size < length:
+        return [f"trainable_position_size={size} is shorter than max_target_length={length}: rows would have none"]
+    if config["position_type"] == "sinusoidal" and config["base_emb_dim"] % 2:
+        return ["position_type=sinusoidal needs an even base_emb_dim"]
+    return []
+
+
+def check_segments(config: Mapping[str, Any]) -> list[str]:
+    """The segments add up to the layers, and each layer is a possible one."""
+    problems = []
+    segments = config["decoder_segments"]
+    if not segments:
+        return []
+    layers = scaled_sizes(config)["num_decoder_layers"]
+    fixed = sum(entry["repeats"] * len(entry["pattern"]) for entry in segments if entry["repeats"] != -1)
+    open_ended = [entry for entry in segments if entry["repeats"] == -1]
+    rest = layers - fixed
+    if len(open_ended) > 1:
+        problems.append("decoder_segments: only one segment may have repeats: -1, which takes the rest of the layers")
+    elif open_ended and (rest <= 0 or rest % len(open_ended[0]["pattern"])):
+        problems.append(
+            f"decoder_segments: {rest} of {layers} layers are left for the segment with repeats: -1, whose pattern has "
+            f"{len(open_ended[0]['pattern'])}; change repeats or base_num_decoder_layers"
+        )
+    elif not open_ended and rest:
+        problems.append(
+            f"decoder_segments describe {fixed} layers, the model has {layers}; "
+            "change repeats (-1: the rest) or base_num_decoder_layers"
+        )
+    for number, entry in enumerate(segments, start=1):
+        for facts in entry["pattern"]:
+            found = _layer({**config, **facts})
+            problems.extend(f"decoder_segments, segment {number}: {problem}" for problem in found)
+    return problems
+
+
+def read_segments(value: Any) -> list[Mapping[str, Any]]:
+    """decoder_segments as `parse` gives them, with every entry's three keys and every fact of its key's type.
+
+    Returns:
+        The segments, immutable mappings: a frozen config can hold no dict within a list.
+
+    Raises:
+        ValueError: everything that is wrong with them.
+    """
+    if not isinstance(value, list):
+        return convert(value, [])
+    segments, problems = [], []
+    for number, entry in enumerate(value, start=1):
+        try:
+            segments.append(_read_segment(entry))
+        except ValueError as error:
+            problems.append(f"segment {number}: {error}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return segments
+
+
+def _read_segment(entry: Any) -> Mapping[str, Any]:
+    if not isinstance(entry, dict) or set(entry) - {"repeats", "shared", "pattern"} or not entry.get("pattern"):
+        raise ValueError(f"expected {{repeats: n, shared: true or false, pattern: [...]}}, got {dump(entry)}")
+    repeats = _convert_named("repeats", entry.get("repeats", Plain("1")), 1)
+    if repeats < 1 and repeats != -1:
+        raise ValueError(f"repeats={repeats} must be 1 or more, or -1 (the rest of the layers)")
+    shared = _convert_named("shared", entry.get("shared", Plain("false")), False)
+    if not isinstance(entry["pattern"], list) or not all(isinstance(facts, dict) for facts in entry["pattern"]):
+        raise ValueError("pattern must be a list of layers, each {fact: value, ...}; {} is one as the model's keys say")
+    pattern = tuple(MappingProxyType(_layer_facts(facts)) for facts in entry["pattern"])
+    return MappingProxyType({"repeats": repeats, "shared": shared, "pattern": pattern})
+
+
+def _layer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of one layer of a pattern, each of its key's type."""
+    typed = {}
+    for key, value in facts.items():
+        if key not in LAYER_FACTS:
+            hint = nearest(key, LAYER_FACTS) or f" Those that may: {first_few(LAYER_FACTS, near=key)}."
+            raise ValueError(f"{key} cannot differ by layer.{hint}")
+        fact = _convert_named(key, value, base().defaults[key])
+        if key == "position_type" and fact not in ("rope", "none"):
+            raise ValueError(f"position_type={fact} cannot differ by layer, only rope or none")
+        if problem := check_value(key, fact):
+            raise ValueError(problem)
+        typed[key] = tuple(fact) if isinstance(fact, list) else fact
+    return typed
+
+
+def _convert_named(key: str, value: Any, default: Any) -> Any:
+    try:
+        return convert(value, default)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None

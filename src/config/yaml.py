@@ -1,0 +1,318 @@
+"""Reads configuration text: YAML whose plain words and numbers mean what they mean in Python, and what base.yml says.
+
+YAML 1.1 takes `1e-3` for a string, `1:30` for ninety and `no` for false. Here a plain scalar stays text (`Plain`) until
+the key's default in base.yml says of which type it is.
+"""
+
+import functools
+import math
+import os
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ml_collections import ConfigDict
+
+from src.errors import UserError, clipped
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+BASE = CONFIGS / "base.yml"
+
+BOOLS = {"true": True, "True": True, "false": False, "False": False}
+NOTHING = ("", "null", "None")
+MAX_NODES, MAX_DEPTH = 100_000, 50  # texts, lists and mappings of one YAML text
+MAX_NAME, MAX_PATH = 255, 4095  # bytes of a local path: of each name, and in all
+TYPE_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list, such as [a, b]",
+    dict: "a mapping, such as {name: value}",
+}
+
+
+def unprintable(text: str, *, is_name: bool) -> str:
+    """Returns an error message if `text` has half a surrogate pair, or as a name a NUL character; else ""."""
+    found = re.search("[\0\ud800-\udfff]" if is_name else "[\ud800-\udfff]", text)
+    return f"the character {found[0]!a} is no text" if found else ""
+
+
+def too_long(path: str) -> str:
+    """What is wrong with a local path that has more bytes than any file's; empty for nothing."""
+    names = os.fsencode(path).split(b"/")
+    if max(map(len, names)) <= MAX_NAME and sum(map(len, names)) + len(names) <= MAX_PATH + 1:
+        return ""
+    return f"is too long for a path: at most {MAX_NAME} bytes between slashes and {MAX_PATH} in all"
+
+
+def file_name(text: str) -> str:
+    """Returns `text`; raises UserError where no file can have that name."""
+    if problem := unprintable(text, is_name=True):
+        raise UserError(f"{text!a} names no file: {problem}")
+    if problem := too_long(text):
+        raise UserError(f"{clipped(text)} {problem}")
+    return text
+
+
+class Plain(str):
+    """A scalar that stands in the YAML without quotes: `128`, unlike `"128"`."""
+
+
+def _fault(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader of texts, lists and mappings alone, with an error for a key that stands twice.
+
+    Tags make nothing else (bytes, sets, dates). What aliases repeat counts each time, and has an end.
+    """
+
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's way to have none)
+    yaml_constructors: dict = {}  # noqa: RUF012
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.extent = (0, 0)  # how many nodes there are so far in the one that is being read, and how deep they go
+        self.extents: dict[int, tuple[int, int]] = {}  # by id, of the nodes that were read, with themselves
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event, siblings, self.extent = self.peek_event(), self.extent, (0, 0)
+        node = super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent):
+            if id(node) not in self.extents:
+                raise _fault(f"*{event.anchor} is within itself", event)
+        else:
+            self.extents[id(node)] = self.extent[0] + 1, self.extent[1] + 1
+        count, depth = self.extents[id(node)]
+        if count > MAX_NODES or depth > MAX_DEPTH:
+            raise _fault(f"more than {MAX_NODES:,} values, or {MAX_DEPTH} within each other", event)
+        self.extent = siblings[0] + count, max(siblings[1], depth)
+        return node
+
+    def construct_undefined(self, node: yaml.Node) -> None:
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        raise _fault(f"the tag {tag} is not read: values are texts, lists and mappings", node)
+
+    def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
+        if problem := unprintable(node.value, is_name=False):
+            raise _fault(problem, node)
+        return Plain(node.value) if node.style is None else node.value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise _fault(f"the key {key} stands twice", key_node)
+            seen.add(str(key))
+        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
+
+
+for _tag, _construct in {
+    "tag:yaml.org,2002:str": _Loader.construct_yaml_str,
+    "tag:yaml.org,2002:seq": _Loader.construct_yaml_seq,
+    "tag:yaml.org,2002:map": _Loader.construct_yaml_map,
+    None: _Loader.construct_undefined,
+}.items():
+    _Loader.add_constructor(_tag, _construct)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes each string that would not be read back as one."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        several_lines = len(f"{text}.".splitlines()) > 1  # of which YAML knows other ends than \n
+        reads_otherwise = text in NOTHING or literal(Plain(text)) != text or several_lines
+        return self.represent_scalar("tag:yaml.org,2002:str", str(text), style='"' if reads_otherwise else None)
+
+
+for _text_type in (str, Plain):
+    _Dumper.add_representer(_text_type, _Dumper.represent_text)
+
+
+def parse(text: str, where: str) -> Any:
+    """The YAML `text` as dicts, lists and strings, those without quotes as `Plain`.
+
+    Raises:
+        UserError: malformed YAML, with `where`, line and column.
+    """
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where} is not valid YAML{_place_and_reason(error, text)}") from None
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply to be read") from None
+    return Plain("") if value is None else value
+
+
+def _place_and_reason(error: yaml.YAMLError, text: str) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        # To YAML a star begins the name of another place in the file; here it begins a pattern of weights' names.
+        at = None if isinstance(error, yaml.constructor.ConstructorError) else (error.context_mark or mark).index
+        pattern = re.compile(r"\*[^\s,\]}]*").match(text, at) if at is not None else None
+        return place + (f". What begins with * needs quotes: '{pattern[0]}'" if pattern else "")
+    return f": {error}"
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The keys of a YAML file, in its order.
+
+    Raises:
+        UserError: the file is missing, is no text, is malformed, or holds something else than keys.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    return parse_keys(text, str(path))
+
+
+def parse_keys(text: str, where: str) -> dict[str, Any]:
+    """The keys of a YAML text, in its order.
+
+    Raises:
+        UserError: it is malformed, or holds something else than keys.
+    """
+    value = parse(text, where)
+    if value == "":
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{where} holds {_named(value)}; expected lines of `key: value`, as in {BASE}")
+    return value
+
+
+def literal(value: Any) -> Any:
+    """`value` with each plain scalar read as Python reads it: a bool, int or float where it spells one, else a str."""
+    if isinstance(value, dict):
+        return {key: literal(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [literal(entry) for entry in value]
+    if not isinstance(value, Plain):
+        return value
+    if value in BOOLS:
+        return BOOLS[value]
+    for number in (int, float):
+        try:
+            return number(value)
+        except ValueError:
+            continue
+    return str(value)
+
+
+def convert(value: Any, default: Any) -> Any:
+    """A parsed `value`, as the type of `default`.
+
+    An integer may be written `1e3`, a number as an integer. Nothing (`None`, `null`, empty) is the empty string, list
+    or mapping; no number stands for it.
+
+    Raises:
+        ValueError: `value` is of another type; the message names both.
+    """
+    empty = isinstance(value, Plain) and value in NOTHING
+    match default:
+        case bool():
+            if isinstance(value, Plain) and value in BOOLS:
+                return BOOLS[value]
+        case int() | float():
+            number = literal(value)
+            if type(number) in (int, float) and math.isfinite(number):
+                if isinstance(default, float):
+                    return float(number)
+                if number == int(number):
+                    return int(number)
+        case str():
+            if isinstance(value, str):
+                return "" if empty else str(value)
+        case list() | dict():
+            if empty or isinstance(value, type(default)):
+                return type(default)() if empty else literal(value)
+    raise ValueError(f"expected {TYPE_NAMES[type(default)]}, got {_named(value)}")
+
+
+def parse_argument(text: str, default: Any, where: str) -> Any:
+    """The text after `key=`, for a key with this default, or None for one that base.yml does not have.
+
+    It is YAML; but for a string it is the text itself, less quotes around all of it.
+
+    Raises:
+        UserError: malformed YAML.
+    """
+    if isinstance(default, str):
+        quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'" and text[0] not in text[1:-1]
+        return text[1:-1] if quoted else Plain(text)
+    try:
+        return parse(text, where)
+    except UserError:
+        if default is None:
+            return Plain(text)
+        raise
+
+
+def _named(value: Any) -> str:
+    """`value` and its type, for an error message."""
+    if isinstance(value, Plain) and value in NOTHING:
+        return "nothing"
+    value = literal(value)
+    return f"{TYPE_NAMES[type(value)].split(',')[0]} ({dump(value)})" if not isinstance(value, bool) else dump(value)
+
+
+def dump(value: Any) -> str:
+    """`value` as one line of YAML, which `parse` and `convert` read back."""
+    return yaml.dump(
+        [_plain_types(value)], Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=math.inf
+    ).strip()[1:-1]
+
+
+def _plain_types(value: Any) -> Any:
+    if isinstance(value, Mapping | ConfigDict):  # a ConfigDict is no Mapping
+        return {key: _plain_types(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_types(entry) for entry in value]
+    return value
+
+
+@dataclass(frozen=True)
+class Base:
+    """base.yml: each key's default, its group's title, and its lines with the comment that explains them."""
+
+    defaults: dict[str, Any]
+    group_of: dict[str, str]
+    lines_of: dict[str, str]
+
+    def keys_in(self, *titles: str) -> tuple[str, ...]:
+        """The keys of the groups whose titles begin with one of `titles`."""
+        return tuple(key for key, group in self.group_of.items() if group.startswith(titles))
+
+    def comment(self, key: str) -> str:
+        """What stands behind `key`'s default, without the lines above or below."""
+        line = next(line for line in self.lines_of[key].splitlines() if line.startswith(f"{key}:"))
+        return line.partition(" # ")[2].strip()
+
+
+@functools.cache
+def base() -> Base:
+    """base.yml, read once."""
+    text = BASE.read_text(encoding="utf-8")
+    defaults = {key: literal(value) for key, value in parse(text, str(BASE)).items()}
+    group_of, lines_of = {}, {}
+    group, key, comment = "", "", []
+    for line in text.splitlines():
+        if title := re.match(r"# ---- (.*)", line):
+            group, key, comment = title[1], "", []
+        elif line.startswith("#"):
+            comment.append(line)
+        elif start := re.match(r"(\w+):", line):
+            key = start[1]
+            group_of[key] = group
+            lines_of[key] = "\n".join([*comment, line])
+            comment = []
+        elif line.startswith(" "):
+            lines_of[key] += f"\n{line}"
+    return Base(defaults, group_of, lines_of)

@@ -1,0 +1,219 @@
+"""Documents in ArrayRecord files: `dataset_type=array_record`, and what TFDS keeps in such files.
+
+An ArrayRecord file is a Riegeli file of chunks, each of one record or a group of them; then a footer, itself a chunk,
+with a record of metadata and one for each chunk; then a block of 64 KiB that says where the footer begins. A reader
+of a file keeps the place of each chunk in memory, 8 bytes for each.
+"""
+
+import bisect
+import functools
+import re
+import resource
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from src.config.source_spec import SourceSpec
+from src.data.readers import files, records
+from src.data.readers.documents import DocumentSource
+from src.errors import UserError
+
+if TYPE_CHECKING:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+_NAME = re.compile(r"array_?record", re.IGNORECASE)
+
+# Of Riegeli files: a header of 24 bytes interrupts whatever stands at each multiple of 64 KiB.
+_BLOCK, _BLOCK_HEADER, _CHUNK_HEADER = 1 << 16, 24, 40
+_FIRST_CHUNK = _BLOCK_HEADER + _CHUNK_HEADER  # after the file's own signature, which is a chunk without data
+# The postscript, a protocol buffer: field 1 is the footer's place, field 2 a number that marks ArrayRecord.
+_POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
+
+_COUNTING_THREADS = 32
+_MOST_OPEN_FILES = 2048
+
+
+class RecordRange(NamedTuple):
+    """The records [first, first + count) of a file."""
+
+    file: str
+    first: int
+    count: int
+
+
+class RecordSource(DocumentSource):
+    """Documents that are records of ArrayRecord files.
+
+    The first is read at once, so that data of another form are an error at the start. A file is opened when it is first
+    read from, and only so many are open at a time.
+
+    Args:
+        spec: of the source.
+        ranges: where the records are, in order.
+        record_format: what a record is, as `records.document` has it.
+        listing: the files.
+        facts: what else is in the fingerprint.
+
+    Raises:
+        UserError: there is no record, or the first can't be read.
+    """
+
+    def __init__(
+        self,
+        spec: SourceSpec,
+        ranges: Sequence[RecordRange],
+        record_format: str,
+        listing: files.Listing,
+        facts: Mapping[str, str],
+    ) -> None:
+        self._format = record_format
+        self._column = spec.column
+        self._column_setting = spec.setting("dataset_column")
+        self._ranges = [each for each in ranges if each.count]
+        self._ends = np.cumsum([each.count for each in self._ranges]).tolist()
+        own = {"records": self._ends[-1], "column": spec.column}
+        self._fingerprint = {**facts, **own, **files.fingerprint(listing)}
+        self._reader = functools.lru_cache(maxsize=_open_files_allowed())(_open_reader)
+        self[0]
+
+    def __len__(self) -> int:
+        """How many records there are."""
+        return self._ends[-1]
+
+    def __getitem__(self, i: int) -> str | np.ndarray:
+        """Document `i`: its text, or its ids as int32 [n]."""
+        place = bisect.bisect_right(self._ends, i)
+        file, first, count = self._ranges[place]
+        number = first + count - (self._ends[place] - i)
+        try:
+            # A range is found at once; of a list of numbers the package goes through all the chunks of the file.
+            (record,) = self._reader(file).read(number, number + 1)
+        except (RuntimeError, IndexError) as error:
+            raise UserError(f"{file}, record {number} can't be read, the file is damaged: {error}") from error
+        try:
+            return records.document(record, self._format, self._column)
+        except ValueError as error:
+            setting = "" if self._format == "text" else f" ({self._column_setting})"
+            raise UserError(f"{file}, record {number}: {error}{setting}") from error
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Of the files, and what is read of them."""
+        return dict(self._fingerprint)
+
+
+class ArrayRecordSource(RecordSource):
+    """The records of ArrayRecord files, in the order of the files' names.
+
+    Of a folder these are the files with array_record in their names.
+
+    Args:
+        spec: of the source.
+
+    Raises:
+        UserError: no ArrayRecord file is there, one of a numbered set is missing or damaged, or none has a record; or
+            the first record is not what `array_record_format` and `dataset_column` say.
+    """
+
+    def __init__(self, spec: SourceSpec) -> None:
+        listing = _list_record_files(spec)
+        counts = count_records(listing.files(), spec)
+        if not sum(counts):
+            raise UserError(f"{spec.setting('dataset_path')}: the {len(counts)} ArrayRecord files there have no record")
+        record_format = spec.settings["array_record_format"]
+        ranges = [RecordRange(file, 0, count) for file, count in zip(listing.files(), counts, strict=True)]
+        super().__init__(spec, ranges, record_format, listing, {"type": "array_record", "format": record_format})
+
+
+def refuse_remote(spec: SourceSpec) -> None:
+    """Raises UserError for a path that the package array_record can't read."""
+    if files.is_remote(spec.path):
+        raise UserError(
+            f"{spec.setting('dataset_path')}: ArrayRecord files are read through this machine's file system. Mount the "
+            "bucket (Cloud Storage FUSE does it for gs://) or copy the files, and give the folder where they then are"
+        )
+
+
+def missing_package(spec: SourceSpec, error: ImportError) -> UserError:
+    """What to say where a package is missing that reads data of this type."""
+    return UserError(f"{spec.setting('dataset_type')}: {error.name} is not installed. bash setup.sh data installs it")
+
+
+def count_records(names: Sequence[str], spec: SourceSpec) -> list[int]:
+    """How many records each of some files has.
+
+    Raises:
+        UserError: a file is no whole ArrayRecord file, or what reads them is not installed.
+    """
+    try:
+        import array_record  # noqa: F401
+    except ImportError as error:
+        raise missing_package(spec, error) from error
+    with ThreadPoolExecutor(_COUNTING_THREADS) as threads:  # for file systems where each read is a request
+        return list(threads.map(_count, names))
+
+
+def _open_reader(file: str) -> "ArrayRecordReader":
+    """A reader that several threads may use at a time."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15)
+    try:
+        if not reader.ok():
+            reader.close()  # which says what is wrong
+    except RuntimeError as error:
+        raise UserError(f"{file} is no whole ArrayRecord file ({error}): restore it, or leave it out") from error
+    return reader
+
+
+def _list_record_files(spec: SourceSpec) -> files.Listing:
+    setting = spec.setting("dataset_path")
+    refuse_remote(spec)
+    listing = files.list_files(spec.path, spec.key("dataset_path"))
+    if not Path(spec.path.removeprefix("file://")).expanduser().is_dir():
+        return listing
+    if any(Path(name).name == "dataset_info.json" for name in listing.names):
+        raise UserError(
+            f"{setting} has a TFDS dataset (dataset_info.json), maybe of several splits: dataset_type=tfds reads it, "
+            "and a glob such as FOLDER/*-train.array_record* names one split's files"
+        )
+    sizes = {name: size for name, size in zip(listing.names, listing.sizes, strict=True) if _NAME.search(name)}
+    if not sizes:
+        raise UserError(f"{setting} has no ArrayRecord file: none with array_record in its name. A glob names others")
+    return files.Listing(listing.folder, list(sizes), list(sizes.values()))
+
+
+def _count(file: str) -> int:
+    """How many records a file has.
+
+    In files to be read in any order each chunk has one record, and the header of the footer says how many there are.
+    To open a reader would read the whole footer: 5 s for a hundred million records in a thousand files, and this 0.1 s.
+    """
+    end = files.size(file)
+    is_whole = end > 0 and end % _BLOCK == 0
+    postscript = _POSTSCRIPT.search(files.read(file, end - _BLOCK, end - _BLOCK + 256)) if is_whole else None
+    if postscript and _chunk_records(file, _FIRST_CHUNK) == 1:
+        footer = sum((byte & 0x7F) << 7 * n for n, byte in enumerate(postscript[1]))
+        if in_footer := _chunk_records(file, footer):
+            return in_footer - 1
+    return _open_reader(file).num_records()
+
+
+def _chunk_records(file: str, at: int) -> int:
+    """How many records are in the chunk that begins at a place in a file; 0: none begins there."""
+    header = files.read(file, at, at + _BLOCK_HEADER + _CHUNK_HEADER)
+    block = -at % _BLOCK  # where in it the header of a block would be
+    if block < _CHUNK_HEADER:
+        header = header[:block] + header[block + _BLOCK_HEADER :]
+    return int.from_bytes(header[25:32], "little") if header[24:25] == b"r" else 0
+
+
+def _open_files_allowed() -> int:
+    """How many files a source may have open: a quarter of what the process may, which is first raised if it can be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 4 * _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 4 * _MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most // 4

@@ -1,0 +1,169 @@
+"""Documents in a dataset that TFDS has prepared: `dataset_type=tfds`.
+
+TFDS says which records of which files make a split, and of what kind the features are; neither the code of the
+dataset's builder nor TensorFlow is needed for that. The records themselves are read as those of other ArrayRecord files
+are, and of each only the feature that is wanted.
+"""
+
+import glob
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from src.config.source_spec import SourceSpec
+from src.data.readers import files
+from src.data.readers.array_record import RecordRange, RecordSource, count_records, missing_package, refuse_remote
+from src.errors import UserError, first_few
+
+if TYPE_CHECKING:
+    from tensorflow_datasets.core import DatasetInfo
+    from tensorflow_datasets.core.features import TensorInfo
+    from tensorflow_datasets.core.utils.shard_utils import FileInstruction
+
+_INFO = "dataset_info.json"
+_FORMAT = "array_record"
+_VERSION = re.compile(r"\d+\.\d+\.\d+")
+
+
+class TfdsSource(RecordSource):
+    """A split of a prepared dataset, or parts of some, in TFDS's order.
+
+    Args:
+        spec: of the source. `dataset_name` is NAME, NAME/CONFIG, or one of them with :VERSION; without one it is the
+            newest there. `dataset_path` is the data folder, in which NAME is; empty: TFDS's own. `split` is in TFDS's
+            syntax, as train[:10%].
+
+    Raises:
+        UserError: there is no such dataset or split, it is not stored as ArrayRecord, a file is missing or damaged, or
+            `dataset_column` is no feature of texts or ids.
+    """
+
+    def __init__(self, spec: SourceSpec) -> None:
+        refuse_remote(spec)
+        folder = _find(spec)
+        info = _read_info(spec, folder)
+        _check_feature(spec, info.features)
+        parts = _parts(spec, info)
+        listing = _check_files(spec, info, parts)
+        ranges = [RecordRange(part.filename, part.skip, part.take) for part in parts]
+        facts = {"type": "tfds", "dataset": info.full_name, "split": spec.settings["split"]}
+        super().__init__(spec, ranges, "example", listing, facts)
+
+
+def _find(spec: SourceSpec) -> str:
+    """The folder of the dataset's version that is wanted."""
+    root = os.path.expanduser(spec.path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
+    full_name = spec.settings["dataset_name"]
+    name, _, version = full_name.partition(":")
+    versions = _versions(os.path.join(root, name))
+    if versions and version in ("", *versions):
+        return os.path.join(root, name, version or versions[-1])
+    raise _not_prepared(spec, root, name.split("/")[0], full_name)
+
+
+def _versions(folder: str) -> list[str]:
+    """The versions of a dataset that are in its folder, the newest last."""
+    found = [Path(info).parent.name for info in glob.glob(f"{glob.escape(folder)}/*/{_INFO}")]
+    return sorted(filter(_VERSION.fullmatch, found), key=lambda version: [int(part) for part in version.split(".")])
+
+
+def _not_prepared(spec: SourceSpec, root: str, name: str, full_name: str) -> UserError:
+    inside = glob.escape(root)
+    found = [
+        os.path.relpath(os.path.dirname(path), root).split("/")
+        for within in (glob.escape(name), "*")
+        for path in sorted(glob.glob(f"{inside}/{within}/*/{_INFO}") + glob.glob(f"{inside}/{within}/*/*/{_INFO}"))
+    ]
+    there = list(dict.fromkeys(f"{'/'.join(parts[:-1])}:{parts[-1]}" for parts in found))
+    listed = f"There: {first_few(there, near=full_name)}"
+    where = spec.setting("dataset_path") if spec.path else f"{root}, TFDS's own data folder"
+    return UserError(
+        f"{spec.setting('dataset_name')} is not prepared in {where}. "
+        f"{listed if there else 'No dataset is'}. On a machine with TensorFlow, this prepares the version that its "
+        f"TFDS has: tfds build {full_name.partition(':')[0]} --file_format={_FORMAT} --data_dir={root}"
+    )
+
+
+def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
+    """What TFDS knows of a dataset, with its files of the format array_record chosen."""
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise missing_package(spec, error) from error
+    try:
+        info = tfds.builder_from_directory(folder).info
+        formats = {each.value for each in info.available_file_formats()}
+        if _FORMAT in formats:
+            info.set_file_format(_FORMAT, override=True, override_if_initialized=True)
+            return info
+    except Exception as error:  # of many kinds: those of JSON, protocol buffers, files, and TFDS's own
+        raise UserError(f"{spec.setting('dataset_name')}: TFDS can't read {folder}: {error}") from error
+    raise UserError(
+        f"{spec.setting('dataset_name')} is stored as {', '.join(sorted(formats))} in {folder}, which can't be read in "
+        f"any order. Where TensorFlow, apache-beam and mlcroissant are installed too, this adds a copy that can: tfds "
+        f"convert_format --dataset_version_dir={os.path.abspath(folder)} --out_file_format={_FORMAT}"
+    )
+
+
+def _check_feature(spec: SourceSpec, features: Any) -> None:
+    """Raises UserError unless each record has a text or a list of integers under the wanted name."""
+    there = _flat(features)
+    setting = spec.setting("dataset_column")
+    if spec.column not in there:
+        listed = first_few(sorted(there), near=spec.column)
+        raise UserError(f"{setting}: {spec.settings['dataset_name']} has no such feature. Its features: {listed}")
+    # As it is read, and as it is stored: an image is stored as a string, and a compressed list too.
+    read, stored = (_flat(tree)[spec.column] for tree in (features.get_tensor_info(), features.get_serialized_info()))
+    if _kind(read) is None or _kind(read) != _kind(stored):
+        raise UserError(
+            f"{setting} of {spec.settings['dataset_name']} is neither a text nor a plain list of ids, but "
+            f"{there[spec.column]!r}"
+        )
+
+
+def _kind(tensor: "TensorInfo") -> str | None:
+    """What the values of a feature can be for us: text or ids; None: neither."""
+    if tensor.shape == () and tensor.np_dtype in (np.object_, np.str_, np.bytes_):
+        return "text"
+    return "ids" if len(tensor.shape) == 1 and np.issubdtype(tensor.np_dtype, np.integer) else None
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts, by their names in a record: those of the dicts and their own, with / between."""
+    if not hasattr(tree, "items"):
+        return {prefix[:-1]: tree}
+    return {name: leaf for key, value in tree.items() for name, leaf in _flat(value, f"{prefix}{key}/").items()}
+
+
+def _parts(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction]":
+    """Which records of which files make the split."""
+    there = ", ".join(f"{name} ({split.num_examples:,} examples)" for name, split in info.splits.items())
+    setting = spec.setting("split")
+    try:
+        parts = info.splits[spec.settings["split"]].file_instructions
+    except (ValueError, KeyError, AssertionError) as error:
+        raise UserError(f"{setting}: {str(error).splitlines()[0]} The splits of {info.full_name}: {there}") from error
+    if not parts:
+        raise UserError(f"{setting} has no example. The splits of {info.full_name}: {there}")
+    return parts
+
+
+def _check_files(spec: SourceSpec, info: "DatasetInfo", parts: "list[FileInstruction]") -> files.Listing:
+    """The files of a split, each of which is there and has as many records as TFDS wrote into it."""
+    expected = {part.filename: part.examples_in_shard for part in parts}
+    names = list(expected)
+    missing = [Path(name).name for name in names if not os.path.isfile(name)]
+    if missing:
+        raise UserError(
+            f"{spec.setting('dataset_name')}: {len(missing)} of {len(names)} files are missing in {info.data_dir}: "
+            f"{first_few(missing)}"
+        )
+    for name, count in zip(names, count_records(names, spec), strict=True):
+        if count != expected[name]:
+            raise UserError(
+                f"{name} has {count:,} records, and {_INFO} beside it says {expected[name]:,}: restore the file"
+            )
+    return files.Listing(str(info.data_dir), [Path(name).name for name in names], [files.size(name) for name in names])

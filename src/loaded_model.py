@@ -1,0 +1,65 @@
+"""A model and its weights, opened to be used and not trained: what decode.py and evaluate.py begin with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from ml_collections import FrozenConfigDict
+
+from src.checkpoint.load_weights import load_weights
+from src.checkpoint.resume import all_weights, check_tokenizer, check_vocabulary
+from src.data.tokenizer import Tokenizer
+from src.errors import UserError
+from src.model.spec import model_spec
+from src.parallel.mesh import Layout, check_hardware, make_layout
+from src.step.plan import StepPlan, make_plan
+from src.step.state import abstract_state
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with its weights, as `StepPlan.decoder` takes them, and the tokenizer of its texts."""
+
+    plan: StepPlan
+    parts: tuple[Any, ...]
+    tokenizer: Tokenizer | None
+    messages: list[str]
+
+
+def open_model(config: FrozenConfigDict, tokenizer: Tokenizer | None) -> Opened:
+    """The model that the config describes with the weights of its `load_parameters_path`, adapters merged.
+
+    Args:
+        config: of the command.
+        tokenizer: of its texts; None: it has none.
+
+    Raises:
+        UserError: there are no such weights, or they are another model's or another tokenizer's.
+    """
+    if not config.load_parameters_path:
+        raise UserError(
+            "load_parameters_path says whose weights to use: a run's folder, a checkpoint, a Hugging Face "
+            "folder. (A run's folder in place of the YAML file brings its own, as in python -m src.decode runs/NAME)"
+        )
+    check_hardware(config)
+    plan = inference_plan(config, make_layout(config, jax.devices()), config.max_target_length, packed=config.packing)
+    weights, meta, messages = load_weights(
+        config.load_parameters_path, all_weights(abstract_state(plan, config, (plan.layout.shards("batch"), 1, 2)))
+    )
+    check_vocabulary(config, meta)
+    check_tokenizer(config, meta, tokenizer)
+    return Opened(plan, tuple(plan.by_part(weights).values()), tokenizer, messages)
+
+
+def inference_plan(config: Mapping[str, Any], layout: Layout, length: int, packed: bool) -> StepPlan:
+    """The plan of the config's model on rows of `length` tokens, without what is trained beside it.
+
+    Raises:
+        UserError: as `make_plan` does, or rows are longer than the model's table of positions.
+    """
+    spec = model_spec(config)
+    if 0 < spec.position_table_size < length:
+        raise UserError(f"rows of {length} tokens are longer than the model's {spec.position_table_size} positions")
+    keys = {**config, "max_target_length": length, "packing": packed, "lora_rank": 0, "trainable_parameters": []}
+    return make_plan(keys, spec, layout)

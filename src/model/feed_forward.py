@@ -1,0 +1,61 @@
+"""The feed-forward layer, gated or plain."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from src.model.forward_context import Context
+from src.model.params import matmul, weight
+from src.model.spec import FeedForwardSpec
+
+ACTIVATIONS = {
+    "linear": lambda x: x,
+    "plus_one": lambda x: x + 1,
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),  # Hendrycks and Gimpel 2016, section 2
+    "relu": jax.nn.relu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+class FeedForward(nnx.Module):
+    """Projects to one factor an activation, multiplies the activated factors, projects back.
+
+    [silu, linear] is SwiGLU (Shazeer 2020); [gelu] is GPT's; [quick_gelu, plus_one] is gpt-oss's.
+    """
+
+    def __init__(self, spec: FeedForwardSpec, emb_dim: int, out_scale: float, dtype: str, rngs: nnx.Rngs) -> None:
+        self.spec = spec
+        factors, mlp_dim = len(spec.activations), spec.mlp_dim
+        self.wi = weight(rngs, (emb_dim, factors, mlp_dim), ("embed", None, "mlp"), dtype, fan_in=(0,))
+        self.wo = weight(rngs, (mlp_dim, emb_dim), ("mlp", "embed"), dtype, fan_in=(0,), scale=out_scale)
+        if spec.bias:
+            self.wi_bias = weight(rngs, (factors, mlp_dim), (None, "mlp"), dtype, constant=0.0, decays=False)
+            self.wo_bias = weight(rngs, (emb_dim,), (None,), dtype, constant=0.0, decays=False)
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """[B, T, D] to [B, T, D], and nothing to report."""
+        hidden_BTAF = matmul(x_BTD, self.wi[...], "BTD,DAF->BTAF")
+        if self.spec.bias:
+            hidden_BTAF += self.wi_bias[...].astype(x_BTD.dtype)
+        hidden_BTAF = context.layout.constrain(hidden_BTAF, "batch", "length", None, "mlp")
+        hidden_BTAF = checkpoint_name(hidden_BTAF, "mlpwi")
+        out_BTD = context.scattered(matmul(activated(hidden_BTAF, self.spec), self.wo[...], "BTF,FD->BTD"))
+        if self.spec.bias:
+            out_BTD += self.wo_bias[...].astype(x_BTD.dtype)
+        return checkpoint_name(out_BTD, "mlpwo"), {}
+
+
+def activated(hidden_AF: jax.Array, spec: FeedForwardSpec) -> jax.Array:
+    """[..., A, F] to [..., F]: the product of the activated factors."""
+    factors = [hidden_AF[..., index, :] for index in range(len(spec.activations))]
+    if spec.limit:  # the gate, which comes first, is clipped from above alone
+        gate, *others = factors
+        factors = [jnp.minimum(gate, spec.limit), *(jnp.clip(x, -spec.limit, spec.limit) for x in others)]
+    activated_factors = (ACTIVATIONS[name](x) for name, x in zip(spec.activations, factors, strict=True))
+    return functools.reduce(operator.mul, activated_factors)

@@ -1,0 +1,134 @@
+"""Runs a segment: the one place that knows scanning, unrolling, rematerialisation and pipeline stages."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from src.model.forward_context import Context
+from src.model.pipeline import Schedule, run_stages
+from src.model.spec import Segment
+
+QKV = ("query_proj", "key_proj", "value_proj")
+PRODUCTS = (*QKV, "out_proj", "mlpwi", "mlpwo")
+
+# remat_policy -> (arrays kept on the device, arrays kept in host memory); base.yml describes them.
+POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "full": ((), ()),
+    "minimal": (PRODUCTS, ()),
+    "minimal_with_context": ((*PRODUCTS, "context"), ()),
+    "save_qkv_proj": (QKV, ()),
+    "save_out_proj": (("out_proj",), ()),
+    "qkv_proj_offloaded": ((), QKV),
+    "minimal_offloaded": ((), PRODUCTS),
+}
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How segments run: nothing here changes a result."""
+
+    scan_layers: bool = True
+    remat_policy: str = "none"
+    remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
+    schedule: Schedule | None = None  # of pipeline stages
+
+    def remat(self, block: Callable, repeats: int) -> Callable:
+        """`block`, one of a pattern run `repeats` times, keeping for the backward pass what the policy names."""
+        if self.remat_policy == "none":
+            return block
+        # A loop's body is compiled by itself, so common subexpressions cannot undo the recomputation there; one round
+        # is no loop to XLA.
+        return jax.checkpoint(block, policy=self._policy(), prevent_cse=not (self.scan_layers and repeats > 1))
+
+    def remat_turn(self, run_turn: Callable) -> Callable:
+        """`run_turn`, a stage's blocks in a pipeline, keeping what each of them keeps, and not the weights it takes.
+
+        With remat_policy=none, where a stage has several turns, each keeps its weights too.
+        """
+        if self.remat_policy == "none":
+            return run_turn
+        return jax.checkpoint(run_turn, policy=self._policy("decoder_layer_input"), prevent_cse=False)
+
+    def _policy(self, *more: str) -> Callable[..., Any]:
+        """What the backward pass keeps: what `remat_policy` names, and `more` on the device."""
+        if self.remat_policy == "custom":
+            on_device = tuple(name for name, where in self.remat_custom.items() if where == "device")
+            on_host = tuple(name for name, where in self.remat_custom.items() if where == "offload")
+        else:
+            on_device, on_host = POLICIES[self.remat_policy]
+        on_device = {*on_device, *more} - {*on_host}
+        if on_host:
+            return jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=sorted(on_device),
+                names_which_can_be_offloaded=list(on_host),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        return jax.checkpoint_policies.save_only_these_names(*sorted(on_device))
+
+
+def run_segment(
+    segment: Segment,
+    blocks: nnx.List,
+    x: jax.Array,
+    context: Context,
+    caches: Any,
+    first_layer: int,
+    execution: Execution,
+    staged: bool,
+) -> tuple[jax.Array, Any, dict[int, Any]]:
+    """Runs the segment's pattern `repeats` times.
+
+    Args:
+        segment: the plan.
+        blocks: the pattern's blocks; their weights have a leading dim of `repeats`, unless they are shared.
+        x: [B, T, D].
+        context: what every block is told.
+        caches: a list of one cache a pattern position, each with a leading dim of `repeats`; None in training.
+        first_layer: the model's number of the segment's first layer.
+        execution: scanned or unrolled, and what is kept for the backward pass.
+        staged: whether pipeline stages, where there are any, share out the repeats. With caches all run all of them.
+
+    Returns:
+        x, the caches, and the blocks' reports by pattern position, with a leading dim of `repeats`.
+    """
+    graphdef, weights = nnx.split(blocks)
+    layers = first_layer + len(segment.pattern) * jnp.arange(segment.repeats)
+
+    def run_pattern(x: jax.Array, repeat: Any, context: Context) -> tuple[jax.Array, Any]:
+        own_weights, caches, layer = repeat
+        reports, new_caches = {}, []
+        for position, block in enumerate(nnx.merge(graphdef, weights if segment.shared else own_weights)):
+            cache = None if caches is None else caches[position]
+            # Each block by itself: the backward pass then holds what one block computes again, not a whole pattern.
+            run_block = execution.remat(functools.partial(block, context=context), segment.repeats)
+            x, cache, report = run_block(x, cache=cache, layer=layer + position)
+            new_caches.append(cache)
+            reports[position] = report
+        return x, (None if caches is None else new_caches, reports)
+
+    def run_repeats(x: jax.Array, repeats: Any, context: Context) -> tuple[jax.Array, Any]:
+        """x, the caches and the reports of consecutive repeats: their weights, caches and first layers."""
+        if execution.scan_layers:
+            return jax.lax.scan(lambda x, repeat: run_pattern(x, repeat, context), x, repeats)
+        outputs = []
+        for index in range(len(repeats[-1])):
+            x, output = run_pattern(x, jax.tree.map(lambda leaf, index=index: leaf[index], repeats), context)
+            outputs.append(output)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+
+    if execution.schedule and staged and caches is None:
+
+        def run_chunk(x: jax.Array, weights: Any, layers: jax.Array, context: Context) -> tuple[jax.Array, Any]:
+            x, (_, reports) = run_repeats(x, (weights, None, layers), context)
+            return x, reports
+
+        x, reports = run_stages(run_chunk, x, weights, layers, context, execution.schedule, execution.remat_turn)
+        return x, None, reports
+    x, (caches, reports) = run_repeats(x, (None if segment.shared else weights, caches, layers), context)
+    return x, caches, reports

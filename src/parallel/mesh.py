@@ -1,0 +1,304 @@
+"""The device mesh, and where each array lies on it: named axes, logical-axis rules, shardings."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from src.config.values import size_key
+from src.errors import UserError
+
+# The key that a weight's dim of a logical axis has its size from.
+SIZE_KEYS = {
+    "vocab": "vocab_size, padded to a multiple of 128",
+    "embed": "base_emb_dim",
+    "expert_embed": "base_emb_dim",
+    "heads": "base_num_query_heads",
+    "kv_heads": "base_num_kv_heads",
+    "mlp": "base_mlp_dim or base_moe_mlp_dim",
+    "expert": "num_experts",
+    "latent": "q_lora_rank or kv_lora_rank",
+    "position": "trainable_position_size",
+    "layers": "base_num_decoder_layers or decoder_segments",
+    "other_layers": "decoder_segments",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the rules that map logical axes to its axes.
+
+    `rules[name]` are the mesh axes, outermost first, that shard a dim of that logical axis.
+    """
+
+    mesh: Mesh
+    rules: Mapping[str, tuple[str, ...]]
+
+    def axes(self, axis: str | None) -> tuple[str, ...]:
+        """The mesh axes of several devices, outermost first, that shard a dim of this logical axis; None: of none.
+
+        Within `shard_map` an array is one device's part along the axes that it maps over, and those shard it no more.
+        """
+        if axis is None:
+            return ()
+        mapped = _traced_mesh().manual_axes
+        return tuple(name for name in self.rules[axis] if self.mesh.shape[name] > 1 and name not in mapped)
+
+    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
+        """The partition of an array whose dims have these logical axes; None is not sharded."""
+        used = [mesh_axis for axis in axes if axis is not None for mesh_axis in self.rules[axis]]
+        clash = sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1})
+        if clash:
+            named = ", ".join(str(axis) for axis in axes)
+            raise UserError(
+                f"logical_axis_rules shard two dims of one array over mesh axis {clash[0]}: the array's logical axes "
+                f"are [{named}]. Give one of them another mesh axis, or [] for none."
+            )
+        return PartitionSpec(*(self.axes(axis) or None for axis in axes))
+
+    def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
+        """The placement of an array whose dims have these logical axes; no axes: a copy on every device."""
+        traced = _traced_mesh()
+        return NamedSharding(self.mesh if traced.empty else traced, self.spec(axes))
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """`x`, sharded by its dims' logical axes; for use inside a compiled function.
+
+        Raises:
+            UserError: a dim is not divisible by the mesh axes that shard it.
+        """
+        self.check(x.shape, axes)
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def check(self, shape: Sequence[int], axes: Sequence[str | None]) -> None:
+        """Raises UserError where a dim is not divisible by the mesh axes that shard it."""
+        for size, axis in zip(shape, axes, strict=True):
+            if axis is not None and size % self.shards(axis):
+                raise UserError(f"{self.misfit(size, axis)}: change that size, or logical_axis_rules.{axis}")
+
+    def split_rows(self, x: jax.Array, parts: int, *axes: str | None) -> jax.Array:
+        """[B, ...] to [parts, B / parts, ...], every row on the device where it is; `axes` are the further dims'."""
+        x = jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
+        return self.constrain(x, None, "batch", *axes)
+
+    def misfit(self, size: int, axis: str) -> str:
+        """That a dim of logical axis `axis` and this size is not divisible, in words."""
+        key = f" ({SIZE_KEYS[axis]})" if axis in SIZE_KEYS else ""
+        return f"{axis} = {size}{key} is not divisible by {self.sharded_by(axis)}"
+
+    def sharded_by(self, axis: str) -> str:
+        """The mesh axes that shard logical axis `axis`, with their sizes, such as `data=2 x fsdp=4`."""
+        return " x ".join(f"{name}={self.mesh.shape[name]}" for name in self.axes(axis))
+
+    def shards(self, axis: str) -> int:
+        """Into how many parts a dim of logical axis `axis` is cut."""
+        return self.size(self.axes(axis))
+
+    def size(self, mesh_axes: Sequence[str]) -> int:
+        """The number of devices along these mesh axes."""
+        return math.prod(self.mesh.shape[name] for name in mesh_axes)
+
+    def without(self, *axes: str) -> "Layout":
+        """This layout, by which nothing shards a dim of these logical axes."""
+        return Layout(self.mesh, {**self.rules, **dict.fromkeys(axes, ())})
+
+    def axes_within_slices(self) -> tuple[str, ...]:
+        """The mesh axes along which devices are of one TPU slice or host."""
+        slices = np.vectorize(slice_of, otypes=[int])(self.mesh.devices)
+        along = {name: np.moveaxis(slices, dim, 0) for dim, name in enumerate(self.mesh.axis_names)}
+        return tuple(name for name, ids in along.items() if (ids == ids[:1]).all())
+
+    def shard_map(
+        self, function: Callable, in_specs: Any, out_specs: Any, over: Sequence[str] | None = None
+    ) -> Callable:
+        """`function` of each device's parts along the mesh axes `over`; None: all that no outer `shard_map` maps over.
+
+        The other axes go on as ever: within, `constrain` and another `shard_map` take care of them.
+        """
+        traced = _traced_mesh()
+        free = [name for name in self.mesh.axis_names if name not in traced.manual_axes]
+        return jax.shard_map(
+            function,
+            mesh=self.mesh if traced.empty else traced,
+            axis_names=set(free if over is None else over),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+
+def _traced_mesh() -> AbstractMesh:
+    """The mesh of the `shard_map` that is being traced, which knows what it maps over; outside of all, an empty one."""
+    return jax.sharding.get_abstract_mesh()
+
+
+def make_layout(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Layout:
+    """The mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them, with its rules."""
+    names = tuple(config["mesh_axes"])
+    groups = count_slices(devices)
+    ici = _fill("ici", config, names, len(devices) // groups, groups)
+    dcn = _fill("dcn", config, names, len(devices) // groups, groups)
+    if groups == 1:
+        device_array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+    else:
+        by_process = _joined_by_process(devices[0])
+        device_array = mesh_utils.create_hybrid_device_mesh(
+            ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
+        )
+    mesh = Mesh(device_array, names, axis_types=(AxisType.Auto,) * len(names))
+    rules = {axis: tuple(mesh_axes) for axis, mesh_axes in config["logical_axis_rules"].items()}
+    return Layout(mesh, rules)
+
+
+def count_slices(devices: Sequence[jax.Device]) -> int:
+    """How many groups of devices the fast interconnect joins: TPU slices, or else hosts."""
+    return len({slice_of(device) for device in devices})
+
+
+def slice_of(device: jax.Device) -> int:
+    """The number of the TPU slice or host that the fast interconnect joins this device to the rest of."""
+    return device.process_index if _joined_by_process(device) else getattr(device, "slice_index", 0)
+
+
+def _joined_by_process(device: jax.Device) -> bool:
+    """Whether processes tell hosts apart: of CPUs, and of GPUs to compile for, all of which XLA puts in slice 0.
+
+    Of GPUs that are here, each of which may have a process of its own, JAX numbers the hosts as slices.
+    """
+    if device.platform == "gpu":
+        return device.client.runtime_type == "compile_only_runtime"
+    return device.platform != "tpu"
+
+
+def _fill(kind: str, config: Mapping[str, Any], names: Sequence[str], devices: int, groups: int) -> list[int]:
+    """The sizes of one kind for these mesh axes, with the one -1 replaced by what the others leave.
+
+    Args:
+        kind: ici or dcn.
+        config: the sizes.
+        names: the mesh axes.
+        devices: in each slice or host.
+        groups: how many slices or hosts.
+    """
+    sizes = {size_key(kind, name): config[size_key(kind, name)] for name in names}
+    total = devices if kind == "ici" else groups
+    given = math.prod(size for size in sizes.values() if size != -1)
+    filled = [total // given if size == -1 else size for size in sizes.values()]
+    if math.prod(filled) == total:
+        return filled
+    larger = [f"{key}={size}" for key, size in sizes.items() if size not in (1, -1)]
+    product = " x ".join(larger) or f"every {kind} size=1"
+    plural = "s" * (total > 1)
+    what = f"device{plural} in each slice or host" if kind == "ici" else f"slice{plural} or host{plural}"
+    if -1 in sizes.values():
+        product += f" = {given}" if len(larger) > 1 else ""
+        said = f"{product} does not divide {total} {what}: {any_of(divisors(total))} {'do' if total > 1 else 'does'}."
+    else:
+        said = (
+            f"{product} against {total} {what}. Set one of the sizes to -1 (what is left), or sizes whose product is "
+            f"{total}."
+        )
+    if kind == "dcn" and groups == 1:
+        said += (
+            " Larger dcn sizes need a job on more slices or hosts, which JAX did not find (docs/launch.md), or with "
+            "compile_topology, compile_topology_num_slices."
+        )
+    if kind == "ici" and groups > 1 and given > devices:
+        said += f" Between the {groups} slices or hosts sizes are dcn_*_parallelism."
+    raise UserError(f"The mesh does not multiply out: {said}")
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def any_of(choices: Sequence[Any]) -> str:
+    """In words, such as `1, 2 or 4`."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def mesh_axes_of(spec: PartitionSpec) -> set[str]:
+    """The mesh axes that a partition uses."""
+    return {name for part in spec for name in axes_of_dim(part)}
+
+
+def axes_of_dim(part: Any) -> tuple[str, ...]:
+    """The mesh axes, outermost first, of one entry of a partition."""
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
+def spread(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
+    """`sharding` of an array of this shape, with one dim cut by the mesh axes `axes` too; as it is where none divides.
+
+    The first dim that nothing cuts yet comes first, which is mostly that of layers.
+    """
+    parts = list(map(axes_of_dim, sharding.spec))
+    for dim in sorted(range(len(shape)), key=lambda dim: bool(parts[dim])):
+        cut_by = (*parts[dim], *axes)
+        if shape[dim] % math.prod(sharding.mesh.shape[name] for name in cut_by) == 0:
+            parts[dim] = cut_by
+            break
+    return sharding.update(spec=PartitionSpec(*(part or None for part in parts)))
+
+
+def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
+    """The sharding of each weight, from its shape and its dims' logical axes (nested dicts of like structure).
+
+    Raises:
+        UserError: a dim is not divisible by the mesh axes that shard it; all such are named.
+    """
+    problems: dict[str, None] = {}
+    keys: dict[str, None] = {}
+    rules: dict[str, None] = {}
+
+    def place(path: Any, shape: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
+        for size, axis in zip(shape.shape, dims, strict=True):
+            if axis is not None and size % layout.shards(axis):
+                problems[layout.misfit(size, axis)] = None
+                keys.update((size_key(kind, name), None) for name in layout.axes(axis) for kind in ("ici", "dcn"))
+                rules[f"logical_axis_rules.{axis}=[]"] = None
+        return layout.sharding(dims)
+
+    shardings = jax.tree.map_with_path(place, shapes, axes)
+    if problems:
+        raise UserError(
+            f"Weights do not divide over the mesh: {'; '.join(problems)}. Change these sizes, or {any_of(list(keys))}, "
+            f"or leave such a dim whole on each device: {', '.join(rules)}."
+        )
+    return shardings
+
+
+def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key: str) -> int:
+    """Rows of one step: `per_device` rows x devices x `micro_batches`.
+
+    Raises:
+        UserError: it is not whole, or a micro-batch does not divide over the mesh axes of "batch"; `key` gave it.
+    """
+    rows, shards = per_device * layout.mesh.size, layout.shards("batch")
+    if abs(rows - round(rows)) > 1e-6 or round(rows) % shards or round(rows) == 0:
+        into = f"does not divide into {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else "is not whole"
+        raise UserError(
+            f"{key}={per_device:g} on {layout.mesh.size} device{'s' * (layout.mesh.size > 1)} is {rows:g} rows a "
+            f"micro-batch, which {into}. Use a multiple of {shards / layout.mesh.size:g}."
+        )
+    return round(rows) * micro_batches
+
+
+def describe_mesh(sizes: Mapping[str, int]) -> str:
+    """A mesh's sizes by axis in a line, such as `fsdp 4 x tensor 2`."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
+
+
+def check_hardware(config: Mapping[str, Any]) -> None:
+    """Raises UserError where `hardware` names another platform than the one JAX found."""
+    platform = jax.devices()[0].platform
+    if config["hardware"] and config["hardware"] != platform:
+        raise UserError(f"hardware={config['hardware']}, but JAX found {platform}. Leave hardware empty to detect it.")

@@ -1,0 +1,221 @@
+"""Turns the arrays that steps return into lines: metrics.jsonl, TensorBoard and the console."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import FrozenConfigDict
+
+from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.run_folder import RunFolder
+from src.errors import UserError
+from src.model.flops import FlopsPerToken
+from src.parallel.topology import run_peak
+from src.report.metrics import LOSSES_AND_LOADS, Entry, MetricsLog, StepPrinter, perplexity
+from src.report.page import History, page
+from src.step.optimizer import learning_rate
+from src.step.train_step import Metrics
+
+MAX_SKIPPED = 10  # updates one after another: batches differ, so it is the weights that are of no use
+
+
+class NonFiniteError(UserError):
+    """A run's weights lead to losses, gradients or weights that are not finite."""
+
+
+class Recorder:
+    """Records each step while the next one runs, so that the devices never wait for the host.
+
+    Process 0 alone writes and prints.
+
+    Args:
+        config: the run's.
+        log: its metrics.jsonl and TensorBoard; None on other processes.
+        printer: its console; None on other processes.
+        flops: of one token of a training step.
+        tokens: of one step, B x T.
+        mesh: the devices.
+
+    Attributes:
+        last: the metrics of the step recorded last.
+        last_finite: the last step whose loss and gradient were finite, and so the weights before it good.
+        skipped: how many steps since then were recorded.
+    """
+
+    def __init__(
+        self,
+        config: FrozenConfigDict,
+        log: MetricsLog | None,
+        printer: StepPrinter | None,
+        flops: FlopsPerToken,
+        tokens: int,
+        mesh: Mesh,
+    ) -> None:
+        self.last: Entry = {}
+        self.last_finite = self.skipped = 0
+        self._config, self._log, self._printer = config, log, printer
+        self._flops, self._tokens, self._devices = flops, tokens, mesh.size
+        self._peak = run_peak(mesh.devices.flat[0].device_kind, config.dtype, config.matmul_precision)
+        self._pending: tuple[int, Metrics, float] | None = None
+        self._data_wait = 0.0
+        self._clock = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        if self._printer:
+            self._printer.__enter__()
+        self.start_clock()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._log and self._printer:
+            self._printer.__exit__(*error)
+            with contextlib.suppress(OSError if error[0] else ()):  # a full disk, of which the first error tells
+                self._log.close()
+
+    def start_clock(self) -> None:
+        """The next step begins now: what came before it is no step's time."""
+        self._clock = time.perf_counter()
+
+    @contextlib.contextmanager
+    def waits_for_data(self) -> Iterator[None]:
+        """Around the taking of a batch: how long it takes is the next step's `data_wait_seconds`."""
+        begin = time.perf_counter()
+        yield
+        self._data_wait = time.perf_counter() - begin
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        """Takes the metrics of update number `step` (from 1), which may still be computed, and records the last one's.
+
+        Raises:
+            NonFiniteError: that one's loss or gradient is not finite, and `on_nonfinite` is stop, or MAX_SKIPPED were
+                skipped without a break, or so many at the run's end; or its update made weights that nothing can be
+                computed with.
+        """
+        self.flush()
+        self._pending = (step, metrics, self._data_wait)
+
+    def flush(self) -> None:
+        """Waits for the step added last, and records it; raises as `add` does."""
+        if self._pending is None:
+            return
+        (step, arrays, data_wait), self._pending = self._pending, None
+        metrics = {name: value.tolist() for name, value in jax.device_get(arrays).items()}
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        if metrics["finite"]:
+            self.last_finite, self.skipped = step, 0
+        else:
+            self.skipped += 1
+        self._check(step, metrics)
+        self.last = {
+            "step": step,
+            "loss": metrics["loss"],
+            "perplexity": perplexity(metrics["loss"]),
+            **{name: metrics[name] for name in LOSSES_AND_LOADS if name in metrics},
+            "grad_norm": metrics["grad_norm"],
+            "learning_rate": learning_rate(self._config, step - 1),
+            "step_time_seconds": seconds,
+            "data_wait_seconds": data_wait,
+            "tokens_per_second": self._tokens / seconds,
+            **self._rates(self._tokens / seconds / self._devices),
+        }
+        if self._log and self._printer:
+            self._log.write(self.last)
+            self._printer.train(self.last)
+            if self.skipped:
+                self._printer.say(f"step {step}: the update is skipped, for it is not finite")
+
+    def _check(self, step: int, metrics: Entry) -> None:
+        """Raises NonFiniteError where the run cannot go on; see `add`."""
+        advice = ""
+        if not metrics["usable"]:
+            problem = f"step {step}: the update made weights so large that no layer can be computed with them."
+        elif self.skipped and self._config.on_nonfinite == "stop":
+            numbers = f"loss {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g}"
+            problem = f"step {step}: {numbers} are not both finite. The update was not made."
+            advice = ", or leave such updates out with on_nonfinite=skip"
+        elif self.skipped == MAX_SKIPPED or (self.skipped and step == self._config.steps):
+            problem = f"step {step}: the last {self.skipped} updates were skipped, for none was finite."
+        else:
+            return
+        raise NonFiniteError(
+            f"{problem} The last good checkpoint stands. Resume with a smaller learning_rate or "
+            f"gradient_clipping_threshold{advice}."
+        )
+
+    def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Records an evaluation made after update number `step`."""
+        if self._log and self._printer:
+            self._log.write({"step": step, **metrics})
+            self._printer.evaluation({"step": step, **metrics})
+
+    def sync(self) -> None:
+        """Puts every line recorded so far on disk."""
+        if self._log:
+            self._log.flush()
+
+    def _rates(self, tokens_per_device: float) -> dict[str, float]:
+        """`tflops_per_device` and, where the device's peak is known, both kinds of MFU (docs/performance.md)."""
+        rates = {"tflops_per_device": tokens_per_device * self._flops.causal / 1e12}
+        if self._peak is not None:
+            rates["mfu"] = tokens_per_device * self._flops.causal / self._peak
+            rates["mfu_palm"] = tokens_per_device * self._flops.palm / self._peak
+        return rates
+
+
+class LiveReport:
+    """report.html of a run that goes on, written in the background and in at most a fiftieth of the time.
+
+    Args:
+        folder: the run's; only its process 0 writes.
+
+    Attributes:
+        history: what the page shows of metrics.jsonl, as of the last time it was written.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.history = History()
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._writing: Future[None] | None = None
+        self._not_before = 0.0
+
+    def update(self) -> None:
+        """Has the page written, unless it is being written, or was not long ago."""
+        if time.monotonic() >= self._not_before and (self._writing is None or self._writing.done()):
+            self._writing = self._thread.submit(self._write)
+
+    def finish(self) -> str:
+        """Writes the page once more; returns where it is, or why it is not: no run has failed for its page."""
+        report = self._folder.path / "report.html"
+        try:
+            self._thread.submit(self._write).result()
+        except Exception as error:  # of whatever store, or of files that somebody changed meanwhile
+            told = " ".join(str(error).split())
+            return f"not written, and all else is: {type(error).__name__}: {told} (python -m src.report tries again)"
+        return str(report)
+
+    def close(self) -> None:
+        """Waits for a page that is being written."""
+        self._thread.shutdown()
+
+    def _write(self) -> None:
+        begin = time.monotonic()
+        self.history.read(self._folder.local / "metrics.jsonl")
+        self._folder.write_text("report.html", page(self._folder.path, self.history))
+        self._not_before = time.monotonic() + 50 * (time.monotonic() - begin)
+
+
+@contextlib.contextmanager
+def sets_aside(checkpointer: Checkpointer, recorder: Recorder) -> Iterator[None]:
+    """Where the run ends with NonFiniteError, renames what it saved of weights that have not given a finite loss."""
+    try:
+        yield
+    except NonFiniteError as error:
+        if names := checkpointer.set_aside(recorder.last_finite):
+            raise UserError(f"{error} The newest one, which led to this, is kept as {', '.join(names)}.") from None
+        raise

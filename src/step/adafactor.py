@@ -1,0 +1,81 @@
+"""Adafactor's scaling (Shazeer and Stern 2018): of a matrix's second moment it keeps the means of rows and columns."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from src.model.params import by_path, nested
+from src.step.matrices import Matrix
+
+# The paper's, section 9: what is added to squared gradients, the least scale of a weight, the greatest root mean square
+# of an update, and the exponent of the moments' decay.
+EPSILON_1, EPSILON_2, CLIP, DECAY = 1e-30, 1e-3, 1.0, 0.8
+
+
+class AdafactorState(NamedTuple):
+    """Second moments, float32, nested as the weights are that have them; a mean's dims have size 1."""
+
+    count: jax.Array  # int32: updates made
+    rows: Any  # of matrices: means over the outputs
+    columns: Any  # of matrices: means over the inputs
+    full: Any  # of all other weights
+
+
+def scale_by_adafactor(matrices: Any) -> optax.GradientTransformation:
+    """Gradients over the root of their second moment, clipped, times each weight's scale (algorithms 4 and 5).
+
+    The learning rate is then relative to the weights' root mean square. Layers and experts that share an array have
+    rows, columns and scales of their own. There is no first moment.
+
+    Args:
+        matrices: a `Matrix` for each weight.
+    """
+    kinds: dict[Any, Matrix] = by_path(matrices)
+
+    def init(weights: Any) -> AdafactorState:
+        shapes = {path: weight.shape for path, weight in by_path(weights).items()}
+        factored = [path for path, kind in kinds.items() if kind.inputs]
+        return AdafactorState(
+            count=jnp.zeros((), jnp.int32),
+            rows=nested({path: jnp.zeros(_ones_at(shapes[path], kinds[path].outputs)) for path in factored}),
+            columns=nested({path: jnp.zeros(_ones_at(shapes[path], kinds[path].inputs)) for path in factored}),
+            full=nested({path: jnp.zeros(shapes[path]) for path, kind in kinds.items() if not kind.inputs}),
+        )
+
+    def update(gradients: Any, state: AdafactorState, weights: Any) -> tuple[Any, AdafactorState]:
+        count = state.count + 1
+        decay = 1.0 - count.astype(jnp.float32) ** -DECAY
+        rows, columns, full, weights = map(by_path, (state.rows, state.columns, state.full, weights))
+        updates = {}
+        for path, gradient in by_path(gradients).items():
+            kind, gradient = kinds[path], gradient.astype(jnp.float32)
+            square = jnp.square(gradient) + EPSILON_1
+            if kind.inputs:
+                rows[path] = decay * rows[path] + (1 - decay) * jnp.mean(square, kind.outputs, keepdims=True)
+                columns[path] = decay * columns[path] + (1 - decay) * jnp.mean(square, kind.inputs, keepdims=True)
+                row_share = rows[path] / jnp.mean(rows[path], kind.inputs, keepdims=True)
+                scaled = gradient * jax.lax.rsqrt(row_share) * jax.lax.rsqrt(columns[path])
+            else:
+                full[path] = decay * full[path] + (1 - decay) * square
+                scaled = gradient * jax.lax.rsqrt(full[path])
+            clipped = scaled / jnp.maximum(1.0, _root_mean_square(scaled, kind) / CLIP)
+            updates[path] = clipped * jnp.maximum(EPSILON_2, _root_mean_square(weights[path], kind))
+        return nested(updates), AdafactorState(count, nested(rows), nested(columns), nested(full))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _root_mean_square(x: jax.Array, kind: Matrix) -> jax.Array:
+    """Of each matrix, without the rows that pad a vocabulary: their zero gradients would make it smaller."""
+    square = jnp.square(x.astype(jnp.float32))
+    if kind.vocab is None:
+        return jnp.sqrt(jnp.mean(square, kind.dims, keepdims=True))
+    dim, size = kind.vocab
+    is_word = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) < size
+    return jnp.sqrt(jnp.mean(square, kind.dims, keepdims=True, where=is_word))
+
+
+def _ones_at(shape: tuple[int, ...], dims: tuple[int, ...]) -> list[int]:
+    return [1 if dim in dims else size for dim, size in enumerate(shape)]

@@ -1,0 +1,115 @@
+"""The step that a configuration means on given devices: the same one for training and for compiling ahead of time."""
+
+import hashlib
+import re
+from base64 import b64decode
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from src.errors import UserError
+from src.model.spec import model_spec
+from src.parallel.mesh import global_batch_size, make_layout
+from src.step.optimizer import Hyper, hyper_parameters
+from src.step.plan import Batch, StepPlan, make_plan
+from src.step.state import TrainState, abstract_batch, abstract_state
+from src.step.train_step import compile_steps
+
+
+class Built(NamedTuple):
+    """A step that is traced but not compiled, and what it is called with: `jax.ShapeDtypeStruct`s with shardings."""
+
+    plan: StepPlan
+    compiler_options: Mapping[str, str]  # XLA's, of `train`
+    state: TrainState
+    batch: Batch
+    hyper: Hyper
+    train: jax.stages.Wrapped
+    eval: jax.stages.Wrapped
+    traced: jax.stages.Traced
+
+    @property
+    def rows(self) -> int:
+        """Of the global batch."""
+        return self.batch["tokens"].shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Of the global batch, padding among them."""
+        return self.batch["tokens"].size
+
+
+def build(
+    config: Mapping[str, Any], devices: Sequence[jax.Device], compiler_options: Mapping[str, str] | None = None
+) -> Built:
+    """Traces the step of a checked config; `compiler_options` are XLA's.
+
+    Raises:
+        UserError: what was asked for does not fit the devices or the mesh.
+    """
+    layout = make_layout(config, devices)
+    plan = make_plan(config, model_spec(config), layout)
+    rows = global_batch_size(
+        layout, config["per_device_batch_size"], config["gradient_accumulation_steps"], "per_device_batch_size"
+    )
+    position = (rows, max(len(config["datasets"]), 1), 2)
+    state = abstract_state(plan, config, position)
+    batch = abstract_batch(plan, position, config["max_target_length"])
+    hyper = hyper_parameters(config, 0)
+    train, evaluate = compile_steps(plan, state, compiler_options)
+    return Built(plan, compiler_options or {}, state, batch, hyper, train, evaluate, train.trace(state, batch, hyper))
+
+
+def check_same_program(built: Built, config: Mapping[str, Any]) -> None:
+    """Raises UserError on every process where one would run another training step than process 0.
+
+    Nor may what enters a step at run time differ: the hyper-parameters are compared at the ends and in the middle.
+    """
+    if jax.process_count() == 1:
+        return
+    hyper = [hyper_parameters(config, step) for step in (0, 1, config["steps"] // 2, config["steps"] - 1)]
+    texts = {"the traced step": program_text(built.traced), "its hyper-parameters": str(hyper)}
+    digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts.values()]
+    mine = np.frombuffer(b"".join(digests), np.uint32).reshape(len(texts), 2)
+    everyones = np.asarray(multihost_utils.process_allgather(mine))
+    differ = (everyones != everyones[0]).any(axis=2)
+    if differ.any():
+        others = ", ".join(map(str, np.flatnonzero(differ.any(axis=1))))
+        what = " and ".join(text for text, differs in zip(texts, differ.any(axis=0), strict=True) if differs)
+        raise UserError(
+            f"process {others} would train otherwise than process 0: {what} differ. Keys, code and packages are the "
+            "same, so look at the environment of the processes (XLA_FLAGS, JAX_*), at other packages, and at functions "
+            "of your own"
+        )
+
+
+def program_text(traced: jax.stages.Traced, kernel_text: Callable[[bytes], str] = lambda bytecode: "") -> str:
+    """Returns the traced step in words that are the same in every process, and on devices that are not here.
+
+    Neither text has everything. StableHLO has shardings, donation and constants, but of kernels that XLA asks Python
+    to partition (cuDNN's attention) only a Python object's address: what they were told, such as the scale, stands in
+    the jaxpr.
+
+    Args:
+        traced: the step.
+        kernel_text: what to write for a Pallas kernel, whose serialised form names the source files it is from.
+    """
+    lowered = traced.lower().as_text()
+    lowered = re.sub(r'(@CustomSPMDPartitioning\(.*?backend_config = )"\d+"', r"\1", lowered)
+    lowered = re.sub(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+", lambda body: kernel_text(b64decode(body[0])), lowered)
+    lowered = re.sub(r'(?<=, ir = ")ML(?:[^"\\]|\\.)*', lambda body: kernel_text(_unescaped(body[0])), lowered)
+    return re.sub(r" at 0x[0-9a-f]+", "", _with_sorted_sets(str(traced.jaxpr))) + lowered
+
+
+def _with_sorted_sets(jaxpr: str) -> str:
+    """Sorts the names that a remat policy saves, which Python prints in another order at each start."""
+    return re.sub(r"frozenset\(\{(.*?)\}\)", lambda found: ", ".join(sorted(found[1].split(", "))), jaxpr)
+
+
+def _unescaped(text: str) -> bytes:
+    """Returns the bytes of a string that MLIR printed."""
+    whole = re.sub(r"\\(\\|[0-9A-F]{2})", lambda found: "\\" if found[1] == "\\" else chr(int(found[1], 16)), text)
+    return whole.encode("latin1")

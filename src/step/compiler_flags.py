@@ -1,0 +1,208 @@
+"""XLA's flags: those of `compile_xla_flags`, which go to the compiler as options, and those in the environment.
+
+XLA reads flags in three ways. Options go with one compilation and are refused by an exception. `XLA_FLAGS` and
+`LIBTPU_INIT_ARGS` are read once, when the libraries start, and end the process where one is unknown: here a child
+process reads them first.
+"""
+
+import difflib
+import mmap
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+
+from src.config.values import nearest
+from src.errors import UserError
+
+# A collective is fused with the computation it runs beside where both flags are on; today's libtpu has them off.
+_ASYNC_ALL_GATHER = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+}
+_ASYNC_ALL_REDUCE = {
+    "xla_enable_async_all_reduce": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+}
+# The flags that `auto` stands for, by `jax.Device.device_kind` (before it "multi-slice", where there are several), or
+# else by platform. docs/aot.md tells what each does, and which of MaxText's and Pax's are left out: those that today's
+# compilers do unasked, or take without a difference.
+PRESETS: dict[str, dict[str, str]] = {
+    "cpu": {},
+    "gpu": {
+        "xla_gpu_all_gather_combine_threshold_bytes": "134217728",
+        "xla_gpu_enable_while_loop_double_buffering": "true",
+        "xla_gpu_enable_latency_hiding_scheduler": "true",
+    },
+    "tpu": {},
+    "TPU v4": {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE},
+    "multi-slice TPU v4": {
+        **_ASYNC_ALL_GATHER,
+        **_ASYNC_ALL_REDUCE,
+        # With the first, those of Pax's runs on several slices.
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib": "0",
+        "xla_tpu_spmd_threshold_for_allgather_cse": "10000",
+        "xla_tpu_enable_latency_hiding_scheduler": "true",
+    },
+    "TPU v5": {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE},
+    "TPU v5 lite": _ASYNC_ALL_REDUCE,
+}
+
+# JAX adds this flag to LIBTPU_INIT_ARGS where it finds TPUs: it is not the user's, and not there on another machine.
+_JAX_TPU_FLAG = "--xla_tpu_use_enhanced_launch_barrier"
+
+_READ_XLA_FLAGS = "from jaxlib import xla_client; xla_client.CompileOptions()"
+_READ_LIBTPU_INIT_ARGS = """
+from jaxlib import xla_client
+from libtpu import get_library_path
+xla_client.load_pjrt_plugin_dynamically("tpu", get_library_path())
+xla_client.initialize_pjrt_plugin("tpu")
+"""
+
+
+# ---- Options of the compiler
+
+
+def parse_flags(text: str) -> dict[str, str]:
+    """Flags as XLA_FLAGS has them, `--xla_a=1 --xla_b` with spaces between: {name: value}. The last of a name counts.
+
+    Raises:
+        UserError: a part of `text` is no flag.
+    """
+    flags = {}
+    for part in text.split():
+        if not (match := re.fullmatch(r"--(\w+)(?:=(.*))?", part)) or ",--" in part:
+            raise UserError(
+                f"compile_xla_flags: {part} is no flag; expected --name=value, with spaces between flags, or auto"
+            )
+        flags[match[1]] = "true" if match[2] is None else match[2]
+    return flags
+
+
+def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, str]:
+    """What `compile_xla_flags` means to the compiler of `device`, which may be one of a topology that is not here.
+
+    Args:
+        text: flags, or `auto`: a preset for this kind of device; empty: none.
+        device: one that this process may compile for.
+        slices: TPU slices or hosts that the program runs on.
+
+    Raises:
+        UserError: `text` is no list of flags, or the compiler does not take one of them.
+    """
+    flags = preset(device, slices) if text == "auto" else parse_flags(text)
+    # XLA's parser of options, unlike that of flags, reads a truth value with a capital alone.
+    options = {name: value.title() if value in ("true", "false") else value for name, value in flags.items()}
+    if options and _complaint(options, device):
+        refusals = [_refusal({name: value}, device) for name, value in options.items()]
+        raise UserError("\n".join(f"compile_xla_flags: {refusal}" for refusal in filter(None, refusals)))
+    return options
+
+
+def preset(device: jax.Device, slices: int) -> dict[str, str]:
+    """The flags that `auto` stands for on this kind of device."""
+    keys = [f"multi-slice {device.device_kind}"] * (slices > 1) + [device.device_kind, device.platform]
+    return next(PRESETS[key] for key in keys if key in PRESETS)
+
+
+def _refusal(options: Mapping[str, str], device: jax.Device) -> str:
+    """Why the compiler of `device` does not take these options; empty where it does."""
+    complaint = _complaint(options, device)
+    if not (match := re.match(r"No such compile option: '(\w+)'", complaint)):
+        return complaint
+    packages = ["jaxlib", "libtpu"] if device.platform == "tpu" else ["jaxlib"]
+    # Some names are of flags that are retired or can't be options: those are no help.
+    similar = difflib.get_close_matches(match[1], _names_in(packages), n=8)
+    options_too = [name for name in similar if not _complaint({name: ""}, device).startswith("No such")]
+    return f"{match[1]} is no option of {_versions(packages)}.{nearest(match[1], options_too)}"
+
+
+def _complaint(options: Mapping[str, str], device: jax.Device) -> str:
+    """What the compiler of `device` says against these options, in a line; empty where it takes them."""
+    scalar = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error).removeprefix("INVALID_ARGUMENT: ").splitlines()[0]
+        # Anything else is not about options: for two slices that are not here no program of one device compiles.
+        if message.startswith(("No such compile option", "While setting option", "Failed to parse")):
+            return message.rstrip(": ")  # some end where the reason would stand
+    return ""
+
+
+def _names_in(packages: Sequence[str]) -> list[str]:
+    """What may be a flag, among the strings in the packages' libraries: no library lists its flags."""
+    names = set()
+    for package in packages:
+        for library in Path(find_spec(package).origin).parent.glob("*.so"):
+            with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                names.update(name.decode() for name in re.findall(rb"xla_[a-z0-9_]{4,80}(?=\0)", content))
+    return sorted(names)
+
+
+def _versions(packages: Sequence[str]) -> str:
+    return " or ".join(f"{package} {version(package)}" for package in packages)
+
+
+# ---- Flags in the environment
+
+
+def environment_flags() -> dict[str, str]:
+    """XLA_FLAGS and LIBTPU_INIT_ARGS as the user set them, where set."""
+    found = {}
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        flags = [flag for flag in os.environ.get(variable, "").split() if not flag.startswith(_JAX_TPU_FLAG)]
+        if flags:
+            found[variable] = " ".join(flags)
+    return found
+
+
+def check_environment(uses_tpu: bool) -> None:
+    """Refuses flags in the environment that would end the process once JAX starts a backend.
+
+    Where none is set that costs nothing, otherwise 0.3 seconds a variable.
+
+    Args:
+        uses_tpu: whether this process will load libtpu, if only to compile; where it is not installed none will.
+
+    Raises:
+        UserError: XLA_FLAGS or LIBTPU_INIT_ARGS has a flag or value that the installed libraries do not take.
+    """
+    flags = environment_flags()
+    if "XLA_FLAGS" in flags:
+        logged = re.findall(r"(?m)^[EF]\d{4} .*?\] (.+)", _start(_READ_XLA_FLAGS))
+        _refuse("XLA_FLAGS", logged[:1], "jaxlib")  # what follows the first is its consequence
+    if "LIBTPU_INIT_ARGS" in flags and uses_tpu and find_spec("libtpu"):
+        _refuse("LIBTPU_INIT_ARGS", re.findall(r"(?m)^ERROR: (.+)", _start(_READ_LIBTPU_INIT_ARGS)), "libtpu")
+
+
+def _start(program: str) -> str:
+    """What a Python program that reads the environment's flags says where it fails; empty where it does not."""
+    settings = {
+        "PYTHONPATH": os.pathsep.join(sys.path),  # of the same libraries
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it takes no TPU, so another process may have them
+        "TPU_SKIP_MDS_QUERY": "1",  # nor is there a server to ask for the slice
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+    }
+    child = subprocess.run([sys.executable, "-c", program], env=os.environ | settings, capture_output=True, text=True)
+    return child.stderr if child.returncode else ""
+
+
+def _refuse(variable: str, complaints: Sequence[str], package: str) -> None:
+    """Raises UserError where the package has complained of an environment variable."""
+    problems = []
+    for complaint in complaints:
+        if match := re.match(r"Unknown flags? in XLA_FLAGS: (.+)|Unknown command line flag '(\w+)'", complaint):
+            for flag in (match[1] or match[2]).split():
+                similar = nearest(re.search(r"\w+", flag)[0], _names_in([package]))
+                problems.append(f"{flag} is no flag of {_versions([package])}.{similar}")
+        else:
+            problems.append(complaint)
+    if problems:
+        raise UserError("\n".join(f"{variable} in the environment: {problem}" for problem in problems))

@@ -1,0 +1,52 @@
+"""Which dims of a weight make a matrix, for the optimizers that treat matrices otherwise than vectors."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from src.model.lora import LOOKED_UP, STACKED
+from src.model.params import by_path, field, nested
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight as a matrix for each index of its `stacks`: layers, experts, the factors of a feed-forward layer.
+
+    What is no matrix, a norm's scale or a bias, has no `inputs`, and all of a layer's dims in `outputs`.
+    """
+
+    stacks: tuple[int, ...]
+    inputs: tuple[int, ...]  # the dims that are summed over, or looked up in
+    outputs: tuple[int, ...]
+    hidden: bool  # a matrix that is no table of embeddings or positions and no output projection
+    vocab: tuple[int, int] | None = None  # the dim of the vocabulary and its size without padding
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Those of one matrix or vector."""
+        return (*self.inputs, *self.outputs)
+
+
+def matrices(declarations: Any, vocab_size: int) -> Any:
+    """Returns the `Matrix` of each weight, nested as the declarations (`nnx.Variable`s) are.
+
+    Args:
+        declarations: of the weights.
+        vocab_size: without the rows that pad the vocabulary.
+    """
+    axes, fan_in = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))
+    return nested({path: _matrix(axes[path], fan_in[path], vocab_size) for path in axes})
+
+
+def _matrix(axes: tuple[str | None, ...], fan_in: tuple[int, ...], vocab_size: int) -> Matrix:
+    stacks = tuple(dim for dim, axis in enumerate(axes) if axis in STACKED)
+    is_table = bool(axes) and axes[0] in LOOKED_UP
+    inputs = (0,) if is_table else fan_in
+    outputs = tuple(dim for dim in range(len(axes)) if dim not in (*stacks, *inputs))
+    if inputs and any(axes[dim] for dim in outputs):
+        # A dim without a logical axis beside one that has some tells factors apart: of SwiGLU, [D, 2, F] is two
+        # matrices.
+        stacks += tuple(dim for dim in outputs if axes[dim] is None)
+        outputs = tuple(dim for dim in outputs if axes[dim] is not None)
+    hidden = bool(inputs) and not set(LOOKED_UP).intersection(axes)
+    vocab = (axes.index("vocab"), vocab_size) if "vocab" in axes else None
+    return Matrix(stacks, inputs, outputs, hidden, vocab)

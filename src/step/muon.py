@@ -1,0 +1,92 @@
+"""Muon's orthogonal updates of matrices, each made whole on one of the devices that share its weight."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from src.parallel.mesh import axes_of_dim
+from src.step.matrices import Matrix
+
+# A quintic whose iteration brings singular values from (0, 1] to about 0.7 to 1.2 in five rounds (Jordan et al. 2024,
+# kellerjordan.github.io/posts/muon).
+COEFFICIENTS, ROUNDS = (3.4445, -4.7750, 2.0315), 5
+Axes = tuple[str, ...]  # of the mesh
+UPDATE_RMS = 0.2  # AdamW's, so that one learning rate serves both (Liu et al. 2025, section 2.2)
+
+
+def orthogonal_updates(matrices: Any, shardings: Any) -> optax.GradientTransformation:
+    """The nearest orthogonal matrix, about, of each hidden matrix, times 0.2 and the root of its longer side.
+
+    So updates have the root mean square 0.2 (Liu et al. 2025, equation 4). All other weights' pass as they are.
+
+    Args:
+        matrices: a `Matrix` for each weight.
+        shardings: of each update; on a mesh a device makes whole matrices, as many as another, and their shards
+            go there and back (all-to-all). Where that was left to XLA each device would make all of them.
+    """
+
+    def update(updates: Any, _: Any) -> Any:
+        def one(matrix: Matrix, at: NamedSharding, x: jax.Array) -> jax.Array:
+            return _orthogonal_update(x, matrix, at) if matrix.hidden else x
+
+        return jax.tree.map(one, matrices, shardings, updates)
+
+    return optax.stateless(update)
+
+
+def _orthogonal_update(x: jax.Array, matrix: Matrix, at: NamedSharding) -> jax.Array:
+    order = (*matrix.stacks, *matrix.inputs, *matrix.outputs)
+    shape = [[x.shape[dim] for dim in dims] for dims in (matrix.stacks, matrix.inputs, matrix.outputs)]
+    axes = [[axes_of_dim(at.spec[dim]) for dim in dims] for dims in (matrix.stacks, matrix.inputs, matrix.outputs)]
+    stacks, inputs, outputs = shape
+    rows, columns = math.prod(inputs), math.prod(outputs)
+    x_SIO = x.astype(jnp.float32).transpose(order).reshape(*stacks, rows, columns)
+    if not stacks:  # a matrix that is no layer's
+        x_SIO, axes[0] = x_SIO[None], [()]
+    x_SIO = _on_whole_matrices(x_SIO, axes[0], sum(axes[1], ()), sum(axes[2], ()), at.mesh)
+    x_SIO *= UPDATE_RMS * math.sqrt(max(rows, columns))
+    back = sorted(range(x.ndim), key=order.__getitem__)
+    return x_SIO.reshape(*stacks, *inputs, *outputs).transpose(back).astype(x.dtype)
+
+
+def _on_whole_matrices(
+    x_SIO: jax.Array, stack_axes: list[Axes], row_axes: Axes, column_axes: Axes, mesh: Any
+) -> jax.Array:
+    """`orthogonalise` while the mesh axes that cut rows and columns cut a dim of the stack instead.
+
+    That dim is filled up with zeros to what the axes divide: devices without a matrix of their own have nothing to do.
+    """
+    cut_by = (*row_axes, *column_axes)
+    parts = [math.prod(mesh.shape[name] for name in (*own, *cut_by)) for own in stack_axes]
+    dim = min(range(len(parts)), key=lambda dim: -x_SIO.shape[dim] % parts[dim] / x_SIO.shape[dim])
+    filled = [(0, -size % parts[dim] if each == dim else 0) for each, size in enumerate(x_SIO.shape)]
+
+    def placed(moved: Axes, rows: Axes, columns: Axes) -> NamedSharding:
+        stacks = [own + moved if each == dim else own for each, own in enumerate(stack_axes)]
+        return NamedSharding(mesh, PartitionSpec(*(names or None for names in (*stacks, rows, columns))))
+
+    # One dim's axes after the other: two at once XLA would move by gathering all of the array.
+    way = [placed((), row_axes, column_axes), placed(row_axes, (), column_axes), placed(cut_by, (), ())]
+    y_SIO = jnp.pad(x_SIO, filled)
+    for at in way:
+        y_SIO = jax.lax.with_sharding_constraint(y_SIO, at)
+    y_SIO = orthogonalise(y_SIO)
+    for at in reversed(way):
+        y_SIO = jax.lax.with_sharding_constraint(y_SIO, at)
+    return y_SIO[tuple(map(slice, x_SIO.shape))]
+
+
+def orthogonalise(x_SIO: jax.Array) -> jax.Array:
+    """U V^T of each matrix U S V^T [..., I, O], with singular values between about 0.7 and 1.2 in the place of 1."""
+    if x_SIO.shape[-2] > x_SIO.shape[-1]:  # the products below are of the shorter side
+        return orthogonalise(x_SIO.swapaxes(-2, -1)).swapaxes(-2, -1)
+    a, b, c = COEFFICIENTS
+    x_SIO /= jnp.linalg.norm(x_SIO, axis=(-2, -1), keepdims=True) + 1e-7
+    for _ in range(ROUNDS):
+        square_SII = x_SIO @ x_SIO.swapaxes(-2, -1)
+        x_SIO = a * x_SIO + (b * square_SII + c * square_SII @ square_SII) @ x_SIO
+    return x_SIO

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from src.errors import UserError
 from src.hf import config_json as cj
 from src.hf import rows
 from src.hf.families import qwen3
@@ -17,6 +18,8 @@ NAMES = {
 
 def facts(hf: Mapping[str, Any]) -> cj.Keys:
     """config.json to keys."""
+    if hf.get("head_dim", 0) is None:
+        raise UserError("config.json: head_dim is null, with which transformers makes no such model: give its size")
     dense, step = cj.entry(hf, "mlp_only_layers", []), cj.size(hf, "decoder_sparse_step", 1)
     keys = {
         **qwen3.facts({"num_key_value_heads": 4, "head_dim": None, **hf}),

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import numpy as np
 
+from src.cli import run_command
 from src.config import load as configuration
-from src.errors import run_command
 from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
 from src.parallel.mesh import describe_mesh, global_batch_size, make_layout

@@ -26,8 +26,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
+from src.cli import run_command
 from src.config import load as configuration
-from src.errors import run_command
 from src.model.attention_kernels.choose import for_queries
 from src.model.attention_kernels.splash import BLOCKS, Sight, splash
 from src.model.forward_context import Context

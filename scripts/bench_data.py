@@ -34,13 +34,13 @@ from absl import flags
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from src import tokenize_dataset, train_tokenizer
+from src.cli import run_command
 from src.config import load as configuration
 from src.data import feeds, packing
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.readers.text import TextSource
 from src.data.tokenizer import Tokenizer, make_tokenizer
-from src.errors import run_command
 
 BASE = str(Path(__file__).resolve().parents[1] / "configs" / "base.yml")
 B, T = 16, 2048

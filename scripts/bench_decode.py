@@ -20,8 +20,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from src.cli import run_command
 from src.config import load as configuration
-from src.errors import run_command
 from src.generate import Generator, unrolled
 from src.loaded_model import open_model
 from src.sampling import sampling

@@ -10,7 +10,8 @@ import string
 from collections.abc import Sequence
 from pathlib import Path
 
-from src.errors import UserError, run_command
+from src.cli import run_command
+from src.errors import UserError
 from src.parallel.topology import parse_topology
 
 # Values of the node labels cloud.google.com/gke-tpu-accelerator and gke-accelerator (docs.cloud.google.com/

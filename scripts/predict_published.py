@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from scripts.recipes import recipes
 from src.aot.hlo import RING_SHARE, Collective
 from src.aot.roofline import Prediction, predict, step_work
-from src.errors import run_command
+from src.cli import run_command
 from src.model.flops import count_params
 from src.model.layers import Execution
 from src.model.spec import ModelSpec, model_spec

@@ -18,9 +18,9 @@ import yaml
 from ml_collections import FrozenConfigDict
 
 from src.aot.report import describe
+from src.cli import run_command
 from src.config import load as configuration
 from src.config.yaml import parse_keys
-from src.errors import run_command
 from src.parallel.topology import Topology, parse_topology
 from src.report.metrics import duration
 

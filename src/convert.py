@@ -25,13 +25,13 @@ import numpy as np
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.load_weights import folder_fingerprint
 from src.checkpoint.load_weights import load_weights as load_any_weights
-from src.checkpoint.restore import WEIGHTS
+from src.cli import run_command
 from src.config.load import from_yaml
 from src.config.source_spec import all_synthetic
 from src.config.yaml import base, file_name
 from src.convert_check import compare, describe_agreement
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
-from src.errors import UserError, run_command
+from src.errors import UserError
 from src.hf.facts import describe, folder_facts, folder_family, model_yaml
 from src.hf.folder import HfFolder, open_folder, read_json
 from src.hf.load import load_weights, match_tensors
@@ -42,6 +42,7 @@ from src.model.decoder import Decoder
 from src.model.flops import count_params
 from src.model.spec import model_spec
 from src.startup import say
+from src.step.plan import WEIGHTS
 
 USAGE = """python -m src.convert from-hf HF_DIR OUT_DIR
 python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16]

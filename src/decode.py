@@ -9,9 +9,10 @@ import jax
 from ml_collections import FrozenConfigDict
 
 from src.answers import Answer, Speed, draw_answers
+from src.cli import run_command
 from src.config.key_help import Usage
 from src.data.tokenizer import Tokenizer, make_tokenizer, missing_template
-from src.errors import UserError, run_command
+from src.errors import UserError
 from src.generate import Generator, Model, in_training, unrolled
 from src.loaded_model import open_model
 from src.parallel.mesh import Layout

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from ml_collections import FrozenConfigDict
 
+from src.cli import run_command
 from src.config.key_help import Usage
 from src.data.feeds import Documents, describe_conversations, rows_an_epoch
 from src.data.loader import train_batches
@@ -21,7 +22,7 @@ from src.data.mixture import Mixture
 from src.data.open import RowSource, TrainData, describe_data, open_sources
 from src.data.packing import Batch
 from src.data.tokenizer import Tokenizer, make_tokenizer
-from src.errors import UserError, run_command
+from src.errors import UserError
 from src.report.metrics import print_header
 from src.startup import configured, printable
 

@@ -93,6 +93,9 @@ class Job:
                 return
 
 
+current_job: Job | None = None  # set where this process has joined a job of several
+
+
 class Peer:
     """A connection to another process."""
 

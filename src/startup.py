@@ -1,30 +1,51 @@
-"""What every command begins with, and how it speaks to its terminal."""
+"""Starts commands: reads their configuration, sets up JAX, and joins the processes of a job."""
 
+import atexit
+import hashlib
+import importlib
 import os
-from collections.abc import Iterable, Sequence
+import platform
+import subprocess
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 from ml_collections import FrozenConfigDict
 
+from src import rendezvous
+from src.cli import end_now
 from src.config import load as configuration
 from src.config.key_help import TRAIN, Usage, help_for
-from src.processes import start_distributed
-from src.report.metrics import version
+from src.config.yaml import base, dump
+from src.errors import UserError
 from src.step.compiler_flags import check_environment
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+# Keys that may differ between the processes of a job: which one it is, and where a host keeps what all hosts have. The
+# fingerprint of training data and tokenizer shows whether they are the same (src/data/host_arrays.py).
+PER_PROCESS_KEYS = ("process_id", "coordinator_address", "jax_cache_dir", "dataset_path", "datasets", "tokenizer_path")
 
 
 def configured(
     argv: Sequence[str], usage: Usage = TRAIN, *, joins: bool = True, uses_weights: bool = False
 ) -> FrozenConfigDict | None:
-    """The configuration of a command line, after which JAX may be used; None if it only asked for help.
+    """Returns the configuration of a command line and makes JAX ready for use; None if it only asked for help.
 
-    With `joins` this process is one of a job's, and JAX's devices are those of this machine. Without, JAX has not been
-    started, and the environment's flags are the caller's to check: which of them will be read only it knows.
-    `uses_weights` is `load`'s.
+    Args:
+        argv: the command line, without the program's name.
+        usage: what help says.
+        joins: this process joins its job, and JAX uses the devices of this machine. Otherwise JAX is not started, and
+            the caller checks the environment's flags, as it alone knows which of them will be read.
+        uses_weights: as for `config.load`.
 
     Raises:
-        UserError: a mistake in the command line, or with `joins` in the flags of the environment; or another process of
-            the job has another configuration, code or packages.
+        UserError: the command line or, with `joins`, a flag in the environment is wrong; or another process of the job
+            has another configuration, code or packages.
         TransientError: another process of the job did not come.
     """
     if (help_text := help_for(argv, usage)) is not None:
@@ -45,23 +66,147 @@ def configured(
 
 
 def configure_jax(config: FrozenConfigDict) -> None:
-    """Settings of JAX that have to be made before it looks for devices or compiles anything."""
+    """Makes those settings of JAX that have to precede its search for devices and any compilation."""
     jax.config.update("jax_default_matmul_precision", config.matmul_precision)
     if config.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
     if (virtual_devices := jax.config.jax_num_cpu_devices) > 1:
-        # XLA has as many threads as virtual CPU devices, and a collective takes one up until all devices are in it. If
-        # some devices begin one of two independent collectives and some the other, none has a thread left to join in.
+        # XLA has as many threads as virtual CPU devices, and a collective blocks one until all devices have entered it.
+        # If some devices enter one of two independent collectives and some the other, no thread is left to go on.
         os.environ.setdefault("PJRT_NPROC", str(4 * virtual_devices))
 
 
 def printable(text: str) -> str:
-    """The text with a mark for each character that a terminal would obey: a model of bytes says any of them."""
+    """Replaces control characters, which a terminal would obey and a model of bytes may generate, by U+FFFD."""
     return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
 
 
 def say(lines: Iterable[str]) -> None:
-    """Prints lines, once a job."""
+    """Prints lines, from one process of the job."""
     if jax.process_index() == 0:
         for line in lines:
             print(line, flush=True)
+
+
+class Place(NamedTuple):
+    """The place of this process in a cluster, as `jax.distributed.initialize` takes it."""
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+
+
+def start_distributed(config: Mapping[str, Any]) -> None:
+    """Joins the processes of a job; without a cluster this process is the job.
+
+    JAX itself finds TPU pods, SLURM, Open MPI and, where the package `kubernetes` is installed, Kubernetes;
+    `coordinator_address`, `num_processes` and `process_id` serve anything else.
+
+    Raises:
+        UserError: the processes differ in something that has to be the same.
+        TransientError: not all processes came, or the coordinator's port is in use.
+    """
+    if jax.distributed.is_initialized():
+        return
+    timeout = config["jax_distributed_initialization_timeout"]
+    silence = config["jax_distributed_heartbeat_timeout_seconds"]
+    if address := config["coordinator_address"]:
+        place = Place(address, config["num_processes"], config["process_id"])
+    else:
+        place = find_place(timeout)
+    if place is None or place.num_processes == 1:
+        return
+    print(f"waiting for {place.num_processes} processes at {place.coordinator_address}", flush=True)
+    peers = rendezvous.join(
+        place.coordinator_address,
+        place.num_processes,
+        place.process_id,
+        shared_facts(config),
+        timeout=timeout,
+        silence=silence,
+        disagree="the processes of this job were started with different configurations, code or packages: give all of "
+        f"them the same, but for {', '.join(PER_PROCESS_KEYS)}",
+        say=lambda line: print(line, flush=True),
+    )
+    rendezvous.current_job = rendezvous.Job(place.process_id, peers, end_now)
+    # Registered after JAX's exit handler, which waits for the other processes, and therefore run before it.
+    atexit.register(rendezvous.current_job.leave)
+    jax.distributed.initialize(
+        *place,
+        initialization_timeout=timeout,
+        # JAX's own heartbeats abort a process, without a message: they are for failures that connections do not show.
+        heartbeat_timeout_seconds=3 * silence,
+    )
+
+
+def find_place(timeout: int) -> Place | None:
+    """Returns this process's place in the cluster that JAX detects; None where it detects none.
+
+    `timeout`: seconds to wait for the cluster to name its coordinator.
+    """
+    # JAX has no public call that asks whether there is a cluster, and one that joins it fails in the same way where
+    # there is none and where it is broken.
+    try:
+        detect = importlib.import_module("jax._src.clusters").ClusterEnv.auto_detect_unset_distributed_params
+    except (ImportError, AttributeError):
+        print("this version of JAX does not say whether there is a cluster: for a job of several, coordinator_address")
+        return None
+    from_environment = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    address, count, process, _ = detect(from_environment, None, None, None, None, timeout)
+    if address is None:
+        return None
+    if count is None or process is None:
+        raise UserError(
+            f"JAX_COORDINATOR_ADDRESS={from_environment} is set, and no cluster says how many processes there are and "
+            "which one this is: give coordinator_address, num_processes and process_id, or unset it"
+        )
+    return Place(address, count, process)
+
+
+def shared_facts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what all processes must share, by name: keys, versions, and a digest of each file of the code."""
+    source = _REPOSITORY / "src"
+    files = sorted(path for path in source.rglob("*") if path.suffix in (".py", ".yml"))
+    return {
+        **{key: dump(config[key]) for key in base().defaults if key not in PER_PROCESS_KEYS},
+        "MinText": version(),
+        **_versions(),
+        **{f"src/{path.relative_to(source).as_posix()}": _short_hash(path) for path in files},
+    }
+
+
+def _short_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+
+
+def version() -> str:
+    """Returns MinText's version, which pyproject.toml alone states."""
+    return tomllib.loads((_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+
+def _versions() -> dict[str, str]:
+    packages = {package: metadata.version(package) for package in REPORTED_PACKAGES}
+    return {"Python": platform.python_version(), **packages}
+
+
+def environment() -> dict[str, str]:
+    """Returns what a run's numbers depend on beside its config, by name: versions, commit, machine, devices.
+
+    Starts JAX's backend, so call it after `jax.distributed.initialize`.
+    """
+    return {
+        "MinText": f"{version()} ({commit})" if (commit := _commit()) else version(),
+        **_versions(),
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "processes": str(jax.process_count()),
+    }
+
+
+def _commit() -> str:
+    """Returns the checkout's commit, with -dirty if files differ from it; "" without git or outside a checkout."""
+    command = ["git", "-C", str(_REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""

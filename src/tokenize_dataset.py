@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from src.cli import run_command
 from src.config import load as configuration
 from src.config.key_help import Usage
 from src.config.source_spec import train_specs
@@ -46,7 +47,7 @@ from src.data.readers.tokens import (
     missing_files,
 )
 from src.data.tokenizer import make_tokenizer
-from src.errors import UserError, first_few, run_command
+from src.errors import UserError, first_few
 from src.json_text import parse_json
 from src.storage_errors import Failure, failure_of
 

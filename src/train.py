@@ -17,7 +17,8 @@ from ml_collections import FrozenConfigDict
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.resume import saved_meta, saved_parts, starting_state
-from src.checkpoint.run_folder import RunFolder
+from src.checkpoint.run_folder import RunFolder, in_run_folder
+from src.cli import run_command
 from src.config import load as configuration
 from src.data.feeds import describe_conversations
 from src.data.host_arrays import check_same_data, host_rows, to_global, to_host
@@ -25,7 +26,7 @@ from src.data.loader import data_fingerprint, train_batches
 from src.data.open import EvalSet, TrainData, describe_data, describe_eval_set, open_sources
 from src.data.tokenizer import Tokenizer, make_tokenizer
 from src.decode import sample
-from src.errors import UserError, counted, in_run_folder, run_command
+from src.errors import UserError, counted
 from src.evaluate import Evaluation
 from src.json_text import parse_json
 from src.model.flops import FlopsPerToken, count_params, flops_per_token
@@ -33,9 +34,9 @@ from src.next_commands import next_commands
 from src.parallel.mesh import check_hardware, count_slices, describe_mesh
 from src.prompts import encode_prompt
 from src.report.diagnostics import Profile, stack_traces
-from src.report.metrics import MetricsLog, StepPrinter, environment, print_header
+from src.report.metrics import MetricsLog, StepPrinter, print_header
 from src.report.recorder import LiveReport, Recorder, sets_aside
-from src.startup import configured, printable, say
+from src.startup import configured, environment, printable, say
 from src.step.build import build, check_same_program
 from src.step.compiler_flags import compiler_options
 from src.step.optimizer import hyper_parameters

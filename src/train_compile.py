@@ -29,8 +29,9 @@ from src.aot.report import (
     readable,
     typed,
 )
+from src.cli import run_command
 from src.config.key_help import Usage
-from src.errors import UserError, run_command
+from src.errors import UserError
 from src.parallel.topology import Topology, parse_topology
 from src.report.metrics import duration, print_header
 from src.startup import configured

@@ -13,12 +13,13 @@ import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from src.cli import run_command
 from src.config import load as configuration
 from src.config.key_help import Usage
 from src.data import open as sources
 from src.data import order
 from src.data.tokenizer import SentencePieceTokenizer
-from src.errors import UserError, run_command
+from src.errors import UserError
 from src.hf.tokenizer_json import save_tokenizer
 
 USAGE = Usage(

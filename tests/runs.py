@@ -16,7 +16,7 @@ import numpy as np
 import tensorstore as ts
 
 from src import train
-from src.errors import run_command
+from src.cli import run_command
 
 ROOT = Path(__file__).parents[1]
 BASE = str(ROOT / "configs" / "base.yml")

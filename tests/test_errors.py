@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from src.errors import TransientError, UserError, in_run_folder, run_command
+from src.checkpoint.run_folder import in_run_folder
+from src.cli import run_command
+from src.errors import TransientError, UserError
 from tests import runs
 
 
@@ -115,7 +117,7 @@ STEPS = """[printer.train({{"step": step, "loss": 1.0, "grad_norm": 1.0, "learni
 @pytest.mark.parametrize("output", [LINES, STEPS])
 @pytest.mark.parametrize("lines", [1, 100_000])  # within the pipe's buffer, and beyond
 def test_an_output_that_nobody_reads_ends_the_command_quietly(output, lines):
-    imports = "from src.report import metrics\nfrom src.errors import run_command"
+    imports = "from src.report import metrics\nfrom src.cli import run_command"
     program = f"{imports}\nrun_command(lambda argv: {output.format(lines)})"
     process = subprocess.Popen(
         [sys.executable, "-c", f"import time; time.sleep(0.2)\n{program}"],

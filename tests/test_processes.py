@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from src.errors import UserError
-from src.processes import Place, facts, find_place
+from src.startup import Place, find_place, shared_facts
 from src.step import build as module
 from src.step.build import build, check_same_program
 from tests.tiny import load
@@ -47,7 +47,7 @@ def test_an_address_alone_makes_no_job(monkeypatch):
 
 
 def test_what_processes_have_to_share_has_versions_and_each_file_of_the_code():
-    found = facts(load())
+    found = shared_facts(load())
     assert {
         "jax",
         "jaxlib",

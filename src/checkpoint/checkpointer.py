@@ -20,16 +20,8 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from src.checkpoint.digest import digests
-from src.checkpoint.restore import (
-    absolute,
-    checksum_of,
-    flatten,
-    is_remote,
-    is_unfinished,
-    on_all_processes,
-    restore_newest,
-    steps_in,
-)
+from src.checkpoint.restore import checksum_of, flatten, on_all_processes, restore_newest
+from src.checkpoint.run_folder import absolute, is_remote, is_unfinished, steps_in
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, failure_of, one_line, retried
 

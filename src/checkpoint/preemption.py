@@ -10,7 +10,9 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
-from src.errors import INTERRUPTED, end, kept
+from src.checkpoint.run_folder import kept_checkpoint
+from src.cli import end
+from src.errors import INTERRUPTED
 
 
 class Preemption:
@@ -73,7 +75,8 @@ class Preemption:
         asked = False
         while number := os.read(self._reader, 1)[0]:
             if number == signal.SIGINT and asked:
-                end(INTERRUPTED, "; ".join(filter(None, ("interrupted", kept(self._folder)))), at_once=True)
+                kept = f"; {kept_checkpoint(self._folder)}" if self._folder else ""
+                end(INTERRUPTED, f"interrupted{kept}", at_once=True)
             if number == signal.SIGINT:
                 print("Ctrl-C: the run ends after this step; once more ends it at once", file=sys.stderr, flush=True)
                 if self._distributed:

@@ -19,17 +19,17 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from src.checkpoint.digest import digests
+from src.checkpoint.run_folder import absolute, is_remote, is_unfinished, steps_in
 from src.errors import TransientError, UserError, first_few
 from src.json_text import parse_json
 from src.model import params
+from src.step.plan import WEIGHTS
 from src.storage_errors import DamagedError, Failure, failure_of, one_line, retried, tensorstore_result
 
 T = TypeVar("T")
 
 # Given a checkpoint's meta and its arrays' shapes and dtypes by name: what of it to restore.
 AbstractOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
-
-WEIGHTS = ("trainable", "frozen", "stats")  # the parts of a state that another run may start from
 
 
 def restore_step(
@@ -295,28 +295,3 @@ def flatten(state: Any) -> dict[str, Any]:
 
 def _dotted(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def steps_in(folder: epath.Path) -> list[int]:
-    """Lists the checkpoints in a folder, whole or not, newest first; none where there is no folder."""
-    if not folder.is_dir():
-        return []
-    names = (path.name for path in folder.iterdir())
-    # 004 and ² are digits too, but no name of a checkpoint.
-    return sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
-
-
-def absolute(path: epath.PathLike) -> epath.Path:
-    """Returns the path from the root of the file system; one on an object store is that already."""
-    path = epath.Path(path).expanduser()
-    return path if is_remote(path) else path.resolve()
-
-
-def is_unfinished(step_folder: epath.Path) -> bool:
-    """Returns whether a store has only a part of a checkpoint; on a disk a folder gets its name when complete."""
-    return is_remote(step_folder) and not (step_folder / "commit_success.txt").exists()
-
-
-def is_remote(path: epath.Path) -> bool:
-    """Returns whether the path is on an object store, which has neither rename nor append."""
-    return "://" in str(path)

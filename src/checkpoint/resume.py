@@ -12,8 +12,8 @@ from ml_collections import FrozenConfigDict
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.load_weights import check_base, identity, load_weights
-from src.checkpoint.restore import absolute, restore_step
-from src.checkpoint.run_folder import RunFolder
+from src.checkpoint.restore import restore_step
+from src.checkpoint.run_folder import RunFolder, absolute
 from src.config.load import compare_runs, from_yaml
 from src.config.source_spec import SETTINGS, train_specs, train_weights
 from src.config.yaml import base

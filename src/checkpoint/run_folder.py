@@ -1,17 +1,19 @@
 """A run's folder, `<base_output_directory>/<run_name>`, on a local disk or on a store that can't append to a file."""
 
+import contextlib
 import fcntl
 import itertools
 import os
 import shutil
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 from etils import epath
 
-from src.errors import UserError
+from src.errors import TransientError, UserError
 
 # What a run writes in its folder.
 FILES = ("config.yml", "environment.json", "metrics.jsonl", "report.html", "sample.txt")
@@ -149,3 +151,50 @@ def _nearest_existing(folder: epath.Path) -> epath.Path:
     except (FileNotFoundError, NotADirectoryError):
         return _nearest_existing(folder.parent)
     return folder
+
+
+@contextlib.contextmanager
+def in_run_folder(folder: epath.Path) -> Iterator[None]:
+    """Attaches the run's folder and its newest checkpoint to unexpected errors, for the message of `run_command`."""
+    try:
+        yield
+    except (UserError, TransientError):
+        raise
+    except BaseException as error:
+        error.run_folder, error.kept_checkpoint = folder, kept_checkpoint(folder)  # type: ignore[attr-defined]
+        raise
+
+
+def kept_checkpoint(folder: epath.Path) -> str:
+    """Says which checkpoint a run's folder has that the run can be resumed from."""
+    try:
+        checkpoints = folder / "checkpoints"
+        steps = [step for step in steps_in(checkpoints) if not is_unfinished(checkpoints / str(step))]
+    except Exception:  # each store's client has its own types
+        steps = []
+    return f"the checkpoint of step {max(steps)} in {folder} stands" if steps else "no checkpoint was saved"
+
+
+def steps_in(folder: epath.Path) -> list[int]:
+    """Lists the checkpoints in a folder, whole or not, newest first; none where there is no folder."""
+    if not folder.is_dir():
+        return []
+    names = (path.name for path in folder.iterdir())
+    # 004 and ² are digits too, but no name of a checkpoint.
+    return sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
+
+
+def absolute(path: epath.PathLike) -> epath.Path:
+    """Returns the path from the root of the file system; one on an object store is that already."""
+    path = epath.Path(path).expanduser()
+    return path if is_remote(path) else path.resolve()
+
+
+def is_unfinished(step_folder: epath.Path) -> bool:
+    """Returns whether a store has only a part of a checkpoint; on a disk a folder gets its name when complete."""
+    return is_remote(step_folder) and not (step_folder / "commit_success.txt").exists()
+
+
+def is_remote(path: epath.Path) -> bool:
+    """Returns whether the path is on an object store, which has neither rename nor append."""
+    return "://" in str(path)

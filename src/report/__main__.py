@@ -1,6 +1,6 @@
-"""`python -m src.report RUN`."""
+"""Runs `python -m src.report`."""
 
-from src.errors import run_command
+from src.cli import run_command
 from src.report.page import main
 
 run_command(main)

@@ -4,13 +4,9 @@ import json
 import math
 import mmap
 import os
-import platform
-import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,8 +44,6 @@ PER_LAYER = ("expert_load_max", "tokens_dropped")  # lists
 Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, or None for what is not finite, and lists of such
 
 _NUMBERS = {int, float, type(None)}
-_REPOSITORY = Path(__file__).resolve().parents[2]
-REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def perplexity(loss: float) -> float:
@@ -339,35 +333,3 @@ def print_header(rows: Iterable[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value.replace(chr(10), chr(10) + ' ' * (width + 2))}", flush=True)
-
-
-def version() -> str:
-    """MinText's version, which stands in pyproject.toml alone."""
-    return tomllib.loads((_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-
-
-def environment() -> dict[str, str]:
-    """What the numbers of a run depend on beside its config: versions, commit, machine, devices; for header and report.
-
-    Initialises JAX's devices, so that it comes after `jax.distributed.initialize`.
-    """
-    import jax  # the report and its tests read metrics without waiting for it
-
-    versions = {package: metadata.version(package) for package in REPORTED_PACKAGES}
-    return {
-        "MinText": f"{version()} ({commit})" if (commit := _commit()) else version(),
-        "Python": platform.python_version(),
-        **versions,
-        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "processes": str(jax.process_count()),
-    }
-
-
-def _commit() -> str:
-    """The checkout's commit, with -dirty if files differ from it; empty without git or outside a checkout."""
-    command = ["git", "-C", str(_REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:
-        return ""

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from src.checkpoint.restore import WEIGHTS
 from src.errors import UserError, first_few
 from src.model import lora, params
 from src.model.attention_kernels.choose import choose_kernel
@@ -23,6 +22,8 @@ from src.step.matrices import matrices
 from src.user_code import load_function
 
 Batch = dict[str, jax.Array]
+
+WEIGHTS = ("trainable", "frozen", "stats")  # the parts of a state that make up the model
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from src.checkpoint.restore import WEIGHTS
 from src.errors import UserError
 from src.model.forward_context import even_order, sharing_keys
 from src.model.pipeline import check_rows
 from src.parallel.mesh import Layout
 from src.step.optimizer import Hyper, hyper_parameters, state_shardings, transform
-from src.step.plan import Batch, StepPlan
+from src.step.plan import WEIGHTS, Batch, StepPlan
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,154 @@
+"""Keeps what a report shows of metrics.jsonl, thinned so that its size does not grow with the length of a run."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from etils import epath
+
+from src.report.metrics import Entry, read_entry
+
+Point = tuple[int, float | None]  # step and value; None where the value is not finite, which leaves a gap
+
+_BLOCKS = 1000  # the fewest blocks of a curve that has been thinned
+
+
+class Block(NamedTuple):
+    """Summarises neighbouring points: the lowest, highest and median; the sum and count of finite values."""
+
+    low: Point
+    high: Point
+    median: Point
+    total: float
+    count: int
+
+
+class Curve:
+    """Holds the points of one curve, added in order, in bounded memory.
+
+    Up to 2 * _BLOCKS points are kept as they are. Longer curves are blocks of 2, 4, 8, ... neighbours; the median of a
+    block is the mean of its halves' medians.
+
+    Attributes:
+        stride: points in a block.
+        last: the last finite value; None where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.stride = 1
+        self.last: float | None = None
+        self._blocks: list[Block] = []
+        self._open: list[Point] = []  # points of the block that is not full yet
+
+    def extend(self, points: Sequence[Point]) -> None:
+        """Adds the next points."""
+        self.last = next((value for _, value in reversed(points) if value is not None), self.last)
+        self._open += points
+        while len(self._open) >= self.stride:
+            end = min(len(self._open) // self.stride, 2 * _BLOCKS - len(self._blocks)) * self.stride
+            self._blocks += [_block(self._open[i : i + self.stride]) for i in range(0, end, self.stride)]
+            del self._open[:end]
+            if len(self._blocks) == 2 * _BLOCKS:
+                self._blocks = list(map(_join, self._blocks[::2], self._blocks[1::2]))
+                self.stride *= 2
+
+    def blocks(self) -> list[Block]:
+        """Returns the whole curve, in order."""
+        return self._blocks + ([_block(self._open)] if self._open else [])
+
+    def points(self) -> list[Point]:
+        """Returns the lowest and highest point of each block, in order; with a stride of 1 all points."""
+        return [point for block in self.blocks() for point in sorted({block.low, block.high}, key=lambda p: p[0])]
+
+    def medians(self) -> list[Point]:
+        """Returns the median of each block."""
+        return [block.median for block in self.blocks()]
+
+
+def _block(points: Sequence[Point]) -> Block:
+    values = [value for _, value in points if value is not None]
+    if not values:
+        return Block(points[0], points[0], points[0], 0.0, 0)
+    if len(points) == 1:
+        return Block(points[0], points[0], points[0], values[0], 1)
+    ordered = sorted(values)
+    low, median, high = ordered[0], statistics.median(ordered), ordered[-1]
+    steps = {value: step for step, value in points}
+    middle = points[len(points) // 2][0]
+    return Block((steps[low], low), (steps[high], high), (middle, median), sum(values), len(values))
+
+
+def _join(a: Block, b: Block) -> Block:
+    if not (a.count and b.count):
+        return a if a.count else b
+    low, high = (a if a.low[1] <= b.low[1] else b).low, (a if a.high[1] >= b.high[1] else b).high
+    median = (b.median[0], a.median[1] + (b.median[1] - a.median[1]) / 2)
+    return Block(low, high, median, a.total + b.total, a.count + b.count)
+
+
+_SCALARS = (
+    *("loss", "perplexity", "load_balance_loss", "grad_norm", "learning_rate"),
+    *("tokens_per_second", "tflops_per_device", "mfu", "mfu_palm"),
+)
+# Metrics with a value per layer, and how they become one number.
+_OVER_LAYERS: dict[str, Callable[[Sequence[float]], float]] = {
+    "expert_load_max": max,
+    "tokens_dropped": statistics.fmean,
+}
+
+
+class History:
+    """Holds the curves and totals of metrics.jsonl, in the memory of a few thousand steps however long the run.
+
+    Attributes:
+        train: the curves of training metrics by key; metrics with a value per layer are reduced to one number.
+        evals: the curves of evaluation metrics by key.
+        last_train, last_eval: the last line of each kind; empty before there is one.
+        tokens, seconds: totals over all steps.
+        invalid_lines: how many lines were not the metrics of a step.
+    """
+
+    def __init__(self) -> None:
+        self.train: dict[str, Curve] = defaultdict(Curve)
+        self.evals: dict[str, Curve] = defaultdict(Curve)
+        self.last_train: Entry = {}
+        self.last_eval: Entry = {}
+        self.tokens = self.seconds = 0.0
+        self.invalid_lines = 0
+        self._bytes_read = 0
+
+    def read(self, metrics: epath.PathLike) -> None:
+        """Adds the lines of metrics.jsonl written since the last call, except for an incomplete last one."""
+        with epath.Path(metrics).open("rb") as file:
+            file.seek(self._bytes_read)
+            while lines := file.readlines(2**20):
+                whole = [line for line in lines if line.endswith(b"\n")]
+                self._bytes_read += sum(map(len, whole))
+                entries = [read_entry(line) for line in whole]
+                self.invalid_lines += entries.count(None)
+                self.add([entry for entry in entries if entry is not None])
+                if len(whole) < len(lines):  # reading on would take the rest of the incomplete line for a line
+                    break
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Adds parsed lines."""
+        train = []
+        for entry in entries:
+            if "loss" in entry:
+                train.append(entry)
+            elif keys := [key for key in entry if key.startswith("eval_")]:
+                self.last_eval = entry
+                for key in keys:
+                    self.evals[key].extend([(entry["step"], entry[key])])
+        if not train:
+            return
+        self.last_train = train[-1]
+        for key in _SCALARS:
+            self.train[key].extend([(entry["step"], entry.get(key)) for entry in train])
+        for key, reduce in _OVER_LAYERS.items():
+            finite = [(entry["step"], [x for x in entry[key] if x is not None]) for entry in train if key in entry]
+            self.train[key].extend([(step, reduce(values) if values else None) for step, values in finite])
+        times = [(entry.get("step_time_seconds") or 0.0, entry.get("tokens_per_second") or 0.0) for entry in train]
+        self.seconds += sum(seconds for seconds, _ in times)
+        self.tokens += sum(seconds * rate for seconds, rate in times)  # the batch size may have changed

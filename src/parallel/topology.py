@@ -1,4 +1,4 @@
-"""What is known of accelerators without asking one: chips, the slices and hosts they come in, and their peak rates."""
+"""Facts about accelerators: chips with their peak rates, and the TPU slices and GPU hosts that they come in."""
 
 import difflib
 import math
@@ -11,12 +11,12 @@ from src.errors import UserError
 
 @dataclass(frozen=True)
 class Chip:
-    """What is stated of one JAX device: a TPU chip, half of one where JAX shows two devices a chip, or a GPU.
+    """Published figures of one JAX device: a TPU chip, half of one where JAX shows two devices a chip, or a GPU.
 
     Attributes:
         kind: `jax.Device.device_kind`.
         peaks: Floating-point operations per second, by dtype, as `peak_flops` has them.
-        memory: Bytes. On a TPU what the compiler grants a program. On a GPU all that the driver reports: of that JAX
+        memory: Bytes. On a TPU what the compiler grants a program. On a GPU all that the driver reports, of which JAX
             takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
         memory_bandwidth: Bytes per second.
         ici_bandwidth: Bytes per second that the device sends over all its links to the rest of its slice or host.
@@ -38,7 +38,7 @@ class Topology:
     Attributes:
         name: As it was typed, in lower case.
         platform: tpu, gpu or cpu.
-        chip: None for a CPU, of which nothing is stated.
+        chip: None for a CPU, which has no published figures.
         shape: Chips of a slice along each of its dims; for GPUs and CPUs the devices of a host.
         devices_per_chip: JAX devices.
         slices: TPU slices, or hosts of GPUs; 1 for CPUs.
@@ -58,7 +58,7 @@ class Topology:
 
     @property
     def host_shape(self) -> tuple[int, ...]:
-        """The chips of a host along each dim: of TPUs four, but where one or eight are a slice's all, those."""
+        """Chips of a host along each dim: four TPU chips, but one or eight where that is the whole slice."""
         if self.platform != "tpu":
             return self.shape
         if self.shape in ((1, 1), (1, 1, 1)):
@@ -135,28 +135,18 @@ _GPU_HOSTS = {
 
 @dataclass(frozen=True)
 class _Generation:
-    """A TPU generation, and how its slices are named.
+    """A TPU generation, and how its slices are named."""
 
-    Attributes:
-        chip: One JAX device of it.
-        devices_per_chip: JAX devices.
-        counted: What the number in a slice's name counts.
-        counted_per_chip: How many of those a chip has.
-        dims: Of a slice's shape.
-        smallest: Chips of its smallest slice.
-        largest: Chips of its largest.
-    """
-
-    chip: Chip
+    chip: Chip  # one JAX device
     devices_per_chip: int
-    counted: str
+    counted: str  # by the number in a slice's name
     counted_per_chip: int
-    dims: int
-    smallest: int
-    largest: int
+    dims: int  # of a slice's shape
+    smallest: int  # chips of its smallest slice
+    largest: int  # chips of its largest
 
 
-# Slices and their names: the same pages, and for TPU7x MaxText's names, which count devices. The largest is a pod of
+# Slices and their names are from the same pages, for TPU7x from MaxText, which counts devices. The largest is a pod of
 # v4, v5e, v6e and TPU7x; of v5p the largest job, 96 of a pod's 140 cubes of 4x4x4.
 _V5E = _Generation(_TPU_V5E, 1, "chips", 1, dims=2, smallest=1, largest=256)
 _GENERATIONS = {
@@ -174,12 +164,12 @@ _LONGEST = 64 * _CUBE
 
 
 def parse_topology(name: str, slices: int) -> Topology:
-    """What the keys `compile_topology` and `compile_topology_num_slices` mean.
+    """Parses the keys `compile_topology` and `compile_topology_num_slices`.
 
     Args:
-        name: A TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3), or cpu-N; capitals
-            are as good.
-        slices: How many slices or hosts of that.
+        name: a TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3), or cpu-N, in
+            lower case or capitals.
+        slices: the number of slices or hosts.
 
     Raises:
         UserError: there is no such slice or host, or no such number of them.
@@ -201,15 +191,12 @@ def parse_topology(name: str, slices: int) -> Topology:
     if family not in _GENERATIONS:
         raise _unknown(name)
     generation = _GENERATIONS[family]
-    if shape:
-        chips = _given_shape(name, family, tuple(int(size) for size in shape.split("x")))
-    else:
-        chips = _counted_shape(name, family, int(count))
+    sizes = tuple(int(size) for size in shape.split("x")) if shape else ()
+    chips = _check_shape(name, family, sizes) if shape else _counted_shape(name, family, int(count))
     return Topology(name, "tpu", generation.chip, chips, generation.devices_per_chip, slices)
 
 
 def _counted_shape(name: str, family: str, count: int) -> tuple[int, ...]:
-    """The shape of the slice named by a number."""
     generation = _GENERATIONS[family]
     chips, rest = divmod(count, generation.counted_per_chip)
     shape = None if rest else _slice_shape(chips, generation)
@@ -224,8 +211,7 @@ def _counted_shape(name: str, family: str, count: int) -> tuple[int, ...]:
     )
 
 
-def _given_shape(name: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """`shape`, if slices of that shape exist."""
+def _check_shape(name: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     generation = _GENERATIONS[family]
     chips = math.prod(shape)
     of_cubes = generation.dims == len(shape) == 3 and all(size in range(_CUBE, _LONGEST + 1, _CUBE) for size in shape)
@@ -239,7 +225,7 @@ def _given_shape(name: str, family: str, shape: tuple[int, ...]) -> tuple[int, .
 
 
 def _slice_shape(chips: int, generation: _Generation) -> tuple[int, ...] | None:
-    """The shape of the slice of so many chips that is nearest to a square or cube; None: no slice has so many."""
+    """Returns the shape, nearest to a square or cube, of the slice with this many chips; None if there is none."""
     if not generation.smallest <= chips <= generation.largest:
         return None
     if chips.bit_count() == 1 and chips != 2:  # hosts have one, four or eight chips
@@ -251,7 +237,7 @@ def _slice_shape(chips: int, generation: _Generation) -> tuple[int, ...] | None:
 
 
 def _factors(product: int, count: int) -> tuple[int, ...]:
-    """The `count` whole numbers of this product whose sum is least."""
+    """Factors `product` into `count` whole numbers with the least sum."""
     if count == 1:
         return (product,)
     divisors = [n for n in range(1, product + 1) if product % n == 0]
@@ -259,7 +245,7 @@ def _factors(product: int, count: int) -> tuple[int, ...]:
 
 
 def _unknown(name: str) -> UserError:
-    """That no topology has this name, with those that are spelt most alike, or the hosts of the GPU that it names."""
+    """Makes the error for an unknown name, with those spelt most alike or the hosts of the GPU that it names."""
     size = re.search(r"[-:]?(\d+(?:x\d+)*)$", name, re.ASCII)
     end = f":{size[1]}" if size and "x" in size[1] else f"-{size[1]}" if size else "-8"
     gpus = {host: re.search(r"[a-z]\d00", chip.kind.lower())[0] for host, chip in _GPU_HOSTS.items()}  # a3: h100
@@ -278,7 +264,7 @@ def _unknown(name: str) -> UserError:
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """The floating-point operations per second that one JAX device is stated to reach in matrix products.
+    """Returns the published peak rate of one JAX device in matrix products, in floating-point operations per second.
 
     Args:
         device_kind: `jax.Device.device_kind`, exactly: a variant that is not listed may have another rate.
@@ -286,14 +272,14 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
             NVIDIA GPU unless `matmul_precision` is highest.
 
     Returns:
-        Operations per second, a multiplication and its addition being two. None where no source states it (a CPU, an
-        unlisted device, float32 on a TPU): no MFU is better than a guessed one.
+        A multiplication and its addition count as two. None where no source states the rate (a CPU, an unlisted
+        device, float32 on a TPU): no MFU is better than a guessed one.
     """
     return _PEAK_FLOPS.get(device_kind, {}).get(dtype)
 
 
 def run_peak(device_kind: str, dtype: str, matmul_precision: str) -> float | None:
-    """`peak_flops` of a run that computes in `dtype` under the key `matmul_precision`."""
+    """Returns `peak_flops` of a run that computes in `dtype` under the key `matmul_precision`."""
     if dtype == "float32" and matmul_precision != "highest":
         rounded = peak_flops(device_kind, "tensorfloat32")  # which NVIDIA's GPUs alone have
         return rounded or peak_flops(device_kind, dtype)

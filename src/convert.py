@@ -32,9 +32,9 @@ from src.config.yaml import base, file_name
 from src.convert_check import compare, describe_agreement
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
 from src.errors import UserError
-from src.hf.facts import describe, folder_facts, folder_family, model_yaml
 from src.hf.folder import HfFolder, open_folder, read_json
 from src.hf.load import load_weights, match_tensors
+from src.hf.model_keys import find_family, folder_family, folder_keys, model_yaml
 from src.hf.save import save_folder
 from src.hf.tokenizer_json import save_tokenizer
 from src.model import params
@@ -102,7 +102,7 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
         UserError: the folder is not that of a model that is supported, or `out_dir` has something in it.
     """
     folder = open_folder(hf_dir)
-    keys, family = folder_facts(folder), folder_family(folder)
+    keys, family = folder_keys(folder), folder_family(folder)
     config = {**base().defaults, **keys}
     tree, part_of = _as_stored(folder, config)
     _make_empty(out_dir)
@@ -136,7 +136,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
     if dtype and dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is none of {', '.join(DTYPES)}")
     config, checkpoint, model_folder = _find(source)
-    family, hf = describe(config)
+    family, hf = find_family(config)
     tree, _ = _declared(config)
     _make_empty(out_dir)  # before the weights are read, which takes minutes
     arrays, _, messages = load_any_weights(str(checkpoint), tree, keep_dtypes=True)

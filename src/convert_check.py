@@ -12,7 +12,7 @@ from src.checkpoint.resume import all_weights
 from src.config import load as configuration
 from src.config.yaml import BASE
 from src.errors import UserError
-from src.hf.facts import model_facts
+from src.hf.model_keys import read_model_keys
 from src.loaded_model import inference_plan
 from src.parallel.mesh import make_layout
 from src.scoring import compute_logits
@@ -44,7 +44,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
         sentence = f"check compares with transformers on torch, which are not here ({error}): pip install both"
         raise UserError(sentence) from None
     # A table of positions may be shorter than base.yml's rows.
-    length = min(LENGTH, model_facts(hf_dir).get("trainable_position_size", LENGTH))
+    length = min(LENGTH, read_model_keys(hf_dir).get("trainable_position_size", LENGTH))
     settings = ("dtype=float32", "weight_dtype=float32", "matmul_precision=highest", "remat_policy=none")
     config = configuration.load([str(BASE), f"model_name={hf_dir}", f"max_target_length={length}", *settings])
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)

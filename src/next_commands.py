@@ -9,7 +9,7 @@ from ml_collections import FrozenConfigDict
 
 from src.data.tokenizer import Tokenizer
 from src.errors import UserError
-from src.hf.facts import describe
+from src.hf.model_keys import find_family
 
 
 def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer: Tokenizer | None) -> list[str]:
@@ -40,7 +40,7 @@ def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer:
 def _has_family(config: FrozenConfigDict) -> bool:
     """Whether a family of Hugging Face's has the model."""
     try:
-        describe(config.to_dict())
+        find_family(config.to_dict())
     except UserError:
         return False
     return True

@@ -11,9 +11,9 @@ import jax
 from src.checkpoint.restore import checkpoint_identity, restore_weights
 from src.data.tokenizer import folder_tokenizer, has_tokenizer
 from src.errors import UserError
-from src.hf.facts import folder_facts
 from src.hf.folder import is_hf_folder, open_folder
 from src.hf.load import load_weights as load_hf_weights
+from src.hf.model_keys import folder_keys
 from src.model import lora
 from src.model.params import Tree, by_path, dotted, join, nested
 
@@ -38,7 +38,7 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
     if is_hf_folder(path):
         notes: list[str] = []
         arrays = load_hf_weights(path, {"trainable": tree}, notes)["trainable"]
-        vocab_size = folder_facts(open_folder(path))["vocab_size"]
+        vocab_size = folder_keys(open_folder(path))["vocab_size"]
         meta = {"vocab_size": vocab_size, "tokenizer": folder_fingerprint(Path(path).expanduser(), vocab_size, notes)}
         return arrays, meta, [*notes, f"read the weights of {path}."]
 

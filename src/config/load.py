@@ -34,8 +34,8 @@ from src.config.yaml import (
 )
 from src.data.tokenizer import has_tokenizer
 from src.errors import UserError, clipped, first_few
-from src.hf.facts import model_facts, model_yaml
 from src.hf.folder import is_hf_folder
+from src.hf.model_keys import model_yaml, read_model_keys
 from src.storage_errors import Failure, failure_of
 
 __all__ = ["compare_runs", "diff_from_base", "from_yaml", "load", "scaled_sizes", "to_yaml"]
@@ -233,7 +233,9 @@ def _model_settings(name: str, uses_weights: bool, problems: list[str]) -> list[
     run = run_folder(name)
     if run or is_hf_folder(name):
         try:
-            keys = model_keys(run) if run else parse_keys(model_yaml(model_facts(name)), name) | _tokenizer_keys(name)
+            keys = (
+                model_keys(run) if run else parse_keys(model_yaml(read_model_keys(name)), name) | _tokenizer_keys(name)
+            )
         except UserError as error:
             problems.append(f"model_name={name}: {error}")
             return []

@@ -1,15 +1,13 @@
-"""What is known of a family of models."""
+"""A family of models: how its config.json and its tensors correspond to ours."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from src.hf import config_json as cj
-from src.hf.table import Row
-
-Keys = cj.Keys
-Json = cj.Json
+from src.hf.common_fields import INERT, ONLY
+from src.hf.fields import Json, Keys, LayerKeys, Table, read_fields, require, require_known, write_fields
+from src.hf.tensor_map import TensorMap
 
 # What multi-modal folders have beside the text model, and how they prefix the text model's names.
 NOT_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|audio_tower)\.")
@@ -24,79 +22,80 @@ class Family:
     Attributes:
         model_type: config.json's name for it.
         architecture: the class that transformers loads it with.
-        facts: config.json to the keys of base.yml; layers that differ are `decoder_segments` of one layer each.
-        hf_config: every layer's keys (the model's own included, sizes scaled) to config.json. `facts` of that gives
-            other keys where the family has no such model.
-        rows: its table of tensors.
+        fields: its table of fields.
+        tensors: its table of tensors.
+        defaults: entries that transformers' class adds to a config.json that lacks them.
+        keys: what all of its models have and no entry says, beside RMS norms and rotary positions.
+        constants: entries that are written whatever the model.
+        only: entries of which one value is here, beside `common_fields.ONLY`.
+        inert: entries that alter no logits in transformers, beside `common_fields.INERT`. Any other entry is refused.
+        aliases: transformers' other names of entries -> theirs above.
         prefix: of all its tensors but the output projection's; a folder of a bare model has them without it.
         skipped: patterns of names of tensors that hold no weights, or none that another does not hold too.
         whole_heads: whether transformers loads only models whose width is a multiple of their number of heads.
         copied: rows of tensors that repeat a weight for each extra prediction layer; they are written, not read.
-        mapped: the entries of config.json that `facts` reads.
-        inert: those that alter no logits in transformers, beside `config_json.INERT`.
-        only: those of which one value is here, beside `config_json.ONLY`; any other entry is refused.
-        aliases: transformers' other names of entries -> theirs above.
     """
 
     model_type: str
     architecture: str
-    facts: Callable[[Mapping[str, Any]], Keys]
-    hf_config: Callable[[Sequence[Mapping[str, Any]]], Json]
-    rows: tuple[Row, ...]
+    fields: Table
+    tensors: tuple[TensorMap, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+    inert: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "model."
     skipped: tuple[str, ...] = ()
-    copied: tuple[Row, ...] = ()
     whole_heads: bool = False
-    mapped: tuple[str, ...] = ()
-    inert: tuple[str, ...] = ()
-    only: Mapping[str, Any] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    copied: tuple[TensorMap, ...] = ()
 
-    def keys(self, hf: Mapping[str, Any]) -> Keys:
-        """The keys of base.yml that a config.json gives, as `facts` reads it.
+    def read_config(self, hf: Mapping[str, Any]) -> Keys:
+        """Returns the keys of base.yml that a config.json says; layers that differ are segments of a layer each.
 
         Raises:
             UserError: it has an entry, or a value of one, that is not here.
         """
-        only = {**cj.ONLY, **self.only}
-        cj.refuse(hf, **only)
-        cj.refuse_others(hf, {*self.mapped, *self.inert, *self.aliases, *cj.INERT, *only})
-        renamed = {self.aliases.get(name, name): value for name, value in hf.items()}
+        only = {**ONLY, **self.only}
+        require(hf, **only)
+        require_known(hf, {*self.known, *INERT, *only})
         for alias, name in self.aliases.items():
-            cj.refuse(hf, **({name: hf[alias]} if alias in hf else {}))
-        return self.facts(renamed)
+            require(hf, **({name: hf[alias]} if alias in hf else {}))
+        named = {self.aliases.get(name, name): value for name, value in hf.items()}
+        read = read_fields(self.fields, {"tie_word_embeddings": False, **self.defaults, **named})
+        return {"normalization": "rms", "position_type": "rope", **self.keys, **read}
+
+    def write_config(self, layers: LayerKeys) -> Json:
+        """Returns the config.json that `read_config` reads as these layers' keys, if the family has such a model."""
+        return {**write_fields(self.fields, layers), **self.constants}
 
     @property
-    def output_file(self) -> str:
-        """The output projection's name."""
-        return next(row.file for row in self.rows if row.weight == "output")
+    def known(self) -> set[str]:
+        """The entries of config.json that the family has beyond those of all families, but for `only`."""
+        return {name for row in self.fields for name in row.names} | {*self.inert, *self.aliases}
 
-    @property
-    def embedding_file(self) -> str:
-        """The embedding's name."""
-        return next(row.file for row in self.rows if row.weight == "embedding")
+    def file_name(self, weight: str) -> str:
+        """Returns the name in the table of the tensor that holds a weight."""
+        return next(row.file for row in self.tensors if row.weight == weight)
 
-    def is_further_layer(self, name: str, layers: int) -> bool:
-        """Whether a tensor of this name belongs to an extra prediction layer, which follow the model's `layers`."""
-        found = re.match(r"model\.layers\.(\d+)\.", name)
-        return self.predicts_ahead and found is not None and int(found[1]) >= layers
-
-    @property
-    def predicts_ahead(self) -> bool:
-        """Whether the family's models may have extra prediction layers."""
-        return any(row.weight.startswith("mtp.") for row in self.rows)
+    def is_mtp_layer(self, name: str, layers: int) -> bool:
+        """Returns whether a tensor is of an extra prediction layer; they follow the model's `layers`."""
+        match = re.match(r"model\.layers\.(\d+)\.", name)
+        has_mtp = any(row.weight.startswith("mtp.") for row in self.tensors)
+        return has_mtp and match is not None and int(match[1]) >= layers
 
     @property
     def has_dense_layers(self) -> bool:
         """Whether the family's models may have layers without experts."""
-        return any(row.weight == "layer.feed_forward.wi" and "E" not in row.dims.split() for row in self.rows)
+        return any(row.weight == "layer.feed_forward.wi" and "E" not in row.dims.split() for row in self.tensors)
 
     def is_skipped(self, name: str) -> bool:
-        """Whether a tensor of this name holds no weights."""
+        """Returns whether a tensor of this name holds no weights."""
         return any(re.search(pattern, name) for pattern in self.skipped)
 
     def table_names(self, names: Iterable[str]) -> dict[str, str]:
-        """The name that the table has for each tensor of a folder's text model -> its name in the files."""
+        """Returns the table's name of each tensor of a folder's text model -> its name in the files."""
         text = {TEXT_HEAD.sub("", TEXT_MODEL.sub("model.", name)): name for name in names if not NOT_TEXT.match(name)}
         if not any(name.startswith(self.prefix) for name in text):
             text = {self.prefix + name: on_disk for name, on_disk in text.items()}

@@ -13,11 +13,11 @@ from rich.progress import track
 
 from src.config.yaml import base
 from src.errors import UserError, first_few
-from src.hf.facts import folder_facts, folder_family
 from src.hf.folder import HfFolder, open_folder
+from src.hf.model_keys import folder_family, folder_keys
 from src.hf.rearrange import Range
 from src.hf.safetensors import DTYPES, UNREADABLE, Tensor
-from src.hf.table import Piece, WeightPath, lay_out
+from src.hf.tensor_map import Piece, WeightPath, lay_out
 
 T = TypeVar("T")
 
@@ -69,16 +69,16 @@ def match_tensors(
     Raises:
         UserError: a tensor is missing, unknown or of another shape; all such are named.
     """
-    family, facts = folder_family(folder), {**base().defaults, **folder_facts(folder)}
-    pieces = lay_out(family.rows, shapes, facts["vocab_size"], str(folder.path))
+    family, facts = folder_family(folder), {**base().defaults, **folder_keys(folder)}
+    pieces = lay_out(family.tensors, shapes, facts["vocab_size"], str(folder.path))
     on_disk = family.table_names(folder.tensors)
     expected = {piece.file: piece.file_shape for piece in pieces}
     unknown = [name for name in on_disk if name not in expected and not family.is_skipped(name)]
-    embedding, output = family.embedding_file, family.output_file
+    embedding, output = family.file_name("embedding"), family.file_name("output")
     tied = {embedding, output} <= on_disk.keys() and facts["logits_via_embedding"]
     if facts["logits_via_embedding"]:  # Some folders hold the tied output projection a second time.
         unknown = [name for name in unknown if name != output]
-    further = [name for name in unknown if family.is_further_layer(name, facts["base_num_decoder_layers"])]
+    further = [name for name in unknown if family.is_mtp_layer(name, facts["base_num_decoder_layers"])]
     found = {name: folder.tensors[on_disk[name]] for name in expected if name in on_disk}
     problems = [
         *(f"{name} is missing" for name in expected if name not in found),

@@ -12,7 +12,7 @@ from src.hf.family import Family
 from src.hf.folder import INDEX, SINGLE
 from src.hf.load import progress
 from src.hf.safetensors import write_header
-from src.hf.table import Piece, WeightPath, copies, lay_out
+from src.hf.tensor_map import Piece, WeightPath, copies, lay_out
 
 SHARD_BYTES = 5_000_000_000
 
@@ -45,7 +45,7 @@ def save_folder(
     shapes = {weight: array.shape for weight, array in weights.items()}
     by_file: dict[str, list[Piece]] = {}
     for piece in [
-        *lay_out(family.rows, shapes, vocab_size, family.architecture),
+        *lay_out(family.tensors, shapes, vocab_size, family.architecture),
         *copies(family.copied, shapes, vocab_size),
     ]:
         by_file.setdefault(piece.file, []).append(piece)

@@ -19,10 +19,10 @@ from src import convert
 from src.config import load as configuration
 from src.config.yaml import base
 from src.errors import UserError
-from src.hf import config_json
-from src.hf.facts import model_facts
+from src.hf import common_fields
 from src.hf.families import FAMILIES
 from src.hf.load import load_weights
+from src.hf.model_keys import read_model_keys
 from src.model.forward_context import Context
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
@@ -69,7 +69,7 @@ MODELS = {
 def our_model(folder):
     """The spec of the model in a folder, and a function that computes its logits, mostly without compiling them."""
     settings = {"dtype": "float32", "matmul_precision": "highest", "remat_policy": "none", "max_target_length": LENGTH}
-    config = {**base().defaults, **model_facts(folder), **settings}
+    config = {**base().defaults, **read_model_keys(folder), **settings}
     spec = model_spec(config)
 
     def logits():
@@ -279,7 +279,7 @@ def test_an_entry_of_another_value_is_read_as_transformers_reads_it_or_refused(m
 @pytest.mark.parametrize("model_type", MODELS)
 def test_every_field_of_a_class_is_mapped_inert_or_of_one_value(models, model_type):
     family = next(family for family in FAMILIES if family.model_type == model_type)
-    known = {*family.mapped, *family.inert, *family.only, *family.aliases, *config_json.INERT, *config_json.ONLY}
+    known = {*family.known, *family.only, *common_fields.INERT, *common_fields.ONLY}
     fields = {field.name for field in dataclasses.fields(models(model_type).config_class)}
     assert fields | set(models(model_type).config_class.attribute_map) <= known
     for name, value in family.only.items():
@@ -416,4 +416,4 @@ def test_a_multi_modal_folder_is_tied_as_its_top_says(tmp_path):
     entries = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**entries, "tie_word_embeddings": None}))
     with pytest.raises(UserError, match="lacks tie_word_embeddings"):  # to transformers it is false
-        model_facts(folder)
+        read_model_keys(folder)

@@ -15,8 +15,8 @@ from src.checkpoint.checkpointer import Checkpointer
 from src.config import load as configuration
 from src.data.tokenizer import make_tokenizer
 from src.errors import UserError
-from src.hf.facts import describe
 from src.hf.load import load_weights
+from src.hf.model_keys import find_family
 from src.hf.save import save_folder
 from src.model.params import by_path
 
@@ -90,7 +90,7 @@ def test_the_copies_that_extra_prediction_layers_have_are_written(tmp_path):
     rng = np.random.default_rng(0)
     weights = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in by_path(tree).items()}
     (tmp_path / "out").mkdir()
-    save_folder(tmp_path / "out", *describe(config), weights, saved.VOCAB)
+    save_folder(tmp_path / "out", *find_family(config), weights, saved.VOCAB)
     files = saved.tensors(tmp_path / "out")
     assert torch.equal(files["model.layers.3.embed_tokens.weight"], files["model.embed_tokens.weight"])
     assert torch.equal(files["model.layers.3.shared_head.head.weight"], files["lm_head.weight"])
@@ -120,7 +120,7 @@ def test_a_file_is_full_when_the_next_tensor_does_not_fit(tmp_path):
     weights = {path: np.zeros(leaf.shape, np.float32) for path, leaf in by_path(tree).items()}
     out = tmp_path / "out"
     out.mkdir()
-    save_folder(out, *describe(config), weights, saved.VOCAB, shard_bytes=12_000)
+    save_folder(out, *find_family(config), weights, saved.VOCAB, shard_bytes=12_000)
     files = sorted(out.glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
     assert all(file.stat().st_size < 12_000 + 4_000 for file in files)  # and the header

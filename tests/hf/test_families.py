@@ -9,9 +9,9 @@ from tiny import BASE
 from src.config import load as configuration
 from src.config.yaml import CONFIGS, base
 from src.errors import UserError
-from src.hf import config_json
-from src.hf.facts import describe, model_facts
+from src.hf import common_fields
 from src.hf.families import FAMILIES
+from src.hf.model_keys import find_family, read_model_keys
 from src.model.spec import model_spec
 
 # How the names of a family's model files begin.
@@ -36,7 +36,7 @@ FILES_OF = {
 def facts(hf):
     """The model that a config.json describes, as far as nothing but its keys says."""
     family = next(family for family in FAMILIES if family.model_type == hf["model_type"])
-    return model_spec({**base().defaults, **family.keys(hf)})
+    return model_spec({**base().defaults, **family.read_config(hf)})
 
 
 LLAMA31 = {
@@ -88,16 +88,16 @@ def test_gemma_3s_two_kinds_of_positions_in_old_and_new_config_json():
 
 @pytest.mark.parametrize("name", saved.CONFIGS)
 def test_what_transformers_5_writes_and_what_is_written_here_describe_the_same_model(name):
-    """`hf_config`'s older style is read by transformers 5 as what it was made from."""
+    """`write_config`'s older style is read by transformers 5 as what it was made from."""
     kind, entries = saved.CONFIGS[name]
     config = getattr(transformers, kind)(**entries)
     hf = {**json.loads(config.to_json_string()), "num_nextn_predict_layers": 0}
     family = next(family for family in FAMILIES if family.model_type == hf["model_type"])
-    keys = {**base().defaults, **family.keys(hf)}
+    keys = {**base().defaults, **family.read_config(hf)}
     layers = [{**keys, **layer} for entry in keys["decoder_segments"] for layer in entry["pattern"]]
     layers = layers or [keys] * keys["base_num_decoder_layers"]
     layers = [{**layer, "base_moe_mlp_dim": layer["base_moe_mlp_dim"] or layer["base_mlp_dim"]} for layer in layers]
-    written = family.hf_config(layers)
+    written = family.write_config(layers)
     again = json.loads(type(config)(**written).to_json_string())
     assert facts({**again, "num_nextn_predict_layers": 0}) == facts(hf)
 
@@ -111,11 +111,11 @@ def test_an_entry_that_is_absent_has_transformers_value_or_is_an_error(family):
     for absent in set(whole) - {"model_type", *given}:
         rest = {name: value for name, value in whole.items() if name != absent}
         try:
-            found = family.keys(rest)
+            found = family.read_config(rest)
         except UserError:
             continue
         completed = json.loads(config.from_dict(rest).to_json_string(use_diff=False))
-        assert found == family.keys(completed), f"without {absent}"
+        assert found == family.read_config(completed), f"without {absent}"
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
@@ -126,7 +126,7 @@ def test_a_number_in_quotes_is_refused_by_name_wherever_one_is_read(family):
 
     def read(**entries):
         try:
-            return family.keys({**whole, **entries})
+            return family.read_config({**whole, **entries})
         except UserError as error:
             return str(error)
 
@@ -147,7 +147,7 @@ def test_the_folder_is_named_whose_config_json_is_wrong(tmp_path, entries, messa
     folder = saved.save(tmp_path, "llama")
     saved.edit_config(folder, **entries)
     with pytest.raises(UserError, match=f"{folder}: config.json (has )?{message}"):
-        model_facts(folder)
+        read_model_keys(folder)
 
 
 @pytest.mark.parametrize(
@@ -176,17 +176,19 @@ def test_sliding_windows_of_qwen_3_are_refused():
 
 def test_a_layer_of_an_unknown_kind_is_refused():
     with pytest.raises(UserError, match="layers of linear_attention"):
-        config_json.windowed_layers({"layer_types": ["linear_attention"]}, 1, global_every=2)
+        common_fields.read_windowed_layers(
+            {"layer_types": ["linear_attention"]}, {"base_num_decoder_layers": 1}, global_every=2
+        )
 
 
 def test_layers_that_repeat_are_one_pattern(tmp_path):
-    keys = model_facts(saved.save(tmp_path, "gemma3"))
+    keys = read_model_keys(saved.save(tmp_path, "gemma3"))
     assert [(entry["repeats"], len(entry["pattern"])) for entry in keys["decoder_segments"]] == [(5, 1), (1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("file", sorted((CONFIGS / "models").glob("*.yml")), ids=lambda file: file.stem)
 def test_every_model_file_describes_a_model_that_can_be_written(file):
     config = configuration.load([BASE, f"model_name={file}", "dataset_type=synthetic", "max_target_length=16"])
-    family, hf = describe(config)
+    family, hf = find_family(config)
     assert file.stem.startswith(FILES_OF[family.model_type])
     assert config.base_emb_dim in (hf.get("hidden_size"), hf.get("n_embd"))

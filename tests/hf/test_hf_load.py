@@ -9,8 +9,8 @@ from tiny import BASE
 
 from src.config import load as configuration
 from src.errors import UserError
-from src.hf.facts import model_facts
 from src.hf.load import load_weights
+from src.hf.model_keys import read_model_keys
 from src.hf.safetensors import StoredTensor
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
@@ -131,10 +131,10 @@ def test_extra_prediction_layers_are_read_or_left_out_with_a_line(tmp_path):
         tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
 
-    assert model_facts(folder)["mtp_num_layers"] == 0
+    assert read_model_keys(folder)["mtp_num_layers"] == 0
     change_tensors(folder, add)
     saved.edit_config(folder, num_nextn_predict_layers=1)
-    assert model_facts(folder)["mtp_num_layers"] == 1
+    assert read_model_keys(folder)["mtp_num_layers"] == 1
     files = {name: tensor.numpy() for name, tensor in saved.tensors(folder).items()}
     parts = load_weights(folder, abstract(folder))
     extra = parts["trainable"]["mtp"][0]
@@ -182,4 +182,4 @@ def test_an_unsupported_model_is_answered_with_those_that_are(tmp_path):
     folder = saved.save(tmp_path, "llama3")
     saved.edit_config(folder, model_type="mamba")
     with pytest.raises(UserError, match=r"a model of type mamba, which is not supported; those that are: .*llama"):
-        model_facts(folder)
+        read_model_keys(folder)

@@ -18,8 +18,8 @@ from tiny import BASE
 from src.config import load as configuration
 from src.config.yaml import base, dump
 from src.errors import UserError
-from src.hf.facts import describe
 from src.hf.families import FAMILIES
+from src.hf.model_keys import find_family
 from src.hf.save import save_folder
 from src.loaded_model import inference_plan
 from src.model import params
@@ -106,7 +106,7 @@ def family_keys(name):
     kind, entries = saved.CONFIGS[name]
     hf = json.loads(getattr(transformers, kind)(**entries).to_json_string(use_diff=False))
     family = next(family for family in FAMILIES if family.model_type == hf["model_type"])
-    return family.keys({**hf, "num_nextn_predict_layers": 0})
+    return family.read_config({**hf, "num_nextn_predict_layers": 0})
 
 
 def loaded(folder, keys):
@@ -124,16 +124,16 @@ def loaded(folder, keys):
         return None
 
 
-def describe_or_refuse(config):
+def family_or_refusal(config):
     """(the family's model_type, "") where the model can be exported, else ("", why it can't)."""
     try:
-        return describe(config)[0].model_type, ""
+        return find_family(config)[0].model_type, ""
     except UserError as error:
         return "", str(error)
 
 
 def assert_transformers_computes_the_same(folder, config):
-    family, hf = describe(config)
+    family, hf = find_family(config)
     plan = inference_plan(config, make_layout(config, jax.devices()[:1]), LENGTH, packed=False)
     rng = np.random.default_rng(0)
     arrays = {path: rng.normal(scale=0.3, size=leaf.shape) for path, leaf in params.by_path(plan.shapes).items()}
@@ -173,12 +173,12 @@ NAMES = [name for name in saved.CONFIGS if name not in ("llama", "deepseek_v2_li
 def test_an_odd_model_is_exported_as_it_is_or_refused_by_name(tmp_path, name):
     keys = family_keys(name)
     config = dict(loaded(tmp_path, keys))
-    spec, own = model_spec(config), describe(config)[0].model_type
+    spec, own = model_spec(config), find_family(config)[0].model_type
     together, others = [{}], {}  # models of the family's own, and one for each other family
     for odd in variations(keys):
         if model_spec({**config, **odd}) == spec:
             continue
-        kind, refusal = describe_or_refuse({**config, **odd})
+        kind, refusal = family_or_refusal({**config, **odd})
         if refusal:
             assert re.search(rf"cannot say .*\b({'|'.join(base().keys_in('Model:'))})\b", refusal)
         elif loaded(tmp_path, {**keys, **odd}) is None:
@@ -188,7 +188,7 @@ def test_an_odd_model_is_exported_as_it_is_or_refused_by_name(tmp_path, name):
         else:
             for group in together:
                 joined = {**group, **odd}
-                if group.keys() & odd.keys() or describe_or_refuse({**config, **joined})[0] != own:
+                if group.keys() & odd.keys() or family_or_refusal({**config, **joined})[0] != own:
                     continue
                 if loaded(tmp_path, {**keys, **joined}):
                     group.update(odd)

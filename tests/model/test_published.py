@@ -72,7 +72,7 @@ def test_facts_are_those_of_config_json(name):
     config_json = PUBLISHED[name]
     family = next(family for family in FAMILIES if family.model_type == config_json["model_type"])
     predicted = config_json.get("num_nextn_predict_layers", 0)  # The file leaves these out of training by default.
-    expected = model_spec({**base().defaults, **family.keys(config_json)})
+    expected = model_spec({**base().defaults, **family.read_config(config_json)})
     assert published(name, mtp_num_layers=predicted) == expected
 
 

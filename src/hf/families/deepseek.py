@@ -1,174 +1,167 @@
 """DeepSeek V2 and V3: multi-head latent attention, shared and routed experts, in V3 extra prediction layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
-from src.hf import config_json as cj
-from src.hf import rows
+from src.hf import common_fields as fields
+from src.hf import common_tensors as tensors
+from src.hf.common_fields import sparse_layer
 from src.hf.family import Family
-from src.hf.table import Row
+from src.hf.fields import Field, FieldGroup, Json, Keys, LayerKeys, entry, read_fields, require, write_fields
+from src.hf.tensor_map import TensorMap
 
-NAMES = {
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_nope_head_dim",
-    "qk_rope_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "n_routed_experts": "num_experts",
-    "num_experts_per_tok": "num_experts_per_tok",
-    "moe_intermediate_size": "base_moe_mlp_dim",
-    "routed_scaling_factor": "routed_scaling_factor",
-}
-GROUPS = {"n_group": "n_routing_groups", "topk_group": "topk_routing_group"}
 # transformers leaves the norms of the latents at this, whatever rms_norm_eps says.
 LATENT_EPSILON = 1e-6
-MAPPED = (
-    *cj.SHARED,
-    *cj.ROPE_ENTRIES,
-    *NAMES,
-    *GROUPS,
-    *("hidden_act", "q_lora_rank", "n_shared_experts", "first_k_dense_replace"),
+
+
+def _check_attention(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    require({"num_key_value_heads": keys["base_num_kv_heads"]}, num_key_value_heads=keys["base_num_query_heads"])
+    if keys["normalization_layer_epsilon"] == LATENT_EPSILON:  # which the key's default means then
+        return {}
+    return {"latent_norm_epsilon": LATENT_EPSILON}
+
+
+def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    dense = entry(hf, "first_k_dense_replace", 0)
+    return fields.layer_pattern(
+        [{"num_experts": 1} if i < dense else {} for i in range(keys["base_num_decoder_layers"])]
+    )
+
+
+def _write_layers(layers: LayerKeys) -> Json:
+    return {"first_k_dense_replace": sum(layer["num_experts"] == 1 for layer in layers)}
+
+
+FIELDS = (
+    *fields.SIZES,
+    Field(
+        "num_key_value_heads",
+        "base_num_kv_heads",
+        absent=itemgetter("base_num_query_heads"),
+        written=itemgetter("base_num_query_heads"),
+    ),
+    FieldGroup((), _check_attention),
+    fields.rope(),
+    fields.HIDDEN_ACT,
+    fields.DENSE_SIZE,
+    Field("q_lora_rank", "q_lora_rank", absent=0, written=lambda keys: keys["q_lora_rank"] or None),
+    *(Field(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+    Field("n_shared_experts", "shared_experts", absent=0, layer=sparse_layer),
+    Field("n_routed_experts", "num_experts", layer=sparse_layer),
+    Field("num_experts_per_tok", "num_experts_per_tok", layer=sparse_layer),
+    Field("moe_intermediate_size", "base_moe_mlp_dim", layer=sparse_layer),
+    Field("routed_scaling_factor", "routed_scaling_factor", layer=sparse_layer),
+    FieldGroup(("first_k_dense_replace",), _read_layers, _write_layers),
 )
-ONLY = {"attention_bias": False, "moe_layer_freq": 1}
-ATTENTION = rows.LAYER + "self_attn."
-SHARED = rows.LAYER + "mlp.shared_experts."
-V2_ROWS = (
-    *rows.OUTER,
-    *rows.NORMS_BEFORE,
-    Row("layer.attention.query", ATTENTION + "q_b_proj.weight", "(N H) Q -> Q N H", beside="query_down"),
-    Row("layer.attention.query", ATTENTION + "q_proj.weight", "(N H) D -> D N H"),
-    Row("layer.attention.query_down", ATTENTION + "q_a_proj.weight", "Q D -> D Q"),
-    Row("layer.attention.query_down_norm.scale", ATTENTION + "q_a_layernorm.weight", "Q -> Q"),
-    Row("layer.attention.kv_down", ATTENTION + "kv_a_proj_with_mqa.weight", "R D -> D R"),
-    Row("layer.attention.kv_down_norm.scale", ATTENTION + "kv_a_layernorm.weight", "R -> R"),
-    Row("layer.attention.kv_up", ATTENTION + "kv_b_proj.weight", "(N H) R -> R N H"),
-    Row("layer.attention.out", ATTENTION + "o_proj.weight", "D (N H) -> N H D"),
-    *rows.FEED_FORWARD,
-    *rows.EXPERTS,
-    Row("layer.feed_forward.shared.wi", SHARED + "{A:gate_proj,up_proj}.weight", "F D -> D A F"),
-    Row("layer.feed_forward.shared.wo", SHARED + "down_proj.weight", "D F -> F D"),
+GROUPS = (
+    Field("n_group", "n_routing_groups", layer=sparse_layer),
+    Field("topk_group", "topk_routing_group", layer=sparse_layer),
 )
-V3_ROWS = (
-    *V2_ROWS,
-    Row("layer.feed_forward.correction_bias", rows.LAYER + "mlp.gate.e_score_correction_bias", "E -> E"),
-    Row("mtp.embedding_norm.scale", rows.LAYER + "enorm.weight", "D -> D"),
-    Row("mtp.hidden_norm.scale", rows.LAYER + "hnorm.weight", "D -> D"),
-    Row("mtp.projection", rows.LAYER + "eh_proj.weight", "D P -> P D"),
-    Row("mtp.final_norm.scale", rows.LAYER + "shared_head.norm.weight", "D -> D"),
+
+
+def _read_v2_groups(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    if hf["topk_method"] == "group_limited_greedy":
+        return read_fields(GROUPS, hf)
+    require(hf, topk_method="greedy")
+    return {}
+
+
+def _write_v2_groups(layers: LayerKeys) -> Json:
+    groups = write_fields(GROUPS, layers)
+    return {**groups, "topk_method": "group_limited_greedy" if groups["n_group"] > 1 else "greedy"}
+
+
+def _check_v3_head_dim(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    require(hf, head_dim=keys["qk_rope_head_dim"])  # transformers rotates so many
+    return {}
+
+
+def _write_head_dim(layers: LayerKeys) -> Json:
+    return {"head_dim": layers[0]["qk_rope_head_dim"]}
+
+
+ATTENTION = tensors.LAYER + "self_attn."
+SHARED = tensors.LAYER + "mlp.shared_experts."
+V2_TENSORS = (
+    *tensors.OUTER,
+    *tensors.NORMS_BEFORE,
+    TensorMap("layer.attention.query", ATTENTION + "q_b_proj.weight", "(N H) Q -> Q N H", requires="query_down"),
+    TensorMap("layer.attention.query", ATTENTION + "q_proj.weight", "(N H) D -> D N H"),
+    TensorMap("layer.attention.query_down", ATTENTION + "q_a_proj.weight", "Q D -> D Q"),
+    TensorMap("layer.attention.query_down_norm.scale", ATTENTION + "q_a_layernorm.weight", "Q -> Q"),
+    TensorMap("layer.attention.kv_down", ATTENTION + "kv_a_proj_with_mqa.weight", "R D -> D R"),
+    TensorMap("layer.attention.kv_down_norm.scale", ATTENTION + "kv_a_layernorm.weight", "R -> R"),
+    TensorMap("layer.attention.kv_up", ATTENTION + "kv_b_proj.weight", "(N H) R -> R N H"),
+    TensorMap("layer.attention.out", ATTENTION + "o_proj.weight", "D (N H) -> N H D"),
+    *tensors.FEED_FORWARD,
+    *tensors.EXPERTS,
+    TensorMap("layer.feed_forward.shared.wi", SHARED + "{A:gate_proj,up_proj}.weight", "F D -> D A F"),
+    TensorMap("layer.feed_forward.shared.wo", SHARED + "down_proj.weight", "D F -> F D"),
+)
+V3_TENSORS = (
+    *V2_TENSORS,
+    TensorMap("layer.feed_forward.correction_bias", tensors.LAYER + "mlp.gate.e_score_correction_bias", "E -> E"),
+    TensorMap("mtp.embedding_norm.scale", tensors.LAYER + "enorm.weight", "D -> D"),
+    TensorMap("mtp.hidden_norm.scale", tensors.LAYER + "hnorm.weight", "D -> D"),
+    TensorMap("mtp.projection", tensors.LAYER + "eh_proj.weight", "D P -> P D"),
+    TensorMap("mtp.final_norm.scale", tensors.LAYER + "shared_head.norm.weight", "D -> D"),
 )
 # Each extra prediction layer has copies of the embedding and the output projection.
 V3_COPIES = (
-    Row("embedding", rows.LAYER + "embed_tokens.weight", "V D -> V D"),
-    Row("output", rows.LAYER + "shared_head.head.weight", "V D -> D V"),
+    TensorMap("embedding", tensors.LAYER + "embed_tokens.weight", "V D -> V D"),
+    TensorMap("output", tensors.LAYER + "shared_head.head.weight", "V D -> D V"),
 )
-
-
-def _facts(hf: Mapping[str, Any]) -> cj.Keys:
-    """What both versions' config.json say alike."""
-    keys = {
-        **cj.shared_keys(hf, rms_norm_eps=1e-6),
-        **cj.rope_keys(hf),
-        **cj.read_all(hf, NAMES),
-        # A null means none, and no entry the value of the published models.
-        "q_lora_rank": cj.entry(hf, "q_lora_rank", 0 if "q_lora_rank" in hf else 1536),
-        "shared_experts": cj.entry(hf, "n_shared_experts", 0),
-        "attention_type": "mla",
-        "mlp_activations": [cj.activation(hf), "linear"],
-    }
-    if keys["normalization_layer_epsilon"] != LATENT_EPSILON:  # else the key's default is that, as older runs have it
-        keys["latent_norm_epsilon"] = LATENT_EPSILON
-    del keys["head_dim"]  # In newer config.json files that of the rotary part.
-    cj.refuse({"num_key_value_heads": keys["base_num_kv_heads"]}, num_key_value_heads=keys["base_num_query_heads"])
-    dense = cj.entry(hf, "first_k_dense_replace", 0)
-    count = keys["base_num_decoder_layers"]
-    return {**keys, **cj.pattern([{"num_experts": 1} if i < dense else {} for i in range(count)])}
-
-
-def _hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
-    dense, sparse = cj.dense_and_sparse(layers)
-    return {
-        **cj.shared_json(dense),
-        **cj.rope_json(dense),
-        **{name: value or None for name, value in cj.write(sparse, NAMES).items()},
-        "n_shared_experts": sparse["shared_experts"],
-        "num_key_value_heads": dense["base_num_query_heads"],
-        "head_dim": dense["qk_rope_head_dim"],
-        "q_lora_rank": dense["q_lora_rank"] or None,
-        "hidden_act": cj.activation_name(dense),
-        "n_group": sparse["n_routing_groups"],
-        "topk_group": sparse["topk_routing_group"],
-        "first_k_dense_replace": sum(layer["num_experts"] == 1 for layer in layers),
-        "moe_layer_freq": 1,
-    }
-
-
-def v2_facts(hf: Mapping[str, Any]) -> cj.Keys:
-    """config.json of version 2 to keys."""
-    hf = {"n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy", **hf}
-    grouped = hf["topk_method"] == "group_limited_greedy"
-    cj.refuse({} if grouped else hf, topk_method="greedy")
-    return {**_facts(hf), "rope_interleave": True, **(cj.read_all(hf, GROUPS) if grouped else {})}
-
-
-def v2_hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
-    """Keys to config.json of version 2."""
-    hf = _hf_config(layers)
-    return {**hf, "topk_method": "group_limited_greedy" if hf["n_group"] > 1 else "greedy", "scoring_func": "softmax"}
-
-
-def v3_facts(hf: Mapping[str, Any]) -> cj.Keys:
-    """config.json of version 3 to keys."""
-    hf = {"n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, **hf}
-    keys = _facts(hf)
-    cj.refuse(hf, head_dim=keys["qk_rope_head_dim"])  # transformers rotates so many
-    return {
-        **keys,
-        **cj.read_all(hf, GROUPS),
-        "rope_interleave": cj.entry(hf, "rope_interleave", True),
-        "norm_topk_prob": cj.entry(hf, "norm_topk_prob", True),
-        "routed_score_func": "sigmoid",
-        "routing_group_score": "top2",
-        "routed_bias": True,
-        "mtp_num_layers": cj.entry(hf, "num_nextn_predict_layers", 1),
-    }
-
-
-def v3_hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
-    """Keys to config.json of version 3."""
-    return {
-        **_hf_config(layers),
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "rope_interleave": layers[0]["rope_interleave"],
-        "norm_topk_prob": cj.dense_and_sparse(layers)[1]["norm_topk_prob"],
-        "num_nextn_predict_layers": layers[0]["mtp_num_layers"],
-    }
-
+ONLY = {"attention_bias": False, "moe_layer_freq": 1}
+DEFAULTS = {"rms_norm_eps": 1e-6, "q_lora_rank": 1536}
 
 DEEPSEEK2 = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    whole_heads=True,
-    facts=v2_facts,
-    hf_config=v2_hf_config,
-    rows=V2_ROWS,
-    skipped=(rows.ROTARY_TABLES,),
-    mapped=(*MAPPED, "topk_method"),
+    fields=(
+        *FIELDS,
+        FieldGroup(("topk_method", "n_group", "topk_group"), _read_v2_groups, _write_v2_groups),
+        FieldGroup(("head_dim",), lambda hf, keys: {}, _write_head_dim),
+    ),
+    tensors=V2_TENSORS,
+    defaults={**DEFAULTS, "n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy"},
+    keys={"attention_type": "mla", "rope_interleave": True},
+    constants={"scoring_func": "softmax", "moe_layer_freq": 1},
+    only={"scoring_func": "softmax", "mlp_bias": False, **ONLY},
     # The published code normalises the chosen scores where norm_topk_prob says so; transformers doesn't. It rotates
     # neighbours always.
     inert=("norm_topk_prob", "rope_interleave", "qk_head_dim"),
-    only={"scoring_func": "softmax", "mlp_bias": False, **ONLY},
     aliases={"num_experts": "n_routed_experts"},
+    skipped=(tensors.ROTARY_TABLES,),
+    whole_heads=True,
 )
 DEEPSEEK3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    facts=v3_facts,
-    hf_config=v3_hf_config,
-    rows=V3_ROWS,
-    skipped=(rows.ROTARY_TABLES, r"\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"),
-    copied=V3_COPIES,
-    mapped=(*MAPPED, "norm_topk_prob", "rope_interleave", "num_nextn_predict_layers"),
-    inert=("qk_head_dim",),
+    fields=(
+        *FIELDS,
+        *GROUPS,
+        FieldGroup(("head_dim",), _check_v3_head_dim, _write_head_dim),
+        Field("rope_interleave", "rope_interleave", absent=False),
+        Field("norm_topk_prob", "norm_topk_prob", absent=False, layer=sparse_layer),
+        Field("num_nextn_predict_layers", "mtp_num_layers", absent=1),
+    ),
+    tensors=V3_TENSORS,
+    defaults={
+        **DEFAULTS,
+        **{"n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
+        **{"rope_interleave": True, "norm_topk_prob": True},
+    },
+    keys={
+        "attention_type": "mla",
+        "routed_score_func": "sigmoid",
+        "routing_group_score": "top2",
+        "routed_bias": True,
+    },
+    constants={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **ONLY},
+    inert=("qk_head_dim",),
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    skipped=(tensors.ROTARY_TABLES, r"\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"),
+    copied=V3_COPIES,
 )

@@ -1,45 +1,35 @@
 """Mistral: Llama with a sliding window in the first version's layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from src.hf import config_json as cj
-from src.hf import rows
+from src.hf import common_fields as fields
+from src.hf import common_tensors as tensors
 from src.hf.family import Family
+from src.hf.fields import FieldGroup, Keys
 
 
-def facts(hf: Mapping[str, Any]) -> cj.Keys:
-    """config.json to keys."""
-    keys = {
-        **cj.shared_keys(hf, num_key_value_heads=8, rms_norm_eps=1e-6),
-        **cj.rope_keys(hf),
-        **cj.window_keys({"sliding_window": 4096, **hf}),
-        "mlp_activations": [cj.activation(hf), "linear"],
-    }
+def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    window = fields.read_window(hf, keys)
     if "layer_types" not in hf:
-        return keys
+        return window
     # With them transformers takes the folder for one of Ministral, whose layers differ.
-    count, windowed = keys["base_num_decoder_layers"], keys.pop("attention_type", "")
-    return {**keys, **cj.windowed_layers(hf, count, global_every=count + 1 if windowed else 1)}
-
-
-def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
-    """Keys to config.json."""
-    keys = layers[0]
-    return {
-        **cj.shared_json(keys),
-        **cj.rope_json(keys),
-        **cj.window_json(keys),
-        "hidden_act": cj.activation_name(keys),
-    }
+    windowed = window.pop("attention_type", None)
+    global_every = keys["base_num_decoder_layers"] + 1 if windowed else 1
+    return {**window, **fields.read_windowed_layers(hf, keys, global_every)}
 
 
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    facts=facts,
-    hf_config=hf_config,
-    rows=(*rows.OUTER, *rows.NORMS_BEFORE, *rows.ATTENTION, *rows.FEED_FORWARD),
-    skipped=(rows.ROTARY_TABLES,),
-    mapped=(*cj.SHARED, *cj.ROPE_ENTRIES, "hidden_act", "sliding_window", "layer_types"),
+    fields=(
+        *fields.SIZES,
+        *fields.HEADS,
+        fields.rope(),
+        fields.HIDDEN_ACT,
+        FieldGroup(("sliding_window", "layer_types"), _read_layers, fields.write_window),
+    ),
+    tensors=(*tensors.OUTER, *tensors.NORMS_BEFORE, *tensors.ATTENTION, *tensors.FEED_FORWARD),
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+    skipped=(tensors.ROTARY_TABLES,),
 )

@@ -1,56 +1,38 @@
 """Mixtral: Mistral with experts in every layer."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from operator import itemgetter
 
-from src.hf import config_json as cj
-from src.hf import rows
+from src.hf import common_fields as fields
+from src.hf import common_tensors as tensors
 from src.hf.family import Family
-from src.hf.table import Row
+from src.hf.fields import Field, FieldGroup
+from src.hf.tensor_map import TensorMap
 
-NAMES = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok"}
-EXPERTS = rows.LAYER + "block_sparse_moe."
-
-
-def facts(hf: Mapping[str, Any]) -> cj.Keys:
-    """config.json to keys."""
-    return {
-        **cj.shared_keys(hf, num_key_value_heads=8, rms_norm_eps=1e-5),
-        **cj.rope_keys(hf, theta=1e6),
-        **cj.window_keys(hf),
-        **cj.read_all({"num_local_experts": 8, "num_experts_per_tok": 2, **hf}, NAMES),
-        "mlp_activations": [cj.activation(hf), "linear"],
-        "norm_topk_prob": True,
-    }
-
-
-def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
-    """Keys to config.json."""
-    keys = layers[0]
-    return {
-        **cj.shared_json(keys),
-        **cj.rope_json(keys),
-        **cj.window_json(keys),
-        **cj.write(keys, NAMES),
-        "intermediate_size": keys["base_moe_mlp_dim"],
-        "hidden_act": cj.activation_name(keys),
-    }
-
+EXPERTS = tensors.LAYER + "block_sparse_moe."
 
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    facts=facts,
-    hf_config=hf_config,
-    rows=(
-        *rows.OUTER,
-        *rows.NORMS_BEFORE,
-        *rows.ATTENTION,
-        Row("layer.feed_forward.router", EXPERTS + "gate.weight", "E D -> D E"),
-        Row("layer.feed_forward.wi", EXPERTS + "experts.{E}.{A:w1,w3}.weight", "F D -> E D A F"),
-        Row("layer.feed_forward.wo", EXPERTS + "experts.{E}.w2.weight", "D F -> E F D"),
+    fields=(
+        *fields.SIZES,
+        *fields.HEADS,
+        fields.rope(theta=1e6),
+        fields.HIDDEN_ACT,
+        FieldGroup(("sliding_window",), fields.read_window, fields.write_window),
+        Field("intermediate_size", "base_mlp_dim", written=itemgetter("base_moe_mlp_dim")),
+        Field("num_local_experts", "num_experts"),
+        Field("num_experts_per_tok", "num_experts_per_tok"),
     ),
-    skipped=(rows.ROTARY_TABLES,),
-    mapped=(*cj.SHARED, *cj.ROPE_ENTRIES, *NAMES, "hidden_act", "sliding_window"),
+    tensors=(
+        *tensors.OUTER,
+        *tensors.NORMS_BEFORE,
+        *tensors.ATTENTION,
+        TensorMap("layer.feed_forward.router", EXPERTS + "gate.weight", "E D -> D E"),
+        TensorMap("layer.feed_forward.wi", EXPERTS + "experts.{E}.{A:w1,w3}.weight", "F D -> E D A F"),
+        TensorMap("layer.feed_forward.wo", EXPERTS + "experts.{E}.w2.weight", "D F -> E F D"),
+    ),
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
+    keys={"norm_topk_prob": True},
     aliases={"num_experts": "num_local_experts"},
+    skipped=(tensors.ROTARY_TABLES,),
 )

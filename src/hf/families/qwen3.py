@@ -1,51 +1,40 @@
 """Qwen 3: Llama with a norm on the queries and keys of each head."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from src.hf import config_json as cj
-from src.hf import rows
+from src.hf import common_fields as fields
+from src.hf import common_tensors as tensors
 from src.hf.family import Family
+from src.hf.fields import FieldGroup, Keys
 
 
-def facts(hf: Mapping[str, Any]) -> cj.Keys:
-    """config.json to keys."""
-    keys = {
-        **cj.shared_keys({"head_dim": 128, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, **hf}),
-        **cj.rope_keys(hf),
-        "mlp_activations": [cj.activation(hf), "linear"],
-        "attention_bias": cj.entry(hf, "attention_bias", False),
-        "qk_norm": "head",
-    }
-    cj.layer_kinds(hf, [cj.GLOBAL] * keys["base_num_decoder_layers"], cj.GLOBAL)
-    return keys
-
-
-def hf_config(layers: Sequence[Mapping[str, Any]]) -> cj.Json:
-    """Keys to config.json."""
-    keys = layers[0]
-    return {
-        **cj.shared_json(keys),
-        **cj.rope_json(keys),
-        "hidden_act": cj.activation_name(keys),
-        "attention_bias": keys["attention_bias"],
-    }
+def _check_layer_types(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    fields.read_layer_types(hf, [fields.GLOBAL] * keys["base_num_decoder_layers"], fields.GLOBAL)
+    return {}
 
 
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    facts=facts,
-    hf_config=hf_config,
-    rows=(
-        *rows.OUTER,
-        *rows.NORMS_BEFORE,
-        *rows.ATTENTION,
-        *rows.ATTENTION_BIASES,
-        *rows.HEAD_NORMS,
-        *rows.FEED_FORWARD,
+    fields=(
+        *fields.SIZES,
+        *fields.HEADS,
+        fields.rope(),
+        fields.HIDDEN_ACT,
+        fields.ATTENTION_BIAS,
+        FieldGroup(("layer_types",), _check_layer_types),
     ),
-    mapped=(*cj.SHARED, *cj.ROPE_ENTRIES, "hidden_act", "attention_bias", "layer_types"),
-    inert=("sliding_window", "max_window_layers"),  # of windows that are not used
+    tensors=(
+        *tensors.OUTER,
+        *tensors.NORMS_BEFORE,
+        *tensors.ATTENTION,
+        *tensors.ATTENTION_BIASES,
+        *tensors.HEAD_NORMS,
+        *tensors.FEED_FORWARD,
+    ),
+    defaults={"head_dim": 128, "num_key_value_heads": 32, "rms_norm_eps": 1e-6},
+    keys={"qk_norm": "head"},
     only={"use_sliding_window": False},
+    inert=("sliding_window", "max_window_layers"),  # of windows that are not used
 )

@@ -28,13 +28,13 @@ WeightPath = tuple[str | int, ...]  # in the model's nested dict, without its pa
 Shapes = Mapping[WeightPath, tuple[int, ...]]
 
 
-class Row(NamedTuple):
+class TensorMap(NamedTuple):
     """A row of a family's table, as above."""
 
     weight: str
     file: str
     dims: str
-    beside: str = ""
+    requires: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Piece:
         self.rearrangement.write(part.reshape(part.shape[len(self.stacked_at) :]), tensor, self.sizes)
 
 
-def lay_out(rows: Sequence[Row], shapes: Shapes, vocab_size: int, family: str) -> list[Piece]:
+def lay_out(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int, family: str) -> list[Piece]:
     """All pieces of a model's weights, weight by weight.
 
     Args:
@@ -86,13 +86,13 @@ def lay_out(rows: Sequence[Row], shapes: Shapes, vocab_size: int, family: str) -
         UserError: the model has weights that are in no row.
     """
     layers = _layer_numbers(shapes)
-    pieces, homeless = [], []
+    pieces, unmapped = [], []
     for weight, shape in shapes.items():
         name, numbers = _place(weight, shape, layers)
         stacked = weight[0] == "segments"
         row = next((row for row in rows if _is_for(row, name, shape[stacked:], weight, shapes)), None)
         if row is None:
-            homeless.append(f"{'.'.join(map(str, weight))} {list(shape)}")
+            unmapped.append(f"{'.'.join(map(str, weight))} {list(shape)}")
             continue
         rearrangement = parse(row.dims)
         sizes = dict(zip(rearrangement.dims, shape[stacked:], strict=True)) | {"V": vocab_size}
@@ -100,15 +100,15 @@ def lay_out(rows: Sequence[Row], shapes: Shapes, vocab_size: int, family: str) -
             for file, gathered_at in _files(row.file.replace("{layer}", str(number)), sizes):
                 stacked_at = (at,) if stacked else ()
                 pieces.append(Piece(weight, file, rearrangement, sizes, stacked_at, gathered_at))
-    if homeless:
+    if unmapped:
         raise UserError(
-            f"{family}'s files have no tensor for {first_few(homeless)}: the model is described otherwise than "
+            f"{family}'s files have no tensor for {first_few(unmapped)}: the model is described otherwise than "
             "its config.json does, or by another family's facts"
         )
     return pieces
 
 
-def copies(rows: Sequence[Row], shapes: Shapes, vocab_size: int) -> list[Piece]:
+def copies(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int) -> list[Piece]:
     """The pieces of tensors that repeat a weight for each extra prediction layer."""
     pieces = []
     for (kind, _), positions in _layer_numbers(shapes).items():
@@ -152,10 +152,10 @@ def _place(weight: WeightPath, shape: tuple[int, ...], layers: Mapping[Any, list
     return ".".join(map(str, weight)), [0]
 
 
-def _is_for(row: Row, name: str, shape: Sequence[int], weight: WeightPath, shapes: Shapes) -> bool:
+def _is_for(row: TensorMap, name: str, shape: Sequence[int], weight: WeightPath, shapes: Shapes) -> bool:
     """Whether a row is for the weight of this name and shape, without the dim that it may be stacked along."""
     dims = row.dims.partition(" -> ")[2].split()
-    if row.weight != name or len(dims) != len(shape) or (row.beside and (*weight[:-1], row.beside) not in shapes):
+    if row.weight != name or len(dims) != len(shape) or (row.requires and (*weight[:-1], row.requires) not in shapes):
         return False
     sizes, listed = dict(zip(dims, shape, strict=True)), re.findall(r"\{(\w):([^}]*)\}", row.file)
     return all(len(names.split(",")) == sizes[letter] for letter, names in listed)

@@ -1,0 +1,239 @@
+"""Rows of the families' tables of fields that many of them share."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from src.errors import UserError
+from src.hf.fields import (
+    UNSET,
+    Field,
+    FieldGroup,
+    Json,
+    Keys,
+    LayerKeys,
+    count_entry,
+    entry,
+    first_layer,
+    read_fields,
+    require,
+    write_fields,
+)
+
+# Entries that alter no logits in any family: names, dtypes, special tokens, what training and generation read alone.
+# fmt: off
+INERT = frozenset((
+    "_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map",
+    "quantization_config", "attention_dropout", "initializer_range", "use_cache", "cache_implementation",
+    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "use_return_dict", "torchscript", "problem_type", "id2label", "label2id", "num_labels", "finetuning_task",
+    "task_specific_params", "tokenizer_class", "prefix", "name_or_path", "attn_implementation",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
+    "max_position_embeddings", "max_sequence_length", "pretraining_tp", "gradient_checkpointing",
+    "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux", "ep_size", "max_length", "min_length",
+    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "num_return_sequences", "temperature", "top_k",
+    "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
+    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "output_scores",
+    "return_dict_in_generate", "unsloth_fixed", "unsloth_version",
+))
+# fmt: on
+# Entries of which the class that reads config.json takes one value for granted, in any family.
+ONLY = {"is_causal": True, "is_encoder_decoder": False}
+
+SIZES = (
+    Field("vocab_size", "vocab_size"),
+    Field("hidden_size", "base_emb_dim"),
+    Field("intermediate_size", "base_mlp_dim"),
+    Field("num_hidden_layers", "base_num_decoder_layers"),
+    Field("num_attention_heads", "base_num_query_heads"),
+    Field("rms_norm_eps", "normalization_layer_epsilon"),
+    Field("tie_word_embeddings", "logits_via_embedding"),
+)
+HEADS = (
+    Field("num_key_value_heads", "base_num_kv_heads", absent=lambda keys: keys["base_num_query_heads"]),
+    Field("head_dim", "head_dim", absent=lambda keys: keys["base_emb_dim"] // keys["base_num_query_heads"]),
+)
+ATTENTION_BIAS = Field("attention_bias", "attention_bias", absent=False)
+MLP_BIAS = Field("mlp_bias", "mlp_bias", absent=False)
+
+# Their names of activations -> ours. Their "gelu" is the exact one, which is not here.
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
+GATED = {theirs: [ours, "linear"] for theirs, ours in ACTIVATIONS.items()}
+HIDDEN_ACT = Field("hidden_act", "mlp_activations", absent=GATED["silu"], values=GATED)
+
+# ---- Layers that differ
+
+WINDOWED, GLOBAL = "sliding_attention", "full_attention"
+
+
+def layer_pattern(layers: Sequence[Keys]) -> Keys:
+    """Returns decoder_segments of a layer each with the layers' own keys; nothing where no layer has any."""
+    return {"decoder_segments": [{"repeats": 1, "pattern": [keys]} for keys in layers]} if any(layers) else {}
+
+
+def layer_with(layers: LayerKeys, key: str, value: Any) -> Mapping[str, Any]:
+    """Returns the first layer whose `key` has this value, or else the model's first."""
+    return next((layer for layer in layers if layer[key] == value), layers[0])
+
+
+def windowed_layer(layers: LayerKeys) -> Mapping[str, Any]:
+    """Returns the first layer with a sliding window, or else the model's first."""
+    return layer_with(layers, "attention_type", "local_sliding")
+
+
+def dense_layer(layers: LayerKeys) -> Mapping[str, Any]:
+    """Returns the first layer without experts, or else the model's first."""
+    return layer_with(layers, "num_experts", 1)
+
+
+def sparse_layer(layers: LayerKeys) -> Mapping[str, Any]:
+    """Returns the first layer with experts, or else the model's first."""
+    return next((layer for layer in layers if layer["num_experts"] > 1), layers[0])
+
+
+DENSE_SIZE = Field("intermediate_size", "base_mlp_dim", layer=dense_layer)
+
+
+def read_window(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    """Returns the attention of a family whose layers all have a sliding window, or none."""
+    window = Field("sliding_window", "sliding_window_size", UNSET).read(hf, keys)
+    return {"attention_type": "local_sliding", **window} if window else {}
+
+
+def write_window(layers: LayerKeys) -> Json:
+    """Reverses `read_window`."""
+    windowed = layers[0]["attention_type"] == "local_sliding"
+    return {"sliding_window": layers[0]["sliding_window_size"] if windowed else None}
+
+
+def read_layer_types(hf: Mapping[str, Any], default: Sequence[str], *known: str) -> list[str]:
+    """Returns each layer's kind of attention: config.json's layer_types, else `default`.
+
+    Raises:
+        UserError: a layer is of no `known` kind, or there are not as many as layers.
+    """
+    kinds = entry(hf, "layer_types", list(default))
+    if unknown := sorted({str(kind) for kind in kinds if kind not in known}):
+        raise UserError(f"config.json has layers of {', '.join(unknown)}: expected {' or '.join(known)}")
+    if len(kinds) != len(default):
+        raise UserError(f"config.json has {len(kinds)} layer_types: expected {len(default)}, one a layer")
+    return kinds
+
+
+def read_windowed_layers(hf: Mapping[str, Any], keys: Keys, global_every: int, **windowed: Any) -> Keys:
+    """Returns the layer pattern of a family in which some layers have windows.
+
+    Args:
+        hf: config.json, which may name each layer's kind.
+        keys: those read so far.
+        global_every: without such names, every so many layers one has no window.
+        windowed: further keys of layers that have one.
+    """
+    default = [WINDOWED if (i + 1) % global_every else GLOBAL for i in range(keys["base_num_decoder_layers"])]
+    kinds = read_layer_types(hf, default, WINDOWED, GLOBAL)
+    return layer_pattern(
+        [{"attention_type": "local_sliding", **windowed} if kind == WINDOWED else {} for kind in kinds]
+    )
+
+
+def write_layer_types(layers: LayerKeys, kind: str = "local_sliding", name: str = WINDOWED) -> Json:
+    """Returns layer_types; `name` is config.json's for layers whose attention_type is `kind`."""
+    return {"layer_types": [name if layer["attention_type"] == kind else GLOBAL for layer in layers]}
+
+
+ALTERNATING_WINDOWS = FieldGroup(
+    ("layer_types",), functools.partial(read_windowed_layers, global_every=2), write_layer_types
+)
+
+# ---- Rotary positions
+
+ORIGINAL = "original_max_position_embeddings"
+# Kinds of scaled rotary positions: their name -> ours, and the fields of each. transformers requires some of them.
+ROPE_TYPES = {"default": "default", "linear": "linear", "llama3": "llama3.1", "yarn": "yarn"}
+_FACTOR, _ORIGINAL_LENGTH = Field("factor", "rope_factor"), Field(ORIGINAL, ORIGINAL)
+ROPE_PARAMETERS: dict[str, tuple[Field, ...]] = {
+    "default": (),
+    "linear": (_FACTOR,),
+    "llama3": (
+        _ORIGINAL_LENGTH,
+        _FACTOR,
+        Field("low_freq_factor", "rope_low_freq_factor"),
+        Field("high_freq_factor", "rope_high_freq_factor"),
+    ),
+    "yarn": (
+        _ORIGINAL_LENGTH,
+        _FACTOR,
+        *(Field(name, name, UNSET) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
+        Field("truncate", "rope_truncate", UNSET),
+    ),
+}
+_ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attention_factor"}.union(
+    row.name for rows in ROPE_PARAMETERS.values() for row in rows
+)
+ROPE_ENTRIES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", ORIGINAL)
+
+
+def rope(theta: float = 10_000.0, layer: Callable[[LayerKeys], Mapping[str, Any]] = first_layer) -> FieldGroup:
+    """Returns the row of rotary positions.
+
+    Args:
+        theta: the family's, where config.json has none.
+        layer: picks the layer whose positions are written.
+    """
+    return FieldGroup(ROPE_ENTRIES, functools.partial(read_rope, theta=theta), lambda layers: write_rope(layer(layers)))
+
+
+def read_rope(hf: Mapping[str, Any], keys: Keys, theta: float = 10_000.0) -> Keys:
+    """Returns the keys of rotary positions, which transformers 5 has in rope_parameters, older folders in rope_scaling.
+
+    As in transformers, a rope_scaling replaces all of rope_parameters, its theta too; original_max_position_embeddings
+    beside them comes before the one within; and max_position_embeddings stands in for both.
+
+    Raises:
+        UserError: the positions are scaled in a way that is not here.
+    """
+    parameters = entry(hf, "rope_scaling", {}) or entry(hf, "rope_parameters", {})
+    kind = entry(parameters, "rope_type", entry(parameters, "type", "default"))
+    if kind not in ROPE_TYPES:
+        raise UserError(f"config.json has rotary positions of type {kind}: expected one of {', '.join(ROPE_TYPES)}")
+    if unknown := sorted(set(parameters) - _ROPE_NAMES):
+        raise UserError(f"config.json has rotary positions with {', '.join(unknown)}, which is not known here")
+    require({**hf, **parameters}, partial_rotary_factor=1.0)
+    if parameters.get("attention_factor") is not None:
+        raise UserError("config.json has an attention_factor for rotary positions: expected mscale, or neither")
+    if kind != "yarn" and parameters.get("mscale_all_dim"):
+        raise UserError(f"config.json has mscale_all_dim for rotary positions of type {kind}: expected type yarn")
+    if _ORIGINAL_LENGTH in ROPE_PARAMETERS[kind]:
+        lengths = (hf.get(ORIGINAL), parameters.get(ORIGINAL), hf.get("max_position_embeddings"))
+        parameters = {**parameters, ORIGINAL: next((length for length in lengths if length is not None), None)}
+    if kind == "yarn" and parameters.get("factor", 1) is None:
+        longest, original = count_entry(hf, "max_position_embeddings", 0), count_entry(parameters, ORIGINAL, 0)
+        parameters["factor"] = longest / original
+    return {
+        "rope_max_timescale": entry(parameters, "rope_theta", entry(hf, "rope_theta", theta)),
+        "rope_type": ROPE_TYPES[kind],
+        **read_fields(ROPE_PARAMETERS[kind], parameters),
+    }
+
+
+def write_rope(keys: Mapping[str, Any]) -> Json:
+    """Reverses `read_rope`, in the older style, which every version of transformers reads."""
+    kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == keys["rope_type"])
+    # A zero stands for an mscale that is not given.
+    written = write_fields(ROPE_PARAMETERS[kind], [keys]).items()
+    parameters = {name: value for name, value in written if value or name == "truncate"}
+    longest = keys["max_target_length"]
+    if ORIGINAL in parameters:
+        longest = round(keys[ORIGINAL] * keys["rope_factor"])
+    return {
+        "rope_theta": keys["rope_max_timescale"],
+        "rope_scaling": None if kind == "default" else {"rope_type": kind, **parameters},
+        "max_position_embeddings": longest,
+    }

@@ -1,0 +1,177 @@
+"""A family's table of fields: the entries of its config.json, read into keys of base.yml and written from them.
+
+A row of the table is a `Field`, one entry with the meaning of one key, or a `FieldGroup`, entries that mean something
+only together. Both read and write. Where two rows have the same entry or key, the later one counts.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from src.config.values import check_value
+from src.config.yaml import TYPE_NAMES, base
+from src.errors import UserError
+
+Keys = dict[str, Any]
+Json = dict[str, Any]
+LayerKeys = Sequence[Mapping[str, Any]]  # every key of each layer
+
+REQUIRED, UNSET = object(), object()  # values of `Field.absent`
+
+# Values that keys have to say "none" or "as another key", which no number in config.json means.
+NOT_IN_JSON = {
+    **dict.fromkeys(("attn_logits_soft_cap", "final_logits_soft_cap", "query_pre_attn_scalar"), 0),
+    **dict.fromkeys(("mlp_activations_limit", "sliding_window_size", "chunk_attn_window_size", "base_moe_mlp_dim"), 0),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
+    "num_experts": 1,
+}
+
+
+def first_layer(layers: LayerKeys) -> Mapping[str, Any]:
+    """Returns the keys of the model's first layer."""
+    return layers[0]
+
+
+@dataclass(frozen=True)
+class Field:
+    """An entry of config.json and the key of base.yml with its meaning.
+
+    Attributes:
+        name: config.json's.
+        key: base.yml's.
+        absent: the key's value where the entry is absent or null, or a function that computes it from the keys read so
+            far. REQUIRED: there must be an entry. UNSET: base.yml's default stays.
+        values: config.json's values -> the key's, where they differ. Of several with one meaning the first is written,
+            for a value that none means the first of all.
+        layer: picks the layer whose key is written.
+        written: computes the entry from that layer's keys, where that is more than reading it backwards.
+    """
+
+    name: str
+    key: str
+    absent: Any = REQUIRED
+    values: Mapping[str, Any] | None = None
+    layer: Callable[[LayerKeys], Mapping[str, Any]] = first_layer
+    written: Callable[[Mapping[str, Any]], Any] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The entries that the row covers."""
+        return (self.name,)
+
+    def read(self, hf: Mapping[str, Any], keys: Keys) -> Keys:
+        """Returns the key, if it has a value; `keys` are those of the rows above.
+
+        Raises:
+            UserError: the entry is not of the key's type, or no value that the key may have.
+        """
+        default = base().defaults[self.key]
+        if hf.get(self.name) is None:
+            if self.absent is not UNSET:
+                return {self.key: self.absent(keys) if callable(self.absent) else self.absent}
+            # transformers takes a null for false.
+            return {self.key: False} if isinstance(default, bool) and self.name in hf else {}
+        if self.values:
+            if (value := hf[self.name]) not in list(self.values):
+                raise UserError(f"config.json has {self.name} {value}: expected one of {', '.join(self.values)}")
+            return {self.key: self.values[value]}
+        value = entry(hf, self.name, default)
+        if problem := check_value(self.key, value):
+            raise UserError(f"config.json has {self.name} {json.dumps(value)}: {problem}")
+        if value == NOT_IN_JSON.get(self.key):
+            raise UserError(f"config.json has {self.name} {value}, which is not here: expected more")
+        return {self.key: value}
+
+    def write(self, layers: LayerKeys) -> Json:
+        """Returns the entry that `read` reads as the layer's key."""
+        layer = self.layer(layers)
+        value = layer[self.key]
+        if self.written:
+            value = self.written(layer)
+        elif self.values:
+            value = next((name for name, other in self.values.items() if other == value), next(iter(self.values)))
+        elif self.absent is UNSET and value == NOT_IN_JSON.get(self.key):
+            value = None
+        return {self.name: value}
+
+
+@dataclass(frozen=True)
+class FieldGroup:
+    """Entries of config.json that mean something only together.
+
+    Attributes:
+        names: the entries.
+        read: config.json and the keys of the rows above to keys; raises UserError for what is not here.
+        write: the reverse.
+    """
+
+    names: tuple[str, ...]
+    read: Callable[[Mapping[str, Any], Keys], Keys]
+    write: Callable[[LayerKeys], Json] = lambda layers: {}
+
+
+Table = tuple[Field | FieldGroup, ...]
+
+
+def read_fields(table: Table, hf: Mapping[str, Any]) -> Keys:
+    """Returns the keys that a table reads in config.json.
+
+    Raises:
+        UserError: config.json lacks an entry that is required, or has one that is not here.
+    """
+    required = [row.name for row in table if isinstance(row, Field) and row.absent is REQUIRED]
+    if missing := [name for name in required if hf.get(name) is None]:
+        raise UserError(f"config.json lacks {', '.join(dict.fromkeys(missing))}")
+    keys: Keys = {}
+    for row in table:
+        keys.update(row.read(hf, keys))
+    return keys
+
+
+def write_fields(table: Table, layers: LayerKeys) -> Json:
+    """Returns the entries of config.json that `read_fields` reads as the layers' keys."""
+    return {name: value for row in table for name, value in row.write(layers).items()}
+
+
+def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Returns an entry of config.json of the type of `default`, which stands in for one that is absent or null.
+
+    A null where true or false belongs is false, as it is to transformers.
+
+    Raises:
+        UserError: it is of another type, such as a number in quotes.
+    """
+    value = hf.get(name)
+    if value is None:
+        return False if isinstance(default, bool) and name in hf else default
+    fits = (int, float) if isinstance(default, float) else type(default)
+    # To Python, true is an integer too.
+    if not isinstance(value, fits) or isinstance(value, bool) != isinstance(default, bool):
+        expected = TYPE_NAMES[type(default)].partition(",")[0]
+        raise UserError(f"config.json has {name} {json.dumps(value)}: expected {expected}")
+    return value
+
+
+def count_entry(hf: Mapping[str, Any], name: str, default: int) -> int:
+    """Returns an entry as `entry` does; raises UserError for one that is no integer from 1 up."""
+    if (value := entry(hf, name, default)) < 1:
+        raise UserError(f"config.json has {name} {value}: expected 1 or more")
+    return value
+
+
+def require(hf: Mapping[str, Any], **values: Any) -> None:
+    """Raises UserError for an entry of config.json with another value; absent ones pass, and null for false."""
+    for name, value in values.items():
+        actual = hf.get(name, value)
+        if actual != value and (actual or value):
+            raise UserError(f"config.json has {name} {actual!r}, which is not here: expected {value!r}")
+
+
+def require_known(hf: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises UserError for an entry of config.json beyond `known` that is neither null, false, 0 nor empty."""
+    if unknown := [name for name, value in hf.items() if name not in known and value not in (None, False, [], {}, "")]:
+        listed = ", ".join(f"{name} {json.dumps(hf[name])}" for name in unknown)
+        raise UserError(
+            f"config.json has {listed}, which is not known here: if the model computes the same without, take it out"
+        )

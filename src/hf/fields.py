@@ -90,6 +90,7 @@ class Field:
         if self.written:
             value = self.written(layer)
         elif self.values:
+            value = list(value) if isinstance(value, tuple) else value  # as a frozen config has it
             value = next((name for name, other in self.values.items() if other == value), next(iter(self.values)))
         elif self.absent is UNSET and value == NOT_IN_JSON.get(self.key):
             value = None

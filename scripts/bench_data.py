@@ -36,11 +36,13 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from src import tokenize_dataset, train_tokenizer
 from src.cli import run_command
 from src.config import load as configuration
-from src.data import feeds, packing
+from src.data import document_stream, packing
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.readers.text import TextSource
-from src.data.tokenizer import Tokenizer, make_tokenizer
+from src.data.tokenizer import make_tokenizer
+from src.data.types import Tokenizer
+from src.errors import run_command
 
 BASE = str(Path(__file__).resolve().parents[1] / "configs" / "base.yml")
 B, T = 16, 2048
@@ -198,7 +200,7 @@ def bench_conversations(folder: Path, turns: int, seconds: float) -> None:
 
 def cut(argv: list[str]) -> Batches:
     """MinText's batches of conversations, laid as texts are."""
-    with unittest.mock.patch.object(feeds, "whole", packing.end_to_end):
+    with unittest.mock.patch.object(document_stream, "best_fit", packing.concatenate):
         yield from ours(argv, 1)
 
 

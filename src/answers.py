@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from ml_collections import FrozenConfigDict
 
-from src.data.tokenizer import Tokenizer
+from src.data.types import Tokenizer
 from src.generate import Generator
 
 # Tokens that are decoded again with each new one: of more, those are settled that have CONTEXT others after them, and

@@ -11,7 +11,9 @@ from ml_collections import FrozenConfigDict
 from src.answers import Answer, Speed, draw_answers
 from src.cli import run_command
 from src.config.key_help import Usage
-from src.data.tokenizer import Tokenizer, make_tokenizer, missing_template
+from src.data.chat_template import missing_template
+from src.data.tokenizer import make_tokenizer
+from src.data.types import Tokenizer
 from src.errors import UserError
 from src.generate import Generator, Model, in_training, unrolled
 from src.loaded_model import open_model

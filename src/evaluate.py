@@ -13,8 +13,9 @@ from src.cli import run_command
 from src.config.key_help import Usage
 from src.data.host_arrays import host_rows, to_global
 from src.data.loader import EvalBatches
-from src.data.open import EvalSet, open_eval_sets
-from src.data.tokenizer import Tokenizer, make_tokenizer
+from src.data.open import open_eval_sets
+from src.data.tokenizer import make_tokenizer
+from src.data.types import EvalSet, Tokenizer
 from src.errors import UserError
 from src.loaded_model import open_model
 from src.model.pipeline import check_rows

@@ -16,12 +16,13 @@ from ml_collections import FrozenConfigDict
 
 from src.cli import run_command
 from src.config.key_help import Usage
-from src.data.feeds import Documents, describe_conversations, rows_an_epoch
+from src.data.describe import describe_conversations, describe_data
+from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import train_batches
 from src.data.mixture import Mixture
-from src.data.open import RowSource, TrainData, describe_data, open_sources
-from src.data.packing import Batch
-from src.data.tokenizer import Tokenizer, make_tokenizer
+from src.data.open import open_sources
+from src.data.tokenizer import make_tokenizer
+from src.data.types import Batch, RowSource, Tokenizer, TrainData
 from src.errors import UserError
 from src.report.metrics import print_header
 from src.startup import configured, printable
@@ -47,13 +48,13 @@ class Segment(NamedTuple):
 
     start, stop: its places in the row.
     ids: int32 [stop - start + 1], its tokens and the last one's target.
-    learned: bool [stop - start], which targets count in the loss.
+    loss_mask: bool [stop - start], True for targets that count in the loss.
     """
 
     start: int
     stop: int
     ids: np.ndarray
-    learned: np.ndarray
+    loss_mask: np.ndarray
 
 
 def main(argv: Sequence[str]) -> None:
@@ -82,9 +83,9 @@ def main(argv: Sequence[str]) -> None:
     shown = list(itertools.islice(batches, config.inspect_num_steps))
     mixture = Mixture(data.weights)
     for step, batch in enumerate(shown, start=config.inspect_first_step):
-        dealt = mixture.deal(step * global_batch, rows, global_batch, config.data_shuffle_seed)
+        assigned = mixture.assign(step * global_batch, rows, global_batch, config.data_shuffle_seed)
         for index, row in enumerate(rows):
-            name = data.names[dealt[index][0]]
+            name = data.names[assigned[index][0]]
             print("\n".join(_row_lines(f"step {step}, row {row}" + f" ({name})" * bool(name), batch, index, tokenizer)))
     summary = _summary(shown, batches)
     batches.close()
@@ -127,9 +128,9 @@ def segments(batch: Batch, row: int) -> list[Segment]:
 def _from_first_step(
     config: FrozenConfigDict, data: TrainData, tokenizer: Tokenizer | None, rows: np.ndarray, global_batch: int
 ) -> Iterator[Batch]:
-    """Batches from `inspect_first_step` on. Where lanes keep a place in the data, all before it are made too."""
+    """Batches from `inspect_first_step` on. Where packing streams keep a position, all before it are made too."""
     step = config.inspect_first_step
-    computed = all(rows_an_epoch(config, source) is not None for source in data.sources)
+    computed = all(rows_per_epoch(config, source) is not None for source in data.sources)
     batches = train_batches(config, data, tokenizer, rows, global_batch, step * global_batch if computed else 0)
     if not computed:
         next(itertools.islice(batches, step, step), None)
@@ -140,8 +141,8 @@ def _row_lines(title: str, batch: Batch, row: int, tokenizer: Tokenizer | None) 
     """What one row is, a line or two for each document."""
     in_row = segments(batch, row)
     used, length = sum(segment.stop - segment.start for segment in in_row), batch["tokens"].shape[1]
-    learned = sum(int(segment.learned.sum()) for segment in in_row)
-    lines = [f"{title}: documents {len(in_row)}, tokens {used} of {length}, in the loss {learned}"]
+    in_loss = sum(int(segment.loss_mask.sum()) for segment in in_row)
+    lines = [f"{title}: documents {len(in_row)}, tokens {used} of {length}, in the loss {in_loss}"]
     for segment in in_row:
         if "cuts" in batch:  # a chat template begins and ends conversations as it will
             begins = segment is not in_row[0] or not batch["cuts"][row, 0]
@@ -155,8 +156,8 @@ def _row_lines(title: str, batch: Batch, row: int, tokenizer: Tokenizer | None) 
         lines.append(f"{place}  {edges}  ids {ids}")
         if tokenizer:
             lines.append(f"      {_shown(tokenizer.decode(segment.ids))}")
-            if not segment.learned.all():
-                lines.append(f"      in the loss: {_shown(tokenizer.decode(segment.ids[1:][segment.learned]))}")
+            if not segment.loss_mask.all():
+                lines.append(f"      in the loss: {_shown(tokenizer.decode(segment.ids[1:][segment.loss_mask]))}")
     return lines
 
 
@@ -189,11 +190,11 @@ def _round_trip(config: FrozenConfigDict, data: TrainData, tokenizer: Tokenizer)
     """Whether the texts of documents encode to the ids that they were decoded from."""
     checked, different = 0, []
     for name, source in zip(data.names, data.sources, strict=True):
-        documents = Documents(config, source, tokenizer, name)
+        stream = DocumentStream(config, source, tokenizer, name)
         if isinstance(source, RowSource):
-            found = [document.ids for n in range(_CHECKED_BATCHES) for document in documents.row(n)]
+            found = [document.ids for n in range(_CHECKED_BATCHES) for document in stream.row(n)]
         else:
-            found = [document.ids for n in range(_CHECKED_DOCUMENTS) for document in documents(n)]
+            found = [document.ids for n in range(_CHECKED_DOCUMENTS) for document in stream.documents(n)]
         whole = [ids for ids in found if len(ids) and ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos]
         checked += len(whole)
         different += [ids for ids in whole if not np.array_equal(tokenizer.encode(tokenizer.decode(ids)), ids)]

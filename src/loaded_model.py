@@ -9,7 +9,7 @@ from ml_collections import FrozenConfigDict
 
 from src.checkpoint.load_weights import load_weights
 from src.checkpoint.resume import all_weights, check_tokenizer, check_vocabulary
-from src.data.tokenizer import Tokenizer
+from src.data.types import Tokenizer
 from src.errors import UserError
 from src.model.spec import model_spec
 from src.parallel.mesh import Layout, check_hardware, make_layout

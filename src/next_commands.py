@@ -7,7 +7,7 @@ import sys
 import jax
 from ml_collections import FrozenConfigDict
 
-from src.data.tokenizer import Tokenizer
+from src.data.types import Tokenizer
 from src.errors import UserError
 from src.hf.model_keys import find_family
 

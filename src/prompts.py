@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 from ml_collections import FrozenConfigDict
 
-from src.data.chat_template import Message
 from src.data.conversations import read_message
 from src.data.readers.documents import well_formed
-from src.data.tokenizer import Tokenizer
+from src.data.types import Message, Tokenizer
 from src.errors import UserError
 from src.json_text import parse_json
 

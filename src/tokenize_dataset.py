@@ -34,18 +34,10 @@ from src.cli import run_command
 from src.config import load as configuration
 from src.config.key_help import Usage
 from src.config.source_spec import train_specs
-from src.data import open as sources
-from src.data.feeds import encode
-from src.data.readers.tokens import (
-    FORMAT,
-    SUMMARY,
-    UNFINISHED,
-    ShardFacts,
-    compare,
-    ids_name,
-    index_name,
-    missing_files,
-)
+from src.data.document_stream import encode
+from src.data.fingerprint import differences
+from src.data.open import open_source
+from src.data.readers.tokens import FORMAT, SUMMARY, UNFINISHED, ShardFacts, ids_name, index_name, missing_files
 from src.data.tokenizer import make_tokenizer
 from src.errors import UserError, first_few
 from src.json_text import parse_json
@@ -144,7 +136,7 @@ class Items:
     def __init__(self, config: "FrozenConfigDict") -> None:
         self._config = config
         self._tokenizer = make_tokenizer(config)
-        self._source = sources.open_source(train_specs(config)[0], config, self._tokenizer)
+        self._source = open_source(train_specs(config)[0], config, self._tokenizer)
         self.dtype = "uint16" if config.vocab_size <= _MOST_UINT16 else "uint32"
 
     def __len__(self) -> int:
@@ -198,9 +190,9 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
         if path.exists():
             plan = _read_json(path)
             names = sorted(facts, key=lambda name: name == "source")  # keys say more than their effect on the source
-            if differences := compare({name: plan.get(name) for name in names}, facts):
+            if changes := differences({name: plan.get(name) for name in names}, facts):
                 raise UserError(
-                    f"tokenized_path={folder} has tokens of other data or settings ({first_few(differences, '; ')}): "
+                    f"tokenized_path={folder} has tokens of other data or settings ({first_few(changes, '; ')}): "
                     "name a new folder, or delete this one"
                 )
             return plan

@@ -20,11 +20,13 @@ from src.checkpoint.resume import saved_meta, saved_parts, starting_state
 from src.checkpoint.run_folder import RunFolder, in_run_folder
 from src.cli import run_command
 from src.config import load as configuration
-from src.data.feeds import describe_conversations
+from src.data.describe import describe_conversations, describe_data, describe_eval_set
+from src.data.fingerprint import data_fingerprint
 from src.data.host_arrays import check_same_data, host_rows, to_global, to_host
-from src.data.loader import data_fingerprint, train_batches
-from src.data.open import EvalSet, TrainData, describe_data, describe_eval_set, open_sources
-from src.data.tokenizer import Tokenizer, make_tokenizer
+from src.data.loader import train_batches
+from src.data.open import open_sources
+from src.data.tokenizer import make_tokenizer
+from src.data.types import EvalSet, Tokenizer, TrainData
 from src.decode import sample
 from src.errors import UserError, counted
 from src.evaluate import Evaluation

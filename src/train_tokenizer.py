@@ -16,9 +16,10 @@ from pathlib import Path
 from src.cli import run_command
 from src.config import load as configuration
 from src.config.key_help import Usage
-from src.data import open as sources
 from src.data import order
+from src.data.open import open_sources
 from src.data.tokenizer import SentencePieceTokenizer
+from src.data.types import Source
 from src.errors import UserError
 from src.hf.tokenizer_json import save_tokenizer
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
         )
     path = Path(config.tokenizer_path)
     file = path if config.tokenizer_type == "sentencepiece" else path / "tokenizer.model"
-    data, _ = sources.open_sources(config, tokenizer=None)
+    data, _ = open_sources(config, tokenizer=None)
     source = data.sources[0]
     texts = list(_sample(source, config.data_shuffle_seed))
     print(f"training on {len(texts)} of {len(source)} documents, {sum(map(len, texts))} characters", flush=True)
@@ -107,7 +108,7 @@ def train(texts: Sequence[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def _sample(source: sources.Source, seed: int) -> Iterator[str]:
+def _sample(source: Source, seed: int) -> Iterator[str]:
     """Documents in a random order, within the bounds above."""
     characters = 0
     for i in range(min(len(source), _MAX_DOCUMENTS)):

@@ -74,6 +74,12 @@ def says_if_slow(what: str) -> Iterator[None]:
         timer.cancel()
 
 
+def class_name(thing: Any) -> str:
+    """Returns the name of a value's class, with its module."""
+    kind = type(thing)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _failure(what: str, error: BaseException) -> Exception:
     """What to say of an error in code of the user: where it was raised there, if it was."""
     libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))

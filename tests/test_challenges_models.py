@@ -14,9 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from src.answers import Speed
 from src.convert_check import compare
-from src.data.open import EvalSet
 from src.data.readers.synthetic import SyntheticSource
 from src.data.tokenizer import ByteTokenizer
+from src.data.types import EvalSet
 from src.errors import UserError
 from src.evaluate import Evaluation
 from src.hf.folder import open_folder

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from src.checkpoint.resume import accepted_by, check_tokenizer, rows_so_far
+from src.checkpoint.resume import accepted_by, check_tokenizer, rows_consumed
 from src.config import load as configuration
-from src.data.loader import Fact, train_batches
+from src.data.fingerprint import Fact
+from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.step import train_step
@@ -290,7 +291,7 @@ def test_each_source_of_a_changed_mixture_goes_on_where_it_was(corpus, tmp_path,
     assert "accepted: source weights: a 3, b 1 -> b 1, c 2, a 1" in said
     assert "the data of c begin at their start" in said
     after = runs.saved_arrays(tmp_path / "runs" / "run", 21)["data_position"]
-    # One more step: eight rows, of which each lane took one from one source.
+    # One more step: eight rows, of which each packing stream took one from one source.
     moved = (after != np.stack([before[:, 1], np.zeros_like(before[:, 0]), before[:, 0]], axis=1)).any(axis=2)
     assert (moved.sum(axis=1) == 1).all()
     assert moved.sum(axis=0).tolist() == [2, 4, 2]
@@ -328,7 +329,7 @@ def test_rows_of_tokens_go_on_after_a_change_of_weights_batch_and_length():
     config = configuration.load(runs.arguments(datasets=entries))
 
     def so_far(meta, **facts):
-        return rows_so_far(125, meta, config, {**meta["data"], **facts})
+        return rows_consumed(125, meta, config, {**meta["data"], **facts})
 
     assert so_far(meta) == (0, {"a": 500, "b": 500})
     assert so_far(meta, **{"global batch": 16, "max_target_length": 32}) == (0, {"a": 1000, "b": 1000})
@@ -336,7 +337,7 @@ def test_rows_of_tokens_go_on_after_a_change_of_weights_batch_and_length():
     assert so_far(same) == (1000, {"a": 7})
     assert so_far(same, **{"global batch": 16}) == (0, {"b": 900, "a": 107})
     old = {"data": meta["data"]}  # of one source, before rows were counted
-    assert rows_so_far(125, old, configuration.load(runs.arguments()), meta["data"]) == (1000, {})
+    assert rows_consumed(125, old, configuration.load(runs.arguments()), meta["data"]) == (1000, {})
 
 
 # ---- Damaged checkpoints

@@ -18,9 +18,10 @@ from src import tokenize_dataset
 from src.config.load import load
 from src.config.source_spec import train_specs
 from src.data.loader import EvalBatches, train_batches
-from src.data.open import EvalSet, open_sources
+from src.data.open import open_sources
 from src.data.readers.tokens import TokenDocuments
 from src.data.tokenizer import ByteTokenizer, make_tokenizer
+from src.data.types import EvalSet
 from src.errors import UserError
 from src.tokenize_dataset import main
 from src.train_tokenizer import train

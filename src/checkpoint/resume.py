@@ -17,10 +17,10 @@ from src.checkpoint.run_folder import RunFolder, absolute
 from src.config.load import compare_runs, from_yaml
 from src.config.source_spec import SETTINGS, train_specs, train_weights
 from src.config.yaml import base
-from src.data.loader import Fact
+from src.data.fingerprint import Fact
 from src.data.mixture import Mixture
-from src.data.packing import after_documents, documents_taken
-from src.data.tokenizer import Tokenizer
+from src.data.packing import documents_consumed, remap_position
+from src.data.types import Tokenizer
 from src.errors import UserError, first_few
 from src.model.params import Tree, join
 from src.model.spec import model_spec
@@ -69,7 +69,7 @@ class Start(NamedTuple):
     """Where a run goes on, or begins.
 
     state: the whole state.
-    rows_taken, rows_before: as `rows_so_far` counts them.
+    rows_taken, rows_before: as `rows_consumed` counts them.
     eval_position: of each rolling evaluation set by name, as `EvalBatches.position` gave it.
     messages: what to tell the user.
     resumed: whether this is the run's own checkpoint.
@@ -297,7 +297,7 @@ def with_position(
         )
     accepted = [f"accepted: {name}: {old.get(name)} -> {fingerprint.get(name)}" for name in different]
     position, told = moved_position(fields["data_position"], meta, config, abstract.data_position)
-    rows_taken, rows_before = rows_so_far(int(fields["step"]), meta, config, fingerprint)
+    rows_taken, rows_before = rows_consumed(int(fields["step"]), meta, config, fingerprint)
     state = TrainState(**{**fields, "data_position": position})
     return Start(state, rows_taken, rows_before, meta.get("eval_position", {}), [*accepted, *told])
 
@@ -305,7 +305,7 @@ def with_position(
 def moved_position(
     position: jax.Array, meta: Mapping[str, Any], config: FrozenConfigDict, wanted: jax.ShapeDtypeStruct
 ) -> tuple[jax.Array, Messages]:
-    """The lanes' saved position [B, S, 2] for the sources and the number of rows that there now are."""
+    """The packing streams' saved position [B, S, 2] for the sources and the number of rows that there now are."""
     old_names, names = source_names(meta), [spec.name for spec in train_specs(config)]
     if old_names == names and position.shape == wanted.shape:
         return position, []
@@ -316,19 +316,19 @@ def moved_position(
     columns = [np.zeros_like(saved[:, 0]) if name in new else saved[:, old_names.index(name)] for name in names]
     rows = wanted.shape[0]
     if rows != len(saved):
-        taken = sum(int(documents_taken(column).sum()) for column in columns)
+        taken = sum(int(documents_consumed(column).sum()) for column in columns)
         messages.append(f"the global batch changed: the data go on after {taken:,} documents")
-        columns = [after_documents(column, rows) for column in columns]
+        columns = [remap_position(column, rows) for column in columns]
     return jax.device_put(np.stack(columns, axis=1), wanted.sharding), messages
 
 
-def rows_so_far(
+def rows_consumed(
     step: int, meta: Mapping[str, Any], config: FrozenConfigDict, fingerprint: Mapping[str, Any]
 ) -> tuple[int, dict[str, int]]:
-    """How many rows were dealt out since weights, batch and row length were last changed; those of each source before.
+    """Counts the rows since weights, batch and row length were last changed; and those of each source before that.
 
-    After a change the mixture's schedule begins anew, and what needs no lane goes on after its own rows: of tokens
-    after as many of them, where the length of a row changed.
+    After a change the mixture's schedule begins anew, and what needs no packing stream goes on after its own rows: of
+    tokens after as many of them, where the length of a row changed.
     """
     old = meta["data"]
     names, weights = source_names(meta), meta.get("mixture", {"weights": [1.0]})["weights"]

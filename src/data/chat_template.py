@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
@@ -20,8 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from src.errors import UserError
 
-Message = Mapping[str, Any]
-"""{"role": ..., "content": ..., and what else the template reads}."""
+if TYPE_CHECKING:
+    from src.data.types import Message  # it imports numpy, which the process that renders has no memory for
 
 CPU_SECONDS = 10  # for one conversation, which takes a thousandth of one
 MEMORY_BYTES = 1 << 30
@@ -60,7 +60,7 @@ class ChatTemplate:
             raise UserError(f"the chat template of {where} can't be read: it is nested too deeply") from None
 
     def render(
-        self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], now: datetime.datetime | None = None
+        self, messages: "Sequence[Message]", parts: Sequence[tuple[int, bool]], now: datetime.datetime | None = None
     ) -> list[str]:
         """Parts of a conversation, each as text.
 
@@ -154,6 +154,14 @@ def serve() -> None:
         except Exception as error:  # a template is a program, and fails as one
             reply = {"error": f"{type(error).__name__}: {error}"[:_SHOWN]}
         print(json.dumps(reply), flush=True)
+
+
+def missing_template() -> UserError:
+    """Makes the error that answers a conversation where the tokenizer has no chat template."""
+    return UserError(
+        "messages are written by a chat template, and this tokenizer has none: set tokenizer_type=huggingface, and "
+        "tokenizer_path to a folder that has one in chat_template.jinja or as chat_template in tokenizer_config.json"
+    )
 
 
 def _environment() -> jinja2.Environment:

@@ -4,20 +4,18 @@ import json
 import textwrap
 from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from src.data.packing import Document
+from src.data.chat_template import missing_template
 from src.data.readers import files, text_files
-from src.data.readers.documents import DocumentSource, parse_json, well_formed
-from src.data.tokenizer import Tokenizer, missing_template
+from src.data.readers.documents import parse_json, well_formed
+from src.data.types import Conversation, Document, Message, Source, Tokenizer
 from src.errors import UserError
 
 if TYPE_CHECKING:
-    from src.data.chat_template import Message
     from src.data.huggingface_tokenizer import HuggingFaceTokenizer
-
 # What chat templates are told of the time: training data must be the same on the day a run is resumed. It is the date
 # that Llama 3.1's template falls back on.
 NOW = datetime(2024, 7, 26)
@@ -26,21 +24,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _EXPECTED = 'expected {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 
 
-class Conversation(NamedTuple):
-    """One line of a .jsonl file.
-
-    messages: at least one is the assistant's.
-    is_pair: it was given as prompt and completion, which are then the two messages.
-    file, start: the path of the file, and the byte in it where the line begins.
-    """
-
-    messages: "tuple[Message, ...]"
-    is_pair: bool
-    file: str
-    start: int
-
-
-class ConversationSource(DocumentSource):
+class ConversationSource(Source):
     """.jsonl files of conversations, or of prompts with their completions. All lines are checked at once.
 
     Args:
@@ -88,7 +72,7 @@ def _read_line(line: bytes, file: str, start: int) -> Conversation:
     return Conversation(messages, is_pair, file, start)
 
 
-def _read_record(record: Any) -> "tuple[tuple[Message, ...], bool]":
+def _read_record(record: Any) -> tuple[tuple[Message, ...], bool]:
     """The messages of a line, and whether it was a prompt and its completion. Raises ValueError for what is neither."""
     if not isinstance(record, dict):
         raise ValueError(_EXPECTED)
@@ -111,7 +95,7 @@ def _read_record(record: Any) -> "tuple[tuple[Message, ...], bool]":
     return ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}), True
 
 
-def read_message(message: Any, number: int) -> "Message":
+def read_message(message: Any, number: int) -> Message:
     """A message with a role and a text; other fields go to the chat template as they are."""
     if not isinstance(message, dict):
         raise ValueError(f'message {number} is no object: expected {{"role": ..., "content": ...}}')
@@ -158,7 +142,7 @@ def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, comple
         raise UserError(f"{text_files.line_name(conversation.file, conversation.start)}: {error}") from None
 
 
-def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: "tuple[Message, ...]") -> list[Document]:
+def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ...]) -> list[Document]:
     """The ids of a conversation as the template writes it; those of the assistant's turns count in the loss.
 
     Where the template only appends, that is one document, in which a turn is what the conversation up to it has more
@@ -182,7 +166,7 @@ def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: "tuple[Message, .
     return documents
 
 
-def _turn_begin(tokenizer: "HuggingFaceTokenizer", messages: "tuple[Message, ...]", prompt: str, text: str) -> int:
+def _turn_begin(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ...], prompt: str, text: str) -> int:
     """Where the last message, the assistant's, begins in the template's `text` of a conversation.
 
     Once it is there, the template writes what comes before it in another way than in the prompt for it: Mistral's
@@ -192,7 +176,7 @@ def _turn_begin(tokenizer: "HuggingFaceTokenizer", messages: "tuple[Message, ...
         UserError: they don't.
     """
 
-    def content_begin(messages: "Sequence[Message]", add_generation_prompt: bool) -> int:
+    def content_begin(messages: Sequence[Message], add_generation_prompt: bool) -> int:
         """Where the template writes the content of the last message."""
         others = ([*messages[:-1], {**messages[-1], "content": content}] for content in ("x", "y"))
         one, other = (tokenizer.render_chat(each, add_generation_prompt, NOW) for each in others)

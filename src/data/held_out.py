@@ -1,20 +1,19 @@
-"""A part of the training data that is kept for evaluation."""
+"""Holds a part of the training data out for evaluation."""
 
 import numpy as np
 
 from src.data import order
-from src.data.open import Fingerprint, Item, RowSource, Source
-from src.data.packing import Document
+from src.data.types import Document, Fingerprint, Item, RowSource, Source
 from src.errors import UserError
 
 
-class Part:
-    """Some items of another source.
+class Subset(Source):
+    """Selects some items of another source.
 
     Args:
         source: the whole.
-        items: the numbers of its items that belong to the part, ascending.
-        name: tells the part from the source's other parts.
+        items: the numbers of those items, ascending.
+        name: tells the subset from the source's other ones.
     """
 
     def __init__(self, source: Source, items: np.ndarray | range, name: str) -> None:
@@ -23,38 +22,34 @@ class Part:
         self._name = name
 
     def __len__(self) -> int:
-        """How many items there are."""
         return len(self._items)
 
     def __getitem__(self, i: int) -> Item:
-        """Item `i` of the part."""
         return self._source[int(self._items[i])]
 
     def document_keys(self) -> np.ndarray | None:
-        """uint64 [items]: the source's keys, where it lists them."""
         keys = self._source.document_keys()
         return None if keys is None else keys[self._items]
 
     def group_sizes(self) -> np.ndarray | None:
-        """Of the source's groups, as far as they are in the part: items one after the other, where there are groups."""
         sizes = self._source.group_sizes()
         if sizes is None:
             return None
+        # Where there are groups the items are consecutive, so the subset has whole groups but for its first and last.
         bounds = np.concatenate([[0], np.cumsum(sizes)])
         return np.diff(np.clip(bounds, self._items[0], self._items[-1] + 1))
 
     def fingerprint(self) -> Fingerprint:
-        """The source's, and which part it is."""
         return {**self._source.fingerprint(), "part": self._name}
 
 
-class RowPart:
-    """Some rows of another source of rows, one after the other.
+class RowSubset(RowSource):
+    """Selects consecutive rows of another source of rows.
 
     Args:
         source: the whole.
-        rows: the numbers of its rows that belong to the part.
-        name: tells the part from the source's other part.
+        rows: the numbers of those rows.
+        name: tells the subset from the source's other ones.
     """
 
     def __init__(self, source: RowSource, rows: range, name: str) -> None:
@@ -64,24 +59,24 @@ class RowPart:
         self._name = name
 
     def row(self, i: int) -> list[Document]:
-        """Row `i` of the part."""
         return self._source.row(self._rows[i])
 
     def fingerprint(self) -> Fingerprint:
-        """The source's, and which part it is."""
         return {**self._source.fingerprint(), "part": self._name}
 
 
-def split(source: Source | RowSource, fraction: float) -> tuple[Source | RowSource, Source | RowSource]:
-    """Parts a source into items to train on and items held out; of several documents, each with all its pieces.
+def train_validation_split(
+    source: Source | RowSource, fraction: float
+) -> tuple[Source | RowSource, Source | RowSource]:
+    """Splits a source into items to train on and items held out; the pieces of a document stay together.
 
     Of files whose documents are known one by one, a document is held out where its hash falls in the lowest `fraction`
     of all values, so that documents added to the source later move none. However few there are, the lowest hash is held
-    out and the highest is not. Of other sources, and of the pieces of a single document, the last items are held out,
-    as many as the fraction says, and at least one.
+    out and the highest is not. Of other sources, and of the pieces of a single document, the last items are held out:
+    that fraction of them, and at least one.
 
     Returns:
-        The part to train on, the part held out.
+        The subset to train on, the subset held out.
 
     Raises:
         UserError: there is only one document, in one piece.
@@ -90,22 +85,22 @@ def split(source: Source | RowSource, fraction: float) -> tuple[Source | RowSour
     if isinstance(source, RowSource):
         if source.row_count is None:
             raise UserError("rows without an end have no part to hold out: name data with eval_dataset_path=PATH")
-        kept = _kept(source.row_count, fraction)
-        return RowPart(source, range(kept), train), RowPart(source, range(kept, source.row_count), held_out)
+        count = _train_count(source.row_count, fraction)
+        return RowSubset(source, range(count), train), RowSubset(source, range(count, source.row_count), held_out)
     keys = source.document_keys()
     if keys is None:
-        kept = _kept(len(source), fraction)
-        return Part(source, range(kept), train), Part(source, range(kept, len(source)), held_out)
+        count = _train_count(len(source), fraction)
+        return Subset(source, range(count), train), Subset(source, range(count, len(source)), held_out)
     keys = order.mix64(keys)
     if keys.min() == keys.max():
-        kept, train, held_out = _kept(len(keys), fraction), "all but the end of the document", "the document's end"
-        return Part(source, np.arange(kept), train), Part(source, np.arange(kept, len(keys)), held_out)
+        count = _train_count(len(keys), fraction)
+        train, held_out = "all but the end of the document", "the document's end"
+        return Subset(source, np.arange(count), train), Subset(source, np.arange(count, len(keys)), held_out)
     mask = ((keys < int(fraction * 2**64)) | (keys == keys.min())) & (keys != keys.max())
-    return Part(source, np.flatnonzero(~mask), train), Part(source, np.flatnonzero(mask), held_out)
+    return Subset(source, np.flatnonzero(~mask), train), Subset(source, np.flatnonzero(mask), held_out)
 
 
-def _kept(count: int, fraction: float) -> int:
-    """How many of so many items are trained on."""
+def _train_count(count: int, fraction: float) -> int:
     if count < 2:
         raise _nothing_to_hold_out()
     return count - min(max(int(fraction * count), 1), count - 1)

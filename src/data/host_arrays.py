@@ -1,9 +1,8 @@
-"""From a host's rows to the global arrays on all devices, and back.
+"""Turns a host's rows into global arrays on all devices, and back.
 
 B: rows of a batch, over all hosts.
 """
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 
@@ -11,12 +10,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from src.data.packing import Batch
+from src.data.types import Batch
 from src.errors import UserError
 
 
 def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> np.ndarray:
-    """int [rows], ascending: the rows (dim 0) of a global array that this process's devices hold any part of."""
+    """Returns int [rows], ascending: the rows of a global array of which this process's devices hold any part."""
     index_maps = sharding.addressable_devices_indices_map(tuple(global_shape)).values()
     return np.unique(np.concatenate([np.arange(*index[0].indices(global_shape[0])) for index in index_maps]))
 
@@ -24,28 +23,28 @@ def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> n
 def to_global(
     batch: Batch, shardings: Mapping[str, jax.sharding.Sharding], rows: Sequence[int], global_batch: int
 ) -> dict[str, jax.Array]:
-    """Global arrays [B, ...] on the devices of all hosts.
+    """Makes global arrays [B, ...] on the devices of all hosts.
 
     Args:
         batch: this host's rows, [rows, ...].
         shardings: of each array of the batch; its other dims may be sharded too.
-        rows: which rows of the global batch `batch` has, ascending: at least `host_rows` of every sharding.
+        rows: the rows of the global batch that `batch` has, ascending: at least `host_rows` of every sharding.
         global_batch: B.
     """
 
-    def part(array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        return array[(_local(index[0], rows, global_batch), *index[1:])]
+    return {name: _to_global(array, shardings[name], rows, global_batch) for name, array in batch.items()}
 
-    return {
-        name: jax.make_array_from_callback(
-            (global_batch, *array.shape[1:]), shardings[name], functools.partial(part, array)
-        )
-        for name, array in batch.items()
-    }
+
+def _to_global(array: np.ndarray, sharding: jax.sharding.Sharding, rows: Sequence[int], global_batch: int) -> jax.Array:
+    return jax.make_array_from_callback(
+        (global_batch, *array.shape[1:]),
+        sharding,
+        lambda index: array[(_local_rows(index[0], rows, global_batch), *index[1:])],
+    )
 
 
 def to_host(array: jax.Array, rows: Sequence[int]) -> np.ndarray:
-    """The rows of a global array as `to_global` took them: a restored `data_position`, for `train_batches`.
+    """Returns the rows of a global array as `to_global` took them: a restored `data_position`, for `train_batches`.
 
     Args:
         array: [B, ...].
@@ -53,26 +52,26 @@ def to_host(array: jax.Array, rows: Sequence[int]) -> np.ndarray:
     """
     host = np.empty((len(rows), *array.shape[1:]), array.dtype)
     for shard in array.addressable_shards:
-        host[(_local(shard.index[0], rows, len(array)), *shard.index[1:])] = shard.data
+        host[(_local_rows(shard.index[0], rows, len(array)), *shard.index[1:])] = shard.data
     return host
 
 
-def _local(global_rows: slice, rows: Sequence[int], global_batch: int) -> slice:
-    """Where a range of global rows lies among this host's `rows`, which have all of it."""
+def _local_rows(global_rows: slice, rows: Sequence[int], global_batch: int) -> slice:
+    """Returns where a range of global rows lies among this host's `rows`, which contain it."""
     first, last, _ = global_rows.indices(global_batch)
     start = int(np.searchsorted(rows, first))
     return slice(start, start + last - first)
 
 
 def max_over_hosts(value: np.ndarray) -> np.ndarray:
-    """The greatest value of all processes, element by element."""
+    """Returns the maximum over all processes, element by element."""
     if jax.process_count() == 1:
         return value
     return np.max(multihost_utils.process_allgather(value), axis=0)
 
 
 def check_same_data(fingerprint: Mapping[str, str | int]) -> None:
-    """Raises UserError on every process, each with both sides, if one of them reads other data than process 0."""
+    """Raises UserError on every process, naming both sides, if one of them reads other data than process 0."""
     content = json.dumps(fingerprint, sort_keys=True).encode()
     longest = int(max_over_hosts(np.array(len(content))))
     contents = np.atleast_2d(multihost_utils.process_allgather(np.frombuffer(content.ljust(longest), np.uint8)))

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from src.data.chat_template import ChatTemplate, Message
-from src.data.tokenizer import missing_template
+from src.data.chat_template import ChatTemplate, missing_template
+from src.data.types import Message, Tokenizer
 from src.errors import UserError
 from src.json_text import parse_json
 
@@ -23,7 +23,7 @@ _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _ID_FILES = ("generation_config.json", "config.json")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json, which the `tokenizers` package reads.
 
     bos and eos are, in this order, what tokenizer_config.json, special_tokens_map.json, generation_config.json and
@@ -72,14 +72,6 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """The int32 ids of a document, bos and eos included."""
         return self._array([self.bos, *self._ids(text), self.eos])
-
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """The int32 ids of a document's beginning, bos included."""
-        return self._array([self.bos, *self._ids(text)])
-
-    def encode_text(self, text: str) -> np.ndarray:
-        """The int32 ids of the text alone."""
-        return self._array(self._ids(text))
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """As `encode_text`, and int [n, 2]: which characters of the text, from and to, each id stands for."""

@@ -1,29 +1,27 @@
-"""Batches for the train step and for evaluations: the rows of this host, made ahead of time.
+"""Makes the batches of a train step and of an evaluation: the rows of this host, ahead of time.
 
-A batch is a dict of numpy arrays as `packing.empty_batch` describes them. Which rows a host has changes nothing in a
-row: it depends on the data, the seed, the global batch size, T and the step alone.
+A batch is a dict of numpy arrays as `packing.empty_batch` describes them. A row depends on the data, the seed, the
+global batch size, T and the step alone, never on which host makes it.
 
 B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
 """
 
 import collections
-import contextlib
-import functools
-import hashlib
 import itertools
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from src.data.feeds import Documents, Feed, encode, make_feed, row_layout, rows_an_epoch
+from src.data.batch_transform import apply_transform
+from src.data.document_stream import DocumentStream, RowFiller, encode, layout_of, rows_per_epoch
+from src.data.host_arrays import max_over_hosts
 from src.data.mixture import Mixture
-from src.data.open import EvalSet, RowSource, Source, TrainData
-from src.data.packing import Batch, after_documents, empty_batch, rows_needed
-from src.data.tokenizer import Tokenizer
+from src.data.packing import empty_batch, remap_position, rows_needed
+from src.data.types import Batch, EvalSet, RowSource, Source, Tokenizer, TrainData
 from src.errors import UserError
 from src.user_code import load_function
 
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
 
 _PREFETCHED_BATCHES = 2
-_BEGUN_BATCHES = 4  # beside these, so that threads need not keep step
+_BEGUN_BATCHES = 4  # beside the prefetched ones, so that threads need not keep step
 
 
 def train_batches(
@@ -44,7 +42,7 @@ def train_batches(
     position: np.ndarray | None = None,
     rows_before: Mapping[str, int] | None = None,
 ) -> Iterator[Batch]:
-    """Endless batches, made ahead of time in a thread. Errors in it are raised here; closing the iterator ends it.
+    """Yields endless batches, made ahead of time in a thread. Errors there are raised here; closing ends the thread.
 
     Args:
         config: the run's.
@@ -57,34 +55,24 @@ def train_batches(
         rows_before: rows of each source by name that came before `rows_taken` was counted, of sources of rows.
 
     Returns:
-        Batches of `len(rows)` rows, which have `data_position` too: int32 [rows, S, 2], the `Lane.position` of each
-        row's lanes after this batch. With `use_sft` also `cuts`: int32 [rows, 2], `packing.Cuts` of each row.
+        Batches of `len(rows)` rows, which have `data_position` too: int32 [rows, S, 2], where each row's packing
+        streams resume after this batch. With `use_sft` also `cuts`: int32 [rows, 2], `packing.Cuts` of each row.
 
     Raises:
         UserError: a source has less text than one row.
     """
-    for name, source in zip(data.names, data.sources, strict=True):
+    fillers = []
+    for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
         _check_length(config, name, source, tokenizer)
-    feeds = [
-        make_feed(
-            config,
-            source,
-            tokenizer,
-            rows,
-            global_batch,
-            name=name,
-            before=(rows_before or {}).get(name, 0),
-            positions=None if position is None else position[:, index],
+        positions = None if position is None else position[:, index]
+        before = (rows_before or {}).get(name, 0)
+        fillers.append(
+            RowFiller(
+                *(config, source, tokenizer, rows, global_batch), name=name, rows_before=before, positions=positions
+            )
         )
-        for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True))
-    ]
-    closing = threading.Event()
-    batches = _batches(config, feeds, Mixture(data.weights), rows, global_batch, closing, rows_taken)
-    made = (
-        batch | {"data_position": positions} | ({"cuts": cuts} if config.use_sft else {})
-        for batch, positions, cuts in batches
-    )
-    return _prefetch(made, closing)
+    maker = BatchMaker(config, fillers, Mixture(data.weights), rows, global_batch)
+    return _prefetch(map(maker.with_positions, maker.batches(rows_taken)), maker.closing)
 
 
 class EvalBatches:
@@ -92,8 +80,8 @@ class EvalBatches:
 
     With `steps` = N an evaluation is N batches of an endless stream, which repeats the data if they are fewer: the
     first N each time, or with `eval_mode`=rolling the N after those of the last evaluation. With -1 it is one epoch:
-    each document once, what is left of the last rows padded, and the same number of batches on every host. For that
-    each host counts its rows the first time, which reads and tokenizes its documents once more.
+    each document once, the rest of the last rows padded, and the same number of batches on every host. For that each
+    host counts its rows the first time, which reads and tokenizes its documents once more.
 
     Args:
         config: the run's.
@@ -118,11 +106,11 @@ class EvalBatches:
     ) -> None:
         source, one_epoch = data.source, data.steps == -1
         of = f" of {data.name}" if data.name else ""
-        if one_epoch and rows_an_epoch(config, source) == math.inf:
+        if one_epoch and rows_per_epoch(config, source) == math.inf:
             raise UserError(
                 f"the evaluation data{of} have no end to evaluate to: set eval_steps to a number of batches"
             )
-        if not count_pairs(config, source, tokenizer, 1):
+        if not _count_targets(config, source, tokenizer, 1):
             raise UserError(f"the evaluation data{of} have no text: give other data with eval_dataset_path=PATH")
         self._config = config
         self._source = source
@@ -131,205 +119,156 @@ class EvalBatches:
         self._global_batch = global_batch
         self._steps = None if one_epoch else data.steps
         self._one_epoch = one_epoch
-        self._rolls = config.eval_mode == "rolling"
         self._start(position)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches, made ahead of time in a thread. They have no `data_position`."""
-        if not self._rolls:
+        """Yields the batches, made ahead of time in a thread. They have no `data_position`."""
+        if self._config.eval_mode != "rolling":
             self._start(None)
         count, before = self.steps(), self._rows_taken
         self._rows_taken += count * self._global_batch
-        closing, mixture = threading.Event(), Mixture([1])
-        batches = _batches(self._config, [self._feed], mixture, self._rows, self._global_batch, closing, before, count)
-        return _prefetch((batch for batch, *_ in batches), closing)
+        maker = BatchMaker(self._config, [self._filler], Mixture([1]), self._rows, self._global_batch)
+        return _prefetch((batch.arrays for batch in maker.batches(before, count)), maker.closing)
 
     def steps(self) -> int:
-        """How many batches an evaluation has. The first call, by `iter` or directly, waits for that of other hosts."""
+        """Counts the batches of an evaluation. The first call, also by `iter`, waits for that of other hosts."""
         if self._steps is None:
             self._steps = self._count_steps()
         return self._steps
 
     def position(self) -> dict[str, Any]:
-        """How far a rolling set has come, of all hosts, in lists: the next evaluation goes on there.
+        """Returns how far a rolling set has come, of all hosts, in lists: the next evaluation resumes there.
 
         Every process calls it, after an evaluation's last batch was taken.
         """
-        from src.data.host_arrays import max_over_hosts
-
-        lanes = np.full((self._global_batch, 2), np.iinfo(np.int32).min, np.int32)  # less than what other hosts have
-        lanes[list(self._rows)] = [self._feed.position(row) for row in range(len(self._rows))]
-        return {"rows_taken": self._rows_taken, "lanes": max_over_hosts(lanes).tolist()}
+        positions = np.full((self._global_batch, 2), np.iinfo(np.int32).min, np.int32)  # less than other hosts have
+        positions[list(self._rows)] = [self._filler.position(row) for row in range(len(self._rows))]
+        # "lanes" is what checkpoints call packing streams.
+        return {"rows_taken": self._rows_taken, "lanes": max_over_hosts(positions).tolist()}
 
     def _start(self, position: Mapping[str, Any] | None) -> None:
-        """Goes to the first batch, or to a position."""
-        lanes = None
+        positions = None
         if position is not None:
-            lanes = np.array(position["lanes"], np.int32)
-            if len(lanes) != self._global_batch:
-                lanes = after_documents(lanes, self._global_batch)
-            lanes = lanes[list(self._rows)]
+            positions = np.array(position["lanes"], np.int32)
+            if len(positions) != self._global_batch:
+                positions = remap_position(positions, self._global_batch)
+            positions = positions[list(self._rows)]
         self._rows_taken = 0 if position is None else position["rows_taken"]
-        self._feed = make_feed(
-            self._config,
-            self._source,
-            self._tokenizer,
-            self._rows,
-            self._global_batch,
-            positions=lanes,
+        self._filler = RowFiller(
+            *(self._config, self._source, self._tokenizer, self._rows, self._global_batch),
+            positions=positions,
             one_epoch=self._one_epoch,
         )
 
     def _count_steps(self) -> int:
-        """How many batches one epoch has: as many as the host with the most rows needs."""
-        from src.data.host_arrays import max_over_hosts
-
-        if (count := rows_an_epoch(self._config, self._source)) is not None:
+        """Counts the batches of one epoch: as many as the host with the most rows needs."""
+        if (count := rows_per_epoch(self._config, self._source)) is not None:
             return math.ceil(count / self._global_batch)
-        documents = Documents(self._config, self._source, self._tokenizer, name="")
+        stream = DocumentStream(self._config, self._source, self._tokenizer)
         most = 0
         for row in self._rows:
             ordinals = range(row, len(self._source), self._global_batch)
-            sizes = ([len(document.ids) for document in documents(n)] for n in ordinals)
-            most = max(most, rows_needed(sizes, self._config.max_target_length, row_layout(self._config)))
+            sizes = ([len(document.ids) for document in stream.documents(ordinal)] for ordinal in ordinals)
+            most = max(most, rows_needed(sizes, self._config.max_target_length, layout_of(self._config)))
         return int(max_over_hosts(np.int32(most)))
 
 
-class Fact(NamedTuple):
-    """What an entry of `data_fingerprint` is about.
+class HostBatch(NamedTuple):
+    """This host's rows of a batch.
 
-    source: the source's name, "" for the only one; None where the entry is about the run.
-    name: the fact, as the source's own fingerprint has it; the entry itself where it is about the run.
+    arrays: as `packing.empty_batch` describes them.
+    positions: int32 [rows, S, 2], where each row's packing streams resume after it.
+    cuts: int32 [rows, 2], `packing.Cuts` of each row.
     """
 
-    source: str | None
-    name: str
-
-    @classmethod
-    def of(cls, entry: str, sources: Sequence[str]) -> Self:
-        """Reads an entry of a run with these sources."""
-        for source in sorted(filter(None, sources), key=len, reverse=True):
-            if entry.startswith(prefix := f"source {source} "):
-                return cls(source, entry.removeprefix(prefix))
-        if entry.startswith("source ") and entry != "source weights":
-            return cls("", entry.removeprefix("source "))
-        return cls(None, entry)
-
-    @property
-    def is_file(self) -> bool:
-        """Whether it is one file's size; `files.fingerprint` has these of few files only."""
-        return self.source is not None and self.name.startswith("file ")
+    arrays: Batch
+    positions: np.ndarray
+    cuts: np.ndarray
 
 
-def data_fingerprint(
-    config: "FrozenConfigDict", data: TrainData, tokenizer: Tokenizer | None, global_batch: int
-) -> dict[str, str | int]:
-    """Everything the sequence of training batches depends on: while it is equal, so are the batches at each step."""
-    facts: dict[str, str | int] = {}
-    for name, source in zip(data.names, data.sources, strict=True):
-        prefix = f"source {name} " if name else "source "
-        facts |= {f"{prefix}{fact}": value for fact, value in source.fingerprint().items()}
-    if len(data.sources) > 1:
-        shares = (f"{name} {weight:g}" for name, weight in zip(data.names, data.weights, strict=True))
-        facts["source weights"] = ", ".join(shares)
-    facts |= {f"tokenizer {fact}": value for fact, value in (tokenizer.fingerprint() if tokenizer else {}).items()}
-    if config.use_sft:
-        template = (tokenizer.chat_template or "").encode()
-        facts["chat template"] = hashlib.sha256(template).hexdigest()[:16]
-        facts["sft_train_on_completion_only"] = config.sft_train_on_completion_only
-        if config.packing:
-            facts["packing of conversations"] = "whole"  # they were cut before
-    if not config.packing and config.long_documents == "truncate":
-        facts["long_documents"] = config.long_documents
-    if config.batch_transform:
-        facts["batch_transform"] = config.batch_transform
-    return facts | {
-        "global batch": global_batch,
-        "max_target_length": config.max_target_length,
-        "packing": config.packing,
-        "data_shuffle_seed": config.data_shuffle_seed,
-    }
+class BatchMaker:
+    """Makes batches with `data_threads` threads, each of which fills its share of a batch's rows.
 
+    Rows differ in how long they take: a thread waits for the others only when it is some batches ahead of them.
 
-def count_pairs(
-    config: "FrozenConfigDict", source: Source | RowSource, tokenizer: Tokenizer | None, enough: int
-) -> int:
-    """How many (token, target) pairs a source has, not counted further than to `enough`: mostly a few reads."""
-    if isinstance(source, RowSource):
-        return enough  # a row is never empty
-    pairs = 0
-    for i in range(len(source)):
-        if pairs >= enough:
-            break
-        pairs += sum(max(len(document.ids) - 1, 0) for document in encode(config, tokenizer, source[i]))
-    return pairs
+    Args:
+        config: the run's.
+        fillers: of each source.
+        mixture: of the sources.
+        rows: this host's rows of the global batch.
+        global_batch: B.
 
+    Attributes:
+        closing: once it is set, threads begin no further row.
+    """
 
-def _check_length(
-    config: "FrozenConfigDict", name: str, source: Source | RowSource, tokenizer: Tokenizer | None
-) -> None:
-    length = config.max_target_length
-    if (pairs := count_pairs(config, source, tokenizer, length)) < length:
-        of = f" of {name}" if name else ""
-        raise UserError(
-            f"the training data{of} have {pairs} tokens, fewer than one row of max_target_length={length}: set "
-            "max_target_length to less, or give a dataset_path with more text"
+    def __init__(
+        self,
+        config: "FrozenConfigDict",
+        fillers: Sequence[RowFiller],
+        mixture: Mixture,
+        rows: Sequence[int],
+        global_batch: int,
+    ) -> None:
+        self.closing = threading.Event()
+        self._config = config
+        self._fillers = fillers
+        self._mixture = mixture
+        self._rows = rows
+        self._global_batch = global_batch
+        name = config.batch_transform
+        self._transform = load_function(name, "batch_transform") if name else None
+
+    def batches(self, rows_taken: int, count: int | None = None) -> Iterator[HostBatch]:
+        """Yields the batches that come after so many rows of the run: `count` of them, or without end."""
+        threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(self._config.data_threads)]
+        try:
+            starts = itertools.islice(itertools.count(rows_taken, self._global_batch), count)
+            begun = (self._begin(threads, start) for start in starts)
+            ahead = collections.deque(itertools.islice(begun, _BEGUN_BATCHES))
+            while ahead:
+                batch, shares = ahead.popleft()
+                for share in shares:
+                    share.result()
+                ahead.extend(itertools.islice(begun, 1))
+                if self._transform:
+                    arrays = apply_transform(self._transform, self._config.vocab_size, batch.arrays)
+                    batch = batch._replace(arrays=arrays)
+                yield batch
+        finally:
+            for thread in threads:
+                thread.shutdown(cancel_futures=True)
+
+    def with_positions(self, batch: HostBatch) -> Batch:
+        """Returns the arrays with `data_position`, and with `cuts` where conversations are read."""
+        cuts = {"cuts": batch.cuts} if self._config.use_sft else {}
+        return batch.arrays | {"data_position": batch.positions} | cuts
+
+    def _begin(self, threads: Sequence[ThreadPoolExecutor], rows_before: int) -> tuple[HostBatch, list[Future[None]]]:
+        """Hands out the batch after `rows_before` rows of the run: thread n of N fills rows n, n + N, ..."""
+        count = len(self._rows)
+        batch = HostBatch(
+            empty_batch(count, self._config.max_target_length),
+            np.empty((count, len(self._fillers), 2), np.int32),
+            np.empty((count, 2), np.int32),
         )
+        assigned = self._mixture.assign(rows_before, self._rows, self._global_batch, self._config.data_shuffle_seed)
+        shares = [range(n, count, len(threads)) for n in range(len(threads))]
+        return batch, [
+            thread.submit(self._fill, batch, assigned, share) for thread, share in zip(threads, shares, strict=True)
+        ]
 
-
-def _batches(
-    config: "FrozenConfigDict",
-    feeds: Sequence[Feed],
-    mixture: Mixture,
-    rows: Sequence[int],
-    global_batch: int,
-    closing: threading.Event,
-    rows_taken: int,
-    count: int | None = None,
-) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
-    """Batches after so many rows of the run, `count` of them or without end: (batch, `data_position` after it, `cuts`).
-
-    Thread n of N fills rows n, n + N, ... of one batch after the other. Rows differ in how long they take: a thread
-    waits for the others only when it is some batches ahead of them. Once `closing` is set they begin no further row.
-    """
-    transform = None
-    if config.batch_transform:
-        from src.data.readers.custom import apply_transform
-
-        function = load_function(config.batch_transform, "batch_transform")
-        transform = functools.partial(apply_transform, function, config.vocab_size)
-
-    def fill(batch: Batch, positions: np.ndarray, cuts: np.ndarray, dealt: list[tuple[int, int]], thread: int) -> None:
-        for row in range(thread, len(rows), config.data_threads):
-            if closing.is_set():
+    def _fill(self, batch: HostBatch, assigned: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
+        for row in rows:
+            if self.closing.is_set():
                 return
-            source, ordinal = dealt[row]
-            cuts[row] = feeds[source].fill(batch, row, ordinal)
-            positions[row] = [feed.position(row) for feed in feeds]
-
-    def begin(before: int) -> tuple[Batch, np.ndarray, np.ndarray, list[Future[None]]]:
-        batch = empty_batch(len(rows), config.max_target_length)
-        positions, cuts = np.empty((len(rows), len(feeds), 2), np.int32), np.empty((len(rows), 2), np.int32)
-        dealt = mixture.deal(before, rows, global_batch, config.data_shuffle_seed)
-        begun = [thread.submit(fill, batch, positions, cuts, dealt, n) for n, thread in enumerate(threads)]
-        return batch, positions, cuts, begun
-
-    with contextlib.ExitStack() as exits:
-        threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(config.data_threads)]
-        for thread in threads:
-            exits.callback(thread.shutdown, cancel_futures=True)
-        begun = map(begin, itertools.islice(itertools.count(rows_taken, global_batch), count))
-        ahead = collections.deque(itertools.islice(begun, _BEGUN_BATCHES))
-        while ahead:
-            batch, positions, cuts, parts = ahead.popleft()
-            for part in parts:
-                part.result()
-            ahead.extend(itertools.islice(begun, 1))
-            yield transform(batch) if transform else batch, positions, cuts
+            source, ordinal = assigned[row]
+            batch.cuts[row] = self._fillers[source].fill(batch.arrays, row, ordinal)
+            batch.positions[row] = [filler.position(row) for filler in self._fillers]
 
 
 def _prefetch(batches: Iterator[Batch], closing: threading.Event) -> Iterator[Batch]:
-    """The same batches, with the next ones being made in a thread while the caller is busy with one.
+    """Yields the same batches, while a thread makes the next ones.
 
     An error there is raised here at its batch. The thread ends with the iterator (its `close`, or being collected),
     which sets `closing` and waits for no more than the rows that are being made.
@@ -343,3 +282,29 @@ def _prefetch(batches: Iterator[Batch], closing: threading.Event) -> Iterator[Ba
     finally:
         closing.set()
         thread.shutdown(cancel_futures=True)
+
+
+def _check_length(
+    config: "FrozenConfigDict", name: str, source: Source | RowSource, tokenizer: Tokenizer | None
+) -> None:
+    length = config.max_target_length
+    if (targets := _count_targets(config, source, tokenizer, length)) < length:
+        of = f" of {name}" if name else ""
+        raise UserError(
+            f"the training data{of} have {targets} tokens, fewer than one row of max_target_length={length}: set "
+            "max_target_length to less, or give a dataset_path with more text"
+        )
+
+
+def _count_targets(
+    config: "FrozenConfigDict", source: Source | RowSource, tokenizer: Tokenizer | None, enough: int
+) -> int:
+    """Counts the targets of a source until there are `enough`, which mostly takes a few reads."""
+    if isinstance(source, RowSource):
+        return enough  # a row is never empty
+    targets = 0
+    for i in range(len(source)):
+        if targets >= enough:
+            break
+        targets += sum(max(len(document.ids) - 1, 0) for document in encode(config, tokenizer, source[i]))
+    return targets

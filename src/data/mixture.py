@@ -1,4 +1,4 @@
-"""Which source each row of a run is from: exact weights, integers only, no state."""
+"""Computes which source each row of a run is from: exact weights, integers only, no state."""
 
 import heapq
 import math
@@ -11,11 +11,11 @@ from src.data import order
 from src.errors import UserError
 
 # The schedule repeats after as many rows as the weights, as whole numbers without a common divisor, add up to.
-_LONGEST_PERIOD = 100_000
+_MAX_PERIOD = 100_000
 
 
 class Mixture:
-    """The sources of the rows 0, 1, 2, ... of a run, such that of any first n rows each has its share to within one.
+    """Assigns the rows 0, 1, 2, ... of a run to sources, each of which has its share of any first n rows to within one.
 
     Weights count rows. The schedule is that of proportionately fair scheduling (Baruah, Cohen, Plaxton and Varvel,
     "Proportionate Progress", 1996): row number k of a source with share w belongs between rows floor(k / w) and
@@ -36,21 +36,21 @@ class Mixture:
         self._source, self._before = _schedule(shares)
 
     def at(self, row: int) -> tuple[int, int]:
-        """The source of a row of the run, and how many earlier rows have the same one."""
+        """Returns the source of a row of the run, and how many earlier rows have the same one."""
         turns, place = divmod(row, self._period)
         source = int(self._source[place])
         return source, turns * self._shares[source] + int(self._before[place])
 
     def count(self, source: int, rows: int) -> int:
-        """How many of the first so many rows of the run are from a source."""
+        """Counts the rows from a source among the first `rows` rows of the run."""
         turns, place = divmod(rows, self._period)
         return turns * self._shares[source] + int(np.count_nonzero(self._source[:place] == source))
 
-    def deal(self, before: int, rows: Sequence[int], global_batch: int, seed: int) -> list[tuple[int, int]]:
-        """`at` for rows j of a batch that comes after `before` rows of the run.
+    def assign(self, before: int, rows: Sequence[int], global_batch: int, seed: int) -> list[tuple[int, int]]:
+        """Returns `at` of the rows j of a batch that comes after `before` rows of the run.
 
-        Inside a batch the rows are dealt out at random: the schedule repeats, and row j of every batch would otherwise
-        have the same sources again and again where the period and the batch have a common divisor.
+        Inside a batch rows are assigned in random order: where the schedule's period and the batch have a common
+        divisor, row j of every batch would otherwise have the same few sources.
 
         Args:
             before: rows of the run before the batch.
@@ -64,8 +64,8 @@ class Mixture:
 
 
 def whole_numbers(weights: Sequence[float]) -> list[int]:
-    """The weights as the smallest whole numbers in the same proportion; raises as Mixture does."""
-    # By way of their digits: 0.1 is a tenth, not the nearest binary fraction.
+    """Returns the smallest whole numbers in the proportion of the weights; raises as Mixture does."""
+    # From their digits: 0.1 is a tenth, not the nearest binary fraction.
     fractions = [Fraction(str(weight)) for weight in weights]
     if any(fraction < 0 for fraction in fractions) or not any(fractions):
         raise UserError(f"the weights of datasets are {list(weights)}: expected none below 0, and one above")
@@ -73,20 +73,20 @@ def whole_numbers(weights: Sequence[float]) -> list[int]:
     counts = [int(fraction * denominator) for fraction in fractions]
     divisor = math.gcd(*counts)
     counts = [count // divisor for count in counts]
-    if sum(counts) > _LONGEST_PERIOD:
+    if sum(counts) > _MAX_PERIOD:
         raise UserError(
             f"the weights of datasets, {list(weights)}, are in the proportion of {counts}: write them with fewer "
-            f"digits, so that these numbers add up to {_LONGEST_PERIOD:,} at most"
+            f"digits, so that these numbers add up to {_MAX_PERIOD:,} at most"
         )
     return counts
 
 
 def _schedule(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each row of a period, and how many rows before it in the period have the same one."""
+    """Returns the source of each row of a period, and how many earlier rows of the period have the same one."""
     period = sum(shares)
     source, before = np.empty(period, np.int32), np.empty(period, np.int64)
-    coming = [(0, index, 0) for index, share in enumerate(shares) if share]  # (first row it may have, source, number)
-    ready: list[tuple[int, int, int]] = []  # (row it must come before, source, number)
+    coming = [(0, index, 0) for index, share in enumerate(shares) if share]  # (earliest row, source, number)
+    ready: list[tuple[int, int, int]] = []  # (deadline, source, number)
     for row in range(period):
         while coming and coming[0][0] <= row:
             _, index, number = heapq.heappop(coming)

@@ -1,4 +1,4 @@
-"""The order of documents: integers only, no state. Where a document comes is computed, never stored."""
+"""Computes the order of documents: integers only, no state. A document's place is computed, never stored."""
 
 import functools
 import hashlib
@@ -13,7 +13,7 @@ _ROUNDS = 6
 
 
 def mix64(x: Words) -> Words:
-    """A bijection of 64-bit words whose output bits each depend on all input bits (the finaliser of SplitMix64).
+    """Maps 64-bit words one to one, each output bit depending on all input bits (the finaliser of SplitMix64).
 
     Takes a Python int in [0, 2**64) or an array of uint64, so that one hash serves both loops and arrays.
     """
@@ -23,14 +23,14 @@ def mix64(x: Words) -> Words:
 
 
 @functools.lru_cache(maxsize=64)
-def keys(*what: int | str) -> tuple[int, ...]:
-    """Six 64-bit hash keys, unrelated for any two different tuples: (5, epoch 1) has nothing of (6, epoch 0)."""
-    digest = hashlib.blake2b(repr(what).encode(), digest_size=8 * _ROUNDS).digest()
+def keys(*seeds: int | str) -> tuple[int, ...]:
+    """Returns six 64-bit hash keys, unrelated for any two tuples: (5, epoch 1) shares none with (6, epoch 0)."""
+    digest = hashlib.blake2b(repr(seeds).encode(), digest_size=8 * _ROUNDS).digest()
     return tuple(int.from_bytes(digest[at : at + 8], "little") for at in range(0, len(digest), 8))
 
 
 def permute(i: int, n: int, seed: int, source: int | str, epoch: int) -> int:
-    """Element `i` of a pseudo-random permutation of range(n), in O(1) time and without memory.
+    """Returns element `i` of a pseudo-random permutation of range(n), in O(1) time and without memory.
 
     A Feistel network permutes the words of as many bits as n - 1 has; results outside [0, n) are permuted again until
     they fall inside ("cycle walking", Black and Rogaway 2002), which is again a bijection. That takes less than two
@@ -41,7 +41,7 @@ def permute(i: int, n: int, seed: int, source: int | str, epoch: int) -> int:
         n: how many documents the source has.
         seed: `data_shuffle_seed`.
         source: the name of the source in a mixture; 0 for one that is alone.
-        epoch: how often the source has been gone through before.
+        epoch: how many epochs of the source came before.
     """
     low_bits = (n - 1).bit_length() // 2
     low_mask = (1 << low_bits) - 1
@@ -58,16 +58,16 @@ def permute(i: int, n: int, seed: int, source: int | str, epoch: int) -> int:
 
 
 class Shuffle:
-    """The endless stream of a source's items: all of them in a random order, then all in another, and so on.
+    """Orders a source's items endlessly: all of them in a random order, then all in another, and so on.
 
     Items that are stored together (the rows of a Parquet row group) stay together: the groups are shuffled, and the
-    items of each. So a group is read about once an epoch.
+    items of each. So each group is read about once an epoch.
 
     Args:
         count: N, how many items there are.
         seed: `data_shuffle_seed`.
         source: the name of the source in a mixture; 0 for one that is alone.
-        group_sizes: int64, of items that are stored together, in order; None: each is on its own.
+        group_sizes: int64, how many items are stored together, in order; None: each is alone.
     """
 
     def __init__(self, count: int, seed: int, source: int | str, group_sizes: np.ndarray | None = None) -> None:
@@ -82,7 +82,7 @@ class Shuffle:
             self._groups = functools.lru_cache(maxsize=2)(self._shuffled_groups)
 
     def __call__(self, ordinal: int) -> int:
-        """The number in the source of item `ordinal` of the stream."""
+        """Returns the number in the source of item `ordinal` of the stream."""
         epoch, i = divmod(ordinal, self._count)
         if self._sizes is None:
             return permute(i, self._count, self._seed, self._source, epoch)
@@ -94,7 +94,7 @@ class Shuffle:
         return int(self._starts[group]) + inside
 
     def _shuffled_groups(self, epoch: int) -> tuple[list[int], np.ndarray]:
-        """The groups of an epoch in their order, and where each ends in it."""
+        """Returns the groups of an epoch in their order, and where each ends in it."""
         number = len(self._sizes)
         # No epoch of items is below 0, so that the order of groups has nothing of the order in one.
         groups = [permute(i, number, self._seed, self._source, -1 - epoch) for i in range(number)]

@@ -1,9 +1,10 @@
-"""Lanes: how documents become rows, so that a run can stop after any row and go on exactly there.
+"""Packs documents into rows, so that a run can stop after any row and resume exactly there.
 
-Row j of every batch is the work of lane j, which depends on no other lane: hosts share nothing, and any number of them
-gives the same batches. A document of n ids gives n - 1 (token, target) pairs, `ids[:-1]` and `ids[1:]`. Each pair of a
-lane's documents comes once, whatever the cuts, so each transition is predicted once. Whether a pair counts in the loss
-goes with it. A layout plans the rows: texts are laid end to end and cut at T, conversations that fit a row are not cut.
+Row j of every batch is filled by packing stream j, which depends on no other stream: hosts share nothing, and any
+number of them gives the same batches. A document of n ids has n - 1 inputs, `ids[:-1]`, with the targets `ids[1:]`;
+sizes, offsets and the length of a row all count targets. Each target of a stream's documents comes exactly once,
+wherever rows are cut. A layout plans the rows: texts are concatenated and cut at T, conversations that fit a row are
+never cut.
 
 T: tokens per row.  B: rows of a batch, over all hosts.
 """
@@ -16,39 +17,52 @@ from typing import NamedTuple
 
 import numpy as np
 
+from src.data.types import Batch, Document
 from src.errors import UserError
 
-Batch = dict[str, np.ndarray]
-
-MAX_EMPTY_DOCUMENTS = 10_000  # one after the other, before it is an error
-Cuts = tuple[bool, bool]
-"""Whether the first document of a row began in an earlier one, and whether the last is cut at the row's end."""
-
-
-class Document(NamedTuple):
-    """What a lane lays into rows.
-
-    ids: int32 [n], maybe none.
-    learned: bool [n], which of the ids count in the loss as targets; None: all of them.
-    """
-
-    ids: np.ndarray
-    learned: np.ndarray | None = None
-
+MAX_EMPTY_DOCUMENTS = 10_000  # in succession, before it is an error
+WINDOW = 20  # items that `best_fit` chooses from
+_MAX_ROWS = (1 << 32 - WINDOW) - 1  # with the window's bits they fill the 31 of a positive int32
 
 Items = Callable[[int], Sequence[Document]]
-"""Ordinal (which item of the endless stream over all epochs) to its documents: one, but for some conversations."""
+"""Maps an ordinal (the item's place in the endless stream over all epochs) to its documents.
 
-WINDOW = 20  # items that `whole` chooses from
-_MAX_ROWS = (1 << 32 - WINDOW) - 1  # with the window's bits they fill the 31 of a positive int32
+An item is one document, except for conversations that give one for each turn of the assistant.
+"""
+
+Sizes = Callable[[int], Sequence[int] | None]
+"""Maps item k of a stream to the number of targets of each of its documents: () if it has none, None past the end."""
+
+Position = tuple[int, int]
+"""Where a stream resumes: (items finished, targets taken of the next one); `best_fit` has another second number."""
+
+
+class Segment(NamedTuple):
+    """A part of a row: `length` targets of one of an item's documents, from target `first` on."""
+
+    item: int
+    document: int
+    first: int
+    length: int
+
+
+Layout = Callable[[Sizes, Position, int], tuple[list[Segment], Position]]
+"""Plans the next row of `length` tokens: its segments (none past the end), and the position after it."""
+
+
+class Cuts(NamedTuple):
+    """Whether a row's first document began in an earlier row, and whether its last goes on in a later one."""
+
+    begins_cut: bool
+    ends_cut: bool
 
 
 def empty_batch(rows: int, length: int) -> Batch:
-    """Rows of padding, to be filled by lanes.
+    """Makes rows of padding.
 
     Returns:
         tokens: int32 [rows, T], inputs.
-        targets: int32 [rows, T], the id that follows each token in its document.
+        targets: int32 [rows, T], the id that follows each input in its document.
         segment_ids: int32 [rows, T], 1 and up for the documents of a row, 0 for padding.
         positions: int32 [rows, T], from 0 in each segment.
         loss_mask: float32 [rows, T], 1 where the target counts in the loss; 0 on padding.
@@ -57,77 +71,65 @@ def empty_batch(rows: int, length: int) -> Batch:
     return batch | {"loss_mask": np.zeros((rows, length), np.float32)}
 
 
-def lay(batch: Batch, row: int, start: int, segment: int, document: Document, first: int, pairs: int) -> None:
-    """Writes `pairs` pairs of a document, from pair `first` on, into a row, from `start` on, as segment `segment`."""
-    here = (row, slice(start, start + pairs))
-    targets = slice(first + 1, first + 1 + pairs)
-    batch["tokens"][here] = document.ids[first : first + pairs]
-    batch["targets"][here] = document.ids[targets]
-    batch["segment_ids"][here] = segment
-    batch["positions"][here] = np.arange(pairs)
-    batch["loss_mask"][here] = 1 if document.learned is None else document.learned[targets]
+def write_segment(
+    batch: Batch, row: int, start: int, segment_id: int, document: Document, first: int, length: int
+) -> None:
+    """Writes inputs and targets `first` to `first + length` of a document into a row, from column `start` on."""
+    columns = (row, slice(start, start + length))
+    targets = slice(first + 1, first + 1 + length)
+    batch["tokens"][columns] = document.ids[first : first + length]
+    batch["targets"][columns] = document.ids[targets]
+    batch["segment_ids"][columns] = segment_id
+    batch["positions"][columns] = np.arange(length)
+    batch["loss_mask"][columns] = 1 if document.loss_mask is None else document.loss_mask[targets]
 
 
 def fill_row(batch: Batch, row: int, documents: Iterable[Document]) -> Cuts:
-    """Writes documents into a row that is still padding, as much of them as it has room for."""
+    """Writes documents into a row of padding, leaving out what exceeds it."""
     filled, is_cut = 0, False
-    for segment, document in enumerate(documents, start=1):
-        pairs = min(len(document.ids) - 1, batch["tokens"].shape[1] - filled)
-        lay(batch, row, filled, segment, document, 0, pairs)
-        filled += pairs
-        is_cut |= pairs < len(document.ids) - 1
-    return False, is_cut
+    for segment_id, document in enumerate(documents, start=1):
+        length = min(len(document.ids) - 1, batch["tokens"].shape[1] - filled)
+        write_segment(batch, row, filled, segment_id, document, 0, length)
+        filled += length
+        is_cut |= length < len(document.ids) - 1
+    return Cuts(False, is_cut)
 
 
-Piece = tuple[int, int, int, int]
-"""A segment of a row: (item, which of its documents, first pair, pairs)."""
-
-Position = tuple[int, int]
-"""Where a lane goes on: (items finished, pairs taken of the next one), or as `whole` says."""
-
-Sizes = Callable[[int], Sequence[int] | None]
-"""Item k of a lane to the pairs of each of its documents: () where it has none, None past the end."""
-
-Layout = Callable[[Sizes, Position, int], tuple[list[Piece], Position]]
-"""Plans the next row of `length` tokens: its pieces, none past the end, and the position after it."""
+def concatenate(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Segment], Position]:
+    """Concatenates documents. What exceeds a row begins the next one."""
+    return _cut_at_end(sizes_of, position, length, length)
 
 
-def end_to_end(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Piece], Position]:
-    """Lays documents end to end. What a row has no room for begins the next one."""
-    return _cut(sizes_of, position, length, length)
+def one_per_row(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Segment], Position]:
+    """Gives each document a row of its own. What exceeds the row begins the next one."""
+    return _cut_at_end(sizes_of, position, length, 1)
 
 
-def one_a_row(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Piece], Position]:
-    """Gives each document a row. What the row has no room for begins the next one."""
-    return _cut(sizes_of, position, length, 1)
-
-
-def _cut(sizes_of: Sizes, position: Position, length: int, most: int) -> tuple[list[Piece], Position]:
-    """Fills a row with at most so many pieces."""
-    item, offset = position[0], max(position[1], 0)  # below 0: a position of `whole`, whose placed items come again
-    pieces: list[Piece] = []
-    room = length
-    while room and len(pieces) < most and (sizes := sizes_of(item)) is not None:
+def _cut_at_end(sizes_of: Sizes, position: Position, length: int, max_segments: int) -> tuple[list[Segment], Position]:
+    item, offset = position[0], max(position[1], 0)  # below 0: a position of `best_fit`, whose placed items come again
+    segments: list[Segment] = []
+    free = length
+    while free and len(segments) < max_segments and (sizes := sizes_of(item)) is not None:
         for document, first, rest in _remaining(sizes, offset):
-            pairs = rest if rest < room else room
-            pieces.append((item, document, first, pairs))
-            offset += pairs
-            room -= pairs
-            if not room or len(pieces) == most:
+            taken = rest if rest < free else free
+            segments.append(Segment(item, document, first, taken))
+            offset += taken
+            free -= taken
+            if not free or len(segments) == max_segments:
                 break
         if offset >= sum(sizes):
             item, offset = item + 1, 0
-    return pieces, (item, offset)
+    return segments, (item, offset)
 
 
-def whole(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Piece], Position]:
+def best_fit(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Segment], Position]:
     """Packs items so that none is cut that fits a row.
 
-    A row begins with the oldest item that is not placed yet. Then, again and again, it takes the longest that fits of
-    the `WINDOW` items from the oldest on. Of an item longer than a row each row has as many documents as fit, and a
-    document longer than a row is cut at the row's end.
+    A row begins with the oldest item that is not placed yet. Then, repeatedly, it takes the longest that fits of the
+    `WINDOW` items from the oldest on. Of an item longer than a row, each row takes as many documents as fit; a document
+    longer than a row is cut at the row's end.
 
-    The second number of a position is the pairs taken of the oldest item, as of the other layouts; or, where a later
+    The second number of a position is the targets taken of the oldest item, as in the other layouts; or, if a later
     item is placed, -(rows << WINDOW - 1 | placed): the full rows taken of the oldest item, and bit i says whether the
     item i + 1 after it is placed.
 
@@ -138,39 +140,39 @@ def whole(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Piece]
     item, placed = _oldest(sizes_of, item, placed)
     if (sizes := sizes_of(item)) is None:
         return [], (item, 0)
-    pieces = _leading(item, sizes, offset, length)
-    room = length - sum(pairs for *_, pairs in pieces)
-    offset += length - room
+    segments = _leading(item, sizes, offset, length)
+    free = length - sum(segment.length for segment in segments)
+    offset += length - free
     if offset >= sum(sizes):
         offset, placed = 0, placed | 1
     item, placed = _oldest(sizes_of, item, placed)
-    while room:
+    while free:
         longest, best = 0, 0
         for ahead in range(WINDOW):
             if placed >> ahead & 1:
                 continue
             if (sizes := sizes_of(item + ahead)) is None:
                 break
-            if longest < (size := sum(sizes)) <= room:
+            if longest < (size := sum(sizes)) <= free:
                 longest, best = size, ahead
         if not longest:
             break
-        pieces += [(item + best, document, 0, pairs) for document, pairs in enumerate(sizes_of(item + best))]
-        room -= longest
+        segments += [Segment(item + best, document, 0, size) for document, size in enumerate(sizes_of(item + best))]
+        free -= longest
         item, placed = _oldest(sizes_of, item, placed | 1 << best)
     if not placed:
-        return pieces, (item, offset)
+        return segments, (item, offset)
     rows = bisect.bisect_right(_row_ends(sizes_of(item) or (), length), offset) - 1
     if rows > _MAX_ROWS:
         raise UserError(
             f"a conversation takes more than {_MAX_ROWS:,} rows of max_target_length={length}: raise "
             "max_target_length, or set packing=false"
         )
-    return pieces, (item, -(rows << WINDOW - 1 | placed >> 1))
+    return segments, (item, -(rows << WINDOW - 1 | placed >> 1))
 
 
 def _unpack(sizes_of: Sizes, position: Position, length: int) -> tuple[int, int, int]:
-    """Returns (oldest item, pairs taken of it, placed items: bit i for the item i after the oldest)."""
+    """Returns (oldest item, targets taken of it, placed items: bit i for the item i after the oldest)."""
     item, state = position
     if state >= 0:
         return item, state, 0
@@ -186,30 +188,30 @@ def _oldest(sizes_of: Sizes, item: int, placed: int) -> tuple[int, int]:
     return item, placed
 
 
-def _leading(item: int, sizes: Sequence[int], offset: int, length: int) -> list[Piece]:
-    """Returns the pieces of an item after `offset` pairs that begin a row; a document too long for it is cut."""
-    pieces: list[Piece] = []
-    room = length
+def _leading(item: int, sizes: Sequence[int], offset: int, length: int) -> list[Segment]:
+    """Returns the segments of an item after `offset` targets that begin a row; a document too long for it is cut."""
+    segments: list[Segment] = []
+    free = length
     for document, first, rest in _remaining(sizes, offset):
-        if rest > room and pieces:
+        if rest > free and segments:
             break
-        pieces.append((item, document, first, min(rest, room)))
-        room -= min(rest, room)
-    return pieces
+        segments.append(Segment(item, document, first, min(rest, free)))
+        free -= min(rest, free)
+    return segments
 
 
 def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
-    """Returns how many pairs of an item are taken before each of its rows, and in all."""
+    """Returns how many targets of an item are taken before each of its rows, and in all."""
     ends = [0]
     while ends[-1] < sum(sizes):
-        ends.append(ends[-1] + sum(pairs for *_, pairs in _leading(0, sizes, ends[-1], length)))
+        ends.append(ends[-1] + sum(segment.length for segment in _leading(0, sizes, ends[-1], length)))
     return ends
 
 
 def _remaining(sizes: Sequence[int], offset: int) -> list[tuple[int, int, int]]:
-    """Returns (document, first pair, pairs) for each document that an item has left after `offset` pairs."""
-    if len(sizes) == 1:  # which is nearly always so
-        # Nothing where it is shorter than what was taken of it: after an accepted change it is another document.
+    """Returns (document, first target, targets) for each document of an item with any left after `offset` targets."""
+    if len(sizes) == 1:  # nearly always
+        # An accepted change of data can leave a document shorter than what was taken of it: then nothing remains.
         return [(0, offset, sizes[0] - offset)] if offset < sizes[0] else []
     starts = itertools.accumulate(sizes, initial=0)
     return [
@@ -219,19 +221,19 @@ def _remaining(sizes: Sequence[int], offset: int) -> list[tuple[int, int, int]]:
     ]
 
 
-class Lane:
-    """The stream of items with ordinals `first`, `first + stride`, ... in rows.
+class PackingStream:
+    """Packs the items with ordinals `first`, `first + stride`, ... into rows.
 
     Args:
         items: the documents of an ordinal.
-        first: the lane's number, j.
-        stride: the number of lanes, B.
+        first: the stream's number, j.
+        stride: the number of streams, B.
         layout: how documents become rows.
-        position: where to go on, as `Lane.position` was.
-        end: ordinals from here on don't exist; once past them the lane's rows are padding.
+        position: where to resume, as `PackingStream.position` was.
+        end: ordinals from here on don't exist; past them the stream's rows are padding.
 
     Attributes:
-        position: where it goes on after the rows so far.
+        position: where it resumes after the rows so far.
     """
 
     def __init__(
@@ -248,32 +250,32 @@ class Lane:
         self._stride = stride
         self._layout = layout
         self._end = end
-        self._read: dict[int, tuple[Sequence[Document], tuple[int, ...]]] = {}  # items not finished, with their pairs
-        self._empty = 0  # items without any, one after the other
+        self._unfinished: dict[int, tuple[Sequence[Document], tuple[int, ...]]] = {}  # documents of items, their sizes
+        self._empty_items = 0  # in succession
         item, state = position
         self.position: Position = (int(item), int(state))
 
     def fill(self, batch: Batch, row: int) -> Cuts:
-        """Writes the lane's next row into `batch`, whose row is still padding."""
-        self._empty = 0
-        pieces, position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])
-        filled, goes_on, is_cut = 0, False, False
-        for segment, (item, document, first, pairs) in enumerate(pieces, start=1):
-            documents, sizes = self._read[item]
-            lay(batch, row, filled, segment, documents[document], first, pairs)
-            filled += pairs
-            goes_on |= first > 0
-            is_cut |= first + pairs < sizes[document]
-        for item in {piece[0] for piece in pieces} - {position[0]}:
-            del self._read[item]
-        while (item := next(iter(self._read), position[0])) < position[0]:
-            del self._read[item]  # which has no document
+        """Writes the stream's next row into row `row` of `batch`, which is still padding."""
+        self._empty_items = 0
+        segments, position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])
+        filled, begins_cut, ends_cut = 0, False, False
+        for segment_id, (item, document, first, length) in enumerate(segments, start=1):
+            documents, sizes = self._unfinished[item]
+            write_segment(batch, row, filled, segment_id, documents[document], first, length)
+            filled += length
+            begins_cut |= first > 0
+            ends_cut |= first + length < sizes[document]
+        for item in {segment.item for segment in segments} - {position[0]}:
+            del self._unfinished[item]
+        while (item := next(iter(self._unfinished), position[0])) < position[0]:
+            del self._unfinished[item]  # an item without documents, which no segment names
         self.position = position
-        return goes_on, is_cut
+        return Cuts(begins_cut, ends_cut)
 
     def _sizes(self, item: int) -> Sequence[int] | None:
-        """Returns the pairs of each of an item's documents that has any; None past the end."""
-        if item not in self._read:
+        """Reads an item where it is not read yet, and returns the sizes of its documents that are not empty."""
+        if item not in self._unfinished:
             ordinal = self._first + item * self._stride
             if ordinal >= self._end:
                 return None
@@ -282,46 +284,46 @@ class Lane:
             if min(sizes, default=0) < 1:
                 documents = [document for document in documents if len(document.ids) > 1]
                 sizes = tuple(size for size in sizes if size > 0)
-            self._empty = 0 if documents else self._empty + 1
-            if self._empty > MAX_EMPTY_DOCUMENTS and self._end == math.inf:
+            self._empty_items = 0 if documents else self._empty_items + 1
+            if self._empty_items > MAX_EMPTY_DOCUMENTS and self._end == math.inf:
                 raise UserError(
-                    f"the last {self._empty:,} documents that a row read have no text: the data have come to an end, "
-                    "or what reads them no longer does"
+                    f"the last {self._empty_items:,} documents that a row read have no text: the data have come to an "
+                    "end, or what reads them no longer does"
                 )
-            self._read[item] = documents, sizes
-        return self._read[item][1]
+            self._unfinished[item] = documents, sizes
+        return self._unfinished[item][1]
 
 
 def rows_needed(items: Iterable[Sequence[int]], length: int, layout: Layout) -> int:
-    """Counts the rows of T that a lane fills with items whose documents have these numbers of ids."""
+    """Counts the rows of T that a stream fills with items whose documents have these numbers of ids."""
     sizes = [tuple(size - 1 for size in item if size > 1) for item in items]
     position, rows = (0, 0), 0
     while True:
-        pieces, position = layout(lambda item: sizes[item] if item < len(sizes) else None, position, length)
-        if not pieces:
+        segments, position = layout(lambda item: sizes[item] if item < len(sizes) else None, position, length)
+        if not segments:
             return rows
         rows += 1
 
 
-def documents_taken(positions: np.ndarray) -> np.ndarray:
-    """Counts the items that each lane has finished: int64 [B], from positions int32 [B, 2]."""
+def documents_consumed(positions: np.ndarray) -> np.ndarray:
+    """Counts the items that each stream has finished: int64 [B], from positions int32 [B, 2]."""
     placed = -np.minimum(positions[:, 1].astype(np.int64), 0) & (1 << WINDOW - 1) - 1
     return positions[:, 0].astype(np.int64) + np.bitwise_count(placed)
 
 
-def after_documents(positions: np.ndarray, rows: int) -> np.ndarray:
-    """Where another number of lanes goes on after as many documents as these have taken.
+def remap_position(positions: np.ndarray, rows: int) -> np.ndarray:
+    """Converts positions to another number of streams, which go on after as many documents as were consumed.
 
-    What some lanes were ahead of the others comes again, and what they were behind does not come.
+    Documents by which some streams were ahead of the others come again, and those by which they were behind are missed.
 
     Args:
-        positions: int32 [B, 2], of each lane.
-        rows: how many lanes there are to be.
+        positions: int32 [B, 2], of each stream.
+        rows: the new number of streams.
 
     Returns:
         int32 [rows, 2].
     """
-    taken = documents_taken(positions).sum()
-    # Lane j has the documents j, j + rows, ...: of the first n it has ceil((n - j) / rows).
-    of_lane = np.maximum(-((np.arange(rows) - taken) // rows), 0)
-    return np.stack([of_lane, np.zeros_like(of_lane)], axis=1).astype(np.int32)
+    consumed = documents_consumed(positions).sum()
+    # Stream j has the documents j, j + rows, ...: of the first n it has ceil((n - j) / rows).
+    of_stream = np.maximum(-((np.arange(rows) - consumed) // rows), 0)
+    return np.stack([of_stream, np.zeros_like(of_stream)], axis=1).astype(np.int32)

@@ -2,65 +2,36 @@
 
 import hashlib
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from src.config.source_spec import all_synthetic
+from src.data.types import Message, Tokenizer
 from src.errors import UserError
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from ml_collections import FrozenConfigDict
 
-    from src.data.chat_template import Message
+
+class _WithoutTemplate(Tokenizer):
+    chat_template = None
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime | None = None) -> str:
+        from src.data.chat_template import missing_template  # which imports Jinja2
+
+        raise missing_template()
 
 
-class Tokenizer(Protocol):
-    """What the loader and text generation need of a tokenizer.
-
-    vocab_size: a model's vocabulary has at least as many ids.
-    stop_ids: the ids that end what a model says, eos among them.
-    chat_template: the source of the template that `render_chat` follows; None if there is none.
-    """
-
-    vocab_size: int
-    bos: int
-    eos: int
-    stop_ids: frozenset[int]
-    chat_template: str | None
-
-    def encode(self, text: str) -> np.ndarray:
-        """The int32 ids of a document, bos and eos included."""
-
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """The int32 ids of a document's beginning, bos included."""
-
-    def encode_text(self, text: str) -> np.ndarray:
-        """The int32 ids of the text alone."""
-
-    def render_chat(
-        self, messages: "Sequence[Message]", add_generation_prompt: bool, now: "datetime | None" = None
-    ) -> str:
-        """A conversation as text for `encode_text`; a UserError without a template. ChatTemplate's arguments."""
-
-    def decode(self, ids: np.ndarray) -> str:
-        """The text of ids; special ids, and ids beyond the vocabulary, give none."""
-
-    def fingerprint(self) -> dict[str, str | int]:
-        """What makes two tokenizers give the same ids."""
-
-
-class ByteTokenizer:
+class ByteTokenizer(_WithoutTemplate):
     """The bytes of UTF-8 as ids 0 to 255, then bos and eos. Needs no file."""
 
     vocab_size = 258
     bos = 256
     eos = 257
     stop_ids = frozenset({257})
-    chat_template = None
 
     def encode(self, text: str) -> np.ndarray:
         """The int32 ids of a document, bos and eos included."""
@@ -70,20 +41,6 @@ class ByteTokenizer:
         ids[1:-1] = data
         ids[-1] = self.eos
         return ids
-
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """The int32 ids of a document's beginning, bos included."""
-        return self.encode(text)[:-1]
-
-    def encode_text(self, text: str) -> np.ndarray:
-        """The int32 ids of the text alone."""
-        return self.encode(text)[1:-1]
-
-    def render_chat(
-        self, messages: "Sequence[Message]", add_generation_prompt: bool, now: "datetime | None" = None
-    ) -> str:
-        """Raises UserError: bytes have no template."""
-        raise missing_template()
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of ids; a byte sequence that is not UTF-8 gives U+FFFD, ids that are no bytes give nothing."""
@@ -95,7 +52,7 @@ class ByteTokenizer:
         return {"type": "byte", "vocab_size": self.vocab_size}
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(_WithoutTemplate):
     """A SentencePiece model file.
 
     A model without a bos of its own (T5's, for one) starts documents with its eos.
@@ -103,8 +60,6 @@ class SentencePieceTokenizer:
     Raises:
         UserError: the file is missing, is no SentencePiece model, or has no eos.
     """
-
-    chat_template = None
 
     def __init__(self, path: str) -> None:
         import sentencepiece  # only runs that use it pay for the import
@@ -129,20 +84,6 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """The int32 ids of a document, bos and eos included."""
         return np.array([self.bos, *self._processor.encode(text), self.eos], np.int32)
-
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """The int32 ids of a document's beginning, bos included."""
-        return self.encode(text)[:-1]
-
-    def encode_text(self, text: str) -> np.ndarray:
-        """The int32 ids of the text alone."""
-        return self.encode(text)[1:-1]
-
-    def render_chat(
-        self, messages: "Sequence[Message]", add_generation_prompt: bool, now: "datetime | None" = None
-    ) -> str:
-        """Raises UserError: a SentencePiece model carries no template."""
-        raise missing_template()
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of ids; byte pieces that are not UTF-8 give U+FFFD, special ids give nothing."""
@@ -199,12 +140,4 @@ def folder_tokenizer(path: Path, model_vocab_size: int) -> Tokenizer:
     raise UserError(
         f"tokenizer_path={path}: there is no such file or folder. tokenizer_type=huggingface reads a tokenizer.json, "
         "or a model's folder with one in it, once it is downloaded"
-    )
-
-
-def missing_template() -> UserError:
-    """What to say to a conversation where the tokenizer has no chat template."""
-    return UserError(
-        "messages are written by a chat template, and this tokenizer has none: set tokenizer_type=huggingface, and "
-        "tokenizer_path to a folder that has one in chat_template.jinja or as chat_template in tokenizer_config.json"
     )

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 
 from src.data.loader import train_batches
-from src.data.open import TrainData
 from src.data.tokenizer import ByteTokenizer
+from src.data.types import TrainData
 from tests.data.one_source import alone
 
 B = 8

@@ -86,8 +86,8 @@ def config():
 
 
 @pytest.fixture(scope="session")
-def lane_documents():
-    """The documents in some rows of one lane, in order: [rows, T] arrays (and a tokenizer) -> lists of ids, bos to eos.
+def stream_documents():
+    """Reads the documents in some rows of one stream: [rows, T] arrays (and a tokenizer) -> lists of ids, bos to eos.
 
     Joins what lies on both sides of a cut, and leaves a last document that isn't at its end out.
     """

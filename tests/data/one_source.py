@@ -1,6 +1,6 @@
 """Data of one source, as a configuration without `datasets` and `eval_datasets` gives them."""
 
-from src.data.open import EvalSet, TrainData
+from src.data.types import EvalSet, TrainData
 
 
 def alone(source):

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from src.data import host_arrays as global_arrays
+from src.data import loader
 from src.data.conversations import ConversationSource, encode_conversation
+from src.data.fingerprint import data_fingerprint
 from src.data.huggingface_tokenizer import HuggingFaceTokenizer
-from src.data.loader import EvalBatches, data_fingerprint, train_batches
-from src.data.open import EvalSet, open_sources
+from src.data.loader import EvalBatches, train_batches
+from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
+from src.data.types import EvalSet
 from src.errors import UserError
 from tests.data.one_source import alone, held_out
 
@@ -115,7 +117,7 @@ def pair(prompt, completion):
 def learned_text(folder, document):
     """The runs of tokens that count, special tokens and all."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    runs = itertools.groupby(zip(document.ids, document.learned, strict=True), key=lambda each: each[1])
+    runs = itertools.groupby(zip(document.ids, document.loss_mask, strict=True), key=lambda each: each[1])
     return [
         tokenizer.decode([int(token) for token, _ in run], skip_special_tokens=False)
         for learned, run in runs
@@ -128,11 +130,11 @@ def test_a_pair_without_a_template_is_bos_prompt_completion_eos(conversations):
     (document,) = encode_conversation(ByteTokenizer(), source[0], True)
     assert document.ids.dtype == np.int32
     assert document.ids.tolist() == [256, *b"abcd", 257]
-    assert document.learned.tolist() == [False, False, False, True, True, True]
+    assert document.loss_mask.tolist() == [False, False, False, True, True, True]
     (document,) = encode_conversation(ByteTokenizer(), source[1], True)
     assert document.ids.tolist() == [256, *"é".encode(), 257]
-    assert document.learned.tolist() == [False, True, True, True]
-    assert encode_conversation(ByteTokenizer(), source[0], False)[0].learned is None
+    assert document.loss_mask.tolist() == [False, True, True, True]
+    assert encode_conversation(ByteTokenizer(), source[0], False)[0].loss_mask is None
 
 
 def test_a_pair_with_a_template_is_a_user_and_an_assistant(conversations, chat_tokenizer):
@@ -166,7 +168,7 @@ def test_what_counts_is_what_transformers_marks_between_generation_tags(
         messages, return_assistant_tokens_mask=True, return_dict=True
     )
     assert document.ids.tolist() == theirs["input_ids"]
-    assert document.learned.tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
+    assert document.loss_mask.tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
 
 
 @pytest.mark.parametrize(
@@ -197,8 +199,9 @@ def test_a_template_that_rewrites_earlier_turns_gives_each_turn_an_example(
         marks = np.array(marked["assistant_masks"], bool)
         begin = np.flatnonzero(np.diff(marks, prepend=False) & marks)[-1]  # of the last turn that is marked
         assert document.ids[: len(prompt)].tolist() == prompt
-        assert not document.learned[: len(prompt)].any()
-        assert document.ids[document.learned].tolist() == np.array(marked["input_ids"])[begin:][marks[begin:]].tolist()
+        assert not document.loss_mask[: len(prompt)].any()
+        said_ids = np.array(marked["input_ids"])[begin:][marks[begin:]]
+        assert document.ids[document.loss_mask].tolist() == said_ids.tolist()
         assert text is None or learned_text(folder, document) == [text]
 
 
@@ -208,9 +211,9 @@ def test_examples_of_a_conversation_are_whole_in_rows_of_their_own_segments(conf
     examples = encode_conversation(tokenizer, source[0], True) + encode_conversation(tokenizer, source[6], True)
     expected = Counter()
     for document in examples:
-        pairs = tuple(zip(document.ids[:-1].tolist(), document.learned[1:].tolist(), strict=True))
+        pairs = tuple(zip(document.ids[:-1].tolist(), document.loss_mask[1:].tolist(), strict=True))
         expected[pairs] += 6 if document.ids.tolist() != examples[-1].ids.tolist() else 0
-    expected[tuple(zip(examples[-1].ids[:-1].tolist(), examples[-1].learned[1:].tolist(), strict=True))] = 7
+    expected[tuple(zip(examples[-1].ids[:-1].tolist(), examples[-1].loss_mask[1:].tolist(), strict=True))] = 7
     for keys in ({"max_target_length": 300}, {"max_target_length": 120}, {"packing": False, "max_target_length": 120}):
         found = Counter()
         for batch in EvalBatches(sft(config, vocab_size=300, **keys), held_out(source), tokenizer, range(2), 2):
@@ -233,7 +236,7 @@ def test_all_tokens_count_where_the_user_says_so(conversations, chat_tokenizer):
     tokenizer, _ = chat_tokenizer(CHAT_ML)
     source = conversations({"messages": TURNS})
     (whole,), (part,) = (encode_conversation(tokenizer, source[0], only) for only in (False, True))
-    assert whole.learned is None
+    assert whole.loss_mask is None
     assert whole.ids.tolist() == part.ids.tolist()
 
 
@@ -262,7 +265,7 @@ def test_a_template_that_does_not_show_the_turns_is_an_error(conversations, chat
         UserError, match=r"chat\.jsonl, line 2: the tokenizer's chat template.*(message 3|after the tok)"
     ):
         encode_conversation(tokenizer, source[1], True)
-    assert encode_conversation(tokenizer, source[1], False)[0].learned is None
+    assert encode_conversation(tokenizer, source[1], False)[0].loss_mask is None
 
 
 def test_a_template_that_refuses_names_the_line(conversations, chat_tokenizer):
@@ -440,7 +443,7 @@ def test_hosts_and_resuming_change_no_mask(config, many, packing):
 
 def test_a_rolling_evaluation_knows_the_positions_of_all_hosts(config, many, monkeypatch):
     found = []
-    monkeypatch.setattr(global_arrays, "max_over_hosts", lambda lanes: found.append(lanes) or lanes)
+    monkeypatch.setattr(loader, "max_over_hosts", lambda streams: found.append(streams) or streams)
     settings = sft(config, eval_mode="rolling", eval_steps=2, max_target_length=20)
     for rows in (range(B), [0, 1], [2, 3]):
         evaluation = EvalBatches(settings, EvalSet("", many, 2), ByteTokenizer(), rows, B)

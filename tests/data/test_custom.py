@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from src.config.source_spec import eval_specs, train_specs
+from src.data.batch_transform import apply_transform
 from src.data.open import open_source, open_sources
 from src.data.packing import empty_batch
 from src.data.readers import custom
-from src.data.readers.custom import apply_transform
 from src.errors import TransientError, UserError
 from src.user_code import load_function
 from tests import runs

@@ -145,14 +145,14 @@ def test_so_does_a_mixture(run_of, parts, keys, layout, tokenizer, kinds, weight
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kinds", [*((kind,) for kind in KINDS if kind != "synthetic"), *THREE], ids="+".join)
-def test_each_document_comes_once_an_epoch_by_its_lanes_ordinals(
-    run_of, on_disk, lane_documents, kinds, layout, tokenizer
+def test_each_document_comes_once_an_epoch_by_its_streams_ordinals(
+    run_of, on_disk, stream_documents, kinds, layout, tokenizer
 ):
     length, epochs = 50, 3
     settings, batches = run_of(kinds, tokenizer, max_target_length=length, **LAYOUTS[layout])
     documents = {kind: [on_disk[2][tokenizer](text) for text in texts(kind)] for kind in kinds}
     rows = max(rows_of_epoch(documents[kind], layout, length) for kind in kinds) * len(kinds)
-    # Some lanes have more text than others, and come to the end of an epoch later: two thirds more are enough.
+    # Some streams have more text than others, and come to the end of an epoch later: two thirds more are enough.
     steps = math.ceil(5 * rows / B) + 5 * len(kinds)
     made = stopped_and_resumed(batches, [(1, steps // 3), (4, steps // 3), (2, steps - 2 * (steps // 3))])
     for kind, mine in by_source(settings, kinds, made).items():
@@ -169,11 +169,11 @@ def test_each_document_comes_once_an_epoch_by_its_lanes_ordinals(
         else:
             expected = [tuple(document) for document in documents[kind]]
             found = {}
-            for lane in range(B):
-                rows = [row for _, number, row in mine if number == lane]
+            for stream in range(B):
+                rows = [row for _, number, row in mine if number == stream]
                 stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-                for k, ids in enumerate(lane_documents(stacked, make_tokenizer(settings))):
-                    found[lane + k * B] = tuple(ids)
+                for k, ids in enumerate(stream_documents(stacked, make_tokenizer(settings))):
+                    found[stream + k * B] = tuple(ids)
         orders = [[found[epoch * len(expected) + n] for n in range(len(expected))] for epoch in range(epochs)]
         for order in orders:
             assert Counter(order) == Counter(expected)
@@ -181,7 +181,7 @@ def test_each_document_comes_once_an_epoch_by_its_lanes_ordinals(
 
 
 def rows_of_epoch(documents, layout, length):
-    """How many rows an epoch has, to within one a lane."""
+    """How many rows an epoch has, to within one a stream."""
     pairs = [len(document) - 1 for document in documents]
     return {
         "packed": math.ceil(sum(pairs) / length),
@@ -191,12 +191,12 @@ def rows_of_epoch(documents, layout, length):
 
 
 def by_source(settings, kinds, batches):
-    """The rows of each source: of (which of the source's rows it is, lane, arrays [T])."""
+    """The rows of each source: of (which of the source's rows it is, stream, arrays [T])."""
     mixture = Mixture([1] * len(kinds))
     found = {kind: [] for kind in kinds}
     for k, batch in enumerate(batches):
-        for lane, (source, ordinal) in enumerate(mixture.deal(k * B, range(B), B, settings.data_shuffle_seed)):
-            found[kinds[source]].append((ordinal, lane, {name: array[lane] for name, array in batch.items()}))
+        for stream, (source, ordinal) in enumerate(mixture.assign(k * B, range(B), B, settings.data_shuffle_seed)):
+            found[kinds[source]].append((ordinal, stream, {name: array[stream] for name, array in batch.items()}))
     return found
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from src.data.held_out import split
+from src.data.held_out import train_validation_split
 from src.data.order import Shuffle
 from src.data.readers.text import TextSource
 from src.errors import UserError
@@ -32,7 +32,7 @@ class Groups:
 
 
 def test_the_last_items_are_held_out_and_groups_stay_together():
-    train, held_out = split(Groups([4, 0, 5, 3]), 0.2)
+    train, held_out = train_validation_split(Groups([4, 0, 5, 3]), 0.2)
     assert [int(train[i][0]) for i in range(len(train))] == list(range(10))
     assert [int(held_out[i][0]) for i in range(len(held_out))] == [10, 11]
     assert train.group_sizes().tolist() == [4, 0, 5, 1]
@@ -51,20 +51,20 @@ def test_the_last_items_are_held_out_and_groups_stay_together():
     ("count", "fraction", "held"), [(2, 0.0, 1), (2, 0.99, 1), (1000, 0.02, 20), (10**8, 0.5, 5 * 10**7)]
 )
 def test_at_least_one_item_is_on_each_side(count, fraction, held):
-    train, held_out = split(Groups([count]), fraction)
+    train, held_out = train_validation_split(Groups([count]), fraction)
     assert (len(train), len(held_out)) == (count - held, held)
     assert held_out.group_sizes().tolist() == [held]
 
 
 def test_one_item_can_t_be_parted():
     with pytest.raises(UserError, match="one document"):
-        split(Groups([1]), 0.5)
+        train_validation_split(Groups([1]), 0.5)
 
 
 def test_of_a_single_file_the_end_is_held_out(tmp_path):
     text = "".join(f"line {n:04}\n" for n in range(2000))
     (tmp_path / "input.txt").write_text(text)
-    train, held_out = split(TextSource(str(tmp_path / "input.txt"), 256), 0.1)
+    train, held_out = train_validation_split(TextSource(str(tmp_path / "input.txt"), 256), 0.1)
     parts = ["".join(part[i] for i in range(len(part))) for part in (train, held_out)]
     assert "".join(parts) == text
     assert len(parts[1]) == pytest.approx(0.1 * len(text), rel=0.1)

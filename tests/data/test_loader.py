@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.data.loader import EvalBatches, data_fingerprint, train_batches
+from src.data.fingerprint import data_fingerprint
+from src.data.loader import EvalBatches, train_batches
 from src.data.mixture import Mixture
-from src.data.open import TrainData
-from src.data.packing import Document, after_documents
+from src.data.packing import remap_position
 from src.data.readers.synthetic import SyntheticSource
 from src.data.readers.text import TextSource
+from src.data.types import Document, TrainData
 from src.errors import UserError
 from tests.data.batches import TOKENIZER, B, assert_same, hosts_of, joined, rows_of, take
 from tests.data.one_source import alone, held_out
@@ -90,26 +91,28 @@ def test_a_mixture_stopped_anywhere_and_resumed_on_other_hosts_goes_on(
     assert_same(resumed, whole)
 
 
-def test_documents_of_a_mixture_come_once_an_epoch_by_their_lanes_ordinals(config, list_source, words, lane_documents):
+def test_documents_of_a_mixture_come_once_an_epoch_by_their_streams_ordinals(
+    config, list_source, words, stream_documents
+):
     settings = config(max_target_length=50)
     data = mixed(list_source, words, 50, weights=(1, 1, 1))
     batches = joined(settings, data, 2, 900)
     mixture = Mixture(data.weights)
-    of_source = [[] for _ in data.sources]  # the rows of each lane and source, in order
+    of_source = [[] for _ in data.sources]  # the rows of each stream and source, in order
     for k, batch in enumerate(batches):
-        for row, (source, _) in enumerate(mixture.deal(k * B, range(B), B, settings.data_shuffle_seed)):
+        for row, (source, _) in enumerate(mixture.assign(k * B, range(B), B, settings.data_shuffle_seed)):
             of_source[source].append((row, {name: array[row] for name, array in batch.items()}))
     for source, texts in enumerate([words, [f"grouped {word}" for word in words[:30]]]):
         finished = {}
-        for lane in range(B):
-            mine = [content for row, content in of_source[source] if row == lane]
+        for stream in range(B):
+            mine = [content for row, content in of_source[source] if row == stream]
             stacked = {name: np.stack([content[name] for content in mine]) for name in mine[0]}
-            for k, ids in enumerate(lane_documents(stacked)):
-                finished[lane + k * B] = TOKENIZER.decode(ids)
+            for k, ids in enumerate(stream_documents(stacked)):
+                finished[stream + k * B] = TOKENIZER.decode(ids)
         for epoch in range(3):
             assert Counter(finished[epoch * len(texts) + n] for n in range(len(texts))) == Counter(texts)
     rows = [int(content["tokens"][0]) for _, content in of_source[2]]
-    # Ten epochs of 17 rows; within a step rows are dealt out at random, so one may be of the epoch before or after.
+    # Ten epochs of 17 rows; within a step rows are assigned at random, so one may be of the epoch before or after.
     first_epochs = Counter(rows[: 17 * 10])
     assert max(first_epochs.values()) <= 11
     assert min(first_epochs.values()) >= 9
@@ -191,9 +194,9 @@ def test_one_epoch_of_rows_ends_with_the_last(config):
 
 
 def test_a_batch_size_may_change_without_documents_coming_again(config, list_source, words):
-    """After n documents the lanes of another number of rows go on with documents n, n + 1, ..."""
+    """After n documents the streams of another number of rows go on with documents n, n + 1, ..."""
     taken = np.array([[3, 20], [2, 0], [4, 1]], np.int32)  # nine documents by three lanes
-    moved = after_documents(taken, 4)
+    moved = remap_position(taken, 4)
     assert moved.tolist() == [[3, 0], [2, 0], [2, 0], [2, 0]]
     assert sorted(row + 4 * k for row in range(4) for k in range(moved[row, 0])) == list(range(9))
 
@@ -213,13 +216,13 @@ def test_synthetic_data_resume_too_and_fill_every_row(config):
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("length", [13, 200])
-def test_every_epoch_has_each_document_once(config, list_source, words, lane_documents, packing, length):
+def test_every_epoch_has_each_document_once(config, list_source, words, stream_documents, packing, length):
     epochs = 3
     settings = config(packing=packing, max_target_length=length)
     batches = joined(settings, list_source(words), 1, 4000 // length * epochs)
     finished = {}  # ordinal -> text
     for row in range(B):
-        for k, ids in enumerate(lane_documents(rows_of(batches, row))):
+        for k, ids in enumerate(stream_documents(rows_of(batches, row))):
             finished[row + k * B] = TOKENIZER.decode(ids)
     orders = []
     for epoch in range(epochs):
@@ -242,10 +245,10 @@ def test_the_seed_changes_the_order(config, list_source, words):
     assert (first[0]["tokens"] != second[0]["tokens"]).any()
 
 
-def test_documents_without_text_are_passed_over(config, list_source, lane_documents):
+def test_documents_without_text_are_passed_over(config, list_source, stream_documents):
     source = list_source(["", "a" * 100, "", "b" * 100, ""])
     batches = joined(config(), source, 1, 20)
-    seen = Counter(TOKENIZER.decode(ids) for row in range(B) for ids in lane_documents(rows_of(batches, row)))
+    seen = Counter(TOKENIZER.decode(ids) for row in range(B) for ids in stream_documents(rows_of(batches, row)))
     assert seen.keys() == {"a" * 100, "b" * 100}
 
 
@@ -255,7 +258,7 @@ def test_a_host_reads_only_its_own_documents(config, list_source, words):
         batches = train_batches(config(max_target_length=2000), alone(source), TOKENIZER, rows, B)
         source.read.clear()  # what was read to see that the data fill a row
         take(batches, 1)
-    first_epoch = [source.read[:4] for source in sources]  # each lane's first document
+    first_epoch = [source.read[:4] for source in sources]  # each stream's first document
     assert not set(first_epoch[0]) & set(first_epoch[1])
 
 
@@ -344,10 +347,10 @@ def test_threads_need_not_keep_step(config, list_source, words):
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 8, 60])
-def test_one_epoch_of_evaluation_has_each_document_once(config, list_source, words, lane_documents, packing, rows):
+def test_one_epoch_of_evaluation_has_each_document_once(config, list_source, words, stream_documents, packing, rows):
     evaluation = EvalBatches(config(packing=packing), held_out(list_source([*words, ""])), TOKENIZER, range(rows), rows)
     batches = list(evaluation)
-    seen = Counter(TOKENIZER.decode(ids) for row in range(rows) for ids in lane_documents(rows_of(batches, row)))
+    seen = Counter(TOKENIZER.decode(ids) for row in range(rows) for ids in stream_documents(rows_of(batches, row)))
     assert seen == Counter(words)
     assert sum(batch["loss_mask"].sum() for batch in batches) == sum(len(text.encode()) + 1 for text in words)
     assert batches[-1]["loss_mask"].any()

@@ -28,8 +28,10 @@ SCRIPT = """
 import json, sys, time
 import numpy as np
 from src.config import load as configuration
-from src.data.loader import data_fingerprint, train_batches
-from src.data.open import RowSource, open_sources
+from src.data.fingerprint import data_fingerprint
+from src.data.loader import train_batches
+from src.data.types import RowSource
+from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from tests.data import memory
 
@@ -144,7 +146,7 @@ def write(folder, kind):
 def start(settings, kinds, rows_taken=0, taken=None, **keys):
     """What a process says that opens sources and makes a batch: see SCRIPT.
 
-    rows_taken, taken: rows of the run before it, and documents that each lane has taken.
+    rows_taken, taken: rows of the run before it, and documents that each stream has taken.
     """
     datasets = ", ".join(
         f"{{{', '.join(f'{name}: {value}' for name, value in {'name': kind, 'weight': 1, **settings(kind)}.items())}}}"

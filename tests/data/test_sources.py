@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.data.held_out import split
-from src.data.open import amount, describe_data, open_sources
+from src.data.describe import amount, describe_data
+from src.data.held_out import train_validation_split
+from src.data.open import open_sources
 from src.data.readers import files, text, text_files
 from src.data.readers.synthetic import SyntheticSource
 from src.errors import UserError
@@ -288,14 +289,14 @@ def test_how_many_documents_are_cut_is_said(config, tmp_path, long, said, name):
     (line,) = describe_data(keys, data)
     assert said in line
     assert ("cut" in line) == (long > 0)
-    halves = split(data.sources[0], 0.5)
+    halves = train_validation_split(data.sources[0], 0.5)
     assert sum(int(amount(half).split()[0]) for half in halves) == 30, "pieces are no documents"
 
 
 def test_split_puts_each_document_whole_on_one_side(tmp_path):
     files = {f"{n}.txt": f"{n:03}\n" * (40 * KIB) for n in range(30)}  # 160 KiB: three pieces each
     source = TextSource(write_files(tmp_path, files))
-    train, held_out = split(source, 0.2)
+    train, held_out = train_validation_split(source, 0.2)
     assert Counter(texts(train) + texts(held_out)) == Counter(texts(source))
     on_each_side = [{piece[:3] for piece in texts(part)} for part in (train, held_out)]
     assert not on_each_side[0] & on_each_side[1]
@@ -305,7 +306,7 @@ def test_split_puts_each_document_whole_on_one_side(tmp_path):
 
 def test_split_of_jsonl_is_by_line(tmp_path):
     lines = "\n".join(json.dumps({"text": f"document {n}"}) for n in range(2000))
-    train, held_out = split(TextSource(write_files(tmp_path, {"a.jsonl": lines})), 0.1)
+    train, held_out = train_validation_split(TextSource(write_files(tmp_path, {"a.jsonl": lines})), 0.1)
     assert not set(texts(train)) & set(texts(held_out))
     assert len(train) + len(held_out) == 2000
     assert 150 < len(held_out) < 250  # 200 expected, standard deviation 13
@@ -313,9 +314,9 @@ def test_split_of_jsonl_is_by_line(tmp_path):
 
 def test_documents_added_later_move_none_between_the_parts(tmp_path):
     files = {f"{n}.txt": f"{n}" for n in range(100)}
-    before = [set(texts(part)) for part in split(TextSource(write_files(tmp_path / "x", files)), 0.3)]
+    before = [set(texts(part)) for part in train_validation_split(TextSource(write_files(tmp_path / "x", files)), 0.3)]
     more = {**files, **{f"a{n}.txt": f"a{n}" for n in range(100)}}
-    after = [set(texts(part)) for part in split(TextSource(write_files(tmp_path / "x", more)), 0.3)]
+    after = [set(texts(part)) for part in train_validation_split(TextSource(write_files(tmp_path / "x", more)), 0.3)]
     assert before[0] <= after[0]
     assert before[1] <= after[1]
 
@@ -323,13 +324,13 @@ def test_documents_added_later_move_none_between_the_parts(tmp_path):
 @pytest.mark.parametrize("fraction", [1e-9, 0.02, 0.98])
 def test_split_leaves_no_part_empty(list_source, fraction):
     for count in (2, 3, 10):
-        parts = split(list_source(map(str, range(count))), fraction)
+        parts = train_validation_split(list_source(map(str, range(count))), fraction)
         assert min(map(len, parts)) >= 1
 
 
 def test_one_document_can_not_be_split(list_source):
     with pytest.raises(UserError, match=r"eval_dataset_path.*eval_interval=-1"):
-        split(list_source(["one"]), 0.5)
+        train_validation_split(list_source(["one"]), 0.5)
 
 
 def test_open_sources_holds_out_only_if_the_run_evaluates(config, tmp_path):

@@ -16,10 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from src.data.host_arrays import host_rows, to_global, to_host
 from src.data.loader import EvalBatches, train_batches
-from src.data.open import TrainData
 from src.data.readers.synthetic import SyntheticSource
 from src.data.readers.text import TextSource
 from src.data.tokenizer import ByteTokenizer
+from src.data.types import TrainData
 from tests.data.one_source import alone, held_out
 
 B = 16

@@ -18,7 +18,7 @@ import numpy as np
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files, records
-from src.data.readers.documents import DocumentSource
+from src.data.types import Source
 from src.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class RecordRange(NamedTuple):
     count: int
 
 
-class RecordSource(DocumentSource):
+class RecordSource(Source):
     """Documents that are records of ArrayRecord files.
 
     The first is read at once, so that data of another form are an error at the start. A file is opened when it is first

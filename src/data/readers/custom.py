@@ -1,18 +1,18 @@
-"""What users write themselves: documents of their own (dataset_factory), and changes to batches (batch_transform)."""
+"""Reads documents that a function of the user returns: `dataset_type=custom`."""
 
 import functools
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from src.config.source_spec import SourceSpec
-from src.data.packing import Batch
-from src.data.readers.documents import DocumentSource, as_document, from_fields
+from src.data.readers.documents import as_document, from_fields
+from src.data.types import Source
 from src.errors import UserError
-from src.user_code import call, load_function, says_if_slow
+from src.user_code import call, class_name, load_function, says_if_slow
 
 if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 _MOST_DOCUMENTS = 5_000_000
 _MOST_BYTES = 8 << 30
 _END = object()
-MAX_WEIGHT = 1e30  # of a token in the loss, either way
 
 Facts = Mapping[str, str | int]
 
 
-class CustomSource(DocumentSource):
+class CustomSource(Source):
     """The items of an object with `__len__` and `__getitem__`, which several threads may call at a time.
 
     Args:
@@ -89,10 +88,10 @@ def custom_source(spec: SourceSpec, config: "FrozenConfigDict") -> CustomSource:
     factory = load_function(spec.settings["dataset_factory"], spec.key("dataset_factory"))
     with says_if_slow(f"{setting}, which has not returned"):
         made = call(setting, factory, config, spec.settings["split"])
-    facts: Facts = {"class": _class(made)}
+    facts: Facts = {"class": class_name(made)}
     if isinstance(made, (str, bytes, Mapping)) or not (_is_indexed(made) or isinstance(made, Iterable)):
         raise UserError(
-            f"{setting} returned a value of type {_class(made)}: expected documents, as an object with __len__ and "
+            f"{setting} returned a value of type {class_name(made)}: expected documents, as an object with __len__ and "
             "__getitem__, or as an iterable"
         )
     if not _is_indexed(made):
@@ -103,46 +102,6 @@ def custom_source(spec: SourceSpec, config: "FrozenConfigDict") -> CustomSource:
         if not isinstance(facts, Mapping) or any(type(fact) not in (str, int) for fact in facts.values()):
             raise UserError(f"{setting}: fingerprint() must return a mapping of names to strings and whole numbers")
     return CustomSource(made, setting, spec.column, config.vocab_size, facts)
-
-
-def apply_transform(function: Callable[[Batch], Batch], vocab_size: int, batch: Batch) -> Batch:
-    """What the function `batch_transform` makes of a batch.
-
-    Args:
-        function: takes the rows of this host, may change them in place, and returns them.
-        vocab_size: V.
-        batch: {tokens, targets, segment_ids, positions: int32 [rows, T], loss_mask: float32 [rows, T]}.
-
-    Returns:
-        The same names, shapes and dtypes.
-
-    Raises:
-        UserError: the function raises, or returns others, or values that the model can't take: ids outside the
-            vocabulary, segments or positions below 0, weights of the loss that are not finite.
-    """
-    expected = {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}
-    changed = call("batch_transform", function, dict(batch))
-    if not isinstance(changed, Mapping):
-        raise UserError(
-            f"batch_transform returned a value of type {_class(changed)}: expected a dict of {', '.join(expected)}"
-        )
-    arrays = {name: np.asarray(array) for name, array in changed.items()}
-    found = {name: f"{array.dtype} {list(array.shape)}" for name, array in arrays.items()}
-    if different := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:
-        listed = "\n".join(f"  {n}: {expected.get(n, 'none')} -> {found.get(n, 'none')}" for n in different)
-        raise UserError(
-            f"batch_transform returned other arrays than it was given (given -> returned):\n{listed}\n"
-            "Expected the same names, shapes and dtypes"
-        )
-    ids, whole, any_number = (0, vocab_size - 1), (0, np.iinfo(np.int32).max), (-MAX_WEIGHT, MAX_WEIGHT)
-    ranges = {"tokens": ids, "targets": ids, "segment_ids": whole, "positions": whole, "loss_mask": any_number}
-    for name, (least, most) in ranges.items():
-        unfit = ~((arrays[name] >= least) & (arrays[name] <= most))  # NaN is within no range
-        if unfit.any():
-            raise UserError(
-                f"batch_transform returned {name} with the value {arrays[name][unfit][0]}: expected {least} to {most}"
-            )
-    return arrays
 
 
 def _is_indexed(made: Any) -> bool:
@@ -165,7 +124,7 @@ def _read_whole(made: Iterable[Any], setting: str, column: str, vocab_size: int)
                 f"{setting} returned an iterable that has not ended after {len(documents):,} documents of {total:,} "
                 "bytes. Iterables are kept in memory: return an object with __len__ and __getitem__ for more"
             )
-    return documents, {"class": _class(made), "digest": digest.hexdigest()[:16]}
+    return documents, {"class": class_name(made), "digest": digest.hexdigest()[:16]}
 
 
 def _document(item: Any, name: str, column: str, vocab_size: int) -> str | np.ndarray:
@@ -175,8 +134,3 @@ def _document(item: Any, name: str, column: str, vocab_size: int) -> str | np.nd
         return from_fields(item, column, read) if isinstance(item, Mapping) else read(item)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
-
-
-def _class(thing: Any) -> str:
-    kind = type(thing)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

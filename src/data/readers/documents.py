@@ -11,16 +11,6 @@ from src.errors import first_few
 EXPECTED = "expected a text, or a list of ids"
 
 
-class DocumentSource:
-    """A source whose documents nobody lists, and of which each is read on its own."""
-
-    def document_keys(self) -> np.ndarray | None:
-        """None: there may be too many documents to list."""
-
-    def group_sizes(self) -> np.ndarray | None:
-        """None: no document is read with others."""
-
-
 def as_document(value: Any, vocab_size: int = 1 << 31) -> str | np.ndarray:
     """The document that a value is: a text, or a list or an array of ids, as int32 [n].
 

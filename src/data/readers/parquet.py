@@ -10,7 +10,8 @@ import numpy as np
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
-from src.data.readers.documents import DocumentSource, as_ids
+from src.data.readers.documents import as_ids
+from src.data.types import Source
 from src.errors import UserError, first_few
 
 try:
@@ -23,7 +24,7 @@ _CACHE_BYTES = 512 << 20
 _OPENING_THREADS = 16
 
 
-class ParquetSource(DocumentSource):
+class ParquetSource(Source):
     """The rows of Parquet files, in the order of the files' names: each a text, or a list of ids.
 
     Opening reads the files' footers alone. A row group's column is decoded whole when one of its rows is read, and the

@@ -3,7 +3,7 @@
 import numpy as np
 
 from src.data import order
-from src.data.packing import Document
+from src.data.types import Document
 
 
 class SyntheticSource:

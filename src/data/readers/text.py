@@ -9,12 +9,12 @@ import functools
 import numpy as np
 
 from src.data.readers import files, text_files
-from src.data.readers.documents import DocumentSource
+from src.data.types import Source
 
 _LONG_LINE_PIECES, _KEPT_LINES = 8, 4
 
 
-class TextSource(DocumentSource):
+class TextSource(Source):
     """Text files, each a document, and .jsonl files, each line of which is a JSON object with the document in
     one field: its text, or a list of ids.
 

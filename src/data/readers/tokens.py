@@ -36,9 +36,8 @@ import numpy as np
 
 from src.config.source_spec import SourceSpec
 from src.data import order
-from src.data.packing import Document
 from src.data.readers import files
-from src.data.readers.documents import DocumentSource
+from src.data.types import Document, Source
 from src.errors import UserError, first_few
 from src.json_text import parse_json
 
@@ -277,7 +276,7 @@ class TokenRows(_Tokens):
             yield Document(ids[bounds[d] + d : bounds[d + 1] + d + 1])
 
 
-class TokenDocuments(_Tokens, DocumentSource):
+class TokenDocuments(_Tokens, Source):
     """The documents one by one, for rows of one document each. The argument and errors are those of TokenRows."""
 
     def __len__(self) -> int:

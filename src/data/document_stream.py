@@ -1,0 +1,146 @@
+"""Turns a source into an endless stream of documents in ids, and the stream into rows.
+
+B: rows of a batch, over all hosts.  T: tokens per row.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from src.data.conversations import encode_conversation
+from src.data.order import Shuffle
+from src.data.packing import Cuts, Layout, PackingStream, best_fit, concatenate, fill_row, one_per_row
+from src.data.types import Batch, Conversation, Document, Item, RowSource, Source, Tokenizer
+from src.errors import UserError
+
+if TYPE_CHECKING:
+    from ml_collections import FrozenConfigDict
+
+
+class DocumentStream:
+    """The endless stream of a source's items: all of them in a random order, then all in another, and so on.
+
+    Args:
+        config: `data_shuffle_seed`, and what `encode` reads of it.
+        source: the documents, or rows.
+        tokenizer: None where nothing is text.
+        name: of the source in a mixture, whose order depends on it; empty for one that is alone.
+    """
+
+    def __init__(
+        self, config: "FrozenConfigDict", source: Source | RowSource, tokenizer: Tokenizer | None, name: str = ""
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._tokenizer = tokenizer
+        seed = config.data_shuffle_seed
+        if not isinstance(source, RowSource):
+            self._order = Shuffle(len(source), seed, name or 0, source.group_sizes())
+        elif source.row_count is not None:
+            self._order = Shuffle(source.row_count, seed, name or 0)
+
+    def documents(self, ordinal: int) -> list[Document]:
+        """Returns the documents of item `ordinal` of the stream."""
+        return encode(self._config, self._tokenizer, self._source[self._order(ordinal)])
+
+    def row(self, ordinal: int) -> list[Document]:
+        """Returns row `ordinal` of the stream: one of a source of rows, or an item that has a row of its own."""
+        if isinstance(self._source, RowSource):
+            return self._source.row(ordinal if self._source.row_count is None else self._order(ordinal))
+        documents = self.documents(ordinal)
+        if len(documents) > 1:
+            raise UserError(
+                "the tokenizer's chat template rewrites earlier turns, so each turn of a conversation is an example of "
+                "its own, and long_documents=truncate has a row for one: set long_documents=split, or packing=true"
+            )
+        return [document for document in documents if len(document.ids) > 1]
+
+
+class RowFiller:
+    """Fills this host's rows from one source. Different rows may be filled at the same time.
+
+    Sources without `rows_per_epoch` need a packing stream for each row, which keeps a position. Any other row is a
+    function of its number.
+
+    Args:
+        config: `packing`, `use_sft`, `long_documents` and what DocumentStream reads of it.
+        source: the documents, or rows.
+        tokenizer: None where nothing is text.
+        rows: the host's rows of the global batch, ascending.
+        global_batch: B.
+        name: of the source in a mixture.
+        rows_before: how many rows of the source came before the run's rows are counted; packing streams ignore it.
+        positions: int32 [rows, 2], where packing streams resume, as `position` gave each; None: at the start.
+        one_epoch: each document comes once, and then padding; else the rows never end.
+    """
+
+    def __init__(
+        self,
+        config: "FrozenConfigDict",
+        source: Source | RowSource,
+        tokenizer: Tokenizer | None,
+        rows: Sequence[int],
+        global_batch: int,
+        *,
+        name: str = "",
+        rows_before: int = 0,
+        positions: np.ndarray | None = None,
+        one_epoch: bool = False,
+    ) -> None:
+        self._documents = DocumentStream(config, source, tokenizer, name)
+        self._rows_before = rows_before
+        row_count = rows_per_epoch(config, source)
+        self._end = row_count if one_epoch and row_count is not None else math.inf
+        self._streams: list[PackingStream] | None = None
+        if row_count is None:
+            end = len(source) if one_epoch else math.inf
+            layout = layout_of(config)
+            if positions is None:
+                positions = np.zeros((len(rows), 2), np.int32)
+            self._streams = [
+                PackingStream(self._documents.documents, row, global_batch, layout, position, end)
+                for row, position in zip(rows, positions, strict=True)
+            ]
+
+    def fill(self, batch: Batch, row: int, ordinal: int) -> Cuts:
+        """Writes the next row from the source into row `row` of this host's batch, which is still padding.
+
+        `ordinal` is how many rows of the run before it are from this source.
+        """
+        if self._streams is not None:
+            return self._streams[row].fill(batch, row)
+        return fill_row(batch, row, self._documents.row(self._rows_before + ordinal) if ordinal < self._end else [])
+
+    def position(self, row: int) -> tuple[int, int]:
+        """Returns the position of the row's packing stream; zeros where none is needed."""
+        return (0, 0) if self._streams is None else self._streams[row].position
+
+
+def layout_of(config: "FrozenConfigDict") -> Layout:
+    """Returns how documents become rows. With `use_sft` a response stays with its prompt where both fit a row."""
+    if not config.packing:
+        return one_per_row
+    return best_fit if config.use_sft else concatenate
+
+
+def rows_per_epoch(config: "FrozenConfigDict", source: Source | RowSource) -> float | None:
+    """Counts the rows of an epoch, infinity without an end; None where only tokenizing all of it could tell."""
+    if isinstance(source, RowSource):
+        return math.inf if source.row_count is None else source.row_count
+    return len(source) if not config.packing and config.long_documents == "truncate" else None
+
+
+def encode(config: "FrozenConfigDict", tokenizer: Tokenizer | None, item: Item) -> list[Document]:
+    """Tokenizes an item: one document, or for some conversations one for each turn of the assistant.
+
+    An empty text has no ids: only its own end could be learned from it.
+    """
+    if isinstance(item, Conversation):
+        return encode_conversation(tokenizer, item, config.sft_train_on_completion_only)
+    if isinstance(item, str):
+        return [Document(tokenizer.encode(item) if item else np.empty(0, np.int32))]
+    if len(item) and item.max() >= config.vocab_size:
+        raise UserError(f"a document has id {item.max()}: vocab_size={config.vocab_size} is too small for these data")
+    return [Document(item)]

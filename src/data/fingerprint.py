@@ -1,0 +1,78 @@
+"""Names the facts on which the sequence of training batches depends, so that a resumed run sees what changed."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from src.data.types import Tokenizer, TrainData
+
+if TYPE_CHECKING:
+    from ml_collections import FrozenConfigDict
+
+
+class Fact(NamedTuple):
+    """Says what an entry of `data_fingerprint` is about.
+
+    source: the source's name, "" for the only one; None where the entry is about the run.
+    name: the fact, as the source's own fingerprint has it; the entry itself where it is about the run.
+    """
+
+    source: str | None
+    name: str
+
+    @classmethod
+    def of(cls, entry: str, sources: Sequence[str]) -> Self:
+        """Reads an entry of a run with these sources."""
+        for source in sorted(filter(None, sources), key=len, reverse=True):
+            if entry.startswith(prefix := f"source {source} "):
+                return cls(source, entry.removeprefix(prefix))
+        if entry.startswith("source ") and entry != "source weights":
+            return cls("", entry.removeprefix("source "))
+        return cls(None, entry)
+
+    @property
+    def is_file(self) -> bool:
+        """Says whether it is one file's size, which fingerprints list only where files are few."""
+        return self.source is not None and self.name.startswith("file ")
+
+
+def data_fingerprint(
+    config: "FrozenConfigDict", data: TrainData, tokenizer: Tokenizer | None, global_batch: int
+) -> dict[str, str | int]:
+    """Returns all facts on which training batches depend: while they are equal, so is the batch of each step."""
+    facts: dict[str, str | int] = {}
+    for name, source in zip(data.names, data.sources, strict=True):
+        prefix = f"source {name} " if name else "source "
+        facts |= {f"{prefix}{fact}": value for fact, value in source.fingerprint().items()}
+    if len(data.sources) > 1:
+        shares = (f"{name} {weight:g}" for name, weight in zip(data.names, data.weights, strict=True))
+        facts["source weights"] = ", ".join(shares)
+    facts |= {f"tokenizer {fact}": value for fact, value in (tokenizer.fingerprint() if tokenizer else {}).items()}
+    if config.use_sft:
+        template = (tokenizer.chat_template or "").encode()
+        facts["chat template"] = hashlib.sha256(template).hexdigest()[:16]
+        facts["sft_train_on_completion_only"] = config.sft_train_on_completion_only
+        if config.packing:
+            facts["packing of conversations"] = "whole"  # they were cut before
+    if not config.packing and config.long_documents == "truncate":
+        facts["long_documents"] = config.long_documents
+    if config.batch_transform:
+        facts["batch_transform"] = config.batch_transform
+    return facts | {
+        "global batch": global_batch,
+        "max_target_length": config.max_target_length,
+        "packing": config.packing,
+        "data_shuffle_seed": config.data_shuffle_seed,
+    }
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], of: str = "") -> list[str]:
+    """Lists how two fingerprints differ, fact by fact, each name preceded by `of`."""
+    found = []
+    for name in dict.fromkeys([*old, *new]):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            found += differences(before, after, f"{of}{name} ")
+        elif before != after:
+            found.append(f"{of}{name} {before!r} there, {after!r} here")
+    return found

@@ -1,0 +1,152 @@
+"""The types that data modules share: documents, the sources that have them, tokenizers, and what a run reads."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+Batch = dict[str, np.ndarray]
+"""Rows of a batch as `packing.empty_batch` describes them."""
+
+Fingerprint = dict[str, str | int]
+"""Facts on which data depend, by name. Two fingerprints are equal exactly where the data are."""
+
+Message = Mapping[str, Any]
+"""{"role": ..., "content": ..., and any other field that a chat template reads}."""
+
+
+class Document(NamedTuple):
+    """A document in ids.
+
+    ids: int32 [n]; n may be 0.
+    loss_mask: bool [n], True for each id that counts in the loss as a target; None: all of them count.
+    """
+
+    ids: np.ndarray
+    loss_mask: np.ndarray | None = None
+
+
+class Conversation(NamedTuple):
+    """One line of a .jsonl file.
+
+    messages: at least one is the assistant's.
+    is_pair: it was given as prompt and completion, which are then the two messages.
+    file, start: the path of the file, and the byte in it where the line begins.
+    """
+
+    messages: tuple[Message, ...]
+    is_pair: bool
+    file: str
+    start: int
+
+
+Item = str | Conversation | np.ndarray
+"""A document before it is tokenized: a text, a conversation, or ids as int32 [n]. Texts and ids may be empty."""
+
+
+class Source(Protocol):
+    """Documents numbered from 0, read in any order and from several threads at a time."""
+
+    def __len__(self) -> int:
+        """Counts the documents. Opening a source of a hundred million and this cost no more than of one."""
+
+    def __getitem__(self, i: int) -> Item:
+        """Reads document `i`; raises UserError naming the place of what can't be read."""
+
+    def document_keys(self) -> np.ndarray | None:
+        """Returns uint64 [documents]: a hash that the pieces of one document share; None: too many to list."""
+        return None
+
+    def group_sizes(self) -> np.ndarray | None:
+        """Returns int64: how many documents are stored together and read at once, in order; None: each is alone."""
+        return None
+
+    def fingerprint(self) -> Fingerprint:
+        """Returns facts that are equal for sources with the same documents, wherever they are stored."""
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """Rows numbered from 0, each of T pairs and complete in itself, so that no position has to be kept.
+
+    Attributes:
+        row_count: rows in an epoch, which come in a random order; None: endless, and they come as they are numbered.
+    """
+
+    row_count: int | None
+
+    def row(self, i: int) -> list[Document]:
+        """Returns the documents of row `i`, whose pairs are T together; the last row may have fewer."""
+
+    def fingerprint(self) -> Fingerprint:
+        """Returns facts that are equal for sources with the same rows, wherever they are stored."""
+
+
+class TrainData(NamedTuple):
+    """What a run trains on.
+
+    names: of the sources, as the config has them; one without a name is alone.
+    weights: rows of each, in proportion.
+    """
+
+    names: tuple[str, ...]
+    sources: tuple[Source | RowSource, ...]
+    weights: tuple[float, ...]
+
+
+class EvalSet(NamedTuple):
+    """What a run evaluates on.
+
+    name: as the config has it; empty where there is one set without a name.
+    steps: batches per evaluation; -1: one epoch.
+    """
+
+    name: str
+    source: Source | RowSource
+    steps: int
+
+
+class Tokenizer(Protocol):
+    """Translates text to ids and back. A document's ids are [bos, ..., eos].
+
+    Attributes:
+        vocab_size: a model's vocabulary has at least as many ids.
+        stop_ids: the ids that end the model's turn, eos among them.
+        chat_template: the source of the template that `render_chat` follows; None if there is none.
+    """
+
+    vocab_size: int
+    bos: int
+    eos: int
+    stop_ids: frozenset[int]
+    chat_template: str | None
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the int32 ids of a document, with bos and eos."""
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Returns the int32 ids of the beginning of a document, with bos."""
+        return self.encode(text)[:-1]
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """Returns the int32 ids of the text alone."""
+        return self.encode(text)[1:-1]
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime | None = None) -> str:
+        """Writes a conversation as the chat template does, special tokens included, for `encode_text`.
+
+        Args:
+            messages: the conversation.
+            add_generation_prompt: end where the assistant's next turn begins.
+            now: the time that the template is shown; None: the present.
+
+        Raises:
+            UserError: there is no template, or it refuses the conversation.
+        """
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Returns the text of ids. Special ids, and ids beyond the vocabulary, give none."""
+
+    def fingerprint(self) -> Fingerprint:
+        """Returns facts that are equal for tokenizers that give the same ids."""

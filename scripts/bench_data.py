@@ -42,7 +42,6 @@ from src.data.open import open_sources
 from src.data.readers.text import TextSource
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Tokenizer
-from src.errors import run_command
 
 BASE = str(Path(__file__).resolve().parents[1] / "configs" / "base.yml")
 B, T = 16, 2048

@@ -15,9 +15,9 @@ from src.checkpoint.run_folder import RunFolder
 from src.errors import UserError
 from src.model.flops import FlopsPerToken
 from src.parallel.topology import run_peak
-from src.report import page
 from src.report.history import History
 from src.report.metrics import LOSSES_AND_LOADS, Entry, MetricsLog, StepPrinter, perplexity
+from src.report.page import page
 from src.step.optimizer import learning_rate
 from src.step.train_step import Metrics
 

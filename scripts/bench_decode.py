@@ -22,9 +22,8 @@ from transformers.utils import logging
 
 from src.cli import run_command
 from src.config import load as configuration
-from src.generate import Generator, unrolled
-from src.loaded_model import open_model
-from src.sampling import sampling
+from src.generate import Generator, sampling, unrolled
+from src.loaded_model import load_model
 
 SIZES = {
     "hidden_size": 768,
@@ -60,8 +59,8 @@ def main(argv: list[str]) -> None:
                 *("dtype=float32", "decode_sampling_strategy=greedy"),
             ]
         )
-        opened = open_model(config)
-        model = unrolled(opened.plan, opened.parts)
+        loaded = load_model(config, None)
+        model = unrolled(loaded.plan, loaded.parts)
         print(f"{jax.devices()}, torch with {torch.get_num_threads()} threads; prompts of {options.prompt} tokens")
         for rows in options.batch:
             prompts = np.random.default_rng(0).integers(3, 32_000, (rows, options.prompt), np.int32)

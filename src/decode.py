@@ -1,25 +1,29 @@
-"""Text from a model: `python -m src.decode CONFIG.yml load_parameters_path=PATH prompt="..."`."""
+"""Generates text from a model: `python -m src.decode CONFIG.yml load_parameters_path=PATH prompt="..."`."""
 
 import math
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from ml_collections import FrozenConfigDict
 
-from src.answers import Answer, Speed, draw_answers
 from src.cli import run_command
 from src.config.key_help import Usage
 from src.data.chat_template import missing_template
+from src.data.conversations import read_message
+from src.data.readers.documents import well_formed
 from src.data.tokenizer import make_tokenizer
-from src.data.types import Tokenizer
+from src.data.types import Message, Tokenizer
 from src.errors import UserError
-from src.generate import Generator, Model, in_training, unrolled
-from src.loaded_model import open_model
+from src.generate import Generator, Model, in_training, sampling, unrolled
+from src.json_text import parse_json, read_lines
+from src.loaded_model import load_model
 from src.parallel.mesh import Layout
-from src.prompts import Prompt, encode_prompt, read_prompts
-from src.sampling import sampling
 from src.startup import configured, printable, say
 from src.step.plan import StepPlan
 
@@ -32,9 +36,16 @@ python -m src.decode --help KEY                   what a key does, and its defau
     ("Decoding",),
 )
 
+Prompt = str | tuple[Message, ...]
+_EXPECTED = '{"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}'
+
+# Only the last WINDOW tokens or so are decoded again with each new one; the text before them is settled. The window
+# moves on by leaving CONTEXT tokens in it, because a tokenizer may spell a token by those around it.
+WINDOW, CONTEXT = 128, 16
+
 
 def main(argv: Sequence[str]) -> list[str] | None:
-    """Runs the command line `argv`; returns the texts drawn, without their prompts, None if it only asked for help.
+    """Runs the command line `argv`; returns the generated texts without their prompts, None if it only asked for help.
 
     Raises:
         UserError: a mistake in the command, its prompts or its weights.
@@ -47,72 +58,260 @@ def main(argv: Sequence[str]) -> list[str] | None:
     tokenizer = make_tokenizer(config)
     if tokenizer is None:
         raise UserError("a prompt needs a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
-    # What is wrong with a prompt comes out before the weights are read, which takes minutes.
+    # A mistake in a prompt is reported before the weights are read, which takes minutes.
     if config.use_chat_template and tokenizer.chat_template is None:
         raise missing_template()
-    answers = [] if config.interactive else open_answers(config, tokenizer)
-    opened = open_model(config, tokenizer)
-    say(opened.messages)
-    generator, speed = make_generator(config, unrolled(opened.plan, opened.parts)), Speed()
+    prompts = [] if config.interactive else read_prompts(config) if config.prompt_path else [config.prompt]
+    completions = [Completion(config, tokenizer, prompt) for prompt in prompts]
+    loaded = load_model(config, tokenizer)
+    say(loaded.messages)
+    generator, speed = make_generator(config, unrolled(loaded.plan, loaded.parts)), Speed()
     if config.interactive:
         texts = converse(config, tokenizer, generator, speed)
     else:
-        draw_all(generator, answers, rows_at_once(config, opened.plan.layout), speed)
-        texts = [answer.text for answer in answers]
+        complete_all(generator, completions, rows_at_once(config, loaded.plan.layout), speed)
+        texts = [completion.text for completion in completions]
     say(speed.lines())
     return texts
 
 
-def open_answers(config: FrozenConfigDict, tokenizer: Tokenizer) -> list[Answer]:
-    """An answer, nothing drawn of it yet, to each prompt that the config gives."""
-    prompts = read_prompts(config) if config.prompt_path else [config.prompt]
-    return [Answer(config, tokenizer, encode_prompt(config, tokenizer, prompt)) for prompt in prompts]
+def sample(config: FrozenConfigDict, plan: StepPlan, parts: tuple[Any, ...], tokenizer: Tokenizer) -> str:
+    """Returns the prompt and what a model in training generates after it, up to `sample_length` tokens, as text."""
+    completion = Completion(config, tokenizer, config.prompt)
+    generate(make_generator(config, in_training(plan, parts)), [completion], 1, 0, Speed())
+    return completion.prompt_text + completion.text
 
 
 def make_generator(config: FrozenConfigDict, model: Model) -> Generator:
-    """What draws tokens by the config's keys."""
+    """Returns a generator with the config's keys of decoding."""
     return Generator(
         model, sampling(config), config.decode_seed, config.max_target_length, config.max_prefill_predict_length
     )
 
 
 def rows_at_once(config: FrozenConfigDict, layout: Layout) -> int:
-    """How many prompts of a file are answered together: per_device_batch_size per device."""
+    """Returns how many prompts of a file are completed together: `per_device_batch_size` per device."""
     return math.ceil(config.per_device_batch_size * layout.mesh.size)
 
 
-def draw_all(generator: Generator, answers: Sequence[Answer], rows: int, speed: Speed) -> None:
-    """Draws `rows` answers at a time and prints them; one alone is printed as it grows."""
-    if len(answers) == 1:
-        _write(answers[0].prompt_text)
-        draw_growing(generator, answers[0], 0, speed)
+# ---- Prompts
+
+
+def read_prompts(config: FrozenConfigDict) -> list[Prompt]:
+    """Returns the prompts of `prompt_path`: the lines, or in a .jsonl file the `prompt` or `messages` of each line.
+
+    Raises:
+        UserError: the file can't be read or has no prompt, or a line of a .jsonl file has neither field.
+    """
+    path = Path(config.prompt_path).expanduser()
+    if prompts := read_lines(path, "prompt_path", _prompt_of_json):
+        return prompts
+    raise UserError(f"prompt_path={path} has no prompt: expected one per line, or JSONL, {_EXPECTED}")
+
+
+def _prompt_of_json(line: str) -> Prompt:
+    record = parse_json(line)
+    if isinstance(record, dict):
+        if isinstance(record.get("prompt"), str):
+            return record["prompt"]
+        if isinstance(record.get("messages"), list) and record["messages"]:
+            return tuple(read_message(message, number) for number, message in enumerate(record["messages"], start=1))
+    raise ValueError(f"expected {_EXPECTED}")
+
+
+def encode_prompt(config: FrozenConfigDict, tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:
+    """Returns the prompt's token ids, int32 [n].
+
+    The chat template renders a conversation and, with `use_chat_template`, also a text, as a user's message.
+
+    Raises:
+        UserError: the prompt is too long, or the tokenizer has no template.
+    """
+    if isinstance(prompt, str):
+        prompt = well_formed(prompt)
+    if isinstance(prompt, str) and not config.use_chat_template:
+        ids = tokenizer.encode_prompt(prompt)
+    else:
+        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        ids = tokenizer.encode_text(tokenizer.render_chat(messages, add_generation_prompt=True))
+    for key, limit in (
+        ("max_target_length", config.max_target_length - 1),  # at least one token is generated
+        ("max_prefill_predict_length", config.max_prefill_predict_length),
+    ):
+        if limit != -1 and len(ids) > limit:
+            text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            raise UserError(
+                f"the prompt {text[:40]!r} has {len(ids)} tokens, more than the {limit} that {key}={config[key]} has "
+                f"room for: raise {key}, or shorten the prompt"
+            )
+    return ids
+
+
+# ---- Completions
+
+
+class Completion:
+    """The text after one prompt, token by token. It ends with a stop token, before a stop text, or at its length limit.
+
+    Args:
+        config: limits the length, `sample_length` and `max_target_length`, and has the stop texts, `decode_stop`.
+        tokenizer: its `stop_ids` are the stop tokens.
+        prompt: what is completed.
+
+    Raises:
+        UserError: as `encode_prompt` does.
+    """
+
+    def __init__(self, config: FrozenConfigDict, tokenizer: Tokenizer, prompt: Prompt) -> None:
+        self.prompt = encode_prompt(config, tokenizer, prompt)
+        self.prompt_text = tokenizer.decode(self.prompt)
+        self.text = ""  # without the prompt
+        self.done = False
+        self._tokenizer = tokenizer
+        self._stop_texts = list(config.decode_stop)
+        longest = config.max_target_length - len(self.prompt)
+        self._max_new_tokens = min(config.sample_length or longest, longest)
+        self._ids: list[int] = []
+        self._settled = ""  # text that no later token changes
+        self._window = 0  # index of the first token, prompt included, that is decoded again with each new one
+        self._context = self.prompt_text  # the text of the window's tokens up to where `_settled` ends
+
+    def add(self, token: int) -> None:
+        """Appends the next token."""
+        if token in self._tokenizer.stop_ids:
+            self.done = True
+        else:
+            self._ids.append(token)
+            self.done = len(self._ids) == self._max_new_tokens
+        if self.done or self._stop_texts:
+            self._update()
+
+    def stable_text(self) -> str:
+        """Returns the part of the text that no later token changes: whole characters, and no start of a stop text."""
+        self._update()
+        if self.done:
+            return self.text
+        text = self.text.rstrip("\ufffd")  # bytes of a character that is not complete yet
+        held = [size for stop in self._stop_texts for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        return text[: len(text) - max(held, default=0)]
+
+    def _update(self) -> None:
+        """Brings `text` up to date. Without stop texts `add` leaves that to the end."""
+        text = self._decode(self._window)
+        self.text = self._settled + text[len(self._context) :]
+        longest = max(map(len, self._stop_texts), default=0)
+        begin = max(0, len(self._settled) - longest)  # an earlier stop text would have been found before
+        ends = [end for stop in self._stop_texts if (end := self.text.find(stop, begin)) >= 0]
+        if ends:
+            self.text = self.text[: min(ends)]
+            self.done = True
+        elif not self.done:
+            self._move_window(text)
+
+    def _decode(self, first: int, end: int | None = None) -> str:
+        """Returns the text of the tokens [first, end), counted from the prompt's first."""
+        prompt = self.prompt[first:end]
+        generated = slice(max(first - len(self.prompt), 0), None if end is None else end - len(self.prompt))
+        return self._tokenizer.decode(np.concatenate([prompt, np.array(self._ids[generated], np.int32)]))
+
+    def _move_window(self, text: str) -> None:
+        """Moves on a long window, whose text is given, if what follows is then decoded as before."""
+        end = len(self.prompt) + len(self._ids) - CONTEXT
+        if end < len(self.prompt) or end - self._window < WINDOW:
+            return
+        head, context = self._decode(self._window, end), self._decode(end - CONTEXT, end)
+        if context and head + self._decode(end - CONTEXT)[len(context) :] == text:
+            self._settled += head[len(self._context) :]
+            self._window, self._context = end - CONTEXT, context
+
+
+@dataclass
+class Speed:
+    """Counts seconds, and the tokens processed in them."""
+
+    compile_seconds: float = 0.0
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decoded_tokens: int = 0  # without each row's first, which the prefill gives
+    decode_seconds: float = 0.0
+
+    def lines(self) -> list[str]:
+        """Returns lines for the user; none where there was no prompt."""
+        if not self.prompt_tokens:
+            return []
+        rates = [("prefill", self.prompt_tokens, self.prefill_seconds)]
+        if self.decoded_tokens:
+            rates.append(("decode", self.decoded_tokens, self.decode_seconds))
+        return [
+            f"compiled in {self.compile_seconds:.1f} s",
+            *(f"{name}: {count} tokens in {took:.3f} s, {count / took:,.1f} tokens/s" for name, count, took in rates),
+        ]
+
+
+def generate(
+    generator: Generator,
+    completions: Sequence[Completion],
+    rows: int,
+    first_index: int,
+    speed: Speed,
+    stream: bool = False,
+) -> None:
+    """Generates until all completions are done.
+
+    Args:
+        generator: computes the tokens.
+        completions: new ones.
+        rows: the least number of rows computed, because batches of equal size share one compiled program.
+        first_index: index of the first completion among all that are sampled with one seed.
+        speed: is added to.
+        stream: the first completion is printed as it grows.
+    """
+    tokens_BT, lengths_B = generator.padded([completion.prompt for completion in completions], rows)
+    indices_B = np.arange(first_index, first_index + len(lengths_B), dtype=np.int32)
+    speed.compile_seconds += generator.compile(*tokens_BT.shape)
+    start = time.perf_counter()
+    first_token = None
+    printed = 0
+    for next_B in generator.tokens(tokens_BT, lengths_B, indices_B):
+        if first_token is None:
+            first_token = time.perf_counter()
+        else:
+            speed.decoded_tokens += sum(not completion.done for completion in completions)
+        for completion, token in zip(completions, next_B.tolist(), strict=False):  # further rows fill up the mesh
+            if not completion.done:
+                completion.add(token)
+        if stream:
+            text = completions[0].stable_text()
+            _write(text[printed:])
+            printed = max(printed, len(text))
+        if all(completion.done for completion in completions):
+            break
+    speed.prompt_tokens += sum(len(completion.prompt) for completion in completions)
+    speed.prefill_seconds += first_token - start
+    speed.decode_seconds += time.perf_counter() - first_token
+    if stream:
+        _write("\n")
+
+
+def complete_all(generator: Generator, completions: Sequence[Completion], rows: int, speed: Speed) -> None:
+    """Generates `rows` completions at a time and prints them; a single one is printed as it grows."""
+    if len(completions) == 1:
+        _write(completions[0].prompt_text)
+        generate(generator, completions, 1, 0, speed, stream=True)
         return
-    for first in range(0, len(answers), rows):
-        batch = answers[first : first + rows]
-        draw_answers(generator, batch, min(rows, len(answers)), first, speed)
-        for number, answer in enumerate(batch, start=first + 1):
-            say([f"prompt {number}:", *_indented(answer.prompt_text + answer.text)])
-
-
-def draw_growing(generator: Generator, answer: Answer, number: int, speed: Speed) -> None:
-    """Draws one answer and prints each part of it as soon as it is certain."""
-    written = 0
-
-    def look() -> None:
-        nonlocal written
-        text = answer.certain()
-        _write(text[written:])
-        written = max(written, len(text))
-
-    draw_answers(generator, [answer], 1, number, speed, look)
-    _write("\n")
+    for first in range(0, len(completions), rows):
+        batch = completions[first : first + rows]
+        generate(generator, batch, min(rows, len(completions)), first, speed)
+        for number, completion in enumerate(batch, start=first + 1):
+            text = printable(completion.prompt_text + completion.text)
+            say([f"prompt {number}:", *(f"  {line}" for line in text.splitlines())])
 
 
 def converse(config: FrozenConfigDict, tokenizer: Tokenizer, generator: Generator, speed: Speed) -> list[str]:
-    """Answers each line of the standard input, until it ends.
+    """Completes each line of the standard input until its end; returns the generated texts.
 
-    With a chat template the lines are one conversation, which begins anew where it no longer fits; else each line is a
-    text of its own.
+    With a chat template the lines are one conversation, which begins anew where it no longer fits; without, each line
+    is a prompt of its own.
     """
     conversation: tuple[Any, ...] = ()
     texts: list[str] = []
@@ -122,35 +321,25 @@ def converse(config: FrozenConfigDict, tokenizer: Tokenizer, generator: Generato
         if not line:
             _write("\n")
             return texts
-        if not (said := line.rstrip("\n")).strip():
+        line = line.rstrip("\n")
+        if not line.strip():
             continue
-        prompt: Prompt = (*conversation, {"role": "user", "content": said}) if config.use_chat_template else said
+        prompt: Prompt = (*conversation, {"role": "user", "content": line}) if config.use_chat_template else line
         try:
-            answer = Answer(config, tokenizer, encode_prompt(config, tokenizer, prompt))
+            completion = Completion(config, tokenizer, prompt)
         except UserError as error:
             conversation = ()
             say([f"error: {error}" + (" (the conversation begins anew)" if config.use_chat_template else "")])
             continue
-        draw_growing(generator, answer, len(texts), speed)
-        texts.append(answer.text)
+        generate(generator, [completion], 1, len(texts), speed, stream=True)
+        texts.append(completion.text)
         if config.use_chat_template:
-            conversation = (*prompt, {"role": "assistant", "content": answer.text})
-
-
-def sample(config: FrozenConfigDict, plan: StepPlan, parts: tuple[Any, ...], tokenizer: Tokenizer) -> str:
-    """The prompt, and up to `sample_length` tokens that a model in training draws after it, as text."""
-    answer = Answer(config, tokenizer, encode_prompt(config, tokenizer, config.prompt))
-    draw_answers(make_generator(config, in_training(plan, parts)), [answer], 1, 0, Speed())
-    return answer.prompt_text + answer.text
+            conversation = (*prompt, {"role": "assistant", "content": completion.text})
 
 
 def _write(text: str) -> None:
     if jax.process_index() == 0:
         print(printable(text), end="", flush=True)
-
-
-def _indented(text: str) -> list[str]:
-    return [f"  {line}" for line in printable(text).splitlines()]
 
 
 if __name__ == "__main__":

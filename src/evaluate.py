@@ -1,4 +1,4 @@
-"""The loss on held-out data, in a run or by itself: `python -m src.evaluate CONFIG.yml load_parameters_path=PATH`.
+"""Measures the loss on held-out data, in a run or by itself: `python -m src.evaluate CONFIG.yml ...`.
 
 With texts_path it scores given texts, with tokens_path it computes logits, and then nothing else.
 """
@@ -17,11 +17,9 @@ from src.data.open import open_eval_sets
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, Tokenizer
 from src.errors import UserError
-from src.loaded_model import open_model
-from src.model.pipeline import check_rows
-from src.parallel.mesh import global_batch_size
+from src.loaded_model import load_model
 from src.report.metrics import eval_key, perplexity
-from src.scoring import score_texts, write_logits
+from src.scoring import eval_batch_size, score_texts, write_logits
 from src.startup import configured, say
 from src.step.plan import StepPlan
 from src.step.state import batch_sharding
@@ -40,7 +38,7 @@ python -m src.evaluate --help KEY                 what a key does, and its defau
 
 
 class Evaluation:
-    """One evaluation set.
+    """Evaluates a model on one evaluation set.
 
     Args:
         config: the run's.
@@ -48,7 +46,7 @@ class Evaluation:
         eval_step: as `compile_steps` makes it.
         data: the set.
         tokenizer: None where nothing is text.
-        position: of a rolling set, as a checkpoint has it; None: from the start.
+        position: where a rolling set goes on, as a checkpoint has it; None: at the start.
     """
 
     def __init__(
@@ -61,42 +59,40 @@ class Evaluation:
         position: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = data.name
-        key = "eval_per_device_batch_size" if config.eval_per_device_batch_size else "per_device_batch_size"
         self._eval_step = eval_step
-        self._global_batch = global_batch_size(plan.layout, config[key], 1, key)
-        check_rows(self._global_batch, plan.layout, plan.execution.schedule, key)
-        self._place = batch_sharding(plan.layout)
-        self._rows = host_rows(self._place["tokens"], (self._global_batch, config.max_target_length))
+        self._global_batch = eval_batch_size(config, plan)
+        self._sharding = batch_sharding(plan.layout)
+        self._rows = host_rows(self._sharding["tokens"], (self._global_batch, config.max_target_length))
         self._batches = EvalBatches(config, data, tokenizer, self._rows, self._global_batch, position)
 
     def sums(self, parts: tuple[Any, ...]) -> list[dict[str, Any]]:
-        """What `eval_step` gives of each batch, on the host. `parts` is the model, as `state_weights` gives it."""
+        """Returns the sums of each batch, as `eval_step` computes them; `parts` are the model's (`state_weights`)."""
         return jax.device_get(
             [
-                self._eval_step(parts, to_global(batch, self._place, self._rows, self._global_batch))
+                self._eval_step(parts, to_global(batch, self._sharding, self._rows, self._global_batch))
                 for batch in self._batches
             ]
         )
 
     def run(self, parts: tuple[Any, ...]) -> dict[str, float]:
-        """The set's metrics, as `means` gives them, by its name if it has one; the argument is that of `sums`."""
+        """Returns the metrics of `means`, under names of this set (`eval_key`); the argument is that of `sums`."""
         return {eval_key(metric, self.name): value for metric, value in means(self.sums(parts)).items()}
 
     def position(self) -> dict[str, Any]:
-        """How far a rolling set has come, for a checkpoint."""
+        """Returns how far a rolling set has come, for a checkpoint."""
         return self._batches.position()
 
 
 def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`eval_loss`, a mean over all batches' tokens in nats, `eval_perplexity`, its exponential, and `eval_metrics`'s.
+    """Returns `eval_loss`, in nats per token, `eval_perplexity`, its exponential, and the metrics of `eval_metrics`.
 
-    One of those that counted nothing has no value: it is left out, and the user told.
+    Metrics that counted nothing have no value: they are left out, with a line for the user.
 
     Args:
         sums: of each batch, as `eval_step` gives them.
 
     Raises:
-        UserError: none of the batches has a token that counts.
+        UserError: no token of the batches counts in the loss.
     """
     tokens = counted_tokens(sums)
     if not tokens:
@@ -106,9 +102,9 @@ def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         )
     loss = sum(float(batch["loss_sum"]) for batch in sums) / tokens
     metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
-    further = [batch["further"] for batch in sums if "further" in batch]
-    for name in further[0] if further else ():
-        total, count = (sum(float(batch[name][index]) for batch in further) for index in (0, 1))
+    user_metrics = [batch["further"] for batch in sums if "further" in batch]
+    for name in user_metrics[0] if user_metrics else ():
+        total, count = (sum(float(batch[name][index]) for batch in user_metrics) for index in (0, 1))
         if count:
             metrics[f"eval_{name}"] = total / count
         else:
@@ -117,7 +113,7 @@ def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def counted_tokens(sums: Sequence[Mapping[str, Any]]) -> int:
-    """Over how many tokens the loss of these batches is a mean."""
+    """Returns the number of tokens that the loss of these batches is a mean over."""
     return round(sum(float(batch["tokens"]) for batch in sums))
 
 
@@ -130,24 +126,23 @@ def main(argv: Sequence[str]) -> dict[str, float] | None:
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
-    opened = open_model(config, make_tokenizer(config))
-    say(opened.messages)
+    loaded = load_model(config, make_tokenizer(config))
+    say(loaded.messages)
     if config.texts_path or config.tokens_path:
         if config.texts_path:
-            say([f"{score_texts(config, opened)} texts scored: {config.scores_path}"])
+            say([f"{score_texts(config, loaded)} texts scored: {config.scores_path}"])
         if config.tokens_path:
-            say([f"logits of shape {list(write_logits(config, opened))}: {config.logits_path}"])
+            say([f"logits of shape {list(write_logits(config, loaded))}: {config.logits_path}"])
         return None
-    plan = opened.plan
-    step = compile_eval_step(plan, tuple(plan.by_part(plan.shardings).values()))
+    step = compile_eval_step(loaded.plan, tuple(loaded.plan.by_part(loaded.plan.shardings).values()))
     metrics: dict[str, float] = {}
-    for data in open_eval_sets(config, opened.tokenizer):
-        sums = Evaluation(config, plan, step, data, opened.tokenizer).sums(opened.parts)
-        found = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
-        say(f"{metric} {value:.5f}" for metric, value in found.items())
+    for data in open_eval_sets(config, loaded.tokenizer):
+        sums = Evaluation(config, loaded.plan, step, data, loaded.tokenizer).sums(loaded.parts)
+        set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
+        say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())
         counts = {"eval_tokens": counted_tokens(sums), "eval_batches": len(sums)}
         say(f"{eval_key(name, data.name)} {count}" for name, count in counts.items())
-        metrics |= found
+        metrics |= set_metrics
     return metrics
 
 

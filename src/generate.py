@@ -1,9 +1,9 @@
-"""Generation on devices: the prompts at once, then a token of every row in each step, from caches."""
+"""Generates tokens on devices: prefills caches with the prompts, then adds a token to every row in each step."""
 
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,76 @@ from src.model.forward_context import Context
 from src.model.layers import Execution
 from src.model.spec import ModelSpec, Segment
 from src.parallel.mesh import Layout, axes_of_dim, spread
-from src.sampling import Sampling, draw
 from src.step.plan import StepPlan
 
-LEAST_PREFILL = 16  # tokens that prompts are padded to, at least: short ones share one program
+MIN_PREFILL = 16  # tokens that prompts are padded to, at least: short ones share one program
+
+
+# ---- Sampling
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Says which tokens are sampled. Where both limits are set, `top_k` is applied first."""
+
+    temperature: float  # logits are divided by it; 0: the likeliest token is taken
+    top_k: int  # at most so many of the likeliest tokens; 0: all
+    nucleus_p: float  # of those, the fewest that together have at least this probability; 1: all
+
+
+def sampling(config: Mapping[str, Any]) -> Sampling:
+    """Returns what the keys decode_sampling_* ask for."""
+    strategy = config["decode_sampling_strategy"]
+    return Sampling(
+        temperature=0.0 if strategy == "greedy" else float(config["decode_sampling_temperature"]),
+        top_k=config["decode_sampling_top_k"] if strategy in ("topk", "composite") else 0,
+        nucleus_p=float(config["decode_sampling_nucleus_p"]) if strategy in ("nucleus", "composite") else 1.0,
+    )
+
+
+def sample_tokens(
+    logits_BV: jax.Array, sampling: Sampling, seed: int, indices_B: jax.Array, positions_B: jax.Array
+) -> jax.Array:
+    """Samples a token for each row, int32 [B].
+
+    The token depends on the seed, the row's index and the token's position, not on other rows or on the mesh.
+
+    Args:
+        logits_BV: float32.
+        sampling: which tokens are sampled.
+        seed: of all rows.
+        indices_B: an index for each row.
+        positions_B: the position of each new token in its row.
+    """
+    if sampling.temperature == 0.0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+
+    def sample_row(logits_V: jax.Array, index: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), index), position)
+        return jax.random.categorical(key, logits_V)
+
+    return jax.vmap(sample_row)(filter_logits(logits_BV, sampling), indices_B, positions_B).astype(jnp.int32)
+
+
+def filter_logits(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
+    """Divides logits by the temperature, and sets those of tokens outside the limits to minus infinity: [B, V].
+
+    The nucleus (Holtzman et al. 2019, section 3.1) is taken of the probabilities that remain after `top_k`.
+    """
+    logits_BV = logits_BV / sampling.temperature
+    if 0 < sampling.top_k < logits_BV.shape[-1]:
+        least_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    if sampling.nucleus_p < 1.0:
+        rising_BV = jnp.sort(logits_BV, axis=-1)
+        below_BV = jnp.cumsum(jax.nn.softmax(rising_BV, axis=-1), axis=-1)  # of each token and all less likely ones
+        left_out_B1 = jnp.sum(below_BV[:, :-1] <= 1.0 - sampling.nucleus_p, axis=-1, keepdims=True)  # never the last
+        least_B1 = jnp.take_along_axis(rising_BV, left_out_B1, axis=-1)
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    return logits_BV
+
+
+# ---- Weights, as generation uses them
 
 
 @dataclass(frozen=True)
@@ -33,22 +99,22 @@ class Model:
     spec: ModelSpec
     layout: Layout
     execution: Execution
-    kernel: str  # of the prompts
+    kernel: str  # of the prefill
     weights: Any
     decoder: Callable[[Any], Decoder]
 
 
 def in_training(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
-    """The model of a training step, with its weights as they are; of pipeline stages each has a part of every layer."""
+    """Returns the model of a training step with its weights as they are; pipeline stages share out every layer."""
     if plan.execution.schedule:
         parts = _unstaged_parts(plan, parts)
     return Model(
-        plan.spec, _whole_rows(plan.layout), plan.execution, plan.kernel, parts, lambda parts: plan.decoder(*parts)
+        plan.spec, _unsplit_rows(plan.layout), plan.execution, plan.kernel, parts, lambda parts: plan.decoder(*parts)
     )
 
 
 def unrolled(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
-    """The same model with each layer's weights in arrays of their own, for speed; `parts` is used up.
+    """Returns the same model with each layer's weights in arrays of their own, for speed; deletes arrays of `parts`.
 
     A loop over stacked weights would copy each layer's out of the stack at every token: more than the token's own
     work, which reads every weight once.
@@ -61,67 +127,64 @@ def unrolled(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
         index: tree["segments"][index] if segment.shared else _unstacked(tree["segments"][index], segment)
         for index, segment in enumerate(plan.spec.plan)
     }
-    return Model(
-        spec,
-        _whole_rows(plan.layout),
-        Execution(scan_layers=False),
-        plan.kernel,
-        tree,
-        lambda tree: nnx.merge(graphdef, tree),
-    )
+    layout, execution = _unsplit_rows(plan.layout), Execution(scan_layers=False)
+    return Model(spec, layout, execution, plan.kernel, tree, lambda tree: nnx.merge(graphdef, tree))
 
 
-def _whole_rows(layout: Layout) -> Layout:
-    """The layout with which no devices share a row: prompts have lengths of their own, and a step has one token."""
+def _unsplit_rows(layout: Layout) -> Layout:
+    """Returns the layout without sequence sharding: prompts have any length, and a step has one token."""
     return layout.without("length", "norm_length")
 
 
 def _unstacked(blocks: dict[int, params.Tree], segment: Segment) -> dict[int, params.Tree]:
-    """A segment's weights, [repeats, ...] by pattern position, as [1, ...] by layer."""
+    """Splits a segment's weights, [repeats, ...] by pattern position, into [1, ...] by layer."""
     layers: dict[int, dict[tuple[Any, ...], jax.Array]] = {}
     for position, block in blocks.items():
         for path, leaf in params.by_path(block).items():
-            at = _unstaged(leaf.sharding, (1, *leaf.shape[1:]))
-            for repeat, layer in enumerate(_split(leaf, at)):
+            sharding = _unstaged(leaf.sharding, (1, *leaf.shape[1:]))
+            for repeat, layer in enumerate(_split(leaf, sharding)):
                 layers.setdefault(repeat * len(segment.pattern) + position, {})[path] = layer
             leaf.delete()  # or the whole model would be in memory twice
     return {number: params.nested(layer) for number, layer in layers.items()}
 
 
+@functools.partial(jax.jit, static_argnames="sharding")
+def _split(stacked: jax.Array, sharding: jax.sharding.Sharding) -> list[jax.Array]:
+    return [jax.lax.with_sharding_constraint(layer, sharding) for layer in jnp.split(stacked, len(stacked))]
+
+
 def _unstaged_parts(plan: StepPlan, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The parts with every weight that stages share out placed by `_unstaged`; all others are the same arrays."""
+    """Returns the parts with `_unstaged` shardings for the weights that stages share out; the rest is not copied."""
     leaves, structure = jax.tree.flatten(parts)
     axes = structure.flatten_up_to(tuple(plan.by_part(plan.axes).values()))
     staged = {index: leaves[index] for index, dims in enumerate(axes) if dims[:1] == ("layers",)}
     shardings = {index: _unstaged(leaf.sharding, leaf.shape) for index, leaf in staged.items()}
-    # These alone: a compiled function copies what it hands on, and device_put between shardings goes through the host.
+    # Only these, because a compiled function copies its inputs, and device_put between shardings goes through the host.
     moved = jax.jit(lambda staged: staged, out_shardings=shardings)(staged)
     return structure.unflatten(moved.get(index, leaf) for index, leaf in enumerate(leaves))
 
 
-def _unstaged(at: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """The sharding of a weight whose layers stages share out, with another dim cut in their place.
+def _unstaged(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+    """Returns a sharding that splits another dim over the stages' axes than the layers'.
 
-    Each token goes through all layers: where they lie on stages, each device would gather all of them.
+    Each token goes through all layers: with layers on stages, every device would gather all of them.
     """
-    return spread(at.update(spec=PartitionSpec(None, *at.spec[1:])), (1, *shape[1:]), axes_of_dim(at.spec[0]))
+    unsplit = sharding.update(spec=PartitionSpec(None, *sharding.spec[1:]))
+    return spread(unsplit, (1, *shape[1:]), axes_of_dim(sharding.spec[0]))
 
 
-@functools.partial(jax.jit, static_argnames="at")
-def _split(stacked: jax.Array, at: jax.sharding.Sharding) -> list[jax.Array]:
-    """[repeats, ...] as so many [1, ...], each placed so."""
-    return [jax.lax.with_sharding_constraint(layer, at) for layer in jnp.split(stacked, len(stacked))]
+# ---- Generation
 
 
 class Generator:
-    """Draws tokens after prompts, with a compiled prefill for each size of prompts and one step.
+    """Generates tokens after prompts, with one compiled prefill for each size of prompts and one compiled step.
 
     Args:
         model: the weights, and how they run.
-        sampling: what tokens are drawn from.
-        seed: of the draws.
-        length: tokens a row has at most, prompt and all: the caches' length.
-        prefill_length: what prompts are padded to; -1: the power of two that holds the longest.
+        sampling: which tokens are sampled.
+        seed: of the sampling.
+        length: the most tokens of a row, prompt included: the caches' length.
+        prefill_length: the length that prompts are padded to; -1: the power of two that holds the longest.
     """
 
     def __init__(self, model: Model, sampling: Sampling, seed: int, length: int, prefill_length: int = -1) -> None:
@@ -130,22 +193,22 @@ class Generator:
         self._seed = seed
         self._length = length
         self._prefill_length = prefill_length
-        self._copy = model.layout.sharding(())
-        self._weights_at = jax.tree.map(lambda leaf: leaf.sharding, model.weights)
-        self._caches_at = [
+        self._replicated = model.layout.sharding(())
+        self._weight_shardings = jax.tree.map(lambda leaf: leaf.sharding, model.weights)
+        self._cache_shardings = [
             [{name: model.layout.sharding((None, *axes)) for name, axes in cache.axes(layer).items()} for layer in each]
             for each in (segment.pattern for segment in model.spec.plan)
         ]
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
 
     def padded(self, prompts: Sequence[np.ndarray], rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Prompts as an array [B, T] padded on the right, B at least `rows`, and their lengths [B]."""
+        """Returns the prompts as an array [B, T] padded on the right, B at least `rows`, and their lengths [B]."""
         shards = self._model.layout.shards("batch")
         B = -(-max(rows, len(prompts)) // shards) * shards
         longest = max(map(len, prompts))
         T = self._prefill_length
         if T == -1:
-            T = min(max(1 << (longest - 1).bit_length(), LEAST_PREFILL), self._length)
+            T = min(max(1 << (longest - 1).bit_length(), MIN_PREFILL), self._length)
         tokens_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = prompt
@@ -153,21 +216,21 @@ class Generator:
         return tokens_BT, lengths_B
 
     def compile(self, B: int, T: int) -> float:
-        """Compiles what prompts [B, T] need; returns the seconds it took."""
+        """Compiles the programs for prompts [B, T]; returns the seconds it took."""
         start = time.perf_counter()
         if (B, T) not in self._compiled:
             tokens_BT, one_B = jnp.zeros((B, T), jnp.int32), jnp.zeros(B, jnp.int32)
             prefill = jax.jit(
                 self._prefill,
-                in_shardings=(self._weights_at, *(self._copy,) * 3),
-                out_shardings=(self._caches_at, self._copy, self._copy),
+                in_shardings=(self._weight_shardings, *(self._replicated,) * 3),
+                out_shardings=(self._cache_shardings, self._replicated, self._replicated),
             )
             self._compiled[B, T] = prefill.lower(self._model.weights, tokens_BT, one_B, one_B).compile()
         if (B,) not in self._compiled:
             step = jax.jit(
                 self._step,
-                in_shardings=(self._weights_at, self._caches_at, *(self._copy,) * 3),
-                out_shardings=(self._caches_at, self._copy, self._copy),
+                in_shardings=(self._weight_shardings, self._cache_shardings, *(self._replicated,) * 3),
+                out_shardings=(self._cache_shardings, self._replicated, self._replicated),
                 donate_argnums=1,
             )
             one_B = jax.ShapeDtypeStruct((B,), jnp.int32)
@@ -175,56 +238,55 @@ class Generator:
             self._compiled[B,] = step.lower(self._model.weights, caches, one_B, one_B, one_B).compile()
         return time.perf_counter() - start
 
-    def tokens(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, numbers_B: np.ndarray) -> Iterator[np.ndarray]:
-        """The tokens drawn after each row's prompt, int32 [B] a step, without end; `numbers_B` are `draw`'s.
+    def tokens(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, indices_B: np.ndarray) -> Iterator[np.ndarray]:
+        """Yields the tokens after each row's prompt, int32 [B] a step, without end; `indices_B` as `sample_tokens`'s.
 
-        A step runs while the caller looks at the tokens of the one before.
+        The next step runs while the caller handles the tokens of the last one.
         """
         B, T = tokens_BT.shape
         self.compile(B, T)
         prefill, step = self._compiled[B, T], self._compiled[B,]
-        tokens_BT, lengths_B, numbers_B = jax.device_put((tokens_BT, lengths_B, numbers_B), self._copy)
-        caches, drawn_B, positions_B = prefill(self._model.weights, tokens_BT, lengths_B, numbers_B)
+        tokens_BT, lengths_B, indices_B = jax.device_put((tokens_BT, lengths_B, indices_B), self._replicated)
+        caches, next_B, positions_B = prefill(self._model.weights, tokens_BT, lengths_B, indices_B)
         while True:
-            before_B = drawn_B
-            caches, drawn_B, positions_B = step(self._model.weights, caches, drawn_B, positions_B, numbers_B)
-            yield np.asarray(before_B)
+            last_B = next_B
+            caches, next_B, positions_B = step(self._model.weights, caches, last_B, positions_B, indices_B)
+            yield np.asarray(last_B)
 
     def _prefill(
-        self, model_weights: Any, tokens_BT: jax.Array, lengths_B: jax.Array, numbers_B: jax.Array
+        self, weights: Any, tokens_BT: jax.Array, lengths_B: jax.Array, indices_B: jax.Array
     ) -> tuple[Any, jax.Array, jax.Array]:
-        """The caches with the prompts in them, the first tokens drawn [B] and their positions."""
+        """Returns caches that hold the prompts, the first new tokens [B] and their positions."""
         model = self._model
         B, T = tokens_BT.shape
         tokens_BT = model.layout.constrain(tokens_BT, "batch", "length")
         positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
         segment_ids_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
         platform = model.layout.mesh.devices.flat[0].platform
-        # A fused kernel takes rows of some lengths only, and prompts are padded to lengths of their own.
-        kernel = (
-            "dot_product"
-            if model.kernel == "dot_product"
-            else choose_kernel("autoselected", platform, model.spec, T, model.layout)
-        )
+        kernel = model.kernel
+        if (
+            kernel != "dot_product"
+        ):  # a fused kernel takes rows of some lengths only, and prompts have lengths of theirs
+            kernel = choose_kernel("autoselected", platform, model.spec, T, model.layout)
         context = Context(positions_BT, segment_ids_BT, model.layout, kernel, packed=False)
-        decoder = model.decoder(model_weights)
+        decoder = model.decoder(weights)
         caches = empty_caches(model.spec, B, self._length)
         hidden_BTD, caches, _ = decoder(tokens_BT, context, model.execution, caches)
         last_B1D = jnp.take_along_axis(hidden_BTD, lengths_B[:, None, None] - 1, axis=1)
         logits_BV = decoder.logits(last_B1D, context)[:, 0]
-        return caches, draw(logits_BV, self._sampling, self._seed, numbers_B, lengths_B), lengths_B
+        return caches, sample_tokens(logits_BV, self._sampling, self._seed, indices_B, lengths_B), lengths_B
 
     def _step(
-        self, model_weights: Any, caches: Any, tokens_B: jax.Array, positions_B: jax.Array, numbers_B: jax.Array
+        self, weights: Any, caches: Any, tokens_B: jax.Array, positions_B: jax.Array, indices_B: jax.Array
     ) -> tuple[Any, jax.Array, jax.Array]:
-        """The caches with these tokens in them, the tokens drawn after them [B] and their positions."""
+        """Returns caches that hold these tokens too, the tokens after them [B] and their positions."""
         model = self._model
         tokens_B1 = model.layout.constrain(tokens_B[:, None], "batch", "length")
         positions_B1 = positions_B[:, None]
-        context = Context(
-            positions_B1, jnp.ones_like(tokens_B1), model.layout, model.kernel, packed=False, decoding=True
-        )
-        decoder = model.decoder(model_weights)
+        ones_B1 = jnp.ones_like(tokens_B1)
+        context = Context(positions_B1, ones_B1, model.layout, model.kernel, packed=False, decoding=True)
+        decoder = model.decoder(weights)
         hidden_B1D, caches, _ = decoder(tokens_B1, context, model.execution, caches)
         logits_BV = decoder.logits(hidden_B1D, context)[:, 0]
-        return caches, draw(logits_BV, self._sampling, self._seed, numbers_B, positions_B + 1), positions_B + 1
+        next_B = sample_tokens(logits_BV, self._sampling, self._seed, indices_B, positions_B + 1)
+        return caches, next_B, positions_B + 1

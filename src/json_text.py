@@ -1,7 +1,13 @@
-"""Parses JSON that somebody else wrote, so that no text makes a command end in a traceback."""
+"""Parses JSON that somebody else wrote, and files with a value per line, so that no text ends in a traceback."""
 
 import json
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from src.errors import UserError
+
+T = TypeVar("T")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -14,3 +20,25 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("JSON nested too deeply to be read") from None
+
+
+def read_lines(path: Path, key: str, of_json: Callable[[str], T]) -> list[str | T]:
+    """Returns the lines of a text file, or `of_json(line)` of each line of a .jsonl file; empty lines are left out.
+
+    Raises:
+        UserError: the file, which `key` names, can't be read, or `of_json` raises ValueError for a line.
+    """
+    try:
+        # Editors on Windows begin files with a mark. JSON's strings may contain what `splitlines` takes for line ends.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{key}={path} cannot be read: {error}") from None
+    values: list[str | T] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values.append(of_json(line) if path.suffix == ".jsonl" else line)
+        except ValueError as error:
+            raise UserError(f"{key}={path}, line {number}: {error}") from None
+    return values

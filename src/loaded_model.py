@@ -1,4 +1,4 @@
-"""A model and its weights, opened to be used and not trained: what decode.py and evaluate.py begin with."""
+"""Loads a model for use without training: for decode.py and evaluate.py."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from src.step.state import abstract_state
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedModel:
     """A model with its weights, as `StepPlan.decoder` takes them, and the tokenizer of its texts."""
 
     plan: StepPlan
@@ -27,12 +27,12 @@ class Opened:
     messages: list[str]
 
 
-def open_model(config: FrozenConfigDict, tokenizer: Tokenizer | None) -> Opened:
-    """The model that the config describes with the weights of its `load_parameters_path`, adapters merged.
+def load_model(config: FrozenConfigDict, tokenizer: Tokenizer | None) -> LoadedModel:
+    """Loads the model that the config describes with the weights of `load_parameters_path`, merging adapters.
 
     Args:
-        config: of the command.
-        tokenizer: of its texts; None: it has none.
+        config: the command's.
+        tokenizer: of the model's texts; None: it has none.
 
     Raises:
         UserError: there are no such weights, or they are another model's or another tokenizer's.
@@ -44,16 +44,15 @@ def open_model(config: FrozenConfigDict, tokenizer: Tokenizer | None) -> Opened:
         )
     check_hardware(config)
     plan = inference_plan(config, make_layout(config, jax.devices()), config.max_target_length, packed=config.packing)
-    weights, meta, messages = load_weights(
-        config.load_parameters_path, all_weights(abstract_state(plan, config, (plan.layout.shards("batch"), 1, 2)))
-    )
+    abstract = abstract_state(plan, config, (plan.layout.shards("batch"), 1, 2))
+    weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract))
     check_vocabulary(config, meta)
     check_tokenizer(config, meta, tokenizer)
-    return Opened(plan, tuple(plan.by_part(weights).values()), tokenizer, messages)
+    return LoadedModel(plan, tuple(plan.by_part(weights).values()), tokenizer, messages)
 
 
 def inference_plan(config: Mapping[str, Any], layout: Layout, length: int, packed: bool) -> StepPlan:
-    """The plan of the config's model on rows of `length` tokens, without what is trained beside it.
+    """Returns the plan of the config's model on rows of `length` tokens, without adapters or frozen weights.
 
     Raises:
         UserError: as `make_plan` does, or rows are longer than the model's table of positions.

@@ -1,11 +1,11 @@
-"""What a model makes of given tokens: the log-probabilities of texts, and whole logits."""
+"""Scores given tokens with a model: the log-probabilities of texts, and whole logits."""
 
 import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from jax.experimental import multihost_utils
 from ml_collections import FrozenConfigDict
 
 from src.errors import UserError
-from src.json_text import parse_json
-from src.loaded_model import Opened, inference_plan
+from src.json_text import parse_json, read_lines
+from src.loaded_model import LoadedModel, inference_plan
 from src.model.forward_context import Context, in_even_order, in_text_order
 from src.model.pipeline import check_rows
 from src.parallel.mesh import global_batch_size
@@ -23,19 +23,22 @@ from src.step.loss import token_log_probs
 from src.step.plan import StepPlan
 
 
-def score_texts(config: FrozenConfigDict, opened: Opened) -> int:
+def score_texts(config: FrozenConfigDict, loaded: LoadedModel) -> int:
     """Writes a line of `scores_path` for each text of `texts_path`, in their order; returns how many.
 
-    A line is a JSON object: `text`, `ids` (with the tokenizer's beginning of a text), `log_probs` of each id given
+    A line is a JSON object: `text`, `ids` (including the tokenizer's beginning of a text), `log_probs` of each id given
     those before it, in nats (null for the first), and `log_prob`, their sum.
 
     Raises:
         UserError: a text is malformed, or has more tokens than a row; there is no text or no tokenizer.
     """
-    if opened.tokenizer is None:
+    if loaded.tokenizer is None:
         raise UserError("texts_path needs a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
-    texts = read_texts(Path(config.texts_path).expanduser(), "texts_path")
-    encoded = [opened.tokenizer.encode_prompt(text) for text in texts]
+    path = Path(config.texts_path).expanduser()
+    texts = read_lines(path, "texts_path", _text_of_json)
+    if not texts:
+        raise UserError(f"texts_path={path} has no text")
+    encoded = [loaded.tokenizer.encode_prompt(text) for text in texts]
     longest = max(map(len, encoded))
     if longest > config.max_target_length:
         text = texts[[len(ids) for ids in encoded].index(longest)]
@@ -43,24 +46,31 @@ def score_texts(config: FrozenConfigDict, opened: Opened) -> int:
             f"texts_path: the text that begins {text[:40]!r} has {longest} tokens, and max_target_length="
             f"{config.max_target_length} is a row's: raise it, or shorten the text"
         )
-    compute = _compiled(opened.plan, _log_probs)
+    compute = _compiled(loaded.plan, _log_probs)
     # Every process computes, process 0 writes.
-    path = Path(config.scores_path).expanduser() if jax.process_index() == 0 else os.devnull
-    with open(path, "w", encoding="utf-8") as file:
-        for first, count, tokens_BT in _row_batches(config, opened.plan, encoded, config.max_target_length):
-            log_probs_BT = compute(opened.parts, tokens_BT)
-            for index in range(first, first + count):
-                ids = encoded[index]
-                log_probs = [None, *map(float, log_probs_BT[index - first, : len(ids) - 1])]
-                line = {"text": texts[index], "ids": ids.tolist(), "log_probs": log_probs}
+    scores_path = Path(config.scores_path).expanduser() if jax.process_index() == 0 else os.devnull
+    with open(scores_path, "w", encoding="utf-8") as file:
+        for batch in _row_batches(config, loaded.plan, encoded, config.max_target_length):
+            log_probs_BT = compute(loaded.parts, batch.tokens_BT)
+            for row in range(batch.count):
+                ids = encoded[batch.first + row]
+                log_probs = [None, *map(float, log_probs_BT[row, : len(ids) - 1])]
+                line = {"text": texts[batch.first + row], "ids": ids.tolist(), "log_probs": log_probs}
                 file.write(json.dumps({**line, "log_prob": sum(log_probs[1:])}, ensure_ascii=False) + "\n")
     return len(texts)
 
 
-def write_logits(config: FrozenConfigDict, opened: Opened) -> tuple[int, ...]:
+def _text_of_json(line: str) -> str:
+    record = parse_json(line)
+    if isinstance(record, dict) and isinstance(record.get("text"), str):
+        return record["text"]
+    raise ValueError('expected {"text": "..."}')
+
+
+def write_logits(config: FrozenConfigDict, loaded: LoadedModel) -> tuple[int, int, int]:
     """Writes `logits_path`, float32 [B, T, V], for the ids of `tokens_path`, int32 [B, T]; returns that shape.
 
-    Each row is one text from its beginning to its end; there is no mask but the model's own.
+    Each row is one whole text; there is no mask but the model's own.
 
     Raises:
         UserError: the file is no such array, or an id is not in the vocabulary.
@@ -72,97 +82,85 @@ def write_logits(config: FrozenConfigDict, opened: Opened) -> tuple[int, ...]:
         raise UserError(f"tokens_path={path} cannot be read as a .npy file: {error}") from None
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or not tokens.size:
         raise UserError(f"tokens_path={path}: expected int32 [B, T], got {tokens.dtype} {list(tokens.shape)}")
-    vocab_size = opened.plan.spec.vocab_size
+    vocab_size = loaded.plan.spec.vocab_size
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise UserError(f"tokens_path={path}: ids reach from {tokens.min()} to {tokens.max()}, vocab_size={vocab_size}")
     B, T = tokens.shape
-    plan = inference_plan(config, opened.plan.layout, T, packed=False)
+    plan = inference_plan(config, loaded.plan.layout, T, packed=False)
     compute = _compiled(plan, _logits)
-    out = None
+    file = None
     if jax.process_index() == 0:
         shape = (B, T, vocab_size)
-        out = np.lib.format.open_memmap(Path(config.logits_path).expanduser(), "w+", np.float32, shape)
-    for first, count, tokens_BT in _row_batches(config, plan, tokens, T):
-        logits_BTV = compute(opened.parts, tokens_BT)
-        if out is not None:
-            out[first : first + count] = logits_BTV[:count]
+        file = np.lib.format.open_memmap(Path(config.logits_path).expanduser(), "w+", np.float32, shape)
+    for batch in _row_batches(config, plan, tokens, T):
+        logits_BTV = compute(loaded.parts, batch.tokens_BT)
+        if file is not None:
+            file[batch.first : batch.first + batch.count] = logits_BTV[: batch.count]
     return (B, T, vocab_size)
 
 
 def compute_logits(plan: StepPlan, parts: tuple[Any, ...], tokens_BT: np.ndarray) -> np.ndarray:
-    """Logits, float32 [B, T, V], of rows that each are one text; B divides over the mesh."""
+    """Returns logits, float32 [B, T, V], of rows that each are one text; B divides over the mesh."""
     return _compiled(plan, _logits)(parts, tokens_BT)
 
 
-def read_texts(path: Path, key: str) -> list[str]:
-    """The texts of a file: one per line, or in a .jsonl file the field `text` of each; empty lines are left out.
+def eval_batch_size(config: FrozenConfigDict, plan: StepPlan) -> int:
+    """Returns the global batch size of evaluation.
 
     Raises:
-        UserError: there is no such file, it is not UTF-8 or has no text, or a line of a .jsonl file has no `text`.
+        UserError: it does not divide over the mesh.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON's strings may hold what splitlines ends lines at
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{key}={path} cannot be read: {error}") from None
-    texts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        if path.suffix == ".jsonl":
-            try:
-                line = parse_json(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                line = None
-            if not isinstance(line, str):
-                raise UserError(f'{key}={path}, line {number}: expected {{"text": "..."}}')
-        texts.append(line)
-    if not texts:
-        raise UserError(f"{key}={path} has no text")
-    return texts
+    key = "eval_per_device_batch_size" if config.eval_per_device_batch_size else "per_device_batch_size"
+    size = global_batch_size(plan.layout, config[key], 1, key)
+    check_rows(size, plan.layout, plan.execution.schedule, key)
+    return size
+
+
+class _RowBatch(NamedTuple):
+    first: int  # index of the first row
+    count: int  # rows that are not filling
+    tokens_BT: np.ndarray  # padded with zeros; B is the same for all batches
 
 
 def _row_batches(
     config: FrozenConfigDict, plan: StepPlan, rows: Sequence[np.ndarray], length: int
-) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(number of the first row, how many rows, their ids [B, length] padded with zeros), B being the same each time."""
-    key = "eval_per_device_batch_size" if config.eval_per_device_batch_size else "per_device_batch_size"
-    B = global_batch_size(plan.layout, config[key], 1, key)
-    check_rows(B, plan.layout, plan.execution.schedule, key)
+) -> Iterator[_RowBatch]:
+    B = eval_batch_size(config, plan)
     for first in range(0, len(rows), B):
         batch = rows[first : first + B]
         tokens_BT = np.zeros((B, length), np.int32)
         for index, ids in enumerate(batch):
             tokens_BT[index, : len(ids)] = ids
-        yield first, len(batch), tokens_BT
+        yield _RowBatch(first, len(batch), tokens_BT)
 
 
 def _compiled(plan: StepPlan, function: Callable[..., jax.Array]) -> Callable[[Any, np.ndarray], np.ndarray]:
-    """`function(parts, tokens_BT, plan)` as a function of host arrays, which every process has and gets whole."""
-    rows = plan.layout.sharding(("batch", None))
+    """Compiles `function(parts, tokens_BT, plan)`; every process passes and gets whole host arrays."""
+    row_sharding = plan.layout.sharding(("batch", None))
     shardings = tuple(plan.by_part(plan.shardings).values())
-    compiled = jax.jit(functools.partial(function, plan=plan), in_shardings=(shardings, rows))
+    compiled = jax.jit(functools.partial(function, plan=plan), in_shardings=(shardings, row_sharding))
 
-    def call(parts: Any, tokens_BT: np.ndarray) -> np.ndarray:
-        placed = jax.make_array_from_callback(tokens_BT.shape, rows, lambda index: tokens_BT[index])
+    def compute(parts: Any, tokens_BT: np.ndarray) -> np.ndarray:
+        placed = jax.make_array_from_callback(tokens_BT.shape, row_sharding, lambda index: tokens_BT[index])
         return multihost_utils.process_allgather(compiled(parts, placed), tiled=True)
 
-    return call
+    return compute
 
 
 def _logits(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
-    """Logits [B, T, V] of rows that each are one text."""
+    """Returns logits [B, T, V] of rows that each are one text."""
     hidden_BTD, logits_of = _hidden_states(parts, tokens_BT, plan)
     hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
     return logits_of(in_text_order(hidden_BTD, plan.layout.shards("length")))
 
 
 def _log_probs(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
-    """The log-probability [B, T - 1] of each token but the first, given those before it."""
+    """Returns the log-probability [B, T - 1] of each token but the first, given those before it."""
     hidden_BTD, logits_of = _hidden_states(parts, tokens_BT, plan)
-    # All T places have a target, so that they divide into tiles: the last one's is any.
+    # The last position has an arbitrary target, so that all T positions divide into tiles.
     targets_BT = in_even_order(jnp.roll(tokens_BT, -1, axis=1), plan.layout)
-    parts = plan.layout.shards("norm_length")
-    log_probs_BT = token_log_probs(logits_of, hidden_BTD, targets_BT, plan.vocab_tiles, parts)
+    shards = plan.layout.shards("norm_length")
+    log_probs_BT = token_log_probs(logits_of, hidden_BTD, targets_BT, plan.vocab_tiles, shards)
     log_probs_BT = plan.layout.constrain(log_probs_BT, "batch", None)
     return in_text_order(log_probs_BT, plan.layout.shards("length"))[:, :-1]
 
@@ -170,10 +168,7 @@ def _log_probs(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> 
 def _hidden_states(
     parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """The hidden states [B, T, D] of rows that each are one text, and what makes logits [B, t, V] of some of them.
-
-    The states are in `even_order`.
-    """
+    """Returns hidden states [B, T, D], in `even_order`, and a function from some of them to logits [B, t, V]."""
     decoder = plan.decoder(*parts)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     tokens_BT, positions_BT = (in_even_order(x, plan.layout) for x in (tokens_BT, positions_BT))

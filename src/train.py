@@ -27,14 +27,13 @@ from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, Tokenizer, TrainData
-from src.decode import sample
+from src.decode import encode_prompt, sample
 from src.errors import UserError, counted
 from src.evaluate import Evaluation
 from src.json_text import parse_json
 from src.model.flops import FlopsPerToken, count_params, flops_per_token
 from src.next_commands import next_commands
 from src.parallel.mesh import check_hardware, count_slices, describe_mesh
-from src.prompts import encode_prompt
 from src.report.diagnostics import Profile, stack_traces
 from src.report.metrics import MetricsLog, StepPrinter, print_header
 from src.report.recorder import LiveReport, Recorder, sets_aside

@@ -18,7 +18,7 @@ from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from src.errors import UserError
-from src.loaded_model import open_model
+from src.loaded_model import load_model
 from src.model import params
 from src.step.train_step import hidden_states, loss_sums
 from tests import runs
@@ -87,21 +87,21 @@ def test_a_hundred_steps_on_converted_weights_lower_the_loss_of_responses(folder
 def test_prompt_tokens_have_no_gradient(folders):
     """The gradient of the output projection is the sum over response tokens alone of h (p - y)."""
     config = configuration.load(keys_of(folders))
-    opened = open_model(config, make_tokenizer(config))
+    loaded = load_model(config, make_tokenizer(config))
     tokenizer = make_tokenizer(config)
     data, _ = open_sources(config, tokenizer)
     batches = train_batches(config, data, tokenizer, range(8), 8)
     batch = {name: jnp.asarray(array) for name, array in next(batches).items()}
     batches.close()
-    tree = params.join(*opened.parts)
+    tree = params.join(*loaded.parts)
 
     def loss(output):
-        decoder = opened.plan.decoder({**tree, "output": output})
-        return loss_sums(decoder, batch, opened.plan)[0]
+        decoder = loaded.plan.decoder({**tree, "output": output})
+        return loss_sums(decoder, batch, loaded.plan)[0]
 
     gradient = jax.jit(jax.grad(loss))(tree["output"])
-    decoder = opened.plan.decoder(tree)
-    hidden = np.asarray(jax.jit(lambda: hidden_states(decoder, batch, opened.plan)[0])(), np.float64)
+    decoder = loaded.plan.decoder(tree)
+    hidden = np.asarray(jax.jit(lambda: hidden_states(decoder, batch, loaded.plan)[0])(), np.float64)
     logits = (hidden @ np.asarray(tree["output"], np.float64))[..., :VOCAB]
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)

@@ -12,16 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from src.answers import Speed
 from src.convert_check import compare
 from src.data.readers.synthetic import SyntheticSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import EvalSet
+from src.decode import Speed, encode_prompt, read_prompts
 from src.errors import UserError
 from src.evaluate import Evaluation
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
-from src.prompts import encode_prompt, read_prompts
 from src.step.train_step import eval_step
 from tests import tiny
 

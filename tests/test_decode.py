@@ -14,14 +14,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from src import decode
-from src.answers import Answer, Speed, draw_answers
 from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from src.decode import Completion, Speed, generate
 from src.errors import UserError
-from src.generate import Generator, in_training, unrolled
+from src.generate import Generator, Sampling, in_training, unrolled
 from src.loaded_model import inference_plan
 from src.parallel.mesh import make_layout
-from src.sampling import Sampling
 from src.startup import printable
 from tests import runs, tiny
 
@@ -186,15 +185,15 @@ def config_of(**keys):
     return tiny.load(**{"vocab_size": 258, "max_target_length": LENGTH, **keys})
 
 
-def answered(text, **keys):
-    """An answer that was given the text's bytes, until it was done, and what was certain after each."""
-    answer = Answer(config_of(**keys), BYTES, BYTES.encode_prompt("ab"))
-    certain = []
+def completed(text, **keys):
+    """A completion that was given the text's bytes until it was done, and its stable text after each."""
+    completion = Completion(config_of(**keys), BYTES, "ab")
+    stable = []
     for byte in text.encode():
-        if not answer.done:
-            answer.add(byte)
-            certain.append(answer.certain())
-    return answer, certain
+        if not completion.done:
+            completion.add(byte)
+            stable.append(completion.stable_text())
+    return completion, stable
 
 
 class Counting:
@@ -202,6 +201,9 @@ class Counting:
 
     def __init__(self, tokenizer):
         self.tokenizer, self.stop_ids, self.decoded = tokenizer, frozenset(), 0
+
+    def encode_prompt(self, text):
+        return self.tokenizer.encode_prompt(text)
 
     def decode(self, ids):
         self.decoded += len(ids)
@@ -225,47 +227,47 @@ def sentencepiece_of_bytes(folder):
 
 @pytest.mark.parametrize("kind", ["byte", "sentencepiece"])
 @pytest.mark.parametrize("text", ["words", "é漢😀 and \ufffd", "noise"])
-def test_a_long_answer_is_decoded_in_parts_as_the_whole_is(tmp_path, kind, text):
+def test_a_long_completion_is_decoded_in_parts_as_the_whole_is(tmp_path, kind, text):
     tokenizer = BYTES if kind == "byte" else sentencepiece_of_bytes(tmp_path)
     if text == "noise":
         ids = np.random.default_rng(0).integers(0, min(tokenizer.vocab_size, 256), 3000)
     else:
         ids = np.concatenate([tokenizer.encode_text(f"the {text} {number}") for number in range(300)])
     prompt, counting = tokenizer.encode_prompt("on the mat"), Counting(tokenizer)
-    answer = Answer(config_of(max_target_length=len(prompt) + len(ids)), counting, prompt)
+    completion = Completion(config_of(max_target_length=len(prompt) + len(ids)), counting, "on the mat")
     for number, token in enumerate(ids.tolist(), start=1):
-        answer.add(token)
-        answer.certain()
+        completion.add(token)
+        completion.stable_text()
         if number % 97 == 0 or number == len(ids):
             whole = tokenizer.decode(np.concatenate([prompt, ids[:number]]))
-            assert answer.text == whole[len(tokenizer.decode(prompt)) :]
+            assert completion.text == whole[len(tokenizer.decode(prompt)) :]
     assert counting.decoded < 500 * len(ids)  # each again with those around it, and not with all before it
 
 
 def test_a_stop_text_is_found_wherever_it_falls():
     for place in range(100, 400, 7):
         text = "x" * place + "STOP it"
-        answer, certain = answered(text, decode_stop="[STOP]", max_target_length=500)
-        assert answer.text == "x" * place == certain[-1]
+        completion, stable = completed(text, decode_stop="[STOP]", max_target_length=500)
+        assert completion.text == "x" * place == stable[-1]
 
 
-def test_only_whole_characters_are_certain():
-    answer, certain = answered("é漢😀!")
-    assert certain == ["", "é", "é", "é", "é漢", "é漢", "é漢", "é漢", "é漢😀", "é漢😀!"]
-    assert not answer.done
+def test_only_whole_characters_are_stable():
+    completion, stable = completed("é漢😀!")
+    assert stable == ["", "é", "é", "é", "é漢", "é漢", "é漢", "é漢", "é漢😀", "é漢😀!"]
+    assert not completion.done
 
 
-def test_a_stop_text_ends_an_answer_and_no_part_of_it_is_shown():
-    answer, certain = answered("say END or E, END. more", decode_stop='["E, EN", "END."]')
-    assert answer.done
-    assert answer.text == "say END or "
-    assert certain[4:7] == ["say ", "say ", "say "]  # it may be the beginning of END.
-    assert certain[7] == "say END "
+def test_a_stop_text_ends_a_completion_and_no_part_of_it_is_shown():
+    completion, stable = completed("say END or E, END. more", decode_stop='["E, EN", "END."]')
+    assert completion.done
+    assert completion.text == "say END or "
+    assert stable[4:7] == ["say ", "say ", "say "]  # it may be the beginning of END.
+    assert stable[7] == "say END "
 
 
-def test_an_answer_ends_where_its_room_does():
-    assert answered(100 * "x")[0].text == (LENGTH - 3) * "x"
-    assert answered(100 * "x", sample_length=5)[0].text == 5 * "x"
+def test_a_completion_ends_at_its_length_limit():
+    assert completed(100 * "x")[0].text == (LENGTH - 3) * "x"
+    assert completed(100 * "x", sample_length=5)[0].text == 5 * "x"
 
 
 # ---- Any layout, any way of running
@@ -280,12 +282,12 @@ def generated(devices, stacked, **keys):
     parts = tuple(plan.by_part(weights).values())
     model = in_training(plan, parts) if stacked else unrolled(plan, parts)
     generator = Generator(model, Sampling(1.0, 0, 0.9), config.decode_seed, LENGTH)
-    answers = [Answer(config, BYTES, BYTES.encode_prompt(prompt)) for prompt in PROMPTS]
-    draw_answers(generator, answers, len(answers), 0, Speed())
-    alone = Answer(config, BYTES, BYTES.encode_prompt(PROMPTS[3]))
-    draw_answers(generator, [alone], 1, 3, Speed())
-    assert alone.text == answers[3].text
-    return [answer.text for answer in answers]
+    completions = [Completion(config, BYTES, prompt) for prompt in PROMPTS]
+    generate(generator, completions, len(completions), 0, Speed())
+    alone = Completion(config, BYTES, PROMPTS[3])
+    generate(generator, [alone], 1, 3, Speed())
+    assert alone.text == completions[3].text
+    return [completion.text for completion in completions]
 
 
 WINDOWS = "[{repeats: 2, pattern: [{attention_type: local_sliding, sliding_window_size: 5}, {}]}]"

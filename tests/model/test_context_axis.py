@@ -9,11 +9,10 @@ import pytest
 from tiny import GPT3, LENGTH, Trainer, assert_close, load, make, packed_rows, random_weights
 
 from src.errors import UserError
-from src.generate import Generator, in_training
+from src.generate import Generator, Sampling, in_training
 from src.model.forward_context import even_order, in_text_order
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
-from src.sampling import Sampling
 from src.scoring import compute_logits
 from src.step.plan import make_plan
 from src.step.state import abstract_batch

@@ -10,10 +10,9 @@ from flax import nnx
 from tiny import LENGTH, Trainer, assert_close, make, packed_rows, random_weights, tree_bits
 
 from src.errors import UserError
-from src.generate import Generator, in_training
+from src.generate import Generator, Sampling, in_training
 from src.model import lora, params
 from src.model.forward_context import Context
-from src.sampling import Sampling
 from src.step.train_step import loss_sums
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1, "base_moe_mlp_dim": 24}

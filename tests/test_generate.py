@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from src.sampling import Sampling, draw, sampling, warped
+from src.generate import Sampling, filter_logits, sample_tokens, sampling
 
 V = 50
 
@@ -33,7 +33,7 @@ def test_limits_leave_out_what_transformers_leaves_out(seed, temperature, top_k,
         expected = TopKLogitsWarper(top_k)(None, expected)
     if nucleus_p < 1.0:
         expected = TopPLogitsWarper(nucleus_p)(None, expected)
-    left = warped(jnp.asarray(logits_BV), Sampling(temperature, top_k, nucleus_p))
+    left = filter_logits(jnp.asarray(logits_BV), Sampling(temperature, top_k, nucleus_p))
     np.testing.assert_allclose(left, expected.numpy(), rtol=1e-6)
 
 
@@ -42,8 +42,8 @@ def test_draws_have_the_probabilities_of_the_logits_at_the_temperature():
     logits_V = logits(0, rows=1)[0]
     wanted = Sampling(temperature=0.5, top_k=5, nucleus_p=0.9)
     logits_BV = jnp.broadcast_to(logits_V, (draws, V))
-    drawn = draw(logits_BV, wanted, 3, jnp.arange(draws), jnp.zeros(draws, jnp.int32))
-    probabilities = np.asarray(jax.nn.softmax(warped(logits_V[None], wanted)[0]))
+    drawn = sample_tokens(logits_BV, wanted, 3, jnp.arange(draws), jnp.zeros(draws, jnp.int32))
+    probabilities = np.asarray(jax.nn.softmax(filter_logits(logits_V[None], wanted)[0]))
     assert np.sum(probabilities > 0) > 1
     counts = np.bincount(drawn, minlength=V)
     deviations = np.sqrt(draws * probabilities * (1 - probabilities))
@@ -54,11 +54,11 @@ def test_a_draw_depends_on_seed_number_and_position_alone():
     logits_BV = jnp.zeros((64, V))
     rows = jnp.arange(64)
     wanted = Sampling(1.0, 0, 1.0)
-    drawn = np.asarray(draw(logits_BV, wanted, 3, rows, rows + 7))
+    drawn = np.asarray(sample_tokens(logits_BV, wanted, 3, rows, rows + 7))
     mixed = np.random.default_rng(0).permutation(64)[:20]
-    assert np.array_equal(draw(logits_BV[:20], wanted, 3, rows[mixed], rows[mixed] + 7), drawn[mixed])
+    assert np.array_equal(sample_tokens(logits_BV[:20], wanted, 3, rows[mixed], rows[mixed] + 7), drawn[mixed])
     for other in ((4, rows, rows + 7), (3, rows + 1, rows + 7), (3, rows, rows + 8)):
-        assert np.mean(drawn == draw(logits_BV, wanted, *other)) < 0.2
+        assert np.mean(drawn == sample_tokens(logits_BV, wanted, *other)) < 0.2
 
 
 @pytest.mark.parametrize("keys", [{"decode_sampling_strategy": "greedy"}, {"decode_sampling_temperature": 0.0}])
@@ -66,7 +66,9 @@ def test_greedy_takes_the_likeliest(keys):
     config = {"decode_sampling_strategy": "weighted", "decode_sampling_temperature": 1.0, **keys}
     logits_BV = logits(1)
     numbers = jnp.arange(3)
-    assert np.array_equal(draw(jnp.asarray(logits_BV), sampling(config), 0, numbers, numbers), logits_BV.argmax(-1))
+    assert np.array_equal(
+        sample_tokens(jnp.asarray(logits_BV), sampling(config), 0, numbers, numbers), logits_BV.argmax(-1)
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 `gather` is what MinText does: each device gathers the keys and values of its rows
 (src/model/attention_kernels/choose.py). `ring` is
 here alone: devices pass keys and values round, and attend to what they hold while it goes on to the next (Liu et al.
-2023, "Ring Attention with Blockwise Transformers"). Both are JAX's Pallas kernel, on rows in `even_order`. What is
+2023, "Ring Attention with Blockwise Transformers"). Both are JAX's Pallas kernel, on rows in `zigzag_order`. What is
 compiled is one layer's attention, of Llama 3 8B's sizes, with its gradient. Needs libtpu (bash setup.sh aot).
 """
 
@@ -28,9 +28,9 @@ from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
 from src.cli import run_command
 from src.config import load as configuration
-from src.model.attention_kernels.choose import for_queries
-from src.model.attention_kernels.splash import BLOCKS, Sight, splash
-from src.model.forward_context import Context
+from src.model.attention_kernels.choose import repeat_kv
+from src.model.attention_kernels.splash import BLOCKS, ZigzagCausalMask, splash
+from src.model.forward_context import ForwardContext
 from src.model.spec import AttentionSpec, model_spec
 from src.parallel.mesh import Layout, make_layout
 from src.parallel.topology import parse_topology
@@ -43,7 +43,7 @@ BASE = Path(__file__).resolve().parents[1] / "configs" / "base.yml"
 def ring(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, layout: Layout, scale: float, interpret: bool = False
 ) -> jax.Array:
-    """Causal attention by a ring, of rows that are in `even_order` and one segment each, to the shape of q."""
+    """Causal attention by a ring, of rows that are in `zigzag_order` and one segment each, to the shape of q."""
     placed = layout.spec(("batch", "length", "heads", None))
     (axis,), n = layout.axes("length"), layout.shards("length")
     length, heads = q_BTNH.shape[1] // n, q_BTNH.shape[2] // layout.shards("heads")
@@ -64,7 +64,7 @@ def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callab
     alone, all of them; of one after it all that is there, but only its own late part does. So each step is as long.
     """
     half = length // 2
-    own = _kernel(Sight(np.arange(length), 0), heads, interpret)
+    own = _kernel(ZigzagCausalMask(np.arange(length), 0), heads, interpret)
     early = _kernel(sa.FullMask((length, half)), heads, interpret)  # all queries, the first half of keys
     late = _kernel(sa.FullMask((half, length)), heads, interpret)  # the second half of queries, all keys
     onward = [(i, (i + 1) % n) for i in range(n)]
@@ -151,9 +151,11 @@ def _before(early: jax.Array) -> jax.Array:
 def gather(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, layout: Layout, spec: AttentionSpec) -> jax.Array:
     """The same as in the model's blocks."""
     segments = jnp.ones(q_BTNH.shape[:2], jnp.int32)
-    context = Context(positions_BT=segments, segment_ids_BT=segments, layout=layout, kernel="flash", packed=False)
-    k, v = (for_queries(x, spec.num_query_heads, layout) for x in (k_BTKH, v_BTKH))
-    return splash(q_BTNH, k, v, spec, None, context)
+    context = ForwardContext(
+        positions_BT=segments, segment_ids_BT=segments, layout=layout, kernel="flash", packed=False
+    )
+    k, v = (repeat_kv(x, spec.num_query_heads, layout) for x in (k_BTKH, v_BTKH))
+    return splash(q_BTNH, k, v, spec.scores, None, context)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -13,12 +13,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from src.model import cache, params
+from src.model import params
 from src.model.attention_kernels.choose import choose_kernel
-from src.model.decoder import Decoder, empty_caches
-from src.model.forward_context import Context
+from src.model.decoder import Decoder, attention_scores, cache_arrays, empty_caches
+from src.model.forward_context import ForwardContext
 from src.model.layers import Execution
-from src.model.spec import ModelSpec, Segment
+from src.model.spec import LayerGroup, ModelSpec
 from src.parallel.mesh import Layout, axes_of_dim, spread
 from src.step.plan import StepPlan
 
@@ -125,7 +125,7 @@ def unrolled(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
     tree = params.join(*parts)
     tree["segments"] = {
         index: tree["segments"][index] if segment.shared else _unstacked(tree["segments"][index], segment)
-        for index, segment in enumerate(plan.spec.plan)
+        for index, segment in enumerate(plan.spec.layer_groups)
     }
     layout, execution = _unsplit_rows(plan.layout), Execution(scan_layers=False)
     return Model(spec, layout, execution, plan.kernel, tree, lambda tree: nnx.merge(graphdef, tree))
@@ -136,7 +136,7 @@ def _unsplit_rows(layout: Layout) -> Layout:
     return layout.without("length", "norm_length")
 
 
-def _unstacked(blocks: dict[int, params.Tree], segment: Segment) -> dict[int, params.Tree]:
+def _unstacked(blocks: dict[int, params.Tree], segment: LayerGroup) -> dict[int, params.Tree]:
     """Splits a segment's weights, [repeats, ...] by pattern position, into [1, ...] by layer."""
     layers: dict[int, dict[tuple[Any, ...], jax.Array]] = {}
     for position, block in blocks.items():
@@ -196,8 +196,8 @@ class Generator:
         self._replicated = model.layout.sharding(())
         self._weight_shardings = jax.tree.map(lambda leaf: leaf.sharding, model.weights)
         self._cache_shardings = [
-            [{name: model.layout.sharding((None, *axes)) for name, axes in cache.axes(layer).items()} for layer in each]
-            for each in (segment.pattern for segment in model.spec.plan)
+            [{name: model.layout.sharding(array.axes) for name, array in arrays.items()} for arrays in pattern]
+            for pattern in cache_arrays(model.spec, 1, length)
         ]
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
 
@@ -264,11 +264,10 @@ class Generator:
         segment_ids_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
         platform = model.layout.mesh.devices.flat[0].platform
         kernel = model.kernel
-        if (
-            kernel != "dot_product"
-        ):  # a fused kernel takes rows of some lengths only, and prompts have lengths of theirs
-            kernel = choose_kernel("autoselected", platform, model.spec, T, model.layout)
-        context = Context(positions_BT, segment_ids_BT, model.layout, kernel, packed=False)
+        if kernel != "dot_product":  # fused kernels take rows of some lengths only, and prompts may have others
+            scores = attention_scores(model.spec)
+            kernel = choose_kernel("autoselected", platform, scores, model.spec.dtype, T, model.layout)
+        context = ForwardContext(positions_BT, segment_ids_BT, model.layout, kernel, packed=False)
         decoder = model.decoder(weights)
         caches = empty_caches(model.spec, B, self._length)
         hidden_BTD, caches, _ = decoder(tokens_BT, context, model.execution, caches)
@@ -284,7 +283,7 @@ class Generator:
         tokens_B1 = model.layout.constrain(tokens_B[:, None], "batch", "length")
         positions_B1 = positions_B[:, None]
         ones_B1 = jnp.ones_like(tokens_B1)
-        context = Context(positions_B1, ones_B1, model.layout, model.kernel, packed=False, decoding=True)
+        context = ForwardContext(positions_B1, ones_B1, model.layout, model.kernel, packed=False, decoding=True)
         decoder = model.decoder(weights)
         hidden_B1D, caches, _ = decoder(tokens_B1, context, model.execution, caches)
         logits_BV = decoder.logits(hidden_B1D, context)[:, 0]

@@ -16,9 +16,10 @@ from ml_collections import FrozenConfigDict
 from src.errors import UserError
 from src.json_text import parse_json, read_lines
 from src.loaded_model import LoadedModel, inference_plan
-from src.model.forward_context import Context, in_even_order, in_text_order
+from src.model.forward_context import ForwardContext
 from src.model.pipeline import check_rows
 from src.parallel.mesh import global_batch_size
+from src.parallel.sequence import from_zigzag, to_zigzag
 from src.step.loss import token_log_probs
 from src.step.plan import StepPlan
 
@@ -151,27 +152,27 @@ def _logits(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> jax
     """Returns logits [B, T, V] of rows that each are one text."""
     hidden_BTD, logits_of = _hidden_states(parts, tokens_BT, plan)
     hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
-    return logits_of(in_text_order(hidden_BTD, plan.layout.shards("length")))
+    return logits_of(from_zigzag(hidden_BTD, plan.layout.shards("length")))
 
 
 def _log_probs(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
     """Returns the log-probability [B, T - 1] of each token but the first, given those before it."""
     hidden_BTD, logits_of = _hidden_states(parts, tokens_BT, plan)
     # The last position has an arbitrary target, so that all T positions divide into tiles.
-    targets_BT = in_even_order(jnp.roll(tokens_BT, -1, axis=1), plan.layout)
+    targets_BT = to_zigzag(jnp.roll(tokens_BT, -1, axis=1), plan.layout)
     shards = plan.layout.shards("norm_length")
     log_probs_BT = token_log_probs(logits_of, hidden_BTD, targets_BT, plan.vocab_tiles, shards)
     log_probs_BT = plan.layout.constrain(log_probs_BT, "batch", None)
-    return in_text_order(log_probs_BT, plan.layout.shards("length"))[:, :-1]
+    return from_zigzag(log_probs_BT, plan.layout.shards("length"))[:, :-1]
 
 
 def _hidden_states(
     parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Returns hidden states [B, T, D], in `even_order`, and a function from some of them to logits [B, t, V]."""
+    """Returns hidden states [B, T, D], in `zigzag_order`, and a function from some of them to logits [B, t, V]."""
     decoder = plan.decoder(*parts)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    tokens_BT, positions_BT = (in_even_order(x, plan.layout) for x in (tokens_BT, positions_BT))
-    context = Context(positions_BT, jnp.ones_like(tokens_BT), plan.layout, plan.kernel, packed=False)
+    tokens_BT, positions_BT = (to_zigzag(x, plan.layout) for x in (tokens_BT, positions_BT))
+    context = ForwardContext(positions_BT, jnp.ones_like(tokens_BT), plan.layout, plan.kernel, packed=False)
     hidden_BTD, _, _ = decoder(tokens_BT, context, plan.execution)
     return hidden_BTD, lambda hidden_BtD: decoder.logits(hidden_BtD, context)[..., : plan.spec.vocab_size]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from src.model.moe.dispatch import SLACK
+from src.model.decoder import layer_costs
+from src.model.moe.dispatch import BUFFER_SLACK
 from src.model.params import by_path
-from src.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec
 from src.parallel.mesh import mesh_axes_of
 from src.step.build import Built
 from src.step.optimizer import Hyper
@@ -122,10 +122,10 @@ def _shards(built: Built, shape: tuple[int, ...]) -> int:
     batch_shards = layout.shards("batch") // apart
     if shape[0] not in _rows(built):  # the parts of all devices of a stage, one after the other
         return layout.mesh.size // layout.shards("layers") // apart
-    heads = {size for layer in spec.layers for size in _head_counts(layer.attention)}
-    mlp_dims = {_mlp_dim(layer.feed_forward) for layer in spec.layers}
-    for axis, sizes in (("heads", heads), ("mlp", mlp_dims), ("vocab", {spec.padded_vocab_size})):
-        if sizes.intersection(shape[2:]):
+    costs = [part for layer in dict.fromkeys(spec.layers) for part in layer_costs(layer).values()]
+    sharded = [(axis, sizes) for part in costs for axis, sizes in part.sharded.items()]
+    for axis, sizes in (*sorted(sharded), ("vocab", (spec.padded_vocab_size,))):
+        if set(sizes).intersection(shape[2:]):
             return batch_shards * layout.shards("length") * layout.shards(axis)
     if shape[2:] == (spec.emb_dim,):
         return batch_shards * layout.shards("norm_length") * layout.shards("activation_embed")
@@ -135,12 +135,15 @@ def _shards(built: Built, shape: tuple[int, ...]) -> int:
 def _is_activation(built: Built, shape: tuple[int, ...]) -> bool:
     """Whether an array is of a micro-batch's rows, or of its tokens, so many times as they go to experts.
 
-    Those come from within a `shard_map`. Between peers a buffer has room for `SLACK` times as many.
+    Those come from within a `shard_map`. Between peers a buffer has room for `BUFFER_SLACK` times as many.
     """
     length = built.tokens // built.rows
     return bool(shape) and any(
         shape[0] == rows
-        or (shape[0] >= rows * length and (shape[0] % (rows * length) == 0 or shape[0] % (rows * length * SLACK) == 0))
+        or (
+            shape[0] >= rows * length
+            and (shape[0] % (rows * length) == 0 or shape[0] % (rows * length * BUFFER_SLACK) == 0)
+        )
         for rows in _rows(built)
     )
 
@@ -180,14 +183,6 @@ def _follow(variables: set[Any], old: Sequence[Any], new: Sequence[Any]) -> None
     """Adds the new names of those of `variables` that have one."""
     pairs = zip(old, new, strict=True)
     variables.update(name for var, name in pairs if not isinstance(var, Literal) and var in variables)
-
-
-def _head_counts(attention: AttentionSpec) -> tuple[int, int]:
-    return attention.num_query_heads, attention.num_kv_heads
-
-
-def _mlp_dim(feed_forward: FeedForwardSpec | ExpertsSpec) -> int:
-    return feed_forward.expert.mlp_dim if isinstance(feed_forward, ExpertsSpec) else feed_forward.mlp_dim
 
 
 def _block_bytes(built: Built) -> int:
@@ -251,6 +246,6 @@ def _gathered_bytes(built: Built) -> int:
             parts = math.prod(plan.layout.mesh.shape[axis] for axis in gathered)
             here = shardings[path].shard_shape(leaf.shape)
             size = math.prod(here) * (parts if parts > 1 else 0)
-            segment = plan.spec.plan[int(path[1])]
+            segment = plan.spec.layer_groups[int(path[1])]
             blocks[path[:3]] = blocks.get(path[:3], 0) + size // (segment.repeats if segment.shared else here[0])
     return max(blocks.values()) * jnp.dtype(plan.spec.dtype).itemsize

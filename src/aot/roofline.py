@@ -5,16 +5,17 @@ what is not hidden behind them. What is reached of the stated rates, and what is
 for all hardware, models and meshes. docs/aot.md has predictions beside published runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
 from src.aot.hlo import Collective
 from src.aot.memory import device_bytes
-from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
+from src.model.decoder import layer_costs
+from src.model.flops import FlopsPerToken, all_layers, count_params, flops_per_token, recomputed_flops
 from src.model.layers import Execution
-from src.model.spec import ExpertsSpec, LayerSpec, ModelSpec
+from src.model.spec import ModelSpec
 from src.parallel.topology import Chip
 from src.step.build import Built
 
@@ -136,13 +137,17 @@ def step_work(
     # Of an array between two products: written and read forward, and, if it is not kept, once more; backward it is
     # read, and its gradient written and read.
     passes = 5 if execution.remat_policy == "none" else 7
-    arrays = sum(copied * sharing + cut for layer in _layers(spec) for copied, cut in [_widths(layer, spec.emb_dim)])
+    arrays = heads = 0
+    for layer, count in all_layers(spec).items():
+        # As wide as the embedding: the input, its norm, attention's output, their sum, its norm, and the last sum.
+        costs = layer_costs(layer)
+        arrays += count * (6 * spec.emb_dim * sharing + sum(part.width for part in costs.values()))
+        heads += count * (costs["attention"].scores.num_heads if costs["attention"].scores else 0)
     activations = passes * tokens * arrays * itemsize
     if kernel == "dot_product":  # scores and weights of each key, in float32
-        heads = sum(layer.attention.num_query_heads for layer in _layers(spec))
         activations += passes * tokens * 2 * heads * length * 4
     # Forward and backward, float32: written and read, and their gradient.
-    logits = 4 * tokens * (1 + spec.prediction_layers) * spec.padded_vocab_size * 4
+    logits = 4 * tokens * (1 + spec.mtp_num_layers) * spec.padded_vocab_size * 4
     # A weight is gathered (written) and read, forward and backward; its gradient is written, and read to be summed.
     weights = 6 * micro_batches * count_params(spec) / sharing * itemsize
     return Work(
@@ -151,23 +156,3 @@ def step_work(
         kernel == "dot_product",
         activations + logits + weights + 2 * state_bytes,
     )
-
-
-def _layers(spec: ModelSpec) -> Iterator[LayerSpec]:
-    yield from spec.layers
-    yield from spec.layers[-1:] * spec.prediction_layers
-
-
-def _widths(layer: LayerSpec, emb_dim: int) -> tuple[int, int]:
-    """Numbers a token that a layer makes: in arrays as wide as the embedding, and in those that heads or units cut.
-
-    The former are the layer's input, its norm, what attention adds, their sum, its norm, and what is added last.
-    """
-    attention, feed_forward = layer.attention, layer.feed_forward
-    heads = attention.num_query_heads + attention.num_kv_heads
-    cut = heads * (attention.head_dim + attention.value_dim)  # queries and keys; values and what attention makes
-    if isinstance(feed_forward, ExpertsSpec):
-        used = [feed_forward.expert] * feed_forward.per_token + [feed_forward.shared] * bool(feed_forward.shared)
-    else:
-        used = [feed_forward]
-    return 6 * emb_dim, cut + sum((len(spec.activations) + 1) * spec.mlp_dim for spec in used)

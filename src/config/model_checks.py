@@ -11,8 +11,9 @@ from src.errors import first_few
 # fmt: off
 # Facts that a pattern of decoder_segments may give a layer of its own.
 ATTENTION_FACTS = (
-    "attention_type", "sliding_window_size", "chunk_attn_window_size", "attention_bias", "attention_sink",
-    "attn_logits_soft_cap", "query_pre_attn_scalar", "qk_norm", "attn_temperature_scale", "attn_temperature_floor",
+    "attention_type", "sliding_window_size", "chunk_attn_window_size", "attention_bias", "attention_out_bias",
+    "attention_sink", "attn_logits_soft_cap", "query_pre_attn_scalar", "qk_norm", "attn_temperature_scale",
+    "attn_temperature_floor",
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon",
 )
 ROPE_FACTS = (

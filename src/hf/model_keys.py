@@ -12,7 +12,7 @@ from src.hf.families import FAMILIES
 from src.hf.family import Family
 from src.hf.fields import Json, Keys, LayerKeys, entry
 from src.hf.folder import HfFolder, open_folder
-from src.model.spec import layer_facts, model_spec, segments
+from src.model.spec import group_layers, layer_facts, model_spec
 
 
 def read_model_keys(path: str | os.PathLike[str]) -> Keys:
@@ -155,8 +155,8 @@ def model_yaml(keys: Mapping[str, Any]) -> str:
 def _with_repeats(keys: Keys) -> Sequence[Mapping[str, Any]]:
     """Returns the decoder_segments of `keys`, of one layer each, as repeated patterns."""
     layers, result, start = _patterns(keys), [], 0
-    for segment in segments(model_spec({**base().defaults, **keys}).layers):
-        period = len(segment.pattern)
-        result.append({"repeats": segment.repeats, "pattern": layers[start : start + period]})
-        start += period * segment.repeats
+    for group in group_layers(model_spec({**base().defaults, **keys}).layers):
+        period = len(group.pattern)
+        result.append({"repeats": group.repeats, "pattern": layers[start : start + period]})
+        start += period * group.repeats
     return result

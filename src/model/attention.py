@@ -5,10 +5,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from src.model.attention_kernels.choose import attend, for_queries, masked_attention
-from src.model.cache import Cache, in_order, update, visible_BTS
+from src.model.attention_kernels.choose import attend, repeat_kv
+from src.model.attention_kernels.reference import masked_attention
+from src.model.cache import Cache, CacheArray, decode_mask, in_order, update
+from src.model.costs import Costs
 from src.model.embeddings import rope
-from src.model.forward_context import Context
+from src.model.forward_context import ForwardContext
 from src.model.norm import Norm, root_mean_square
 from src.model.params import matmul, weight
 from src.model.spec import AttentionSpec, NormSpec
@@ -30,6 +32,7 @@ class Attention(nnx.Module):
             self.query_bias = weight(rngs, (N, H), ("heads", "head_dim"), dtype, constant=0.0, decays=False)
             self.key_bias = weight(rngs, (K, H), ("kv_heads", "head_dim"), dtype, constant=0.0, decays=False)
             self.value_bias = weight(rngs, (K, H), ("kv_heads", "head_dim"), dtype, constant=0.0, decays=False)
+        if spec.out_bias:
             self.out_bias = weight(rngs, (emb_dim,), (None,), dtype, constant=0.0, decays=False)
         if spec.qk_norm == "head":
             self.query_norm = Norm(norm, (H,), dtype, rngs)
@@ -40,27 +43,45 @@ class Attention(nnx.Module):
         if spec.sink:
             self.sinks = weight(rngs, (N,), ("heads",), dtype, constant=0.0, decays=False)
 
-    def __call__(self, x_BTD: jax.Array, context: Context, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
-        """[B, T, D] to [B, T, D], and the cache with these tokens, which training leaves None."""
-        spec, constrain = self.spec, context.layout.constrain
+    @staticmethod
+    def costs(spec: AttentionSpec) -> Costs:
+        """Counts what attention makes beside its weights' products."""
+        heads = (spec.num_query_heads, spec.num_kv_heads)
+        spared_by = {"query": ("query_proj",), "key": ("key_proj",), "value": ("value_proj",), "out": ("out_proj",)}
+        if spec.qk_norm != "none":  # the norms' derivatives need their inputs, and what is kept are their outputs
+            del spared_by["query"], spared_by["key"]
+        width = sum(heads) * (spec.head_dim + spec.scores.value_dim)  # queries and keys; values and attention's output
+        return Costs(width, {"heads": heads}, spared_by, last="out", scores=spec.scores)
+
+    @staticmethod
+    def cache_arrays(spec: AttentionSpec, rows: int, length: int) -> dict[str, CacheArray]:
+        """Declares the cache for `rows` texts of up to `length` tokens."""
+        shape = (rows, spec.num_kv_heads, spec.scores.cache_slots(length), spec.head_dim)
+        return dict.fromkeys(("key", "value"), CacheArray(shape, ("batch", "kv_heads", None, "head_dim")))
+
+    def __call__(
+        self, x_BTD: jax.Array, context: ForwardContext, cache: Cache | None
+    ) -> tuple[jax.Array, Cache | None]:
+        """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
+        scores, constrain = self.spec.scores, context.layout.constrain
         q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD)
-        q_BTNH, k_BTKH = self._place(q_BTNH, k_BTKH, context.positions_BT)
+        q_BTNH, k_BTKH = self._position(q_BTNH, k_BTKH, context.positions_BT)
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch", "length", "heads", "head_dim"), "query_proj")
         k_BTKH = checkpoint_name(constrain(k_BTKH, "batch", "length", "kv_heads", "head_dim"), "key_proj")
         v_BTKH = checkpoint_name(constrain(v_BTKH, "batch", "length", "kv_heads", "head_dim"), "value_proj")
-        sinks_N = self.sinks[...] if spec.sink else None
+        sinks_N = self.sinks[...] if self.spec.sink else None
         if cache is not None:
             cache = update(cache, {"key": k_BTKH, "value": v_BTKH}, context)
         if context.decoding:
             k_BSKH, v_BSKH = in_order(cache["key"]), in_order(cache["value"])
-            mask_BTS = visible_BTS(spec, context.positions_BT, k_BSKH.shape[1])
-            out_BTNH = masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, spec, sinks_N)
+            mask_BTS = decode_mask(scores, context.positions_BT, k_BSKH.shape[1])
+            out_BTNH = masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scores, sinks_N)
         else:
-            k_BSKH, v_BSKH = (for_queries(x, spec.num_query_heads, context.layout) for x in (k_BTKH, v_BTKH))
-            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, spec, sinks_N, context)
+            k_BSKH, v_BSKH = (repeat_kv(x, scores.num_heads, context.layout) for x in (k_BTKH, v_BTKH))
+            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, scores, sinks_N, context)
         out_BTNH = checkpoint_name(out_BTNH, "context")
-        out_BTD = context.scattered(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
-        if spec.bias:
+        out_BTD = context.reduce_scatter_sequence(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
+        if self.spec.out_bias:
             out_BTD += self.out_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "out_proj"), cache
 
@@ -74,8 +95,8 @@ class Attention(nnx.Module):
             v_BTKH += self.value_bias[...].astype(x_BTD.dtype)
         return q_BTNH, k_BTKH, v_BTKH
 
-    def _place(self, q_BTNH: jax.Array, k_BTKH: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries and keys normalised, rotated to their positions, and the queries at their temperature."""
+    def _position(self, q_BTNH: jax.Array, k_BTKH: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Normalises queries and keys, rotates them to their positions, and scales queries by their temperature."""
         spec = self.spec
         if spec.qk_norm in ("head", "all_heads"):
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
@@ -84,7 +105,7 @@ class Attention(nnx.Module):
         if spec.qk_norm == "l2":
             q_BTNH, k_BTKH = root_mean_square(q_BTNH, self.epsilon), root_mean_square(k_BTKH, self.epsilon)
         if spec.temperature_scale:
-            # Llama 4's: attention spreads out over long texts, so queries grow with the position.
+            # Llama 4: attention flattens over long texts, so queries grow with the position.
             floors_BT = jnp.floor((positions_BT + 1.0) / spec.temperature_floor)
             temperature_BT = 1.0 + spec.temperature_scale * jnp.log1p(floors_BT)
             q_BTNH = (q_BTNH * temperature_BT[:, :, None, None]).astype(q_BTNH.dtype)

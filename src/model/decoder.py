@@ -1,8 +1,9 @@
-"""The decoder: an embedding, segments of layer patterns, a final norm; hidden states out, logits on request."""
+"""The decoder: an embedding, groups of repeated layers, a final norm; hidden states out, logits on request."""
 
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,19 +11,44 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from src.model import cache
 from src.model.attention import Attention
-from src.model.attention_kernels.choose import MASKED
+from src.model.attention_kernels.reference import MASKED
+from src.model.attention_kernels.scores import ScoreSpec
+from src.model.cache import Cache, CacheArray
+from src.model.costs import Costs
 from src.model.dropout import dropout
-from src.model.embeddings import looked_up, sinusoidal
+from src.model.embeddings import embed_tokens, sinusoidal
 from src.model.feed_forward import FeedForward
-from src.model.forward_context import Context
+from src.model.forward_context import ForwardContext
 from src.model.latent_attention import LatentAttention
-from src.model.layers import Execution, run_segment
+from src.model.layers import Execution, run_layer_group
 from src.model.moe.layer import Experts
 from src.model.norm import Norm
 from src.model.params import Tree, matmul, stack, weight
-from src.model.spec import ExpertsSpec, LayerSpec, ModelSpec, longest
+from src.model.spec import ExpertsSpec, LayerSpec, ModelSpec
+
+
+def mixer(layer: LayerSpec) -> type[Attention] | type[LatentAttention]:
+    """Returns the module that mixes a layer's tokens. Another kind of mixer needs the same methods."""
+    return LatentAttention if layer.attention.latent else Attention
+
+
+def feed_forward(layer: LayerSpec) -> type[FeedForward] | type[Experts]:
+    """Returns the module of a layer's feed-forward part."""
+    return Experts if isinstance(layer.feed_forward, ExpertsSpec) else FeedForward
+
+
+def layer_costs(layer: LayerSpec) -> dict[str, Costs]:
+    """Returns the costs of a layer's parts, by the names that their weights have in a block."""
+    return {
+        "attention": mixer(layer).costs(layer.attention),
+        "feed_forward": feed_forward(layer).costs(layer.feed_forward),
+    }
+
+
+def attention_scores(spec: ModelSpec) -> list[ScoreSpec]:
+    """Returns what the attention kernels of a model's layers compute."""
+    return [scores for layer in dict.fromkeys(spec.layers) if (scores := layer_costs(layer)["attention"].scores)]
 
 
 class Block(nnx.Module):
@@ -33,33 +59,36 @@ class Block(nnx.Module):
         # 2 L branches add up in the residual stream: each starts smaller (Radford et al. 2019, section 2.3).
         out_scale = 1.0 / math.sqrt(2 * len(model.layers))
         self.dropout_rate = spec.dropout_rate
-        attention = LatentAttention if spec.attention.latent else Attention
-        feed_forward = Experts if isinstance(spec.feed_forward, ExpertsSpec) else FeedForward
         self.attention_norm = Norm(spec.norm, (D,), dtype, rngs) if spec.norm_before else None
-        self.attention = attention(spec.attention, spec.norm, D, out_scale, dtype, rngs)
+        self.attention = mixer(spec)(spec.attention, spec.norm, D, out_scale, dtype, rngs)
         self.attention_out_norm = Norm(spec.norm, (D,), dtype, rngs) if spec.norm_after else None
         self.feed_forward_norm = Norm(spec.norm, (D,), dtype, rngs) if spec.norm_before else None
-        self.feed_forward = feed_forward(spec.feed_forward, D, out_scale, dtype, rngs)
+        self.feed_forward = feed_forward(spec)(spec.feed_forward, D, out_scale, dtype, rngs)
         self.feed_forward_out_norm = Norm(spec.norm, (D,), dtype, rngs) if spec.norm_after else None
 
     def __call__(
-        self, x_BTD: jax.Array, context: Context, cache: cache.Cache | None, layer: jax.Array
-    ) -> tuple[jax.Array, cache.Cache | None, Tree]:
-        """Block number `layer` of the model: [B, T, D] to [B, T, D], the cache, and what it reports of itself."""
+        self, x_BTD: jax.Array, context: ForwardContext, cache: Cache | None, layer: jax.Array
+    ) -> tuple[jax.Array, Cache | None, Tree]:
+        """Maps [B, T, D] to [B, T, D] as block number `layer` of the model; returns the cache and a report too."""
+        context = replace(context, layer=layer)
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
-        attended_BTD, cache = self.attention(context.gathered(_normalised(self.attention_norm, x_BTD)), context, cache)
-        attended_BTD = _normalised(self.attention_out_norm, attended_BTD)
-        x_BTD = x_BTD + dropout(attended_BTD, self.dropout_rate, context, 2 * layer)
-        x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
-        fed_BTD, report = self.feed_forward(context.gathered(_normalised(self.feed_forward_norm, x_BTD)), context)
-        fed_BTD = _normalised(self.feed_forward_out_norm, fed_BTD)
-        x_BTD = x_BTD + dropout(fed_BTD, self.dropout_rate, context, 2 * layer + 1)
-        x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
+        with jax.named_scope("attention"):
+            normed_BTD = context.all_gather_sequence(_normalise(self.attention_norm, x_BTD))
+            out_BTD, cache = self.attention(normed_BTD, context, cache)
+            x_BTD = self._add(x_BTD, _normalise(self.attention_out_norm, out_BTD), context, 2 * layer)
+        with jax.named_scope("feed_forward"):
+            normed_BTD = context.all_gather_sequence(_normalise(self.feed_forward_norm, x_BTD))
+            out_BTD, report = self.feed_forward(normed_BTD, context)
+            x_BTD = self._add(x_BTD, _normalise(self.feed_forward_out_norm, out_BTD), context, 2 * layer + 1)
         return x_BTD, cache, {"feed_forward": report}
 
+    def _add(self, x_BTD: jax.Array, out_BTD: jax.Array, context: ForwardContext, site: jax.Array) -> jax.Array:
+        x_BTD = x_BTD + dropout(out_BTD, self.dropout_rate, context, site)
+        return context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
 
-class PredictionLayer(nnx.Module):
-    """One more token ahead: joins hidden states with the next tokens' embeddings (DeepSeek-V3, section 2.2)."""
+
+class MtpLayer(nnx.Module):
+    """Predicts one more token: joins hidden states with the next tokens' embeddings (DeepSeek-V3, section 2.2)."""
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, rngs: nnx.Rngs) -> None:
         D, dtype = model.emb_dim, model.weight_dtype
@@ -70,9 +99,9 @@ class PredictionLayer(nnx.Module):
         self.final_norm = Norm(spec.norm, (D,), dtype, rngs)
 
     def __call__(
-        self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context, layer: jax.Array
+        self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: ForwardContext, layer: jax.Array
     ) -> tuple[jax.Array, Tree]:
-        """Hidden states [B, T, D] and the embeddings of the tokens one further ahead, to hidden states."""
+        """Maps hidden states [B, T, D] and the embeddings of the tokens one further on to hidden states [B, T, D]."""
         joined_BTD = jnp.concatenate([self.embedding_norm(embedded_BTD), self.hidden_norm(hidden_BTD)], axis=-1)
         x_BTD = matmul(joined_BTD, self.projection[...], "BTC,CD->BTD")
         x_BTD, _, report = self.block(x_BTD, context, None, layer)
@@ -84,120 +113,129 @@ class Decoder(nnx.Module):
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
         self.spec = spec
-        self.plan = spec.plan
         V, D, dtype = spec.padded_vocab_size, spec.emb_dim, spec.weight_dtype
         # As an input its values are of size 1, as a norm's output is; tied, it is also a projection that sums over D.
         self.embedding = weight(rngs, (V, D), ("vocab", "embed"), dtype, fan_in=(1,) if spec.tied_output else ())
         if spec.position_table == "learned":
             rows = spec.position_table_size
             self.position_embedding = weight(rngs, (rows, D), ("position", "embed"), dtype, fan_in=(1,))
-        self.segments = nnx.List([self._segment_weights(index, rngs) for index in range(len(self.plan))])
+        self.segments = nnx.List([self._group_weights(index, rngs) for index in range(len(spec.layer_groups))])
         self.final_norm = Norm(spec.final_norm, (D,), dtype, rngs)
         if not spec.tied_output:
             self.output = weight(rngs, (D, V), ("embed", "vocab"), dtype, fan_in=(0,))
-        last = spec.layers[-1]
-        self.mtp = nnx.List([PredictionLayer(last, spec, rngs) for _ in range(spec.prediction_layers)])
+        self.mtp = nnx.List([MtpLayer(spec.layers[-1], spec, rngs) for _ in range(spec.mtp_num_layers)])
 
-    def _segment_weights(self, index: int, rngs: nnx.Rngs) -> nnx.Module:
-        segment = self.plan[index]
+    def _group_weights(self, index: int, rngs: nnx.Rngs) -> nnx.Module:
+        group = self.spec.layer_groups[index]
 
         def pattern(rngs: nnx.Rngs) -> nnx.List:
-            return nnx.List([Block(layer, self.spec, rngs) for layer in segment.pattern])
+            return nnx.List([Block(layer, self.spec, rngs) for layer in group.pattern])
 
-        if segment.shared:
+        if group.shared:
             return pattern(rngs)
-        return stack(pattern, rngs, segment.repeats, "layers" if index == longest(self.plan) else "other_layers")
+        return stack(pattern, rngs, group.repeats, "layers" if index == self.spec.largest_group else "other_layers")
 
     def __call__(
-        self, tokens_BT: jax.Array, context: Context, execution: Execution, caches: Any = None
+        self, tokens_BT: jax.Array, context: ForwardContext, execution: Execution, caches: Any = None
     ) -> tuple[jax.Array, Any, Tree]:
-        """Token ids [B, T] to hidden states [B, T, D] after the final norm.
+        """Maps token ids [B, T] to hidden states [B, T, D] after the final norm.
 
         Args:
             tokens_BT: the ids.
-            context: what every block is told.
+            context: shared by all blocks.
             execution: how the layers run.
             caches: as `empty_caches` makes them; None in training.
 
         Returns:
             The hidden states, the caches with these tokens in them, and the layers' reports, nested as weights are.
         """
-        x_BTD = self._embed(tokens_BT, context)
-        if self.spec.position_table == "learned":
-            table_SD = self.position_embedding[...].astype(x_BTD.dtype)
-            x_BTD += context.layout.constrain(table_SD, "position", "activation_embed")[context.positions_BT]
-        elif self.spec.position_table == "sinusoidal":
-            x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
-        x_BTD = dropout(x_BTD, self.spec.dropout_rate, context, 2 * self._all_layers())
-        x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
+        with jax.named_scope("embedding"):
+            x_BTD = self._embed(tokens_BT, context)
+            if self.spec.position_table == "learned":
+                table_SD = self.position_embedding[...].astype(x_BTD.dtype)
+                x_BTD += context.layout.constrain(table_SD, "position", "activation_embed")[context.positions_BT]
+            elif self.spec.position_table == "sinusoidal":
+                x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
+            site = 2 * (len(self.spec.layers) + self.spec.mtp_num_layers)  # after those of all blocks
+            x_BTD = dropout(x_BTD, self.spec.dropout_rate, context, site)
+            x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
         reports, new_caches, first_layer = {}, [], 0
-        for index, (segment, blocks) in enumerate(zip(self.plan, self.segments, strict=True)):
-            segment_caches = None if caches is None else caches[index]
-            x_BTD, segment_caches, reports[index] = run_segment(
-                segment, blocks, x_BTD, context, segment_caches, first_layer, execution, index == longest(self.plan)
+        for index, (group, blocks) in enumerate(zip(self.spec.layer_groups, self.segments, strict=True)):
+            group_caches = None if caches is None else caches[index]
+            staged = index == self.spec.largest_group
+            x_BTD, group_caches, reports[index] = run_layer_group(
+                group, blocks, x_BTD, context, group_caches, first_layer, execution, staged
             )
-            new_caches.append(segment_caches)
-            first_layer += len(segment.pattern) * segment.repeats
+            new_caches.append(group_caches)
+            first_layer += len(group.pattern) * group.repeats
         return self.final_norm(x_BTD), None if caches is None else new_caches, {"segments": reports}
 
-    def predict_ahead(
-        self, hidden_BTD: jax.Array, ahead: Sequence[jax.Array], context: Context, execution: Execution
+    def mtp_hidden_states(
+        self, hidden_BTD: jax.Array, mtp_tokens: Sequence[jax.Array], context: ForwardContext, execution: Execution
     ) -> tuple[list[jax.Array], Tree]:
-        """What the extra prediction layers make of the decoder's hidden states [B, T, D].
+        """Runs the multi-token prediction layers on the decoder's hidden states [B, T, D].
 
         Args:
             hidden_BTD: from `__call__`.
-            ahead: of each layer the tokens [B, T] that stand 1, 2, ... further on than the states' own.
+            mtp_tokens: for each layer the tokens [B, T] that stand 1, 2, ... further on than the states' own.
             context: as in `__call__`.
             execution: as in `__call__`.
 
         Returns:
-            Hidden states for `logits`: entry k - 1 at position t predicts token t + k + 1, of a row's same segment.
-            And the layers' reports.
+            Hidden states for `logits`, whose entry k - 1 at position t predicts token t + k + 1 of the same segment,
+            and the layers' reports.
         """
         predicted, reports = [], {}
-        for index, (layer, tokens_BT) in enumerate(zip(self.mtp, ahead, strict=True)):
+        for index, (layer, tokens_BT) in enumerate(zip(self.mtp, mtp_tokens, strict=True)):
             embedded_BTD = self._embed(tokens_BT, context)
             run_layer = execution.remat(functools.partial(layer, context=context), repeats=1)
             hidden_BTD, reports[index] = run_layer(hidden_BTD, embedded_BTD, layer=len(self.spec.layers) + index)
             predicted.append(layer.final_norm(hidden_BTD))
         return predicted, {"mtp": reports}
 
-    def logits(self, hidden_BTD: jax.Array, context: Context) -> jax.Array:
-        """Hidden states [B, T, D] to float32 logits [B, T, V]; those past the vocabulary's end are about -1e38."""
-        hidden_BTD = context.gathered(hidden_BTD)
+    @jax.named_scope("output_projection")
+    def logits(self, hidden_BTD: jax.Array, context: ForwardContext) -> jax.Array:
+        """Maps hidden states [B, T, D] to float32 logits [B, T, V]; those past the vocabulary's end are about -1e38."""
+        hidden_BTD = context.all_gather_sequence(hidden_BTD)
         if self.spec.tied_output:
             logits_BTV = matmul(hidden_BTD, self.embedding[...], "BTD,VD->BTV")
         else:
             logits_BTV = matmul(hidden_BTD, self.output[...], "BTD,DV->BTV")
         logits_BTV = context.layout.constrain(logits_BTV, "batch", "length", "vocab").astype(jnp.float32)
-        cap = self.spec.final_logits_soft_cap
-        if cap:
+        if cap := self.spec.final_logits_soft_cap:
             logits_BTV = cap * jnp.tanh(logits_BTV / cap)
         in_vocabulary = jnp.arange(self.spec.padded_vocab_size) < self.spec.vocab_size
         return jnp.where(in_vocabulary, logits_BTV, MASKED)
 
-    def _embed(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
-        # Gathered over fsdp before it is looked up, as every weight is: else XLA replicates the result.
+    def _embed(self, tokens_BT: jax.Array, context: ForwardContext) -> jax.Array:
+        # Gathered over fsdp before the lookup, as every weight is: otherwise XLA replicates the result.
         table_VD = context.layout.constrain(self.embedding[...].astype(self.spec.dtype), "vocab", None)
-        x_BTD = looked_up(table_VD, tokens_BT, context.layout)
-        x_BTD = context.layout.constrain(x_BTD, "batch", "length", "activation_embed")  # the parts of a block
+        x_BTD = embed_tokens(table_VD, tokens_BT, context.layout)
+        x_BTD = context.layout.constrain(x_BTD, "batch", "length", "activation_embed")
         # Gemma's own code has the factor in the compute dtype too.
         return x_BTD * jnp.sqrt(float(self.spec.emb_dim)).astype(x_BTD.dtype) if self.spec.scale_embedding else x_BTD
 
-    def _all_layers(self) -> int:
-        return len(self.spec.layers) + self.spec.prediction_layers
+
+def cache_arrays(spec: ModelSpec, rows: int, length: int) -> list[list[dict[str, CacheArray]]]:
+    """Declares the caches for `rows` texts of up to `length` tokens, by layer group and pattern position.
+
+    Each array has a first dim of the group's repeats.
+    """
+
+    def declare(layer: LayerSpec, repeats: int) -> dict[str, CacheArray]:
+        arrays = mixer(layer).cache_arrays(layer.attention, rows, length)
+        return {name: CacheArray((repeats, *shape), (None, *axes)) for name, (shape, axes) in arrays.items()}
+
+    return [[declare(layer, group.repeats) for layer in group.pattern] for group in spec.layer_groups]
 
 
-def empty_caches(spec: ModelSpec, rows: int, length: int) -> list[list[cache.Cache]]:
-    """Caches for `rows` texts of up to `length` tokens: a segment, a pattern layer, arrays of [repeats, B, S, ...]."""
-
-    def repeated(layer: LayerSpec, repeats: int) -> cache.Cache:
-        one = cache.empty(layer, spec, rows, length)
-        return {name: jnp.zeros((repeats, *array.shape), array.dtype) for name, array in one.items()}
-
-    return [[repeated(layer, segment.repeats) for layer in segment.pattern] for segment in spec.plan]
+def empty_caches(spec: ModelSpec, rows: int, length: int) -> list[list[Cache]]:
+    """Makes the caches that `cache_arrays` declares, of zeros in the compute dtype."""
+    declared = cache_arrays(spec, rows, length)
+    return jax.tree.map(
+        lambda array: jnp.zeros(array.shape, spec.dtype), declared, is_leaf=lambda node: isinstance(node, CacheArray)
+    )
 
 
-def _normalised(norm: Norm | None, x: jax.Array) -> jax.Array:
+def _normalise(norm: Norm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)

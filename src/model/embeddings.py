@@ -1,4 +1,4 @@
-"""A token's vector, the three ways to say where it stands, and how rotary positions reach further than was trained."""
+"""Token embeddings and positions: rotary (with its extensions to longer contexts) and sinusoidal."""
 
 import functools
 import math
@@ -11,12 +11,12 @@ from src.model.spec import RopeSpec
 from src.parallel.mesh import Layout
 
 
-def looked_up(table_VD: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.Array:
-    """Rows [B, T, D] of the vocabulary's table, by token.
+def embed_tokens(table_VD: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.Array:
+    """Looks up the tokens' rows [B, T, D] of the vocabulary's table.
 
-    Where devices have parts of the table, each looks up what its own part has, and the sum over them has the rest
-    (Shoeybi et al. 2019, section 3). XLA makes the same program of `table_VD[tokens_BT]`, but that of JAX 0.11 aborts
-    on it within a map over other axes.
+    Where the table is sharded, each device looks up what its part has, and the sum over devices has the rest (Shoeybi
+    et al. 2019, section 3). XLA makes the same program of `table_VD[tokens_BT]`, but that of JAX 0.11 aborts on it
+    within a map over other axes.
     """
     sharing = layout.axes("vocab")
     if layout.size(sharing) == 1:
@@ -27,15 +27,15 @@ def looked_up(table_VD: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.
         in_specs=(layout.spec(("vocab", None)), layout.spec(("batch", "length"))),
         out_specs=layout.spec(("vocab", "batch", "length", None)),
     )
-    def of_own_part(part_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        own_BT = tokens_BT - jax.lax.axis_index(sharing) * len(part_VD)
-        return part_VD.at[own_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)[None]
+    def on_device(part_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+        row_BT = tokens_BT - jax.lax.axis_index(sharing) * len(part_VD)
+        return part_VD.at[row_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)[None]
 
-    return jax.lax.reduce_sum(of_own_part(table_VD, tokens_BT), axes=(0,))
+    return jax.lax.reduce_sum(on_device(table_VD, tokens_BT), axes=(0,))
 
 
 def rope(x_BTNH: jax.Array, positions_BT: jax.Array, spec: RopeSpec) -> jax.Array:
-    """Rotary positions (Su et al. 2021, section 3.4.2): rotates pairs of the first `spec.dim` of each head.
+    """Rotates pairs of the first `spec.dim` of each head by position (Su et al. 2021, section 3.4.2).
 
     Pair i turns by position * frequencies[i] radians; it is (i, i + dim / 2), as in Llama's Hugging Face checkpoints,
     or (2i, 2i + 1) with `spec.interleave`. Computed in float32, returned in `x_BTNH`'s dtype.
@@ -44,7 +44,7 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, spec: RopeSpec) -> jax.Arra
     angle_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
     sin, cos = size * jnp.sin(angle_BT1P), size * jnp.cos(angle_BT1P)
     rotated, rest = jnp.split(x_BTNH, [spec.dim], axis=-1)
-    # Halves are cut and joined, not stacked: a dim of size 2 has XLA lay all of it out again, in float32, on a TPU.
+    # Halves are split and concatenated, not stacked: on a TPU, XLA would lay out a dim of size 2 anew, in float32.
     if spec.interleave:
         first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
@@ -56,7 +56,7 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, spec: RopeSpec) -> jax.Arra
 
 
 def _frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
-    """Radians a position of each pair, float32 [dim / 2], and what the rotated part is multiplied by."""
+    """Returns each pair's radians per position, float32 [dim / 2], and the factor of the rotated part."""
     pair = np.arange(spec.dim // 2, dtype=np.float32)
     plain = 1.0 / spec.max_timescale ** (pair / np.float32(spec.dim // 2))
     if spec.kind == "default":
@@ -65,15 +65,15 @@ def _frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
     if spec.kind == "linear":  # position interpolation (Chen et al. 2023)
         return stretched, 1.0
     if spec.kind == "llama3.1":
-        # Waves are kept or stretched by their length, those between by a mix that is linear in their turns.
+        # Short waves stay, long ones are stretched, those between are mixed linearly by their turns.
         turns = spec.original_length * plain / (2 * np.pi)
         between = max(spec.high_freq_factor - spec.low_freq_factor, 1e-6)  # Llama 4 Scout has none between
-        kept = np.clip((turns - spec.low_freq_factor) / between, 0.0, 1.0)
-        return (stretched + kept * (plain - stretched)).astype(np.float32), 1.0
+        share = np.clip((turns - spec.low_freq_factor) / between, 0.0, 1.0)
+        return (stretched + share * (plain - stretched)).astype(np.float32), 1.0
     assert spec.kind == "yarn"  # Peng et al. 2023, arXiv:2309.00071, section 3
 
     def pair_of(turns: float) -> float:
-        """The pair that makes `turns` turns in the original length, between pairs."""
+        """Returns the (fractional) pair that makes `turns` turns in the original length."""
         wave = spec.original_length / (turns * 2 * math.pi)
         return spec.dim / 2 * math.log(wave) / math.log(spec.max_timescale)
 
@@ -81,7 +81,7 @@ def _frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
     if spec.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, spec.dim - 1)
-    # As in transformers, bounds the wrong way round keep all but the pairs before both.
+    # As in transformers: where last < first, only the pairs before both stay.
     share = np.clip((pair - first) / ((last - first) or 1e-3), 0.0, 1.0)
     frequencies = (plain + share * (stretched - plain)).astype(np.float32)
 
@@ -93,9 +93,9 @@ def _frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
 
 
 def sinusoidal(positions_BT: jax.Array, emb_dim: int) -> jax.Array:
-    """Fixed positions (Vaswani et al. 2017, section 3.5), sines in the first half of D, cosines in the second.
+    """Returns fixed positions, float32 [B, T, D] (Vaswani et al. 2017, section 3.5).
 
-    [B, T] to float32 [B, T, D]; wavelengths run from 2 pi to 10,000 times that.
+    Sines are in the first half of D, cosines in the second; wavelengths run from 2 pi to 10,000 times that.
     """
     half = emb_dim // 2
     timescale = 10_000.0 ** (jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1))

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from src.model.forward_context import Context
+from src.model.costs import Costs
+from src.model.forward_context import ForwardContext
 from src.model.params import matmul, weight
 from src.model.spec import FeedForwardSpec
 
@@ -24,7 +25,7 @@ ACTIVATIONS = {
 
 
 class FeedForward(nnx.Module):
-    """Projects to one factor an activation, multiplies the activated factors, projects back.
+    """Projects to one factor per activation, multiplies the activated factors, projects back.
 
     [silu, linear] is SwiGLU (Shazeer 2020); [gelu] is GPT's; [quick_gelu, plus_one] is gpt-oss's.
     """
@@ -38,23 +39,31 @@ class FeedForward(nnx.Module):
             self.wi_bias = weight(rngs, (factors, mlp_dim), (None, "mlp"), dtype, constant=0.0, decays=False)
             self.wo_bias = weight(rngs, (emb_dim,), (None,), dtype, constant=0.0, decays=False)
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """[B, T, D] to [B, T, D], and nothing to report."""
+    @staticmethod
+    def costs(spec: FeedForwardSpec) -> Costs:
+        """Counts what the layer makes beside its weights' products."""
+        width = (len(spec.activations) + 1) * spec.mlp_dim  # the factors and their product
+        return Costs(width, {"mlp": (spec.mlp_dim,)}, {"wi": ("mlpwi",), "wo": ("mlpwo",)}, last="wo")
+
+    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Maps [B, T, D] to [B, T, D]; reports nothing."""
         hidden_BTAF = matmul(x_BTD, self.wi[...], "BTD,DAF->BTAF")
         if self.spec.bias:
             hidden_BTAF += self.wi_bias[...].astype(x_BTD.dtype)
         hidden_BTAF = context.layout.constrain(hidden_BTAF, "batch", "length", None, "mlp")
         hidden_BTAF = checkpoint_name(hidden_BTAF, "mlpwi")
-        out_BTD = context.scattered(matmul(activated(hidden_BTAF, self.spec), self.wo[...], "BTF,FD->BTD"))
+        out_BTD = context.reduce_scatter_sequence(
+            matmul(activated(hidden_BTAF, self.spec), self.wo[...], "BTF,FD->BTD")
+        )
         if self.spec.bias:
             out_BTD += self.wo_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "mlpwo"), {}
 
 
 def activated(hidden_AF: jax.Array, spec: FeedForwardSpec) -> jax.Array:
-    """[..., A, F] to [..., F]: the product of the activated factors."""
+    """Multiplies the activated factors: [..., A, F] to [..., F]."""
     factors = [hidden_AF[..., index, :] for index in range(len(spec.activations))]
-    if spec.limit:  # the gate, which comes first, is clipped from above alone
+    if spec.limit:  # the gate, the first factor, is clipped from above only
         gate, *others = factors
         factors = [jnp.minimum(gate, spec.limit), *(jnp.clip(x, -spec.limit, spec.limit) for x in others)]
     activated_factors = (ACTIVATIONS[name](x) for name, x in zip(spec.activations, factors, strict=True))

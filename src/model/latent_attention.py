@@ -7,21 +7,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from src.model.attention_kernels.choose import attend, masked_attention
-from src.model.cache import Cache, in_order, update, visible_BTS
+from src.model.attention_kernels.choose import attend
+from src.model.attention_kernels.reference import masked_attention
+from src.model.cache import Cache, CacheArray, decode_mask, in_order, update
+from src.model.costs import Costs
 from src.model.embeddings import rope
-from src.model.forward_context import Context, whole_rows
+from src.model.forward_context import ForwardContext
 from src.model.norm import Norm
 from src.model.params import matmul, weight
 from src.model.spec import AttentionSpec, NormSpec
+from src.parallel.sequence import replicate_rows
 
 
 class LatentAttention(nnx.Module):
     """Causal self-attention within a segment whose N heads expand one latent of R numbers per token.
 
-    A head is a part without positions and a rotary part, whose key all heads share. The cache holds the latent and
-    that key, and a token that reads it never expands it: the expansion moves over to its query and to its result
-    (section 2.1.2 of the paper).
+    A head has a part without positions and a rotary part, whose key all heads share. The cache holds the latent and
+    that key; a token that reads it never expands it, but moves the expansion to its query and its output (section
+    2.1.2 of the paper).
     """
 
     def __init__(
@@ -43,66 +46,82 @@ class LatentAttention(nnx.Module):
         out_axes = ("heads", "head_dim", "embed")
         self.out = weight(rngs, (N, sizes.value_dim, emb_dim), out_axes, dtype, fan_in=(0, 1), scale=out_scale)
 
-    def __call__(self, x_BTD: jax.Array, context: Context, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
-        """[B, T, D] to [B, T, D], and the cache with these tokens, which training leaves None."""
-        constrain = context.layout.constrain
+    @staticmethod
+    def costs(spec: AttentionSpec) -> Costs:
+        """Counts what latent attention makes beside its weights' products."""
+        heads = (spec.num_query_heads, spec.num_query_heads)
+        spared_by = {"query": ("query_proj",), "kv_up": ("key_proj", "value_proj"), "out": ("out_proj",)}
+        width = sum(heads) * (spec.head_dim + spec.latent.value_dim)  # queries and keys; values and attention's output
+        return Costs(width, {"heads": heads}, spared_by, last="out", scores=spec.scores)
+
+    @staticmethod
+    def cache_arrays(spec: AttentionSpec, rows: int, length: int) -> dict[str, CacheArray]:
+        """Declares the cache for `rows` texts of up to `length` tokens."""
+        shape = (rows, 1, spec.scores.cache_slots(length), spec.latent.kv_rank + spec.latent.rope_dim)
+        return {"latent": CacheArray(shape, ("batch", None, None, None))}
+
+    def __call__(
+        self, x_BTD: jax.Array, context: ForwardContext, cache: Cache | None
+    ) -> tuple[jax.Array, Cache | None]:
+        """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
+        constrain, scores = context.layout.constrain, self.spec.scores
         query_BTQ = x_BTD
         if self.spec.latent.query_rank:
             query_BTQ = self.query_down_norm(matmul(x_BTD, self.query_down[...], "BTD,DQ->BTQ"))
         q_BTNH = matmul(query_BTQ, self.query[...], "BTQ,QNH->BTNH")
         nope_BTNH, rope_BTNH = jnp.split(q_BTNH, [self.spec.latent.nope_dim], axis=-1)
-        rope_BTNH = self._rotated(rope_BTNH, context)
-        latent_BT1R, shared_BT1H = self._compressed(x_BTD, context)
+        rope_BTNH = self._rotate(rope_BTNH, context)
+        latent_BT1R, shared_BT1H = self._compress(x_BTD, context)
         if cache is not None:
             cache = update(cache, {"latent": jnp.concatenate([latent_BT1R, shared_BT1H], axis=-1)}, context)
         if context.decoding:
             out_BTNH = self._attend_to_latents(nope_BTNH, rope_BTNH, in_order(cache["latent"]), context)
         else:
             q_BTNH = constrain(jnp.concatenate([nope_BTNH, rope_BTNH], axis=-1), "batch", "length", "heads", "head_dim")
-            k_BSNH, v_BSNH = self._expanded(latent_BT1R, shared_BT1H, context)
-            out_BTNH = attend(checkpoint_name(q_BTNH, "query_proj"), k_BSNH, v_BSNH, self.spec, None, context)
+            k_BSNH, v_BSNH = self._expand(latent_BT1R, shared_BT1H, context)
+            out_BTNH = attend(checkpoint_name(q_BTNH, "query_proj"), k_BSNH, v_BSNH, scores, None, context)
         out_BTNH = checkpoint_name(out_BTNH, "context")
-        out_BTD = context.scattered(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
+        out_BTD = context.reduce_scatter_sequence(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
         return checkpoint_name(out_BTD, "out_proj"), cache
 
-    def _rotated(self, x_BTNH: jax.Array, context: Context) -> jax.Array:
+    def _rotate(self, x_BTNH: jax.Array, context: ForwardContext) -> jax.Array:
         return rope(x_BTNH, context.positions_BT, self.spec.rope) if self.spec.rope else x_BTNH
 
-    def _compressed(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """The normalised latent [B, T, 1, R] and the rotary key that all heads share, [B, T, 1, H]."""
+    def _compress(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, jax.Array]:
+        """Returns the normalised latent [B, T, 1, R] and the rotary key that all heads share, [B, T, 1, H]."""
         down_BT1R = matmul(x_BTD, self.kv_down[...], "BTD,DR->BTR")[:, :, None]
         latent_BT1R, shared_BT1H = jnp.split(down_BT1R, [self.spec.latent.kv_rank], axis=-1)
-        return self.kv_down_norm(latent_BT1R), self._rotated(shared_BT1H, context)
+        return self.kv_down_norm(latent_BT1R), self._rotate(shared_BT1H, context)
 
-    def _expanded(
-        self, latent_BT1R: jax.Array, shared_BT1H: jax.Array, context: Context
+    def _expand(
+        self, latent_BT1R: jax.Array, shared_BT1H: jax.Array, context: ForwardContext
     ) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of every head and of `whole_rows`, [B, n S, N, H] each where n devices share a row.
+        """Returns keys and values of every head, [B, n S, N, H] each for n devices that share a row.
 
-        Devices that share rows gather the latent, and each expands whole rows: that takes less time than to gather what
-        each expands of its part (docs/log.md). What may be kept for the backward pass is then the latent too.
+        Devices that share rows gather the latent, and each expands whole rows: that takes less time than gathering
+        what each expands of its part (docs/log.md). What a remat policy keeps is then the latent, too.
         """
         layout = context.layout
-        shared_out = layout.shards("length") > 1
-        if shared_out:
-            latent_BT1R = whole_rows(checkpoint_name(latent_BT1R, "value_proj"), layout, None, None)
-            shared_BT1H = whole_rows(checkpoint_name(shared_BT1H, "key_proj"), layout, None, None)
+        rows_shared = layout.shards("length") > 1
+        if rows_shared:
+            latent_BT1R = replicate_rows(checkpoint_name(latent_BT1R, "value_proj"), layout, None, None)
+            shared_BT1H = replicate_rows(checkpoint_name(shared_BT1H, "key_proj"), layout, None, None)
         expanded_BSNH = matmul(latent_BT1R[:, :, 0], self.kv_up[...], "BTR,RNH->BTNH")
         nope_BSNH, v_BSNH = jnp.split(expanded_BSNH, [self.spec.latent.nope_dim], axis=-1)
         shared_BSNH = jnp.broadcast_to(shared_BT1H, (*nope_BSNH.shape[:-1], shared_BT1H.shape[-1]))
         k_BSNH = jnp.concatenate([nope_BSNH, shared_BSNH], axis=-1)
         k_BSNH, v_BSNH = (layout.constrain(x, "batch", "length", "heads", "head_dim") for x in (k_BSNH, v_BSNH))
-        if shared_out:
+        if rows_shared:
             return k_BSNH, v_BSNH
         return checkpoint_name(k_BSNH, "key_proj"), checkpoint_name(v_BSNH, "value_proj")
 
     def _attend_to_latents(
-        self, nope_BTNH: jax.Array, rope_BTNH: jax.Array, cache_BS1R: jax.Array, context: Context
+        self, nope_BTNH: jax.Array, rope_BTNH: jax.Array, cache_BS1R: jax.Array, context: ForwardContext
     ) -> jax.Array:
-        """Attention on cached latents, which serve as one head's keys and, without their rotary part, its values."""
+        """Attends to cached latents, which serve as one head's keys and, without their rotary part, its values."""
         R, nope_dim = self.spec.latent.kv_rank, self.spec.latent.nope_dim
         kv_up = self.kv_up[...]
         q_BTNR = jnp.concatenate([matmul(nope_BTNH, kv_up[..., :nope_dim], "BTNH,RNH->BTNR"), rope_BTNH], axis=-1)
-        mask_BTS = visible_BTS(self.spec, context.positions_BT, cache_BS1R.shape[1])
-        seen_BTNR = masked_attention(q_BTNR, cache_BS1R, cache_BS1R[..., :R], mask_BTS, self.spec, None)
-        return matmul(seen_BTNR, kv_up[..., nope_dim:], "BTNR,RNH->BTNH")
+        mask_BTS = decode_mask(self.spec.scores, context.positions_BT, cache_BS1R.shape[1])
+        out_BTNR = masked_attention(q_BTNR, cache_BS1R, cache_BS1R[..., :R], mask_BTS, self.spec.scores, None)
+        return matmul(out_BTNR, kv_up[..., nope_dim:], "BTNR,RNH->BTNH")

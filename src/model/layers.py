@@ -1,4 +1,4 @@
-"""Runs a segment: the one place that knows scanning, unrolling, rematerialisation and pipeline stages."""
+"""Runs a group of repeated layers; alone knows about scanning, unrolling, rematerialisation and pipeline stages."""
 
 import functools
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from src.model.forward_context import Context
+from src.model.forward_context import ForwardContext
 from src.model.pipeline import Schedule, run_stages
-from src.model.spec import Segment
+from src.model.spec import LayerGroup
 
 QKV = ("query_proj", "key_proj", "value_proj")
 PRODUCTS = (*QKV, "out_proj", "mlpwi", "mlpwo")
@@ -30,37 +30,43 @@ POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Execution:
-    """How segments run: nothing here changes a result."""
+    """How layer groups run: nothing here changes a result."""
 
     scan_layers: bool = True
     remat_policy: str = "none"
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
     schedule: Schedule | None = None  # of pipeline stages
 
+    @property
+    def kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns the names of the arrays that a policy other than none keeps on the device, and in host memory."""
+        if self.remat_policy != "custom":
+            return POLICIES[self.remat_policy]
+        on_device, on_host = (
+            tuple(name for name, place in self.remat_custom.items() if place == kind) for kind in ("device", "offload")
+        )
+        return on_device, on_host
+
     def remat(self, block: Callable, repeats: int) -> Callable:
-        """`block`, one of a pattern run `repeats` times, keeping for the backward pass what the policy names."""
+        """Wraps a block of a pattern that runs `repeats` times, to keep for the backward pass what the policy names."""
         if self.remat_policy == "none":
             return block
-        # A loop's body is compiled by itself, so common subexpressions cannot undo the recomputation there; one round
-        # is no loop to XLA.
+        # A loop's body is compiled by itself, so common subexpressions cannot undo the recomputation there; a loop of
+        # one round is none to XLA.
         return jax.checkpoint(block, policy=self._policy(), prevent_cse=not (self.scan_layers and repeats > 1))
 
     def remat_turn(self, run_turn: Callable) -> Callable:
-        """`run_turn`, a stage's blocks in a pipeline, keeping what each of them keeps, and not the weights it takes.
+        """Wraps a pipeline stage's turn, to keep what each of its blocks keeps but not the weights it takes.
 
-        With remat_policy=none, where a stage has several turns, each keeps its weights too.
+        With remat_policy=none a stage of several turns keeps the weights of each.
         """
         if self.remat_policy == "none":
             return run_turn
         return jax.checkpoint(run_turn, policy=self._policy("decoder_layer_input"), prevent_cse=False)
 
     def _policy(self, *more: str) -> Callable[..., Any]:
-        """What the backward pass keeps: what `remat_policy` names, and `more` on the device."""
-        if self.remat_policy == "custom":
-            on_device = tuple(name for name, where in self.remat_custom.items() if where == "device")
-            on_host = tuple(name for name, where in self.remat_custom.items() if where == "offload")
-        else:
-            on_device, on_host = POLICIES[self.remat_policy]
+        """Returns JAX's policy that keeps what `remat_policy` names, and `more` on the device."""
+        on_device, on_host = self.kept
         on_device = {*on_device, *more} - {*on_host}
         if on_host:
             return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -72,48 +78,48 @@ class Execution:
         return jax.checkpoint_policies.save_only_these_names(*sorted(on_device))
 
 
-def run_segment(
-    segment: Segment,
+def run_layer_group(
+    group: LayerGroup,
     blocks: nnx.List,
     x: jax.Array,
-    context: Context,
+    context: ForwardContext,
     caches: Any,
     first_layer: int,
     execution: Execution,
     staged: bool,
 ) -> tuple[jax.Array, Any, dict[int, Any]]:
-    """Runs the segment's pattern `repeats` times.
+    """Runs the group's pattern `repeats` times.
 
     Args:
-        segment: the plan.
+        group: the layers.
         blocks: the pattern's blocks; their weights have a leading dim of `repeats`, unless they are shared.
         x: [B, T, D].
-        context: what every block is told.
-        caches: a list of one cache a pattern position, each with a leading dim of `repeats`; None in training.
-        first_layer: the model's number of the segment's first layer.
+        context: shared by all blocks.
+        caches: a list of one cache per pattern position, each with a leading dim of `repeats`; None in training.
+        first_layer: the model's number of the group's first layer.
         execution: scanned or unrolled, and what is kept for the backward pass.
-        staged: whether pipeline stages, where there are any, share out the repeats. With caches all run all of them.
+        staged: whether pipeline stages, where there are any, split the repeats. With caches each runs all of them.
 
     Returns:
         x, the caches, and the blocks' reports by pattern position, with a leading dim of `repeats`.
     """
     graphdef, weights = nnx.split(blocks)
-    layers = first_layer + len(segment.pattern) * jnp.arange(segment.repeats)
+    layers = first_layer + len(group.pattern) * jnp.arange(group.repeats)
 
-    def run_pattern(x: jax.Array, repeat: Any, context: Context) -> tuple[jax.Array, Any]:
-        own_weights, caches, layer = repeat
+    def run_pattern(x: jax.Array, repeat: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
+        repeat_weights, caches, layer = repeat
         reports, new_caches = {}, []
-        for position, block in enumerate(nnx.merge(graphdef, weights if segment.shared else own_weights)):
+        for position, block in enumerate(nnx.merge(graphdef, weights if group.shared else repeat_weights)):
             cache = None if caches is None else caches[position]
             # Each block by itself: the backward pass then holds what one block computes again, not a whole pattern.
-            run_block = execution.remat(functools.partial(block, context=context), segment.repeats)
+            run_block = execution.remat(functools.partial(block, context=context), group.repeats)
             x, cache, report = run_block(x, cache=cache, layer=layer + position)
             new_caches.append(cache)
             reports[position] = report
         return x, (None if caches is None else new_caches, reports)
 
-    def run_repeats(x: jax.Array, repeats: Any, context: Context) -> tuple[jax.Array, Any]:
-        """x, the caches and the reports of consecutive repeats: their weights, caches and first layers."""
+    def run_repeats(x: jax.Array, repeats: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
+        """Runs consecutive repeats, given their weights, caches and first layers; returns x, caches and reports."""
         if execution.scan_layers:
             return jax.lax.scan(lambda x, repeat: run_pattern(x, repeat, context), x, repeats)
         outputs = []
@@ -124,11 +130,11 @@ def run_segment(
 
     if execution.schedule and staged and caches is None:
 
-        def run_chunk(x: jax.Array, weights: Any, layers: jax.Array, context: Context) -> tuple[jax.Array, Any]:
+        def run_chunk(x: jax.Array, weights: Any, layers: jax.Array, context: ForwardContext) -> tuple[jax.Array, Any]:
             x, (_, reports) = run_repeats(x, (weights, None, layers), context)
             return x, reports
 
         x, reports = run_stages(run_chunk, x, weights, layers, context, execution.schedule, execution.remat_turn)
         return x, None, reports
-    x, (caches, reports) = run_repeats(x, (None if segment.shared else weights, caches, layers), context)
+    x, (caches, reports) = run_repeats(x, (None if group.shared else weights, caches, layers), context)
     return x, caches, reports

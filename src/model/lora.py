@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): what is trained in place of the weights they add to.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685), trained in place of the weights they add to.
 
-They are nested as the weights are, under the name `lora` in the trainable part of the state, with `down` and `up` where
-an adapted weight is.
+They are nested as the weights are, under `lora` in the trainable part of the state, with `down` and `up` in place of an
+adapted weight.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from src.errors import UserError, first_few
 from src.model.params import Adapted, Tree, by_path, dotted, field, matches, nested, values, weight
 
 STACKED = ("layers", "other_layers", "expert")  # dims of several weights in one array: each has its own adapter
-LOOKED_UP = ("vocab", "position")  # a table whose first dim is this is not multiplied by
+LOOKED_UP = ("vocab", "position")  # first dims of tables that are not multiplied by
 
-ADAPTER_DTYPE = "float32"  # whatever the weights beneath have: updates are small, and so are adapters
+ADAPTER_DTYPE = "float32"  # whatever the base weights have: updates and adapters are small
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class LoraSpec:
     """Which weights have an adapter, and of what rank."""
 
     rank: int
-    alpha: float  # the product of the two thin matrices is times alpha / rank
+    alpha: float  # scales the product of the two thin matrices by alpha / rank
     patterns: tuple[str, ...]  # of the weights' dotted paths; * stands for anything
 
 
 def declare(spec: LoraSpec, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
-    """What makes the adapters of a model, a nested dict of `nnx.Param`s, from the declarations of its weights.
+    """Returns a function that makes a model's adapters, a nested dict of `nnx.Param`s, for these weights' declarations.
 
     Raises:
         UserError: a pattern fits no weight that is multiplied by.
@@ -71,12 +71,12 @@ def _pair(
 
 
 def attach(weights: Tree, adapters: Tree, spec: LoraSpec) -> Tree:
-    """The weights with each adapted one as an `Adapted`."""
+    """Replaces each adapted weight by an `Adapted`."""
     return _with_adapters(weights, adapters, lambda base, down, up: Adapted(base, down, up * (spec.alpha / spec.rank)))
 
 
 def merge(weights: Tree, adapters: Tree, spec: LoraSpec) -> Tree:
-    """The weights with their adapters added in, in the weights' dtypes and where the weights are, which are donated."""
+    """Adds the adapters to their weights, in the weights' dtypes and shardings; the weights are donated."""
 
     def add(base: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
         stacked = up.ndim - 1 - (base.ndim - down.ndim + 1)
@@ -85,7 +85,7 @@ def merge(weights: Tree, adapters: Tree, spec: LoraSpec) -> Tree:
         return (base.astype(jnp.float32) + spec.alpha / spec.rank * product.reshape(base.shape)).astype(base.dtype)
 
     def add_in_place(base: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
-        # Compiled, so that no device makes the whole of a product whose weight is cut among many.
+        # Compiled, so that no device makes the whole product of a sharded weight.
         return jax.jit(add, out_shardings=base.sharding, donate_argnums=0)(base, down, up)
 
     return _with_adapters(weights, adapters, add_in_place)

@@ -9,7 +9,7 @@ from src.model.spec import NormSpec
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016), as `spec.kind` says, over dims of `shape`."""
+    """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) by `spec.kind`, over the last dims `shape`."""
 
     def __init__(
         self, spec: NormSpec, shape: tuple[int, ...], dtype: str, rngs: nnx.Rngs, axes: tuple[str | None, ...] = (None,)
@@ -21,7 +21,7 @@ class Norm(nnx.Module):
             self.bias = weight(rngs, shape, axes, dtype, constant=0.0, decays=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., *shape] to the same, in `x`'s dtype."""
+        """Normalises [..., *shape], in `x`'s dtype."""
         y = x.astype(jnp.float32)
         if self.spec.kind == "layer":
             y = y - jnp.mean(y, axis=self.dims, keepdims=True)
@@ -33,6 +33,6 @@ class Norm(nnx.Module):
 
 
 def root_mean_square(x: jax.Array, epsilon: float, dims: tuple[int, ...] = (-1,)) -> jax.Array:
-    """`x` over the root of the mean of its squares along `dims`, in `x`'s dtype, without a scale."""
+    """Divides `x` by the root of the mean of its squares along `dims`, in `x`'s dtype, without a scale."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=dims, keepdims=True) + epsilon)).astype(x.dtype)

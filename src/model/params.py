@@ -1,4 +1,4 @@
-"""One declaration per weight, and all that derives from it: initial values, abstract shapes, axes, parameter counts.
+"""Declares each weight once, and derives initial values, abstract shapes, logical axes and parts of the state.
 
 Weights live in `flax.nnx` modules; the training step sees them as a plain nested dict of arrays.
 """
@@ -20,8 +20,8 @@ nnx.use_eager_sharding(False)
 Tree = dict[str, Any]
 
 
-class Statistic(nnx.Variable):
-    """A value that the forward pass reads and no gradient changes."""
+class Buffer(nnx.Variable):
+    """A value that the forward pass reads and no gradient changes (PyTorch's term)."""
 
 
 def weight(
@@ -40,7 +40,7 @@ def weight(
     Args:
         rngs: the source of randomness of the module that owns it.
         shape: its dims, without the layers that share its declaration (`stack` prepends those).
-        axes: the logical axis of each dim, or None for one that is never sharded.
+        axes: the logical axis of each dim; None: never sharded.
         dtype: of the stored weight.
         fan_in: the dims it is summed over. Values are normal, cut at two standard deviations, with variance
             `scale**2` over the product of these dims (LeCun et al., Efficient BackProp, section 4.6).
@@ -60,9 +60,9 @@ def weight(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Adapted:
-    """A weight and what is added to it: `down` times `up`, two thin matrices (LoRA, Hu et al. 2021, section 4.1).
+    """A weight plus `down` times `up`, two thin matrices (LoRA, Hu et al. 2021, section 4.1).
 
-    It stands where the weight would: a projection that multiplies by it never forms the sum.
+    It takes the weight's place; a projection that multiplies by it never forms the sum.
     """
 
     base: jax.Array
@@ -70,32 +70,32 @@ class Adapted:
     up: jax.Array  # the rank, then the other dims; it carries alpha / rank
 
     def __getitem__(self, index: Any) -> "Adapted":
-        """Returns the weight itself for `...`, or for `[..., part]` that part of its last dim, which is `up`'s too."""
+        """Returns all of it for `...`, or for `[..., part]` that part of the weight's last dim, which `up` has too."""
         return self if index is Ellipsis else Adapted(self.base[index], self.down, self.up[index])
 
 
 def matmul(x: jax.Array, kernel: jax.Array | Adapted, einsum: str, precision: str | None = None) -> jax.Array:
-    """Every projection of the model: `x` times a weight in `x`'s dtype, as `einsum` says."""
+    """Multiplies `x` by a weight in `x`'s dtype, as `einsum` says: every projection of the model."""
     if isinstance(kernel, Adapted):
         inputs, out = einsum.split("->")
         x_dims, dims = inputs.split(",")
         inner = kernel.down.ndim - 1
         thin_matrices = [(kernel.down, dims[:inner] + "r"), (kernel.up, "r" + dims[inner:])]
-        if dims[0] in out:  # summed over the weight's outputs: the transposed product takes `up` first
+        if dims[0] in out:  # the product sums over the weight's outputs: transposed, it takes `up` first
             thin_matrices.reverse()
         (first, first_dims), (second, second_dims) = thin_matrices
         thin = "".join(dim for dim in x_dims if dim in out) + "r"
         added = matmul(x, first, f"{x_dims},{first_dims}->{thin}", precision)
         added = matmul(added, second, f"{thin},{second_dims}->{out}", precision)
         return matmul(x, kernel.base, einsum, precision) + added
-    # einsum sums over its letters in alphabetic order, and would turn over a weight whose dims come in another.
+    # einsum sums over its letters in alphabetic order, and would transpose a weight whose dims come in another.
     letters = dict.fromkeys(einsum.partition("->")[0].partition(",")[2] + einsum.partition(",")[0])
     einsum = einsum.translate(str.maketrans(dict(zip(letters, string.ascii_lowercase, strict=False))))
     return jnp.einsum(einsum, x, kernel.astype(x.dtype), precision=precision)
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, repeats: int, axis: str) -> nnx.Module:
-    """`repeats` modules as one, each of whose weights has a first dim of the logical axis `axis`."""
+    """Makes `repeats` modules as one, each of whose weights has a first dim of the logical axis `axis`."""
     keys = jax.random.split(rngs.params(), repeats)
     state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(params=key))))(keys)
 
@@ -110,23 +110,23 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, repeats: int, 
 
 
 def abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
-    """The structure of `make`'s module, and its declarations: a nested dict of `nnx.Variable`s without arrays."""
+    """Returns the structure of `make`'s module and its declarations: nested `nnx.Variable`s without arrays."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
     return graphdef, nnx.to_pure_dict(state, lambda variable: variable)
 
 
 def values(variables: Tree) -> Tree:
-    """The arrays of a nested dict of `nnx.Variable`s; of declarations, their `jax.ShapeDtypeStruct`s."""
+    """Returns the arrays of a nested dict of `nnx.Variable`s; of declarations, their `jax.ShapeDtypeStruct`s."""
     return jax.tree.map(lambda v: v.get_value(), variables, is_leaf=_is_variable)
 
 
 def initial(make: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Tree:
-    """The initial weights as a nested dict; the same values on every mesh."""
+    """Returns the initial weights as a nested dict; the same values on every mesh."""
     return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=jax.random.key(seed)))))
 
 
 def by_path(tree: Tree, above: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
-    """The leaves of a nested dict by path, such as ("segments", 0, 0, "attention", "query")."""
+    """Flattens a nested dict to leaves by path, such as ("segments", 0, 0, "attention", "query")."""
     flat = {}
     for name, entry in tree.items():
         flat |= by_path(entry, (*above, name)) if isinstance(entry, dict) else {(*above, name): entry}
@@ -134,7 +134,7 @@ def by_path(tree: Tree, above: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], An
 
 
 def nested(flat: dict[tuple[Any, ...], Any]) -> Tree:
-    """The nested dict whose leaves `by_path` gave."""
+    """Nests the leaves that `by_path` returned."""
     tree: Tree = {}
     for path, leaf in flat.items():
         below = tree
@@ -145,18 +145,18 @@ def nested(flat: dict[tuple[Any, ...], Any]) -> Tree:
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """A weight's path as users type it: segments.0.0.attention.query."""
+    """Returns a weight's path as users type it: segments.0.0.attention.query."""
     return ".".join(map(str, path))
 
 
 def matches(path: tuple[Any, ...], patterns: Sequence[str]) -> bool:
-    """Whether a pattern fits a weight's dotted path or a whole end of it; * stands for anything."""
+    """Returns whether a pattern fits a weight's dotted path or its last components; * stands for anything."""
     name = dotted(path)
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
 
 
 def select(tree: Tree, parts: Tree, part: str) -> Tree:
-    """The entries of a nested dict that belong to a part; what has none is left out."""
+    """Returns the entries of a nested dict that belong to a part of the state; empty dicts are left out."""
     chosen = {}
     for name, entry in tree.items():
         if isinstance(entry, dict):
@@ -168,7 +168,7 @@ def select(tree: Tree, parts: Tree, part: str) -> Tree:
 
 
 def join(*trees: Tree) -> Tree:
-    """One nested dict of several that have no entry in common: what `select` took apart."""
+    """Joins nested dicts that have no entry in common, such as those from `select`."""
     joined: Tree = {}
     for tree in trees:
         for name, entry in tree.items():
@@ -177,13 +177,13 @@ def join(*trees: Tree) -> Tree:
 
 
 def parts(declarations: Tree) -> Tree:
-    """A nested dict of the part of the state that each weight belongs to: `trainable`, or `stats` for statistics."""
-    part = {nnx.Param: "trainable", Statistic: "stats"}
+    """Returns the part of the state that each weight belongs to, nested: `trainable`, or `stats` for buffers."""
+    part = {nnx.Param: "trainable", Buffer: "stats"}
     return jax.tree.map(lambda v: part[type(v)], declarations, is_leaf=_is_variable)
 
 
 def field(declarations: Tree, name: str) -> Tree:
-    """A nested dict of one field of each declaration: `out_sharding` (the logical axes), `decays`, `fan_in`."""
+    """Returns one field of each declaration, nested: `out_sharding` (the logical axes), `decays` or `fan_in`."""
     return jax.tree.map(lambda v: v.get_metadata()[name], declarations, is_leaf=_is_variable)
 
 

@@ -1,16 +1,18 @@
-"""What a model is, as data: frozen specs made from the config, one entry per layer, and how equal layers repeat.
+"""Describes a model as data: frozen specs made from the config, one entry per layer, and how equal layers repeat.
 
 Tensor letters, here and in every file of the model: B batch, T query position, S key position, D embedding,
 F feed-forward hidden, N query heads, K key/value heads, H head size, A factors of a feed-forward layer, E experts,
 M tokens sorted by expert, Q compressed query, R compressed keys and values, V vocabulary, L layers.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from src.config.values import scaled_sizes
+from src.model.attention_kernels.scores import ScoreSpec
 
 VOCAB_MULTIPLE = 128  # the physical vocabulary is a multiple of this: it shards over powers of two up to it
 
@@ -26,7 +28,7 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary positions of the first `dim` of a head, and how they are stretched to longer contexts."""
+    """Rotary positions of the first `dim` of a head, and how they extend to longer contexts."""
 
     dim: int
     max_timescale: float
@@ -57,42 +59,53 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention of N heads; what a token sees is its segment's tokens up to itself, within `window` or `chunk`."""
+    """Attention of N heads; a token attends to its segment's tokens up to itself, within `window` or `chunk`."""
 
     num_query_heads: int  # N
     num_kv_heads: int  # K
     head_dim: int  # H of queries and keys
-    scale: float  # times q k
+    scale: float  # of q k
     rope: RopeSpec | None
     latent: LatentSpec | None = None
-    window: int = 0  # tokens seen, the token itself among them; 0: all
-    chunk: int = 0  # tokens of the blocks of positions within which they see each other; 0: one block
+    window: int = 0  # tokens attended to, the token itself among them; 0: all
+    chunk: int = 0  # positions of a block, within which tokens attend; 0: one block
     soft_cap: float = 0.0
-    bias: bool = False
+    bias: bool = False  # on queries, keys and values
+    out_bias: bool = False
     sink: bool = False
     qk_norm: str = "none"  # none, head, all_heads or l2
     temperature_scale: float = 0.0
     temperature_floor: int = 1
 
     @property
-    def value_dim(self) -> int:
-        """H of values."""
-        return self.latent.value_dim if self.latent else self.head_dim
+    def scores(self) -> ScoreSpec:
+        """Returns what the attention kernel computes."""
+        value_dim = self.latent.value_dim if self.latent else self.head_dim
+        return ScoreSpec(
+            self.num_query_heads,
+            self.head_dim,
+            value_dim,
+            self.scale,
+            window=self.window,
+            chunk=self.chunk,
+            soft_cap=self.soft_cap,
+            sink=self.sink,
+        )
 
 
 @dataclass(frozen=True)
 class FeedForwardSpec:
-    """A feed-forward layer whose hidden array is the product of its `activations`' factors."""
+    """A feed-forward layer whose hidden array is the product of one factor per activation."""
 
     mlp_dim: int  # F
     activations: tuple[str, ...]
     bias: bool
-    limit: float = 0.0  # what factors are clipped to; 0: nothing
+    limit: float = 0.0  # factors are clipped to it; 0: not clipped
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """A layer of `count` experts, each a feed-forward layer, and the router that chooses among them."""
+    """A layer of `count` experts, each a feed-forward layer, and its router."""
 
     count: int  # E
     per_token: int
@@ -112,7 +125,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer. Layers of one `shared_weights` name use one set of weights; empty: its own."""
+    """One decoder layer. Layers of one `shared_weights` name share one set of weights; "": it has its own."""
 
     attention: AttentionSpec
     feed_forward: FeedForwardSpec | ExpertsSpec
@@ -124,8 +137,8 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """`pattern`, run `repeats` times; with `shared` every repeat uses the pattern's one set of weights."""
+class LayerGroup:
+    """A pattern of layers, run `repeats` times; with `shared` every repeat uses the same weights."""
 
     pattern: tuple[LayerSpec, ...]
     repeats: int
@@ -134,44 +147,50 @@ class Segment:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only Transformer: what stands before, in and after its layers."""
+    """A decoder-only Transformer: its layers, and what comes before and after them."""
 
     emb_dim: int  # D
     vocab_size: int  # V, as the tokenizer and a user see it
     layers: tuple[LayerSpec, ...]
-    position_table: str  # "learned" or "sinusoidal": added to the embedding; "" : none is
+    position_table: str  # added to the embedding: "learned", "sinusoidal" or "" for none
     position_table_size: int  # rows of a learned table
     final_norm: NormSpec
     scale_embedding: bool
-    prediction_layers: int  # extra ones, each like the last layer
+    mtp_num_layers: int  # extra ones that predict further tokens, each like the last layer
     tied_output: bool
     final_logits_soft_cap: float
     dropout_rate: float
     weight_dtype: str
     dtype: str
-    stacked: bool = True  # weights of repeated layers lie in one array, for a scan over them; else each has its own
+    stacked: bool = True  # weights of repeated layers are stacked, for a scan over them; else each has its own arrays
 
     @property
-    def plan(self) -> tuple[Segment, ...]:
-        """The layers as the segments that the weights and caches are nested by."""
-        plan = segments(self.layers)
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """Groups the layers as weights and caches are nested."""
+        groups = group_layers(self.layers)
         if self.stacked:
-            return plan
-        return tuple(s if s.shared else Segment(s.pattern * s.repeats, 1, shared=False) for s in plan)
+            return groups
+        return tuple(g if g.shared else LayerGroup(g.pattern * g.repeats, 1, shared=False) for g in groups)
+
+    @property
+    def largest_group(self) -> int:
+        """Returns the index of the first group with the most layers: the one that pipeline stages split."""
+        groups = self.layer_groups
+        return max(range(len(groups)), key=lambda index: len(groups[index].pattern) * groups[index].repeats)
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer has experts."""
+        """Returns whether any layer has experts."""
         return any(isinstance(layer.feed_forward, ExpertsSpec) for layer in self.layers)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and columns of the output projection; those past `vocab_size` are masked."""
+        """Returns the embedding's rows and the output projection's columns; those past `vocab_size` are masked."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def model_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that the config describes."""
+    """Returns the model that the config describes."""
     learned = config["position_type"] == "learned"
     table_size = config["trainable_position_size"]
     return ModelSpec(
@@ -182,7 +201,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
         position_table_size=(config["max_target_length"] if table_size == -1 else table_size) if learned else 0,
         final_norm=_norm(config),
         scale_embedding=config["scale_embedding"],
-        prediction_layers=config["mtp_num_layers"],
+        mtp_num_layers=config["mtp_num_layers"],
         tied_output=config["logits_via_embedding"],
         final_logits_soft_cap=config["final_logits_soft_cap"],
         dropout_rate=config["dropout_rate"],
@@ -192,12 +211,12 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def layer_specs(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
-    """One spec per layer, first to last: the config's facts, overridden by `decoder_segments`' patterns."""
+    """Returns one spec per layer, first to last: the config's facts, overridden by `decoder_segments`' patterns."""
     return tuple(_layer(facts, shared_weights) for facts, shared_weights in layer_facts(config))
 
 
 def layer_facts(config: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:
-    """Each layer's keys, and the name of the weights it shares; empty: its own."""
+    """Returns each layer's keys, and the name of the weights it shares; "": it has its own."""
     num_layers = scaled_sizes(config)["num_decoder_layers"]
     if not config["decoder_segments"]:
         return [(config, "")] * num_layers
@@ -245,7 +264,7 @@ def _attention(facts: Mapping[str, Any]) -> AttentionSpec:
     rope = _rope(facts, latent.rope_dim if latent else head_dim) if facts["position_type"] == "rope" else None
     scale = 1.0 / math.sqrt(facts["query_pre_attn_scalar"] or head_dim)
     if rope and rope.kind == "yarn" and latent and rope.mscale_all_dim:
-        # DeepSeek's: yarn's size enters the whole score here, what mscale differs by the rotated part (embeddings.py).
+        # DeepSeek: mscale_all_dim scales the whole score here; embeddings.py scales the rotated part by mscale over it.
         scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
     return AttentionSpec(
         num_query_heads=sizes["num_query_heads"],
@@ -258,6 +277,7 @@ def _attention(facts: Mapping[str, Any]) -> AttentionSpec:
         chunk=facts["chunk_attn_window_size"] if kind == "chunk" else 0,
         soft_cap=float(facts["attn_logits_soft_cap"]),
         bias=facts["attention_bias"],
+        out_bias=facts["attention_bias"] and facts["attention_out_bias"],
         sink=facts["attention_sink"],
         qk_norm=facts["qk_norm"],
         temperature_scale=float(facts["attn_temperature_scale"]),
@@ -265,8 +285,8 @@ def _attention(facts: Mapping[str, Any]) -> AttentionSpec:
     )
 
 
-# What a kind of stretching is made of: the fields of RopeSpec, and the keys they come from.
-STRETCHING = {
+# Per rope_type, the fields of RopeSpec and the keys they come from.
+ROPE_FIELDS = {
     "default": {},
     "linear": {"factor": "rope_factor"},
     "llama3.1": {
@@ -294,7 +314,7 @@ def _rope(facts: Mapping[str, Any], head_dim: int) -> RopeSpec:
         max_timescale=float(facts["rope_max_timescale"]),
         interleave=facts["rope_interleave"],
         kind=kind,
-        **{field: facts[key] for field, key in STRETCHING[kind].items()},
+        **{field: facts[key] for field, key in ROPE_FIELDS[kind].items()},
     )
 
 
@@ -326,30 +346,26 @@ def _feed_forward(facts: Mapping[str, Any]) -> FeedForwardSpec | ExpertsSpec:
     )
 
 
-def longest(plan: Sequence[Segment]) -> int:
-    """The number of the segment with the most layers, the first of several: the one that pipeline stages share out."""
-    return max(range(len(plan)), key=lambda index: len(plan[index].pattern) * plan[index].repeats)
+@functools.cache  # a hundred layers take a second
+def group_layers(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
+    """Groups layers into repeated patterns: the fewest pattern layers, then the fewest groups, then the longest first.
 
-
-def segments(layers: Sequence[LayerSpec]) -> tuple[Segment, ...]:
-    """`layers` as repeated patterns: with the fewest pattern layers, then the fewest segments, then the longest first.
-
-    Each pattern layer is a body to compile, so 26 layers of which every sixth differs are 4 x (5 + 1) and 2 x 1.
+    Each pattern layer is compiled once, so 26 layers of which every sixth differs are 4 x (5 + 1) and 2 x 1.
     """
     count = len(layers)
     number_of = {layer: number for number, layer in enumerate(layers)}
     if len(number_of) == 1:
-        return (Segment((layers[0],), count, shared=bool(layers[0].shared_weights)),)
-    kinds = [number_of[layer] for layer in layers]  # which are compared faster
-    # best[i] describes layers[i:]: (pattern layers, number of segments, ((period, repeats), the rest's))
+        return (LayerGroup((layers[0],), count, shared=bool(layers[0].shared_weights)),)
+    kinds = [number_of[layer] for layer in layers]  # numbers compare faster than specs
+    # best[i] describes layers[i:]: (pattern layers, number of groups, ((period, repeats), the rest's))
     best: list[tuple[int, int, tuple[tuple[int, int], ...]]] = [(0, 0, ())] * (count + 1)
     for start in range(count - 1, -1, -1):
         candidates = []
         for period in range(1, count - start + 1):
             repeats, end = 1, start + period
             while True:
-                bodies, parts, rest = best[end]
-                candidates.append((bodies + period, parts + 1, ((period, repeats), *rest)))
+                bodies, groups, rest = best[end]
+                candidates.append((bodies + period, groups + 1, ((period, repeats), *rest)))
                 if kinds[end : end + period] != kinds[start : start + period]:
                     break
                 repeats, end = repeats + 1, end + period
@@ -357,6 +373,6 @@ def segments(layers: Sequence[LayerSpec]) -> tuple[Segment, ...]:
     result, start = [], 0
     for period, repeats in best[0][2]:
         pattern = tuple(layers[start : start + period])
-        result.append(Segment(pattern, repeats, shared=bool(pattern[0].shared_weights)))
+        result.append(LayerGroup(pattern, repeats, shared=bool(pattern[0].shared_weights)))
         start += period * repeats
     return tuple(result)

@@ -11,7 +11,7 @@ from flax import nnx
 from src.errors import UserError, first_few
 from src.model import lora, params
 from src.model.attention_kernels.choose import choose_kernel
-from src.model.decoder import Decoder
+from src.model.decoder import Decoder, attention_scores
 from src.model.layers import Execution
 from src.model.lora import LoraSpec
 from src.model.moe import layer as moe
@@ -130,7 +130,9 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         decays=params.field(declarations, "decays"),
         layout=layout,
         execution=Execution(config["scan_layers"], config["remat_policy"], dict(config["remat_custom"]), schedule),
-        kernel=choose_kernel(config["attention"], platform, spec, config["max_target_length"], layout),
+        kernel=choose_kernel(
+            config["attention"], platform, attention_scores(spec), spec.dtype, config["max_target_length"], layout
+        ),
         packed=config["packing"],
         vocab_tiles=config["num_vocab_tiling"],
         z_loss=config["z_loss_multiplier"],

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from src.errors import UserError
-from src.model.forward_context import even_order, sharing_keys
 from src.model.pipeline import check_rows
 from src.parallel.mesh import Layout
+from src.parallel.sequence import sharing_keys, zigzag_order
 from src.step.optimizer import Hyper, hyper_parameters, state_shardings, transform
 from src.step.plan import WEIGHTS, Batch, StepPlan
 
@@ -93,7 +93,7 @@ def abstract_batch(plan: StepPlan, position_shape: tuple[int, int, int], length:
     """
     rows = position_shape[0]
     plan.layout.check((rows,), ("batch",))
-    even_order(length, plan.layout)
+    zigzag_order(length, plan.layout)
     if length % plan.layout.shards("norm_length"):
         keys = sharing_keys(plan.layout, "norm_length", "or")
         raise UserError(

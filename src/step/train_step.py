@@ -11,10 +11,11 @@ import optax
 from src.errors import UserError
 from src.model.decoder import Decoder
 from src.model.dropout import token_keys
-from src.model.forward_context import Context, in_even_order, in_text_order
+from src.model.forward_context import ForwardContext
 from src.model.moe import router
 from src.parallel.accumulate import accumulate
 from src.parallel.mesh import Layout
+from src.parallel.sequence import from_zigzag, to_zigzag
 from src.step.loss import cross_entropy
 from src.step.optimizer import Hyper, clip
 from src.step.plan import Batch, StepPlan
@@ -87,7 +88,7 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
             shares["load_balance_loss"] = share * jnp.sum(layers["load_balance_loss"])
             shares["router_z_loss"] = share * jnp.sum(layers["router_z_loss"])
             objective += plan.load_balance * shares["load_balance_loss"] + plan.router_z_loss * shares["router_z_loss"]
-        if plan.spec.prediction_layers:
+        if plan.spec.mtp_num_layers:
             shares["mtp_loss"] = jnp.mean(mtp_sums / jnp.maximum(mtp_tokens, 1.0))
             objective += plan.further_loss * shares["mtp_loss"]
         return objective, (shares, reports)
@@ -140,7 +141,7 @@ def train_step(state: TrainState, batch: Batch, hyper: Hyper, plan: StepPlan) ->
         layers = router.by_layer(reports, real)
         losses = {name: jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")} | losses
         losses |= {name: layers[name] for name in ("expert_load_max", "tokens_dropped")}
-    stats = _where(finite, router.corrected(state.stats, reports, real, plan.bias_update_rate), state.stats)
+    stats = _where(finite, router.update_router_bias(state.stats, reports, real, plan.bias_update_rate), state.stats)
     state = TrainState(state.step + 1, trainable, state.frozen, stats, opt, batch["data_position"])
     usable = _usable(trainable)
     return state, {**losses, "grad_norm": grad_norm, "tokens": tokens, "finite": finite, "usable": usable}
@@ -176,7 +177,7 @@ def eval_step(parts: tuple[Any, ...], batch: Batch, plan: StepPlan) -> Metrics:
     sums = {"loss_sum": loss_sum, "tokens": jnp.sum(batch["loss_mask"], dtype=jnp.float32)}
     if plan.eval_metrics:
         hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
-        hidden_BTD = in_text_order(hidden_BTD, plan.layout.shards("length"))
+        hidden_BTD = from_zigzag(hidden_BTD, plan.layout.shards("length"))
         sums["further"] = _sums_and_counts(plan.eval_metrics(logits_of(hidden_BTD)[..., : plan.spec.vocab_size], batch))
     return sums
 
@@ -202,7 +203,7 @@ def loss_sums(decoder: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.Array
     hidden_BTD, context, reports = hidden_states(decoder, rows, plan)
     logits_of = functools.partial(decoder.logits, context=context)
     loss, squares = cross_entropy(logits_of, hidden_BTD, rows["targets"], rows["loss_mask"], plan.vocab_tiles, parts)
-    predicted, more_reports = decoder.predict_ahead(
+    predicted, more_reports = decoder.mtp_hidden_states(
         hidden_BTD, [rows["tokens"] for rows in ahead], context, plan.execution
     )
     mtp_losses = [
@@ -212,22 +213,22 @@ def loss_sums(decoder: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.Array
     return loss, squares, jnp.array(mtp_losses), {**reports, **more_reports}
 
 
-def hidden_states(decoder: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.Array, Context, Any]:
+def hidden_states(decoder: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.Array, ForwardContext, Any]:
     """The hidden states [B, T, D] of a `shared_out` batch, what the blocks were told, and their reports."""
     positions_BT, segment_ids_BT, keys_BTW = (batch.get(name) for name in ("positions", "segment_ids", "dropout_keys"))
-    context = Context(positions_BT, segment_ids_BT, plan.layout, plan.kernel, plan.packed, keys_BTW)
+    context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, plan.kernel, plan.packed, keys_BTW)
     hidden_BTD, _, reports = decoder(batch["tokens"], context, plan.execution)
     return hidden_BTD, context, reports
 
 
 def shared_out(batch: Batch, layout: Layout) -> Batch:
-    """A batch's arrays [B, T, ...] in the order of `even_order`: those of the step that has them in the text's."""
-    return {name: in_even_order(x, layout) for name, x in batch.items() if name != "data_position"}
+    """A batch's arrays [B, T, ...] in the order of `zigzag_order`: those of the step that has them in the text's."""
+    return {name: to_zigzag(x, layout) for name, x in batch.items() if name != "data_position"}
 
 
 def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
     """Returns what each extra prediction layer reads and predicts, the nearest first: arrays [B, T]."""
-    return [shifted(batch, distance) for distance in range(1, plan.spec.prediction_layers + 1)]
+    return [shifted(batch, distance) for distance in range(1, plan.spec.mtp_num_layers + 1)]
 
 
 def shifted(batch: Batch, distance: int) -> Batch:

@@ -17,7 +17,7 @@ from tiny import BASE
 from src.config import load as configuration
 from src.hf.load import load_weights
 from src.model.decoder import empty_caches
-from src.model.forward_context import Context
+from src.model.forward_context import ForwardContext
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
 from src.step.plan import make_plan
@@ -231,7 +231,7 @@ def weights_of(folder, plan):
 
 def logits_of(plan, weights, tokens_BT, segment_ids_BT, positions_BT):
     """The model's logits [B, T, V] of whole rows, without the vocabulary's padding."""
-    context = Context(positions_BT, segment_ids_BT, plan.layout, plan.kernel, packed=True)
+    context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, plan.kernel, packed=True)
     decoder = plan.decoder(weights)
     hidden_BTD, _, _ = decoder(tokens_BT, context, plan.execution)
     return decoder.logits(hidden_BTD, context)[..., : plan.spec.vocab_size]
@@ -249,7 +249,7 @@ def greedy(plan, weights, prompts, steps):
     def prefill(weights):
         decoder, positions_BT = plan.decoder(weights), jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         segment_ids_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
-        context = Context(positions_BT, segment_ids_BT, plan.layout, plan.kernel, packed=False)
+        context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, plan.kernel, packed=False)
         caches = empty_caches(plan.spec, len(prompts), max(lengths_B) + steps)
         hidden_BTD, caches, _ = decoder(jnp.asarray(tokens_BT), context, plan.execution, caches)
         last_B1D = jnp.take_along_axis(hidden_BTD, lengths_B[:, None, None] - 1, axis=1)
@@ -258,7 +258,7 @@ def greedy(plan, weights, prompts, steps):
     @jax.jit
     def step(weights, token_B, position_B, caches):
         decoder, position_B1 = plan.decoder(weights), position_B[:, None]
-        context = Context(
+        context = ForwardContext(
             position_B1, jnp.ones_like(position_B1), plan.layout, plan.kernel, packed=False, decoding=True
         )
         hidden_B1D, caches, _ = decoder(token_B[:, None], context, plan.execution, caches)

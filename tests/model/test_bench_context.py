@@ -7,8 +7,8 @@ from tiny import assert_close, load
 from torch.nn.functional import scaled_dot_product_attention
 
 from scripts.bench_context import ring
-from src.model.forward_context import even_order
 from src.parallel.mesh import make_layout
+from src.parallel.sequence import zigzag_order
 
 LENGTH, SCALE = 1024, 0.1  # of four devices each has two of the kernel's least blocks
 
@@ -22,7 +22,7 @@ def test_a_ring_of_four_devices_attends_and_differentiates_as_one_does():
     wanted.backward(direction)
 
     layout = make_layout(load(ici_context_parallelism=4, ici_fsdp_parallelism=2), jax.devices())
-    order = even_order(LENGTH, layout)
+    order = zigzag_order(LENGTH, layout)
     q, k, v, cotangent = (x[:, order] for x in arrays)
 
     @jax.jit

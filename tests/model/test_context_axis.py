@@ -10,9 +10,9 @@ from tiny import GPT3, LENGTH, Trainer, assert_close, load, make, packed_rows, r
 
 from src.errors import UserError
 from src.generate import Generator, Sampling, in_training
-from src.model.forward_context import even_order, in_text_order
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
+from src.parallel.sequence import from_zigzag, zigzag_order
 from src.scoring import compute_logits
 from src.step.plan import make_plan
 from src.step.state import abstract_batch
@@ -117,10 +117,10 @@ def test_bfloat16_runs_on_cpus(model):
 
 def test_each_device_has_as_many_keys_to_see_as_any_other():
     layout = make_layout(load(**MESHES["context 8"]), jax.devices())
-    order = even_order(64, layout)
+    order = zigzag_order(64, layout)
     assert sorted(order) == list(range(64))
     assert len(set((order + 1).reshape(8, -1).sum(axis=1))) == 1  # of token i the keys are i + 1
-    np.testing.assert_array_equal(in_text_order(order[None], 8)[0], np.arange(64))
+    np.testing.assert_array_equal(from_zigzag(order[None], 8)[0], np.arange(64))
 
 
 def by_index(logits, batch):

@@ -11,7 +11,7 @@ from tiny import LENGTH, VOCAB, assert_close, loss_and_gradients, make, packed_r
 
 from src.model.dropout import token_keys
 from src.model.embeddings import sinusoidal
-from src.model.forward_context import Context
+from src.model.forward_context import ForwardContext
 
 
 def run(plan, weights, tokens, segment_ids, positions, dropout_keys=None):
@@ -20,7 +20,7 @@ def run(plan, weights, tokens, segment_ids, positions, dropout_keys=None):
     @jax.jit
     def apply(weights, tokens, segment_ids, positions):
         decoder = nnx.merge(plan.graphdef, weights)
-        context = Context(positions, segment_ids, plan.layout, plan.kernel, True, dropout_keys)
+        context = ForwardContext(positions, segment_ids, plan.layout, plan.kernel, True, dropout_keys)
         hidden, _, _ = decoder(tokens, context, plan.execution)
         return hidden, decoder.logits(hidden, context)
 

@@ -138,7 +138,7 @@ def test_no_token_is_lost_however_they_choose(choices, experts):
 
 def test_balanced_experts_take_one_window_and_a_single_one_many():
     """Eight peers with 100 rows each have room for 125: as many arrive when all are chosen as often, or 800."""
-    peers = dispatch.Peers(("expert",), 8, (), "cpu")
+    peers = dispatch.ExpertGroup(("expert",), 8, (), "cpu")
     layout = make_layout(load(**EXPERTS, ici_expert_parallelism=8), jax.devices())
     even, one = np.full((8, 8), 100 // 8 + 1), np.eye(8, dtype=int)[[0] * 8] * 100
     windows = [

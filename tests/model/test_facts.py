@@ -28,9 +28,8 @@ IGNORED = {
     "chunk": {"sliding_window_size", "latent_norm_epsilon", *LATENT},
     "mla": {"sliding_window_size", "chunk_attn_window_size", "base_num_kv_heads", "head_dim"},
 }
-IGNORED = {
-    kind: facts | {"attn_temperature_floor"} for kind, facts in IGNORED.items()
-}  # without attn_temperature_scale
+# Without attn_temperature_scale, and without attention_bias.
+IGNORED = {kind: facts | {"attn_temperature_floor", "attention_out_bias"} for kind, facts in IGNORED.items()}
 FACTS = ("base_num_query_heads", "base_num_kv_heads", "head_dim", *ATTENTION_FACTS[1:])
 
 

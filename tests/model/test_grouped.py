@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from src.model.moe.grouped_matmul import grouped_matmul
-from src.model.moe.grouped_tpu import LEAST_ROWS, row_tile, tile_sizes
+from src.model.moe.grouped_tpu import MIN_ROWS, row_tile, tile_sizes
 
 ROWS = 300
 # Rows of each of five groups; what is left of 300 is no group's.
@@ -52,7 +52,7 @@ def test_borders_of_groups_cost_an_eighth_at_most(rows, groups):
 
 
 def test_small_groups_have_the_least_tile_and_tiles_waste_a_tenth_at_most():
-    assert row_tile(100, 50) == LEAST_ROWS
+    assert row_tile(100, 50) == MIN_ROWS
     for size in (1408, 2048, 2880, 4096, 5760, 7168, 14336):
         for tile in tile_sizes(256, size, 4096, 2), tile_sizes(256, 4096, size, 2)[::-1]:
             assert -(-size // tile[0]) * tile[0] < 1.1 * size

@@ -13,12 +13,16 @@ from tiny import assert_close, load, make
 from torch.nn.functional import scaled_dot_product_attention
 
 from src.errors import UserError
-from src.model.attention_kernels import choose as kernels
-from src.model.attention_kernels.choose import attend, choose_kernel, dot_product, for_queries
-from src.model.attention_kernels.splash import Sight, splash
-from src.model.forward_context import Context, even_order
-from src.model.spec import AttentionSpec, model_spec
+from src.model.attention_kernels import choose
+from src.model.attention_kernels.choose import attend, choose_kernel, repeat_kv
+from src.model.attention_kernels.reference import dot_product
+from src.model.attention_kernels.scores import ScoreSpec
+from src.model.attention_kernels.splash import ZigzagCausalMask, splash
+from src.model.decoder import attention_scores
+from src.model.forward_context import ForwardContext
+from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
+from src.parallel.sequence import zigzag_order
 
 ROWS, LENGTH = 4, 256
 CUBE = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
@@ -37,22 +41,28 @@ def context_of(plan, cuts, length=LENGTH, packed=True):
     positions = np.arange(length)
     segment_ids = np.stack([np.searchsorted(np.add(cuts, row), positions, side="right") + 1 for row in range(ROWS)])
     segment_ids[segment_ids > len(cuts)] = 0
-    return Context(
+    return ForwardContext(
         jnp.asarray(np.tile(positions, (ROWS, 1))), jnp.asarray(segment_ids, jnp.int32), plan.layout, "", packed
     )
 
 
-def spec_of(q, k, **facts):
-    return AttentionSpec(q.shape[2], k.shape[2], q.shape[3], 1 / math.sqrt(q.shape[3]), rope=None, **facts)
+def spec_of(q, **facts):
+    return ScoreSpec(q.shape[2], q.shape[3], q.shape[3], 1 / math.sqrt(q.shape[3]), **facts)
+
+
+def model_of(**overrides):
+    """What choosing a kernel needs to know of a model."""
+    spec = model_spec(load(**overrides))
+    return attention_scores(spec), spec.dtype
 
 
 def output_and_gradients(kernel, q, k, v, direction, context, sinks=None, **facts):
     @jax.jit
     def run(q, k, v, sinks):
-        spec = spec_of(q, k, **facts)
+        spec = spec_of(q, **facts)
 
         def attention(q, k, v, sinks):
-            k, v = (for_queries(x, q.shape[2], context.layout) for x in (k, v))
+            k, v = (repeat_kv(x, q.shape[2], context.layout) for x in (k, v))
             return kernel(q, k, v, spec, sinks, context)
 
         out, pull_back = jax.vjp(attention, q, k, v, sinks)
@@ -66,7 +76,7 @@ def attend_by(kernel):
 
     def run(q, k, v, spec, sinks, context):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "dot_product", kernel)
+            patch.setattr(choose, "dot_product", kernel)
             return attend(q, k, v, spec, sinks, dataclasses.replace(context, kernel="dot_product"))
 
     return run
@@ -77,7 +87,7 @@ def test_dot_product_is_causal_attention_within_each_segment(kv_heads):
     plan = make()[1]
     q, k, v, _ = inputs(kv_heads=kv_heads, length=12)
     context = context_of(plan, cuts=(3, 7), length=12)
-    out = np.asarray(jax.jit(lambda q, k, v: dot_product(q, k, v, spec_of(q, k), None, context))(q, k, v))
+    out = np.asarray(jax.jit(lambda q, k, v: dot_product(q, k, v, spec_of(q), None, context))(q, k, v))
     for row in range(ROWS):
         for start, end in ((0, 3 + row), (3 + row, 7 + row)):
             alone = [torch.tensor(np.asarray(x[row, start:end])).transpose(0, 1) for x in (q, k, v)]
@@ -118,7 +128,7 @@ CONTEXT = {"ici_data_parallelism": 2, "ici_context_parallelism": 2, "ici_tensor_
 
 def kept_and_spread(plan, x, axes):
     """An array in the text's order, placed as the step has it over the mesh."""
-    order = even_order(x.shape[1], plan.layout)
+    order = zigzag_order(x.shape[1], plan.layout)
     return jax.device_put(x[:, order], plan.layout.sharding(axes))
 
 
@@ -149,10 +159,10 @@ def test_devices_that_share_a_row_compute_the_attention_of_one(kernel, overrides
         kept_and_spread(plan, x, each) for x, each in zip(arrays, (axes[0], axes[1], axes[1], axes[0]), strict=True)
     )
     rows = (kept_and_spread(plan, x, ("batch", "length")) for x in (context.positions_BT, context.segment_ids_BT))
-    context = Context(*rows, plan.layout, "", packed=True)
+    context = ForwardContext(*rows, plan.layout, "", packed=True)
     run = functools.partial(splash, interpret=True) if kernel == "splash" else dot_product
     out, (q, k, v, sinks) = output_and_gradients(attend_by(run), q, k, v, direction, context, **facts)
-    back = np.argsort(even_order(length, plan.layout))
+    back = np.argsort(zigzag_order(length, plan.layout))
     out, q, k, v = (np.asarray(x)[:, back] for x in (out, q, k, v))
     assert_close((out, (q, k, v, sinks)), expected, 1e-5)
 
@@ -160,8 +170,8 @@ def test_devices_that_share_a_row_compute_the_attention_of_one(kernel, overrides
 @pytest.mark.parametrize(("window", "parts"), [(0, 1), (0, 4), (1, 4), (100, 4), (300, 2), (2000, 4)])
 def test_blocks_are_seen_as_the_mask_in_full_says(window, parts):
     layout = make(devices=parts, ici_context_parallelism=parts)[1].layout
-    queries, keys, block = even_order(1024, layout), np.arange(1024), 64
-    sight = Sight(queries, window)
+    queries, keys, block = zigzag_order(1024, layout), np.arange(1024), 64
+    sight = ZigzagCausalMask(queries, window)
     mask = sight.mask_function(queries[:, None], keys[None])
     np.testing.assert_array_equal(
         mask, [[query - (window or 1024) < key <= query for key in keys] for query in queries]
@@ -191,7 +201,7 @@ FOUR_SHARE = make_layout(load(ici_context_parallelism=4), jax.devices()[:4])
     ],
 )
 def test_the_kernel_of_a_platform(attention, platform, length, overrides, kernel):
-    assert choose_kernel(attention, platform, model_spec(load(**overrides)), length, ALONE) == kernel
+    assert choose_kernel(attention, platform, *model_of(**overrides), length, ALONE) == kernel
 
 
 @pytest.mark.parametrize(
@@ -204,7 +214,7 @@ def test_the_kernel_of_a_platform(attention, platform, length, overrides, kernel
     ],
 )
 def test_the_kernel_where_four_devices_share_a_row(attention, platform, length, kernel):
-    assert choose_kernel(attention, platform, model_spec(load(**BFLOAT16)), length, FOUR_SHARE) == kernel
+    assert choose_kernel(attention, platform, *model_of(**BFLOAT16), length, FOUR_SHARE) == kernel
 
 
 @pytest.mark.parametrize(
@@ -219,7 +229,7 @@ def test_the_kernel_where_four_devices_share_a_row(attention, platform, length, 
 )
 def test_a_kernel_that_devices_cannot_share_a_row_by_is_an_error(attention, platform, sentence):
     with pytest.raises(UserError, match=sentence):
-        choose_kernel(attention, platform, model_spec(load(**BFLOAT16)), 1536, FOUR_SHARE)
+        choose_kernel(attention, platform, *model_of(**BFLOAT16), 1536, FOUR_SHARE)
 
 
 def test_what_shards_rows_is_named_where_the_rules_say_another_axis():
@@ -228,7 +238,7 @@ def test_what_shards_rows_is_named_where_the_rules_say_another_axis():
     with pytest.raises(
         UserError, match="tensor=4 share it: set ici_tensor_parallelism and dcn_tensor_parallelism to 1"
     ):
-        choose_kernel("cudnn_flash", "gpu", model_spec(load(**BFLOAT16)), 1536, layout)
+        choose_kernel("cudnn_flash", "gpu", *model_of(**BFLOAT16), 1536, layout)
 
 
 @pytest.mark.parametrize(
@@ -244,4 +254,4 @@ def test_what_shards_rows_is_named_where_the_rules_say_another_axis():
 )
 def test_a_kernel_that_does_not_run_here_is_an_error(attention, platform, length, overrides, sentence):
     with pytest.raises(UserError, match=sentence):
-        choose_kernel(attention, platform, model_spec(load(**overrides)), length, ALONE)
+        choose_kernel(attention, platform, *model_of(**overrides), length, ALONE)

@@ -12,7 +12,7 @@ from tiny import LENGTH, Trainer, assert_close, make, packed_rows, random_weight
 from src.errors import UserError
 from src.generate import Generator, Sampling, in_training
 from src.model import lora, params
-from src.model.forward_context import Context
+from src.model.forward_context import ForwardContext
 from src.step.train_step import loss_sums
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1, "base_moe_mlp_dim": 24}
@@ -72,7 +72,7 @@ def test_an_adapted_latent_attention_decodes_from_its_cache_as_the_merged_model_
     text = list(prompt)
     for _ in range(8):
         ids = np.array([text])
-        context = Context(np.arange(len(text))[None], np.ones_like(ids), plan.layout, plan.kernel, packed=False)
+        context = ForwardContext(np.arange(len(text))[None], np.ones_like(ids), plan.layout, plan.kernel, packed=False)
         hidden_BTD, _, _ = merged(ids, context, plan.execution)
         text.append(int(np.argmax(merged.logits(hidden_BTD, context)[0, -1])))
     assert [int(tokens[0]) for tokens in drawn] == text[len(prompt) :]

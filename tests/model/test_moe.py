@@ -11,11 +11,11 @@ from flax import nnx
 from tiny import Trainer, assert_close, load, make, packed_rows
 
 from src.errors import UserError
-from src.model.forward_context import Context
+from src.model.forward_context import ForwardContext
 from src.model.moe import layer as moe
 from src.model.moe import router
 from src.model.moe.layer import Experts
-from src.model.moe.router import by_layer, corrected, totals
+from src.model.moe.router import by_layer, totals, update_router_bias
 from src.model.spec import model_spec
 
 ROWS, T, D = 3, 11, 32
@@ -50,7 +50,9 @@ def layer(kind):
 
 
 def run(module, x_BTD, segment_ids_BT):
-    context = Context(jnp.zeros((ROWS, T), jnp.int32), segment_ids_BT, make()[1].layout, "dot_product", packed=True)
+    context = ForwardContext(
+        jnp.zeros((ROWS, T), jnp.int32), segment_ids_BT, make()[1].layout, "dot_product", packed=True
+    )
     return jax.device_get(module(jnp.asarray(x_BTD), context))
 
 
@@ -123,7 +125,7 @@ def test_nothing_undefined_of_padding_gets_out(kind, monkeypatch):
     module, _, x = layer(kind)
     segment_ids = np.ones((ROWS, T), np.int32)
     segment_ids[:, 6:] = 0
-    context = Context(jnp.zeros((ROWS, T), jnp.int32), segment_ids, make()[1].layout, "dot_product", packed=True)
+    context = ForwardContext(jnp.zeros((ROWS, T), jnp.int32), segment_ids, make()[1].layout, "dot_product", packed=True)
 
     def gradients():
         graph, weights = nnx.split(module)
@@ -170,9 +172,9 @@ def test_a_bias_moves_towards_an_even_load_and_stands_still_at_rate_0():
     loads = 100 * np.array([[0.7, 0.1, 0.1, 0.1], [0.25, 0.25, 0.4, 0.1]], np.float32)
     stats = {"segments": {0: {1: {"feed_forward": {"correction_bias": biases}}}}}
     reports = {"segments": {0: {0: {"feed_forward": {}}, 1: {"feed_forward": {"expert_load": loads}}}}}
-    (moved,) = jax.tree.leaves(corrected(stats, reports, 100, 0.01))
+    (moved,) = jax.tree.leaves(update_router_bias(stats, reports, 100, 0.01))
     np.testing.assert_allclose(moved - biases, [[-0.01, 0.01, 0.01, 0.01], [0.0, 0.0, -0.01, 0.01]], atol=1e-7)
-    (still,) = jax.tree.leaves(corrected(stats, reports, 100, 0.0))
+    (still,) = jax.tree.leaves(update_router_bias(stats, reports, 100, 0.0))
     np.testing.assert_array_equal(still, biases)
 
 
@@ -222,7 +224,9 @@ def test_gradients_are_those_of_every_expert_on_every_token(kind, capacity_facto
     module, _, x = layer(kind)
     module.spec = dataclasses.replace(module.spec, capacity_factor=capacity_factor)
     graphdef, state = nnx.split(module)
-    context = Context(jnp.zeros((ROWS, T), jnp.int32), jnp.ones((ROWS, T)), make()[1].layout, "dot_product", True)
+    context = ForwardContext(
+        jnp.zeros((ROWS, T), jnp.int32), jnp.ones((ROWS, T)), make()[1].layout, "dot_product", True
+    )
 
     def sparse(state, x_BTD):
         return jnp.sum(jnp.sin(nnx.merge(graphdef, state)(x_BTD, context)[0]))

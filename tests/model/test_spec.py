@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import load
 
-from src.model.spec import Segment, model_spec, segments
+from src.model.spec import LayerGroup, group_layers, model_spec
 
 
 def layers_of(**overrides):
@@ -22,7 +22,7 @@ KINDS = {name: dataclasses.replace(LAYER, dropout_rate=index / 100) for index, n
 
 def layers(names):
     """`"AAB"` to three layers."""
-    return [KINDS[name] for name in names]
+    return tuple(KINDS[name] for name in names)
 
 
 def written(plan):
@@ -36,7 +36,7 @@ def written(plan):
 
 
 def expand(plan):
-    return [layer for segment in plan for _ in range(segment.repeats) for layer in segment.pattern]
+    return tuple(layer for segment in plan for _ in range(segment.repeats) for layer in segment.pattern)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def expand(plan):
     ],
 )
 def test_segments_of_known_models(names, plan):
-    assert written(segments(layers(names))) == plan
+    assert written(group_layers(layers(names))) == plan
 
 
 @given(st.lists(st.tuples(st.text("ABC", min_size=1, max_size=3), st.integers(1, 4)), min_size=1, max_size=4))
 def test_segments_are_the_layers_with_the_fewest_bodies(parts):
     original = layers("".join(pattern * repeats for pattern, repeats in parts))
-    plan = segments(original)
+    plan = group_layers(original)
     assert expand(plan) == original
     bodies = sum(len(segment.pattern) for segment in plan)
     assert bodies <= sum(len(pattern) for pattern, _ in parts)
@@ -81,8 +81,8 @@ def test_layers_share_weights_within_their_own_shared_segment_alone(parts):
         for _ in range(repeats):
             expected_weights.extend(sets if shared else [next(own) for _ in pattern])
     original = layers_of(base_num_decoder_layers=len(expected_weights), decoder_segments=f"[{', '.join(entries)}]")
-    plan = segments(original)
-    assert expand(plan) == list(original)
+    plan = group_layers(original)
+    assert expand(plan) == original
     assert weight_sets(plan) == renumbered(expected_weights)
 
 
@@ -102,8 +102,8 @@ def renumbered(labels):
 
 def test_two_equal_layers_of_a_shared_pattern_keep_two_sets_of_weights():
     original = layers_of(base_num_decoder_layers=6, decoder_segments="[{repeats: 3, shared: true, pattern: [{}, {}]}]")
-    (segment,) = segments(original)
-    assert segment == Segment(original[:2], repeats=3, shared=True)
+    (segment,) = group_layers(original)
+    assert segment == LayerGroup(original[:2], repeats=3, shared=True)
 
 
 def test_the_facts_of_a_segment_replace_the_models_in_its_layers_alone():

@@ -1,4 +1,4 @@
-"""Products by group on NVIDIA GPUs: two Pallas kernels, which Triton compiles, with each tile of rows of one group.
+"""Grouped products on NVIDIA GPUs: two Pallas kernels compiled by Triton; each tile of rows is of one group.
 
 Letters: R rows, G groups, X summed over, Y made, V tiles of rows.
 """
@@ -11,18 +11,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-TILE = 128  # rows, and columns of what is made, that one program computes
-SUMMED_BYTES = 128  # of numbers along the dim summed over, that its loop takes in a step
-Part = tuple[Any, jax.Array]  # places along a dim, and which of them there are
+TILE = 128  # rows and columns of the output that one program computes
+SUMMED_BYTES = 128  # along the summed dim, that a program's loop takes per step
+Part = tuple[Any, jax.Array]  # indices along a dim, and which of them are in bounds
 PARAMETERS = triton.CompilerParams(num_warps=8, num_stages=4)
 
 
 def rows_times_kernel(
     x_RX: jax.Array, kernel: jax.Array, rows_G: jax.Array, interpret: bool, transposed: bool
 ) -> jax.Array:
-    """[R, X] times [G, X, Y], or where `transposed` [G, Y, X], to [R, Y]; undefined past the last group.
+    """Multiplies [R, X] by [G, X, Y], or [G, Y, X] with `transposed`, to [R, Y]; undefined past the last group.
 
-    Each group's rows are cut into tiles of their own: R / TILE of them, and at most one more for each group.
+    Each group's rows are cut into tiles of their own: R / TILE of them, and at most one more per group.
     """
     (R, X), Y = x_RX.shape, kernel.shape[1 if transposed else 2]
     step = SUMMED_BYTES // x_RX.dtype.itemsize
@@ -52,13 +52,13 @@ def rows_times_kernel(
             sum_RY = jax.lax.fori_loop(0, pl.cdiv(X, step), add, jnp.zeros((TILE, TILE), jnp.float32))
             _store(out_ref, sum_RY, rows, columns)
 
-    # Programs of one tile of rows come one after the other, and share its rows in the cache.
+    # Programs of one tile of rows follow each other, and share its rows in the cache.
     run = _call(program, (pl.cdiv(Y, TILE), len(tile_V)), (R, Y), x_RX.dtype, interpret)
     return run(group_V, first_V, end_V, x_RX, kernel)
 
 
 def rows_times_rows(x_RX: jax.Array, y_RY: jax.Array, rows_G: jax.Array, interpret: bool) -> jax.Array:
-    """Each group's [rows, X] transposed times its [rows, Y], to [G, X, Y]."""
+    """Multiplies each group's [rows, X], transposed, by its [rows, Y], to [G, X, Y]."""
     (_, X), Y, G = x_RX.shape, y_RY.shape[1], len(rows_G)
     step = SUMMED_BYTES // x_RX.dtype.itemsize
     end_G = jnp.cumsum(rows_G)
@@ -90,12 +90,12 @@ def _call(program: Callable, grid: tuple[int, ...], shape: tuple[int, ...], dtyp
 
 
 def _part(first: jax.Array, size: int, end: jax.Array | int) -> Part:
-    """`size` places of a dim, and which of them are before `end`."""
+    """Returns `size` indices of a dim, and which of them are before `end`."""
     return pl.ds(first, size), first + jnp.arange(size) < end
 
 
 def _load(ref: Any, rows: Part, columns: Part, *before: jax.Array) -> jax.Array:
-    """A tile, of the matrix that the indices `before` name; 0 past the ends."""
+    """Loads a tile of the matrix at the leading indices `before`; 0 out of bounds."""
     return triton.load(ref.at[*before, rows[0], columns[0]], mask=rows[1][:, None] & columns[1], other=0)
 
 

@@ -1,4 +1,4 @@
-"""Products by group on TPUs: JAX's kernels (megablox), with tiles that suit the groups.
+"""Grouped products on TPUs: JAX's kernels (megablox), with tiles chosen for the groups.
 
 Letters: R rows, G groups, X summed over, Y made.
 """
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
-LEAST_ROWS = 128  # of a tile: what the TPU's matrix unit takes at once
-MOST_ROWS = 512
-OPERATIONS_PER_BYTE = 200  # that a TPU makes while it fetches one: 166 on v5p, 240 on v5e
+MIN_ROWS = 128  # of a tile: what the TPU's matrix unit takes at once
+MAX_ROWS = 512
+OPERATIONS_PER_BYTE = 200  # that a TPU computes while it fetches a byte: 166 on v5p, 240 on v5e
 ADDITION = 32  # multiplications that take as long as adding a product to a sum in the memory of the core
 STEP = 2**25  # multiplications that take as long as a step of a kernel's grid, a third of a microsecond
 VMEM_BYTES = 12 * 2**20  # of a kernel's tiles, of the 16 MiB that the compiler grants
@@ -22,7 +22,7 @@ VMEM_BYTES = 12 * 2**20  # of a kernel's tiles, of the 16 MiB that the compiler 
 def rows_times_kernel(
     x_RX: jax.Array, kernel: jax.Array, rows_G: jax.Array, interpret: bool, transposed: bool
 ) -> jax.Array:
-    """[R, X] times [G, X, Y], or where `transposed` [G, Y, X], to [R, Y]."""
+    """Multiplies [R, X] by [G, X, Y], or [G, Y, X] with `transposed`, to [R, Y]; undefined past the last group."""
     R, X = x_RX.shape
     Y = kernel.shape[1 if transposed else 2]
     rows = row_tile(R, len(rows_G))
@@ -32,7 +32,7 @@ def rows_times_kernel(
 
 
 def rows_times_rows(x_RX: jax.Array, y_RY: jax.Array, rows_G: jax.Array, interpret: bool) -> jax.Array:
-    """Each group's [rows, X] transposed times its [rows, Y], to [G, X, Y]."""
+    """Multiplies each group's [rows, X], transposed, by its [rows, Y], to [G, X, Y]."""
     rows = row_tile(len(x_RX), len(rows_G))
     tiles = (rows, *tile_sizes(rows, x_RX.shape[1], y_RY.shape[1], x_RX.dtype.itemsize))
     x_XR = _whole_tiles(x_RX, rows).swapaxes(0, 1)
@@ -44,20 +44,20 @@ def _whole_tiles(x_RX: jax.Array, rows: int) -> jax.Array:
 
 
 def row_tile(rows: int, groups: int) -> int:
-    """Rows of a tile: a power of two, at most an eighth of the mean group's.
+    """Returns the rows of a tile: a power of two, at most an eighth of the mean group's.
 
-    A tile with the border of two groups in it is computed for each, so that borders cost an eighth at most, where a
-    mean group has 8 x LEAST_ROWS rows.
+    A tile that two groups share is computed for each, so borders cost an eighth at most where a mean group has at least
+    8 x MIN_ROWS rows.
     """
     eighth = max(rows // groups // 8, 1)
-    return min(max(1 << int(math.log2(eighth)), LEAST_ROWS), MOST_ROWS)
+    return min(max(1 << int(math.log2(eighth)), MIN_ROWS), MAX_ROWS)
 
 
 @functools.cache
 def tile_sizes(rows: int, X: int, Y: int, itemsize: int) -> tuple[int, int]:
-    """Tiles of X and Y, multiples of 128 that fit in a TPU core's memory, with the least time for one tile of rows.
+    """Returns tiles of X and Y, multiples of 128 that fit in a TPU core's memory, with the least time per tile of rows.
 
-    That is of multiplying, also past the arrays' ends, of adding to the sum, of fetching both inputs, and of a step.
+    The time counts multiplying (also past the arrays' ends), adding to the sum, fetching both inputs, and grid steps.
     """
 
     def time(tile: tuple[int, int]) -> int:
@@ -68,7 +68,7 @@ def tile_sizes(rows: int, X: int, Y: int, itemsize: int) -> tuple[int, int]:
 
     def fits(tile: tuple[int, int]) -> bool:
         x, y = tile
-        # Inputs and output twice, for the next is fetched meanwhile; the larger sum, which is a gradient's, in float32.
+        # Inputs and output twice, since the next is fetched meanwhile; the sum in float32, of a gradient's size.
         return 2 * itemsize * (rows * x + x * y + rows * y) + 4 * max(rows, x) * y <= VMEM_BYTES
 
     sizes = [range(128, min(-(-size // 128) * 128, 2048) + 1, 128) for size in (X, Y)]

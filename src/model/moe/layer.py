@@ -3,6 +3,7 @@
 Tensor letters: src/model/spec.py. A token goes through k experts.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -14,15 +15,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from src.errors import UserError
+from src.model.costs import Costs
 from src.model.feed_forward import FeedForward, activated
-from src.model.forward_context import Context, even_order, whole_rows
+from src.model.forward_context import ForwardContext
 from src.model.moe import dispatch, router
-from src.model.moe.dispatch import Peers, Rows
+from src.model.moe.dispatch import ExpertGroup, Rows
 from src.model.moe.grouped_matmul import add_by_group, batched_matmul, grouped_matmul
 from src.model.moe.router import Report
-from src.model.params import Adapted, Statistic, matmul, weight
+from src.model.params import Adapted, Buffer, matmul, weight
 from src.model.spec import ExpertsSpec, ModelSpec
 from src.parallel.mesh import Layout
+from src.parallel.sequence import replicate_rows, zigzag_order
 
 # The logical axes of the experts' weights.
 AXES = {
@@ -34,7 +37,7 @@ AXES = {
 
 
 class Experts(nnx.Module):
-    """E feed-forward layers of which a token goes through those its router scores highest (Shazeer et al. 2017)."""
+    """E feed-forward layers, of which a token goes through those its router scores highest (Shazeer et al. 2017)."""
 
     def __init__(self, spec: ExpertsSpec, emb_dim: int, out_scale: float, dtype: str, rngs: nnx.Rngs) -> None:
         self.spec = spec
@@ -43,7 +46,7 @@ class Experts(nnx.Module):
         if spec.router_bias:
             self.router_bias = weight(rngs, (E,), (None,), dtype, constant=0.0, decays=False)
         if spec.correction_bias:
-            self.correction_bias = Statistic(jnp.zeros(E), out_sharding=(None,), fan_in=(), decays=False)
+            self.correction_bias = Buffer(jnp.zeros(E), out_sharding=(None,), fan_in=(), decays=False)
         self.wi = weight(rngs, (E, emb_dim, A, F), AXES["wi"], dtype, fan_in=(1,))
         self.wo = weight(rngs, (E, F, emb_dim), AXES["wo"], dtype, fan_in=(1,), scale=out_scale)
         if spec.expert.bias:
@@ -52,33 +55,47 @@ class Experts(nnx.Module):
         if spec.shared:
             self.shared = FeedForward(spec.shared, emb_dim, out_scale, dtype, rngs)
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Report]:
-        """[B, T, D] to [B, T, D], and what the router reports of this batch."""
-        logits_BTE = self._logits(x_BTD)
-        scores_BTE = router.scores(logits_BTE, self.spec)
-        correction_E = self.correction_bias[...] if self.spec.correction_bias else None
-        experts_BTk, weights_BTk = router.choose(scores_BTE, correction_E, self.spec)
-        real_BT = context.segment_ids_BT > 0
-        out_BTD, kept_BTk = self._run(x_BTD, experts_BTk, weights_BTk, real_BT, context.layout)
-        out_BTD = context.scattered(out_BTD)
+    @staticmethod
+    def costs(spec: ExpertsSpec) -> Costs:
+        """Counts what a token's experts make beside their weights' products."""
+        expert = FeedForward.costs(spec.expert)
+        width = spec.per_token * expert.width + (FeedForward.costs(spec.shared).width if spec.shared else 0)
+        return dataclasses.replace(expert, width=width, active=spec.per_token / spec.count)
+
+    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Report]:
+        """Maps [B, T, D] to [B, T, D], and reports the router's sums over this batch."""
+        with jax.named_scope("router"):
+            logits_BTE = self._logits(x_BTD)
+            scores_BTE = router.scores(logits_BTE, self.spec)
+            correction_E = self.correction_bias[...] if self.spec.correction_bias else None
+            experts_BTk, weights_BTk = router.choose(scores_BTE, correction_E, self.spec)
+        non_padding_BT = context.segment_ids_BT > 0
+        out_BTD, kept_BTk = self._run(x_BTD, experts_BTk, weights_BTk, non_padding_BT, context.layout)
+        out_BTD = context.reduce_scatter_sequence(out_BTD)
         if self.spec.shared:
-            # It needs nothing of the others: a compiler may run it while tokens are on their way. XLA's for GPUs does
+            # It depends on no other expert: a compiler may run it while tokens are on their way. XLA's for GPUs does so
             # with its latency-hiding scheduler; libtpu does not yet (docs/log.md).
             out_BTD += self.shared(x_BTD, context)[0]
-        report = router.report(logits_BTE, scores_BTE, experts_BTk, kept_BTk, real_BT, context.layout)
+        with jax.named_scope("router"):
+            report = router.report(logits_BTE, scores_BTE, experts_BTk, kept_BTk, non_padding_BT, context.layout)
         return checkpoint_name(out_BTD, "mlpwo"), report
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        """The router's, in float32: a choice between two close ones must not hang on rounding."""
+        """Returns the router's logits in float32: a choice between two close ones must not hang on rounding."""
         logits_BTE = matmul(x_BTD.astype(jnp.float32), self.router[...], "BTD,DE->BTE", precision="highest")
         if self.spec.router_bias:
             logits_BTE += self.router_bias[...].astype(jnp.float32)
         return logits_BTE
 
     def _run(
-        self, x_BTD: jax.Array, experts_BTk: jax.Array, weights_BTk: jax.Array, real_BT: jax.Array, layout: Layout
+        self,
+        x_BTD: jax.Array,
+        experts_BTk: jax.Array,
+        weights_BTk: jax.Array,
+        non_padding_BT: jax.Array,
+        layout: Layout,
     ) -> tuple[jax.Array, jax.Array]:
-        """The weighted sum of what each token's experts make of it [B, T, D], and which choices have a place [B, T, k].
+        """Returns the weighted sums of the experts' outputs [B, T, D], and which choices have a slot [B, T, k].
 
         Each device has its tokens, whole, and its part of the experts' weights, which it gathers along D.
         """
@@ -87,8 +104,11 @@ class Experts(nnx.Module):
         platform = layout.mesh.devices.flat[0].platform
         capacity, kept_BTk = _capacity(self.spec, experts_BTk.shape[1]), jnp.ones(experts_BTk.shape, bool)
         if capacity and layout.shards("length") > 1:
-            # Of what a row keeps a device may have any part: in buffers of a fixed size each would need room for all.
-            capacity, kept_BTk = None, _kept_of_whole_rows(experts_BTk, real_BT, self.spec.count, capacity, layout)
+            # A device may have any part of what its row keeps: buffers of a fixed size would each need room for all.
+            capacity, kept_BTk = (
+                None,
+                _kept_of_whole_rows(experts_BTk, non_padding_BT, self.spec.count, capacity, layout),
+            )
         on_device = functools.partial(
             _on_device,
             spec=self.spec,
@@ -97,7 +117,7 @@ class Experts(nnx.Module):
             gathered=layout.axes("expert_embed"),
             summed=layout.axes("mlp"),
             parts=layout.shards("mlp"),
-            peers=Peers(layout.axes("expert"), layout.shards("expert"), layout.axes_within_slices(), platform),
+            group=ExpertGroup(layout.axes("expert"), layout.shards("expert"), layout.axes_within_slices(), platform),
         )
         tokens = layout.spec(("batch", "length", None))
         run = layout.shard_map(
@@ -105,38 +125,38 @@ class Experts(nnx.Module):
             in_specs=(*[tokens] * 4, layout.spec(("batch", "length")), _specs(axes, layout)),
             out_specs=(tokens, tokens),
         )
-        return run(x_BTD, experts_BTk, kept_BTk, weights_BTk, real_BT, kernels)
+        return run(x_BTD, experts_BTk, kept_BTk, weights_BTk, non_padding_BT, kernels)
 
 
 def _capacity(spec: ExpertsSpec, length: int) -> int | None:
-    """The places that each expert has in a row of so many tokens; None: for all who come."""
+    """Returns the slots that each expert has in a row of `length` tokens; None: enough for all."""
     if spec.capacity_factor == -1:
         return None
     return math.ceil(length * spec.per_token * spec.capacity_factor / spec.count)
 
 
 def _kept_of_whole_rows(
-    experts_BTk: jax.Array, real_BT: jax.Array, experts: int, capacity: int, layout: Layout
+    experts_BTk: jax.Array, non_padding_BT: jax.Array, experts: int, capacity: int, layout: Layout
 ) -> jax.Array:
-    """Which choices have a place [B, T, k], where devices share rows: those of one device that has whole rows.
+    """Returns which choices have a slot [B, T, k], where devices share rows: the same as on one device.
 
     A device gathers the choices of its rows, 4 k bytes per token, and sorts them all.
     """
-    sharing, order = layout.axes("length"), even_order(experts_BTk.shape[1], layout)
+    sharing, order = layout.axes("length"), zigzag_order(experts_BTk.shape[1], layout)
 
-    def kept(whole_BTk: jax.Array, whole_BT: jax.Array) -> jax.Array:
-        kept_M = dispatch.take_places(whole_BTk, whole_BT, experts, capacity).kept_M()
-        kept_BTk = kept_M.reshape(whole_BTk.shape)[:, order]
-        own = len(order) // layout.size(sharing)
-        return jax.lax.dynamic_slice_in_dim(kept_BTk, own * jax.lax.axis_index(sharing), own, axis=1)
+    def kept(row_BTk: jax.Array, row_BT: jax.Array) -> jax.Array:
+        kept_M = dispatch.assign_slots(row_BTk, row_BT, experts, capacity).kept_M()
+        kept_BTk = kept_M.reshape(row_BTk.shape)[:, order]
+        size = len(order) // layout.size(sharing)
+        return jax.lax.dynamic_slice_in_dim(kept_BTk, size * jax.lax.axis_index(sharing), size, axis=1)
 
     tokens, of_tokens = layout.spec(("batch", "length", None)), layout.spec(("batch", "length"))
     run = layout.shard_map(kept, (tokens, of_tokens), tokens)
-    return run(whole_rows(experts_BTk, layout, None), whole_rows(real_BT, layout))
+    return run(replicate_rows(experts_BTk, layout, None), replicate_rows(non_padding_BT, layout))
 
 
 def _by_leaf(kernel: jax.Array | Adapted, axes: tuple[str | None, ...]) -> Any:
-    """The logical axes of a weight of experts, or of its parts."""
+    """Returns the logical axes of an expert weight, or of an adapted one's parts."""
     if isinstance(kernel, Adapted):
         return Adapted(axes, (*axes[:2], None), (axes[0], None, *axes[2:]))
     return axes
@@ -151,7 +171,7 @@ def _on_device(
     experts_BTk: jax.Array,
     kept_BTk: jax.Array,
     weights_BTk: jax.Array,
-    real_BT: jax.Array,
+    non_padding_BT: jax.Array,
     kernels: Any,
     *,
     spec: ExpertsSpec,
@@ -160,34 +180,34 @@ def _on_device(
     gathered: tuple[str, ...],
     summed: tuple[str, ...],
     parts: int,
-    peers: Peers,
+    group: ExpertGroup,
 ) -> tuple[jax.Array, jax.Array]:
-    """`Experts._run` of one device's tokens, with its parts of the weights.
+    """Runs `Experts._run` on one device's tokens, with its parts of the weights.
 
     Args:
         x_BTD: the tokens.
         experts_BTk: the experts that each chose.
-        kept_BTk: which of these choices may have a place; with `capacity` those beyond it lose theirs.
+        kept_BTk: which of these choices may have a slot; with `capacity` those beyond it lose theirs.
         weights_BTk: of the choices, in the sum.
-        real_BT: which tokens are no padding.
+        non_padding_BT: which tokens are not padding.
         kernels: the parts of the weights.
-        spec: what they are.
-        capacity: the places that each expert has in each row; None: for all that are kept.
-        axes: their logical axes.
+        spec: of the layer.
+        capacity: the slots that each expert has in each row; None: enough for all that are kept.
+        axes: the weights' logical axes.
         gathered: the mesh axes that shard D of the weights.
-        summed: those that shard F.
-        parts: into how many they cut it.
-        peers: who has the other experts.
+        summed: the mesh axes that shard F.
+        parts: into how many they shard it.
+        group: the devices that have the other experts.
 
     Returns:
-        The weighted sums [B, T, D], and which choices have a place [B, T, k].
+        The weighted sums [B, T, D], and which choices have a slot [B, T, k].
     """
 
     def gather(axes: tuple[str | None, ...], kernel: jax.Array) -> jax.Array:
         kernel = kernel.astype(x_BTD.dtype)
         if not gathered or "expert_embed" not in axes:
             return kernel
-        # Its gradient is a reduce-scatter; on TPUs of three dims, or it would be a whole sum.
+        # Its gradient is a reduce-scatter; on TPUs only of three dims, otherwise a sum of the whole.
         matrices = kernel.reshape(*kernel.shape[:2], -1)
         matrices = jax.lax.all_gather(matrices, gathered, axis=axes.index("expert_embed"), tiled=True)
         # Named, so that no policy keeps whole weights for the backward pass.
@@ -196,41 +216,41 @@ def _on_device(
     def run(x_BTD: jax.Array, weights_BTk: jax.Array, kernels: Any) -> jax.Array:
         kernels = jax.tree.map(gather, axes, kernels, is_leaf=lambda node: isinstance(node, tuple))
         if spec.expert.bias:
-            kernels["wo_bias"] /= parts  # each adds its part
+            kernels["wo_bias"] /= parts  # each device adds its part
         (B, T, D), E, k = x_BTD.shape, spec.count, spec.per_token
         x_XD = x_BTD.reshape(B * T, D)
         weights_Xk = weights_BTk.reshape(B * T, k).astype(x_XD.dtype)
         # Padding goes to no expert: it is all alike, and would go to the same ones.
-        sent_BTk = jnp.where(real_BT[..., None] & kept_BTk, experts_BTk, E)
+        sent_BTk = jnp.where(non_padding_BT[..., None] & kept_BTk, experts_BTk, E)
         tokens, experts_Xk = (x_XD, weights_Xk), sent_BTk.reshape(B * T, k)
         if spec.scale_inputs:  # as if each of a token's choices were a token
             tokens = (x_XD[:, None] * weights_Xk[..., None]).reshape(-1, D), None
             experts_Xk = experts_Xk.reshape(-1, 1)
-        if places:
-            out_XD = dispatch.with_capacity(tokens, places, kernels, functools.partial(_by_expert, spec), peers)
+        if slots:
+            out_XD = dispatch.with_capacity(tokens, slots, kernels, functools.partial(_by_expert, spec), group)
         else:
-            feed = functools.partial(_sorted_rows, spec, peers.platform)
-            out_XD = dispatch.dropless(tokens, experts_Xk, kernels, feed, peers)
+            feed = functools.partial(_sorted_rows, spec, group.platform)
+            out_XD = dispatch.dropless(tokens, experts_Xk, kernels, feed, group)
         if spec.scale_inputs:
             out_XD = jnp.sum(out_XD.reshape(B * T, k, D), axis=1)
         return (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(B, T, D)
 
-    places = None
+    slots = None
     if capacity:
-        places = dispatch.take_places(experts_BTk, real_BT, spec.count, capacity)
-        kept_BTk = places.kept_M().reshape(experts_BTk.shape)
+        slots = dispatch.assign_slots(experts_BTk, non_padding_BT, spec.count, capacity)
+        kept_BTk = slots.kept_M().reshape(experts_BTk.shape)
     policy = jax.checkpoint_policies.save_anything_except_these_names("gathered_experts")
     return jax.checkpoint(run, policy=policy)(x_BTD, weights_BTk, kernels), kept_BTk
 
 
 def _sorted_rows(spec: ExpertsSpec, platform: str, rows: Rows, kernels: Any, rows_E: jax.Array) -> jax.Array:
-    """What experts make of rows that are sorted by expert."""
+    """Runs the experts on rows that are sorted by expert."""
     product = functools.partial(grouped_matmul, rows_G=rows_E, platform=platform)
     return _feed_forward(spec, rows, kernels, product, functools.partial(add_by_group, rows_G=rows_E))
 
 
 def _by_expert(spec: ExpertsSpec, rows: Rows, kernels: Any) -> jax.Array:
-    """What experts make of each its rows, [E, R, D]."""
+    """Runs the experts on as many rows each, [E, R, D]."""
 
     def add(x_ER: jax.Array, bias_E: jax.Array, factor_ER: jax.Array | None = None) -> jax.Array:
         bias_ER = bias_E[:, None].astype(x_ER.dtype)
@@ -239,14 +259,15 @@ def _by_expert(spec: ExpertsSpec, rows: Rows, kernels: Any) -> jax.Array:
     return _feed_forward(spec, rows, kernels, batched_matmul, add)
 
 
+@jax.named_scope("experts")
 def _feed_forward(spec: ExpertsSpec, rows: Rows, kernels: Any, product: Callable, add: Callable) -> jax.Array:
-    """`FeedForward` with a weight for each expert, which `product` and `add` know to be whose."""
+    """Computes `FeedForward` with each expert's weights; `product` and `add` know which rows are whose."""
     x, weights = rows
     hidden = product(x, kernels["wi"])
     if spec.expert.bias:
         hidden = add(hidden, kernels["wi_bias"])
     hidden = activated(checkpoint_name(hidden, "mlpwi"), spec.expert)
-    if weights is not None:  # before the last product, so that their gradient does not need what comes out of it
+    if weights is not None:  # before the last product, so that their gradient does not need its output
         hidden *= weights
     out = product(hidden, kernels["wo"])
     return add(out, kernels["wo_bias"], weights) if spec.expert.bias else out

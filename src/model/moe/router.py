@@ -1,4 +1,4 @@
-"""Which experts a token goes through, with what weights, and what a layer of experts reports of that.
+"""The router: which experts a token goes through, with what weights, and the sums it reports.
 
 Tensor letters: src/model/spec.py. A token goes through k experts.
 """
@@ -15,12 +15,12 @@ Report = dict[str, jax.Array]
 
 
 def scores(logits_BTE: jax.Array, spec: ExpertsSpec) -> jax.Array:
-    """Each expert's score."""
+    """Returns each expert's score."""
     return {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[spec.score_func](logits_BTE)
 
 
 def choose(scores_BTE: jax.Array, correction_E: jax.Array | None, spec: ExpertsSpec) -> tuple[jax.Array, jax.Array]:
-    """The k experts of each token, and their weights; both [B, T, k].
+    """Returns the k experts of each token, and their weights; both [B, T, k].
 
     `correction_E` moves the choice and not the weights (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
     """
@@ -37,7 +37,7 @@ def choose(scores_BTE: jax.Array, correction_E: jax.Array | None, spec: ExpertsS
 
 
 def _in_best_groups(choice_BTE: jax.Array, spec: ExpertsSpec) -> jax.Array:
-    """Whether each expert is in one of its token's best groups (DeepSeek-V2, section 2.2.2)."""
+    """Returns bool [B, T, E]: whether an expert is in one of its token's best groups (DeepSeek-V2, section 2.2.2)."""
     grouped_BTGe = choice_BTE.reshape(*choice_BTE.shape[:2], spec.groups, -1)
     best = {"max": 1, "top2": 2}[spec.group_score]
     group_BTG = jnp.sum(jax.lax.top_k(grouped_BTGe, best)[0], axis=-1)
@@ -51,17 +51,21 @@ def report(
     scores_BTE: jax.Array,
     experts_BTk: jax.Array,
     kept_BTk: jax.Array,
-    real_BT: jax.Array,
+    non_padding_BT: jax.Array,
     layout: Layout,
 ) -> Report:
-    """Sums over tokens that are no padding, [devices, ...]: of each device's own, for no layer to wait for others'.
+    """Sums over each device's non-padding tokens, [devices, ...]: `totals` adds them up, so no layer waits for others.
 
-    `expert_load` [E]: the part of a token's choices that fell on each expert. `expert_share` [E]: that of its scores.
-    `router_z` [1]: the squared logsumexp of its logits. `tokens_dropped` [1]: the part of choices without a place.
+    `expert_load` [E]: the share of a token's choices that fell on each expert. `expert_share` [E]: that of its scores.
+    `router_z` [1]: the squared logsumexp of its logits. `tokens_dropped` [1]: the share of choices without a slot.
     """
 
     def sums(
-        logits_BTE: jax.Array, scores_BTE: jax.Array, experts_BTk: jax.Array, kept_BTk: jax.Array, real_BT: jax.Array
+        logits_BTE: jax.Array,
+        scores_BTE: jax.Array,
+        experts_BTk: jax.Array,
+        kept_BTk: jax.Array,
+        non_padding_BT: jax.Array,
     ) -> Report:
         each = {
             "expert_load": jnp.sum(jax.nn.one_hot(experts_BTk, scores_BTE.shape[-1]), axis=-2) / experts_BTk.shape[-1],
@@ -69,40 +73,40 @@ def report(
             "router_z": jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)),
             "tokens_dropped": jnp.mean(~kept_BTk, axis=-1, keepdims=True),
         }
-        return {name: jnp.sum(each_BT * real_BT[..., None], axis=(0, 1))[None] for name, each_BT in each.items()}
+        return {name: jnp.sum(each_BT * non_padding_BT[..., None], axis=(0, 1))[None] for name, each_BT in each.items()}
 
     tokens, devices = layout.spec(("batch", "length", None)), layout.axes("batch") + layout.axes("length")
     mapped = layout.shard_map(
         sums, in_specs=(*[tokens] * 4, layout.spec(("batch", "length"))), out_specs=PartitionSpec(devices or None)
     )
-    return mapped(logits_BTE, scores_BTE, experts_BTk, kept_BTk, real_BT)
+    return mapped(logits_BTE, scores_BTE, experts_BTk, kept_BTk, non_padding_BT)
 
 
 def totals(reports: Tree) -> Tree:
-    """All layers' reports, summed over devices."""
+    """Sums all layers' reports over devices."""
     return jax.tree.map(lambda sums: jnp.sum(sums, axis=-2), reports)
 
 
 def by_layer(reports: Tree, tokens: jax.Array) -> Report:
-    """Figures of each layer of experts in their order, [layers] each, from the `totals` of reports on so many tokens.
+    """Returns figures of each layer of experts in their order, [layers] each, from `totals` over so many tokens.
 
     `load_balance_loss`: E times the sum over experts of load and share, 1 when all is even (Switch Transformer,
     arXiv:2101.03961, section 2.2). `router_z_loss`: the mean squared logsumexp of the logits (ST-MoE, arXiv:2202.08906,
     equation 5). `expert_load_max`: the load of the expert with the most, over the mean. `tokens_dropped`.
     """
-    found = []
+    figures = []
     for blocks in reports["segments"].values():
         pattern = [_figures(block["feed_forward"], tokens) for block in blocks.values() if block["feed_forward"]]
         if pattern:  # its repeats come one after the other
-            found.append(jax.tree.map(lambda *each: jnp.stack(each, axis=1).reshape(-1), *pattern))
+            figures.append(jax.tree.map(lambda *each: jnp.stack(each, axis=1).reshape(-1), *pattern))
     for layer in reports.get("mtp", {}).values():
         if layer["block"]["feed_forward"]:
-            found.append(jax.tree.map(lambda each: each[None], _figures(layer["block"]["feed_forward"], tokens)))
-    return jax.tree.map(lambda *each: jnp.concatenate(each), *found)
+            figures.append(jax.tree.map(lambda each: each[None], _figures(layer["block"]["feed_forward"], tokens)))
+    return jax.tree.map(lambda *each: jnp.concatenate(each), *figures)
 
 
 def _figures(sums: Report, tokens: jax.Array) -> Report:
-    """Those of layers that have the same number of experts."""
+    """Computes `by_layer`'s figures of layers that have the same number of experts."""
     means = {name: each / jnp.maximum(tokens, 1) for name, each in sums.items()}
     load_E, share_E = means["expert_load"], means["expert_share"]
     E = load_E.shape[-1]
@@ -114,8 +118,8 @@ def _figures(sums: Report, tokens: jax.Array) -> Report:
     }
 
 
-def corrected(stats: Tree, reports: Tree, tokens: jax.Array, rate: float) -> Tree:
-    """The correction biases `stats`, each `rate` nearer to an even load (DeepSeek-V3, section 2.1.2).
+def update_router_bias(stats: Tree, reports: Tree, tokens: jax.Array, rate: float) -> Tree:
+    """Moves the correction biases `stats` by `rate` towards an even load (DeepSeek-V3, section 2.1.2).
 
     `reports` is nested as they are, with the `totals` of each over a whole batch of so many tokens.
     """
@@ -128,6 +132,6 @@ def corrected(stats: Tree, reports: Tree, tokens: jax.Array, rate: float) -> Tre
     return {
         name: move(stat, reports["expert_load"])
         if name == "correction_bias"
-        else corrected(stat, reports[name], tokens, rate)
+        else update_router_bias(stat, reports[name], tokens, rate)
         for name, stat in stats.items()
     }

@@ -1,0 +1,46 @@
+"""cuDNN's fused attention for NVIDIA GPUs, through JAX."""
+
+import dataclasses
+import functools
+
+import jax
+
+from src.model.attention_kernels.reference import causal_mask
+from src.model.attention_kernels.scores import ScoreSpec
+from src.model.forward_context import ForwardContext
+
+
+def cudnn(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    spec: ScoreSpec,
+    sinks_N: jax.Array | None,
+    context: ForwardContext,
+) -> jax.Array:
+    """Attends with q [B, T, N, H] to k, v [B, S, K, H] on each device's rows and heads.
+
+    Packed rows pass their segments as a mask [B, 1, T, S] in the compute dtype. No devices share rows here, so the
+    mask's dim of those devices (n = 1) stands where cuDNN's mask has its dim of heads.
+    """
+    assert sinks_N is None, "choose_kernel"
+    layout = context.layout
+    sharded = layout.spec(("batch", None, "heads", None))
+
+    @functools.partial(
+        layout.shard_map, in_specs=(sharded, sharded, sharded, layout.spec(("batch", None))), out_specs=sharded
+    )
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        local = dataclasses.replace(context, segment_ids_BT=segments)
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=causal_mask(local, spec.window) if context.packed else None,
+            is_causal=not context.packed,
+            scale=spec.scale,
+            local_window_size=(spec.window - 1, 0) if spec.window and not context.packed else None,
+            implementation="cudnn",
+        )
+
+    return on_device(q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT)

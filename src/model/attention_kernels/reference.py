@@ -1,0 +1,70 @@
+"""Attention in plain JAX, for any platform, and the mask that it and cuDNN's kernel take."""
+
+import jax
+import jax.numpy as jnp
+
+from src.model.attention_kernels.scores import ScoreSpec
+from src.model.forward_context import ForwardContext
+from src.parallel.sequence import replicate_rows, zigzag_order
+
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding alone gives numbers, not NaN
+
+
+def dot_product(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    spec: ScoreSpec,
+    sinks_N: jax.Array | None,
+    context: ForwardContext,
+) -> jax.Array:
+    """Attends with q [B, T, N, H] to k, v [B, n S, K, H]; holds the scores [B, N, T, S] in float32."""
+    B, T, N, _ = q_BTNH.shape
+    by_device = (x.reshape(B, context.layout.shards("length"), -1, *x.shape[2:]) for x in (q_BTNH, k_BSKH, v_BSKH))
+    out_BntNH = masked_attention(*by_device, causal_mask(context, spec.window), spec, sinks_N)
+    return out_BntNH.reshape(B, T, N, -1)
+
+
+def causal_mask(context: ForwardContext, window: int) -> jax.Array:
+    """Returns bool [B, n, t, S]: which of a row's S tokens each of t queries on each of n devices attends to."""
+    B, S = context.segment_ids_BT.shape
+    n = context.layout.shards("length")
+    segments_Bnt = context.segment_ids_BT.reshape(B, n, -1)
+    segments_BnS = replicate_rows(context.segment_ids_BT, context.layout).reshape(B, n, S)
+    index_nt = jnp.asarray(zigzag_order(S, context.layout).reshape(n, -1), jnp.int32)
+    distance_ntS = index_nt[..., None] - jnp.arange(S)
+    same_BntS = segments_Bnt[..., None] == segments_BnS[:, :, None]
+    return same_BntS & (distance_ntS >= 0) & (distance_ntS < (window or S))
+
+
+def masked_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask_BTS: jax.Array,
+    spec: ScoreSpec,
+    sinks_N: jax.Array | None,
+) -> jax.Array:
+    """Attends with T queries to the S keys where `mask_BTS` is true; B may be several dims.
+
+    The head size of values may differ from that of keys.
+    """
+    *B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[-2]
+    q_BTKGH = q_BTNH.reshape(*B, T, K, N // K, H)
+    scores = jnp.einsum("...TKGH,...SKH->...KGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * spec.scale
+    if spec.soft_cap:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+    scores = jnp.where(mask_BTS[..., None, None, :, :], scores, MASKED)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks_N is not None:
+        sinks = sinks_N.astype(jnp.float32).reshape(K, N // K, 1, 1)
+        largest = jnp.maximum(largest, sinks)
+    largest = jax.lax.stop_gradient(largest)
+    # Softmax divides last: [B, T, N, H] is smaller than the scores.
+    unnormalised = jnp.exp(scores - largest)
+    normaliser = jnp.sum(unnormalised, axis=-1, keepdims=True)
+    if sinks_N is not None:
+        normaliser += jnp.exp(sinks - largest)
+    out_BTKGH = jnp.einsum("...KGTS,...SKH->...TKGH", unnormalised.astype(v_BSKH.dtype), v_BSKH)
+    return (out_BTKGH / jnp.moveaxis(normaliser, -2, -4)).astype(v_BSKH.dtype).reshape(*B, T, N, -1)

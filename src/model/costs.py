@@ -1,0 +1,19 @@
+"""Costs: what a layer tells those who count operations, memory and time. Each layer's module has a `costs(spec)`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from src.model.attention_kernels.scores import ScoreSpec
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a mixer (such as attention) or a feed-forward layer costs beside its weights, which count by declaration."""
+
+    width: int  # numbers per token in its activations that are sharded by heads or hidden units
+    sharded: Mapping[str, tuple[int, ...]]  # logical axis -> sizes of the activations' dims that it shards
+    # Weight -> the named arrays that spare its product in the backward pass, if a remat policy keeps all of them.
+    spared_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    last: str = ""  # the weight whose product is the layer's output
+    scores: ScoreSpec | None = None  # of attention's kernel
+    active: float = 1.0  # share of the experts that a token goes through

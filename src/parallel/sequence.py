@@ -1,0 +1,89 @@
+"""Rows that several devices share (context parallelism): how their tokens are ordered, and how they are gathered."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from src.config.values import size_key
+from src.errors import UserError
+from src.parallel.mesh import Layout, mesh_axes_of
+
+
+def zigzag_order(length: int, layout: Layout) -> np.ndarray:
+    """Returns each place's index in the text, for rows of `length` tokens in zigzag order.
+
+    A token attends to all before it, so of n devices with consecutive parts the last would work longest. Rows are cut
+    into 2n parts instead, and device i has parts i and 2n - 1 - i. Every array along T is in this order, except in
+    generation.
+
+    Raises:
+        UserError: rows don't divide into so many parts.
+    """
+    n = layout.shards("length")
+    if length % zigzag_parts(n):
+        keys = sharing_keys(layout, "length", "or")
+        raise UserError(
+            f"max_target_length={length} does not divide into {2 * n} parts, two for each device that shares a row "
+            f"({layout.sharded_by('length')}): use a multiple of {2 * n}, or another {keys}"
+        )
+    if n == 1:
+        return np.arange(length)
+    parts = np.arange(length).reshape(2 * n, -1)
+    return np.concatenate([parts[:n], parts[n:][::-1]], axis=1).reshape(-1)
+
+
+def sharing_keys(layout: Layout, axis: str, conjunction: str) -> str:
+    """Lists the keys whose product is the number of devices that share a dim of this logical axis."""
+    keys = [size_key(kind, name) for name in layout.axes(axis) for kind in ("ici", "dcn")]
+    return f"{', '.join(keys[:-1])} {conjunction} {keys[-1]}"
+
+
+def zigzag_parts(n: int) -> int:
+    """Returns the number of parts into which a row is cut that n devices share."""
+    return 2 * n if n > 1 else 1
+
+
+def to_zigzag(x_BT: jax.Array, layout: Layout) -> jax.Array:
+    """Reorders [B, T, ...] from the text's order into zigzag order, each part placed on its device."""
+    if layout.shards("length") == 1:
+        return x_BT
+    ordered_BT = x_BT[:, zigzag_order(x_BT.shape[1], layout)]
+    return layout.constrain(ordered_BT, "batch", "length", *[None] * (x_BT.ndim - 2))
+
+
+def from_zigzag(x_BT: jax.Array, n: int) -> jax.Array:
+    """Reorders [B, T, ...] from the zigzag order of n devices into the text's; T must be whole on every device."""
+    if n == 1:
+        return x_BT
+    # Slices of whole parts copy faster than a lookup of every place.
+    parts = x_BT.reshape(x_BT.shape[0], n, 2, -1, *x_BT.shape[2:])
+    return jnp.concatenate([parts[:, :, 0], parts[:, ::-1, 1]], axis=1).reshape(x_BT.shape)
+
+
+def replicate_rows(x_BT: jax.Array, layout: Layout, *axes: str | None) -> jax.Array:
+    """Gathers [B, T, ...] in zigzag order into whole rows in the text's order on each device: [B, n T, ...].
+
+    The n devices that share a row each have a copy of it, side by side along T. What a device computes from its copy
+    is therefore an array of its own, and the gradient is summed and sharded again here.
+
+    Args:
+        x_BT: the array.
+        layout: the mesh.
+        axes: the logical axes of the dims after T.
+    """
+    sharing, n = layout.axes("length"), layout.shards("length")
+    if n == 1:
+        return x_BT
+    sharded = layout.spec(("batch", "length", *axes))
+    # XLA for CPUs aborts on a bfloat16 sum, here the gradient's, within a map over some of the axes.
+    on_cpus = layout.mesh.devices.flat[0].platform == "cpu" and x_BT.dtype == jnp.bfloat16
+    sent = jnp.float32 if on_cpus else x_BT.dtype
+
+    # Mapped over all axes that shard it: XLA would gather it over the others too.
+    @functools.partial(layout.shard_map, in_specs=sharded, out_specs=sharded, over=mesh_axes_of(sharded))
+    def gather(x_BT: jax.Array) -> jax.Array:
+        return from_zigzag(jax.lax.all_gather(x_BT.astype(sent), sharing, axis=1, tiled=True), n).astype(x_BT.dtype)
+
+    return gather(x_BT)

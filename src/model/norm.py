@@ -20,6 +20,7 @@ class Norm(nnx.Module):
         if spec.kind == "layer":
             self.bias = weight(rngs, shape, axes, dtype, constant=0.0, decays=False)
 
+    @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises [..., *shape], in `x`'s dtype."""
         y = x.astype(jnp.float32)

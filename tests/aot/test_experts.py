@@ -12,7 +12,7 @@ from tiny import load
 
 from src.aot.devices import abstract_devices
 from src.model import params
-from src.model.forward_context import Context
+from src.model.forward_context import ForwardContext
 from src.model.moe.grouped_gpu import TILE
 from src.model.moe.grouped_tpu import row_tile, tile_sizes
 from src.model.moe.layer import Experts
@@ -60,7 +60,7 @@ def lowered(overrides, topology, experts):
 
     def loss(given, x_BTD):
         ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
-        out_BTD, _ = nnx.merge(graphdef, given)(x_BTD, Context(ones_BT, ones_BT, layout, "dot_product", True))
+        out_BTD, _ = nnx.merge(graphdef, given)(x_BTD, ForwardContext(ones_BT, ones_BT, layout, "dot_product", True))
         return jnp.sum(jnp.square(out_BTD.astype(jnp.float32)))
 
     return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(given, x)

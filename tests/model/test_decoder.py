@@ -1,5 +1,6 @@
 """Packed documents, positions, scanned and shared layers, dropout and logits of the decoder."""
 
+import functools
 import math
 
 import jax
@@ -124,3 +125,18 @@ def test_soft_cap_bounds_logits_and_padded_vocabulary_gets_no_probability():
     for each in (logits, capped_logits):
         assert each.shape[-1] == 128  # 97, padded
         assert np.all(np.asarray(jax.nn.softmax(each))[..., VOCAB:] == 0.0)
+
+
+@pytest.mark.parametrize("capacity_factor", [-1, 2])
+def test_the_program_names_the_parts_of_the_model(capacity_factor):
+    """So that a profile reads like the code, backward pass and recomputation included."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": capacity_factor}
+    _, plan = make(**experts, remat_policy="full", base_num_decoder_layers=1)
+    weights, batch = (jax.eval_shape(lambda tree=tree: tree) for tree in (random_weights(plan), packed_rows(0)))
+    text = jax.jit(functools.partial(loss_and_gradients, plan)).lower(weights, batch).as_text(debug_info=True)
+    for scope in (
+        *("jvp(embedding)/", "jvp(output_projection)/", "transpose(jvp(output_projection))/"),
+        *(f"rematted_computation/{part}/norm/" for part in ("attention", "feed_forward")),
+        *("/attention/", "feed_forward/router/", "feed_forward/dispatch/", "/dispatch/experts/"),
+    ):
+        assert scope in text, scope

@@ -1,4 +1,4 @@
-"""The commands that a finished run's model is used by, as they can be pasted."""
+"""Lists commands that use a finished run's model, ready to be pasted."""
 
 import os
 import shlex
@@ -18,19 +18,19 @@ def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer:
     Args:
         config: the run's.
         folder: the run's.
-        tokenizer: of its data; None: they are no text.
+        tokenizer: of its data; None: the data is no text.
     """
-    if not config.enable_checkpointing or jax.process_count() > 1:  # several hosts' mesh may fit no single one
+    if not config.enable_checkpointing or jax.process_count() > 1:  # a mesh of several hosts may not fit one
         return []
     run, python = _from_here(folder), _from_here(sys.executable)
-    devices = jax.config.jax_num_cpu_devices  # virtual ones, which the run's mesh is of
+    devices = jax.config.jax_num_cpu_devices  # virtual devices, which the run's mesh consists of
     environment = f"JAX_NUM_CPU_DEVICES={devices} " if devices > 1 else ""
     commands = {}
     if tokenizer:
         chats = config.use_sft and tokenizer.chat_template
-        asked = ["interactive=true", "use_chat_template=true"] if chats else [f"prompt={config.prompt}"]
-        commands["ask it"] = ["src.decode", run, *asked]
-    if config.eval_interval > 0:  # else nothing was held out, and the run has seen what it would be measured by
+        arguments = ["interactive=true", "use_chat_template=true"] if chats else [f"prompt={config.prompt}"]
+        commands["ask it"] = ["src.decode", run, *arguments]
+    if config.eval_interval > 0:  # otherwise nothing was held out, and the model was trained on all of the data
         commands["measure it"] = ["src.evaluate", run]
     if "://" not in run and _has_family(config):
         commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, "hf")]
@@ -38,7 +38,6 @@ def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer:
 
 
 def _has_family(config: FrozenConfigDict) -> bool:
-    """Whether a family of Hugging Face's has the model."""
     try:
         find_family(config.to_dict())
     except UserError:
@@ -47,7 +46,7 @@ def _has_family(config: FrozenConfigDict) -> bool:
 
 
 def _from_here(path: str | os.PathLike[str]) -> str:
-    """The path as it is typed in the working directory, if it lies below."""
+    """Returns the path relative to the working directory, if it is below it."""
     path = os.fspath(path)
     if "://" in path:
         return path

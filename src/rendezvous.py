@@ -1,9 +1,9 @@
-"""How the processes of a job come together before JAX does, and learn at once how one of them ended.
+"""Brings the processes of a job together before JAX does, and tells them at once how one of them ended.
 
 Process 0 listens at the coordinator's address. When all have come and agree it leaves the port to JAX's own service,
-but the connections stay open: the system closes those of a process that is killed, and a machine that is lost stops
-answering the system's probes. What ends a process is told to process 0, and by it to all. A message is a JSON object on
-a line; a process sends at most one after the join: how it ended, or that it came to its end.
+but the connections stay open: the operating system closes those of a killed process, and TCP's keep-alive probes find a
+lost machine. A process that ends tells process 0, which tells all. A message is a JSON object on a line; after joining,
+a process sends at most one: how it ended, or that it finished.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, BinaryIO
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NoReturn
 
 from src.errors import MISTAKE, TRY_AGAIN, TransientError, UserError, first_few
 from src.json_text import parse_json
@@ -27,11 +28,201 @@ GREETING = "MinText"
 MAX_MESSAGE_BYTES = 2**24
 
 
-class Job:
-    """The processes of a job, each of which learns of each other's end.
+# ---- Joining
+
+
+@dataclass
+class _Gathering:
+    """What a process knows while it waits for the others; the fields are arguments of `join`."""
+
+    address: str
+    count: int
+    facts: Facts
+    timeout: int
+    silence: int
+    say: Callable[[str], object]
+    begin: float = field(default_factory=time.monotonic)
+    last_line: float = field(default_factory=time.monotonic)
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self.begin + self.timeout
+
+    def say_rarely(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self.last_line >= SAY_EVERY:
+            self.last_line = now
+            self.say(f"{text} (since {now - self.begin:.0f} s, for {self.timeout} s at most)")
+
+
+def join(
+    address: str,
+    count: int,
+    process: int,
+    facts: Facts,
+    *,
+    timeout: int,
+    silence: int,
+    disagree: str,
+    say: Callable[[str], object],
+) -> dict[int, "Peer"]:
+    """Waits for all processes of the job; returns this one's connections, by process.
 
     Args:
-        process: which this one is.
+        address: host:port of process 0, the same for all.
+        count: number of processes.
+        process: number of this one.
+        facts: has to be the same in all processes.
+        timeout: seconds that process 0 waits for the others, and they for it.
+        silence: seconds after which a machine that does not answer counts as lost.
+        disagree: the message before a list of facts that differ.
+        say: gets a line each `SAY_EVERY` seconds about who is missing.
+
+    Raises:
+        TransientError: a process is missing, or process 0's port is in use.
+        UserError: the facts of the processes differ, two have the same number, or process 0 cannot listen.
+    """
+    gathering = _Gathering(address, count, facts, timeout, silence, say)
+    if process == 0:
+        return _receive(gathering, disagree)
+    return {0: _connect(gathering, process)}
+
+
+def _receive(gathering: _Gathering, disagree: str) -> dict[int, "Peer"]:
+    """Waits, as process 0, for the others at the port, which is free again afterwards."""
+    address, count = gathering.address, gathering.count
+    peers: dict[int, Peer] = {}
+    facts_of: dict[int, Facts] = {0: gathering.facts}
+    with _listen(address, count) as listener:
+        listener.settimeout(0.2)
+        while len(peers) < count - 1:
+            missing = _some(number for number in range(1, count) if number not in peers)
+            gathering.say_rarely(f"waiting for process {missing} of {count} at {address}")
+            if gathering.is_over():
+                _end_all(
+                    peers.values(),
+                    TRY_AGAIN,
+                    f"process {missing} of {count} did not come to {address} within {gathering.timeout} s: its log "
+                    "says why, or it does not reach this address. jax_distributed_initialization_timeout is how long "
+                    "processes wait",
+                )
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                peer = Peer(connection, gathering.silence)
+                peer.set_timeout(5)
+                hello = peer.read()
+                if hello.get("greeting") != GREETING:
+                    peer.close()
+                    continue
+                peer.set_timeout(None)
+                number = hello["process"]
+                taken = not 0 < number < count or (number in peers and not peers[number].is_gone())
+                if taken or hello["count"] != count:
+                    _end_all(
+                        [*peers.values(), peer],
+                        MISTAKE,
+                        f"a process came to {address} with process_id={number} num_processes={hello['count']}, and "
+                        f"process 0 has num_processes={count}{f'; that is process {number} already' if taken else ''}"
+                        f": expected the same num_processes everywhere, and each process_id from 0 to {count - 1} once",
+                    )
+                peer.send({"greeting": GREETING})
+                peers[number] = peer
+                # Equal facts of thousands of processes are kept once.
+                facts_of[number] = gathering.facts if hello["facts"] == gathering.facts else hello["facts"]
+            peers = {number: peer for number, peer in peers.items() if not peer.is_gone()}
+    if lines := _differences([facts_of[number] for number in range(count)]):
+        _end_all(peers.values(), MISTAKE, "\n".join([disagree, *lines]))
+    for peer in peers.values():
+        peer.send({"begin": True})
+    return peers
+
+
+def _listen(address: str, count: int) -> socket.socket:
+    """Listens at the port, on all of this machine's addresses or the one that the environment gives JAX."""
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    host, _, port = (bind or address).rpartition(":")
+    host = host.strip("[]") if bind else ""
+    dual_stack = host in ("", "::") and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack or ":" in host else socket.AF_INET
+    place = ("" if dual_stack else host, int(port))
+    try:
+        return socket.create_server(place, family=family, backlog=count, dualstack_ipv6=dual_stack)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise TransientError(
+                f"port {port}, of {address}, is in use by another program on this machine, perhaps by an earlier run "
+                "that has not ended: wait for it, end it, or give all processes another port"
+            ) from None
+        raise UserError(f"process 0 cannot listen at {address}: {error.strerror}") from None
+
+
+def _connect(gathering: _Gathering, process: int) -> "Peer":
+    """Connects to process 0 as soon as it listens, and waits until all processes have come."""
+    address, count = gathering.address, gathering.count
+    host, _, port = address.rpartition(":")
+    hello = {"greeting": GREETING, "process": process, "count": count, "facts": dict(gathering.facts)}
+    while True:
+        try:
+            peer = Peer(socket.create_connection((host.strip("[]"), int(port)), timeout=5), gathering.silence)
+        except OSError as error:  # TimeoutError and gaierror too
+            reason = error.strerror or str(error)
+        else:
+            peer.send(hello)
+            reply = peer.read()
+            if reply.get("greeting") == GREETING:
+                peer.set_timeout(None)  # process 0 knows how long to wait for the others
+                reply = peer.read()
+            if reply.get("begin"):
+                return peer
+            peer.close()
+            if "code" in reply:
+                raise _error(reply["code"], reply["message"])
+            reason = reply.get("lost", "another program answers there")
+        gathering.say_rarely(f"process 0 does not answer at {address} ({reason})")
+        if gathering.is_over():
+            raise TransientError(
+                f"process 0 of {count} did not answer at {address} within {gathering.timeout} s ({reason}): its log "
+                "says why, or this is not its address. jax_distributed_initialization_timeout is how long processes "
+                "wait"
+            )
+        time.sleep(0.2)
+
+
+def _end_all(peers: Iterable["Peer"], code: int, message: str) -> NoReturn:
+    """Ends the job before it begins, in all processes that have come."""
+    for peer in peers:
+        peer.send({"code": code, "message": message})
+    raise _error(code, message)
+
+
+def _error(code: int, message: str) -> Exception:
+    return (UserError if code == MISTAKE else TransientError)(message)
+
+
+def _differences(facts: list[Facts]) -> list[str]:
+    """Returns a line for each fact that differs: `  key: 0.01 in process 0; 0.02 in process 1, 2`."""
+    lines = []
+    for name in dict.fromkeys(name for each in facts for name in each):
+        processes: dict[str, list[int]] = {}
+        for process, each in enumerate(facts):
+            processes.setdefault(each.get(name, "nothing"), []).append(process)
+        if len(processes) > 1:
+            listed = "; ".join(f"{value} in process {_some(numbers)}" for value, numbers in processes.items())
+            lines.append(f"  {name}: {listed}")
+    return lines
+
+
+def _some(numbers: Iterable[int]) -> str:
+    return first_few(map(str, numbers))
+
+
+# ---- After joining
+
+
+class Job:
+    """Watches the other processes of a job, and tells them how this one ends.
+
+    Args:
+        process: number of this one.
         peers: connections to the others: process 0 has one to each, the others have one to process 0.
         end: called with an exit code and a message, from a thread, when another process ended and this one has to.
     """
@@ -45,11 +236,11 @@ class Job:
         self._watcher.start()
 
     def tell(self, code: int, message: str) -> None:
-        """Tells all others that this process ends, and how; process 0 waits until they have ended, a moment at most."""
+        """Tells the others that this process ends, and how; process 0 waits a moment for them to end."""
         self._tell_all({"code": code, "message": f"process {self.process} of this job ended: {message or code}"})
 
     def leave(self) -> None:
-        """Tells the others that this process has come to its end, and that all is well."""
+        """Tells the others that this process has finished without an error."""
         for peer in self._peers.values():
             peer.send({"leaves": True})
 
@@ -65,9 +256,10 @@ class Job:
         for peer in self._peers.values():
             peer.send(message)
         if self.process == 0:  # JAX aborts in processes whose coordinator is gone
-            end = time.monotonic() + 2
+            deadline = time.monotonic() + 2
             for peer in self._peers.values():
-                peer.await_end(end)
+                while not peer.is_gone() and time.monotonic() < deadline:
+                    time.sleep(0.01)
 
     def _watch(self) -> None:
         watched = {peer.fileno(): number for number, peer in self._peers.items()}
@@ -93,14 +285,14 @@ class Job:
                 return
 
 
-current_job: Job | None = None  # set where this process has joined a job of several
+current_job: Job | None = None  # set once this process has joined a job of several
 
 
 class Peer:
     """A connection to another process."""
 
     def __init__(self, connection: socket.socket, silence: int) -> None:
-        """`silence`: seconds without an answer from the other's system until it is taken for lost."""
+        """`silence`: seconds without an answer from the other's system until it counts as lost."""
         self._socket = connection
         self._file: BinaryIO = connection.makefile("rb")
         options = {"TCP_KEEPIDLE": max(silence // 3, 1), "TCP_KEEPINTVL": max(silence // 6, 1), "TCP_KEEPCNT": 4}
@@ -108,33 +300,27 @@ class Peer:
         for name, value in {**options, "TCP_USER_TIMEOUT": 1000 * silence}.items():
             if hasattr(socket, name):  # macOS lacks some
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    def fileno(self) -> int:
-        """Returns the connection's descriptor, for polling."""
-        return self._socket.fileno()
-
-    def timeout(self, seconds: float | None) -> None:
-        """Sets how long reading may take; None: for ever."""
-        self._socket.settimeout(seconds)
+        self.fileno = connection.fileno
+        self.set_timeout = connection.settimeout  # seconds that reading may take; None: no limit
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message, if there still is somebody to get it."""
+        """Sends a message, unless the connection has ended."""
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> dict[str, Any]:
-        """Returns the next message; one with `lost`, which says why, where there is none."""
+        """Returns the next message; where there is none, one whose `lost` says why."""
         try:
             line = self._file.readline(MAX_MESSAGE_BYTES)
             message = parse_json(line) if line else {"lost": "the connection ended"}
         except OSError as error:
             return {"lost": error.strerror or str(error)}
         except ValueError:
-            return {"lost": "what it said is no message of MinText's"}
+            message = None
         return message if isinstance(message, dict) else {"lost": "what it said is no message of MinText's"}
 
     def is_gone(self) -> bool:
-        """Returns whether the other closed the connection; only while no message is expected."""
+        """Returns whether the other closed the connection; call it only while no message is expected."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -142,195 +328,7 @@ class Peer:
         except OSError:
             return True
 
-    def await_end(self, end: float) -> None:
-        """Waits until the other closes the connection, or `time.monotonic()` is `end`."""
-        while not self.is_gone() and time.monotonic() < end:
-            time.sleep(0.01)
-
     def close(self) -> None:
         """Ends the connection."""
         self._file.close()
         self._socket.close()
-
-
-def join(
-    address: str,
-    count: int,
-    process: int,
-    facts: Facts,
-    *,
-    timeout: int,
-    silence: int,
-    disagree: str,
-    say: Callable[[str], object],
-) -> dict[int, Peer]:
-    """Waits for all processes of the job; returns this one's connections.
-
-    Args:
-        address: host:port of process 0, the same for all.
-        count: of the processes.
-        process: which this one is.
-        facts: has to be the same in all processes.
-        timeout: seconds that process 0 waits for the others, and they for it.
-        silence: seconds after which a machine that does not answer is taken for lost.
-        disagree: what to say, before the facts that differ.
-        say: gets a line each `SAY_EVERY` seconds about who is missing.
-
-    Raises:
-        TransientError: somebody is missing; process 0's port is in use.
-        UserError: the facts of the processes differ, two have the same number, or process 0 cannot listen.
-    """
-    host, _, port = address.rpartition(":")
-    clock = _Clock(timeout, say)
-    if process == 0:
-        return _receive(address, int(port), count, facts, clock, silence, disagree)
-    return {0: _come((host.strip("[]"), int(port)), address, count, process, facts, clock, silence)}
-
-
-class _Clock:
-    """The time that a process waits for others, and when it says so."""
-
-    def __init__(self, timeout: int, say: Callable[[str], object]) -> None:
-        self._begin = self._said = time.monotonic()
-        self.timeout, self._say = timeout, say
-
-    def left(self) -> float:
-        return self._begin + self.timeout - time.monotonic()
-
-    def say(self, text: str) -> None:
-        if time.monotonic() - self._said >= SAY_EVERY:
-            self._said = time.monotonic()
-            self._say(f"{text} (since {self._said - self._begin:.0f} s, for {self.timeout} s at most)")
-
-
-def _receive(
-    address: str, port: int, count: int, facts: Facts, clock: _Clock, silence: int, disagree: str
-) -> dict[int, Peer]:
-    """Process 0: waits for the others at the port, which is free again afterwards."""
-    peers: dict[int, Peer] = {}
-    theirs: dict[int, Facts] = {0: facts}
-    with _listen(address, port, count) as listener:
-        listener.settimeout(0.2)
-        while len(peers) < count - 1:
-            missing = _some(number for number in range(1, count) if number not in peers)
-            clock.say(f"waiting for process {missing} of {count} at {address}")
-            if clock.left() < 0:
-                _refuse(
-                    peers,
-                    TRY_AGAIN,
-                    f"process {missing} of {count} did not come to {address} within {clock.timeout} s: its log says "
-                    "why, or it does not reach this address. jax_distributed_initialization_timeout is how long "
-                    "processes wait",
-                )
-            with contextlib.suppress(TimeoutError):
-                connection, _ = listener.accept()
-                peer = Peer(connection, silence)
-                peer.timeout(5)
-                hello = peer.read()
-                if hello.get("greeting") != GREETING:
-                    peer.close()
-                    continue
-                peer.timeout(None)
-                number = hello["process"]
-                taken = not 0 < number < count or (number in peers and not peers[number].is_gone())
-                if taken or hello["count"] != count:
-                    _refuse(
-                        {**peers, -1: peer},
-                        MISTAKE,
-                        f"a process came to {address} with process_id={number} num_processes={hello['count']}, and "
-                        f"process 0 has num_processes={count}{f'; that is process {number} already' if taken else ''}"
-                        f": expected the same num_processes everywhere, and each process_id from 0 to {count - 1} once",
-                    )
-                peer.send({"greeting": GREETING})
-                peers[number] = peer
-                theirs[number] = facts if hello["facts"] == facts else hello["facts"]  # thousands of equal ones are one
-            peers = {number: peer for number, peer in peers.items() if not peer.is_gone()}
-    if lines := differences([theirs[number] for number in range(count)]):
-        _refuse(peers, MISTAKE, "\n".join([disagree, *lines]))
-    for peer in peers.values():
-        peer.send({"begin": True})
-    return peers
-
-
-def _refuse(peers: Mapping[int, Peer], code: int, message: str) -> None:
-    """Ends the job before it begins, in all processes that are there."""
-    for peer in peers.values():
-        peer.send({"code": code, "message": message})
-    raise _error(code, message)
-
-
-def _error(code: int, message: str) -> Exception:
-    return (UserError if code == MISTAKE else TransientError)(message)
-
-
-def _listen(address: str, port: int, count: int) -> socket.socket:
-    """Listens at the port, on all of this machine's addresses or the one that the environment gives JAX."""
-    host = ""
-    if bind := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
-        host, port = bind.rpartition(":")[0].strip("[]"), int(bind.rpartition(":")[2])
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = host in ("", "::") and socket.has_dualstack_ipv6()
-    try:
-        return socket.create_server(
-            ("" if both else host, port),
-            family=socket.AF_INET6 if both else family,
-            backlog=count,
-            dualstack_ipv6=both,
-        )
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise TransientError(
-                f"port {port}, of {address}, is in use by another program on this machine, perhaps by an earlier run "
-                "that has not ended: wait for it, end it, or give all processes another port"
-            ) from None
-        raise UserError(f"process 0 cannot listen at {address}: {error.strerror}") from None
-
-
-def _come(
-    place: tuple[str, int], address: str, count: int, process: int, facts: Facts, clock: _Clock, silence: int
-) -> Peer:
-    """Connects to process 0 as soon as it listens, and waits until all processes have come."""
-    hello = {"greeting": GREETING, "process": process, "count": count, "facts": dict(facts)}
-    while True:
-        try:
-            peer = Peer(socket.create_connection(place, timeout=5), silence)
-        except OSError as error:  # TimeoutError and gaierror too
-            reason = error.strerror or str(error)
-        else:
-            peer.send(hello)
-            answer = peer.read()
-            if answer.get("greeting") == GREETING:
-                peer.timeout(None)  # process 0 knows how long to wait for the others
-                answer = peer.read()
-            if answer.get("begin"):
-                return peer
-            peer.close()
-            if "code" in answer:
-                raise _error(answer["code"], answer["message"])
-            reason = answer.get("lost", "another program answers there")
-        clock.say(f"process 0 does not answer at {address} ({reason})")
-        if clock.left() < 0:
-            raise TransientError(
-                f"process 0 of {count} did not answer at {address} within {clock.timeout} s ({reason}): its log says "
-                "why, or this is not its address. jax_distributed_initialization_timeout is how long processes wait"
-            )
-        time.sleep(0.2)
-
-
-def differences(theirs: list[Facts]) -> list[str]:
-    """Returns a line for each fact that differs, with the processes that have each value."""
-    names = dict.fromkeys(name for facts in theirs for name in facts)
-    values = {name: [facts.get(name, "nothing") for facts in theirs] for name in names}
-    return [f"  {name}: {_by_process(each)}" for name, each in values.items() if len(set(each)) > 1]
-
-
-def _by_process(values: list[str]) -> str:
-    """Says which processes have which value: `0.01 in process 0; 0.02 in process 1, 2, 3, 4, 5 and 3 more`."""
-    return "; ".join(
-        f"{value} in process {_some(process for process, other in enumerate(values) if other == value)}"
-        for value in dict.fromkeys(values)
-    )
-
-
-def _some(numbers: Iterable[int]) -> str:
-    return first_few(map(str, numbers))

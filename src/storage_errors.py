@@ -1,6 +1,6 @@
-"""What an error of a disk or a store means: try again, space is short, the contents are wrong, or none of these.
+"""Classifies errors of disks and stores: transient, no space left, damaged contents, or none of these.
 
-Types and numbers decide, never wording: errno, HTTP status, and of TensorStore, which raises ValueError for everything,
+Types and numbers decide, never wording: errno, HTTP status, and for TensorStore, which always raises ValueError,
 the status code that its message begins with and the errno that it appends.
 """
 
@@ -19,17 +19,17 @@ RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)  # before each further attempt
 
 
 class Failure(enum.IntEnum):
-    """Kinds of failures, the one that outweighs the others last."""
+    """Kinds of failures; where several happened, the largest counts."""
 
     NONE = 0
-    DAMAGED = 1  # what is there is not what was written
+    DAMAGED = 1  # the contents are not what was written
     TRANSIENT = 2  # the same call may succeed later
     FULL = 3
     OTHER = 4
 
 
 class DamagedError(Exception):
-    """Contents that are not what was written."""
+    """The contents are not what was written."""
 
 
 _OF_ERRNO = {
@@ -38,8 +38,8 @@ _OF_ERRNO = {
     "ECONNABORTED ENETDOWN ENETUNREACH ENETRESET EHOSTDOWN EHOSTUNREACH EREMOTEIO ENOLINK",
     Failure.FULL: "ENOSPC EDQUOT",
 }
-# The codes of absl::Status. TensorStore leaves out the name of INVALID_ARGUMENT, by which it says that it cannot
-# decode something.
+# The codes of absl::Status. TensorStore leaves out the name of INVALID_ARGUMENT, which means that it cannot decode
+# something.
 _OF_STATUS = {
     Failure.DAMAGED: "DATA_LOSS NOT_FOUND OUT_OF_RANGE FAILED_PRECONDITION",
     Failure.TRANSIENT: "UNKNOWN UNAVAILABLE ABORTED DEADLINE_EXCEEDED RESOURCE_EXHAUSTED INTERNAL CANCELLED",
@@ -51,7 +51,7 @@ HTTP_TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Returns what kind of failure `error` is, or what it was raised from."""
+    """Returns the kind of failure that `error` is, or the error that it was raised from."""
     if isinstance(error, DamagedError):
         return Failure.DAMAGED
     if not isinstance(error, Exception):  # SystemExit has a code too
@@ -82,8 +82,8 @@ def tensorstore_result(future: Any) -> Any:
     """Returns the result of a TensorStore future.
 
     Raises:
-        DamagedError: what it has read cannot be decoded, or is not there.
-        ValueError: anything else, which `failure_of` tells apart.
+        DamagedError: the contents cannot be decoded, or do not exist.
+        ValueError: anything else, which `failure_of` classifies.
     """
     try:
         return future.result()
@@ -94,7 +94,7 @@ def tensorstore_result(future: Any) -> Any:
 
 
 def retried(attempt: Callable[[], T]) -> T:
-    """Returns `attempt()`, made again after a while where its failure is transient; raises the last one's error."""
+    """Returns `attempt()`, repeated with pauses while it fails transiently; raises the last attempt's error."""
     for seconds in RETRY_SECONDS:
         try:
             return attempt()

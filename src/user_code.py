@@ -1,4 +1,4 @@
-"""Functions that users write and the configuration names as module:function: finding them, and blaming their lines."""
+"""Loads and calls functions that users write and name as module:function; errors name the user's line."""
 
 import contextlib
 import importlib
@@ -19,7 +19,7 @@ SLOW_SECONDS = 60
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
-    """The function that `name`, module:function, means; `key` gave it.
+    """Imports the function `name`, module:function, the value of `key`.
 
     Raises:
         UserError: there is none, or its module can't be imported.
@@ -49,10 +49,11 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
 
 
 def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns that a user wrote. Where it raises, a UserError says so of `what`.
+    """Calls a user's function and returns its result; `what` names it in errors.
 
-    Of a failure that may pass, as of a store that it reads, a TransientError does. Where the function would end the
-    process, as by sys.exit, it is an error too: that is not its to decide.
+    Raises:
+        UserError: the function raised, or tried to end the process, as by sys.exit.
+        TransientError: it raised because of something that may pass, such as a store that does not answer.
     """
     try:
         return function(*arguments)
@@ -64,7 +65,7 @@ def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def says_if_slow(what: str) -> Iterator[None]:
-    """Prints one line if what is done within takes longer than a minute: code of a user may never end."""
+    """Prints a line if the body takes longer than a minute, because a user's code may never end."""
     timer = threading.Timer(SLOW_SECONDS, print, [f"still waiting for {what}"], {"flush": True})
     timer.daemon = True
     timer.start()
@@ -81,7 +82,6 @@ def class_name(thing: Any) -> str:
 
 
 def _failure(what: str, error: BaseException) -> Exception:
-    """What to say of an error in code of the user: where it was raised there, if it was."""
     libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
     frames = [
         frame

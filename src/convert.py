@@ -27,8 +27,9 @@ from src.checkpoint.load_weights import folder_fingerprint
 from src.checkpoint.load_weights import load_weights as load_any_weights
 from src.cli import run_command
 from src.config.load import from_yaml
+from src.config.schema import KEYS, Config
 from src.config.source_spec import all_synthetic
-from src.config.yaml import base, file_name
+from src.config.yaml import file_name
 from src.convert_check import compare, describe_agreement
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
 from src.errors import UserError
@@ -103,7 +104,7 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     """
     folder = open_folder(hf_dir)
     keys, family = folder_keys(folder), folder_family(folder)
-    config = {**base().defaults, **keys}
+    config = Config.of(keys)
     tree, part_of = _as_stored(folder, config)
     _make_empty(out_dir)
     comment = f"# {family.architecture}, from {hf_dir.name}: what differs from base.yml.\n"
@@ -208,15 +209,16 @@ def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> tuple[params.Tree
     return params.nested(typed), part_of
 
 
-def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
+def _find(source: Path) -> tuple[Config, Path, Path | None]:
     """(every key of base.yml, the checkpoint's or checkpoints' folder, the model file's folder or None) of `source`."""
     if (source / "model.yml").is_file():
         keys = from_yaml((source / "model.yml").read_text(encoding="utf-8"))
         # The files beside it are the tokenizer, if it has one.
-        return {**base().defaults, **keys, "tokenizer_type": "huggingface"}, source / "checkpoint", source
+        return Config.of(keys | {"tokenizer_type": "huggingface"}), source / "checkpoint", source
     for run in (source, source.parent, source.parent.parent):
         if (run / "config.yml").is_file():
-            config = {**base().defaults, **from_yaml((run / "config.yml").read_text(encoding="utf-8"))}
+            keys = from_yaml((run / "config.yml").read_text(encoding="utf-8"))
+            config = Config.of({key: keys[key] for key in keys if key in KEYS})
             model = Path(config["model_name"]).expanduser()
             # A name alone is a file of configs/models, beside which there is nothing to copy.
             named = not config["model_name"] or not (model.is_dir() or model.suffix == ".yml")

@@ -36,6 +36,14 @@ def first_few(items: Iterable[str], separator: str = ", ", near: str = "") -> st
     return f"{listed}{' ' if separator == ', ' else separator}and {omitted} more" if omitted > 0 else listed
 
 
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Returns ` Did you mean ...?` with the most similar of `names`, then those it is a part of; or ""."""
+    names = list(names)
+    parts_of = [other for other in names if len(name) >= 3 and name in other]
+    similar = list(dict.fromkeys([*difflib.get_close_matches(name, names, n=3), *parts_of]))[:4]
+    return f" Did you mean {' or '.join([name] if name in names else similar)}?" if similar else ""
+
+
 def counted(count: int, noun: str) -> str:
     """Returns "1 layer", "2,000 layers": a number and what it counts."""
     return f"{count:,} {noun}" + "s" * (count != 1)

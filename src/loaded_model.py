@@ -60,5 +60,5 @@ def inference_plan(config: Mapping[str, Any], layout: Layout, length: int, packe
     spec = model_spec(config)
     if 0 < spec.position_table_size < length:
         raise UserError(f"rows of {length} tokens are longer than the model's {spec.position_table_size} positions")
-    keys = {**config, "max_target_length": length, "packing": packed, "lora_rank": 0, "trainable_parameters": []}
-    return make_plan(keys, spec, layout)
+    config = config.replace(max_target_length=length, packing=packed, lora_rank=0, trainable_parameters=[])
+    return make_plan(config, spec, layout)

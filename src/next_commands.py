@@ -39,7 +39,7 @@ def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer:
 
 def _has_family(config: FrozenConfigDict) -> bool:
     try:
-        find_family(config.to_dict())
+        find_family(config)
     except UserError:
         return False
     return True

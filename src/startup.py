@@ -19,7 +19,8 @@ from src import rendezvous
 from src.cli import end_now
 from src.config import load as configuration
 from src.config.key_help import TRAIN, Usage, help_for
-from src.config.yaml import base, dump
+from src.config.schema import KEYS
+from src.config.yaml import dump
 from src.errors import UserError
 from src.step.compiler_flags import check_environment
 
@@ -168,7 +169,7 @@ def shared_facts(config: Mapping[str, Any]) -> dict[str, str]:
     source = _REPOSITORY / "src"
     files = sorted(path for path in source.rglob("*") if path.suffix in (".py", ".yml"))
     return {
-        **{key: dump(config[key]) for key in base().defaults if key not in PER_PROCESS_KEYS},
+        **{key: dump(config[key]) for key in KEYS if key not in PER_PROCESS_KEYS},
         "MinText": version(),
         **_versions(),
         **{f"src/{path.relative_to(source).as_posix()}": _short_hash(path) for path in files},

@@ -33,6 +33,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from src.cli import run_command
 from src.config import load as configuration
 from src.config.key_help import Usage
+from src.config.schema import Config
 from src.config.source_spec import train_specs
 from src.data.document_stream import encode
 from src.data.fingerprint import differences
@@ -285,7 +286,7 @@ def _end_with_parent() -> None:
 @functools.cache
 def _open_items(config_text: str) -> Items:
     """Once in a process. The config comes as text: what it holds can't all be pickled."""
-    return Items(configuration.from_yaml(config_text))
+    return Items(Config.of(configuration.from_yaml(config_text)))
 
 
 def _write_shard(config_text: str, folder: Path, number: int, part: range) -> ShardFacts:

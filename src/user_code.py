@@ -11,8 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from src.config.values import nearest
-from src.errors import TransientError, UserError
+from src.errors import TransientError, UserError, did_you_mean
 from src.storage_errors import Failure, failure_of
 
 SLOW_SECONDS = 60
@@ -36,7 +35,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
         where = getattr(sys.modules[parent], "__path__", []) if parent else None
         raise UserError(
             f"{key}={name}: there is no module {error.name} in the folder the command is run in, nor installed."
-            + nearest(missing, [found.name for found in pkgutil.iter_modules(where)])
+            + did_you_mean(missing, [found.name for found in pkgutil.iter_modules(where)])
         ) from None
     except KeyboardInterrupt:
         raise
@@ -44,7 +43,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
         raise _failure(f"{key}={name}: importing {module_name}", error) from error
     if not callable(function := getattr(module, attribute, None)):
         functions = [other for other in dir(module) if callable(getattr(module, other))]
-        raise UserError(f"{key}={name}: {module_name} has no function {attribute}.{nearest(attribute, functions)}")
+        raise UserError(f"{key}={name}: {module_name} has no function {attribute}.{did_you_mean(attribute, functions)}")
     return function
 
 

@@ -8,19 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from src.config.base_yml import base_yml
 from src.config.key_help import Usage, help_for, help_text
 from src.config.load import (
     compare_runs,
     diff_from_base,
     from_yaml,
     load,
-    scaled_sizes,
     to_yaml,
 )
 from src.errors import UserError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BASE = str(CONFIGS / "base.yml")
+
+
+def test_base_yml_is_written_from_the_schema():
+    text = (CONFIGS / "base.yml").read_text()
+    assert text == base_yml(), "run: python -m src.config.base_yml > configs/base.yml"
 
 
 @pytest.mark.parametrize(
@@ -124,11 +129,11 @@ def test_values(argument, value):
 
 def test_dotted_keys_set_one_entry(write):
     config = load([BASE, "logical_axis_rules.mlp=[]", "remat_policy=custom", "remat_custom.query_proj=offload"])
-    assert config.logical_axis_rules.mlp == ()
-    assert config.logical_axis_rules.vocab == ("tensor", "stage")
-    assert config.remat_custom.to_dict() == {"query_proj": "offload"}
+    assert config.logical_axis_rules["mlp"] == ()
+    assert config.logical_axis_rules["vocab"] == ("tensor", "stage")
+    assert config.remat_custom == {"query_proj": "offload"}
     path = write("mine.yml", "logical_axis_rules.mlp: [tensor, fsdp]\n")
-    assert load([str(path)]).logical_axis_rules.mlp == ("tensor", "fsdp")
+    assert load([str(path)]).logical_axis_rules["mlp"] == ("tensor", "fsdp")
 
 
 def test_strings_of_a_yaml_file_keep_their_spelling(write):
@@ -166,14 +171,11 @@ def test_decoder_segments():
     ],
 )
 def test_global_parameter_scale(scale, sizes):
-    scaled = scaled_sizes(load([BASE, f"global_parameter_scale={scale}", "base_num_kv_heads=4"]))
-    assert (scaled["emb_dim"], scaled["mlp_dim"], scaled["num_decoder_layers"], scaled["num_query_heads"]) == sizes
-    assert scaled["num_query_heads"] == 4 * scaled["num_kv_heads"]
-    weights = (
-        scaled["num_decoder_layers"]
-        * scaled["emb_dim"]
-        * (3 * scaled["mlp_dim"] + 128 * (2 * scaled["num_query_heads"] + 2 * scaled["num_kv_heads"]))
-    )
+    model = load([BASE, f"global_parameter_scale={scale}", "base_num_kv_heads=4"]).model
+    assert (model.emb_dim, model.mlp_dim, model.num_decoder_layers, model.num_query_heads) == sizes
+    assert model.num_query_heads == 4 * model.num_kv_heads
+    heads = 2 * model.num_query_heads + 2 * model.num_kv_heads
+    weights = model.num_decoder_layers * model.emb_dim * (3 * model.mlp_dim + 128 * heads)
     base_weights = 16 * 2048 * (3 * 7168 + 128 * (2 * 16 + 2 * 4))
     assert weights == scale * base_weights, "each doubling doubles the weights of the layers"
 
@@ -211,7 +213,7 @@ def test_to_yaml_is_read_back(column, prompt, steps, learning_rate, packing, act
     ids=repr,
 )
 def test_awkward_strings_are_read_back(prompt):
-    assert from_yaml(to_yaml({**load([BASE]), "prompt": prompt})).prompt == prompt
+    assert from_yaml(to_yaml({**load([BASE]), "prompt": prompt}))["prompt"] == prompt
 
 
 def test_a_resolved_config_loads_to_itself(write):
@@ -229,7 +231,9 @@ def test_the_config_is_frozen():
     with pytest.raises(AttributeError):
         config.steps = 3
     with pytest.raises(AttributeError):
-        config.logical_axis_rules.mlp = ()
+        config.run.steps = 3
+    with pytest.raises(TypeError):
+        config.logical_axis_rules["mlp"] = ()
 
 
 def test_diff_from_base():

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from src.config.keys import Range
 from src.config.load import load
-from src.config.values import CHOICES, RANGES
-from src.config.yaml import base
+from src.config.schema import KEYS
 from src.errors import UserError
 
 BASE = str(Path(__file__).parents[1] / "configs" / "base.yml")
@@ -217,13 +217,14 @@ def test_maxtexts_path_of_base_yml_is_answered():
 
 
 def test_every_number_of_base_has_one_range():
-    numbers = [key for key, value in base().defaults.items() if type(value) in (int, float)]
-    ranged = [key for _, _, keys in RANGES for key in keys]
-    assert sorted(ranged) == sorted(numbers)
+    for key in KEYS.values():
+        assert isinstance(key.allowed, Range) == (type(key.default) in (int, float)), key.name
 
 
 def test_choices_are_of_words():
-    assert all(base().defaults[key] in choices for key, choices in CHOICES.items())
+    chosen = [key for key in KEYS.values() if key.allowed and not isinstance(key.allowed, Range)]
+    assert len(chosen) > 20
+    assert all(key.default in key.allowed for key in chosen)
 
 
 SCALARS = st.sampled_from(["", "a", "'a'", "-1", "0", "3", "1e400", "1e-3", "true", "None", "[", "a: b", "data"])
@@ -240,7 +241,7 @@ VALUES = st.recursive(
 
 
 @settings(deadline=None, max_examples=300)
-@given(key=st.sampled_from([*base().defaults, "remat_custom.a", "steps.b", "NUM_LAYERS", "context"]), text=VALUES)
+@given(key=st.sampled_from([*KEYS, "remat_custom.a", "steps.b", "NUM_LAYERS", "context"]), text=VALUES)
 def test_any_value_is_taken_or_answered(key, text):
     answer = ""
     try:

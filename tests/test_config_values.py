@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from src.config.load import from_yaml, load, to_yaml
-from src.config.values import MAX_VALUES, check_value
-from src.config.yaml import MAX_DEPTH, MAX_NODES, base
+from src.config.schema import KEYS, defaults
+from src.config.values import check_value
+from src.config.yaml import MAX_DEPTH, MAX_NODES
 from src.errors import UserError
 from src.model.spec import model_spec
 from src.parallel.mesh import global_batch_size, make_layout
@@ -49,8 +50,8 @@ def accept(argument, is_planned=True):
 @pytest.mark.parametrize("value", VALUES)
 def test_every_key_takes_a_value_or_names_itself(value):
     is_planned = value in PLANNED
-    accepted = [key for key in base().defaults if accept(f"{key}={value}", is_planned)]
-    assert len(accepted) < len(base().defaults) / 2
+    accepted = [key for key in KEYS if accept(f"{key}={value}", is_planned)]
+    assert len(accepted) < len(KEYS) / 2
     for entry in ENTRIES:
         accept(entry.format(value) if "=" in entry else f"{entry}={value}", is_planned)
 
@@ -58,17 +59,16 @@ def test_every_key_takes_a_value_or_names_itself(value):
 def test_the_largest_numbers_can_be_planned_for():
     """A number at its limit gives shapes, and one above it is answered with the limit."""
     accepted = 0
-    sizes = base().keys_in("Model: its size")  # planning takes most of the time
-    for most, keys in MAX_VALUES.items():
-        for key in keys:
-            accepted += accept(f"{key}={most}", is_planned=key in sizes)
-            with pytest.raises(UserError, match=f"{key}=.* at most {most:,}"):
-                load([BASE, f"{key}={2 * most}"])
+    for key in KEYS.values():
+        if key.most is not None:
+            accepted += accept(f"{key.name}={key.most}", is_planned=key.group == "Model: its size")  # which takes long
+            with pytest.raises(UserError, match=f"{key.name}=.* at most {key.most:,}"):
+                load([BASE, f"{key.name}={2 * key.most}"])
     assert accepted > 60
 
 
 def test_every_number_has_an_end():
-    for key, default in base().defaults.items():
+    for key, default in defaults().items():
         if type(default) in (int, float):
             assert check_value(key, type(default)(1e37)), key
             assert not check_value(key, default), key
@@ -134,7 +134,7 @@ def test_a_disk_that_fails_for_a_time_is_no_mistake_of_the_command(tmp_path):
 
 @pytest.mark.parametrize("path", ["a" * 256, "a/" * 2100, "é" * 130])
 def test_a_path_that_no_file_can_have_is_answered_with_its_key(path):
-    keys = [key for key in base().defaults if key.endswith(("_path", "_directory", "_dir", "_file", "_report"))]
+    keys = [key.name for key in KEYS.values() if key.is_path]
     assert len(keys) >= 15
     for key in [*keys, "datasets"]:
         with pytest.raises(UserError, match="is too long for a path"):

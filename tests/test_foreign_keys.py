@@ -8,7 +8,8 @@ import pytest
 
 from src.config.foreign_keys import answer, document, reasons, table
 from src.config.load import load
-from src.config.yaml import Plain, base, dump, parse_argument
+from src.config.schema import KEYS
+from src.config.yaml import Plain, dump, parse_argument
 from src.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -141,17 +142,17 @@ def names_of(section):
 def test_all_their_names_are_answered(file):
     """The keys of MaxText's base.yml and the flags of Pax's main.py, as of 2026."""
     names = (NAMES / f"{file}.txt").read_text().split()
-    assert [name for name in names if name not in base().defaults and answer(name, Plain("1")) is None] == []
+    assert [name for name in names if name not in KEYS and answer(name, Plain("1")) is None] == []
 
 
 def test_no_name_stands_twice_or_is_a_key_here():
     names = [name for section in table().values() for name in names_of(section)]
     assert len(names) == len(set(names))
-    assert not set(names) & set(base().defaults)
+    assert not set(names) & set(KEYS)
 
 
 def test_values_are_of_keys_that_are_here():
-    assert set(table()["MaxText"]["values"]) <= set(base().defaults)
+    assert set(table()["MaxText"]["values"]) <= set(KEYS)
 
 
 def typed_texts():
@@ -191,7 +192,7 @@ def test_what_is_to_be_typed_is_taken(words):
     arguments = []
     for word in shlex.split(words):
         key, _, text = word.partition("=")
-        sample = SAMPLES.get(key, base().defaults[key.partition(".")[0]])
+        sample = SAMPLES.get(key, KEYS[key.partition(".")[0]].default)
         arguments.append(f"{key}={re.sub('{[0-9]?}', dump('x' if sample == '' else sample), text)}")
     needs = [need for word in arguments for need in NEEDS.get(re.match(r"\w+", word)[0], "").split()]
     load([BASE, *needs, *arguments])
@@ -212,14 +213,14 @@ def test_reasons_name_keys_that_are_here():
     for section in table().values():
         for why, keys in reasons(section):
             named = set(re.findall(r"(?<![\w./-])([A-Za-z]\w+)=", why)) - words
-            assert named <= {*base().defaults, *keys, "NORM_POLICY"}, why
+            assert named <= {*KEYS, *keys, "NORM_POLICY"}, why
 
 
 def test_a_mistyped_key_is_not_taken_for_another_programs():
-    for key in base().defaults:
+    for key in KEYS:
         typos = {key[:i] + key[i + 1 :] for i in range(len(key))}
         typos |= {key[:i] + key[i + 1] + key[i] + key[i + 2 :] for i in range(len(key) - 1)}
-        for typo in typos - {*base().defaults, "scale"}:  # MaxText has mscale too, and had scale
+        for typo in typos - {*KEYS, "scale"}:  # MaxText has mscale too, and had scale
             assert answer(typo, Plain("1")) is None, f"{typo}, for {key}"
 
 

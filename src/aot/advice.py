@@ -40,7 +40,7 @@ def changes(
 
     def change(keys: Mapping[str, Any], cost: str) -> Change | None:
         keys = {key: value for key, value in keys.items() if value != config[key]}
-        changed = {**config, **keys}
+        changed = config.replace(**keys)
         try:
             slices = changed["compile_topology_num_slices"]
             if more := slices != config["compile_topology_num_slices"]:

@@ -24,7 +24,8 @@ from jax.extend.mlir import ir
 from jaxlib.triton import dialect as triton
 
 from src.aot.outputs import write_output
-from src.config.yaml import base, dump
+from src.config.schema import KEYS, keys_of
+from src.config.yaml import dump
 from src.errors import UserError, first_few
 from src.parallel.mesh import count_slices
 from src.step.build import Built, program_text
@@ -78,12 +79,9 @@ JAX_SETTINGS = (
 )
 # fmt: on
 
-# Keys of base.yml that have no part in the compiled step: whole groups, and single keys of others. Whether a program
+# Keys of base.yml that have no part in the compiled step: whole sections, and single keys of others. Whether a program
 # is the wrong one its digest says; this only keeps the list of reasons short.
-OTHER_GROUPS = (
-    *("Run", "Compilation ahead of time", "Data", "Tools for data", "Evaluation", "Decoding", "Checkpoints"),
-    "Diagnostics",
-)
+OTHER_SECTIONS = ("run", "aot", "data", "tools", "evaluation", "decoding", "checkpoint", "diagnostics")
 # fmt: off
 OTHER_KEYS = frozenset((
     "jax_cache_dir",
@@ -91,7 +89,7 @@ OTHER_KEYS = frozenset((
     *("learning_rate_final_fraction", "wsd_decay_steps_fraction"),
     *("adam_b1", "adam_b2", "adam_eps", "adam_weight_decay", "muon_beta", "gradient_clipping_threshold"),
     "on_nonfinite",
-    *("long_documents", "batch_transform", "use_sft", "sft_train_on_completion_only"),
+    *("long_documents", "batch_transform"),
     *("coordinator_address", "num_processes", "process_id"),
     *("jax_distributed_initialization_timeout", "jax_distributed_heartbeat_timeout_seconds"),
 ))
@@ -113,7 +111,7 @@ def header(config: Mapping[str, Any], built: Built) -> Header:
     """
     mesh = built.plan.layout.mesh
     devices = list(mesh.devices.flat)
-    other_keys = {*base().keys_in(*OTHER_GROUPS), *OTHER_KEYS}
+    other_keys = {*(key for section in OTHER_SECTIONS for key in keys_of(section)), *OTHER_KEYS}
     return {
         "devices": {
             "kind": devices[0].device_kind,
@@ -131,7 +129,7 @@ def header(config: Mapping[str, Any], built: Built) -> Header:
         # Those that this version of JAX has.
         "jax_config": {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values},
         "program": _digest(program_text(built.traced, _kernel_text)),
-        "config": {key: dump(config[key]) for key in base().defaults if key not in other_keys},
+        "config": {key: dump(config[key]) for key in KEYS if key not in other_keys},
         "arguments": {
             jax.tree_util.keystr(path, simple=True, separator="."): _described(leaf)
             for path, leaf in jax.tree.leaves_with_path(

@@ -15,8 +15,8 @@ from src.checkpoint.load_weights import check_base, identity, load_weights
 from src.checkpoint.restore import restore_step
 from src.checkpoint.run_folder import RunFolder, absolute
 from src.config.load import compare_runs, from_yaml
+from src.config.schema import KEYS, Config
 from src.config.source_spec import SETTINGS, train_specs, train_weights
-from src.config.yaml import base
 from src.data.fingerprint import Fact
 from src.data.mixture import Mixture
 from src.data.packing import documents_consumed, remap_position
@@ -210,7 +210,7 @@ def compare_configs(config: FrozenConfigDict, saved: str, plan: StepPlan, abstra
     if breaking:
         listed = "\n".join(f"  {change}" for change in breaking)
         accept = f", or accept them: accept_changes=[{', '.join(change.key for change in breaking)}]"
-        if not _same_arrays({**base().defaults, **old}, plan, abstract):
+        if not _same_arrays(Config.of({key: old[key] for key in old if key in KEYS}), plan, abstract):
             accept = ": checkpoints have arrays of the old shapes, which do not fit these"
         raise UserError(
             f"This run was started with other settings of its weights or data (old -> new):\n{listed}\n"
@@ -219,7 +219,7 @@ def compare_configs(config: FrozenConfigDict, saved: str, plan: StepPlan, abstra
     return [f"changed since the run's last start: {change}" for change in harmless]
 
 
-def _same_arrays(old: Mapping[str, Any], plan: StepPlan, abstract: TrainState) -> bool:
+def _same_arrays(old: Config, plan: StepPlan, abstract: TrainState) -> bool:
     """Whether the state of a run's old configuration has arrays of the same names and shapes."""
 
     def shapes(state: TrainState) -> dict[str, tuple[int, ...]]:

@@ -7,47 +7,30 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from src.config.data_checks import (
-    DATA_KEYS,
-    check_evaluation,
-    check_finetuning,
-    check_long_documents,
-    check_sources,
-    check_tokenizer,
-)
-from src.config.model_checks import (
-    ATTENTION_FACTS,
-    EXPERT_FACTS,
-    LAYER_FACTS,
-    ROPE_FACTS,
-    check_attention,
-    check_capacity,
-    check_experts,
-    check_heads,
-    check_positions,
-    check_rope,
-    check_segments,
-)
-from src.config.values import MESH_AXES, REMAT_ARRAYS, check_value, nearest, size_key
-from src.config.yaml import base, dump
-from src.errors import first_few
+from src.config import data_checks, model_checks
+from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, size_key
+from src.config.step_keys import REMAT_ARRAYS
+from src.config.values import check_value
+from src.config.yaml import dump
+from src.errors import did_you_mean, first_few
 
 
 def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
-    """What is wrong with the whole: each problem a sentence that names the keys to change.
+    """Returns what is wrong with the whole: each problem a sentence that names the keys to change.
 
     Args:
         config: every key of base.yml, of its right type.
         failed: keys that were already reported; what depends on one of them is not judged.
     """
-    problems = []
-    for key, value in config.items():
-        if key not in failed and (problem := check_value(key, value)):
-            problems.append(problem)
-            failed = failed | {key}
-    for keys, check in RELATIONS:
-        if not failed.intersection(keys):
-            problems.extend(check(config))
+    invalid = {key: problem for key in config if key not in failed and (problem := check_value(key, config[key]))}
+    sound = {key: value for key, value in config.items() if key not in failed and key not in invalid}
+    problems = list(invalid.values())
+    for check in CHECKS:
+        try:
+            problems.extend(check(sound))
+        except KeyError as error:
+            if error.args[0] not in config:
+                raise
     return problems
 
 
@@ -71,26 +54,25 @@ def _mesh(config: Mapping[str, Any]) -> list[str]:
     for kind in ("ici", "dcn"):
         open_keys = [key for key in (size_key(kind, axis) for axis in MESH_AXES) if config[key] == -1]
         if len(open_keys) > 1:
-            defaults = [key for key in open_keys if base().defaults[key] == -1]
-            say_1 = f": -1 is the default of {defaults[0]}, so add {defaults[0]}=1" if defaults else ""
-            problems.append(f"only one {kind} size may be -1 (what is left), not {' and '.join(open_keys)}{say_1}")
+            by_default = [key for key in open_keys if KEYS[key].default == -1]
+            hint = f": -1 is the default of {by_default[0]}, so add {by_default[0]}=1" if by_default else ""
+            problems.append(f"only one {kind} size may be -1 (what is left), not {' and '.join(open_keys)}{hint}")
     return problems
 
 
 def _rules(config: Mapping[str, Any]) -> list[str]:
-    problems = []
-    names, rules = base().defaults["logical_axis_rules"], config["logical_axis_rules"]
+    problems, rules = [], config["logical_axis_rules"]
     for name in rules:
-        if name not in names:
-            hint = nearest(name, names) or f" It has {first_few(names, near=name)}"
+        if name not in LOGICAL_AXES:
+            hint = did_you_mean(name, LOGICAL_AXES) or f" It has {first_few(LOGICAL_AXES, near=name)}"
             problems.append(f"logical_axis_rules has no {name}.{hint}")
-    if missing := [name for name in names if name not in rules]:
+    if missing := [name for name in LOGICAL_AXES if name not in rules]:
         problems.append(
             f"logical_axis_rules lacks {first_few(missing)}; to change one rule alone, "
             f"write it with a dot: logical_axis_rules.{missing[0]}=[]"
         )
     for name, axes in rules.items():
-        if not isinstance(axes, list) or set(map(str, axes)) - set(MESH_AXES) or len(set(axes)) < len(axes):
+        if not isinstance(axes, tuple | list) or set(map(str, axes)) - set(MESH_AXES) or len(set(axes)) < len(axes):
             problems.append(f"logical_axis_rules.{name}={dump(axes)} must be a list of {', '.join(MESH_AXES)}, or []")
     return problems
 
@@ -129,22 +111,6 @@ def _same_file(a: str, b: str) -> bool:
     )
 
 
-# What commands read or write there goes through this machine's file system.
-# fmt: off
-LOCAL_PATHS = (
-    "tokenizer_path", "texts_path", "scores_path", "tokens_path", "logits_path", "prompt_path",
-)
-# fmt: on
-
-
-def _local_paths(config: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{key}={config[key]}: expected a path on this machine, or of a file system that is mounted on it"
-        for key in LOCAL_PATHS
-        if "://" in config[key]
-    ]
-
-
 def _decoding(config: Mapping[str, Any]) -> list[str]:
     problems = []
     strategy = config["decode_sampling_strategy"]
@@ -152,10 +118,10 @@ def _decoding(config: Mapping[str, Any]) -> list[str]:
         ("decode_sampling_top_k", ("topk", "composite")),
         ("decode_sampling_nucleus_p", ("nucleus", "composite")),
     ):
-        given = config[key] != base().defaults[key]
-        if strategy in strategies and not given:
+        is_set = config[key] != KEYS[key].default
+        if strategy in strategies and not is_set:
             problems.append(f"decode_sampling_strategy={strategy} needs {key}")
-        if strategy not in strategies and given:
+        if strategy not in strategies and is_set:
             problems.append(f"{key}={config[key]} needs decode_sampling_strategy={' or '.join(strategies)}")
     if config["interactive"] and config["prompt_path"]:
         problems.append("interactive and prompt_path exclude each other: prompts are typed, or read from a file")
@@ -198,42 +164,15 @@ def _processes(config: Mapping[str, Any]) -> list[str]:
 
 def _accepted(config: Mapping[str, Any]) -> list[str]:
     return [
-        f"accept_changes names {name}, which is no key.{nearest(name, base().defaults)}"
+        f"accept_changes names {name}, which is no key.{did_you_mean(name, KEYS)}"
         for name in map(str, config["accept_changes"])
-        if name not in base().defaults
+        if name not in KEYS
     ]
 
 
-# The keys that a check reads, and the check.
-RELATIONS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[str]]], ...] = (
-    (("base_num_query_heads", "base_num_kv_heads", "attention_type"), check_heads),
-    (ATTENTION_FACTS, check_attention),
-    (("head_dim", "attention_type", *ROPE_FACTS), check_rope),
-    (EXPERT_FACTS, check_experts),
-    (("capacity_factor", "num_experts", "decoder_segments"), check_capacity),
-    (("trainable_position_size", "position_type", "max_target_length", "base_emb_dim"), check_positions),
-    (("decoder_segments", "base_num_decoder_layers", "global_parameter_scale", *LAYER_FACTS), check_segments),
-    (("remat_policy", "remat_custom"), _remat),
-    (("mesh_axes", *(size_key(kind, axis) for kind in ("ici", "dcn") for axis in MESH_AXES)), _mesh),
-    (("logical_axis_rules",), _rules),
-    (("steps", "learning_rate_schedule_steps", "warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule),
-    (("max_target_length", "num_vocab_tiling"), _tiles),
-    (DATA_KEYS, check_sources),
-    (("tokenizer_type", "tokenizer_path", *DATA_KEYS), check_tokenizer),
-    (("use_sft", *DATA_KEYS), check_finetuning),
-    (("eval_interval", "eval_fraction", "eval_steps", "eval_mode", *DATA_KEYS), check_evaluation),
-    (("packing", "long_documents"), check_long_documents),
-    (("texts_path", "scores_path", "tokens_path", "logits_path"), _scoring),
-    (LOCAL_PATHS, _local_paths),
-    (
-        (
-            *("decode_sampling_strategy", "decode_sampling_top_k", "decode_sampling_nucleus_p"),
-            *("interactive", "prompt_path", "max_prefill_predict_length", "max_target_length"),
-        ),
-        _decoding,
-    ),
-    (("load_parameters_path", "load_full_state_path"), _loading),
-    (("lora_rank", "lora_parameters", "load_parameters_path"), _adapters),
-    (("coordinator_address", "num_processes", "process_id"), _processes),
-    (("accept_changes",), _accepted),
+CHECKS: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (
+    *model_checks.CHECKS,
+    *(_remat, _mesh, _rules, _schedule, _tiles),
+    *data_checks.CHECKS,
+    *(_scoring, _decoding, _loading, _adapters, _processes, _accepted),
 )

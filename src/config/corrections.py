@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from src.config.foreign_keys import answer
-from src.config.yaml import base, parse_argument
+from src.config.schema import KEYS
+from src.config.yaml import parse_argument
 from src.errors import UserError
 
 
@@ -38,9 +39,9 @@ def _joined(argv: Sequence[str]) -> Iterator[str]:
 def _corrected(word: str) -> list[str]:
     """Returns what a word of a command line certainly meant; the word itself where that is unknown."""
     key, equals, text = word.lstrip("-").partition("=")
-    if not equals or key.partition(".")[0] in base().defaults:
+    if not equals or key.partition(".")[0] in KEYS:
         return [f"{key}{equals}{text}"]
     if foreign := answer(key, parse_argument(text, None, key)):
         return [] if foreign.accepted else shlex.split(foreign.instead) or [word]
-    near = difflib.get_close_matches(key, base().defaults, n=2, cutoff=0.9)
+    near = difflib.get_close_matches(key, KEYS, n=2, cutoff=0.9)
     return [f"{near[0]}={text}"] if len(near) == 1 else [word]

@@ -5,22 +5,19 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from src.config.schema import KEYS
 from src.config.source_spec import (
     ENTRY_KEYS,
-    SETTINGS,
     all_specs,
     all_synthetic,
     names_eval_data,
     train_specs,
     train_weights,
 )
-from src.config.values import check_value, nearest
+from src.config.values import check_value
 from src.config.yaml import convert, dump
 from src.data.mixture import whole_numbers
-from src.errors import UserError, first_few
-
-DATA_KEYS = (*dict.fromkeys(key for keys in SETTINGS.values() for key in keys), *ENTRY_KEYS)
-"""The keys that name data."""
+from src.errors import UserError, did_you_mean, first_few
 
 # What a type of data can't do without.
 _NEEDED = {
@@ -42,7 +39,7 @@ def read_entries(key: str, value: Any) -> list[Mapping[str, Any]]:
         ValueError: everything that is wrong with them.
     """
     if not isinstance(value, list):
-        return convert(value, [])
+        return convert(value, ())
     entries, problems = [], []
     for number, entry in enumerate(value, start=1):
         try:
@@ -62,19 +59,20 @@ def _read_entry(known: Sequence[str], entry: Any) -> dict[str, Any]:
     typed = {}
     for name, value in entry.items():
         if name not in known:
-            raise ValueError(f"no setting {name}.{nearest(name, known) or f' There are {first_few(known, near=name)}'}")
+            hint = did_you_mean(name, known) or f" There are {first_few(known, near=name)}"
+            raise ValueError(f"no setting {name}.{hint}")
         try:
             typed[name] = convert(value, {"weight": 1.0, "eval_steps": 1}.get(name, ""))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        if name != "name" and (problem := check_value(name, typed[name])):
+        if name in KEYS and (problem := check_value(name, typed[name])):
             raise ValueError(problem)
     if not re.fullmatch(r"[\w.-]+", typed.get("name", "")):
         raise ValueError("it needs a name, of letters, digits, dots, dashes and underscores")
     return typed
 
 
-def check_sources(config: Mapping[str, Any]) -> list[str]:
+def _sources(config: Mapping[str, Any]) -> list[str]:
     """Whether each set of data that a configuration names has what its type needs, and its weights are right."""
     problems = []
     for spec in all_specs(config):
@@ -89,7 +87,7 @@ def check_sources(config: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def check_tokenizer(config: Mapping[str, Any]) -> list[str]:
+def _tokenizer(config: Mapping[str, Any]) -> list[str]:
     """What is wrong with `tokenizer_path`, for `tokenizer_type`."""
     kind, path = config["tokenizer_type"], config["tokenizer_path"]
     if all_synthetic(config):
@@ -106,7 +104,7 @@ def check_tokenizer(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def check_finetuning(config: Mapping[str, Any]) -> list[str]:
+def _finetuning(config: Mapping[str, Any]) -> list[str]:
     """Whether `use_sft` has conversations to read."""
     # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
     has_path = config["dataset_path"] or config["eval_dataset_path"] or config["datasets"]
@@ -115,7 +113,7 @@ def check_finetuning(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def check_evaluation(config: Mapping[str, Any]) -> list[str]:
+def _evaluation(config: Mapping[str, Any]) -> list[str]:
     """Whether there is something to evaluate on, and rolling over it makes sense."""
     problems = []
     steps = [entry.get("eval_steps", config["eval_steps"]) for entry in config["eval_datasets"]]
@@ -133,8 +131,11 @@ def check_evaluation(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def check_long_documents(config: Mapping[str, Any]) -> list[str]:
+def _long_documents(config: Mapping[str, Any]) -> list[str]:
     """Whether `long_documents` means something."""
     if config["packing"] and config["long_documents"] == "truncate":
         return ["long_documents=truncate needs packing=false: packed rows leave nothing of a document out"]
     return []
+
+
+CHECKS = (_sources, _tokenizer, _finetuning, _evaluation, _long_documents)

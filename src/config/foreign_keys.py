@@ -13,6 +13,11 @@ from typing import Any, NamedTuple
 from src.config.yaml import NOTHING, Plain, dump, literal, parse
 
 TABLE = Path(__file__).with_suffix(".yml")
+# What others call the axes of the mesh in the keys of their sizes.
+MESH_WORDS = {
+    **{"dp": "data", "replica": "data", "stage": "pipeline", "pp": "pipeline", "cp": "context", "sp": "context"},
+    **{"ep": "expert", "model": "tensor", "mdl": "tensor", "tp": "tensor"},
+}
 LEFT_OPEN = re.compile(r"=(NAME|FOLDER|FILE|TEXT)\b")  # in the table: what only the user knows
 
 
@@ -49,6 +54,12 @@ def answer(key: str, value: Any) -> Answer | None:
         return None
     make, program, arguments = entries[name]
     return make(program, key, value, *arguments)
+
+
+def with_own_mesh_word(key: str) -> str:
+    """Returns the key of a mesh axis's size (`ici_tp_parallelism`) with our word for the axis; others as they are."""
+    match = re.fullmatch(rf"(ici|dcn)_({'|'.join(MESH_WORDS)})(_parallelism)?", key)
+    return f"{match[1]}_{MESH_WORDS[match[2]]}_parallelism" if match else key
 
 
 def value_hint(key: str, value: Any) -> str:

@@ -4,9 +4,11 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from src.config.foreign_keys import answer
-from src.config.values import nearest
-from src.config.yaml import Plain, base
+from src.config.base_yml import key_lines
+from src.config.foreign_keys import answer, with_own_mesh_word
+from src.config.schema import KEYS
+from src.config.yaml import Plain
+from src.errors import did_you_mean
 
 
 class Usage(NamedTuple):
@@ -42,19 +44,19 @@ def help_for(argv: Sequence[str], usage: Usage = TRAIN) -> str | None:
 
 def help_text(key: str) -> str:
     """Returns base.yml's lines about a key, under its group's title; for another name, what to type or the nearest."""
-    if key in base().lines_of:
-        return f"{base().group_of[key]}\n{base().lines_of[key]}"
+    if key in KEYS:
+        return f"{KEYS[key].group}\n{key_lines(KEYS[key])}"
     if foreign := answer(key, Plain("...")):
         return foreign.sentence
-    return f"there is no key {key}.{nearest(key, base().defaults)} --help alone lists all keys."
+    return f"there is no key {key}.{did_you_mean(with_own_mesh_word(key), KEYS)} --help alone lists all keys."
 
 
 def _overview(usage: Usage) -> str:
     groups: dict[str, list[str]] = {}
-    for key, group in base().group_of.items():
-        groups.setdefault(group, []).append(key)
+    for key in KEYS.values():
+        groups.setdefault(key.group, []).append(key.name)
     own = [group for group in groups if group.startswith(usage.groups)]
-    explained = (f"\n{group}\n" + "\n".join(base().lines_of[key] for key in groups.pop(group)) for group in own)
+    explained = (f"\n{group}\n" + "\n".join(key_lines(KEYS[key]) for key in groups.pop(group)) for group in own)
     return "\n".join(
         [
             usage.text,

@@ -7,22 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_collections import FrozenConfigDict
-
 from src.config.checks import check_config
 from src.config.corrections import corrected_command
 from src.config.data_checks import read_entries
-from src.config.foreign_keys import answer
+from src.config.foreign_keys import answer, with_own_mesh_word
 from src.config.key_help import TRAIN, Usage, help_for
+from src.config.keys import frozen
 from src.config.model_checks import read_segments
 from src.config.run_config import model_keys, run_folder, run_keys, runs_in
-from src.config.source_spec import ENTRY_KEYS, SETTINGS
-from src.config.values import ANY_TEXT, nearest, scaled_sizes
+from src.config.schema import KEYS, Config, defaults
+from src.config.source_spec import ENTRY_KEYS
 from src.config.yaml import (
     BASE,
     CONFIGS,
     NOTHING,
-    base,
     convert,
     dump,
     file_name,
@@ -33,29 +31,12 @@ from src.config.yaml import (
     unprintable,
 )
 from src.data.tokenizer import has_tokenizer
-from src.errors import UserError, clipped, first_few
+from src.errors import UserError, clipped, did_you_mean, first_few
 from src.hf.folder import is_hf_folder
 from src.hf.model_keys import model_yaml, read_model_keys
 from src.storage_errors import Failure, failure_of
 
-__all__ = ["compare_runs", "diff_from_base", "from_yaml", "load", "scaled_sizes", "to_yaml"]
-
-# The keys a model file may set are those of base.yml's groups of this name.
-MODEL_GROUPS = "Model:"
-
-# Beside the model's keys, these make a run's weights, optimizer arrays and data what they are: one that goes on with
-# another value of them is another run. (per_device_batch_size and gradient_accumulation_steps are none of
-# them: on other devices they may differ while the global batch is the same.)
-# fmt: off
-RUN_IDENTITY = (
-    *("weight_dtype", "opt_type", "mu_dtype", "trainable_parameters", "lora_rank", "lora_alpha", "lora_parameters"),
-    *(key for key, _ in SETTINGS.values()),
-    *("datasets", "max_document_bytes", "eval_dataset_path", "eval_fraction"),
-    *("tokenizer_type", "tokenizer_path", "max_target_length", "packing", "long_documents", "batch_transform"),
-    "data_shuffle_seed",
-    *("use_sft", "sft_train_on_completion_only"),
-)
-# fmt: on
+__all__ = ["compare_runs", "diff_from_base", "from_yaml", "load", "to_yaml"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +59,7 @@ class Change(NamedTuple):
         return f"{self.key}: {dump(self.old)} -> {dump(self.new)}"
 
 
-def load(argv: Sequence[str], notes: list[str] | None = None, *, uses_weights: bool = False) -> FrozenConfigDict:
+def load(argv: Sequence[str], notes: list[str] | None = None, *, uses_weights: bool = False) -> Config:
     """The configuration of a command line: a YAML file or a run's folder (else base.yml), then `key=value` arguments.
 
     Precedence, lowest first: base.yml, the model file that `model_name` names, the YAML file after what its
@@ -107,7 +88,7 @@ def load(argv: Sequence[str], notes: list[str] | None = None, *, uses_weights: b
         raise UserError(f"{error}{command}") from None
 
 
-def _load(argv: Sequence[str], notes: list[str], uses_weights: bool) -> FrozenConfigDict:
+def _load(argv: Sequence[str], notes: list[str], uses_weights: bool) -> Config:
     problems = (
         [] if argv else ["the first argument is a YAML file or a run's folder, as in `configs/base.yml steps=100`"]
     )
@@ -129,7 +110,7 @@ def _load(argv: Sequence[str], notes: list[str], uses_weights: bool) -> FrozenCo
         raise UserError(_report(problems))
     if config["steps"] == -1:
         config["steps"] = config["learning_rate_schedule_steps"]
-    return _freeze(config)
+    return Config.of(config)
 
 
 def _report(problems: Sequence[str]) -> str:
@@ -143,11 +124,11 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
     """The settings of the command line after its YAML file, their values parsed."""
     for argument in arguments:
         key, equals, text = argument.lstrip("-").partition("=")
-        if problem := unprintable(argument, is_name=key not in ANY_TEXT):
+        if problem := unprintable(argument, is_name=key not in KEYS or not KEYS[key].any_text):
             problems.append(f"{argument!a}: {problem}")
         elif not equals:
             problems.append(f"{argument}: expected key=value, after the YAML file where there is one")
-        elif argument.startswith("-") and key.partition(".")[0] in base().defaults:
+        elif argument.startswith("-") and key.partition(".")[0] in KEYS:
             problems.append(f"{argument}: keys are typed without dashes, {key}={text}")
         else:
             try:
@@ -159,8 +140,8 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
 def _default(key: str) -> Any:
     """base.yml's value of a key or a dotted entry; None where it has none."""
     key, dot, entry = key.partition(".")
-    default = base().defaults.get(key)
-    return default.get(entry) if dot and isinstance(default, dict) else default
+    default = KEYS[key].default if key in KEYS else None
+    return default.get(entry) if dot and isinstance(default, Mapping) else default
 
 
 def _of_run(folder: Path, uses_weights: bool, problems: list[str]) -> list[Setting]:
@@ -213,13 +194,13 @@ def _no_config(path: Path) -> str:
         return f"there is no run {path}. Runs in {path.parent}: {runs}."
     files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
     same_name = [file for file in files if Path(file).name == path.name]
-    hint = f" Did you mean {same_name[0]}?" if same_name else nearest(path.name, files)
+    hint = f" Did you mean {same_name[0]}?" if same_name else did_you_mean(path.name, files)
     return f"there is no file {path}." + (hint or f" There are {first_few(files, near=str(path))}.")
 
 
 def _model_name(settings: Sequence[Setting]) -> str:
     """The model name that wins; empty for none, which MaxText calls default."""
-    names = [base().defaults["model_name"], *(setting.value for setting in settings if setting.key == "model_name")]
+    names = ["", *(setting.value for setting in settings if setting.key == "model_name")]
     return "" if names[-1] in (*NOTHING, "default") else file_name(str(names[-1]))
 
 
@@ -244,7 +225,7 @@ def _model_settings(name: str, uses_weights: bool, problems: list[str]) -> list[
     path = Path(os.path.expanduser(name)) if name.endswith(".yml") else CONFIGS / "models" / f"{name}.yml"
     if not path.is_file():
         models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
-        hint = nearest(name, models) or f" There are {first_few(models, near=name)}."
+        hint = did_you_mean(name, models) or f" There are {first_few(models, near=name)}."
         if re.fullmatch(r"[\w-]+/[\w.-]+", name):
             hint = f" If it is a model of huggingface.co, get it first: `hf download {name} --local-dir {name}`."
         problems.append(
@@ -254,7 +235,7 @@ def _model_settings(name: str, uses_weights: bool, problems: list[str]) -> list[
         return []
     settings = [Setting(key, value, f"in {path}") for key, value in _read(path, problems).items()]
     for setting in settings:
-        if setting.key in base().defaults and setting.key not in base().keys_in(MODEL_GROUPS):
+        if setting.key in KEYS and KEYS[setting.key].section != "model":
             problems.append(f"{path}: {setting.key} does not describe a model; a model file has only keys that do")
     return settings + [Setting(key, value, f"beside {path}") for key, value in _tokenizer_keys(path.parent).items()]
 
@@ -272,27 +253,27 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
     Returns:
         The values, and the keys whose setting was wrong and added to `problems`.
     """
-    config = dict(base().defaults)
+    config = defaults()
     failed: set[str] = set()
     for setting in settings:
         key, dot, entry = setting.key.partition(".")
         if key not in config:
             _answer_unknown(setting, problems, notes)
             continue
-        if dot and not isinstance(config[key], dict):
+        if dot and not isinstance(config[key], Mapping):
             problems.append(f"{setting.key} ({setting.where}): {key} is no mapping, it has no entry {entry}")
             failed.add(key)
             continue
         try:
             value = _typed(setting)
         except ValueError as error:
-            comment = base().comment(key)
+            comment = KEYS[key].comment
             said = f"{setting.key} ({setting.where}): {error}"
             end = "" if said.endswith((".", "?")) else "."
             problems.append(f"{said}{end} {key}: {comment}" if comment else said)
             failed.add(key)
             continue
-        config[key] = {**config[key], entry: value} if dot else value
+        config[key] = frozen({**config[key], entry: value} if dot else value)
     return config, failed
 
 
@@ -322,20 +303,16 @@ def _answer_unknown(setting: Setting, problems: list[str], notes: list[str]) -> 
     elif foreign:
         problems.append(foreign.sentence)
     else:
-        hint = nearest(setting.key, base().defaults) or " `--help` lists all keys."
+        hint = did_you_mean(with_own_mesh_word(setting.key), KEYS) or " `--help` lists all keys."
         problems.append(f"unknown key {setting.key} ({setting.where}).{hint}")
-
-
-def _freeze(config: Mapping[str, Any]) -> FrozenConfigDict:
-    return FrozenConfigDict({key: config[key] for key in base().defaults})
 
 
 def to_yaml(config: Mapping[str, Any]) -> str:
     """The whole configuration as YAML; `load` of a file with it gives an equal one."""
-    return "".join(f"{key}: {dump(config[key])}\n" for key in base().defaults)
+    return "".join(f"{key}: {dump(config[key])}\n" for key in KEYS)
 
 
-def of_command(argv: Sequence[str], usage: Usage = TRAIN) -> FrozenConfigDict | None:
+def of_command(argv: Sequence[str], usage: Usage = TRAIN) -> Config | None:
     """The configuration of a command that does without JAX, whose notes it prints; None if it only asked for help.
 
     Raises:
@@ -351,7 +328,7 @@ def of_command(argv: Sequence[str], usage: Usage = TRAIN) -> FrozenConfigDict | 
     return config
 
 
-def from_yaml(text: str) -> FrozenConfigDict:
+def from_yaml(text: str) -> dict[str, Any]:
     """What `to_yaml` wrote, perhaps by another version: keys it lacks stay absent, unknown ones keep their value.
 
     Raises:
@@ -360,16 +337,15 @@ def from_yaml(text: str) -> FrozenConfigDict:
     config = {}
     for key, value in parse_keys(text, "the run's config.yml").items():
         try:
-            known = key in base().defaults
-            config[key] = _convert(key, value, base().defaults[key]) if known else literal(value)
+            config[key] = frozen(_convert(key, value, KEYS[key].default) if key in KEYS else literal(value))
         except ValueError as error:
             raise UserError(f"{key} in the run's config.yml: {error}") from None
-    return FrozenConfigDict(config)
+    return config
 
 
 def diff_from_base(config: Mapping[str, Any]) -> list[str]:
     """A line for each key whose value is not base.yml's, with both; an entry of a mapping has a dotted key."""
-    default, value = _dotted(_freeze(base().defaults)), _dotted(config)
+    default, value = _dotted(defaults()), _dotted(config)
     return [
         f"{key}: {dump(value.get(key))} (default {dump(default.get(key))})"
         for key in dict.fromkeys([*value, *default])
@@ -380,8 +356,8 @@ def diff_from_base(config: Mapping[str, Any]) -> list[str]:
 def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration in base.yml's order, each entry of a mapping under a dotted key of its own."""
     flat = {}
-    for key, default in base().defaults.items():
-        if isinstance(default, dict):
+    for key, declared in KEYS.items():
+        if isinstance(declared.default, Mapping):
             flat.update({f"{key}.{entry}": value for entry, value in config[key].items()})
         else:
             flat[key] = config[key]
@@ -397,12 +373,12 @@ def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[C
         Changes that a run may see as it goes on, and those that alter its weights' shapes or meaning, its data or
         their order and are not named by `new`'s `accept_changes`.
     """
-    before = {**_freeze(base().defaults), **old}
+    before = {**defaults(), **old}
     changes = [
         Change(key, before.get(key), new.get(key))
-        for key in dict.fromkeys([*base().defaults, *before, *new])
+        for key in dict.fromkeys([*before, *new])
         if before.get(key) != new.get(key)
     ]
-    identity = {*RUN_IDENTITY, *base().keys_in(MODEL_GROUPS)} - set(new["accept_changes"])
+    identity = {key.name for key in KEYS.values() if key.fixed or key.section == "model"} - set(new["accept_changes"])
     breaking = [change for change in changes if change.key in identity]
     return [change for change in changes if change.key not in identity], breaking

@@ -4,47 +4,22 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from src.config.values import check_value, nearest, scaled_sizes
-from src.config.yaml import Plain, base, convert, dump
-from src.errors import first_few
-
-# fmt: off
-# Facts that a pattern of decoder_segments may give a layer of its own.
-ATTENTION_FACTS = (
-    "attention_type", "sliding_window_size", "chunk_attn_window_size", "attention_bias", "attention_out_bias",
-    "attention_sink", "attn_logits_soft_cap", "query_pre_attn_scalar", "qk_norm", "attn_temperature_scale",
-    "attn_temperature_floor",
-    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon",
-)
-ROPE_FACTS = (
-    "position_type", "rope_max_timescale", "rope_interleave", "partial_rotary_factor", "rope_type", "rope_factor",
-    "original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow",
-    "rope_truncate", "mscale", "mscale_all_dim",
-)
-EXPERT_FACTS = (
-    "num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func", "router_bias",
-    "routed_bias", "n_routing_groups", "topk_routing_group", "routing_group_score", "norm_topk_prob",
-    "routed_scaling_factor", "scale_expert_inputs", "capacity_factor",
-)
-LAYER_FACTS = (
-    "normalization", "normalization_layer_epsilon", "normalization_scale_offset", "normalization_placement",
-    "dropout_rate", "base_num_query_heads", "base_num_kv_heads", "head_dim", *ATTENTION_FACTS, *ROPE_FACTS,
-    "base_mlp_dim", "mlp_activations", "mlp_activations_limit", "mlp_bias", *EXPERT_FACTS,
-)
-# fmt: on
+from src.config.schema import KEYS, model_of
+from src.config.values import check_value
+from src.config.yaml import Plain, convert, dump
+from src.errors import did_you_mean, first_few
 
 
 def check_model(config: Mapping[str, Any]) -> list[str]:
-    """What the keys that describe a model demand of each other."""
-    return [*_layer(config), *check_segments(config)]
+    """Returns what is wrong with the keys that describe a model, together."""
+    return [*_layer(config), *_segments(config)]
 
 
 def _layer(facts: Mapping[str, Any]) -> list[str]:
-    """What the facts of one layer demand of each other."""
-    return [*check_heads(facts), *check_attention(facts), *check_rope(facts), *check_experts(facts)]
+    return [problem for check in LAYER_CHECKS for problem in check(facts)]
 
 
-def check_heads(facts: Mapping[str, Any]) -> list[str]:
+def _heads(facts: Mapping[str, Any]) -> list[str]:
     """Query heads share key/value heads evenly."""
     query_heads, kv_heads = facts["base_num_query_heads"], facts["base_num_kv_heads"]
     if query_heads % kv_heads and facts["attention_type"] != "mla":
@@ -52,7 +27,7 @@ def check_heads(facts: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def check_rope(facts: Mapping[str, Any]) -> list[str]:
+def _rope(facts: Mapping[str, Any]) -> list[str]:
     """Rotated dims come in pairs."""
     problems = []
     name = "qk_rope_head_dim" if facts["attention_type"] == "mla" else "head_dim"
@@ -66,7 +41,7 @@ def check_rope(facts: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def check_attention(facts: Mapping[str, Any]) -> list[str]:
+def _attention(facts: Mapping[str, Any]) -> list[str]:
     """A kind of attention has its sizes, and none of what it does not do."""
     kind = facts["attention_type"]
     needed = {
@@ -77,14 +52,14 @@ def check_attention(facts: Mapping[str, Any]) -> list[str]:
     problems = [f"attention_type={kind} needs {key}" for key in needed.get(kind, ()) if not facts[key]]
     if kind == "mla":
         problems.extend(
-            f"attention_type=mla has no {key}={dump(facts[key])} (set {key}={dump(base().defaults[key])})"
+            f"attention_type=mla has no {key}={dump(facts[key])} (set {key}={dump(KEYS[key].default)})"
             for key in ("attention_bias", "attention_sink", "attn_logits_soft_cap", "qk_norm", "attn_temperature_scale")
-            if facts[key] != base().defaults[key]
+            if facts[key] != KEYS[key].default
         )
     return problems
 
 
-def check_experts(facts: Mapping[str, Any]) -> list[str]:
+def _experts(facts: Mapping[str, Any]) -> list[str]:
     """There are as many experts and groups as tokens choose."""
     experts, chosen = facts["num_experts"], facts["num_experts_per_tok"]
     groups, chosen_groups = facts["n_routing_groups"], facts["topk_routing_group"]
@@ -102,7 +77,7 @@ def check_experts(facts: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def check_capacity(config: Mapping[str, Any]) -> list[str]:
+def _capacity(config: Mapping[str, Any]) -> list[str]:
     """Some layer has the experts that have a capacity."""
     layers = [config, *(facts for entry in config["decoder_segments"] for facts in entry["pattern"])]
     if config["capacity_factor"] != -1 and all(layer.get("num_experts", 1) == 1 for layer in layers):
@@ -110,7 +85,7 @@ def check_capacity(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def check_positions(config: Mapping[str, Any]) -> list[str]:
+def _positions(config: Mapping[str, Any]) -> list[str]:
     """A table of positions has one for each token of a row."""
     size, length = config["trainable_position_size"], config["max_target_length"]
     if size != -1 and config["position_type"] != "learned":
@@ -122,13 +97,13 @@ def check_positions(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def check_segments(config: Mapping[str, Any]) -> list[str]:
+def _segments(config: Mapping[str, Any]) -> list[str]:
     """The segments add up to the layers, and each layer is a possible one."""
     problems = []
     segments = config["decoder_segments"]
     if not segments:
         return []
-    layers = scaled_sizes(config)["num_decoder_layers"]
+    layers = model_of(config).num_decoder_layers
     fixed = sum(entry["repeats"] * len(entry["pattern"]) for entry in segments if entry["repeats"] != -1)
     open_ended = [entry for entry in segments if entry["repeats"] == -1]
     rest = layers - fixed
@@ -161,7 +136,7 @@ def read_segments(value: Any) -> list[Mapping[str, Any]]:
         ValueError: everything that is wrong with them.
     """
     if not isinstance(value, list):
-        return convert(value, [])
+        return convert(value, ())
     segments, problems = [], []
     for number, entry in enumerate(value, start=1):
         try:
@@ -190,15 +165,16 @@ def _layer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts of one layer of a pattern, each of its key's type."""
     typed = {}
     for key, value in facts.items():
-        if key not in LAYER_FACTS:
-            hint = nearest(key, LAYER_FACTS) or f" Those that may: {first_few(LAYER_FACTS, near=key)}."
+        if key not in KEYS or not KEYS[key].per_layer:
+            per_layer = [other.name for other in KEYS.values() if other.per_layer]
+            hint = did_you_mean(key, per_layer) or f" Those that may: {first_few(per_layer, near=key)}."
             raise ValueError(f"{key} cannot differ by layer.{hint}")
-        fact = _convert_named(key, value, base().defaults[key])
+        fact = _convert_named(key, value, KEYS[key].default)
         if key == "position_type" and fact not in ("rope", "none"):
             raise ValueError(f"position_type={fact} cannot differ by layer, only rope or none")
         if problem := check_value(key, fact):
             raise ValueError(problem)
-        typed[key] = tuple(fact) if isinstance(fact, list) else fact
+        typed[key] = fact
     return typed
 
 
@@ -207,3 +183,7 @@ def _convert_named(key: str, value: Any, default: Any) -> Any:
         return convert(value, default)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
+
+
+LAYER_CHECKS = (_heads, _attention, _rope, _experts)
+CHECKS = (*LAYER_CHECKS, _capacity, _positions, _segments)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from src.config.yaml import base, read_file
+from src.config.schema import keys_of
+from src.config.yaml import read_file
 from src.errors import UserError, clipped
 
 CONFIG = "config.yml"
@@ -57,5 +58,5 @@ def model_keys(folder: Path) -> dict[str, Any]:
     keys = read_file(folder / CONFIG)
     if keys.get("position_type") == "learned" and keys.get("trainable_position_size") == "-1":
         keys["trainable_position_size"] = keys["max_target_length"]  # which another command may have otherwise
-    wanted = {*base().keys_in("Model:"), "model_name", "tokenizer_type", "tokenizer_path"}
+    wanted = {*keys_of("model"), "model_name", "tokenizer_type", "tokenizer_path"}
     return {key: value for key, value in keys.items() if key in wanted}

@@ -4,18 +4,17 @@ YAML 1.1 takes `1e-3` for a string, `1:30` for ninety and `no` for false. Here a
 the key's default in base.yml says of which type it is.
 """
 
-import functools
 import math
 import os
 import re
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from ml_collections import ConfigDict
 
+from src.config.keys import frozen
 from src.errors import UserError, clipped
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -25,14 +24,6 @@ BOOLS = {"true": True, "True": True, "false": False, "False": False}
 NOTHING = ("", "null", "None")
 MAX_NODES, MAX_DEPTH = 100_000, 50  # texts, lists and mappings of one YAML text
 MAX_NAME, MAX_PATH = 255, 4095  # bytes of a local path: of each name, and in all
-TYPE_NAMES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    list: "a list, such as [a, b]",
-    dict: "a mapping, such as {name: value}",
-}
 
 
 def unprintable(text: str, *, is_name: bool) -> str:
@@ -230,10 +221,29 @@ def convert(value: Any, default: Any) -> Any:
         case str():
             if isinstance(value, str):
                 return "" if empty else str(value)
-        case list() | dict():
-            if empty or isinstance(value, type(default)):
-                return type(default)() if empty else literal(value)
-    raise ValueError(f"expected {TYPE_NAMES[type(default)]}, got {_named(value)}")
+        case tuple():
+            if empty or isinstance(value, list):
+                return () if empty else frozen(literal(value))
+        case Mapping():
+            if empty or isinstance(value, dict):
+                return frozen({} if empty else literal(value))
+    raise ValueError(f"expected {type_name(default)}, got {_named(value)}")
+
+
+def type_name(value: Any) -> str:
+    """Returns what a value of this type is called in messages."""
+    match value:
+        case bool():
+            return "true or false"
+        case int():
+            return "an integer"
+        case float():
+            return "a number"
+        case str():
+            return "a string"
+        case Mapping():
+            return "a mapping, such as {name: value}"
+    return "a list, such as [a, b]"
 
 
 def parse_argument(text: str, default: Any, where: str) -> Any:
@@ -260,7 +270,7 @@ def _named(value: Any) -> str:
     if isinstance(value, Plain) and value in NOTHING:
         return "nothing"
     value = literal(value)
-    return f"{TYPE_NAMES[type(value)].split(',')[0]} ({dump(value)})" if not isinstance(value, bool) else dump(value)
+    return f"{type_name(value).split(',')[0]} ({dump(value)})" if not isinstance(value, bool) else dump(value)
 
 
 def dump(value: Any) -> str:
@@ -276,43 +286,3 @@ def _plain_types(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain_types(entry) for entry in value]
     return value
-
-
-@dataclass(frozen=True)
-class Base:
-    """base.yml: each key's default, its group's title, and its lines with the comment that explains them."""
-
-    defaults: dict[str, Any]
-    group_of: dict[str, str]
-    lines_of: dict[str, str]
-
-    def keys_in(self, *titles: str) -> tuple[str, ...]:
-        """The keys of the groups whose titles begin with one of `titles`."""
-        return tuple(key for key, group in self.group_of.items() if group.startswith(titles))
-
-    def comment(self, key: str) -> str:
-        """What stands behind `key`'s default, without the lines above or below."""
-        line = next(line for line in self.lines_of[key].splitlines() if line.startswith(f"{key}:"))
-        return line.partition(" # ")[2].strip()
-
-
-@functools.cache
-def base() -> Base:
-    """base.yml, read once."""
-    text = BASE.read_text(encoding="utf-8")
-    defaults = {key: literal(value) for key, value in parse(text, str(BASE)).items()}
-    group_of, lines_of = {}, {}
-    group, key, comment = "", "", []
-    for line in text.splitlines():
-        if title := re.match(r"# ---- (.*)", line):
-            group, key, comment = title[1], "", []
-        elif line.startswith("#"):
-            comment.append(line)
-        elif start := re.match(r"(\w+):", line):
-            key = start[1]
-            group_of[key] = group
-            lines_of[key] = "\n".join([*comment, line])
-            comment = []
-        elif line.startswith(" "):
-            lines_of[key] += f"\n{line}"
-    return Base(defaults, group_of, lines_of)

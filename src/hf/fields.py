@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from src.config.schema import KEYS
 from src.config.values import check_value
-from src.config.yaml import TYPE_NAMES, base
+from src.config.yaml import type_name
 from src.errors import UserError
 
 Keys = dict[str, Any]
@@ -66,7 +67,7 @@ class Field:
         Raises:
             UserError: the entry is not of the key's type, or no value that the key may have.
         """
-        default = base().defaults[self.key]
+        default = KEYS[self.key].default
         if hf.get(self.name) is None:
             if self.absent is not UNSET:
                 return {self.key: self.absent(keys) if callable(self.absent) else self.absent}
@@ -149,7 +150,7 @@ def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
     fits = (int, float) if isinstance(default, float) else type(default)
     # To Python, true is an integer too.
     if not isinstance(value, fits) or isinstance(value, bool) != isinstance(default, bool):
-        expected = TYPE_NAMES[type(default)].partition(",")[0]
+        expected = type_name(default).partition(",")[0]
         raise UserError(f"config.json has {name} {json.dumps(value)}: expected {expected}")
     return value
 

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from src.config.yaml import base
+from src.config.schema import defaults
 from src.errors import UserError, first_few
 from src.hf.folder import HfFolder, open_folder
 from src.hf.model_keys import folder_family, folder_keys
@@ -69,7 +69,7 @@ def match_tensors(
     Raises:
         UserError: a tensor is missing, unknown or of another shape; all such are named.
     """
-    family, facts = folder_family(folder), {**base().defaults, **folder_keys(folder)}
+    family, facts = folder_family(folder), {**defaults(), **folder_keys(folder)}
     pieces = lay_out(family.tensors, shapes, facts["vocab_size"], str(folder.path))
     on_disk = family.table_names(folder.tensors)
     expected = {piece.file: piece.file_shape for piece in pieces}

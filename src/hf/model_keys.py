@@ -4,9 +4,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from src.config.keys import frozen
 from src.config.model_checks import check_model
-from src.config.values import check_value, scaled_sizes
-from src.config.yaml import base, dump
+from src.config.schema import KEYS, defaults, keys_of, scaled_sizes
+from src.config.values import check_value
+from src.config.yaml import dump
 from src.errors import UserError, first_few
 from src.hf.families import FAMILIES
 from src.hf.family import Family
@@ -62,12 +64,12 @@ def find_family(config: Mapping[str, Any]) -> tuple[Family, Json]:
     """
     spec, layers = model_spec(config), _layer_keys(config)
     # Keys that alter no logits are the run's, and in no config.json.
-    of_run = {key: config[key] for key in config if key not in base().keys_in("Model:") or key == "dropout_rate"}
+    of_run = {key: config[key] for key in config if key not in keys_of("model") or key == "dropout_rate"}
     missing: dict[str, list[str]] = {}  # by family
     for family in FAMILIES:
         hf = family.write_config(layers)
         try:
-            read = {**base().defaults, **family.read_config(hf), **of_run}
+            read = {**defaults(), **family.read_config(hf), **of_run}
         except UserError:
             continue
         unloadable = _unloadable(family, layers)
@@ -101,7 +103,7 @@ def _differences(layers: LayerKeys, read: LayerKeys) -> list[str]:
     differing: dict[str, Any] = {}
     for layer, other in zip(layers, read, strict=True):
         spec = model_spec({**layer, **one_layer})
-        for key in base().keys_in("Model:"):
+        for key in keys_of("model"):
             if layer[key] != other[key] and model_spec({**layer, key: other[key], **one_layer}) != spec:
                 differing.setdefault(key, layer[key])
     return [f"{key}={dump(value)}" for key, value in differing.items()]
@@ -127,7 +129,7 @@ def _check(keys: Keys) -> None:
     """Raises UserError unless a model file may have these keys."""
     problems = [check_value(key, value) for part in (keys, *_patterns(keys)) for key, value in part.items()]
     if not any(problems):
-        problems = check_model({**base().defaults, **keys})
+        problems = check_model({**defaults(), **keys})
     if problems := list(dict.fromkeys(filter(None, problems))):
         raise UserError("; ".join(problems))
 
@@ -140,7 +142,7 @@ def model_yaml(keys: Mapping[str, Any]) -> str:
     """Returns YAML of the keys whose values are not base.yml's, with a line for each layer of a pattern."""
     lines = []
     for key, value in keys.items():
-        if value == base().defaults[key]:
+        if frozen(value) == KEYS[key].default:
             continue
         if key != "decoder_segments":
             lines.append(f"{key}: {dump(value)}")
@@ -155,7 +157,7 @@ def model_yaml(keys: Mapping[str, Any]) -> str:
 def _with_repeats(keys: Keys) -> Sequence[Mapping[str, Any]]:
     """Returns the decoder_segments of `keys`, of one layer each, as repeated patterns."""
     layers, result, start = _patterns(keys), [], 0
-    for group in group_layers(model_spec({**base().defaults, **keys}).layers):
+    for group in group_layers(model_spec({**defaults(), **keys}).layers):
         period = len(group.pattern)
         result.append({"repeats": group.repeats, "pattern": layers[start : start + period]})
         start += period * group.repeats

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from src.config.values import scaled_sizes
+from src.config.schema import scaled_sizes
 from src.model.attention_kernels.scores import ScoreSpec
 
 VOCAB_MULTIPLE = 128  # the physical vocabulary is a multiple of this: it shards over powers of two up to it

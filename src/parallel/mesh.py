@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from src.config.values import size_key
+from src.config.schema import size_key
 from src.errors import UserError
 
 # The key that a weight's dim of a logical axis has its size from.

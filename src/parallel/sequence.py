@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from src.config.values import size_key
+from src.config.schema import size_key
 from src.errors import UserError
 from src.parallel.mesh import Layout, mesh_axes_of
 

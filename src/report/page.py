@@ -17,7 +17,8 @@ from typing import Any
 
 from etils import epath
 
-from src.config.yaml import base, dump, literal, parse_keys
+from src.config.schema import KEYS
+from src.config.yaml import dump, literal, parse_keys
 from src.errors import UserError, counted
 from src.json_text import parse_json
 from src.report.history import Curve, History, Point
@@ -128,9 +129,9 @@ def _config(text: str) -> tuple[int, str]:
     if type(steps) is not int or steps < 1:
         raise UserError(f"config.yml: steps is {dump(steps)}; expected the number of the run's steps")
     return steps, _table(
-        (key, [dump(value), f"default {dump(base().defaults[key])}" if key in base().defaults else "not in base.yml"])
+        (key, [dump(value), f"default {dump(KEYS[key].default)}" if key in KEYS else "not in base.yml"])
         for key, value in config.items()
-        if key not in base().defaults or dump(value) != dump(base().defaults[key])
+        if key not in KEYS or dump(value) != dump(KEYS[key].default)
     )
 
 

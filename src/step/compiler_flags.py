@@ -18,8 +18,7 @@ from pathlib import Path
 
 import jax
 
-from src.config.values import nearest
-from src.errors import UserError
+from src.errors import UserError, did_you_mean
 
 # A collective is fused with the computation it runs beside where both flags are on; today's libtpu has them off.
 _ASYNC_ALL_GATHER = {
@@ -120,7 +119,7 @@ def _refusal(options: Mapping[str, str], device: jax.Device) -> str:
     # Some names are of flags that are retired or can't be options: those are no help.
     similar = difflib.get_close_matches(match[1], _names_in(packages), n=8)
     options_too = [name for name in similar if not _complaint({name: ""}, device).startswith("No such")]
-    return f"{match[1]} is no option of {_versions(packages)}.{nearest(match[1], options_too)}"
+    return f"{match[1]} is no option of {_versions(packages)}.{did_you_mean(match[1], options_too)}"
 
 
 def _complaint(options: Mapping[str, str], device: jax.Device) -> str:
@@ -200,7 +199,7 @@ def _refuse(variable: str, complaints: Sequence[str], package: str) -> None:
     for complaint in complaints:
         if match := re.match(r"Unknown flags? in XLA_FLAGS: (.+)|Unknown command line flag '(\w+)'", complaint):
             for flag in (match[1] or match[2]).split():
-                similar = nearest(re.search(r"\w+", flag)[0], _names_in([package]))
+                similar = did_you_mean(re.search(r"\w+", flag)[0], _names_in([package]))
                 problems.append(f"{flag} is no flag of {_versions([package])}.{similar}")
         else:
             problems.append(complaint)

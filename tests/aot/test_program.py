@@ -21,7 +21,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 
 from src.aot import program
 from src.aot.devices import abstract_devices
-from src.config.yaml import base
+from src.config.schema import defaults, keys_of
 from src.errors import UserError
 from src.parallel.topology import parse_topology
 from src.step import train_step
@@ -340,13 +340,12 @@ RUN_TIME = {
     "adam_b1": 0.7, "adam_b2": 0.8, "adam_eps": 1e-3, "adam_weight_decay": 0.3, "muon_beta": 0.5,
     "gradient_clipping_threshold": 0.0,
     "on_nonfinite": "skip", "long_documents": "truncate", "batch_transform": "module:function",
-    "use_sft": True, "sft_train_on_completion_only": False,
 }
 # fmt: on
 
 
 OF_PROCESSES = {
-    key for key in base().keys_in("Mesh") if key.startswith(("coordinator", "process_id", "num_processes", "jax_"))
+    key for key in keys_of("mesh") if key.startswith(("coordinator", "process_id", "num_processes", "jax_"))
 }
 
 
@@ -357,7 +356,7 @@ def test_what_enters_at_run_time_may_change(step):
     assert program.differences(step[2], program.header(changed, build(changed, DEVICES))) == []
     assert set(RUN_TIME) == program.OTHER_KEYS - OF_PROCESSES
     assert all(config[key] != value for key, value in RUN_TIME.items())
-    assert set(base().defaults) > program.OTHER_KEYS
+    assert set(defaults()) > program.OTHER_KEYS
 
 
 # ---- The digest of a program

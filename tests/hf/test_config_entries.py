@@ -17,7 +17,7 @@ from tiny import BASE
 
 from src import convert
 from src.config import load as configuration
-from src.config.yaml import base
+from src.config.schema import defaults
 from src.errors import UserError
 from src.hf import common_fields
 from src.hf.families import FAMILIES
@@ -69,7 +69,7 @@ MODELS = {
 def our_model(folder):
     """The spec of the model in a folder, and a function that computes its logits, mostly without compiling them."""
     settings = {"dtype": "float32", "matmul_precision": "highest", "remat_policy": "none", "max_target_length": LENGTH}
-    config = {**base().defaults, **read_model_keys(folder), **settings}
+    config = {**defaults(), **read_model_keys(folder), **settings}
     spec = model_spec(config)
 
     def logits():

@@ -7,7 +7,8 @@ import transformers
 from tiny import BASE
 
 from src.config import load as configuration
-from src.config.yaml import CONFIGS, base
+from src.config.schema import defaults
+from src.config.yaml import CONFIGS
 from src.errors import UserError
 from src.hf import common_fields
 from src.hf.families import FAMILIES
@@ -36,7 +37,7 @@ FILES_OF = {
 def facts(hf):
     """The model that a config.json describes, as far as nothing but its keys says."""
     family = next(family for family in FAMILIES if family.model_type == hf["model_type"])
-    return model_spec({**base().defaults, **family.read_config(hf)})
+    return model_spec({**defaults(), **family.read_config(hf)})
 
 
 LLAMA31 = {
@@ -93,7 +94,7 @@ def test_what_transformers_5_writes_and_what_is_written_here_describe_the_same_m
     config = getattr(transformers, kind)(**entries)
     hf = {**json.loads(config.to_json_string()), "num_nextn_predict_layers": 0}
     family = next(family for family in FAMILIES if family.model_type == hf["model_type"])
-    keys = {**base().defaults, **family.read_config(hf)}
+    keys = {**defaults(), **family.read_config(hf)}
     layers = [{**keys, **layer} for entry in keys["decoder_segments"] for layer in entry["pattern"]]
     layers = layers or [keys] * keys["base_num_decoder_layers"]
     layers = [{**layer, "base_moe_mlp_dim": layer["base_moe_mlp_dim"] or layer["base_mlp_dim"]} for layer in layers]

@@ -16,7 +16,8 @@ import transformers
 from tiny import BASE
 
 from src.config import load as configuration
-from src.config.yaml import base, dump
+from src.config.schema import keys_of
+from src.config.yaml import dump
 from src.errors import UserError
 from src.hf.families import FAMILIES
 from src.hf.model_keys import find_family
@@ -98,7 +99,7 @@ OF_A_LAYER = (
 def test_every_key_that_describes_a_model_is_varied():
     varied = {key for variation in VARIATIONS for key in variation}
     # A rate of the run's own; and the second of two lengths that yarn's and llama3.1's variations have together.
-    assert set(base().keys_in("Model:")) - varied == {"dropout_rate", "beta_fast", "beta_slow", "mscale_all_dim"}
+    assert set(keys_of("model")) - varied == {"dropout_rate", "beta_fast", "beta_slow", "mscale_all_dim"}
 
 
 def family_keys(name):
@@ -180,7 +181,7 @@ def test_an_odd_model_is_exported_as_it_is_or_refused_by_name(tmp_path, name):
             continue
         kind, refusal = family_or_refusal({**config, **odd})
         if refusal:
-            assert re.search(rf"cannot say .*\b({'|'.join(base().keys_in('Model:'))})\b", refusal)
+            assert re.search(rf"cannot say .*\b({'|'.join(keys_of('model'))})\b", refusal)
         elif loaded(tmp_path, {**keys, **odd}) is None:
             continue  # no model at all
         elif kind != own:

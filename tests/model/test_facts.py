@@ -1,15 +1,15 @@
 """Every fact of a layer does something to each kind of attention, is refused by it, or is listed as one it ignores."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import pytest
 from tiny import load, make
 
-from src.config.model_checks import ATTENTION_FACTS, EXPERT_FACTS, LAYER_FACTS
-from src.config.values import CHOICES
-from src.config.yaml import base
+from src.config.model_keys import AttentionFacts
+from src.config.schema import KEYS
 from src.errors import UserError
 from src.model.spec import layer_facts
 from src.step.train_step import loss_sums
@@ -30,13 +30,15 @@ IGNORED = {
 }
 # Without attn_temperature_scale, and without attention_bias.
 IGNORED = {kind: facts | {"attn_temperature_floor", "attention_out_bias"} for kind, facts in IGNORED.items()}
+ATTENTION_FACTS = [field.name for field in dataclasses.fields(AttentionFacts)]
+LAYER_FACTS = {key.name for key in KEYS.values() if key.per_layer}
 FACTS = ("base_num_query_heads", "base_num_kv_heads", "head_dim", *ATTENTION_FACTS[1:])
 
 
 def other_value(key, value):
     """Another value of a key than the one given, of its type."""
-    if key in CHOICES:
-        return next(choice for choice in CHOICES[key] if choice != value and choice != "none")
+    if isinstance(value, str):
+        return next(choice for choice in KEYS[key].allowed if choice != value and choice != "none")
     if key in ("dropout_rate", "partial_rotary_factor"):
         return 0.5
     return not value if isinstance(value, bool) else 2 * abs(value) or 2
@@ -72,10 +74,11 @@ OF_THE_MODEL = {
 def test_every_key_about_layers_may_differ_by_layer():
     sizes = {"base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"}
     groups = ("Model: facts", "Model: attention", "Model: positions", "Model: feed-forward")
-    assert set(base().keys_in(*groups)) - OF_THE_MODEL == set(LAYER_FACTS) - sizes
+    in_groups = {key.name for key in KEYS.values() if key.group.startswith(groups)}
+    assert in_groups - OF_THE_MODEL == LAYER_FACTS - sizes
 
 
-@pytest.mark.parametrize("key", sorted(set(LAYER_FACTS) - {"attention_type", "position_type", "mlp_activations"}))
+@pytest.mark.parametrize("key", sorted(LAYER_FACTS - {"attention_type", "position_type", "mlp_activations"}))
 def test_a_layer_has_its_own_value_of_a_fact(key):
     value = other_value(key, load(**layered(key))[key])
     segments = f"[{{pattern: [{{}}, {{{key}: {str(value).lower()}}}]}}]"
@@ -85,4 +88,8 @@ def test_a_layer_has_its_own_value_of_a_fact(key):
 
 def layered(key):
     """What else a model needs for its second layer to have another value of the key."""
-    return {"num_experts": 8, "num_experts_per_tok": 2, "n_routing_groups": 2} if key in EXPERT_FACTS else {}
+    return (
+        {"num_experts": 8, "num_experts_per_tok": 2, "n_routing_groups": 2}
+        if KEYS[key].group.endswith("experts")
+        else {}
+    )

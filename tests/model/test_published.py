@@ -13,7 +13,7 @@ from tiny import BASE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from src.config import load as configuration
-from src.config.yaml import base
+from src.config.schema import defaults
 from src.hf.families import FAMILIES
 from src.model.flops import count_active_params, count_params
 from src.model.spec import model_spec
@@ -72,7 +72,7 @@ def test_facts_are_those_of_config_json(name):
     config_json = PUBLISHED[name]
     family = next(family for family in FAMILIES if family.model_type == config_json["model_type"])
     predicted = config_json.get("num_nextn_predict_layers", 0)  # The file leaves these out of training by default.
-    expected = model_spec({**base().defaults, **family.read_config(config_json)})
+    expected = model_spec({**defaults(), **family.read_config(config_json)})
     assert published(name, mtp_num_layers=predicted) == expected
 
 

@@ -1,0 +1,381 @@
+"""Every key of the configuration, declared once, and `Config`, its typed sections.
+
+`configs/base.yml` is written from here: `python -m src.config.base_yml > configs/base.yml`.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from src.config.keys import (
+    FROM_0,
+    FROM_0_OR_MINUS_1,
+    FROM_1,
+    FROM_1_OR_MINUS_1,
+    FROM_64,
+    POSITIVE,
+    SEED,
+    SHARE_BELOW_1,
+    SHARE_OR_MINUS_1,
+    Key,
+    frozen,
+    group,
+    key,
+    path,
+)
+from src.config.model_keys import AttentionFacts, FeedForwardFacts, LayerFacts, Model, ModelSize, PositionFacts
+from src.config.step_keys import Compilation, Numerics, Optimizer, Step, Trainable
+
+# The mesh's axes, and the word for each in the keys of its sizes: ici_WORD_parallelism and dcn_WORD_parallelism.
+MESH_AXES = {
+    **{"data": "data", "stage": "pipeline", "fsdp": "fsdp", "context": "context", "expert": "expert"},
+    "tensor": "tensor",
+}
+# The logical dims of weights and activations: the mesh axes that shard each, and what it is.
+LOGICAL_AXES = {
+    "batch": (("data", "fsdp", "expert"), "rows"),
+    "length": (("context",), "the sequence, within a block"),
+    "norm_length": (("context",), "the sequence, between blocks, where the norms are; [context, tensor]: less memory"),
+    "activation_embed": ((), "the residual stream's width"),
+    "vocab": (("tensor", "stage"), ""),
+    "embed": (("fsdp", "context", "expert"), ""),
+    "heads": (("tensor",), ""),
+    "kv_heads": (("tensor",), ""),
+    "head_dim": ((), ""),
+    "mlp": (("tensor",), ""),
+    "expert": (("expert",), ""),
+    "expert_embed": (("fsdp", "context"), "embed, of the weights of experts"),
+    "latent": ((), ""),
+    "position": ((), ""),
+    "layers": (("stage",), "the repeats of the segment with the most layers"),
+    "other_layers": ((), "those of the others"),
+}
+
+
+# fmt: off
+@group
+class Run:
+    """Run"""
+
+    run_name: str              = key("",
+        "folder of the run below base_output_directory, such as a or sweep/a; empty: a dated name")
+    base_output_directory: str = path("runs", "any path etils reads: a local folder, gs://bucket/dir, s3://bucket/dir")
+    model_name: str            = key("",
+        "configs/models/NAME.yml, a path to such a file, a Hugging Face or a run's folder; empty: the model below")
+    hardware: str              = key("", "empty: detected; cpu, gpu or tpu: an error if another is found",
+        ("", "cpu", "gpu", "tpu"))
+    steps: int                 = key(10_000, "optimizer steps of the whole run; -1: learning_rate_schedule_steps",
+        FROM_1_OR_MINUS_1, 2**30)
+    log_period: int            = key(1, "steps between printed lines; metrics.jsonl has every step", FROM_1, 2**30)
+    quiet: bool                = key(False, "print no header and no line of a step before the last, as in a sweep")
+    accept_changes: tuple      = key((), "keys a resumed run may change although they alter weights, data or its order")
+
+
+@group
+class Aot:
+    """Compilation ahead of time (docs/aot.md)"""
+
+    compile_topology: str            = key("",
+        "src.train_compile: a TPU slice (v5p-128, v5p:4x4x4), a GPU host (a3) or cpu-8")
+    compile_topology_num_slices: int = key(1, "src.train_compile: how many such slices or hosts", FROM_1, 2**16)
+    compile_report: str              = path("", "src.train_compile: where its report goes as JSON")
+    compiled_trainstep_file: str     = path("",
+        "src.train_compile writes the compiled step there; src.train loads it and compiles none")
+    compile_xla_flags: str           = key("",
+        "the compiler's options, such as --xla_a=true --xla_b=2; auto: those for this hardware")
+
+
+@group
+class Batch:
+    """Batch"""
+
+    per_device_batch_size: float = key(12.0, "rows per device and micro-batch; a fraction where devices share a row",
+        POSITIVE, 2**20)
+    max_target_length: int       = key(2048, "T, tokens per row", FROM_1, 2**24, fixed=True)
+    packing: bool                = key(True,
+        "true: documents fill rows, apart by segment; false: a document per row, padded", fixed=True)
+    long_documents: str          = key("split",
+        "packing=false: what a row has no room for goes on in the next (split), or is left out (truncate)",
+        ("split", "truncate"), fixed=True)
+    batch_transform: str         = key("",
+        "module:function(rows) -> rows of the same shapes: changes batches after they are made", fixed=True)
+
+
+@group
+class DataSources:
+    """Data"""
+
+    dataset_type: str        = key("text",
+        "text (files, JSONL), tfds, array_record, parquet, tokens, synthetic or custom (docs/data.md)",
+        ("text", "tfds", "array_record", "parquet", "tokens", "synthetic", "custom"), fixed=True)
+    dataset_path: str        = path("",
+        "a file, folder or glob; tfds: the data folder; text: empty is Python's own source", fixed=True)
+    dataset_name: str        = key("", "tfds: the dataset, such as c4/en:3.0.1", fixed=True)
+    train_split: str         = key("train", "tfds: of the dataset, such as train[10%:]", fixed=True)
+    dataset_column: str      = key("text",
+        "JSONL, tfds, array_record, parquet: the field with a text, or a list of ids", fixed=True)
+    array_record_format: str = key("example", "array_record: a record is an example (tf.train.Example), json or text",
+        ("example", "json", "text"), fixed=True)
+    dataset_factory: str     = key("", "custom: module:function(config, split) -> documents (docs/data.md)", fixed=True)
+    datasets: tuple          = key((),
+        "a mixture: [{name: web, weight: 7, dataset_path: ...}, ...], other keys as above", fixed=True)
+    eval_dataset_path: str   = path("", "as dataset_path; empty: a held-out part of the training data", fixed=True)
+    eval_dataset_name: str   = key("", "tfds: as dataset_name")
+    eval_split: str          = key("validation", "tfds: as train_split")
+    eval_datasets: tuple     = key((), "several: [{name: books, eval_steps: 10, dataset_path: ...}, ...], as datasets")
+    max_document_bytes: int  = key(65_536,
+        "text: longer documents are cut into pieces, or one would own a row for many steps", FROM_64, 2**30, fixed=True)
+    eval_fraction: float     = key(0.02, "of the documents held out where eval_dataset_path is empty",
+        SHARE_BELOW_1, fixed=True)
+    tokenizer_type: str      = key("byte", "byte (256 bytes, bos, eos), sentencepiece or huggingface",
+        ("byte", "sentencepiece", "huggingface"), fixed=True)
+    tokenizer_path: str      = path("",
+        "sentencepiece: a .model file, as src.train_tokenizer writes; huggingface: a model folder",
+        fixed=True, is_local=True)
+    data_shuffle_seed: int   = key(0, "of the order of documents", SEED, fixed=True)
+    data_threads: int        = key(1,
+        "threads that make a batch's rows; more pay where reading waits for a remote store", FROM_1, 2**10)
+
+
+@group
+class Conversations:
+    """Finetuning: the data"""
+
+    use_sft: bool                     = key(False,
+        "dataset_path has .jsonl files of prompts and completions, or of chats (docs/data.md)", fixed=True)
+    sft_train_on_completion_only: bool = key(True, "the loss counts what the assistant says alone; false: all tokens",
+        fixed=True)
+
+
+@group
+class Evaluation:
+    """Evaluation"""
+
+    eval_interval: int                = key(-1, "steps between evaluations, and one at the end; -1: none",
+        FROM_1_OR_MINUS_1, 2**30)
+    eval_steps: int                   = key(-1, "batches per evaluation; -1: one epoch of the evaluation data",
+        FROM_1_OR_MINUS_1, 2**30)
+    eval_mode: str                    = key("reset",
+        "each evaluation begins with the first batch (reset) or after the last one's (rolling)", ("reset", "rolling"))
+    eval_per_device_batch_size: float = key(0.0, "0: per_device_batch_size", FROM_0, 2**20)
+    eval_metrics: str                 = key("",
+        "module:function(logits, batch) -> {name: (sum, count)}: evaluations report its quotients")
+    texts_path: str                   = path("",
+        "src.evaluate: texts to score, one per line or JSONL with a field text", is_local=True)
+    scores_path: str                  = path("", "src.evaluate: where the scores of texts_path go, JSONL",
+        is_local=True)
+    tokens_path: str                  = path("", "src.evaluate: ids to compute logits for, a .npy file of int32 [B, T]",
+        is_local=True)
+    logits_path: str                  = path("",
+        "src.evaluate: where the logits of tokens_path go, a .npy file of float32 [B, T, V]", is_local=True)
+
+
+@group
+class Tools:
+    """Tools for data"""
+
+    tokenized_path: str     = path("", "src.tokenize_dataset: the folder it writes, for dataset_type=tokens")
+    inspect_first_step: int = key(0, "src.inspect_data: the first batch it shows", FROM_0, 2**30)
+    inspect_num_steps: int  = key(1, "src.inspect_data: how many", FROM_1, 2**30)
+    process_count: int      = key(1,
+        "src.inspect_data: as if the run had so many processes, each with this machine's devices", FROM_1, 2**20)
+    process_index: int      = key(0, "src.inspect_data: the process whose rows it shows", FROM_0, 2**20)
+
+
+@group
+class Decoding:
+    """Decoding (src.decode, and the sample at the end of a run)"""
+
+    prompt: str                       = key("def ", "the first text", any_text=True)
+    prompt_path: str                  = path("",
+        "src.decode: a file of prompts, one per line, or JSONL with a field prompt or messages", is_local=True)
+    interactive: bool                 = key(False, "src.decode: read prompts from the terminal, one after the other")
+    use_chat_template: bool           = key(False,
+        "src.decode: prompts are what a user says, written by the tokenizer's chat template")
+    sample_length: int                = key(0,
+        "tokens drawn, at most; 0: no sample at the end, and src.decode fills max_target_length", FROM_0, 2**24)
+    max_prefill_predict_length: int   = key(-1,
+        "tokens that prompts are padded to; -1: the power of two that holds the longest", FROM_1_OR_MINUS_1, 2**24)
+    decode_sampling_strategy: str     = key("weighted",
+        "greedy (the likeliest token), weighted (all), topk, nucleus, composite (topk, then nucleus)",
+        ("greedy", "weighted", "topk", "nucleus", "composite"))
+    decode_sampling_temperature: float = key(0.7, "logits are divided by it; 0: greedy", FROM_0, 2**30)
+    decode_sampling_top_k: int        = key(0, "topk, composite: draw from so many tokens, the likeliest",
+        FROM_0, 2**24)
+    decode_sampling_nucleus_p: float  = key(-1.0,
+        "nucleus, composite: draw from the fewest tokens that have this probability together", SHARE_OR_MINUS_1)
+    decode_seed: int                  = key(0, "of the draws", SEED)
+    decode_stop: tuple                = key((),
+        "src.decode: texts that end what is drawn, beside the tokenizer's own end",
+        example='["Question:"]', any_text=True)
+
+
+@group
+class Checkpoint:
+    """Checkpoints"""
+
+    enable_checkpointing: bool       = key(True, "save, and resume from the newest good one")
+    async_checkpointing: bool        = key(True, "training goes on while a checkpoint is written")
+    checkpoint_period: int           = key(1000,
+        "steps between checkpoints; one is also saved at the end and on SIGTERM", FROM_1, 2**30)
+    max_num_checkpoints_to_keep: int = key(3,
+        "at the end, one more while it trains; the oldest are deleted; -1: all are kept", FROM_1_OR_MINUS_1, 2**30)
+    load_parameters_path: str        = path("",
+        "a run, a checkpoint or a Hugging Face folder: start with its weights, at step 0")
+    load_full_state_path: str        = path("", "the same: start with its weights, optimizer, step and data position")
+
+
+@group
+class Mesh:
+    """Mesh (sizes multiply to the devices; one ici and one dcn size may be -1: what is left)"""
+
+    mesh_axes: tuple                  = key(tuple(MESH_AXES), "outermost first")
+    ici_data_parallelism: int         = key(1, "copies of the weights; ici: within a TPU slice or a GPU host",
+        FROM_1_OR_MINUS_1, 2**20)
+    ici_pipeline_parallelism: int     = key(1, "stages of a pipeline, each with its part of the layers: the axis stage",
+        FROM_1_OR_MINUS_1, 2**20)
+    ici_fsdp_parallelism: int         = key(-1, "shards of the weights and of the rows", FROM_1_OR_MINUS_1, 2**20)
+    ici_context_parallelism: int      = key(1, "parts of the sequence", FROM_1_OR_MINUS_1, 2**20)
+    ici_expert_parallelism: int       = key(1, "shards of the experts, and of the rows beside them",
+        FROM_1_OR_MINUS_1, 2**20)
+    ici_tensor_parallelism: int       = key(1, "shards of heads, hidden dims and vocabulary", FROM_1_OR_MINUS_1, 2**20)
+    dcn_data_parallelism: int         = key(-1, "the same; dcn: between slices or hosts", FROM_1_OR_MINUS_1, 2**20)
+    dcn_pipeline_parallelism: int     = key(1, "between slices or hosts", FROM_1_OR_MINUS_1, 2**20)
+    dcn_fsdp_parallelism: int         = key(1, "between slices or hosts", FROM_1_OR_MINUS_1, 2**20)
+    dcn_context_parallelism: int      = key(1, "between slices or hosts", FROM_1_OR_MINUS_1, 2**20)
+    dcn_expert_parallelism: int       = key(1, "between slices or hosts", FROM_1_OR_MINUS_1, 2**20)
+    dcn_tensor_parallelism: int       = key(1, "between slices or hosts", FROM_1_OR_MINUS_1, 2**20)
+    logical_axis_rules: Mapping       = key({axis: axes for axis, (axes, _) in LOGICAL_AXES.items()},
+        "logical dim of a weight or activation: the mesh axes that shard it",
+        entries={axis: comment for axis, (_, comment) in LOGICAL_AXES.items()})
+    num_pipeline_microbatches: int    = key(-1,
+        "M, parts of a micro-batch's rows that go through the stages; -1: as many as stages", FROM_1_OR_MINUS_1, 2**16)
+    num_pipeline_repeats: int         = key(1,
+        "R, how often each goes through; -1: one repeat per turn; (stages - 1) / (M R + stages - 1) is idle",
+        FROM_1_OR_MINUS_1, 2**16)
+    coordinator_address: str          = key("",
+        "host:port of process 0; empty: found by JAX (docs/parallelism.md says where)")
+    num_processes: int                = key(-1, "with coordinator_address: how many", FROM_1_OR_MINUS_1, 2**20)
+    process_id: int                   = key(-1, "with coordinator_address: which, from 0", FROM_0_OR_MINUS_1, 2**20)
+    jax_distributed_initialization_timeout: int = key(300,
+        "seconds that the processes of a job wait for one that has not come", FROM_1, 2**24)
+    jax_distributed_heartbeat_timeout_seconds: int = key(30,
+        "seconds without an answer until a machine of the job is taken for lost", FROM_1, 2**16)
+
+
+@group
+class Diagnostics:
+    """Diagnostics"""
+
+    profiler: str                     = key("", "xplane: write a profile of some steps to the run's tensorboard folder",
+        ("", "xplane"))
+    skip_first_n_steps_for_profiler: int = key(1, "steps before the profile", FROM_0, 2**30)
+    profiler_steps: int               = key(5, "steps in it", FROM_1, 2**30)
+    collect_stack_trace: bool         = key(False, "write all threads' stacks now and then, and on a fault")
+    stack_trace_to_cloud: bool        = key(False,
+        "true: to files in /tmp/debugging that a TPU VM's agent uploads; false: to the console")
+    stack_trace_interval_seconds: int = key(600, "between two of them", FROM_1, 2**24)
+# fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class Data(DataSources, Conversations):
+    """Which data are read, and with which tokenizer."""
+
+
+def size_key(kind: str, mesh_axis: str) -> str:
+    """Returns the key of a mesh axis's size within a slice (`kind` ici) or between slices (dcn)."""
+    return f"{kind}_{MESH_AXES[mesh_axis]}_parallelism"
+
+
+# In base.yml's order; its titles are the docstrings.
+GROUPS: list[type] = [
+    *(Run, ModelSize, LayerFacts, AttentionFacts, PositionFacts, FeedForwardFacts, Numerics, Compilation, Aot),
+    *(Optimizer, Batch, DataSources, Tools, Conversations, Trainable, Evaluation, Decoding, Checkpoint, Mesh),
+    Diagnostics,
+]
+SECTIONS: dict[str, type] = {
+    "run": Run, "model": Model, "step": Step, "batch": Batch, "data": Data, "evaluation": Evaluation,
+    "decoding": Decoding, "checkpoint": Checkpoint, "mesh": Mesh, "aot": Aot, "tools": Tools,
+    "diagnostics": Diagnostics,
+}  # fmt: skip
+
+
+def collect(groups: Sequence[type], sections: Mapping[str, type]) -> dict[str, Key]:
+    """Returns the keys that the groups declare, by name, each with the section that its group is a part of."""
+    return {
+        field.name: dataclasses.replace(field.metadata["key"], name=field.name, section=section, group=group.__doc__)
+        for group in groups
+        for field in dataclasses.fields(group)
+        for section, cls in sections.items()
+        if issubclass(cls, group)
+    }
+
+
+KEYS = collect(GROUPS, SECTIONS)
+
+
+def defaults() -> dict[str, Any]:
+    """Returns every key with its default, in base.yml's order."""
+    return {name: key.default for name, key in KEYS.items()}
+
+
+def keys_of(section: str) -> tuple[str, ...]:
+    """Returns the names of a section's keys, in base.yml's order."""
+    return tuple(name for name, key in KEYS.items() if key.section == section)
+
+
+def model_of(keys: Mapping[str, Any]) -> Model:
+    """Returns the model that flat keys describe."""
+    return SECTIONS["model"](**{name: keys[name] for name in keys_of("model")})
+
+
+def scaled_sizes(keys: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the model's sizes at `global_parameter_scale`, by name."""
+    model = model_of(keys)
+    names = ("emb_dim", "mlp_dim", "moe_mlp_dim", "num_decoder_layers", "num_query_heads", "num_kv_heads")
+    return {name: getattr(model, name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Config(Mapping[str, Any]):
+    """The configuration of a command, in typed sections; for commands also a flat mapping (`config["steps"]`)."""
+
+    run: Run
+    model: Model
+    step: Step
+    batch: Batch
+    data: Data
+    evaluation: Evaluation
+    decoding: Decoding
+    checkpoint: Checkpoint
+    mesh: Mesh
+    aot: Aot
+    tools: Tools
+    diagnostics: Diagnostics
+
+    @classmethod
+    def of(cls, keys: Mapping[str, Any]) -> "Config":
+        """Returns the configuration with these keys, each of its type, and the defaults of the others."""
+        values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+        for name, value in keys.items():
+            values[KEYS[name].section][name] = frozen(value)
+        return cls(**{name: section(**values[name]) for name, section in SECTIONS.items()})
+
+    def replace(self, **keys: Any) -> "Config":
+        """Returns the configuration with other values of some keys."""
+        return Config.of({**self, **keys})
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(getattr(self, KEYS[name].section), name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in KEYS:
+            raise AttributeError(f"no section or key {name}")
+        return self[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(KEYS)
+
+    def __len__(self) -> int:
+        return len(KEYS)

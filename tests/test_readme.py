@@ -15,6 +15,7 @@ import pytest
 from src import convert, inspect_data
 from src.config import load as configuration
 from src.config.key_help import help_for
+from src.convert_check import Agreement
 from src.model.flops import count_active_params, count_params
 from src.model.spec import ExpertsSpec, model_spec
 from tests.hf import saved
@@ -141,9 +142,7 @@ def test_a_conversion_is_understood(argv, monkeypatch):
     called = []
     for name in ("from_hf", "to_hf"):
         monkeypatch.setattr(convert, name, lambda *arguments: called.append(arguments))
-    monkeypatch.setattr(
-        convert.check, "compare", lambda *folders: called.append(folders) or convert.check.Agreement(0, 0, 0, 1)
-    )
+    monkeypatch.setattr(convert, "compare", lambda *folders: called.append(folders) or Agreement(0, 0, 0, 1))
     convert.main(argv)
     assert len(called) == 1
 

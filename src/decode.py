@@ -15,8 +15,8 @@ from ml_collections import FrozenConfigDict
 from src.cli import run_command
 from src.config.key_help import Usage
 from src.data.chat_template import missing_template
-from src.data.conversations import read_message
-from src.data.readers.documents import well_formed
+from src.data.readers.conversations import read_message
+from src.data.readers.records import well_formed
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Message, Tokenizer
 from src.errors import UserError

@@ -1,129 +1,33 @@
-"""Data for supervised finetuning: conversations, and which of their tokens the model learns to say."""
+"""Turns conversations into ids for supervised finetuning, and marks the tokens that count in the loss."""
 
-import json
-import textwrap
 from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from src.data.chat_template import missing_template
-from src.data.readers import files, text_files
-from src.data.readers.documents import parse_json, well_formed
-from src.data.types import Conversation, Document, Message, Source, Tokenizer
+from src.data.readers.files import line_name
+from src.data.types import Conversation, Document, Message, Tokenizer
 from src.errors import UserError
 
 if TYPE_CHECKING:
     from src.data.huggingface_tokenizer import HuggingFaceTokenizer
+
 # What chat templates are told of the time: training data must be the same on the day a run is resumed. It is the date
 # that Llama 3.1's template falls back on.
 NOW = datetime(2024, 7, 26)
 
-ROLES = ("system", "user", "assistant", "tool")
-_EXPECTED = 'expected {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
-
-
-class ConversationSource(Source):
-    """.jsonl files of conversations, or of prompts with their completions. All lines are checked at once.
-
-    Args:
-        path: a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote.
-        key: the config key that gave `path`, for messages.
-
-    Raises:
-        UserError: nothing there, or a line that is neither.
-    """
-
-    def __init__(self, path: str, key: str) -> None:
-        self._files = text_files.DocumentFiles(path, key)
-        for file in self._files.files:
-            if not text_files.is_jsonl(file):
-                raise UserError(f"{key}: {file} is no .jsonl file; use_sft=true reads lines of JSON: {_EXPECTED}")
-        for file, extent in self._files.extents():
-            content = b"".join(files.chunks(file, int(extent[-1, 1])))  # at once: of a remote file a line is a request
-            for start, stop in extent.tolist():
-                _read_line(content[start:stop], file, start)
-
-    def __len__(self) -> int:
-        """How many conversations there are."""
-        return len(self._files)
-
-    def __getitem__(self, i: int) -> Conversation:
-        """Conversation `i`."""
-        file, start, stop = self._files.locate(i)
-        return _read_line(files.read(file, start, stop), file, start)
-
-    def document_keys(self) -> np.ndarray:
-        """uint64 [conversations]: a hash of file name and place in the file, which other files don't change."""
-        return self._files.keys()
-
-    def fingerprint(self) -> dict[str, str | int]:
-        """Of the files, and how many conversations are in them."""
-        return {**self._files.fingerprint(), "type": "conversations"}
-
-
-def _read_line(line: bytes, file: str, start: int) -> Conversation:
-    """What a line says that begins at byte `start` of a file. Raises UserError for what is no conversation."""
-    try:
-        messages, is_pair = _read_record(parse_json(line))
-    except ValueError as error:
-        raise UserError(f"{text_files.line_name(file, start)}: {error}") from None
-    return Conversation(messages, is_pair, file, start)
-
-
-def _read_record(record: Any) -> tuple[tuple[Message, ...], bool]:
-    """The messages of a line, and whether it was a prompt and its completion. Raises ValueError for what is neither."""
-    if not isinstance(record, dict):
-        raise ValueError(_EXPECTED)
-    if "messages" in record:
-        messages = record["messages"]
-        if not isinstance(messages, list):
-            raise ValueError(f'"messages" is no list: {_EXPECTED}')
-        messages = tuple(read_message(message, number) for number, message in enumerate(messages, start=1))
-        if all(message["role"] != "assistant" for message in messages):
-            raise ValueError("no message is the assistant's: there is nothing to learn")
-        return messages, False
-    completion = "response" if "response" in record else "completion"
-    for field in ("prompt", completion):
-        if not isinstance(record.get(field), str):
-            fault = f'"{field}" is no string' if field in record else f'there is no "{field}"'
-            raise ValueError(f"{fault}: {_EXPECTED}")
-    if not record[completion].strip():
-        raise ValueError(f'"{completion}" is empty: there is nothing to learn')
-    prompt, answer = (well_formed(record[field]) for field in ("prompt", completion))
-    return ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}), True
-
-
-def read_message(message: Any, number: int) -> Message:
-    """A message with a role and a text; other fields go to the chat template as they are."""
-    if not isinstance(message, dict):
-        raise ValueError(f'message {number} is no object: expected {{"role": ..., "content": ...}}')
-    for field in ("role", "content"):
-        if field not in message:
-            raise ValueError(f'message {number} has no "{field}"')
-    if message["role"] not in ROLES:
-        raise ValueError(f"message {number} has the role {message['role']!r}: expected one of {', '.join(ROLES)}")
-    if not isinstance(message["content"], str):
-        found = textwrap.shorten(json.dumps(message["content"], ensure_ascii=False), 40, placeholder="...")
-        raise ValueError(
-            f'message {number} has "content": {found}, expected a string. '
-            "Calls of tools and parts that are no text are not read: write them out as text, or leave the line out"
-        )
-    if message["role"] == "assistant" and not message["content"].strip():
-        raise ValueError(f"message {number}, of the assistant, is empty: there is nothing to learn")
-    return {**message, "content": well_formed(message["content"])}
-
 
 def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, completion_only: bool) -> list[Document]:
-    """The ids of a conversation, and which of them count in the loss.
+    """Tokenizes a conversation, and marks which ids count in the loss.
 
     The tokenizer's chat template writes it. Without one, a prompt and its completion are bos, prompt, completion, eos.
     With `completion_only` a template that rewrites earlier turns gives a document for each turn of the assistant.
 
     Args:
         tokenizer: any.
-        conversation: what it says.
+        conversation: any.
         completion_only: count the assistant's tokens alone, with the token after each turn that ends it.
 
     Raises:
@@ -139,15 +43,15 @@ def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, comple
             return _encode_turns(tokenizer, conversation.messages)
         return [Document(tokenizer.encode_text(tokenizer.render_chat(conversation.messages, False, NOW)))]
     except UserError as error:
-        raise UserError(f"{text_files.line_name(conversation.file, conversation.start)}: {error}") from None
+        raise UserError(f"{line_name(conversation.file, conversation.start)}: {error}") from None
 
 
 def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ...]) -> list[Document]:
-    """The ids of a conversation as the template writes it; those of the assistant's turns count in the loss.
+    """Tokenizes a conversation as the template writes it; the ids of the assistant's turns count in the loss.
 
-    Where the template only appends, that is one document, in which a turn is what the conversation up to it has more
-    than the prompt for it. A template that rewrites earlier turns gives a document for each turn: the prompt for it, as
-    the model will be shown it, and the turn.
+    Where the template only appends, that is one document; a turn is the text by which the conversation up to it is
+    longer than the prompt for it. A template that rewrites earlier turns gives a document for each turn: the prompt for
+    it, as the model will be shown it, and the turn.
     """
     if tokenizer.chat_template is None:
         raise missing_template()
@@ -167,17 +71,17 @@ def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ..
 
 
 def _turn_begin(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ...], prompt: str, text: str) -> int:
-    """Where the last message, the assistant's, begins in the template's `text` of a conversation.
+    """Finds where the last message, the assistant's, begins in the template's `text` of a conversation.
 
-    Once it is there, the template writes what comes before it in another way than in the prompt for it: Mistral's
-    leaves out the system message. What both have is the message before it, and what follows that in the prompt.
+    Some templates write earlier messages differently once the answer is there: Mistral's leaves out the system message.
+    Then the message before the answer, and what follows that in the prompt, show where the answer begins.
 
     Raises:
-        UserError: they don't.
+        UserError: the text and the prompt do not share these.
     """
 
     def content_begin(messages: Sequence[Message], add_generation_prompt: bool) -> int:
-        """Where the template writes the content of the last message."""
+        """Finds where the template writes the content of the last message."""
         others = ([*messages[:-1], {**messages[-1], "content": content}] for content in ("x", "y"))
         one, other = (tokenizer.render_chat(each, add_generation_prompt, NOW) for each in others)
         return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
@@ -195,14 +99,14 @@ def _turn_begin(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ...]
 
 
 def _document(tokenizer: "HuggingFaceTokenizer", text: str, turns: list[tuple[int, int]]) -> Document:
-    """The ids of a text, and which of them stand for a character of a turn; each turn is [begin, end) in the text.
+    """Tokenizes a text; the ids of characters in a turn count in the loss, and each turn is [begin, end) in the text.
 
     Raises:
         UserError: a turn has more text after the token that ends it.
     """
     ids, spans = tokenizer.encode_with_spans(text)
     stops = np.isin(ids, list(tokenizer.stop_ids))
-    learned = np.zeros(len(ids), bool)
+    loss_mask = np.zeros(len(ids), bool)
     for begin, end in turns:
         in_turn = (spans[:, 0] < end) & (spans[:, 1] > begin)
         ends = np.flatnonzero(in_turn & stops)
@@ -214,5 +118,5 @@ def _document(tokenizer: "HuggingFaceTokenizer", text: str, turns: list[tuple[in
                     "turn. Give it a template that ends a turn there, or set sft_train_on_completion_only=false"
                 )
             in_turn[ends[-1] + 1 :] = False
-        learned |= in_turn
-    return Document(ids, learned)
+        loss_mask |= in_turn
+    return Document(ids, loss_mask)

@@ -6,7 +6,6 @@ An item is a document: a text, its ids, or a conversation. Sources whose items a
 from typing import TYPE_CHECKING
 
 from src.config.source_spec import SourceSpec, eval_specs, names_eval_data, train_specs, train_weights
-from src.data.conversations import ConversationSource
 from src.data.held_out import train_validation_split
 from src.data.types import EvalSet, RowSource, Source, Tokenizer, TrainData
 from src.errors import UserError
@@ -72,6 +71,8 @@ def open_source(spec: SourceSpec, config: "FrozenConfigDict", tokenizer: Tokeniz
         case "text" if config.use_sft:
             if not spec.path:
                 raise UserError(f"use_sft=true reads .jsonl files of conversations: set {spec.key('dataset_path')}")
+            from src.data.readers.conversations import ConversationSource
+
             return ConversationSource(spec.path, spec.key("dataset_path"))
         case "text":
             from src.data.readers.text import TextSource

@@ -114,7 +114,7 @@ def test_an_iterable_is_read_once_at_the_start(open_custom):
     assert source[2] == source[2] == "four"
 
 
-@pytest.mark.parametrize(("most", "value"), [("_MOST_DOCUMENTS", 1000), ("_MOST_BYTES", 5000)])
+@pytest.mark.parametrize(("most", "value"), [("_MAX_DOCUMENTS", 1000), ("_MAX_BYTES", 5000)])
 def test_an_iterable_without_an_end_is_an_error(open_custom, monkeypatch, most, value):
     monkeypatch.setattr(custom, most, value)
 

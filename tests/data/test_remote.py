@@ -14,8 +14,8 @@ import pytest
 
 from src import storage_errors
 from src.config.source_spec import train_specs
-from src.data.conversations import ConversationSource
 from src.data.readers import files
+from src.data.readers.conversations import ConversationSource
 from src.data.readers.text import TextSource
 from src.errors import TransientError, UserError
 from tests import runs
@@ -219,7 +219,7 @@ def test_remote_lines_are_found_by_reading_each_file_once(bucket, monkeypatch):
 
 def test_an_object_that_stands_for_a_folder_is_no_file(bucket):
     bucket.fill({"d/": b"", "d/e/": b"", "d/e/a.txt": b"A"})
-    assert files.list_files("gs://data/d", "dataset_path") == ("gs://data/d", ["e/a.txt"], [1])
+    assert files.list_files("gs://data/d", "dataset_path") == files.Listing("gs://data/d", ["e/a.txt"], [1])
 
 
 def test_files_that_are_new_are_found(bucket):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from src.data.describe import amount, describe_data
 from src.data.held_out import train_validation_split
 from src.data.open import open_sources
-from src.data.readers import files, text, text_files
+from src.data.readers import files, text
 from src.data.readers.synthetic import SyntheticSource
 from src.errors import UserError
 
@@ -104,7 +104,7 @@ def test_no_path_is_the_standard_library():
     root = Path(sysconfig.get_path("stdlib"))
     assert len(source) > 500
     assert (root / "this.py").read_text() in texts(source)
-    assert not [name for name in text_files.list_text_files("", "dataset_path").names if "site-packages" in name]
+    assert not [name for name in text.list_text_files("", "dataset_path").names if "site-packages" in name]
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_a_long_line_is_parsed_once_and_not_once_a_piece(tmp_path, monkeypatch):
     lines = [{"text": "short"}, {"text": "".join(f"line {n}\n" for n in range(4000))}]
     path = write_files(tmp_path, {"a.jsonl": "\n".join(map(json.dumps, lines))})
     source, parsed = text.TextSource(path, 256), []
-    from_json = text_files.from_json
-    monkeypatch.setattr(text_files, "from_json", lambda *given: parsed.append(given) or from_json(*given))
+    from_json = text.from_json
+    monkeypatch.setattr(text, "from_json", lambda *given: parsed.append(given) or from_json(*given))
     assert "".join(texts(source)) == lines[0]["text"] + lines[1]["text"]
     assert len(source) > 100
     assert len(parsed) <= 2
@@ -209,13 +209,13 @@ def test_of_large_files_the_fingerprint_reads_a_bounded_sample(tmp_path, monkeyp
         return data
 
     monkeypatch.setattr(files, "read", counted)
-    before = files.fingerprint(listing)["contents"]
+    before = listing.fingerprint["contents"]
     assert 15 << 20 < sum(read_bytes) <= 16 << 20
     for place in (50, (100 << 20) - 1):  # the first file, and the end of the last
         with open(tmp_path / ("small.txt" if place == 50 else "wide.txt"), "r+b") as file:
             file.seek(place)
             file.write(b"X")
-        after = files.fingerprint(listing)["contents"]
+        after = files.list_files(str(tmp_path), "dataset_path").fingerprint["contents"]
         assert after != before
         before = after
 
@@ -350,17 +350,17 @@ def test_open_sources_holds_out_only_if_the_run_evaluates(config, tmp_path):
 
 def test_synthetic_ids_are_uniform_and_a_function_of_seed_and_number():
     source = SyntheticSource(vocab_size=10, length=5000, seed=1)
-    ids = source.ids(7)
+    ids = source.row(7)[0].ids
     assert ids.shape == (5001,)
     assert ids.dtype == np.int32
-    assert (ids == SyntheticSource(10, 5000, 1).ids(7)).all()
+    assert (ids == SyntheticSource(10, 5000, 1).row(7)[0].ids).all()
     counts = np.bincount(ids, minlength=10)
     assert len(counts) == 10
     assert np.abs(counts - 500).max() < 5 * np.sqrt(450)
-    for other in (source.ids(8), SyntheticSource(10, 5000, 2).ids(7)):
+    for other in (source.row(8)[0].ids, SyntheticSource(10, 5000, 2).row(7)[0].ids):
         assert abs((ids == other).mean() - 0.1) < 0.03
 
 
 def test_synthetic_training_and_evaluation_data_differ(config):
     train, (held_out,) = open_sources(config(dataset_type="synthetic", eval_dataset_path="x"), None)
-    assert not any((train.sources[0].ids(n) == held_out.source.ids(n)).all() for n in range(10))
+    assert not any((train.sources[0].row(n)[0].ids == held_out.source.row(n)[0].ids).all() for n in range(10))

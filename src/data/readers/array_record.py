@@ -1,11 +1,13 @@
-"""Documents in ArrayRecord files: `dataset_type=array_record`, and what TFDS keeps in such files.
+"""Reads documents in ArrayRecord files: `dataset_type=array_record`, and the files of TFDS.
 
 An ArrayRecord file is a Riegeli file of chunks, each of one record or a group of them; then a footer, itself a chunk,
 with a record of metadata and one for each chunk; then a block of 64 KiB that says where the footer begins. A reader
 of a file keeps the place of each chunk in memory, 8 bytes for each.
+
+The package's own ArrayRecordDataSource is not used: it keeps every file open, opens each to count its records, and
+reads one record by going through all chunks of its file (docs/log.md has figures).
 """
 
-import bisect
 import functools
 import re
 import resource
@@ -17,8 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from src.config.source_spec import SourceSpec
-from src.data.readers import files, records
-from src.data.types import Source
+from src.data.readers import files
+from src.data.readers.index import Index
+from src.data.readers.records import read_record
+from src.data.types import Fingerprint, Source
 from src.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,11 +37,11 @@ _FIRST_CHUNK = _BLOCK_HEADER + _CHUNK_HEADER  # after the file's own signature, 
 _POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
 
 _COUNTING_THREADS = 32
-_MOST_OPEN_FILES = 2048
+_MAX_OPEN_FILES = 2048
 
 
 class RecordRange(NamedTuple):
-    """The records [first, first + count) of a file."""
+    """Names the records [first, first + count) of a file."""
 
     file: str
     first: int
@@ -45,17 +49,17 @@ class RecordRange(NamedTuple):
 
 
 class RecordSource(Source):
-    """Documents that are records of ArrayRecord files.
+    """Reads documents that are records of ArrayRecord files.
 
     The first is read at once, so that data of another form are an error at the start. A file is opened when it is first
-    read from, and only so many are open at a time.
+    read from, and only some are open at a time.
 
     Args:
         spec: of the source.
         ranges: where the records are, in order.
-        record_format: what a record is, as `records.document` has it.
+        record_format: what a record is, as for `read_record`.
         listing: the files.
-        facts: what else is in the fingerprint.
+        facts: what else goes into the fingerprint.
 
     Raises:
         UserError: there is no record, or the first can't be read.
@@ -72,40 +76,37 @@ class RecordSource(Source):
         self._format = record_format
         self._column = spec.column
         self._column_setting = spec.setting("dataset_column")
-        self._ranges = [each for each in ranges if each.count]
-        self._ends = np.cumsum([each.count for each in self._ranges]).tolist()
-        own = {"records": self._ends[-1], "column": spec.column}
-        self._fingerprint = {**facts, **own, **files.fingerprint(listing)}
+        self._ranges = ranges
+        self._index = Index([records.count for records in ranges])
+        self._listing = listing
+        self._facts = {**facts, "records": len(self), "column": spec.column}
         self._reader = functools.lru_cache(maxsize=_open_files_allowed())(_open_reader)
         self[0]
 
     def __len__(self) -> int:
-        """How many records there are."""
-        return self._ends[-1]
+        return len(self._index)
 
     def __getitem__(self, i: int) -> str | np.ndarray:
-        """Document `i`: its text, or its ids as int32 [n]."""
-        place = bisect.bisect_right(self._ends, i)
-        file, first, count = self._ranges[place]
-        number = first + count - (self._ends[place] - i)
+        place, offset = self._index.find(i)
+        file = self._ranges[place].file
+        number = self._ranges[place].first + offset
         try:
             # A range is found at once; of a list of numbers the package goes through all the chunks of the file.
             (record,) = self._reader(file).read(number, number + 1)
         except (RuntimeError, IndexError) as error:
             raise UserError(f"{file}, record {number} can't be read, the file is damaged: {error}") from error
         try:
-            return records.document(record, self._format, self._column)
+            return read_record(record, self._format, self._column)
         except ValueError as error:
             setting = "" if self._format == "text" else f" ({self._column_setting})"
             raise UserError(f"{file}, record {number}: {error}{setting}") from error
 
-    def fingerprint(self) -> dict[str, str | int]:
-        """Of the files, and what is read of them."""
-        return dict(self._fingerprint)
+    def fingerprint(self) -> Fingerprint:
+        return {**self._facts, **self._listing.fingerprint}
 
 
 class ArrayRecordSource(RecordSource):
-    """The records of ArrayRecord files, in the order of the files' names.
+    """Reads the records of ArrayRecord files, in the order of the files' names.
 
     Of a folder these are the files with array_record in their names.
 
@@ -137,12 +138,12 @@ def refuse_remote(spec: SourceSpec) -> None:
 
 
 def missing_package(spec: SourceSpec, error: ImportError) -> UserError:
-    """What to say where a package is missing that reads data of this type."""
+    """Makes the error for a missing package that reads data of this type."""
     return UserError(f"{spec.setting('dataset_type')}: {error.name} is not installed. bash setup.sh data installs it")
 
 
 def count_records(names: Sequence[str], spec: SourceSpec) -> list[int]:
-    """How many records each of some files has.
+    """Counts the records of each file.
 
     Raises:
         UserError: a file is no whole ArrayRecord file, or what reads them is not installed.
@@ -156,7 +157,7 @@ def count_records(names: Sequence[str], spec: SourceSpec) -> list[int]:
 
 
 def _open_reader(file: str) -> "ArrayRecordReader":
-    """A reader that several threads may use at a time."""
+    """Opens a reader that several threads may use at a time."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15)
@@ -186,10 +187,10 @@ def _list_record_files(spec: SourceSpec) -> files.Listing:
 
 
 def _count(file: str) -> int:
-    """How many records a file has.
+    """Counts the records of a file.
 
     In files to be read in any order each chunk has one record, and the header of the footer says how many there are.
-    To open a reader would read the whole footer: 5 s for a hundred million records in a thousand files, and this 0.1 s.
+    Opening a reader would read the whole footer: 5 s for a hundred million records in a thousand files; this takes 0.1.
     """
     end = files.size(file)
     is_whole = end > 0 and end % _BLOCK == 0
@@ -202,7 +203,7 @@ def _count(file: str) -> int:
 
 
 def _chunk_records(file: str, at: int) -> int:
-    """How many records are in the chunk that begins at a place in a file; 0: none begins there."""
+    """Counts the records in the chunk that begins at a place in a file; 0: none begins there."""
     header = files.read(file, at, at + _BLOCK_HEADER + _CHUNK_HEADER)
     block = -at % _BLOCK  # where in it the header of a block would be
     if block < _CHUNK_HEADER:
@@ -211,9 +212,9 @@ def _chunk_records(file: str, at: int) -> int:
 
 
 def _open_files_allowed() -> int:
-    """How many files a source may have open: a quarter of what the process may, which is first raised if it can be."""
+    """Returns how many files a source may have open: a quarter of the process's limit, raised where possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 4 * _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 4 * _MOST_OPEN_FILES)
+    most = 4 * _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 4 * _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return most // 4

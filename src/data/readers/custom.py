@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from src.config.source_spec import SourceSpec
-from src.data.readers.documents import as_document, from_fields
-from src.data.types import Source
+from src.data.readers.records import as_document, from_fields
+from src.data.types import Fingerprint, Source
 from src.errors import UserError
 from src.user_code import call, class_name, load_function, says_if_slow
 
 if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
 
-# What is read whole may have no more, nor take more memory.
-_MOST_DOCUMENTS = 5_000_000
-_MOST_BYTES = 8 << 30
+# Bounds of an iterable, which is kept in memory.
+_MAX_DOCUMENTS = 5_000_000
+_MAX_BYTES = 8 << 30
 _END = object()
 
 Facts = Mapping[str, str | int]
 
 
 class CustomSource(Source):
-    """The items of an object with `__len__` and `__getitem__`, which several threads may call at a time.
+    """Reads the items of an object with `__len__` and `__getitem__`, which several threads may call at a time.
 
     Args:
         documents: the object. An item is a text, a list or a 1-D array of ids, or a mapping with one of these in
@@ -51,21 +51,18 @@ class CustomSource(Source):
             raise UserError(f"{name} returned no document")
 
     def __len__(self) -> int:
-        """How many items there are."""
         return self._length
 
     def __getitem__(self, i: int) -> str | np.ndarray:
-        """The text or ids of item `i`."""
         name = f"{self._name}: item {i}"
         return _document(call(name, operator.getitem, self._documents, i), name, self._column, self._vocab_size)
 
-    def fingerprint(self) -> dict[str, str | int]:
-        """How many items there are, and what tells the object from others."""
+    def fingerprint(self) -> Fingerprint:
         return {**self._facts, "type": "custom", "documents": self._length}
 
 
 def custom_source(spec: SourceSpec, config: "FrozenConfigDict") -> CustomSource:
-    """The documents that the function `dataset_factory`, module:function, returns.
+    """Opens the documents that the function `dataset_factory`, module:function, returns.
 
     It is called with the config, which is read as config.max_target_length or config["max_target_length"], and with
     the split: `train_split`, or `eval_split` for an evaluation. It returns one of two things:
@@ -109,7 +106,7 @@ def _is_indexed(made: Any) -> bool:
 
 
 def _read_whole(made: Iterable[Any], setting: str, column: str, vocab_size: int) -> tuple[list[Any], Facts]:
-    """The documents of an iterable, and a digest of them."""
+    """Reads the documents of an iterable, and digests them."""
     documents: list[str | np.ndarray] = []
     digest, total = hashlib.sha256(), 0
     iterator = call(setting, iter, made)
@@ -119,7 +116,7 @@ def _read_whole(made: Iterable[Any], setting: str, column: str, vocab_size: int)
         digest.update(b"%d " % len(data) + data)
         documents.append(document)
         total += len(data)
-        if len(documents) > _MOST_DOCUMENTS or total > _MOST_BYTES:
+        if len(documents) > _MAX_DOCUMENTS or total > _MAX_BYTES:
             raise UserError(
                 f"{setting} returned an iterable that has not ended after {len(documents):,} documents of {total:,} "
                 "bytes. Iterables are kept in memory: return an object with __len__ and __getitem__ for more"
@@ -128,7 +125,7 @@ def _read_whole(made: Iterable[Any], setting: str, column: str, vocab_size: int)
 
 
 def _document(item: Any, name: str, column: str, vocab_size: int) -> str | np.ndarray:
-    """The text of an item, or its ids as int32 [n]. Raises UserError for anything else."""
+    """Returns the text of an item, or its ids as int32 [n]; raises UserError for anything else."""
     read = functools.partial(as_document, vocab_size=vocab_size)
     try:
         return from_fields(item, column, read) if isinstance(item, Mapping) else read(item)

@@ -1,10 +1,12 @@
-"""Files on local and remote paths: finding them, reading parts of them, and telling one set of them from another.
+"""Finds files on local and remote paths, reads parts of them, and tells one set of files from another.
 
 A path with a protocol (gs://, s3://, ...) is remote and read by fsspec. Any other is local, as is one with file://.
 """
 
 import bisect
+import dataclasses
 import fnmatch
+import functools
 import glob
 import hashlib
 import io
@@ -14,8 +16,9 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from src.data.types import Fingerprint
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, failure_of, retried
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 # A fingerprint of so many files or fewer names each, so that an error can say which of them is another.
-_MOST_NAMED = 100
+_MAX_NAMED = 100
 _CHUNK_BYTES = 1 << 24
 # What a fingerprint reads of the files: all of them, or so many blocks spread evenly over their bytes.
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 256, 1 << 16
@@ -33,12 +36,15 @@ _SHARD = re.compile(r"(?P<before>.*?)(?<!\d)(?P<number>\d{3,6})-of-(?P<total>\d{
 Result = TypeVar("Result")
 
 
-class Listing(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Listing:
     """Files in a folder.
 
-    folder: as the user wrote it, with its protocol if it is remote.
-    names: relative to the folder, sorted.
-    sizes: in bytes.
+    Attributes:
+
+        folder: as the user wrote it, with its protocol if it is remote.
+        names: relative to the folder, sorted.
+        sizes: in bytes.
     """
 
     folder: str
@@ -46,17 +52,34 @@ class Listing(NamedTuple):
     sizes: list[int]
 
     def files(self) -> list[str]:
-        """The files, by the paths that the functions here take."""
+        """Returns the files' paths, as the functions here take them."""
         return [os.path.join(self.folder, name) for name in self.names]
+
+    @functools.cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Counts, a digest of the files' names and sizes, and `contents`, one of what is in them.
+
+        Of more than 16 MiB in all, contents are sampled: 256 blocks of 64 KiB, so that the time is bounded whatever the
+        size (of a store that is hundreds of requests). A hundred files or fewer are named one by one too, as
+        `file NAME`: SIZE.
+
+        Raises:
+            UserError: a file can't be read.
+        """
+        names = sorted(zip(self.names, self.sizes, strict=True))
+        digest = hashlib.sha256(os.fsencode("\n".join(f"{size} {name}" for name, size in names))).hexdigest()[:16]
+        named = {f"file {name}": size for name, size in names} if len(names) <= _MAX_NAMED else {}
+        counts = {"files": len(names), "bytes": sum(self.sizes)}
+        return {**counts, "digest": digest, "contents": _contents_digest(self), **named}
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is read by requests to a store."""
+    """Says whether a path is read by requests to a store."""
     return "://" in path and not path.startswith("file://")
 
 
 def list_files(path: str, key: str) -> Listing:
-    """The files that a config's path names: a file, a folder (its files at any depth, but for hidden ones) or a glob.
+    """Lists the files of a config's path: a file, a folder (its files at any depth, but for hidden ones) or a glob.
 
     Args:
         path: local or remote.
@@ -75,7 +98,7 @@ def list_files(path: str, key: str) -> Listing:
 
 
 def walk(folder: str, without: Collection[str] = ()) -> list[str]:
-    """The files in a local folder at any depth, but for hidden ones and those in hidden folders or in `without`."""
+    """Lists a local folder's files at any depth, but for hidden ones and those in hidden folders or in `without`."""
     names = []
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
@@ -85,16 +108,16 @@ def walk(folder: str, without: Collection[str] = ()) -> list[str]:
 
 
 def size(file: str) -> int:
-    """How many bytes a file has; raises as `attempted`."""
+    """Returns the size of a file in bytes; raises as `attempted`."""
     if is_remote(file):
         return _remote(file, file, lambda fs, place: fs.size(place))
     return attempted(file, lambda: os.stat(_local(file)).st_size)
 
 
 def read(file: str, begin: int, end: int) -> bytes:
-    """The bytes [begin, end) of a file, or those of them there are. Of a remote file this is one request.
+    """Reads the bytes [begin, end) of a file, or those of them there are; raises as `attempted`.
 
-    Raises as `attempted`.
+    Of a remote file this is one request. Local files are not read by fsspec, which takes twice as long.
     """
     if is_remote(file):
         return _remote(file, file, lambda fs, place: fs.cat_file(place, begin, end)) if begin < end else b""
@@ -108,12 +131,23 @@ def read(file: str, begin: int, end: int) -> bytes:
 
 
 def chunks(file: str, end: int) -> Iterator[bytes]:
-    """The bytes [0, end) of a file, 16 MiB at a time."""
+    """Yields the bytes [0, end) of a file, 16 MiB at a time."""
     return (read(file, begin, min(begin + _CHUNK_BYTES, end)) for begin in range(0, end, _CHUNK_BYTES))
 
 
+def line_name(file: str, start: int) -> str:
+    """Names the line that begins at byte `start`, for a message; the lines before it are read to count them."""
+    lines_before = sum(chunk.count(b"\n") for chunk in chunks(file, start))
+    return f"{file}, line {lines_before + 1}"
+
+
+def openable(file: str, size: int) -> "str | RemoteFile":
+    """Returns what a library opens that takes paths and open files: the path of a local file, or a remote one, open."""
+    return RemoteFile(file, size) if is_remote(file) else file
+
+
 class RemoteFile(io.RawIOBase):
-    """A remote file for a library that wants an open one. Each read is a request, and nothing is read ahead.
+    """Is a remote file for a library that wants an open one. Each read is a request, and nothing is read ahead.
 
     fsspec's own would read ahead megabytes that a reader of columns skips, and the one of memory:// is shared by all
     that open it.
@@ -129,48 +163,27 @@ class RemoteFile(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def tell(self) -> int:
-        """Where the next read begins."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Sets where the next read begins, as every open file does."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        """The next `count` bytes, or the rest."""
         end = self._length if count < 0 else min(self._at + count, self._length)
         data = read(self._file, self._at, end)
         self._at += len(data)
         return data
 
 
-def fingerprint(listing: Listing) -> dict[str, str | int]:
-    """Returns counts, a digest of the files' names and sizes, and `contents`, one of what is in them.
-
-    Of more than 16 MiB in all, contents are sampled: 256 blocks of 64 KiB, so that the time is bounded whatever the
-    size. A hundred files or fewer are named one by one too, as `file NAME`: SIZE.
-
-    Raises:
-        UserError: a file can't be read.
-    """
-    names = sorted(zip(listing.names, listing.sizes, strict=True))
-    digest = hashlib.sha256(os.fsencode("\n".join(f"{size} {name}" for name, size in names))).hexdigest()[:16]
-    named = {f"file {name}": size for name, size in names} if len(names) <= _MOST_NAMED else {}
-    counts = {"files": len(names), "bytes": sum(listing.sizes)}
-    return {**counts, "digest": digest, "contents": _contents_digest(listing), **named}
-
-
 def _contents_digest(listing: Listing) -> str:
-    """Of the files' bytes end to end, or of blocks at even distances among them."""
+    """Digests the files' bytes in order, or blocks of them at even distances."""
     ends = list(itertools.accumulate(listing.sizes))
     total, paths = ends[-1] if ends else 0, listing.files()
     if total <= _SAMPLED_BLOCKS * _BLOCK_BYTES:
@@ -190,7 +203,7 @@ def _contents_digest(listing: Listing) -> str:
 
 
 def _list_local(path: str, setting: str) -> tuple[Listing, str]:
-    """The files, and what the names of those that belong to them match; empty for a file by itself."""
+    """Returns the files, and the pattern that names belonging to them match; empty for a file by itself."""
     place = Path(_local(path)).expanduser()
     if place.is_dir():
         folder, pattern, names = place, "*", walk(str(place))
@@ -207,8 +220,6 @@ def _list_local(path: str, setting: str) -> tuple[Listing, str]:
 
 
 def _list_remote(path: str, setting: str) -> tuple[Listing, str]:
-    """As `_list_local`."""
-
     def find(fs: "AbstractFileSystem", place: str) -> tuple[str, str, dict[str, dict]]:
         fs.invalidate_cache()  # of listings: the files may be newer
         try:
@@ -234,7 +245,7 @@ def _list_remote(path: str, setting: str) -> tuple[Listing, str]:
 
 
 def _fixed_part(path: str) -> str:
-    """The folder of a path up to its first part with a wildcard, or of a path without one."""
+    """Returns the folder of a path, up to the first part with a wildcard."""
     protocol, colon, place = path.rpartition("://")
     parts = place.split("/")[:-1]
     fixed = "/".join(itertools.takewhile(lambda part: not set(part) & set("*?["), parts))
@@ -253,13 +264,13 @@ def _refuse_gaps(names: list[str], pattern: str, setting: str) -> None:
             # What follows the numbers may be a hash, another for each file, but for the file's type.
             kind = (match["before"], match["total"], os.path.splitext(match["after"])[1])
             sets.setdefault(kind, {})[int(match["number"])] = match["after"]
-    for (before, total, _), there in sets.items():
-        first = int(0 not in there and int(total) in there)  # some count from 1
-        (after, *more) = set(there.values())
+    for (before, total, _), numbers in sets.items():
+        first = int(0 not in numbers and int(total) in numbers)  # some count from 1
+        (after, *more) = set(numbers.values())
         missing = (
             f"{before}{number:0{len(total)}}-of-{total}{after if not more else ''}"
             for number in range(first, first + int(total))
-            if number not in there
+            if number not in numbers
             and fnmatch.fnmatch(os.path.basename(f"{before}{number:0{len(total)}}-of-{total}{after}"), pattern)
         )
         shown = list(itertools.islice(missing, 5))
@@ -296,7 +307,7 @@ def attempted(what: str, use: Callable[[], Result], otherwise: str = "can't be r
 
 
 def _remote(path: str, what: str, use: Callable[["AbstractFileSystem", str], Result]) -> Result:
-    """What `use` returns, given the file system of a path and what the path is called there; raises as `attempted`."""
+    """Returns `use` of a path's file system and of its name for the path; raises as `attempted`."""
     from fsspec.core import url_to_fs
 
     try:

@@ -1,7 +1,6 @@
-"""Parquet files: documents in one column, read a row group at a time."""
+"""Reads Parquet files, documents in one column, a row group at a time: `dataset_type=parquet`."""
 
 import collections
-import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,8 +9,9 @@ import numpy as np
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
-from src.data.readers.documents import as_ids
-from src.data.types import Source
+from src.data.readers.index import Index
+from src.data.readers.records import as_ids
+from src.data.types import Fingerprint, Source
 from src.errors import UserError, first_few
 
 try:
@@ -25,7 +25,7 @@ _OPENING_THREADS = 16
 
 
 class ParquetSource(Source):
-    """The rows of Parquet files, in the order of the files' names: each a text, or a list of ids.
+    """Reads the rows of Parquet files, in the order of the files' names: each a text, or a list of ids.
 
     Opening reads the files' footers alone. A row group's column is decoded whole when one of its rows is read, and the
     groups used last are kept: 512 MiB of them, or a single larger one.
@@ -46,25 +46,18 @@ class ParquetSource(Source):
         self._files = self._listing.files()
         with ThreadPoolExecutor(_OPENING_THREADS) as threads:
             rows = list(threads.map(self._count_rows, self._files, self._listing.sizes))
-        groups = [len(counts) for counts in rows]
-        # Of each row group: its file, its number there, its rows, and how many rows there are before it.
-        self._file = np.repeat(np.arange(len(rows)), groups)
-        self._number = np.arange(sum(groups)) - np.repeat(np.cumsum(groups) - groups, groups)
+        self._groups = Index([len(counts) for counts in rows])  # the row groups of each file
         self._sizes = np.array([count for counts in rows for count in counts], np.int64)
-        self._starts = np.cumsum(self._sizes) - self._sizes
-        self._rows = int(self._sizes.sum())
-        if not self._rows:
+        self._rows = Index(self._sizes)
+        if not len(self._rows):
             raise UserError(f"{spec.setting('dataset_path')} has no row: expected Parquet files that have some")
         self._cache = _Cache(self._read_group, _CACHE_BYTES)
 
     def __len__(self) -> int:
-        """How many rows there are."""
-        return self._rows
+        return len(self._rows)
 
     def __getitem__(self, i: int) -> str | np.ndarray:
-        """The text or ids of row `i`."""
-        group = int(np.searchsorted(self._starts, i, side="right")) - 1
-        row = i - int(self._starts[group])
+        group, row = self._rows.find(i)
         value = self._cache.get(group)[row]
         try:
             if isinstance(value, pa.ListScalar):
@@ -74,20 +67,14 @@ class ParquetSource(Source):
             raise UserError(f"{self._name(group)}, row {row} of the group, {self._column}: {error}") from None
 
     def group_sizes(self) -> np.ndarray:
-        """int64 [row groups]: their rows."""
         return self._sizes
 
-    def fingerprint(self) -> dict[str, str | int]:
-        """Of the files, and which column of how many rows is read."""
-        own = {"type": "parquet", "documents": len(self), "column": self._column}
-        return {**self._files_fingerprint, **own}
-
-    @functools.cached_property
-    def _files_fingerprint(self) -> dict[str, str | int]:
-        return files.fingerprint(self._listing)  # reads a sample of contents: of a store that is hundreds of requests
+    def fingerprint(self) -> Fingerprint:
+        column = {"type": "parquet", "documents": len(self), "column": self._column}
+        return {**self._listing.fingerprint, **column}
 
     def _count_rows(self, file: str, size: int) -> list[int]:
-        """The rows of each row group of a file, which is checked to have the column."""
+        """Counts the rows of each row group of a file, and checks that it has the column."""
 
         def read_footer() -> tuple[pa.Schema, list[int]]:
             with _open(file, size) as opened:
@@ -97,8 +84,8 @@ class ParquetSource(Source):
         schema, rows = files.attempted(file, read_footer, "can't be read as Parquet, or is damaged")
         kind = _type(schema, self._column)
         if kind is None:
-            there = first_few(schema.names, near=self._column)
-            raise UserError(f"{self._column_setting}: {file} has no such column; it has {there}")
+            columns = first_few(schema.names, near=self._column)
+            raise UserError(f"{self._column_setting}: {file} has no such column; it has {columns}")
         if not _is_text(kind) and not (_is_list(kind) and pa.types.is_integer(kind.value_type)):
             raise UserError(
                 f"{self._column_setting}: in {file} the column is of type {kind}; expected strings, or lists of whole "
@@ -107,12 +94,11 @@ class ParquetSource(Source):
         return rows
 
     def _read_group(self, group: int) -> pa.ChunkedArray:
-        """The column in a row group."""
-        file = self._file[group]
+        file, number = self._groups.find(group)
 
         def read_column() -> pa.Table:
             with _open(self._files[file], self._listing.sizes[file]) as opened:
-                return opened.read_row_group(int(self._number[group]), columns=[self._column], use_threads=False)
+                return opened.read_row_group(number, columns=[self._column], use_threads=False)
 
         table = files.attempted(self._name(group), read_column, "can't be read, the file is damaged")
         column = table.column(0)
@@ -121,26 +107,26 @@ class ParquetSource(Source):
         return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
     def _name(self, group: int) -> str:
-        return f"{self._files[self._file[group]]}, row group {self._number[group]}"
+        file, number = self._groups.find(group)
+        return f"{self._files[file]}, row group {number}"
 
 
 class _Cache:
-    """The columns of row groups that were used last. Threads that want one that is not there wait for the same read.
+    """Keeps the columns of row groups that were used last. Threads that want the same missing one share one read.
 
     Args:
-        load: reads a row group's.
-        most_bytes: of all that are kept; the newest is kept whatever its size.
+        load: reads a row group's column.
+        max_bytes: of all that are kept; the newest is kept whatever its size.
     """
 
-    def __init__(self, load: Callable[[int], pa.ChunkedArray], most_bytes: int) -> None:
+    def __init__(self, load: Callable[[int], pa.ChunkedArray], max_bytes: int) -> None:
         self._load = load
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._columns: collections.OrderedDict[int, Future[pa.ChunkedArray]] = collections.OrderedDict()
         self._bytes: dict[int, int] = {}  # of those that are read
         self._lock = threading.Lock()
 
     def get(self, group: int) -> pa.ChunkedArray:
-        """A row group's column."""
         with self._lock:
             column = self._columns.get(group)
             if is_new := column is None:
@@ -161,18 +147,17 @@ class _Cache:
         with self._lock:
             self._bytes[group] = column.result().nbytes
             for oldest in [other for other in self._columns if other in self._bytes and other != group]:
-                if sum(self._bytes.values()) <= self._most_bytes:
+                if sum(self._bytes.values()) <= self._max_bytes:
                     break
                 del self._columns[oldest], self._bytes[oldest]
 
 
 def _open(file: str, size: int) -> pq.ParquetFile:
-    source = files.RemoteFile(file, size) if files.is_remote(file) else file
-    return pq.ParquetFile(source, page_checksum_verification=True)
+    return pq.ParquetFile(files.openable(file, size), page_checksum_verification=True)
 
 
 def _type(schema: pa.Schema, column: str) -> pa.DataType | None:
-    """The type of a column, or of a field in a column of structs; None if there is none."""
+    """Returns the type of a column, or of a field in a column of structs; None if there is none."""
     if column in schema.names:
         return schema.field(column).type
     kind: pa.Schema | pa.DataType = schema
@@ -195,7 +180,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _ids(value: pa.ListScalar) -> np.ndarray:
-    """int32 [n]; none for null. Raises ValueError for what are no ids."""
+    """Returns int32 [n], where n is 0 for null; raises ValueError for what are no ids."""
     if not value.is_valid:
         return np.empty(0, np.int32)
     if value.values.null_count:

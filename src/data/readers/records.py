@@ -1,16 +1,19 @@
-"""What one record holds: a document, as its text or as its ids."""
+"""Reads the document, a text or ids, that a record holds: an object of JSON, a tf.train.Example or a bare value."""
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from src.data.readers import documents
-from src.errors import UserError
+from src import json_text
+from src.errors import UserError, first_few
+
+_EXPECTED = "expected a text, or a list of ids"
 
 
-def document(record: bytes, record_format: str, column: str) -> str | np.ndarray:
-    """The document in a record.
+def read_record(record: bytes, record_format: str, column: str) -> str | np.ndarray:
+    """Reads the document in a stored record.
 
     Args:
         record: as it is stored.
@@ -22,20 +25,85 @@ def document(record: bytes, record_format: str, column: str) -> str | np.ndarray
 
     Raises:
         ValueError: the record is of another format, or has no such field, or neither a text nor ids in it. The message
-            goes on after the name of the record.
+            continues a sentence that begins with the record's name.
         UserError: what reads a tf.train.Example is not installed.
     """
     match record_format:
         case "text":
             return _text(record)
         case "json":
-            return documents.from_json(record, column)
+            return from_json(record, column)
         case _:
-            return documents.from_fields(_features(record), column, _from_feature)
+            return from_fields(_features(record), column, _from_feature)
+
+
+def from_json(data: bytes, column: str) -> str | np.ndarray:
+    """Reads the document in a field of a JSON object; raises ValueError where there is none."""
+    fields = parse_json(data)
+    if not isinstance(fields, dict):
+        raise ValueError(f"expected a JSON object, found {data[:80]!r}")
+    return from_fields(fields, column, as_document)
+
+
+def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], str | np.ndarray]) -> str | np.ndarray:
+    """Returns `read` of a field; raises ValueError where it does, or there is no such field."""
+    if column not in fields:
+        fields_listed = first_few(sorted(map(str, fields)), near=column) or "none"
+        raise ValueError(f"it has no field {column}. Its fields: {fields_listed}")
+    try:
+        return read(fields[column])
+    except ValueError as error:
+        raise ValueError(f"its field {column}: {error}") from None
+
+
+def as_document(value: Any, vocab_size: int = 1 << 31) -> str | np.ndarray:
+    """Converts a text, or a list or an array of ids, to a text or int32 [n].
+
+    Raises:
+        ValueError: the value is neither, or the ids are not those of `as_ids`.
+    """
+    if isinstance(value, str):
+        return well_formed(value)
+    if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
+        raise ValueError(f"it is of type {type(value).__name__}: {_EXPECTED}")
+    return as_ids(value, vocab_size)
+
+
+def as_ids(values: Any, vocab_size: int = 1 << 31) -> np.ndarray:
+    """Converts a list or an array of ids to int32 [n].
+
+    Raises:
+        ValueError: they are no whole numbers in [0, vocab_size), or in more than one dim.
+    """
+    try:
+        ids = np.asarray(values)
+    except ValueError:
+        raise ValueError("lists in it have different lengths, and one dim is expected") from None
+    if ids.ndim != 1:
+        raise ValueError(f"it has {ids.ndim} dims, and one is expected")
+    if len(ids) and ids.dtype.kind not in "iu":
+        raise ValueError(f"it has values of type {ids.dtype}, and whole numbers are expected")
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        outside = ids.min() if ids.min() < 0 else ids.max()
+        raise ValueError(f"the id {outside} is not in the range from 0 to {vocab_size - 1}")
+    return ids.astype(np.int32)
+
+
+def well_formed(text: str) -> str:
+    """Replaces each surrogate without its pair by "?": JSON can spell one, UTF-8 can't."""
+    return text.encode(errors="replace").decode()
+
+
+def parse_json(data: bytes) -> Any:
+    """Parses JSON; raises ValueError, whose message continues a sentence on the data, where it is none."""
+    try:
+        return json_text.parse_json(data)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
 
 
 def _features(record: bytes) -> Any:
-    """The features of a tf.train.Example by their names."""
+    """Returns the features of a tf.train.Example by their names."""
     from google.protobuf.message import DecodeError
 
     try:
@@ -48,7 +116,7 @@ def _features(record: bytes) -> Any:
 
 @functools.cache
 def _example_message() -> Any:
-    """The class tf.train.Example, as TFDS has it without TensorFlow."""
+    """Returns the class tf.train.Example, as TFDS has it without TensorFlow."""
     try:
         from tensorflow_datasets.proto import tf_example_pb2
     except ImportError as error:
@@ -62,7 +130,7 @@ def _from_feature(feature: Any) -> str | np.ndarray:
     kind = feature.WhichOneof("kind") or "int64_list"  # a list of nothing may be stored as none at all
     values = getattr(feature, kind).value
     if kind != "bytes_list":
-        return documents.as_ids(np.array(values))
+        return as_ids(np.array(values))
     if len(values) != 1:
         raise ValueError(f"it has {len(values)} texts: expected one, or a list of ids")
     return _text(values[0])
@@ -72,4 +140,4 @@ def _text(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 ({error.reason}), but {data[:40]!r}: {documents.EXPECTED}") from None
+        raise ValueError(f"it is not UTF-8 ({error.reason}), but {data[:40]!r}: {_EXPECTED}") from None

@@ -1,31 +1,102 @@
-"""Texts in files: the pieces of their documents, numbered.
+"""Reads documents in text files and .jsonl files: `dataset_type=text`.
 
-A long text is cut into pieces, so that none owns a row of the batch for thousands of steps. Everything after this
+A long text is cut into pieces, so that none fills a row of the batch for thousands of steps. Everything after this
 module takes a piece for a document.
 """
 
 import functools
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
-from src.data.readers import files, text_files
-from src.data.types import Source
+from src.data import order
+from src.data.readers import files
+from src.data.readers.index import Index
+from src.data.readers.records import from_json, parse_json
+from src.data.types import Fingerprint, Source
+from src.errors import UserError
 
+_CUT_WINDOW = 1 / 8  # of a piece: a cut is made at a line end if there is one in so much before its place
+_FIRST_LINE_BYTES = 1 << 20
 _LONG_LINE_PIECES, _KEPT_LINES = 8, 4
 
+# What other dataset types keep their data in: part of a file's name -> the type.
+_OTHER_TYPES = {
+    ".array_record": "array_record",
+    ".arrayrecord": "array_record",
+    ".parquet": "parquet",
+    ".tfrecord": "tfrecord",
+}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z")
 
-class TextSource(Source):
-    """Text files, each a document, and .jsonl files, each line of which is a JSON object with the document in
-    one field: its text, or a list of ids.
 
-    Files are taken in the order of their names. The first piece of every file is read at once, so that an unfit file
-    is an error at the start; a later piece is an error when it is reached. Of remote files, where that would be a
-    request for each, the first file alone is checked so. The lines of a remote .jsonl file are found by reading all of
-    it once.
+class DocumentFiles:
+    """Numbers the documents in files: each file is one, or in a .jsonl file each line.
+
+    Files are taken in the order of their names. Each .jsonl file is read through once to find its lines: of a remote
+    one, all of it is fetched for that.
 
     Args:
         path: a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote. Empty: the
             source code of the running Python's standard library.
+        key: the config key that gave `path`, for messages.
+
+    Attributes:
+        listing: the files.
+        paths: of the files.
+        file: int [documents], the number of each document's file.
+        extent: int64 [documents, 2], where in its file each begins and ends, in bytes.
+
+    Raises:
+        UserError: nothing there, or no document in it.
+    """
+
+    def __init__(self, path: str, key: str) -> None:
+        self.listing = list_text_files(path, key)
+        self.paths = self.listing.files()
+        extents = [_extents(file, size) for file, size in zip(self.paths, self.listing.sizes, strict=True)]
+        self.file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
+        self.extent = np.concatenate([*extents, np.empty((0, 2), np.int64)])
+        if not len(self.file):
+            raise UserError(f"{key}={path} has no document: expected text files, or .jsonl files, that are not empty")
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def locate(self, document: int) -> tuple[str, int, int]:
+        """Returns the file of a document, and the bytes in it where the document begins and ends."""
+        start, stop = self.extent[document].tolist()
+        return self.paths[self.file[document]], start, stop
+
+    def extents(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields each file that has documents, with its part of `extent`."""
+        bounds = np.searchsorted(self.file, np.arange(len(self.paths) + 1))
+        for file, first, end in zip(self.paths, bounds, bounds[1:], strict=False):
+            if first < end:
+                yield file, self.extent[first:end]
+
+    def keys(self) -> np.ndarray:
+        """Returns uint64 [documents]: a hash of file name and place in the file, which other files don't change."""
+        names = np.array([order.keys("file", name)[0] for name in self.listing.names], np.uint64)
+        return order.mix64(names[self.file] + self.extent[:, 0].astype(np.uint64))
+
+    def fingerprint(self) -> Fingerprint:
+        """Returns that of the files, and how many documents are in them."""
+        return {**self.listing.fingerprint, "documents": len(self)}
+
+
+class TextSource(Source):
+    """Reads text files, each a document, and .jsonl files, each line of which is a JSON object with the document in
+    one field: its text, or a list of ids.
+
+    The first piece of every file is read at once, so that an unfit file is an error at the start; a later piece is an
+    error when it is reached. Of remote files, where that would be a request for each, only the first is checked so.
+
+    Args:
+        path: as for DocumentFiles.
         max_document_bytes: longer documents are cut into pieces, each a document of its own from there on.
         key: the config key that gave `path`, for messages.
         column: the field of a .jsonl file's objects that has the document.
@@ -37,35 +108,174 @@ class TextSource(Source):
     def __init__(self, path: str, max_document_bytes: int, key: str = "dataset_path", column: str = "text") -> None:
         self._column = column
         self._max_bytes = max_document_bytes
-        self._files = text_files.DocumentFiles(path, key)
-        self._read_line = functools.partial(text_files.read_line, column=column)
-        # To read a piece takes to parse its line: of long ones some are kept, or each would be parsed once a piece.
+        self._files = DocumentFiles(path, key)
+        self._read_line = functools.partial(_read_line, column=column)
+        # Each piece of a line takes parsing all of it: the documents of some long lines are kept.
         self._read_long_line = functools.lru_cache(maxsize=_KEPT_LINES)(self._read_line)
-        pieces = text_files.count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes)
-        self._first_piece = np.cumsum(pieces) - pieces
-        self._pieces = int(pieces.sum())
+        self._index = Index(_count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes))
         first_documents = np.unique(self._files.file, return_index=True)[1]
         for document in first_documents[:1] if files.is_remote(path) else first_documents:
-            self[int(self._first_piece[document])]
+            self[int(self._index.starts[document])]
 
     def __len__(self) -> int:
-        """How many pieces there are."""
-        return self._pieces
+        return len(self._index)
 
     def __getitem__(self, i: int) -> str | np.ndarray:
-        """The text or ids of piece `i`; may be empty, as the length of a document in JSON is known when it is read."""
-        document = int(np.searchsorted(self._first_piece, i, side="right")) - 1
+        """Reads piece `i`; it may be empty, as a document in JSON is shorter than its line."""
+        document, piece = self._index.find(i)
         file, start, stop = self._files.locate(document)
-        read_line = self._read_long_line if stop - start > _LONG_LINE_PIECES * self._max_bytes else self._read_line
-        piece = i - int(self._first_piece[document])
-        return text_files.read_piece(file, start, stop, piece, self._max_bytes, read_line)
+        if not is_jsonl(file):
+            return _decode(_piece(piece, stop, self._max_bytes, functools.partial(files.read, file)), file)
+        is_long = stop - start > _LONG_LINE_PIECES * self._max_bytes
+        content = (self._read_long_line if is_long else self._read_line)(file, start, stop)
+        if isinstance(content, bytes):
+            return _piece(piece, len(content), self._max_bytes, lambda begin, end: content[begin:end]).decode()
+        first, end = self._index.range_of(document)
+        count = end - first
+        return content[piece * len(content) // count : (piece + 1) * len(content) // count]
 
     def document_keys(self) -> np.ndarray:
-        """uint64 [pieces]: a hash of file name and place in the file, which other files don't change."""
-        return np.repeat(self._files.keys(), np.diff(self._first_piece, append=self._pieces))
+        return np.repeat(self._files.keys(), np.diff(self._index.starts))
 
-    def fingerprint(self) -> dict[str, str | int]:
-        """Of the files, and how they are cut into pieces."""
-        own = {"type": "text", "pieces": self._pieces, "max_document_bytes": self._max_bytes}
-        column = {} if self._column == "text" else {"column": self._column}  # as in checkpoints that know of no other
-        return {**self._files.fingerprint(), **own, **column}
+    def fingerprint(self) -> Fingerprint:
+        cuts = {"type": "text", "pieces": len(self), "max_document_bytes": self._max_bytes}
+        column = {} if self._column == "text" else {"column": self._column}  # which old checkpoints don't name
+        return {**self._files.fingerprint(), **cuts, **column}
+
+
+def list_text_files(path: str, key: str) -> files.Listing:
+    """Lists the files that a config's path names, or the running Python's standard library where it is empty.
+
+    Raises:
+        UserError: there is nothing at `path`, or it is data of another type.
+    """
+    if not path:
+        return _standard_library()
+    listing = files.list_files(path, key)
+    _refuse_other_types(listing, f"{key}={path}")
+    return listing
+
+
+def _standard_library() -> files.Listing:
+    """Lists the standard library's .py files, but for those that are not UTF-8 (tests of source encodings)."""
+    folder = sysconfig.get_path("stdlib")
+    sizes = {}
+    for name in files.walk(folder, ("site-packages", "dist-packages", "__pycache__")):
+        if name.endswith(".py") and _flaw(data := (Path(folder) / name).read_bytes()) is None:
+            sizes[name] = len(data)
+    if not sizes:
+        raise UserError(f"this Python has no source of its standard library in {folder}: give dataset_path=PATH")
+    return files.Listing(folder, sorted(sizes), [sizes[name] for name in sorted(sizes)])
+
+
+def _refuse_other_types(listing: files.Listing, setting: str) -> None:
+    """Raises UserError for data of another type, which would be read as text or refused one binary file at a time."""
+    expected = "dataset_type=text reads text files and .jsonl"
+    names = set(listing.names)
+    for name in listing.names:
+        folder, file = os.path.split(name)
+        if file == "dataset_info.json" and os.path.join(folder, "features.json") in names:
+            place = os.path.join(listing.folder, folder).rstrip("/")
+            raise UserError(
+                f"{setting}: {place} is a TFDS dataset (dataset_info.json, features.json): data of type tfds, "
+                f"not text. {expected}"
+            )
+    for name, file in zip(listing.names, listing.files(), strict=True):
+        for mark, kind in _OTHER_TYPES.items():
+            if mark in name:
+                raise UserError(f"{setting}: {file} is data of type {kind}, not text. {expected}")
+        if name.endswith(_COMPRESSED):
+            raise UserError(f"{setting}: {file} is compressed. {expected}, as they are: unpack it first")
+        if name.lower().endswith((".json", ".jsonl", ".ndjson")) and not is_jsonl(name) and _has_json_lines(file):
+            raise UserError(
+                f"{setting}: {file} has JSON lines, which would be read as they stand, braces and all. {expected}: "
+                "rename it to end with .jsonl"
+            )
+
+
+def _has_json_lines(file: str) -> bool:
+    """Says whether the first line of a file is a JSON object by itself, and another line follows."""
+    first, line_end, rest = files.read(file, 0, _FIRST_LINE_BYTES).partition(b"\n")
+    try:
+        return bool(line_end and rest.strip()) and isinstance(parse_json(first), dict)
+    except ValueError:
+        return False
+
+
+def is_jsonl(file: str) -> bool:
+    """Says whether each line of the file is a document."""
+    return file.endswith(".jsonl")
+
+
+def _extents(file: str, size: int) -> np.ndarray:
+    """Returns int64 [documents, 2]: where each document of a file begins and ends, in bytes. An empty file has none."""
+    if not is_jsonl(file):
+        return np.array([(0, size)] if size else [], np.int64).reshape(-1, 2)
+    line_ends = []
+    at = 0
+    for chunk in files.chunks(file, size):
+        line_ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + at)
+        at += len(chunk)
+    stops = np.concatenate([*line_ends, [at]])
+    starts = np.concatenate([[0], stops[:-1] + 1])
+    return np.stack([starts, stops], axis=1)[stops - starts >= len("{}")]  # a shorter line holds no object
+
+
+def _read_line(file: str, start: int, stop: int, column: str) -> bytes | np.ndarray:
+    """Reads the document in the line at bytes [start, stop) of a .jsonl file: a text in UTF-8, or ids."""
+    try:
+        document = from_json(files.read(file, start, stop), column)
+    except ValueError as error:
+        raise UserError(f"{files.line_name(file, start)}: {error} (dataset_column={column} names the field)") from None
+    return document.encode() if isinstance(document, str) else document
+
+
+def _count_pieces(sizes: np.ndarray, max_bytes: int) -> np.ndarray:
+    """Counts the pieces of documents of these sizes in bytes, none of which has more than `max_bytes`."""
+    return -(-sizes // (max_bytes - int(_CUT_WINDOW * max_bytes)))
+
+
+def _piece(number: int, size: int, max_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
+    """Reads piece `number` of a document of `size` bytes by `read(begin, end)`; empty past the last piece.
+
+    Cuts depend on the document alone and are found from the bytes around them, so each piece is read by itself.
+    """
+    count, window = int(_count_pieces(np.int64(size), max_bytes)), int(_CUT_WINDOW * max_bytes)
+    if number >= count:
+        return b""
+    begin, end = number * size // count, (number + 1) * size // count
+    offset = max(begin - window, 0)
+    data = read(offset, end + 1)
+    first = _cut(data, begin - offset, window) if number > 0 else 0
+    last = _cut(data, end - offset, window) if number + 1 < count else size - offset
+    return data[first:last]
+
+
+def _cut(data: bytes, at: int, window: int) -> int:
+    """Returns where to cut instead of `at`: after the last line end in the window before it, else at a character."""
+    line_end = data.rfind(b"\n", max(at - window, 0), at)
+    if line_end >= 0:
+        return line_end + 1
+    while at > 0 and data[at] & 0xC0 == 0x80:  # a continuation byte of UTF-8
+        at -= 1
+    return at
+
+
+def _flaw(data: bytes) -> str | None:
+    """Says why bytes are not text; None if they are."""
+    if b"\0" in data:
+        return "it has a NUL byte"
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return f"it is not UTF-8: {error.reason}"
+    return None
+
+
+def _decode(data: bytes, file: str) -> str:
+    if (flaw := _flaw(data)) is not None:
+        raise UserError(
+            f"{file} is not a text file: {flaw}. dataset_type=text reads UTF-8; leave other files out with a glob, "
+            "as in dataset_path='FOLDER/**/*.txt'"
+        )
+    return data.decode()

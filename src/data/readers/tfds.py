@@ -1,8 +1,7 @@
-"""Documents in a dataset that TFDS has prepared: `dataset_type=tfds`.
+"""Reads a dataset that TFDS has prepared: `dataset_type=tfds`.
 
-TFDS says which records of which files make a split, and of what kind the features are; neither the code of the
-dataset's builder nor TensorFlow is needed for that. The records themselves are read as those of other ArrayRecord files
-are, and of each only the feature that is wanted.
+TFDS knows which records of which files make a split, and the kinds of the features, without the code of the dataset's
+builder or TensorFlow. The records are read as those of other ArrayRecord files, and of each only the wanted feature.
 """
 
 import glob
@@ -29,7 +28,7 @@ _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 
 class TfdsSource(RecordSource):
-    """A split of a prepared dataset, or parts of some, in TFDS's order.
+    """Reads a split of a prepared dataset, or slices of splits, in TFDS's order.
 
     Args:
         spec: of the source. `dataset_name` is NAME, NAME/CONFIG, or one of them with :VERSION; without one it is the
@@ -46,15 +45,15 @@ class TfdsSource(RecordSource):
         folder = _find(spec)
         info = _read_info(spec, folder)
         _check_feature(spec, info.features)
-        parts = _parts(spec, info)
-        listing = _check_files(spec, info, parts)
-        ranges = [RecordRange(part.filename, part.skip, part.take) for part in parts]
+        slices = _file_slices(spec, info)
+        listing = _check_files(spec, info, slices)
+        ranges = [RecordRange(each.filename, each.skip, each.take) for each in slices]
         facts = {"type": "tfds", "dataset": info.full_name, "split": spec.settings["split"]}
         super().__init__(spec, ranges, "example", listing, facts)
 
 
 def _find(spec: SourceSpec) -> str:
-    """The folder of the dataset's version that is wanted."""
+    """Returns the folder of the wanted version of the dataset."""
     root = os.path.expanduser(spec.path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     full_name = spec.settings["dataset_name"]
     name, _, version = full_name.partition(":")
@@ -65,7 +64,7 @@ def _find(spec: SourceSpec) -> str:
 
 
 def _versions(folder: str) -> list[str]:
-    """The versions of a dataset that are in its folder, the newest last."""
+    """Lists the versions of a dataset in its folder, the newest last."""
     found = [Path(info).parent.name for info in glob.glob(f"{glob.escape(folder)}/*/{_INFO}")]
     return sorted(filter(_VERSION.fullmatch, found), key=lambda version: [int(part) for part in version.split(".")])
 
@@ -77,18 +76,18 @@ def _not_prepared(spec: SourceSpec, root: str, name: str, full_name: str) -> Use
         for within in (glob.escape(name), "*")
         for path in sorted(glob.glob(f"{inside}/{within}/*/{_INFO}") + glob.glob(f"{inside}/{within}/*/*/{_INFO}"))
     ]
-    there = list(dict.fromkeys(f"{'/'.join(parts[:-1])}:{parts[-1]}" for parts in found))
-    listed = f"There: {first_few(there, near=full_name)}"
+    prepared = list(dict.fromkeys(f"{'/'.join(parts[:-1])}:{parts[-1]}" for parts in found))
+    listed = f"There: {first_few(prepared, near=full_name)}"
     where = spec.setting("dataset_path") if spec.path else f"{root}, TFDS's own data folder"
     return UserError(
         f"{spec.setting('dataset_name')} is not prepared in {where}. "
-        f"{listed if there else 'No dataset is'}. On a machine with TensorFlow, this prepares the version that its "
+        f"{listed if prepared else 'No dataset is'}. On a machine with TensorFlow, this prepares the version that its "
         f"TFDS has: tfds build {full_name.partition(':')[0]} --file_format={_FORMAT} --data_dir={root}"
     )
 
 
 def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
-    """What TFDS knows of a dataset, with its files of the format array_record chosen."""
+    """Reads TFDS's facts on a dataset, and chooses its files of the format array_record."""
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
@@ -110,50 +109,50 @@ def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
 
 def _check_feature(spec: SourceSpec, features: Any) -> None:
     """Raises UserError unless each record has a text or a list of integers under the wanted name."""
-    there = _flat(features)
+    names = _flat(features)
     setting = spec.setting("dataset_column")
-    if spec.column not in there:
-        listed = first_few(sorted(there), near=spec.column)
+    if spec.column not in names:
+        listed = first_few(sorted(names), near=spec.column)
         raise UserError(f"{setting}: {spec.settings['dataset_name']} has no such feature. Its features: {listed}")
     # As it is read, and as it is stored: an image is stored as a string, and a compressed list too.
     read, stored = (_flat(tree)[spec.column] for tree in (features.get_tensor_info(), features.get_serialized_info()))
     if _kind(read) is None or _kind(read) != _kind(stored):
         raise UserError(
             f"{setting} of {spec.settings['dataset_name']} is neither a text nor a plain list of ids, but "
-            f"{there[spec.column]!r}"
+            f"{names[spec.column]!r}"
         )
 
 
 def _kind(tensor: "TensorInfo") -> str | None:
-    """What the values of a feature can be for us: text or ids; None: neither."""
+    """Says whether the values of a feature are text or ids; None: neither."""
     if tensor.shape == () and tensor.np_dtype in (np.object_, np.str_, np.bytes_):
         return "text"
     return "ids" if len(tensor.shape) == 1 and np.issubdtype(tensor.np_dtype, np.integer) else None
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts, by their names in a record: those of the dicts and their own, with / between."""
+    """Returns the leaves of nested dicts by their names in a record, joined by /."""
     if not hasattr(tree, "items"):
         return {prefix[:-1]: tree}
     return {name: leaf for key, value in tree.items() for name, leaf in _flat(value, f"{prefix}{key}/").items()}
 
 
-def _parts(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction]":
-    """Which records of which files make the split."""
-    there = ", ".join(f"{name} ({split.num_examples:,} examples)" for name, split in info.splits.items())
+def _file_slices(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction]":
+    """Returns which records of which files make the split."""
+    splits = ", ".join(f"{name} ({split.num_examples:,} examples)" for name, split in info.splits.items())
     setting = spec.setting("split")
     try:
-        parts = info.splits[spec.settings["split"]].file_instructions
+        slices = info.splits[spec.settings["split"]].file_instructions
     except (ValueError, KeyError, AssertionError) as error:
-        raise UserError(f"{setting}: {str(error).splitlines()[0]} The splits of {info.full_name}: {there}") from error
-    if not parts:
-        raise UserError(f"{setting} has no example. The splits of {info.full_name}: {there}")
-    return parts
+        raise UserError(f"{setting}: {str(error).splitlines()[0]} The splits of {info.full_name}: {splits}") from error
+    if not slices:
+        raise UserError(f"{setting} has no example. The splits of {info.full_name}: {splits}")
+    return slices
 
 
-def _check_files(spec: SourceSpec, info: "DatasetInfo", parts: "list[FileInstruction]") -> files.Listing:
-    """The files of a split, each of which is there and has as many records as TFDS wrote into it."""
-    expected = {part.filename: part.examples_in_shard for part in parts}
+def _check_files(spec: SourceSpec, info: "DatasetInfo", slices: "list[FileInstruction]") -> files.Listing:
+    """Lists the files of a split, each of which is there and has as many records as TFDS wrote into it."""
+    expected = {each.filename: each.examples_in_shard for each in slices}
     names = list(expected)
     missing = [Path(name).name for name in names if not os.path.isfile(name)]
     if missing:

@@ -1,12 +1,12 @@
-"""Documents that were tokenized before the run, read where they lie: `dataset_type=tokens`.
+"""Reads documents that were tokenized before the run, where they are stored: `dataset_type=tokens`.
 
-`python -m src.tokenize_dataset` writes such a folder. Of each shard, numbered from 0, it has
+`python -m src.tokenize_dataset` writes such a folder. Each of its shards, numbered from 0, has two files:
 
-    000000.ids              the ids of the shard's documents end to end, uint16 or uint32, little-endian
+    000000.ids              the ids of the shard's documents in order, uint16 or uint32, little-endian
     000000.pair_starts.npy  int64 [documents + 1]: how many pairs the shard has before each document, and in all
 
-A document of n ids, two or more, has n - 1 (token, target) pairs, so the first id of a shard's document d is its id
-number pair_starts[d] + d. Beside them, tokens.json has
+A document of n ids, two or more, has n - 1 pairs of an input and its target, so the first id of a shard's document d
+is its id number pair_starts[d] + d. Beside them, tokens.json has
 
     format            1; it changes where these files are to be read in another way
     dtype             of the ids: uint16 or uint32
@@ -19,8 +19,8 @@ number pair_starts[d] + d. Beside them, tokens.json has
 Local files are mapped into memory. Of a remote folder ids are read by ranges, and a shard's index is copied to this
 machine when the shard is first read from.
 
-Damage: sizes are compared at the opening, and the digests and indexes of local shards of half a GiB together, spread
-over the folder. Ids and bounds of documents are checked as they are read, whatever the folder's size.
+Against damage, opening compares all sizes, and the digests and indexes of local shards of half a GiB together, spread
+over the folder. Ids and bounds of documents are checked as they are read.
 """
 
 import functools
@@ -36,8 +36,10 @@ import numpy as np
 
 from src.config.source_spec import SourceSpec
 from src.data import order
+from src.data.fingerprint import differences
 from src.data.readers import files
-from src.data.types import Document, Source
+from src.data.readers.index import Index
+from src.data.types import Document, Fingerprint, Source
 from src.errors import UserError, first_few
 from src.json_text import parse_json
 
@@ -45,13 +47,12 @@ FORMAT = 1
 SUMMARY = "tokens.json"
 UNFINISHED = "unfinished.json"  # in the place of tokens.json while shards are being written
 
-# Each mapped file holds a file descriptor, of which a process often has no more than 1,024: so many shards stay mapped.
-_MAPPED = 100
+_MAPPED_SHARDS = 100  # each holds a file descriptor, of which a process often has no more than 1,024
 _VERIFIED_BYTES = 1 << 29  # of shards whose digests are compared at the opening
 
 
 class ShardFacts(NamedTuple):
-    """What tokens.json says of a shard."""
+    """Facts of a shard in tokens.json."""
 
     documents: int
     ids: int
@@ -62,21 +63,21 @@ class ShardFacts(NamedTuple):
 
 
 def ids_name(shard: int) -> str:
-    """The file with a shard's ids."""
+    """Names the file with a shard's ids."""
     return f"{shard:06d}.ids"
 
 
 def index_name(shard: int) -> str:
-    """The file that says where a shard's documents begin."""
+    """Names the file that says where a shard's documents begin."""
     return f"{shard:06d}.pair_starts.npy"
 
 
 def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) -> list[str]:
-    """What is wrong with the files of these shards, a sentence each.
+    """Says which files of these shards are missing or of another size, a sentence each.
 
     Args:
         shards: by their numbers.
-        sizes: of the files there are, in bytes.
+        sizes: of the existing files, in bytes.
     """
     problems = []
     for number, shard in shards.items():
@@ -88,11 +89,11 @@ def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) ->
     return problems
 
 
-class _Tokens:
-    """What rows and documents have in common: the folder, its documents numbered over all shards.
+class _TokenFolder:
+    """A folder of shards, with their documents and pairs numbered over all of them.
 
     Raises:
-        UserError: it is no such folder, or its files are not those that its tokens.json tells of.
+        UserError: it is no such folder, or its files are not those that its tokens.json describes.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
@@ -104,43 +105,29 @@ class _Tokens:
             raise _no_summary(self._setting, listing.names)
         summary = files.read(self._path(SUMMARY), 0, self._sizes[SUMMARY])
         facts = _parse(summary, f"{self._setting}: {SUMMARY}")
-        shards: list[ShardFacts] = facts["shards"]
-        if problems := missing_files(dict(enumerate(shards)), self._sizes):
+        self._shards: list[ShardFacts] = facts["shards"]
+        if problems := missing_files(dict(enumerate(self._shards)), self._sizes):
             others = f", and {len(problems) - 1} more files are not as it says" if len(problems) > 1 else ""
             raise UserError(
                 f"{self._setting}: {problems[0]}, by its {SUMMARY}{others}. It was copied in part, or changed: copy it "
                 "again, or write it again into a new folder"
             )
-        documents = np.array([shard.documents for shard in shards], np.int64)
-        ids = np.array([shard.ids for shard in shards], np.int64)
-        # Before each shard, and in all: documents, and pairs.
-        self._document_starts = np.concatenate([[0], np.cumsum(documents)])
-        self._pair_starts = np.concatenate([[0], np.cumsum(ids - documents)])
-        if not self._document_starts[-1]:
+        self._documents = Index([shard.documents for shard in self._shards])
+        self._pairs = Index([shard.ids - shard.documents for shard in self._shards])
+        if not len(self._documents):
             raise UserError(f"{self._setting} has no document")
         self._dtype = np.dtype(facts["dtype"]).newbyteorder("<")
         self._tokenizer: Mapping[str, Any] | None = facts["tokenizer"]
-        self._index = functools.lru_cache(maxsize=_MAPPED)(self._map_index)
-        self._mapped_ids = functools.lru_cache(maxsize=_MAPPED)(self._map_ids)
+        self._index = functools.lru_cache(maxsize=_MAPPED_SHARDS)(self._map_index)
+        self._mapped_ids = functools.lru_cache(maxsize=_MAPPED_SHARDS)(self._map_ids)
         self._copies = tempfile.TemporaryDirectory(prefix="mintext-") if files.is_remote(self._folder) else None
-        self._fingerprint = {
-            "type": "tokens",
-            "documents": int(documents.sum()),
-            "tokens": int(ids.sum()),
-            "digest": hashlib.sha256(summary).hexdigest()[:16],
-        }
-        self._largest_ids = [shard.largest_id for shard in shards]
+        self._digest = hashlib.sha256(summary).hexdigest()[:16]
         if not self._copies:
-            self._verify(shards)
+            self._verify()
 
     def check(self, vocab_size: int, tokenizer: Mapping[str, Any] | None) -> None:
-        """Raises UserError where the ids don't suit the run.
-
-        Args:
-            vocab_size: V of its model.
-            tokenizer: its tokenizer's fingerprint; None where it has none.
-        """
-        largest_id = max(self._largest_ids)
+        """Raises UserError where the ids don't suit a run with this vocab_size and its tokenizer's fingerprint."""
+        largest_id = max(shard.largest_id for shard in self._shards)
         if largest_id >= vocab_size:
             raise UserError(
                 f"{self._setting} has ids up to {largest_id}, and vocab_size={vocab_size} has none from "
@@ -148,39 +135,43 @@ class _Tokens:
             )
         if tokenizer is None or self._tokenizer is None:
             return
-        if differences := compare(self._tokenizer, tokenizer):
+        if changes := differences(self._tokenizer, tokenizer):
             raise UserError(
-                f"{self._setting} was written with another tokenizer ({'; '.join(differences)}): set tokenizer_type "
+                f"{self._setting} was written with another tokenizer ({'; '.join(changes)}): set tokenizer_type "
                 "and tokenizer_path to that one, or write the tokens again with this one"
             )
 
-    def fingerprint(self) -> dict[str, str | int]:
-        """Counts, and a digest of tokens.json, which has one of each shard's ids."""
-        return dict(self._fingerprint)
+    def fingerprint(self) -> Fingerprint:
+        tokens = sum(shard.ids for shard in self._shards)
+        # tokens.json has a digest of each shard's ids.
+        return {"type": "tokens", "documents": len(self._documents), "tokens": tokens, "digest": self._digest}
 
-    def _verify(self, shards: list[ShardFacts]) -> None:
-        """Compares digests of some local shards' ids, and looks through their indexes, before anything is read."""
-        spread = np.argsort(order.mix64(np.arange(len(shards), dtype=np.uint64))).tolist()
+    def _verify(self) -> None:
+        """Compares digests of some shards' ids, and looks through their indexes, before anything is read."""
+        spread = np.argsort(order.mix64(np.arange(len(self._shards), dtype=np.uint64))).tolist()
         chosen, budget = [], _VERIFIED_BYTES
-        for shard in spread:
-            if (size := shards[shard].ids_bytes + shards[shard].index_bytes) <= budget:
-                chosen.append(shard)
+        for number in spread:
+            if (size := self._shards[number].ids_bytes + self._shards[number].index_bytes) <= budget:
+                chosen.append(number)
                 budget -= size
-
-        def verify(shard: int) -> None:
-            digest = hashlib.sha256()
-            for chunk in files.chunks(self._path(ids_name(shard)), shards[shard].ids_bytes):
-                digest.update(chunk)
-            if digest.hexdigest() != shards[shard].sha256:
-                raise self._damaged(ids_name(shard), f"its sha256 is not the one in {SUMMARY}")
-            if shards[shard].documents and not np.all(np.diff(self._index(shard)) > 0):
-                raise self._damaged(index_name(shard), "its documents do not follow each other")
-
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(verify, chosen))
+            list(pool.map(self._verify_shard, chosen))
+
+    def _verify_shard(self, number: int) -> None:
+        shard, digest = self._shards[number], hashlib.sha256()
+        for chunk in files.chunks(self._path(ids_name(number)), shard.ids_bytes):
+            digest.update(chunk)
+        if digest.hexdigest() != shard.sha256:
+            raise self._damaged(ids_name(number), f"its sha256 is not the one in {SUMMARY}")
+        if shard.documents:
+            self._check_order(number, self._index(number))
+
+    def _check_order(self, shard: int, pair_starts: np.ndarray) -> None:
+        if len(pair_starts) < 2 or not np.all(np.diff(pair_starts) > 0):
+            raise self._damaged(index_name(shard), "its documents do not follow each other")
 
     def _ids(self, shard: int, start: int, stop: int) -> np.ndarray:
-        """int32: the ids [start, stop) of a shard."""
+        """Reads int32: the ids [start, stop) of a shard."""
         if self._copies is None:
             ids = self._mapped_ids(shard)[start:stop].astype(np.int32)
         else:
@@ -189,36 +180,35 @@ class _Tokens:
             ids = np.frombuffer(data[: len(data) // size * size], self._dtype).astype(np.int32)
         if len(ids) < stop - start:
             raise self._damaged(ids_name(shard), f"it has become shorter than {SUMMARY} has it")
-        if ids.max(initial=0) > self._largest_ids[shard] or ids.min(initial=0) < 0:  # of 2**31 and more
-            raise self._damaged(ids_name(shard), f"it has ids beyond {self._largest_ids[shard]}, its largest")
+        largest_id = self._shards[shard].largest_id
+        if ids.max(initial=0) > largest_id or ids.min(initial=0) < 0:  # of 2**31 and more
+            raise self._damaged(ids_name(shard), f"it has ids beyond {largest_id}, its largest")
         return ids
 
     def _damaged(self, name: str, how: str) -> UserError:
         return UserError(f"{self._path(name)} is damaged: {how}. Copy it again, or write the tokens again")
 
     def _map_ids(self, shard: int) -> np.ndarray:
-        """All ids of a shard that has a document, in its file."""
         path = self._path(ids_name(shard))
         # The bare array: each slice of a memmap would be one again, at ten times the price.
         return files.attempted(path, lambda: np.memmap(path, self._dtype, "r").view(np.ndarray))
 
     def _map_index(self, shard: int) -> np.ndarray:
-        """int64 [documents + 1]: the pairs of a shard before each of its documents, and in all."""
-        path = self._path(index_name(shard))
-        documents = int(np.diff(self._document_starts[shard : shard + 2])[0])
-        pairs = int(np.diff(self._pair_starts[shard : shard + 2])[0])
+        """Maps int64 [documents + 1]: the pairs of a shard before each of its documents, and in all."""
+        path, facts = self._path(index_name(shard)), self._shards[shard]
+        count, pairs = facts.documents + 1, facts.ids - facts.documents
         # The array ends the file. numpy reads what is before it with `ast`, which in Python 3.11 fails now and then
         # where threads are at it together (SystemError, python/cpython issue 106905).
         place = self._copied(index_name(shard)) if self._copies else path
         index = files.attempted(
-            path, lambda: np.memmap(place, np.uint8, "r").view(np.ndarray)[-8 * (documents + 1) :].view("<i8")
+            path, lambda: np.memmap(place, np.uint8, "r").view(np.ndarray)[-8 * count :].view("<i8")
         )
         if (index[0], index[-1]) != (0, pairs):
-            raise self._damaged(index_name(shard), f"by {SUMMARY} it is int64 [{documents + 1}] from 0 to {pairs}")
+            raise self._damaged(index_name(shard), f"by {SUMMARY} it is int64 [{count}] from 0 to {pairs}")
         return index
 
     def _copied(self, name: str) -> Path:
-        """A copy on this machine of a file in a remote folder."""
+        """Returns this machine's copy of a file in a remote folder."""
         copy = Path(self._copies.name) / name
         if not copy.exists():
             descriptor, part = tempfile.mkstemp(dir=copy.parent)  # another thread may be at it too
@@ -231,44 +221,41 @@ class _Tokens:
         return os.path.join(self._folder, name)
 
 
-class TokenRows(_Tokens):
-    """The pairs of all documents end to end, cut at T: row i has the pairs [i T, (i + 1) T), the last row fewer.
+class TokenRows(_TokenFolder):
+    """Cuts the pairs of all documents at T: row i has the pairs [i T, (i + 1) T), the last row fewer.
 
-    So each pair comes once an epoch, and a row is found by two searches in the indexes: nothing is kept from before.
+    So each pair comes once an epoch, and a row is found by two searches in the indexes: no position is needed.
 
     Args:
         spec: its `dataset_path` is the folder.
         length: T, pairs per row.
 
     Raises:
-        UserError: it is no such folder, or its files are not those that its tokens.json tells of.
+        UserError: it is no such folder, or its files are not those that its tokens.json describes.
     """
 
     def __init__(self, spec: SourceSpec, length: int) -> None:
         super().__init__(spec)
         self._length = length
-        self._pairs = int(self._pair_starts[-1])
-        self.row_count = -(-self._pairs // length)
+        self.row_count = -(-len(self._pairs) // length)
 
     def row(self, i: int) -> list[Document]:
-        """Row `i`: whole documents, but for the first and the last one, of which it may be a part."""
+        """Returns whole documents, except that the first and the last one may be a part of theirs."""
         documents: list[Document] = []
-        first, end = i * self._length, min((i + 1) * self._length, self._pairs)
+        first, end = i * self._length, min((i + 1) * self._length, len(self._pairs))
         while first < end:
-            shard = int(np.searchsorted(self._pair_starts, first, side="right")) - 1
-            before, after = self._pair_starts[shard : shard + 2].tolist()
-            last = min(end, after)
-            documents.extend(self._documents(shard, first - before, last - before))
+            shard, offset = self._pairs.find(first)
+            last = min(end, self._pairs.range_of(shard)[1])
+            documents.extend(self._documents_at(shard, offset, offset + last - first))
             first = last
         return documents
 
-    def _documents(self, shard: int, first: int, last: int) -> Iterator[Document]:
-        """The documents that the pairs [first, last) of a shard belong to, as far as these go."""
+    def _documents_at(self, shard: int, first: int, last: int) -> Iterator[Document]:
+        """Yields the documents of the pairs [first, last) of a shard, no further than these go."""
         index = self._index(shard)
         begin = int(np.searchsorted(index, first, side="right")) - 1
         end = int(np.searchsorted(index, last, side="left"))
-        if not (0 <= begin < end and np.all(np.diff(index[begin : end + 1]) > 0)):
-            raise self._damaged(index_name(shard), "its documents do not follow each other")
+        self._check_order(shard, index[begin : end + 1] if begin >= 0 else index[:0])
         # Pair p of document d is ids p + d and p + d + 1 of the shard.
         ids = self._ids(shard, first + begin, last + end)
         bounds = (np.clip(index[begin : end + 1], first, last) - first).tolist()
@@ -276,37 +263,23 @@ class TokenRows(_Tokens):
             yield Document(ids[bounds[d] + d : bounds[d + 1] + d + 1])
 
 
-class TokenDocuments(_Tokens, Source):
-    """The documents one by one, for rows of one document each. The argument and errors are those of TokenRows."""
+class TokenDocuments(_TokenFolder, Source):
+    """Reads the documents one by one, for rows of one document each. The argument and errors are those of TokenRows."""
 
     def __len__(self) -> int:
-        """How many documents there are."""
-        return int(self._document_starts[-1])
+        return len(self._documents)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        """The int32 ids of document `i`, two or more."""
-        shard = int(np.searchsorted(self._document_starts, i, side="right")) - 1
-        document = i - int(self._document_starts[shard])
-        first, last = self._index(shard)[document : document + 2].tolist()
-        if not first < last:
-            raise self._damaged(index_name(shard), "its documents do not follow each other")
+        """Reads the int32 ids of document `i`, two or more."""
+        shard, document = self._documents.find(i)
+        pair_starts = self._index(shard)[document : document + 2]
+        self._check_order(shard, pair_starts)
+        first, last = pair_starts.tolist()
         return self._ids(shard, first + document, last + document + 1)
 
 
-def compare(there: Mapping[str, Any], here: Mapping[str, Any], of: str = "") -> list[str]:
-    """How two fingerprints differ, fact by fact; `of` is what to say before a fact's name."""
-    differences = []
-    for name in dict.fromkeys([*there, *here]):
-        old, new = there.get(name), here.get(name)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            differences += compare(old, new, f"{of}{name} ")
-        elif old != new:
-            differences.append(f"{of}{name} {old!r} there, {new!r} here")
-    return differences
-
-
 def _parse(summary: bytes, name: str) -> dict[str, Any]:
-    """tokens.json's facts, with `shards` as a list of ShardFacts; raises UserError where it is damaged."""
+    """Parses tokens.json, with `shards` as a list of ShardFacts; raises UserError where it is damaged."""
     try:
         facts = parse_json(summary)
         if (version := facts["format"]) != FORMAT:
@@ -324,7 +297,7 @@ def _parse(summary: bytes, name: str) -> dict[str, Any]:
 
 
 def _no_summary(setting: str, names: list[str]) -> UserError:
-    """Why a folder without tokens.json is not read."""
+    """Makes the error for a folder without tokens.json."""
     if UNFINISHED in names:
         return UserError(
             f"{setting} is not finished: type the command of src.tokenize_dataset that began it again, and it goes on"

@@ -1,4 +1,4 @@
-"""A number per array that changes when any of its bits does: how a damaged checkpoint is told from a good one."""
+"""Computes a digest per array, which changes with any of its bits and so reveals a damaged checkpoint."""
 
 import math
 from collections.abc import Mapping
@@ -13,25 +13,24 @@ _GOLDEN = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, odd: positions s
 
 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The digest of each array, uint32[], the same wherever the array is and however it is sharded."""
+    """Returns the digest of each array, uint32[], which does not depend on its place or sharding."""
     in_memory = {name: x for name, x in arrays.items() if _in_host_memory(x)}
-    found = _digests_on_devices({name: x for name, x in arrays.items() if name not in in_memory})
-    return {**found, **{name: _digest_in_pieces(np.asarray(x)) for name, x in in_memory.items()}}
+    on_devices = _digests_on_devices({name: x for name, x in arrays.items() if name not in in_memory})
+    return {**on_devices, **{name: _digest_in_pieces(np.asarray(x)) for name, x in in_memory.items()}}
 
 
 @jax.jit
 def _digests_on_devices(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    on_device = jax.device_put(dict(arrays), jax.memory.Space.Device)  # from a host's memory, where nothing is computed
+    on_device = jax.device_put(dict(arrays), jax.memory.Space.Device)  # nothing is computed in pinned host memory
     return {name: digest(array) for name, array in on_device.items()}
 
 
 def _in_host_memory(x: jax.Array) -> bool:
-    """Whether numpy can look at `x` where it is."""
     return isinstance(x, jax.Array) and len(x.sharding.device_set) == 1 and x.device.platform == "cpu"
 
 
 def _digest_in_pieces(x: np.ndarray) -> jax.Array:
-    """As `digest`, by numpy: XLA's CPU backend would hold the bits of all of `x` at once, as uint32."""
+    """Computes `digest` with NumPy, because XLA's CPU backend would hold all bits of `x` at once, as uint32."""
     flat, total = x.reshape(-1), 0
     for start in range(0, x.size, PIECE):
         piece = flat[start : start + PIECE]
@@ -42,17 +41,17 @@ def _digest_in_pieces(x: np.ndarray) -> jax.Array:
 
 
 def digest(x: jax.Array) -> jax.Array:
-    """A sum, modulo 2**32, over the elements of `x` of a hash of (bits, position): uint32[].
+    """Returns the sum, modulo 2**32, over the elements of `x` of a hash of (bits, position): uint32[].
 
-    The sum makes it independent of the order in which devices add up, the position in the hash tells swapped
-    elements apart. For a given position the hash is a bijection of the bits, so a change in one element alone is
-    always seen; any other change goes unseen with a chance of about 2**-32. Elements have 8, 16 or 32 bits.
+    The sum does not depend on the order in which devices add; the position in the hash reveals swapped elements. For a
+    given position the hash is a bijection of the bits, so a change of one element is always seen; any other change
+    goes unseen with a probability of about 2**-32. Elements have 8, 16 or 32 bits.
     """
     return jnp.sum(_scramble(_bits(x) ^ (_position(x.shape) * _GOLDEN)), dtype=jnp.uint32)
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """The elements' bit patterns, as uint32 of the same shape."""
+    """Returns the elements' bit patterns, as uint32 of the same shape."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
@@ -60,7 +59,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _position(shape: tuple[int, ...]) -> jax.Array:
-    """Each element's row-major index modulo 2**32, uint32 of `shape`; made of iotas, which XLA shards at no cost."""
+    """Returns each element's row-major index modulo 2**32, uint32 of `shape`, from iotas, which XLA shards for free."""
     position = jnp.zeros(shape, jnp.uint32)
     for dim in range(len(shape)):
         stride = math.prod(shape[dim + 1 :]) % 2**32
@@ -69,10 +68,7 @@ def _position(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _scramble(x: Any) -> Any:
-    """A bijection of uint32, of JAX's arrays or numpy's: MurmurHash3's finalizer.
-
-    Every input bit moves about half of the output bits.
-    """
+    """Applies MurmurHash3's finalizer, a bijection of uint32 in which every input bit changes half of the output."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

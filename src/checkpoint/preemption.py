@@ -1,4 +1,4 @@
-"""SIGTERM, by which schedulers announce that a machine goes away, and Ctrl-C: the run saves a checkpoint and ends."""
+"""Handles SIGTERM, by which schedulers announce a machine's end, and Ctrl-C: the run saves a checkpoint and ends."""
 
 import os
 import signal
@@ -16,18 +16,18 @@ from src.errors import INTERRUPTED
 
 
 class Preemption:
-    """Whether the job was asked to end, answered alike by all of its processes at the same step.
+    """Knows whether the job was asked to end; all of its processes get the same answer at the same step.
 
-    In a job of several processes JAX itself listens for SIGTERM on each, and its coordination service picks a step
-    that none of them has passed; Ctrl-C is handed on as SIGTERM. In a single process both set a flag here. Ctrl-C
-    after either ends the process at once. The handlers that were there before come back on `close`. Outside the main
-    thread, where Python allows no handlers, nothing is installed.
+    In a job of several processes JAX itself listens for SIGTERM in each, and its coordination service picks a step
+    that none of them has passed; Ctrl-C is passed on as SIGTERM. A single process sets a flag here. Ctrl-C after
+    either ends the process at once. `close` restores the former handlers. Outside the main thread, where Python allows
+    no handlers, nothing is installed.
 
     Args:
-        folder: the run's, of which the last line tells what stands there.
+        folder: the run's; the last line says which checkpoint it has.
 
     Attributes:
-        signal: the one that came, 0 where none did, or none to this process.
+        signal: the signal that this process received; 0: none.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -40,8 +40,8 @@ class Preemption:
         # With jax.distributed, a handler of ours would take SIGTERM away from JAX's.
         for number in (signal.SIGINT,) if self._distributed else (signal.SIGINT, signal.SIGTERM):
             self._former[number] = signal.signal(number, self._on_signal)
-        # Python's handlers wait until the main thread is back from C++, which may be minutes of compiling. What the
-        # system's handler writes here, a thread reads at once.
+        # Python's handlers run once the main thread is back from C++, maybe after minutes of compiling. The byte that
+        # the C handler writes to this pipe is read by a thread at once.
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._former_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -49,13 +49,13 @@ class Preemption:
         self._thread.start()
 
     def reached(self, step: int) -> bool:
-        """True where the run is to save and end after `step`. All processes call it, after every step."""
+        """Returns whether the run has to save and end after `step`. All processes call it, after every step."""
         if self._distributed:
             return multihost_utils.reached_preemption_sync_point(step)
         return bool(self.signal)
 
     def close(self) -> None:
-        """Puts the former handlers back."""
+        """Restores the former handlers."""
         if not self._former:
             return
         signal.set_wakeup_fd(self._former_writer)
@@ -71,7 +71,7 @@ class Preemption:
         self.signal = self.signal or signal_number
 
     def _answer(self) -> None:
-        """Says what Ctrl-C does, hands it to JAX in a job of several, and ends the process at the second."""
+        """Says what Ctrl-C does, passes it on to JAX in a job of several, and ends the process at the second one."""
         asked = False
         while number := os.read(self._reader, 1)[0]:
             if number == signal.SIGINT and asked:

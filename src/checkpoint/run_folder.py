@@ -1,4 +1,4 @@
-"""A run's folder, `<base_output_directory>/<run_name>`, on a local disk or on a store that can't append to a file."""
+"""Manages a run's folder, `<base_output_directory>/<run_name>`, on a disk or on a store that can't append to files."""
 
 import contextlib
 import fcntl
@@ -15,29 +15,29 @@ from etils import epath
 
 from src.errors import TransientError, UserError
 
-# What a run writes in its folder.
+# What a run writes into its folder.
 FILES = ("config.yml", "environment.json", "metrics.jsonl", "report.html", "sample.txt")
 FOLDERS = ("checkpoints", "tensorboard")
 
 
 class RunFolder:
-    """The files of one run.
+    """Reads and writes the files of one run.
 
     Files written whole (`write_text`) go straight to the folder. Files that grow (metrics.jsonl, TensorBoard's) are
     written under `local`: the folder itself if it is on a local disk, else a temporary folder whose files `sync`
-    copies up. A run syncs before each checkpoint, so that the store always has the lines up to the checkpoint it is
-    resumed from. Process 0 alone writes; the others' calls do nothing.
+    uploads. A run syncs before each checkpoint, so that the store has all lines up to the checkpoint that the run is
+    resumed from. Only process 0 writes; the others' calls do nothing.
 
     Attributes:
         name: the run's.
-        path: the folder, as other modules may read it and write to it.
-        local: where files that grow are written.
+        path: the folder; other modules may read it and write to it.
+        local: where growing files are written.
     """
 
     def __init__(self, base_output_directory: str, run_name: str) -> None:
         self.name = run_name
         self._is_remote = "://" in base_output_directory
-        # Orbax wants absolute paths; a store's are.
+        # Orbax requires absolute paths; a store's are.
         base = base_output_directory if self._is_remote else os.path.abspath(os.path.expanduser(base_output_directory))
         self.path = epath.Path(base) / run_name
         self.local = Path(tempfile.mkdtemp(prefix="mintext-")) if self._is_remote else Path(self.path)
@@ -45,14 +45,11 @@ class RunFolder:
         self._lock: int | None = None  # a file descriptor
 
     def check_writable(self) -> None:
-        """Raises UserError where nothing can be written, or something of another kind stands where a run writes.
-
-        Leaves nothing behind, and makes no folder.
-        """
+        """Raises UserError if the folder is not writable or has a folder in a file's place; leaves nothing behind."""
         if not self._is_remote:
             for name in FILES + FOLDERS:
                 kind, place = ("folder" if name in FOLDERS else "file"), Path(self.path / name)
-                # Without a system call that follows it, a link that leads nowhere would pass for nothing at all.
+                # `lexists`, because a broken link would otherwise pass for an unused name.
                 if os.path.lexists(place) and not (place.is_dir() if name in FOLDERS else place.is_file()):
                     raise UserError(
                         f"{place} is no {kind}, and a run writes its own there: move it away, or use another run_name"
@@ -61,20 +58,20 @@ class RunFolder:
             return
         try:
             probe_folder = self.path if self._is_remote else _nearest_existing(self.path)
-            probe = probe_folder / f".mintext_write_test_{uuid.uuid4().hex}"  # runs that start together have one each
+            probe = probe_folder / f".mintext_write_test_{uuid.uuid4().hex}"  # its own for each run that starts now
             probe.write_text("")
             probe.unlink()
-        except Exception as error:  # Each store's client has its own types.
+        except Exception as error:  # each store's client has its own types
             raise UserError(
                 f"cannot write to {self.path}: {type(error).__name__}: {error}. "
                 "Expected base_output_directory to be a folder or bucket this user may write to."
             ) from error
 
     def lock(self) -> None:
-        """Keeps other processes from running in the folder until `close`, if it is on a local disk.
+        """Keeps other runs out of a folder on a local disk until `close`.
 
         Raises:
-            UserError: one does.
+            UserError: another process is running in it.
         """
         if jax.process_index() != 0 or self._is_remote:
             return
@@ -88,11 +85,11 @@ class RunFolder:
             ) from None
 
     def write_text(self, name: str, text: str) -> None:
-        """Writes the file `name` in the folder, replacing what was there: at any moment one of both is there, whole."""
+        """Writes the file `name` in the folder atomically: readers find the old or the new content, whole."""
         if jax.process_index() != 0:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        if self._is_remote:  # where an object appears when all of it has been written
+        if self._is_remote:  # an object appears once all of it has been written
             (self.path / name).write_bytes(text.encode())
         else:
             new = self.path / f".{name}.new"
@@ -100,12 +97,12 @@ class RunFolder:
             os.replace(new, self.path / name)
 
     def read_text(self, name: str) -> str | None:
-        """The contents of the file `name`, with U+FFFD for what is not UTF-8; None where there is none."""
+        """Returns the text of the file `name`, with U+FFFD for what is not UTF-8; None if there is no such file."""
         file = self.path / name
         return file.read_bytes().decode(errors="replace") if file.exists() else None
 
     def fetch(self, name: str) -> Path:
-        """The place of the growing file `name` under `local`, with what an earlier part of the run wrote to it."""
+        """Returns the path of the growing file `name` under `local`, with the lines of earlier starts of the run."""
         file = self.local / name
         if jax.process_index() == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +111,7 @@ class RunFolder:
         return file
 
     def set_aside(self, name: str) -> str:
-        """Renames the file `name`, where there is one, to such as `metrics.1.jsonl`; returns that, else ""."""
+        """Renames the file `name` to the next of `metrics.1.jsonl`, ...; returns that, or "" if there is no file."""
         file = self.path / name
         if not file.exists():
             return ""
@@ -126,7 +123,7 @@ class RunFolder:
         return aside
 
     def sync(self) -> None:
-        """Copies up the growing files that have changed since they last were."""
+        """Uploads the growing files that have changed since the last call."""
         if not self._is_remote or jax.process_index() != 0:
             return
         for file in self.local.rglob("*"):
@@ -136,7 +133,7 @@ class RunFolder:
                 self._synced[file] = version
 
     def close(self) -> None:
-        """Syncs, then deletes the temporary folder if there is one, and lets others in."""
+        """Syncs, then unlocks the folder and deletes the temporary one."""
         self.sync()
         if self._lock is not None:
             os.close(self._lock)
@@ -176,22 +173,22 @@ def kept_checkpoint(folder: epath.Path) -> str:
 
 
 def steps_in(folder: epath.Path) -> list[int]:
-    """Lists the checkpoints in a folder, whole or not, newest first; none where there is no folder."""
+    """Lists the steps of the checkpoints in a folder, complete or not, newest first."""
     if not folder.is_dir():
         return []
     names = (path.name for path in folder.iterdir())
-    # 004 and ² are digits too, but no name of a checkpoint.
+    # 004 and ² are decimal too, but not names of checkpoints.
     return sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
-    """Returns the path from the root of the file system; one on an object store is that already."""
+    """Returns the absolute path, which Orbax requires; paths on an object store are absolute already."""
     path = epath.Path(path).expanduser()
     return path if is_remote(path) else path.resolve()
 
 
 def is_unfinished(step_folder: epath.Path) -> bool:
-    """Returns whether a store has only a part of a checkpoint; on a disk a folder gets its name when complete."""
+    """Returns whether a store has only a part of a checkpoint; on a disk a folder gets its final name when complete."""
     return is_remote(step_folder) and not (step_folder / "commit_success.txt").exists()
 
 

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> Result | None:
     config = configured(argv)
     if config is None:
         return None
-    with stack_traces(config), contextlib.ExitStack() as exits:
+    with stack_traces(config.diagnostics), contextlib.ExitStack() as exits:
         return train(config, exits)
 
 
@@ -162,7 +162,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     stopped_by = 0
     with (
         Recorder(config, log, printer, flops, built.tokens, plan.layout.mesh) as recorder,
-        contextlib.closing(Profile(config, first_step, str(folder.local / "tensorboard"))) as profile,
+        contextlib.closing(Profile(config.diagnostics, first_step, str(folder.local / "tensorboard"))) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
         sets_aside(checkpointer, recorder),
     ):

@@ -6,20 +6,23 @@ import time
 
 import pytest
 
+from src.config.schema import Diagnostics
 from src.errors import UserError
 from src.report import diagnostics
 from tests import runs
 
 PROGRAM = """
 import pathlib, sys, time
+from src.config.schema import Diagnostics
 from src.report import diagnostics
 diagnostics._TRACES = pathlib.Path(sys.argv[2])
 
 def a_function_of_its_own():
     time.sleep(2.5)
 
-keys = {"collect_stack_trace": True, "stack_trace_to_cloud": sys.argv[1] == "cloud", "stack_trace_interval_seconds": 1}
-with diagnostics.stack_traces(keys):
+with diagnostics.stack_traces(Diagnostics(
+    collect_stack_trace=True, stack_trace_to_cloud=sys.argv[1] == "cloud", stack_trace_interval_seconds=1
+)):
     a_function_of_its_own()
 print("done")
 """
@@ -41,7 +44,7 @@ def test_stacks_are_written_at_the_interval(where, tmp_path):
 
 
 def test_the_end_does_not_wait_for_the_interval():
-    keys = {"collect_stack_trace": True, "stack_trace_to_cloud": False, "stack_trace_interval_seconds": 600}
+    keys = Diagnostics(collect_stack_trace=True, stack_trace_to_cloud=False, stack_trace_interval_seconds=600)
     with open("/dev/null", "w") as nowhere, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", nowhere)
         begin = time.monotonic()
@@ -51,7 +54,7 @@ def test_the_end_does_not_wait_for_the_interval():
 
 
 def test_nothing_is_written_unless_asked_for(capfd):
-    with diagnostics.stack_traces({"collect_stack_trace": False}):
+    with diagnostics.stack_traces(Diagnostics(collect_stack_trace=False)):
         time.sleep(0.01)
     assert capfd.readouterr().err == ""
 
@@ -59,7 +62,7 @@ def test_nothing_is_written_unless_asked_for(capfd):
 def test_processes_that_start_in_one_second_have_files_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(diagnostics, "_TRACES", tmp_path)
     monkeypatch.setattr(diagnostics.time, "strftime", lambda text: "stack_trace_2026_01_01_00_00_00")
-    keys = {"collect_stack_trace": True, "stack_trace_to_cloud": True, "stack_trace_interval_seconds": 600}
+    keys = Diagnostics(collect_stack_trace=True, stack_trace_to_cloud=True, stack_trace_interval_seconds=600)
     with open("/dev/null", "w") as nowhere:
         monkeypatch.setattr(sys, "stderr", nowhere)
         with diagnostics.stack_traces(keys), diagnostics.stack_traces(keys):
@@ -69,6 +72,6 @@ def test_processes_that_start_in_one_second_have_files_of_their_own(tmp_path, mo
 def test_a_folder_for_traces_that_can_not_be_written_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(diagnostics, "_TRACES", tmp_path / "file")
-    keys = {"collect_stack_trace": True, "stack_trace_to_cloud": True, "stack_trace_interval_seconds": 600}
+    keys = Diagnostics(collect_stack_trace=True, stack_trace_to_cloud=True, stack_trace_interval_seconds=600)
     with pytest.raises(UserError, match="stack_trace_to_cloud=false"), diagnostics.stack_traces(keys):
         pass

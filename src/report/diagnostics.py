@@ -1,34 +1,35 @@
-"""What one turns to when a run hangs, crashes or is slow: stack traces of its threads, profiles of its steps."""
+"""Helps when a run hangs, crashes or is slow: stack traces of its threads, profiles of its steps."""
 
 import contextlib
 import faulthandler
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from src.config.schema import Diagnostics
 from src.errors import UserError
 
 _TRACES = Path("/tmp/debugging")
 
 
 @contextlib.contextmanager
-def stack_traces(config: Mapping[str, Any]) -> Iterator[None]:
-    """While entered, writes all threads' stacks every `stack_trace_interval_seconds`, and on a crash.
+def stack_traces(config: Diagnostics) -> Iterator[None]:
+    """Writes all threads' stacks every `stack_trace_interval_seconds`, and on a crash, if `collect_stack_trace` is set.
 
-    To the console, or with `stack_trace_to_cloud` to a file in /tmp/debugging, which a Cloud TPU VM's agent uploads.
+    They go to the console, or with `stack_trace_to_cloud` to a file in /tmp/debugging, which a Cloud TPU VM's agent
+    uploads.
     """
-    if not config["collect_stack_trace"]:
+    if not config.collect_stack_trace:
         yield
         return
     with contextlib.ExitStack() as exits:
         out = sys.stderr
-        if config["stack_trace_to_cloud"]:
-            # Processes of one host may start in the same second, and in containers have the same number.
+        if config.stack_trace_to_cloud:
+            # Processes of one host may start in the same second and, in containers, have the same pid.
             name = f"{time.strftime('stack_trace_%Y_%m_%d_%H_%M_%S')}_{os.getpid()}_{time.time_ns() % 10**9:09}.txt"
             try:
                 _TRACES.mkdir(parents=True, exist_ok=True)
@@ -40,23 +41,23 @@ def stack_traces(config: Mapping[str, Any]) -> Iterator[None]:
                 ) from None
         faulthandler.enable(out)
         exits.callback(faulthandler.disable)
-        faulthandler.dump_traceback_later(config["stack_trace_interval_seconds"], repeat=True, file=out)
+        faulthandler.dump_traceback_later(config.stack_trace_interval_seconds, repeat=True, file=out)
         exits.callback(faulthandler.cancel_dump_traceback_later)
         yield
 
 
 class Profile:
-    """A profile of `profiler_steps` steps of process 0, from the one `skip_first_n_steps_for_profiler` in."""
+    """Profiles `profiler_steps` steps of process 0, after `skip_first_n_steps_for_profiler` steps."""
 
-    def __init__(self, config: Mapping[str, Any], first_step: int, folder: str) -> None:
+    def __init__(self, config: Diagnostics, first_step: int, folder: str) -> None:
         self._folder = folder
-        wanted = config["profiler"] and jax.process_index() == 0
-        self._begin = first_step + config["skip_first_n_steps_for_profiler"] if wanted else -1
-        self._end = self._begin + config["profiler_steps"]
+        wanted = config.profiler and jax.process_index() == 0
+        self._begin = first_step + config.skip_first_n_steps_for_profiler if wanted else -1
+        self._end = self._begin + config.profiler_steps
         self._running = False
 
     def before_step(self, step: int) -> None:
-        """Starts the profile if `step` is its first, and ends it if it is past its last."""
+        """Starts the profile before its first step, and ends it after its last."""
         if step == self._begin:
             jax.profiler.start_trace(self._folder)
             self._running = True
@@ -64,7 +65,7 @@ class Profile:
             self.close()
 
     def close(self) -> None:
-        """Ends the profile if one is running."""
+        """Ends a running profile."""
         if self._running:
             jax.profiler.stop_trace()
             self._running = False

@@ -1,4 +1,4 @@
-"""What a run says of itself while it goes: metrics.jsonl, TensorBoard, lines on the console, its environment."""
+"""Writes a run's metrics: metrics.jsonl, TensorBoard, and lines on the console."""
 
 import json
 import math
@@ -16,11 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from src.errors import counted
 from src.json_text import parse_json
 
-# A train line of metrics.jsonl has these keys in this order (docs/metrics.md says what each is), mfu and mfu_palm only
-# where the device's peak rate is known, the losses of experts and of extra prediction layers only where the model has
-# them, of the layers that have experts a list each of loads and drops, and `conversations_cut` with `use_sft`; an eval
-# line has `step`, EVAL_KEYS, and what `eval_metrics` adds, all with /NAME after them for a set that has a name. Line k
-# of the train lines is the k-th update's: steps count from 1.
+# The keys of a train line of metrics.jsonl, in order (docs/metrics.md explains each). mfu and mfu_palm need a device
+# whose peak rate is known, the losses of experts and MTP a model that has them, `conversations_cut` `use_sft`. An eval
+# line has `step`, EVAL_KEYS and the metrics of `eval_metrics`, with /NAME appended for a named set. Line k of the train
+# lines is of update k: steps count from 1.
 LOSSES_AND_LOADS = (
     *("load_balance_loss", "router_z_loss", "expert_load_max", "tokens_dropped", "mtp_loss"),
     "conversations_cut",
@@ -40,19 +39,19 @@ TRAIN_KEYS = (
     "mfu_palm",
 )
 EVAL_KEYS = ("eval_loss", "eval_perplexity")
-PER_LAYER = ("expert_load_max", "tokens_dropped")  # lists
+PER_LAYER = ("expert_load_max", "tokens_dropped")  # lists, with a number for each layer of experts
 Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, or None for what is not finite, and lists of such
 
 _NUMBERS = {int, float, type(None)}
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss) of a loss in nats per token; infinite where a float cannot hold it."""
+    """Returns exp(loss) of a loss in nats per token; infinity where a float cannot hold it."""
     return math.inf if loss > 709 else math.exp(loss)
 
 
 def read_entry(line: bytes) -> Entry | None:
-    """Returns the metrics that a line of metrics.jsonl spells, or None if it spells anything else."""
+    """Parses a line of metrics.jsonl; returns None if it is not the metrics of a step."""
     try:
         entry = parse_json(line)
     except ValueError:
@@ -67,7 +66,6 @@ def read_entry(line: bytes) -> Entry | None:
 
 
 def _are_numbers(values: list[Any]) -> bool:
-    """Whether each is a number that a float can hold, or None."""
     try:
         return _NUMBERS.issuperset(map(type, values)) and all(map(math.isfinite, filter(None, values)))
     except OverflowError:  # an integer of hundreds of digits
@@ -77,47 +75,47 @@ def _are_numbers(values: list[Any]) -> bool:
 class MetricsLog:
     """Writes metrics.jsonl and TensorBoard scalars, each step once however often the run was interrupted.
 
-    What each layer has a number of is a list in metrics.jsonl, and three scalars in TensorBoard.
-    A number that is not finite becomes null in metrics.jsonl, for JSON has no NaN, and no point in TensorBoard.
+    A metric with a value per layer is a list in metrics.jsonl, and three scalars in TensorBoard. A number that is not
+    finite becomes null in metrics.jsonl, because JSON has no NaN, and is left out of TensorBoard.
 
     Attributes:
-        messages: what to tell the user of the file that was there.
+        messages: for the user, about an existing file.
     """
 
     def __init__(self, path: Path, tensorboard_dir: Path, resume_step: int | None) -> None:
-        """Opens both; in a fresh run what an earlier one left there is gone.
+        """Opens both; a new run overwrites an existing file.
 
         Args:
             path: of metrics.jsonl, on a local disk.
             tensorboard_dir: a local folder.
-            resume_step: the step of the restored checkpoint: what follows its lines is cut off, a torn line too.
-                None: a fresh run.
+            resume_step: step of the restored checkpoint; later lines and an incomplete one are cut off. None: a new
+                run.
         """
-        # 0.4 s of import, which the first printed line need not wait for. The package's SummaryWriter would write in a
-        # thread, and wait for it without an end once that has failed, as on a full disk.
+        # Imported here because it takes 0.4 s. The package's SummaryWriter is avoided: its thread fails on a full disk,
+        # and then it waits for that thread for ever.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import Summary, scalar
 
         self.messages: list[str] = []
-        if resume_step is not None and path.exists() and (others := _cut_back(path, resume_step)):
+        if resume_step is not None and path.exists() and (invalid := _cut_back(path, resume_step)):
             self.messages.append(
-                f"{path.name}: cut off {counted(others, 'line')} at its end without the metrics of a step"
+                f"{path.name}: cut off {counted(invalid, 'line')} at its end without the metrics of a step"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w" if resume_step is None else "a", encoding="utf-8")
         tensorboard_dir.mkdir(parents=True, exist_ok=True)
-        # The file's name has the second it is opened in: without a suffix, a start in the same second overwrites it.
+        # The file's name has seconds only: without a suffix, another start in the same second would overwrite it.
         self._tensorboard = EventsWriter(str(tensorboard_dir / "events"), f".{time.time_ns()}")
         self._event, self._summary, self._scalar = Event, Summary, scalar
-        first_step = 0 if resume_step is None else resume_step + 1  # what an earlier start has from there on goes
+        first_step = 0 if resume_step is None else resume_step + 1  # TensorBoard drops later points of earlier starts
         start = SessionLog(status=SessionLog.START)
         self._tensorboard.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def write(self, entry: Entry) -> None:
-        """Adds one line: `step` with the keys of TRAIN_KEYS, or of EVAL_KEYS for an evaluation after that step."""
+        """Adds a line: `step` with keys of TRAIN_KEYS, or with those of an evaluation after that step."""
         ordered = [key for key in TRAIN_KEYS + EVAL_KEYS if key in entry]
-        ordered += own_metrics(entry)
+        ordered += user_metrics(entry)
         assert len(ordered) == len(entry), f"metrics without a place in the line: {set(entry) - set(ordered)}"
         finite = {key: _or_null(entry[key]) for key in ordered}
         self._file.write(json.dumps(finite) + "\n")
@@ -132,18 +130,18 @@ class MetricsLog:
         self._tensorboard.write_event(self._event(wall_time=time.time(), step=entry["step"], summary=summary))
 
     def flush(self) -> None:
-        """Puts every line on disk. Called before a checkpoint is saved, so that no step up to it can be missing."""
+        """Puts every line on disk. Call it before a checkpoint is saved, so that no step up to it can be missing."""
         os.fsync(self._file.fileno())
         self._tensorboard.flush()
 
     def close(self) -> None:
-        """Writes what is left and closes both."""
+        """Closes both files."""
         self._file.close()
         self._tensorboard.close()
 
 
 def _scalars(name: str, value: Any) -> dict[str, float | None]:
-    """A number by its name; of a list, which has one for each layer, the least, the mean and the most."""
+    """Returns a number by its name; of a list, its least, mean and greatest number."""
     if not isinstance(value, list):
         return {name: value}
     finite = [each for each in value if each is not None]
@@ -153,18 +151,18 @@ def _scalars(name: str, value: Any) -> dict[str, float | None]:
 
 
 def _or_null(value: float | list[float]) -> Any:
-    """A number, or those of a list; None for what is not finite."""
+    """Replaces numbers that are not finite by None."""
     if isinstance(value, list):
         return [_or_null(each) for each in value]
     return value if math.isfinite(value) else None
 
 
 def _cut_back(path: Path, step: int) -> int:
-    """Truncates metrics.jsonl after its last line of no later step; returns how many lines cut off were no metrics.
+    """Truncates metrics.jsonl after its last line of `step` or before; returns how many other lines were invalid.
 
-    Reads from the end, for the file of a long run has gigabytes.
+    Reads from the end, because the file of a long run has gigabytes.
     """
-    others = 0
+    invalid = 0
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         if end:
@@ -175,22 +173,21 @@ def _cut_back(path: Path, step: int) -> int:
                     entry = read_entry(lines[begin:end])
                     if entry and entry["step"] <= step:
                         break
-                    others += entry is None
+                    invalid += entry is None
                     end = begin
         file.truncate(end)
-    return others
+    return invalid
 
 
 class _Output(Console):
-    """rich's, which leaves an output that nobody reads to `run_command`."""
+    """Leaves a closed output to `run_command`; rich itself would exit with a code of its own."""
 
     def on_broken_pipe(self) -> None:
-        """Raises what rich would end the process for, with an exit code of its own."""
         raise BrokenPipeError
 
 
 class StepPrinter:
-    """Prints one aligned line per step, with the time that is left; on a terminal, above a progress bar."""
+    """Prints an aligned line per step, with the remaining time; on a terminal, above a progress bar."""
 
     def __init__(
         self,
@@ -204,10 +201,10 @@ class StepPrinter:
 
         Args:
             steps: of the whole run.
-            done: how many were done before this start of it.
-            log_period: a line is printed every so many steps, and for the first and the last.
-            quiet: nothing but the last step's lines is printed, and no bar.
-            clock: seconds, for the time that is left.
+            done: steps before this start of the run.
+            log_period: steps between printed lines; the first and last step are always printed.
+            quiet: only the last step's lines are printed, and no bar.
+            clock: returns seconds, for the remaining time.
         """
         self._steps = steps
         self._first_step = done + 1
@@ -215,7 +212,7 @@ class StepPrinter:
         self._quiet = quiet
         self._clock = clock
         self._first_time = math.nan
-        # Asked of the stream itself: rich would also draw in a notebook, and in a log if FORCE_COLOR is set.
+        # The stream itself decides: rich would also draw in a notebook, and in a log if FORCE_COLOR is set.
         terminal = sys.stdout.isatty()
         self._console = _Output(
             force_terminal=terminal, force_jupyter=False, highlight=False, markup=False, soft_wrap=True
@@ -233,7 +230,7 @@ class StepPrinter:
         self._bar.stop()
 
     def train(self, entry: Entry) -> None:
-        """Takes each step's metrics, keys of TRAIN_KEYS, in order; prints those that log_period asks for."""
+        """Takes each step's metrics, in order; prints those that `log_period` asks for."""
         step = int(entry["step"])
         if step == self._first_step:
             self._first_time = self._clock()
@@ -252,7 +249,7 @@ class StepPrinter:
         self._console.print(line)
 
     def _seconds_left(self, step: int) -> float | None:
-        """From the mean pace since the first step's end (that step compiles), evaluations and checkpoints included."""
+        """Extrapolates the pace since the end of the first step, which compiles; evaluations and saves count."""
         if step == self._first_step:
             return None
         pace = (self._clock() - self._first_time) / (step - self._first_step)
@@ -260,9 +257,9 @@ class StepPrinter:
 
 
 def train_line(entry: Entry, steps: int, seconds_left: float | None) -> str:
-    """One step's metrics in columns that stay in place from step to step.
+    """Formats a step's metrics in columns that stay in place from step to step.
 
-    Of layers of experts, the highest load over the mean and the largest part of dropped choices of any.
+    Of layers of experts it shows the highest load over the mean and the largest share of dropped choices of any layer.
     """
     grad_norm, seconds = entry["grad_norm"], entry["step_time_seconds"]
     columns = [
@@ -284,13 +281,13 @@ def train_line(entry: Entry, steps: int, seconds_left: float | None) -> str:
     return "  ".join(columns)
 
 
-def own_metrics(entry: Mapping[str, int | float]) -> list[str]:
-    """The keys of an evaluation's metrics that `eval_metrics` or named sets added."""
+def user_metrics(entry: Mapping[str, int | float]) -> list[str]:
+    """Returns the keys of an evaluation's metrics that `eval_metrics` or named sets added."""
     return [key for key in entry if key.startswith("eval_") and key not in EVAL_KEYS]
 
 
 def eval_sets(entry: Mapping[str, int | float]) -> dict[str, dict[str, float]]:
-    """The metrics of an evaluation by the name of the set, which is empty where there is one without a name."""
+    """Groups the metrics of an evaluation by the name of their set; a set without a name has the name ""."""
     sets: dict[str, dict[str, float]] = {}
     for key, value in entry.items():
         if key.startswith("eval_"):
@@ -300,17 +297,17 @@ def eval_sets(entry: Mapping[str, int | float]) -> dict[str, dict[str, float]]:
 
 
 def eval_key(metric: str, name: str) -> str:
-    """What a metric of the evaluation set `name` is called: `eval_loss/books`."""
+    """Returns the key of a metric of the evaluation set `name`: `eval_loss/books`."""
     return f"{metric}/{name}" if name else metric
 
 
 def eval_line(entry: Mapping[str, int | float], steps: int) -> str:
-    """An evaluation's metrics, the losses under the training losses: a line for each set."""
+    """Formats an evaluation's metrics, a line for each set, with losses in the column of training losses."""
     lines = []
     for name, metrics in eval_sets(entry).items():
-        own = "".join(f"  {key.removeprefix('eval_')} {metrics[key]:.4f}" for key in own_metrics(metrics))
+        others = "".join(f"  {key.removeprefix('eval_')} {metrics[key]:.4f}" for key in user_metrics(metrics))
         loss = f"eval {metrics['eval_loss']:7.4f}  perplexity {metrics['eval_perplexity']:.3f}"
-        lines.append(f"{_step_column(entry, steps)}  {loss}{own}{f'  {name}' if name else ''}")
+        lines.append(f"{_step_column(entry, steps)}  {loss}{others}{f'  {name}' if name else ''}")
     return "\n".join(lines)
 
 
@@ -319,7 +316,7 @@ def _step_column(entry: Mapping[str, int | float], steps: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """2:05 (minutes and seconds), 3:02:05, or 4d 03:02 (days, hours and minutes)."""
+    """Formats 2:05 (minutes and seconds), 3:02:05, or 4d 03:02 (days, hours and minutes)."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 24:
@@ -328,7 +325,7 @@ def duration(seconds: float) -> str:
 
 
 def print_header(rows: Iterable[tuple[str, str]]) -> None:
-    """Prints names and values in two columns; a value's further lines stand under its first."""
+    """Prints names and values in two columns, aligning a value's further lines under its first."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:

@@ -1,4 +1,4 @@
-"""Turns the arrays that steps return into lines: metrics.jsonl, TensorBoard and the console."""
+"""Records the metrics that steps return, in metrics.jsonl, TensorBoard, the console and report.html."""
 
 import contextlib
 import time
@@ -21,30 +21,30 @@ from src.report.page import page
 from src.step.optimizer import learning_rate
 from src.step.train_step import Metrics
 
-MAX_SKIPPED = 10  # updates one after another: batches differ, so it is the weights that are of no use
+MAX_SKIPPED = 10  # consecutive updates; as batches differ, the weights must be the cause
 
 
 class NonFiniteError(UserError):
-    """A run's weights lead to losses, gradients or weights that are not finite."""
+    """The run's weights give losses, gradients or weights that are not finite."""
 
 
 class Recorder:
     """Records each step while the next one runs, so that the devices never wait for the host.
 
-    Process 0 alone writes and prints.
+    Only process 0 writes and prints.
 
     Args:
         config: the run's.
-        log: its metrics.jsonl and TensorBoard; None on other processes.
-        printer: its console; None on other processes.
-        flops: of one token of a training step.
-        tokens: of one step, B x T.
+        log: metrics.jsonl and TensorBoard; None on other processes.
+        printer: the console; None on other processes.
+        flops: per token of a training step.
+        tokens: per step, B x T.
         mesh: the devices.
 
     Attributes:
         last: the metrics of the step recorded last.
-        last_finite: the last step whose loss and gradient were finite, and so the weights before it good.
-        skipped: how many steps since then were recorded.
+        last_finite: the last step whose loss and gradient were finite, so that the weights before it are good.
+        skipped: number of steps recorded since then.
     """
 
     def __init__(
@@ -74,33 +74,32 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         if self._log and self._printer:
             self._printer.__exit__(*error)
-            with contextlib.suppress(OSError if error[0] else ()):  # a full disk, of which the first error tells
+            with contextlib.suppress(OSError if error[0] else ()):  # a full disk, which the first error reports
                 self._log.close()
 
     def start_clock(self) -> None:
-        """The next step begins now: what came before it is no step's time."""
+        """Starts the time of the next step: what came before belongs to no step."""
         self._clock = time.perf_counter()
 
     @contextlib.contextmanager
     def waits_for_data(self) -> Iterator[None]:
-        """Around the taking of a batch: how long it takes is the next step's `data_wait_seconds`."""
+        """Measures the body, which takes a batch, as the next step's `data_wait_seconds`."""
         begin = time.perf_counter()
         yield
         self._data_wait = time.perf_counter() - begin
 
     def add(self, step: int, metrics: Metrics) -> None:
-        """Takes the metrics of update number `step` (from 1), which may still be computed, and records the last one's.
+        """Takes the metrics of update `step` (from 1), which may still be computed, and records those of the last one.
 
         Raises:
-            NonFiniteError: that one's loss or gradient is not finite, and `on_nonfinite` is stop, or MAX_SKIPPED were
-                skipped without a break, or so many at the run's end; or its update made weights that nothing can be
-                computed with.
+            NonFiniteError: the last update's loss or gradient is not finite, and `on_nonfinite` is stop, or MAX_SKIPPED
+                consecutive updates were skipped, or the run's last ones; or the update made the weights unusable.
         """
         self.flush()
         self._pending = (step, metrics, self._data_wait)
 
     def flush(self) -> None:
-        """Waits for the step added last, and records it; raises as `add` does."""
+        """Waits for the step that was added last and records it; raises as `add` does."""
         if self._pending is None:
             return
         (step, arrays, data_wait), self._pending = self._pending, None
@@ -131,7 +130,6 @@ class Recorder:
                 self._printer.say(f"step {step}: the update is skipped, for it is not finite")
 
     def _check(self, step: int, metrics: Entry) -> None:
-        """Raises NonFiniteError where the run cannot go on; see `add`."""
         advice = ""
         if not metrics["usable"]:
             problem = f"step {step}: the update made weights so large that no layer can be computed with them."
@@ -149,18 +147,18 @@ class Recorder:
         )
 
     def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Records an evaluation made after update number `step`."""
+        """Records an evaluation after update `step`."""
         if self._log and self._printer:
             self._log.write({"step": step, **metrics})
             self._printer.evaluation({"step": step, **metrics})
 
     def sync(self) -> None:
-        """Puts every line recorded so far on disk."""
+        """Puts every recorded line on disk."""
         if self._log:
             self._log.flush()
 
     def _rates(self, tokens_per_device: float) -> dict[str, float]:
-        """`tflops_per_device` and, where the device's peak is known, both kinds of MFU (docs/performance.md)."""
+        """Returns `tflops_per_device` and, if the device's peak is known, both kinds of MFU (docs/performance.md)."""
         rates = {"tflops_per_device": tokens_per_device * self._flops.causal / 1e12}
         if self._peak is not None:
             rates["mfu"] = tokens_per_device * self._flops.causal / self._peak
@@ -169,13 +167,13 @@ class Recorder:
 
 
 class LiveReport:
-    """report.html of a run that goes on, written in the background and in at most a fiftieth of the time.
+    """Writes a running run's report.html in the background, in at most a fiftieth of the time.
 
     Args:
-        folder: the run's; only its process 0 writes.
+        folder: the run's; only process 0 writes.
 
     Attributes:
-        history: what the page shows of metrics.jsonl, as of the last time it was written.
+        history: the metrics that the page shows, as of the last time it was written.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -186,22 +184,22 @@ class LiveReport:
         self._not_before = 0.0
 
     def update(self) -> None:
-        """Has the page written, unless it is being written, or was not long ago."""
+        """Starts to write the page, unless it is being written or was written recently."""
         if time.monotonic() >= self._not_before and (self._writing is None or self._writing.done()):
             self._writing = self._thread.submit(self._write)
 
     def finish(self) -> str:
-        """Writes the page once more; returns where it is, or why it is not: no run has failed for its page."""
+        """Writes the page once more; returns its path, or why it could not be written, which fails no run."""
         report = self._folder.path / "report.html"
         try:
             self._thread.submit(self._write).result()
-        except Exception as error:  # of whatever store, or of files that somebody changed meanwhile
-            told = " ".join(str(error).split())
-            return f"not written, and all else is: {type(error).__name__}: {told} (python -m src.report tries again)"
+        except Exception as error:  # of any store, or because somebody changed files meanwhile
+            message = " ".join(str(error).split())
+            return f"not written, and all else is: {type(error).__name__}: {message} (python -m src.report tries again)"
         return str(report)
 
     def close(self) -> None:
-        """Waits for a page that is being written."""
+        """Waits until a page that is being written is complete."""
         self._thread.shutdown()
 
     def _write(self) -> None:
@@ -213,7 +211,7 @@ class LiveReport:
 
 @contextlib.contextmanager
 def sets_aside(checkpointer: Checkpointer, recorder: Recorder) -> Iterator[None]:
-    """Where the run ends with NonFiniteError, renames what it saved of weights that have not given a finite loss."""
+    """Renames, if the body raises NonFiniteError, the checkpoints whose weights have not given a finite loss."""
     try:
         yield
     except NonFiniteError as error:

@@ -9,7 +9,6 @@ from ml_collections import FrozenConfigDict
 
 from src.data.types import Tokenizer
 from src.errors import UserError
-from src.hf.model_keys import find_family
 
 
 def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer: Tokenizer | None) -> list[str]:
@@ -38,6 +37,8 @@ def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer:
 
 
 def _has_family(config: FrozenConfigDict) -> bool:
+    from src.hf.model_keys import find_family  # imports every family
+
     try:
         find_family(config)
     except UserError:

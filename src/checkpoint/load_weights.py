@@ -11,9 +11,6 @@ import jax
 from src.checkpoint.restore import checkpoint_identity, restore_weights
 from src.data.tokenizer import folder_tokenizer, has_tokenizer
 from src.errors import UserError
-from src.hf.folder import is_hf_folder, open_folder
-from src.hf.load import load_weights as load_hf_weights
-from src.hf.model_keys import folder_keys
 from src.model import lora
 from src.model.params import Tree, by_path, dotted, join, nested
 
@@ -35,12 +32,10 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
     Raises:
         UserError: there are no such weights, they are damaged, or they are another model's.
     """
+    from src.hf.folder import is_hf_folder
+
     if is_hf_folder(path):
-        notes: list[str] = []
-        arrays = load_hf_weights(path, {"trainable": tree}, notes)["trainable"]
-        vocab_size = folder_keys(open_folder(path))["vocab_size"]
-        meta = {"vocab_size": vocab_size, "tokenizer": folder_fingerprint(Path(path).expanduser(), vocab_size, notes)}
-        return arrays, meta, [*notes, f"read the weights of {path}."]
+        return _load_hf_weights(path, tree)
 
     def wanted(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
         """All weights; of a run with adapters, what it trained of them, and the adapters."""
@@ -69,6 +64,16 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
     return lora.merge(whole, adapters, spec), meta, [*base_messages, *messages, "its adapters are merged."]
 
 
+def _load_hf_weights(path: str, tree: Tree) -> tuple[Tree, dict[str, Any], list[str]]:
+    from src.hf import folder, load, model_keys
+
+    notes: list[str] = []
+    arrays = load.load_weights(path, {"trainable": tree}, notes)["trainable"]
+    vocab_size = model_keys.folder_keys(folder.open_folder(path))["vocab_size"]
+    meta = {"vocab_size": vocab_size, "tokenizer": folder_fingerprint(Path(path).expanduser(), vocab_size, notes)}
+    return arrays, meta, [*notes, f"read the weights of {path}."]
+
+
 def folder_fingerprint(folder: Path, vocab_size: int, notes: list[str]) -> dict[str, Any] | None:
     """Of a Hugging Face folder's tokenizer; None where it has none that can be read, on which `notes` takes a line."""
     if not has_tokenizer(folder):
@@ -82,6 +87,8 @@ def folder_fingerprint(folder: Path, vocab_size: int, notes: list[str]) -> dict[
 
 def identity(path: str) -> str:
     """A text that changes with the weights at `path`: with a checkpoint's digests, or with what files end in."""
+    from src.hf.folder import is_hf_folder
+
     if not is_hf_folder(path):
         return checkpoint_identity(path)
     crc = 0

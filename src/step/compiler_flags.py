@@ -65,11 +65,8 @@ xla_client.initialize_pjrt_plugin("tpu")
 """
 
 
-# ---- Options of the compiler
-
-
 def parse_flags(text: str) -> dict[str, str]:
-    """Flags as XLA_FLAGS has them, `--xla_a=1 --xla_b` with spaces between: {name: value}. The last of a name counts.
+    """Reads flags as XLA_FLAGS has them, `--xla_a=1 --xla_b` with spaces between; the last of a name counts.
 
     Raises:
         UserError: a part of `text` is no flag.
@@ -85,45 +82,31 @@ def parse_flags(text: str) -> dict[str, str]:
 
 
 def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, str]:
-    """What `compile_xla_flags` means to the compiler of `device`, which may be one of a topology that is not here.
+    """Returns the options of the compiler of `device` that `compile_xla_flags` means.
 
     Args:
         text: flags, or `auto`: a preset for this kind of device; empty: none.
-        device: one that this process may compile for.
+        device: one that this process may compile for, of this machine or of a topology.
         slices: TPU slices or hosts that the program runs on.
 
     Raises:
         UserError: `text` is no list of flags, or the compiler does not take one of them.
     """
-    flags = preset(device, slices) if text == "auto" else parse_flags(text)
+    if text == "auto":
+        kinds = [f"multi-slice {device.device_kind}"] * (slices > 1) + [device.device_kind, device.platform]
+        flags = next(PRESETS[kind] for kind in kinds if kind in PRESETS)
+    else:
+        flags = parse_flags(text)
     # XLA's parser of options, unlike that of flags, reads a truth value with a capital alone.
     options = {name: value.title() if value in ("true", "false") else value for name, value in flags.items()}
-    if options and _complaint(options, device):
-        refusals = [_refusal({name: value}, device) for name, value in options.items()]
-        raise UserError("\n".join(f"compile_xla_flags: {refusal}" for refusal in filter(None, refusals)))
+    if options and _error(options, device):
+        errors = [_error_with_hint({name: value}, device) for name, value in options.items()]
+        raise UserError("\n".join(f"compile_xla_flags: {error}" for error in errors if error))
     return options
 
 
-def preset(device: jax.Device, slices: int) -> dict[str, str]:
-    """The flags that `auto` stands for on this kind of device."""
-    keys = [f"multi-slice {device.device_kind}"] * (slices > 1) + [device.device_kind, device.platform]
-    return next(PRESETS[key] for key in keys if key in PRESETS)
-
-
-def _refusal(options: Mapping[str, str], device: jax.Device) -> str:
-    """Why the compiler of `device` does not take these options; empty where it does."""
-    complaint = _complaint(options, device)
-    if not (match := re.match(r"No such compile option: '(\w+)'", complaint)):
-        return complaint
-    packages = ["jaxlib", "libtpu"] if device.platform == "tpu" else ["jaxlib"]
-    # Some names are of flags that are retired or can't be options: those are no help.
-    similar = difflib.get_close_matches(match[1], _names_in(packages), n=8)
-    options_too = [name for name in similar if not _complaint({name: ""}, device).startswith("No such")]
-    return f"{match[1]} is no option of {_versions(packages)}.{did_you_mean(match[1], options_too)}"
-
-
-def _complaint(options: Mapping[str, str], device: jax.Device) -> str:
-    """What the compiler of `device` says against these options, in a line; empty where it takes them."""
+def _error(options: Mapping[str, str], device: jax.Device) -> str:
+    """Returns the compiler's error for these options, a line; empty where it takes them."""
     scalar = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
@@ -135,8 +118,19 @@ def _complaint(options: Mapping[str, str], device: jax.Device) -> str:
     return ""
 
 
+def _error_with_hint(options: Mapping[str, str], device: jax.Device) -> str:
+    error = _error(options, device)
+    if not (match := re.match(r"No such compile option: '(\w+)'", error)):
+        return error
+    packages = ["jaxlib", "libtpu"] if device.platform == "tpu" else ["jaxlib"]
+    # Some names are of flags that are retired or can't be options: those are no help.
+    similar = difflib.get_close_matches(match[1], _names_in(packages), n=8)
+    options_too = [name for name in similar if not _error({name: ""}, device).startswith("No such")]
+    return f"{match[1]} is no option of {_versions(packages)}.{did_you_mean(match[1], options_too)}"
+
+
 def _names_in(packages: Sequence[str]) -> list[str]:
-    """What may be a flag, among the strings in the packages' libraries: no library lists its flags."""
+    """Returns the strings in the packages' libraries that may name a flag: no library lists its flags."""
     names = set()
     for package in packages:
         for library in Path(find_spec(package).origin).parent.glob("*.so"):
@@ -149,40 +143,44 @@ def _versions(packages: Sequence[str]) -> str:
     return " or ".join(f"{package} {version(package)}" for package in packages)
 
 
-# ---- Flags in the environment
-
-
 def environment_flags() -> dict[str, str]:
-    """XLA_FLAGS and LIBTPU_INIT_ARGS as the user set them, where set."""
-    found = {}
-    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
-        flags = [flag for flag in os.environ.get(variable, "").split() if not flag.startswith(_JAX_TPU_FLAG)]
-        if flags:
-            found[variable] = " ".join(flags)
-    return found
+    """Returns XLA_FLAGS and LIBTPU_INIT_ARGS as the user set them, where set."""
+    flags = {
+        variable: " ".join(flag for flag in os.environ.get(variable, "").split() if not flag.startswith(_JAX_TPU_FLAG))
+        for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+    }
+    return {variable: text for variable, text in flags.items() if text}
 
 
 def check_environment(uses_tpu: bool) -> None:
-    """Refuses flags in the environment that would end the process once JAX starts a backend.
+    """Raises UserError for flags in the environment that would end the process once JAX starts a backend.
 
     Where none is set that costs nothing, otherwise 0.3 seconds a variable.
 
     Args:
         uses_tpu: whether this process will load libtpu, if only to compile; where it is not installed none will.
-
-    Raises:
-        UserError: XLA_FLAGS or LIBTPU_INIT_ARGS has a flag or value that the installed libraries do not take.
     """
-    flags = environment_flags()
+    flags, problems = environment_flags(), []
     if "XLA_FLAGS" in flags:
         logged = re.findall(r"(?m)^[EF]\d{4} .*?\] (.+)", _start(_READ_XLA_FLAGS))
-        _refuse("XLA_FLAGS", logged[:1], "jaxlib")  # what follows the first is its consequence
-    if "LIBTPU_INIT_ARGS" in flags and uses_tpu and find_spec("libtpu"):
-        _refuse("LIBTPU_INIT_ARGS", re.findall(r"(?m)^ERROR: (.+)", _start(_READ_LIBTPU_INIT_ARGS)), "libtpu")
+        problems = [("XLA_FLAGS", "jaxlib", line) for line in logged[:1]]  # what follows is its consequence
+    if "LIBTPU_INIT_ARGS" in flags and uses_tpu and find_spec("libtpu") and not problems:
+        logged = re.findall(r"(?m)^ERROR: (.+)", _start(_READ_LIBTPU_INIT_ARGS))
+        problems = [("LIBTPU_INIT_ARGS", "libtpu", line) for line in logged]
+    messages = []
+    for variable, package, line in problems:
+        if match := re.match(r"Unknown flags? in XLA_FLAGS: (.+)|Unknown command line flag '(\w+)'", line):
+            for flag in (match[1] or match[2]).split():
+                similar = did_you_mean(re.search(r"\w+", flag)[0], _names_in([package]))
+                messages.append(f"{variable} in the environment: {flag} is no flag of {_versions([package])}.{similar}")
+        else:
+            messages.append(f"{variable} in the environment: {line}")
+    if messages:
+        raise UserError("\n".join(messages))
 
 
 def _start(program: str) -> str:
-    """What a Python program that reads the environment's flags says where it fails; empty where it does not."""
+    """Returns what a Python program that reads the environment's flags logs where it fails, else ""."""
     settings = {
         "PYTHONPATH": os.pathsep.join(sys.path),  # of the same libraries
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it takes no TPU, so another process may have them
@@ -191,17 +189,3 @@ def _start(program: str) -> str:
     }
     child = subprocess.run([sys.executable, "-c", program], env=os.environ | settings, capture_output=True, text=True)
     return child.stderr if child.returncode else ""
-
-
-def _refuse(variable: str, complaints: Sequence[str], package: str) -> None:
-    """Raises UserError where the package has complained of an environment variable."""
-    problems = []
-    for complaint in complaints:
-        if match := re.match(r"Unknown flags? in XLA_FLAGS: (.+)|Unknown command line flag '(\w+)'", complaint):
-            for flag in (match[1] or match[2]).split():
-                similar = did_you_mean(re.search(r"\w+", flag)[0], _names_in([package]))
-                problems.append(f"{flag} is no flag of {_versions([package])}.{similar}")
-        else:
-            problems.append(complaint)
-    if problems:
-        raise UserError("\n".join(f"{variable} in the environment: {problem}" for problem in problems))

@@ -37,30 +37,16 @@ FIRST_LINE = b"MinText compiled training step, format 2\n"
 SECOND_LINE = "sha256 {digest} of the {size} bytes that follow\n"
 
 # All that a pickled step is made of, in JAX 0.10.2 and 0.11.2, on CPU, TPU and GPU.
-PICKLED = frozenset(
-    {
-        ("jax", "P"),
-        ("jax._src.core", "ManualAxisType"),
-        ("jax._src.core", "MemorySpace"),
-        ("jax._src.core", "ShapedArray"),
-        ("jax._src.interpreters.pxla", "AllArgsInfo"),
-        ("jax._src.interpreters.pxla", "UnloadedMeshExecutable"),
-        ("jax._src.layout", "AutoLayoutSingleton"),
-        ("jax._src.layout", "Layout"),
-        ("jax._src.linear_util", "DebugInfo"),
-        ("jax._src.mesh", "AbstractDevice"),
-        ("jax._src.mesh", "AbstractMesh"),
-        ("jax._src.mesh", "AxisType"),
-        ("jax._src.mesh", "Mesh"),
-        ("jax._src.named_sharding", "_unpickle_named_sharding"),
-        ("jax._src.stages", "ArgInfo"),
-        ("jaxlib._jax", "DeviceList"),
-        ("ml_dtypes", "bfloat16"),
-        ("numpy", "dtype"),
-        ("numpy", "ndarray"),
-        ("numpy._core.multiarray", "_reconstruct"),
-    }
-)
+# fmt: off
+PICKLED = frozenset((
+    "jax.P", "jax._src.core.ManualAxisType", "jax._src.core.MemorySpace", "jax._src.core.ShapedArray",
+    "jax._src.interpreters.pxla.AllArgsInfo", "jax._src.interpreters.pxla.UnloadedMeshExecutable",
+    "jax._src.layout.AutoLayoutSingleton", "jax._src.layout.Layout", "jax._src.linear_util.DebugInfo",
+    "jax._src.mesh.AbstractDevice", "jax._src.mesh.AbstractMesh", "jax._src.mesh.AxisType", "jax._src.mesh.Mesh",
+    "jax._src.named_sharding._unpickle_named_sharding", "jax._src.stages.ArgInfo", "jaxlib._jax.DeviceList",
+    "ml_dtypes.bfloat16", "numpy.dtype", "numpy.ndarray", "numpy._core.multiarray._reconstruct",
+))
+# fmt: on
 
 # Settings of JAX that change what it makes of a step: how it compiles, and how it traces. The program's digest sees the
 # latter too, and more of them; here they have names.
@@ -81,37 +67,30 @@ JAX_SETTINGS = (
 
 # Keys of base.yml that have no part in the compiled step: whole sections, and single keys of others. Whether a program
 # is the wrong one its digest says; this only keeps the list of reasons short.
-OTHER_SECTIONS = ("run", "aot", "data", "tools", "evaluation", "decoding", "checkpoint", "diagnostics")
+RUN_TIME_SECTIONS = ("run", "aot", "data", "tools", "evaluation", "decoding", "checkpoint", "diagnostics")
 # fmt: off
-OTHER_KEYS = frozenset((
-    "jax_cache_dir",
-    *("learning_rate", "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction"),
-    *("learning_rate_final_fraction", "wsd_decay_steps_fraction"),
-    *("adam_b1", "adam_b2", "adam_eps", "adam_weight_decay", "muon_beta", "gradient_clipping_threshold"),
-    "on_nonfinite",
-    *("long_documents", "batch_transform"),
-    *("coordinator_address", "num_processes", "process_id"),
-    *("jax_distributed_initialization_timeout", "jax_distributed_heartbeat_timeout_seconds"),
+RUN_TIME_KEYS = frozenset((
+    "jax_cache_dir", "learning_rate", "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction",
+    "learning_rate_final_fraction", "wsd_decay_steps_fraction", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay",
+    "muon_beta", "gradient_clipping_threshold", "on_nonfinite", "long_documents", "batch_transform",
+    "coordinator_address", "num_processes", "process_id",
+    "jax_distributed_initialization_timeout", "jax_distributed_heartbeat_timeout_seconds",
 ))
 # fmt: on
 
-# Parts of a header that are JSON objects, each value of which has to be the same, and those that are treated apart.
+# Parts of a header that are JSON objects, each value of which has to be the same.
 COMPARED = ("devices", "mesh", "versions", "compiler_options", "environment", "jax_config")
-OTHERS = ("config", "arguments")
-
-
-# ---- What a program is for
 
 
 def header(config: Mapping[str, Any], built: Built) -> Header:
-    """What the program of a step depends on, as a JSON object: another header, another program.
+    """Returns what the program of a step depends on, as a JSON object: another header, another program.
 
-    `program` is the digest of the traced step, so that any change of MinText's code or of a key is seen; `config`
-    only explains one.
+    `program` is the digest of the traced step, which any change of MinText's code or of a key changes; `config` only
+    explains such a change.
     """
     mesh = built.plan.layout.mesh
     devices = list(mesh.devices.flat)
-    other_keys = {*(key for section in OTHER_SECTIONS for key in keys_of(section)), *OTHER_KEYS}
+    run_time_keys = RUN_TIME_KEYS.union(*(keys_of(section) for section in RUN_TIME_SECTIONS))
     return {
         "devices": {
             "kind": devices[0].device_kind,
@@ -129,9 +108,9 @@ def header(config: Mapping[str, Any], built: Built) -> Header:
         # Those that this version of JAX has.
         "jax_config": {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values},
         "program": _digest(program_text(built.traced, _kernel_text)),
-        "config": {key: dump(config[key]) for key in KEYS if key not in other_keys},
+        "config": {key: dump(config[key]) for key in KEYS if key not in run_time_keys},
         "arguments": {
-            jax.tree_util.keystr(path, simple=True, separator="."): _described(leaf)
+            jax.tree_util.keystr(path, simple=True, separator="."): _describe(leaf)
             for path, leaf in jax.tree.leaves_with_path(
                 {"state": built.state, "batch": built.batch, "hyper": built.hyper}
             )
@@ -143,21 +122,20 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _described(leaf: Any) -> str:
-    """An argument's dtype, shape, and the mesh axes that shard its dims."""
+def _describe(leaf: Any) -> str:
     sharding = getattr(leaf, "sharding", None)  # the hyper-parameters are numbers, on every device
     return f"{leaf.dtype}{list(leaf.shape)} sharded {tuple(sharding.spec) if sharding else ()}"
 
 
 def _versions(hardware: str) -> dict[str, str]:
-    """Of what compiles and runs a program on `tpu`, `gpu` or `cpu`, where it is installed."""
+    """Returns the versions of the packages that compile and run a program on `tpu`, `gpu` or `cpu`."""
     packages = {"tpu": ["libtpu"], "gpu": ["jax-cuda12-plugin", "jax-cuda12-pjrt"]}.get(hardware, [])
     installed = {distribution.name for distribution in metadata.distributions()}
     return {package: metadata.version(package) for package in ["jax", "jaxlib", *packages] if package in installed}
 
 
 def _processor() -> str:
-    """This machine's, whose instructions XLA's CPU backend compiles for."""
+    """Returns this machine's processor, whose instructions XLA's CPU backend compiles for."""
     information = Path("/proc/cpuinfo")
     if not information.exists():  # no Linux
         return platform.processor()
@@ -166,11 +144,8 @@ def _processor() -> str:
     return f"{fields.get('model name', 'unnamed')}, instruction sets {_digest(instructions)[:8]}"
 
 
-# ---- The digest of a program
-
-
 def _kernel_text(bytecode: bytes) -> str:
-    """A Pallas kernel as text, which unlike its serialised form does not name the source files it is from."""
+    """Returns a Pallas kernel as text, which unlike its serialised form does not name its source files."""
     with ir.Context() as context:
         tpu.register_dialect(context)
         triton.register_dialect(context)
@@ -178,54 +153,42 @@ def _kernel_text(bytecode: bytes) -> str:
         return str(ir.Module.parse(bytecode))
 
 
-# ---- Comparing
-
-
-def differences(saved: Header, here: Header) -> list[str]:
-    """What is another in a file's header and in this run's, a line each; empty where the program is the one wanted."""
-    if {**saved, "config": None} == {**here, "config": None}:
+def differences(saved: Header, current: Header) -> list[str]:
+    """Returns a line for each thing that differs between a file's header and this run's; none for the same program."""
+    if {**saved, "config": None} == {**current, "config": None}:
         return []
-    found = []
-    if saved["program"] != here["program"]:
-        found += _changed(saved["config"], here["config"])
+    lines = []
+    if saved["program"] != current["program"]:
+        lines += _changes(saved["config"], current["config"])
     for section in COMPARED:
-        found += _changed(saved[section], here[section], f"{section}.")
+        lines += _changes(saved[section], current[section], f"{section}.")
     # A wider model changes every argument of the step.
-    found += first_few(_changed(saved["arguments"], here["arguments"]), "\n").splitlines()
-    return found or ["the step itself: no key differs, so the code of MinText or of a package that it uses has changed"]
+    lines += first_few(_changes(saved["arguments"], current["arguments"]), "\n").splitlines()
+    return lines or ["the step itself: no key differs, so the code of MinText or of a package that it uses has changed"]
 
 
-def _changed(saved: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """A line for each name whose value is another."""
-    for name in {**saved, **here}:
-        old, new = saved.get(name, "nothing"), here.get(name, "nothing")
+def _changes(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name in {**saved, **current}:
+        old, new = saved.get(name, "nothing"), current.get(name, "nothing")
         if old != new:
             yield f"{prefix}{name}: {old} in the file, {new} here"
 
 
-# ---- Saving and loading
-
-
 def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
-    """Writes the program with its header to `path`, any that etils writes.
-
-    Raises:
-        UserError: nothing can be written there.
-    """
+    """Writes the program with its header to `path`; raises UserError where nothing can be written there."""
     # XLA's CPU backend saves of such a program but its outline: it loads, and then fails in its first step.
     assert not jax.config.jax_enable_compilation_cache, "the program may be one that the compilation cache kept"
-    # What kept the Python functions of custom partitioning (cuDNN's attention has it) alive until XLA had called them.
-    # They can't be pickled, and are not called again.
+    # It keeps alive the Python functions of custom partitioning (cuDNN's attention has it), which XLA has called by now
+    # and which can't be pickled.
     compiled._executable._unloaded_executable.keepalive = None
     program, _, _ = serialize_executable.serialize(compiled)
     body = json.dumps(header, indent=1).encode() + b"\n" + program
     second_line = SECOND_LINE.format(digest=hashlib.sha256(body).hexdigest(), size=len(body))
-    content = FIRST_LINE + second_line.encode() + body
-    write_output("compiled_trainstep_file", path, content)
+    write_output("compiled_trainstep_file", path, FIRST_LINE + second_line.encode() + body)
 
 
 def load(path: str, header: Header, built: Built) -> jax.stages.Compiled:
-    """The program at `path`, to be called as `built.train` is; every process of a job loads it.
+    """Returns the program at `path`, to be called as `built.train` is; every process of a job loads it.
 
     Args:
         path: a file that `save` wrote.
@@ -233,11 +196,11 @@ def load(path: str, header: Header, built: Built) -> jax.stages.Compiled:
         built: the step that it takes the place of.
 
     Raises:
-        UserError: the file can't be read, is damaged or is none of ours, or its program is for something else.
+        UserError: the file can't be read, is damaged or not of `save`, or its program is for something else.
     """
     saved, program = _read(path)
-    if found := differences(saved, header):
-        listed = "\n".join(f"  {line}" for line in found)
+    if lines := differences(saved, header):
+        listed = "\n".join(f"  {line}" for line in lines)
         raise UserError(
             f"compiled_trainstep_file={path} was compiled for another run than this:\n{listed}\n"
             "Compile it for this one (python -m src.train_compile), or leave compiled_trainstep_file empty."
@@ -254,24 +217,20 @@ def load(path: str, header: Header, built: Built) -> jax.stages.Compiled:
     except jax.errors.JaxRuntimeError as error:
         raise UserError(f"compiled_trainstep_file={path}: these devices do not load it: {error}") from None
     except Exception as error:  # a pickle of something else may fail in any way
-        raise _not_ours(path, f"{type(error).__name__}: {error}") from error
+        raise _foreign(path, f"{type(error).__name__}: {error}") from error
 
 
 class _Unpickler(serialize_executable._JaxPjrtUnpickler):
-    """JAX's, which puts devices and the program in their places; it looks up no name but those a step is made of."""
+    """JAX's unpickler, which puts in devices and the program; it looks up no name but those a step is made of."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in PICKLED:
+        if f"{module}.{name}" not in PICKLED:
             raise pickle.UnpicklingError(f"it holds {module}.{name}, which no step does")
         return super().find_class(module, name)
 
 
 def _read(path: str) -> tuple[Header, bytes]:
-    """(header, program) of a file, its digest checked before anything else.
-
-    Raises:
-        UserError: there is no such file, or it is not as `save` wrote it.
-    """
+    """Returns a file's header and program, its digest checked before anything else."""
     where = f"compiled_trainstep_file={path}"
     try:
         content = epath.Path(path).expanduser().read_bytes()
@@ -293,14 +252,16 @@ def _read(path: str) -> tuple[Header, bytes]:
     try:
         header = json.loads(text + b"}")
     except (ValueError, RecursionError) as error:
-        raise _not_ours(path, f"its header is no JSON: {error}") from None
-    objects = [isinstance(header, dict) and isinstance(header.get(part), dict) for part in (*COMPARED, *OTHERS)]
+        raise _foreign(path, f"its header is no JSON: {error}") from None
+    objects = [
+        isinstance(header, dict) and isinstance(header.get(part), dict) for part in (*COMPARED, "config", "arguments")
+    ]
     if not all(objects) or not isinstance(header.get("program"), str):
-        raise _not_ours(path, "its header is not a step's")
+        raise _foreign(path, "its header is not a step's")
     return header, program
 
 
-def _not_ours(path: str, why: str) -> UserError:
+def _foreign(path: str, why: str) -> UserError:
     return UserError(
         f"compiled_trainstep_file={path} is none of ours, though its digest is right: {why}. It is not loaded; "
         "src.train_compile saves one."

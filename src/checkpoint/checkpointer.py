@@ -1,7 +1,7 @@
 """Saves a run's checkpoints through Orbax while training goes on.
 
 Orbax writes `<directory>/<step>/` with two items: `state`, the arrays under dotted names, and `meta`, a JSON object
-of the caller's own values and of each array's shape, dtype and digest, which src/checkpoint/restore.py compares.
+with the caller's values and each array's shape, dtype and digest, which src/checkpoint/restore.py compares.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ AtomicityMode = ocp.options.AtomicityMode
 
 
 class Checkpointer:
-    """The checkpoints of one run, in `directory`, a local folder or any other path etils reads.
+    """Saves and restores the checkpoints of one run.
 
     Nothing is created, renamed or deleted before the first `save`. All processes of a job make the same calls.
 
     Args:
-        directory: its checkpoints/ folder.
-        max_to_keep: how many checkpoints stay; -1: all.
+        directory: the run's checkpoints/ folder, local or any other path that etils reads.
+        max_to_keep: how many checkpoints are kept; -1: all.
         async_save: files are written while the caller goes on.
-        compress: files are smaller by a quarter or so; without, arrays in host memory are written as they lie there.
+        compress: makes files smaller by about a quarter; without it arrays in host memory are not copied.
     """
 
     def __init__(self, directory: epath.PathLike, *, max_to_keep: int, async_save: bool, compress: bool = True) -> None:
@@ -46,21 +46,21 @@ class Checkpointer:
         self._options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=async_save,
             cleanup_tmp_directories=True,
-            # Without it Orbax reads the metadata of every checkpoint at its start, and stops at a damaged one.
+            # Otherwise Orbax reads the metadata of every checkpoint at its start, and stops at a damaged one.
             lightweight_initialize=True,
-            # A store has no rename, so there a file written last marks a whole checkpoint.
+            # A store cannot rename, so there a file that is written last marks a complete checkpoint.
             atomicity_options=ocp.options.AtomicityOptions(
                 mode=AtomicityMode.COMMIT_FILE if is_remote(self._directory) else AtomicityMode.ATOMIC_RENAME
             ),
         )
         self._handlers = {"meta": ocp.JsonCheckpointHandler(), "state": ocp.PyTreeCheckpointHandler()}
         if not compress:
-            # Nothing is copied, so no array is too large to be written (the default is 96 GB at once).
+            # As nothing is copied, arrays of any size can be written (the default limit is 96 GB at once).
             self._handlers["state"] = ocp.PyTreeCheckpointHandler(use_compression=False, save_concurrent_gb=10**6)
         self._manager: ocp.CheckpointManager | None = None
         self._damaged_steps: list[int] = []
         self._saved_steps: list[int] = []
-        self._unwritten: tuple[int, dict[str, jax.Array], dict[str, Any]] | None = None  # not known to be whole yet
+        self._unwritten: tuple[int, dict[str, jax.Array], dict[str, Any]] | None = None  # until known to be complete
         self._last_was_missed = False
         self._deleter = ThreadPoolExecutor(max_workers=8)
         self._deletions: dict[int, Future[None]] = {}
@@ -68,15 +68,15 @@ class Checkpointer:
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> list[str]:
         """Saves a state and its `meta`, any JSON object. The state's arrays may be donated once this returns.
 
-        The caller has seen that the weights saved before are good: of these all but `max_to_keep` are deleted now, in
-        the background. So while a run goes on there is one more, whose weights nothing has been computed with yet.
+        Deletes all but `max_to_keep` of the earlier checkpoints, in the background: the caller has seen that their
+        weights are good. So a running run has one more, whose weights have not been used yet.
 
         Returns:
-            messages: what to tell the user.
+            messages for the user.
 
         Raises:
-            UserError: this checkpoint or the one before could not be written, or something is in its place.
-            TransientError: this one could not be written after several attempts, or two could not one after another.
+            UserError: this checkpoint or the last one could not be written, or something is in its place.
+            TransientError: this one could not be written after several attempts, or two in turn could not.
         """
         messages = self._end_last_save(step)
         arrays = flatten(state)
@@ -88,10 +88,10 @@ class Checkpointer:
     def restore_latest(
         self, abstract_state: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any], list[str]] | None:
-        """The newest good checkpoint; None where there is no checkpoint at all.
+        """Restores the newest good checkpoint; returns None if there is no checkpoint at all.
 
-        Damaged ones are passed over, each with a message, and renamed by the next `save`: the run comes to their
-        steps again.
+        Damaged ones are skipped, each with a message, and renamed by the next `save`, as the run comes to their steps
+        again.
 
         Args:
             abstract_state: the state's parts, as pytrees of `jax.ShapeDtypeStruct`s with shardings.
@@ -101,7 +101,7 @@ class Checkpointer:
                 `data_position` saved in another shape has that shape: the data have changed, and what that means is
                 the caller's to say.
             meta: as it was saved.
-            messages: what to tell the user; empty where the newest checkpoint was good.
+            messages: for the user; empty if the newest checkpoint is good.
 
         Raises:
             UserError: no checkpoint is good, one could not be read, or the arrays differ from `abstract_state` in name
@@ -121,7 +121,7 @@ class Checkpointer:
         return state, meta, messages
 
     def wait(self) -> None:
-        """Returns when everything saved is whole on the disk or store. Raises what `save` raises."""
+        """Waits until everything saved is complete on the disk or store; raises what `save` raises."""
         if self._unwritten is None:
             return
         step, arrays, _ = self._unwritten
@@ -139,7 +139,7 @@ class Checkpointer:
         self._unwritten, self._last_was_missed = None, False
 
     def prune(self, before: float = float("inf")) -> None:
-        """Deletes, in the background, all but the newest `max_to_keep` checkpoints of steps below `before`."""
+        """Deletes all but the newest `max_to_keep` checkpoints of steps below `before`, in the background."""
         if self._max_to_keep == -1 or jax.process_index() != 0:
             return
         for step in [step for step in steps_in(self._directory) if step < before][self._max_to_keep :]:
@@ -147,22 +147,22 @@ class Checkpointer:
                 self._deletions[step] = self._deleter.submit((self._directory / str(step)).rmtree)
 
     def set_aside(self, first_step: int) -> list[str]:
-        """Renames what was saved since then at step `first_step` or later, because nothing can go on from it.
+        """Renames the checkpoints that were saved at `first_step` or later, as no run can go on from them.
 
         Returns:
             the new names.
         """
-        with contextlib.suppress(UserError, TransientError):  # what was not written needs no renaming
+        with contextlib.suppress(UserError, TransientError):  # a failed save leaves nothing to rename
             self.wait()
         steps = [step for step in self._saved_steps if step >= first_step]
         self._saved_steps = []
         names = [name for step in steps if (name := self._rename(step, "nonfinite"))]
-        # The first process to end ends the others, and process 0 has to have renamed by then.
+        # The first process to end ends the others, so process 0 has to have renamed them before.
         multihost_utils.sync_global_devices("checkpoints set aside")
         return names
 
     def close(self) -> None:
-        """Waits, then ends Orbax's threads and those that delete."""
+        """Waits, then ends the threads that save and delete."""
         try:
             self.wait()
         finally:
@@ -172,7 +172,7 @@ class Checkpointer:
             self._deleter.shutdown()
 
     def _end_last_save(self, step: int) -> list[str]:
-        """Waits for the save before that of `step`. One that failed for a time is left out; a second in turn raises."""
+        """Waits for the save before that of `step`, and tolerates a single transient failure of it."""
         if self._unwritten is None or self._manager is None:
             return []
         missed = self._unwritten[0]
@@ -205,22 +205,22 @@ class Checkpointer:
         except Exception:
             if not self._abandon_save():
                 raise
-            self._manager = self._open_manager()  # or `wait` would take it for one that is still to be begun
+            self._manager = self._open_manager()  # without one `wait` would begin this save again
 
     def _open_manager(self) -> ocp.CheckpointManager:
         for step in self._damaged_steps:
             self._rename(step, "damaged")
         self._damaged_steps = []
-        # The others may not list the folder before that is done.
+        # The other processes list the folder only after that.
         multihost_utils.sync_global_devices("damaged checkpoints renamed")
         return ocp.CheckpointManager(self._directory, options=self._options, item_handlers=self._handlers)
 
     def _abandon_save(self) -> bool:
-        """Removes what a save that failed has left, and the manager, which would raise its error again.
+        """Removes the files of a failed save, and the manager, which would raise its error again.
 
         Returns:
-            whether the checkpoint is whole nonetheless, because the error came after that, and this process may go on:
-            one of several may not, for the others would not be where it then waits for them.
+            whether the checkpoint is complete nonetheless, as the error came later, and the process may go on. One of
+            several may not: it would wait for the others, which are elsewhere.
         """
         manager, self._manager = self._manager, None
         with contextlib.suppress(Exception):
@@ -234,12 +234,12 @@ class Checkpointer:
         return jax.process_count() == 1 and folder not in unfinished and folder.exists()
 
     def _name_aside(self, step: int, why: str) -> str:
-        """A name without a step's meaning: `10.damaged`, or where that is taken `10.damaged-2` and so on."""
+        """Returns a name that is not a step's: `10.damaged`, or if that is taken `10.damaged-2` and so on."""
         names = [f"{step}.{why}", *(f"{step}.{why}-{count}" for count in range(2, 100))]
         return next(name for name in names if not (self._directory / name).exists())
 
     def _rename(self, step: int, why: str) -> str:
-        """Sets a checkpoint aside; returns its new name, empty where there is none. Process 0 renames."""
+        """Renames a checkpoint, on process 0; returns its new name, "" if there is no such checkpoint."""
         folder = self._directory / str(step)
         if not folder.exists():
             return ""
@@ -249,9 +249,9 @@ class Checkpointer:
         return name
 
     def _explain(self, step: int, attempt: Callable[[], None], again: bool = True) -> None:
-        """Calls `attempt`, where `again` several times, and raises what a user can act on."""
+        """Calls `attempt`, with `again` repeatedly, and raises errors that a user can act on."""
         try:
-            # A process by itself could not begin anew: the others are elsewhere in the save.
+            # One of several processes cannot begin again by itself: the others are elsewhere in the save.
             retried(attempt) if again and jax.process_count() == 1 else attempt()
         except UserError:
             raise
@@ -259,7 +259,7 @@ class Checkpointer:
             raise self._explanation(step, error) from error
 
     def _explanation(self, step: int, error: Exception) -> Exception:
-        """Gives up the last save; returns what to raise where that of `step` failed with `error`."""
+        """Gives up the last save; returns the error to raise if saving `step` failed with `error`."""
         (_, arrays, _), self._unwritten = self._unwritten, None
         kept = steps_in(self._directory)
         stands = f"Checkpoint {kept[0]} stands" if kept else "No checkpoint was saved before"
@@ -280,7 +280,7 @@ class Checkpointer:
 
 
 def _remove_unfinished(folder: epath.Path) -> None:
-    """Removes a folder to which writes that are still under way may add files; the next start removes what stays."""
+    """Removes a folder, to which unfinished writes may still add files; the next start removes what remains."""
     for _ in range(20):
         with contextlib.suppress(Exception):
             folder.rmtree()
@@ -294,18 +294,18 @@ def _gib(count: int) -> str:
 
 
 def _encode_meta(meta: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """What is written as the item `meta`."""
-    found = jax.device_get(digests(arrays))
+    """Returns the content of the item `meta`."""
+    digest_of = jax.device_get(digests(arrays))
     entries = {
-        name: {"shape": x.shape, "dtype": x.dtype.name, "digest": int(found[name])} for name, x in arrays.items()
+        name: {"shape": x.shape, "dtype": x.dtype.name, "digest": int(digest_of[name])} for name, x in arrays.items()
     }
-    content = json.loads(json.dumps({"meta": meta, "arrays": entries}))  # As it will be read: tuples become lists.
+    content = json.loads(json.dumps({"meta": meta, "arrays": entries}))  # as it will be read: tuples become lists
     return {**content, "checksum": checksum_of(content)}
 
 
-# Orbax warns through absl of things nobody using MinText can or need act on, and logs what it raises as well.
+# Orbax warns of things that no user of MinText can or need act on, and logs the errors that it raises.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
-# Where a write fails, it leaves others behind, whose end is told to an event loop that is closed by then.
+# After a failed write, the remaining writes report to an event loop that is closed by then.
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 

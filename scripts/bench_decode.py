@@ -64,7 +64,9 @@ def main(argv: list[str]) -> None:
         print(f"{jax.devices()}, torch with {torch.get_num_threads()} threads; prompts of {options.prompt} tokens")
         for rows in options.batch:
             prompts = np.random.default_rng(0).integers(3, 32_000, (rows, options.prompt), np.int32)
-            generator = Generator(model, sampling(config), seed=0, length=length, prefill_length=options.prompt)
+            generator = Generator(
+                model, sampling(config.decoding), seed=0, length=length, prefill_length=options.prompt
+            )
             ours, theirs = (
                 here(generator, prompts, options.new),
                 {kind: there(reference, prompts, options.new) for kind, reference in references.items()},

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import FrozenConfigDict
 
 from src.cli import run_command
 from src.config.key_help import Usage
+from src.config.schema import Decoding
 from src.data.chat_template import missing_template
 from src.data.readers.conversations import read_message
 from src.data.readers.records import well_formed
@@ -23,7 +23,6 @@ from src.errors import UserError
 from src.generate import Generator, Model, in_training, sampling, unrolled
 from src.json_text import parse_json, read_lines
 from src.loaded_model import load_model
-from src.parallel.mesh import Layout
 from src.startup import configured, printable, say
 from src.step.plan import StepPlan
 
@@ -61,49 +60,48 @@ def main(argv: Sequence[str]) -> list[str] | None:
     # A mistake in a prompt is reported before the weights are read, which takes minutes.
     if config.use_chat_template and tokenizer.chat_template is None:
         raise missing_template()
-    prompts = [] if config.interactive else read_prompts(config) if config.prompt_path else [config.prompt]
-    completions = [Completion(config, tokenizer, prompt) for prompt in prompts]
+    decoding, length = config.decoding, config.max_target_length
+    prompts = [] if config.interactive else read_prompts(decoding) if config.prompt_path else [config.prompt]
+    completions = [Completion(decoding, length, tokenizer, prompt) for prompt in prompts]
     loaded = load_model(config, tokenizer)
     say(loaded.messages)
-    generator, speed = make_generator(config, unrolled(loaded.plan, loaded.parts)), Speed()
+    generator, speed = make_generator(decoding, length, unrolled(loaded.plan, loaded.parts)), Speed()
     if config.interactive:
-        texts = converse(config, tokenizer, generator, speed)
+        texts = converse(decoding, length, tokenizer, generator, speed)
     else:
-        complete_all(generator, completions, rows_at_once(config, loaded.plan.layout), speed)
+        rows = math.ceil(config.per_device_batch_size * loaded.plan.layout.mesh.size)
+        complete_all(generator, completions, rows, speed)
         texts = [completion.text for completion in completions]
     say(speed.lines())
     return texts
 
 
-def sample(config: FrozenConfigDict, plan: StepPlan, parts: tuple[Any, ...], tokenizer: Tokenizer) -> str:
+def sample(
+    decoding: Decoding, max_target_length: int, plan: StepPlan, parts: tuple[Any, ...], tokenizer: Tokenizer
+) -> str:
     """Returns the prompt and what a model in training generates after it, up to `sample_length` tokens, as text."""
-    completion = Completion(config, tokenizer, config.prompt)
-    generate(make_generator(config, in_training(plan, parts)), [completion], 1, 0, Speed())
+    completion = Completion(decoding, max_target_length, tokenizer, decoding.prompt)
+    generator = make_generator(decoding, max_target_length, in_training(plan, parts))
+    generate(generator, [completion], 1, 0, Speed())
     return completion.prompt_text + completion.text
 
 
-def make_generator(config: FrozenConfigDict, model: Model) -> Generator:
-    """Returns a generator with the config's keys of decoding."""
-    return Generator(
-        model, sampling(config), config.decode_seed, config.max_target_length, config.max_prefill_predict_length
-    )
-
-
-def rows_at_once(config: FrozenConfigDict, layout: Layout) -> int:
-    """Returns how many prompts of a file are completed together: `per_device_batch_size` per device."""
-    return math.ceil(config.per_device_batch_size * layout.mesh.size)
+def make_generator(decoding: Decoding, max_target_length: int, model: Model) -> Generator:
+    """Returns a generator of the model with these keys."""
+    prefill_length = decoding.max_prefill_predict_length
+    return Generator(model, sampling(decoding), decoding.decode_seed, max_target_length, prefill_length)
 
 
 # ---- Prompts
 
 
-def read_prompts(config: FrozenConfigDict) -> list[Prompt]:
+def read_prompts(decoding: Decoding) -> list[Prompt]:
     """Returns the prompts of `prompt_path`: the lines, or in a .jsonl file the `prompt` or `messages` of each line.
 
     Raises:
         UserError: the file can't be read or has no prompt, or a line of a .jsonl file has neither field.
     """
-    path = Path(config.prompt_path).expanduser()
+    path = Path(decoding.prompt_path).expanduser()
     if prompts := read_lines(path, "prompt_path", _prompt_of_json):
         return prompts
     raise UserError(f"prompt_path={path} has no prompt: expected one per line, or JSONL, {_EXPECTED}")
@@ -119,7 +117,7 @@ def _prompt_of_json(line: str) -> Prompt:
     raise ValueError(f"expected {_EXPECTED}")
 
 
-def encode_prompt(config: FrozenConfigDict, tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:
+def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:
     """Returns the prompt's token ids, int32 [n].
 
     The chat template renders a conversation and, with `use_chat_template`, also a text, as a user's message.
@@ -129,19 +127,20 @@ def encode_prompt(config: FrozenConfigDict, tokenizer: Tokenizer, prompt: Prompt
     """
     if isinstance(prompt, str):
         prompt = well_formed(prompt)
-    if isinstance(prompt, str) and not config.use_chat_template:
+    if isinstance(prompt, str) and not decoding.use_chat_template:
         ids = tokenizer.encode_prompt(prompt)
     else:
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
         ids = tokenizer.encode_text(tokenizer.render_chat(messages, add_generation_prompt=True))
-    for key, limit in (
-        ("max_target_length", config.max_target_length - 1),  # at least one token is generated
-        ("max_prefill_predict_length", config.max_prefill_predict_length),
+    prefill = decoding.max_prefill_predict_length
+    for key, value, limit in (
+        ("max_target_length", max_target_length, max_target_length - 1),  # at least one token is generated
+        ("max_prefill_predict_length", prefill, prefill),
     ):
         if limit != -1 and len(ids) > limit:
             text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
             raise UserError(
-                f"the prompt {text[:40]!r} has {len(ids)} tokens, more than the {limit} that {key}={config[key]} has "
+                f"the prompt {text[:40]!r} has {len(ids)} tokens, more than the {limit} that {key}={value} has "
                 f"room for: raise {key}, or shorten the prompt"
             )
     return ids
@@ -154,7 +153,8 @@ class Completion:
     """The text after one prompt, token by token. It ends with a stop token, before a stop text, or at its length limit.
 
     Args:
-        config: limits the length, `sample_length` and `max_target_length`, and has the stop texts, `decode_stop`.
+        decoding: limits the length, `sample_length`, and has the stop texts, `decode_stop`.
+        max_target_length: the most tokens, including the prompt's.
         tokenizer: its `stop_ids` are the stop tokens.
         prompt: what is completed.
 
@@ -162,15 +162,15 @@ class Completion:
         UserError: as `encode_prompt` does.
     """
 
-    def __init__(self, config: FrozenConfigDict, tokenizer: Tokenizer, prompt: Prompt) -> None:
-        self.prompt = encode_prompt(config, tokenizer, prompt)
+    def __init__(self, decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> None:
+        self.prompt = encode_prompt(decoding, max_target_length, tokenizer, prompt)
         self.prompt_text = tokenizer.decode(self.prompt)
         self.text = ""  # without the prompt
         self.done = False
         self._tokenizer = tokenizer
-        self._stop_texts = list(config.decode_stop)
-        longest = config.max_target_length - len(self.prompt)
-        self._max_new_tokens = min(config.sample_length or longest, longest)
+        self._stop_texts = list(decoding.decode_stop)
+        longest = max_target_length - len(self.prompt)
+        self._max_new_tokens = min(decoding.sample_length or longest, longest)
         self._ids: list[int] = []
         self._settled = ""  # text that no later token changes
         self._window = 0  # index of the first token, prompt included, that is decoded again with each new one
@@ -307,7 +307,9 @@ def complete_all(generator: Generator, completions: Sequence[Completion], rows: 
             say([f"prompt {number}:", *(f"  {line}" for line in text.splitlines())])
 
 
-def converse(config: FrozenConfigDict, tokenizer: Tokenizer, generator: Generator, speed: Speed) -> list[str]:
+def converse(
+    decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, generator: Generator, speed: Speed
+) -> list[str]:
     """Completes each line of the standard input until its end; returns the generated texts.
 
     With a chat template the lines are one conversation, which begins anew where it no longer fits; without, each line
@@ -324,16 +326,16 @@ def converse(config: FrozenConfigDict, tokenizer: Tokenizer, generator: Generato
         line = line.rstrip("\n")
         if not line.strip():
             continue
-        prompt: Prompt = (*conversation, {"role": "user", "content": line}) if config.use_chat_template else line
+        prompt: Prompt = (*conversation, {"role": "user", "content": line}) if decoding.use_chat_template else line
         try:
-            completion = Completion(config, tokenizer, prompt)
+            completion = Completion(decoding, max_target_length, tokenizer, prompt)
         except UserError as error:
             conversation = ()
-            say([f"error: {error}" + (" (the conversation begins anew)" if config.use_chat_template else "")])
+            say([f"error: {error}" + (" (the conversation begins anew)" if decoding.use_chat_template else "")])
             continue
         generate(generator, [completion], 1, len(texts), speed, stream=True)
         texts.append(completion.text)
-        if config.use_chat_template:
+        if decoding.use_chat_template:
             conversation = (*prompt, {"role": "assistant", "content": completion.text})
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from src.config.schema import Decoding
 from src.model import params
 from src.model.attention_kernels.choose import choose_kernel
 from src.model.decoder import Decoder, attention_scores, cache_arrays, empty_caches
@@ -37,13 +38,13 @@ class Sampling:
     nucleus_p: float  # of those, the fewest that together have at least this probability; 1: all
 
 
-def sampling(config: Mapping[str, Any]) -> Sampling:
+def sampling(decoding: Decoding) -> Sampling:
     """Returns what the keys decode_sampling_* ask for."""
-    strategy = config["decode_sampling_strategy"]
+    strategy = decoding.decode_sampling_strategy
     return Sampling(
-        temperature=0.0 if strategy == "greedy" else float(config["decode_sampling_temperature"]),
-        top_k=config["decode_sampling_top_k"] if strategy in ("topk", "composite") else 0,
-        nucleus_p=float(config["decode_sampling_nucleus_p"]) if strategy in ("nucleus", "composite") else 1.0,
+        temperature=0.0 if strategy == "greedy" else float(decoding.decode_sampling_temperature),
+        top_k=decoding.decode_sampling_top_k if strategy in ("topk", "composite") else 0,
+        nucleus_p=float(decoding.decode_sampling_nucleus_p) if strategy in ("nucleus", "composite") else 1.0,
     )
 
 

@@ -97,7 +97,8 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
     check_same_data(fingerprint)
     meta = saved_meta(config, fingerprint, tokenizer)
     if config.sample_length and tokenizer:
-        encode_prompt(config, tokenizer, config.prompt)  # now: one too long is better said before the run than after
+        # A prompt that is too long fails now rather than after the run.
+        encode_prompt(config.decoding, config.max_target_length, tokenizer, config.prompt)
 
     # ---- The run's folder, and where in the run it is
     folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
@@ -222,7 +223,7 @@ def conclude(
 ) -> None:
     """What follows the last step: the report; where the run is finished, a sample before it and what to do next."""
     if config.sample_length and tokenizer and not stopped_by:
-        text = printable(sample(config, plan, state_weights(state), tokenizer))
+        text = printable(sample(config.decoding, config.max_target_length, plan, state_weights(state), tokenizer))
         say(["sample:", *(f"  {line}" for line in text.splitlines())])
         folder.write_text("sample.txt", f"after step {int(state.step)}\n{text}\n")
     folder.sync()

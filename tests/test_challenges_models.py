@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from src.config.schema import Decoding
 from src.convert_check import compare
 from src.data.readers.synthetic import SyntheticSource
 from src.data.tokenizer import ByteTokenizer
@@ -93,14 +93,9 @@ def test_an_interactive_loop_that_ends_at_once_has_no_speed():
 
 
 def test_half_of_a_surrogate_pair_in_a_prompt_and_a_byte_order_mark_before_it(write):
-    config = SimpleNamespace(
-        prompt_path=write("prompts.jsonl", '\ufeff{"prompt": "a\\ud800"}\n'),
-        use_chat_template=False,
-        max_target_length=16,
-        max_prefill_predict_length=-1,
-    )
-    (prompt,) = read_prompts(config)
-    assert ByteTokenizer().decode(encode_prompt(config, ByteTokenizer(), prompt)).startswith("a")
+    decoding = Decoding(prompt_path=write("prompts.jsonl", '\ufeff{"prompt": "a\\ud800"}\n'))
+    (prompt,) = read_prompts(decoding)
+    assert ByteTokenizer().decode(encode_prompt(decoding, 16, ByteTokenizer(), prompt)).startswith("a")
 
 
 @pytest.mark.parametrize(

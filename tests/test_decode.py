@@ -187,7 +187,7 @@ def config_of(**keys):
 
 def completed(text, **keys):
     """A completion that was given the text's bytes until it was done, and its stable text after each."""
-    completion = Completion(config_of(**keys), BYTES, "ab")
+    completion = Completion(config_of(**keys).decoding, keys.get("max_target_length", LENGTH), BYTES, "ab")
     stable = []
     for byte in text.encode():
         if not completion.done:
@@ -234,7 +234,7 @@ def test_a_long_completion_is_decoded_in_parts_as_the_whole_is(tmp_path, kind, t
     else:
         ids = np.concatenate([tokenizer.encode_text(f"the {text} {number}") for number in range(300)])
     prompt, counting = tokenizer.encode_prompt("on the mat"), Counting(tokenizer)
-    completion = Completion(config_of(max_target_length=len(prompt) + len(ids)), counting, "on the mat")
+    completion = Completion(config_of().decoding, len(prompt) + len(ids), counting, "on the mat")
     for number, token in enumerate(ids.tolist(), start=1):
         completion.add(token)
         completion.stable_text()
@@ -282,9 +282,9 @@ def generated(devices, stacked, **keys):
     parts = tuple(plan.by_part(weights).values())
     model = in_training(plan, parts) if stacked else unrolled(plan, parts)
     generator = Generator(model, Sampling(1.0, 0, 0.9), config.decode_seed, LENGTH)
-    completions = [Completion(config, BYTES, prompt) for prompt in PROMPTS]
+    completions = [Completion(config.decoding, LENGTH, BYTES, prompt) for prompt in PROMPTS]
     generate(generator, completions, len(completions), 0, Speed())
-    alone = Completion(config, BYTES, PROMPTS[3])
+    alone = Completion(config.decoding, LENGTH, BYTES, PROMPTS[3])
     generate(generator, [alone], 1, 3, Speed())
     assert alone.text == completions[3].text
     return [completion.text for completion in completions]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from src.config.schema import Decoding
 from src.generate import Sampling, filter_logits, sample_tokens, sampling
 
 V = 50
@@ -67,7 +68,7 @@ def test_greedy_takes_the_likeliest(keys):
     logits_BV = logits(1)
     numbers = jnp.arange(3)
     assert np.array_equal(
-        sample_tokens(jnp.asarray(logits_BV), sampling(config), 0, numbers, numbers), logits_BV.argmax(-1)
+        sample_tokens(jnp.asarray(logits_BV), sampling(Decoding(**config)), 0, numbers, numbers), logits_BV.argmax(-1)
     )
 
 
@@ -77,5 +78,5 @@ def test_greedy_takes_the_likeliest(keys):
 )
 def test_a_strategy_has_its_limits(strategy, expected):
     keys = {"decode_sampling_temperature": 0.7, "decode_sampling_top_k": 4, "decode_sampling_nucleus_p": 0.5}
-    found = sampling({"decode_sampling_strategy": strategy, **keys})
+    found = sampling(Decoding(decode_sampling_strategy=strategy, **keys))
     assert (found.temperature, (found.top_k, found.nucleus_p)) == (0.7, expected)

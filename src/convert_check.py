@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from src import command_line
 from src.checkpoint.load_weights import load_weights
 from src.checkpoint.resume import all_weights
-from src.config import load as configuration
 from src.config.yaml import BASE
 from src.errors import UserError
 from src.hf.model_keys import read_model_keys
@@ -46,7 +46,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     # A table of positions may be shorter than base.yml's rows.
     length = min(LENGTH, read_model_keys(hf_dir).get("trainable_position_size", LENGTH))
     settings = ("dtype=float32", "weight_dtype=float32", "matmul_precision=highest", "remat_policy=none")
-    config = configuration.load([str(BASE), f"model_name={hf_dir}", f"max_target_length={length}", *settings])
+    config = command_line.load([str(BASE), f"model_name={hf_dir}", f"max_target_length={length}", *settings])
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)
 
     plan = inference_plan(config, make_layout(config, jax.devices()[:1]), length, packed=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
 from src.cli import run_command
 from src.config.key_help import Usage
@@ -43,7 +44,7 @@ _EXPECTED = '{"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, .
 WINDOW, CONTEXT = 128, 16
 
 
-def main(argv: Sequence[str]) -> list[str] | None:
+def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     """Runs the command line `argv`; returns the generated texts without their prompts, None if it only asked for help.
 
     Raises:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from ml_collections import FrozenConfigDict
+from ml_collections import ConfigDict
 
 from src.cli import run_command
 from src.config.key_help import Usage
+from src.config.schema import Config
 from src.data.host_arrays import host_rows, to_global
 from src.data.loader import EvalBatches
 from src.data.open import open_eval_sets
@@ -51,7 +52,7 @@ class Evaluation:
 
     def __init__(
         self,
-        config: FrozenConfigDict,
+        config: Config,
         plan: StepPlan,
         eval_step: jax.stages.Wrapped,
         data: EvalSet,
@@ -117,7 +118,7 @@ def counted_tokens(sums: Sequence[Mapping[str, Any]]) -> int:
     return round(sum(float(batch["tokens"]) for batch in sums))
 
 
-def main(argv: Sequence[str]) -> dict[str, float] | None:
+def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     """Runs the command line `argv`; returns the evaluation's metrics, None where it asked for something else.
 
     Raises:

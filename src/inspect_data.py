@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import FrozenConfigDict
+from ml_collections import ConfigDict
 
 from src.cli import run_command
 from src.config.key_help import Usage
+from src.config.schema import Config
 from src.data.describe import describe_conversations, describe_data
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import train_batches
@@ -57,7 +58,7 @@ class Segment(NamedTuple):
     loss_mask: np.ndarray
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str] | ConfigDict) -> None:
     """Runs the command line `argv` (without the program's name).
 
     Raises:
@@ -94,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
     print_header(summary)
 
 
-def rows_of_process(config: FrozenConfigDict) -> tuple[int, np.ndarray]:
+def rows_of_process(config: Config) -> tuple[int, np.ndarray]:
     """The rows of a batch of `process_count` hosts that have as many devices as this one; those of `process_index`.
 
     Raises:
@@ -126,7 +127,7 @@ def segments(batch: Batch, row: int) -> list[Segment]:
 
 
 def _from_first_step(
-    config: FrozenConfigDict, data: TrainData, tokenizer: Tokenizer | None, rows: np.ndarray, global_batch: int
+    config: Config, data: TrainData, tokenizer: Tokenizer | None, rows: np.ndarray, global_batch: int
 ) -> Iterator[Batch]:
     """Batches from `inspect_first_step` on. Where packing streams keep a position, all before it are made too."""
     step = config.inspect_first_step
@@ -186,7 +187,7 @@ def _summary(shown: list[Batch], batches: Iterator[Batch]) -> list[tuple[str, st
     ]
 
 
-def _round_trip(config: FrozenConfigDict, data: TrainData, tokenizer: Tokenizer) -> str:
+def _round_trip(config: Config, data: TrainData, tokenizer: Tokenizer) -> str:
     """Whether the texts of documents encode to the ids that they were decoded from."""
     checked, different = 0, []
     for name, source in zip(data.names, data.sources, strict=True):

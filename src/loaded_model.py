@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from ml_collections import FrozenConfigDict
 
 from src.checkpoint.load_weights import load_weights
 from src.checkpoint.resume import all_weights, check_tokenizer, check_vocabulary
+from src.config.schema import Config
 from src.data.types import Tokenizer
 from src.errors import UserError
 from src.model.spec import model_spec
@@ -27,7 +27,7 @@ class LoadedModel:
     messages: list[str]
 
 
-def load_model(config: FrozenConfigDict, tokenizer: Tokenizer | None) -> LoadedModel:
+def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
     """Loads the model that the config describes with the weights of `load_parameters_path`, merging adapters.
 
     Args:

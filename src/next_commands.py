@@ -5,13 +5,13 @@ import shlex
 import sys
 
 import jax
-from ml_collections import FrozenConfigDict
 
+from src.config.schema import Config
 from src.data.types import Tokenizer
 from src.errors import UserError
 
 
-def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer: Tokenizer | None) -> list[str]:
+def next_commands(config: Config, folder: os.PathLike[str], tokenizer: Tokenizer | None) -> list[str]:
     """Returns a line for each command that would work: to ask the model, to measure it, to export it.
 
     Args:
@@ -36,7 +36,7 @@ def next_commands(config: FrozenConfigDict, folder: os.PathLike[str], tokenizer:
     return [f"{what + ':':12}{environment}{shlex.join([python, '-m', *words])}" for what, words in commands.items()]
 
 
-def _has_family(config: FrozenConfigDict) -> bool:
+def _has_family(config: Config) -> bool:
     from src.hf.model_keys import find_family  # imports every family
 
     try:

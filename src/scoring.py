@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from ml_collections import FrozenConfigDict
 
+from src.config.schema import Config
 from src.errors import UserError
 from src.json_text import parse_json, read_lines
 from src.loaded_model import LoadedModel, inference_plan
@@ -24,7 +24,7 @@ from src.step.loss import token_log_probs
 from src.step.plan import StepPlan
 
 
-def score_texts(config: FrozenConfigDict, loaded: LoadedModel) -> int:
+def score_texts(config: Config, loaded: LoadedModel) -> int:
     """Writes a line of `scores_path` for each text of `texts_path`, in their order; returns how many.
 
     A line is a JSON object: `text`, `ids` (including the tokenizer's beginning of a text), `log_probs` of each id given
@@ -68,7 +68,7 @@ def _text_of_json(line: str) -> str:
     raise ValueError('expected {"text": "..."}')
 
 
-def write_logits(config: FrozenConfigDict, loaded: LoadedModel) -> tuple[int, int, int]:
+def write_logits(config: Config, loaded: LoadedModel) -> tuple[int, int, int]:
     """Writes `logits_path`, float32 [B, T, V], for the ids of `tokens_path`, int32 [B, T]; returns that shape.
 
     Each row is one whole text; there is no mask but the model's own.
@@ -105,7 +105,7 @@ def compute_logits(plan: StepPlan, parts: tuple[Any, ...], tokens_BT: np.ndarray
     return _compiled(plan, _logits)(parts, tokens_BT)
 
 
-def eval_batch_size(config: FrozenConfigDict, plan: StepPlan) -> int:
+def eval_batch_size(config: Config, plan: StepPlan) -> int:
     """Returns the global batch size of evaluation.
 
     Raises:
@@ -123,9 +123,7 @@ class _RowBatch(NamedTuple):
     tokens_BT: np.ndarray  # padded with zeros; B is the same for all batches
 
 
-def _row_batches(
-    config: FrozenConfigDict, plan: StepPlan, rows: Sequence[np.ndarray], length: int
-) -> Iterator[_RowBatch]:
+def _row_batches(config: Config, plan: StepPlan, rows: Sequence[np.ndarray], length: int) -> Iterator[_RowBatch]:
     B = eval_batch_size(config, plan)
     for first in range(0, len(rows), B):
         batch = rows[first : first + B]

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from ml_collections import FrozenConfigDict
+from ml_collections import ConfigDict
 
-from src import rendezvous
+from src import command_line, rendezvous
 from src.cli import end_now
-from src.config import load as configuration
 from src.config.key_help import TRAIN, Usage, help_for
-from src.config.schema import KEYS
+from src.config.schema import KEYS, Config
 from src.config.yaml import dump
 from src.errors import UserError
 from src.step.compiler_flags import check_environment
@@ -33,12 +32,12 @@ PER_PROCESS_KEYS = ("process_id", "coordinator_address", "jax_cache_dir", "datas
 
 
 def configured(
-    argv: Sequence[str], usage: Usage = TRAIN, *, joins: bool = True, uses_weights: bool = False
-) -> FrozenConfigDict | None:
+    argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN, *, joins: bool = True, uses_weights: bool = False
+) -> Config | None:
     """Returns the configuration of a command line and makes JAX ready for use; None if it only asked for help.
 
     Args:
-        argv: the command line, without the program's name.
+        argv: the command line, without the program's name; or a ConfigDict in its place.
         usage: what help says.
         joins: this process joins its job, and JAX uses the devices of this machine. Otherwise JAX is not started, and
             the caller checks the environment's flags, as it alone knows which of them will be read.
@@ -54,7 +53,7 @@ def configured(
         return None
     print(f"MinText {version()}", flush=True)
     notes: list[str] = []
-    config = configuration.load(argv, notes, uses_weights=uses_weights)
+    config = command_line.load(argv, notes, uses_weights=uses_weights)
     configure_jax(config)
     if joins:
         platforms = jax.config.jax_platforms  # empty: whichever JAX finds
@@ -66,7 +65,7 @@ def configured(
     return config
 
 
-def configure_jax(config: FrozenConfigDict) -> None:
+def configure_jax(config: Config) -> None:
     """Makes those settings of JAX that have to precede its search for devices and any compilation."""
     jax.config.update("jax_default_matmul_precision", config.matmul_precision)
     if config.jax_cache_dir:

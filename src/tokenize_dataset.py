@@ -25,11 +25,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
+from ml_collections import ConfigDict
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from src import command_line
 from src.cli import run_command
 from src.config import load as configuration
 from src.config.key_help import Usage
@@ -43,9 +45,6 @@ from src.data.tokenizer import make_tokenizer
 from src.errors import UserError, first_few
 from src.json_text import parse_json
 from src.storage_errors import Failure, failure_of
-
-if TYPE_CHECKING:
-    from ml_collections import FrozenConfigDict
 
 USAGE = Usage(
     """Writes a run's data as token ids, for dataset_type=tokens.
@@ -66,14 +65,14 @@ _MOST_UINT16 = 1 << 16  # the largest vocabulary whose ids are uint16
 _LINE_SECONDS = 10  # between lines that say how far it is
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str] | ConfigDict) -> None:
     """Writes the tokens of the config that `argv` gives, or answers --help.
 
     Raises:
         UserError: the config names no data to tokenize or no folder, the folder has other files or tokens of other
             data, an item can't be read, or the folder can't be written.
     """
-    config = configuration.of_command(argv, USAGE)
+    config = command_line.of_command(argv, USAGE)
     if config is None:
         return
     _check(config)
@@ -106,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
     )
 
 
-def _check(config: "FrozenConfigDict") -> None:
+def _check(config: Config) -> None:
     """Raises UserError for a config whose data can't be written as tokens, or not there."""
     if not config.tokenized_path:
         raise UserError("tokenized_path is empty: expected the folder to write the tokens into")
@@ -134,7 +133,7 @@ class Items:
         UserError: the data or the tokenizer can't be read.
     """
 
-    def __init__(self, config: "FrozenConfigDict") -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
         self._tokenizer = make_tokenizer(config)
         self._source = open_source(train_specs(config)[0], config, self._tokenizer)
@@ -213,7 +212,7 @@ def _items_per_shard(items: Items) -> int:
     return -(-count // shards)
 
 
-def _write(config: "FrozenConfigDict", folder: Path, items: Items, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _write(config: Config, folder: Path, items: Items, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Writes the shards that are not there yet, on all cores, then tokens.json, and returns what that has."""
     size = plan["items_per_shard"]
     parts = [range(len(items))[start : start + size] for start in range(0, len(items), size)]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from ml_collections import FrozenConfigDict
+from ml_collections import ConfigDict
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.preemption import Preemption
@@ -20,6 +20,7 @@ from src.checkpoint.resume import saved_meta, saved_parts, starting_state
 from src.checkpoint.run_folder import RunFolder, in_run_folder
 from src.cli import run_command
 from src.config import load as configuration
+from src.config.schema import Config
 from src.data.describe import describe_conversations, describe_data, describe_eval_set
 from src.data.fingerprint import data_fingerprint
 from src.data.host_arrays import check_same_data, host_rows, to_global, to_host
@@ -59,7 +60,7 @@ class Result(NamedTuple):
     stopped_by: int
 
 
-def main(argv: Sequence[str]) -> Result | None:
+def main(argv: Sequence[str] | ConfigDict) -> Result | None:
     """Runs the command line `argv` (without the program's name); None if it only asked for help.
 
     Raises:
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> Result | None:
         return train(config, exits)
 
 
-def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
+def train(config: Config, exits: contextlib.ExitStack) -> Result:
     """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
     # ---- Devices, model and step
     check_hardware(config)
@@ -213,7 +214,7 @@ def train(config: FrozenConfigDict, exits: contextlib.ExitStack) -> Result:
 
 
 def conclude(
-    config: FrozenConfigDict,
+    config: Config,
     plan: StepPlan,
     state: TrainState,
     tokenizer: Tokenizer | None,
@@ -251,7 +252,7 @@ def dated_name() -> str:
 
 
 def header(
-    config: FrozenConfigDict,
+    config: Config,
     plan: StepPlan,
     facts: dict[str, str],
     folder: RunFolder,

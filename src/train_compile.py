@@ -13,6 +13,7 @@ from typing import Any
 
 import src.aot.compilers  # noqa: F401  isort: skip  before JAX
 import jax
+from ml_collections import ConfigDict
 
 from src.aot import program
 from src.aot.advice import changes
@@ -50,7 +51,7 @@ DOES_NOT_FIT = 3  # exit code
 MOST_TRIES, LONGEST_TO_TRY = 3, 300
 
 
-def main(argv: Sequence[str]) -> Report | None:
+def main(argv: Sequence[str] | ConfigDict) -> Report | None:
     """Runs the command line `argv`; None if it only asked for help.
 
     Raises:

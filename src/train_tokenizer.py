@@ -13,8 +13,10 @@ import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ml_collections import ConfigDict
+
+from src import command_line
 from src.cli import run_command
-from src.config import load as configuration
 from src.config.key_help import Usage
 from src.data import order
 from src.data.open import open_sources
@@ -37,14 +39,14 @@ _MAX_DOCUMENTS = 50_000
 _MAX_CHARACTERS = 30_000_000
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str] | ConfigDict) -> None:
     """Trains a tokenizer for the config that `argv` gives and writes it to `tokenizer_path`, or answers --help.
 
     Raises:
         UserError: the config isn't one of a text run, `tokenizer_path` has something else in it, the text has too few
             different words for `vocab_size`, or the file can't be written.
     """
-    config = configuration.of_command(argv, USAGE)
+    config = command_line.of_command(argv, USAGE)
     if config is None:
         return
     if config.dataset_type != "text" or config.datasets or config.use_sft or config.tokenizer_type == "byte":

@@ -12,8 +12,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from src import convert, evaluate
-from src.config import load as configuration
+from src import command_line, convert, evaluate
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
@@ -86,7 +85,7 @@ def test_a_hundred_steps_on_converted_weights_lower_the_loss_of_responses(folder
 
 def test_prompt_tokens_have_no_gradient(folders):
     """The gradient of the output projection is the sum over response tokens alone of h (p - y)."""
-    config = configuration.load(keys_of(folders))
+    config = command_line.load(keys_of(folders))
     loaded = load_model(config, make_tokenizer(config))
     tokenizer = make_tokenizer(config)
     data, _ = open_sources(config, tokenizer)
@@ -188,7 +187,7 @@ def test_a_folders_tokenizer_is_its_models_and_another_is_refused(folders, tmp_p
     words.save(str(tmp_path / "hf" / "tokenizer.json"))
     (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     paths = {"model_name": tmp_path / "hf", "load_parameters_path": tmp_path / "hf"}
-    config = configuration.load(keys_of(folders, **paths))
+    config = command_line.load(keys_of(folders, **paths))
     assert (config.tokenizer_type, config.tokenizer_path) == ("huggingface", str(tmp_path / "hf"))
     with pytest.raises(UserError, match=r"another tokenizer.*\n.*type: huggingface -> byte"):
         evaluated(folders, **paths, tokenizer_type="byte", tokenizer_path="")

@@ -1,5 +1,6 @@
 """Configuration: what a command line resolves to, and what each mistake in it is answered with."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from src.config import schema
 from src.config.base_yml import base_yml
 from src.config.key_help import Usage, help_for, help_text
+from src.config.keys import fact
 from src.config.load import (
     compare_runs,
     diff_from_base,
@@ -327,3 +330,36 @@ def test_configuration_needs_no_jax():
     code = "import sys; from src.config.load import load; load(['configs/base.yml']); print('jax' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CONFIGS.parent, check=True)
     assert run.stdout == "False\n"
+
+
+@schema.group
+class Gate:
+    """Model: attention"""
+
+    attention_gate: str = fact("none", "a gate on attention's output: none or sigmoid", ("none", "sigmoid"))
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedModel(schema.Model, Gate):
+    """A model with one more key."""
+
+
+def test_a_key_is_added_by_its_declaration_alone(monkeypatch):
+    monkeypatch.setitem(schema.SECTIONS, "model", GatedModel)
+    for name, key in schema.collect([*schema.GROUPS, Gate], schema.SECTIONS).items():
+        monkeypatch.setitem(schema.KEYS, name, key)
+    line = "attention_gate: none                # a gate on attention's output: none or sigmoid"
+    _, _, attention = base_yml().partition("# ---- Model: attention\n")
+    assert line in attention.partition("# ----")[0]
+    assert help_text("attention_gate") == f"Model: attention\n{line}"
+    assert "attention_gate" in help_for(["--help"])
+    segments = "decoder_segments=[{repeats: 15, pattern: [{}]}, {pattern: [{attention_gate: none}]}]"
+    config = load([BASE, "attention_gate=sigmoid", segments])
+    assert config.model.attention_gate == "sigmoid"
+    assert config.decoder_segments[1]["pattern"] == ({"attention_gate": "none"},)
+    assert from_yaml(to_yaml(config)) == config
+    assert [change.key for change in compare_runs(load([BASE]), load([BASE, "attention_gate=sigmoid"]))[1]] == [
+        "attention_gate"
+    ]
+    with pytest.raises(UserError, match="attention_gate=tanh is none of none, sigmoid"):
+        load([BASE, "attention_gate=tanh"])

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
-from ml_collections import FrozenConfigDict
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.load_weights import check_base, identity, load_weights
@@ -89,7 +88,7 @@ def parts(state: TrainState) -> dict[str, Any]:
 
 
 def starting_state(
-    config: FrozenConfigDict,
+    config: Config,
     plan: StepPlan,
     abstract: TrainState,
     folder: RunFolder,
@@ -144,7 +143,7 @@ def saved_parts(plan: StepPlan, state: TrainState) -> dict[str, Any]:
     return saved
 
 
-def saved_meta(config: FrozenConfigDict, fingerprint: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+def saved_meta(config: Config, fingerprint: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What a checkpoint says of itself beside its arrays."""
     meta = {
         "data": fingerprint,
@@ -175,7 +174,7 @@ def all_weights(abstract: TrainState) -> Tree:
     return {name: entry for name, entry in weights.items() if name != "lora"}
 
 
-def state_of(weights: Tree, config: FrozenConfigDict, plan: StepPlan, abstract: TrainState) -> TrainState:
+def state_of(weights: Tree, config: Config, plan: StepPlan, abstract: TrainState) -> TrainState:
     """The state before the first step of a run that starts from these weights."""
     loaded = plan.by_part(weights)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -191,7 +190,7 @@ def state_of(weights: Tree, config: FrozenConfigDict, plan: StepPlan, abstract: 
     return jax.jit(rest, out_shardings=shardings, donate_argnums=0)(loaded)
 
 
-def new_state(config: FrozenConfigDict, plan: StepPlan, abstract: TrainState) -> TrainState:
+def new_state(config: Config, plan: StepPlan, abstract: TrainState) -> TrainState:
     """The state before the first step, made where it belongs, the same on every mesh."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     init = functools.partial(init_state, plan, hyper_parameters(config, 0), abstract.data_position.shape)
@@ -199,7 +198,7 @@ def new_state(config: FrozenConfigDict, plan: StepPlan, abstract: TrainState) ->
     return jax.jit(init, out_shardings=shardings, compiler_options={"xla_backend_optimization_level": 0})()
 
 
-def compare_configs(config: FrozenConfigDict, saved: str, plan: StepPlan, abstract: TrainState) -> Messages:
+def compare_configs(config: Config, saved: str, plan: StepPlan, abstract: TrainState) -> Messages:
     """What changed since the run's own config.yml.
 
     Raises:
@@ -232,7 +231,7 @@ def _same_arrays(old: Config, plan: StepPlan, abstract: TrainState) -> bool:
         return False
 
 
-def check_vocabulary(config: FrozenConfigDict, meta: Mapping[str, Any]) -> None:
+def check_vocabulary(config: Config, meta: Mapping[str, Any]) -> None:
     """Raises UserError where a checkpoint's vocabulary is another one, which padding would hide."""
     if meta["vocab_size"] != config.vocab_size:
         raise UserError(
@@ -241,7 +240,7 @@ def check_vocabulary(config: FrozenConfigDict, meta: Mapping[str, Any]) -> None:
         )
 
 
-def check_tokenizer(config: FrozenConfigDict, meta: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
+def check_tokenizer(config: Config, meta: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
     """Raises UserError where a checkpoint's weights know another tokenizer's ids, unless `accept_changes` says so.
 
     Nothing is known of a checkpoint from before tokenizers were recorded, nor of one trained on synthetic data.
@@ -262,7 +261,7 @@ def check_tokenizer(config: FrozenConfigDict, meta: Mapping[str, Any], tokenizer
 def with_position(
     fields: Mapping[str, Any],
     meta: Mapping[str, Any],
-    config: FrozenConfigDict,
+    config: Config,
     abstract: TrainState,
     fingerprint: Mapping[str, Any],
 ) -> Start:
@@ -303,7 +302,7 @@ def with_position(
 
 
 def moved_position(
-    position: jax.Array, meta: Mapping[str, Any], config: FrozenConfigDict, wanted: jax.ShapeDtypeStruct
+    position: jax.Array, meta: Mapping[str, Any], config: Config, wanted: jax.ShapeDtypeStruct
 ) -> tuple[jax.Array, Messages]:
     """The packing streams' saved position [B, S, 2] for the sources and the number of rows that there now are."""
     old_names, names = source_names(meta), [spec.name for spec in train_specs(config)]
@@ -323,7 +322,7 @@ def moved_position(
 
 
 def rows_consumed(
-    step: int, meta: Mapping[str, Any], config: FrozenConfigDict, fingerprint: Mapping[str, Any]
+    step: int, meta: Mapping[str, Any], config: Config, fingerprint: Mapping[str, Any]
 ) -> tuple[int, dict[str, int]]:
     """Counts the rows since weights, batch and row length were last changed; and those of each source before that.
 

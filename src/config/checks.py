@@ -15,6 +15,12 @@ from src.config.yaml import dump
 from src.errors import did_you_mean, first_few
 
 
+class Sound(dict[str, Any]):
+    """Flat keys without those that are wrong by themselves; a check that reads one of those raises KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
 def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
     """Returns what is wrong with the whole: each problem a sentence that names the keys to change.
 
@@ -23,7 +29,7 @@ def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
         failed: keys that were already reported; what depends on one of them is not judged.
     """
     invalid = {key: problem for key in config if key not in failed and (problem := check_value(key, config[key]))}
-    sound = {key: value for key, value in config.items() if key not in failed and key not in invalid}
+    sound = Sound({key: value for key, value in config.items() if key not in failed and key not in invalid})
     problems = list(invalid.values())
     for check in CHECKS:
         try:

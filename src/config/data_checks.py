@@ -1,11 +1,11 @@
-"""What the keys that describe data demand of each other, and `datasets` and `eval_datasets` as they are typed."""
+"""Checks the keys that describe data, and reads `datasets` and `eval_datasets` as they are typed."""
 
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
-from src.config.schema import KEYS
+from src.config.keys import frozen
+from src.config.schema import KEYS, Config
 from src.config.source_spec import (
     ENTRY_KEYS,
     all_specs,
@@ -13,10 +13,10 @@ from src.config.source_spec import (
     names_eval_data,
     train_specs,
     train_weights,
+    whole_numbers,
 )
 from src.config.values import check_value
 from src.config.yaml import convert, dump
-from src.data.mixture import whole_numbers
 from src.errors import UserError, did_you_mean, first_few
 
 # What a type of data can't do without.
@@ -29,11 +29,8 @@ _NEEDED = {
 }
 
 
-def read_entries(key: str, value: Any) -> list[Mapping[str, Any]]:
-    """`datasets` or `eval_datasets` as `parse_keys` gives them, each setting of its type.
-
-    Returns:
-        The entries, immutable mappings: a frozen config can hold no dict within a list.
+def read_entries(key: str, value: Any) -> tuple[Mapping[str, Any], ...]:
+    """Returns the entries of a parsed `datasets` or `eval_datasets`, each setting of its type.
 
     Raises:
         ValueError: everything that is wrong with them.
@@ -43,14 +40,14 @@ def read_entries(key: str, value: Any) -> list[Mapping[str, Any]]:
     entries, problems = [], []
     for number, entry in enumerate(value, start=1):
         try:
-            entries.append(MappingProxyType(_read_entry(ENTRY_KEYS[key], entry)))
+            entries.append(_read_entry(ENTRY_KEYS[key], entry))
         except ValueError as error:
             problems.append(f"entry {number}: {error}")
     names = [entry["name"] for entry in entries]
     problems += [f"two entries have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
     if problems:
         raise ValueError("; ".join(problems))
-    return entries
+    return frozen(entries)
 
 
 def _read_entry(known: Sequence[str], entry: Any) -> dict[str, Any]:
@@ -72,8 +69,7 @@ def _read_entry(known: Sequence[str], entry: Any) -> dict[str, Any]:
     return typed
 
 
-def _sources(config: Mapping[str, Any]) -> list[str]:
-    """Whether each set of data that a configuration names has what its type needs, and its weights are right."""
+def _sources(config: Config) -> list[str]:
     problems = []
     for spec in all_specs(config):
         # Without a path the one source of a run is Python's own; of several each says what it is.
@@ -87,9 +83,8 @@ def _sources(config: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def _tokenizer(config: Mapping[str, Any]) -> list[str]:
-    """What is wrong with `tokenizer_path`, for `tokenizer_type`."""
-    kind, path = config["tokenizer_type"], config["tokenizer_path"]
+def _tokenizer(config: Config) -> list[str]:
+    kind, path = config.tokenizer_type, config.tokenizer_path
     if all_synthetic(config):
         return []
     if kind == "sentencepiece" and not path:
@@ -104,36 +99,33 @@ def _tokenizer(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _finetuning(config: Mapping[str, Any]) -> list[str]:
-    """Whether `use_sft` has conversations to read."""
+def _finetuning(config: Config) -> list[str]:
     # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
-    has_path = config["dataset_path"] or config["eval_dataset_path"] or config["datasets"]
-    if config["use_sft"] and not (all(spec.type == "text" for spec in train_specs(config)) and has_path):
+    has_path = config.dataset_path or config.eval_dataset_path or config.datasets
+    if config.use_sft and not (all(spec.type == "text" for spec in train_specs(config)) and has_path):
         return ["use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"]
     return []
 
 
-def _evaluation(config: Mapping[str, Any]) -> list[str]:
-    """Whether there is something to evaluate on, and rolling over it makes sense."""
+def _evaluation(config: Config) -> list[str]:
     problems = []
-    steps = [entry.get("eval_steps", config["eval_steps"]) for entry in config["eval_datasets"]]
-    if config["eval_mode"] == "rolling" and -1 in (steps or [config["eval_steps"]]):
+    steps = [entry.get("eval_steps", config.eval_steps) for entry in config.eval_datasets]
+    if config.eval_mode == "rolling" and -1 in (steps or [config.eval_steps]):
         problems.append(
             "eval_mode=rolling goes on where the last evaluation ended, and eval_steps=-1 (one epoch) begins anew each "
             "time: set eval_steps to a number of batches, or eval_mode=reset"
         )
-    if config["eval_interval"] == -1 or names_eval_data(config):
+    if config.eval_interval == -1 or names_eval_data(config):
         return problems
-    if config["datasets"]:
+    if config.datasets:
         problems.append("eval_interval needs data to evaluate on, for nothing is held out of datasets: eval_datasets")
-    elif config["eval_fraction"] == 0:
+    elif config.eval_fraction == 0:
         problems.append("eval_interval needs data to evaluate on: set eval_dataset_path or an eval_fraction above 0")
     return problems
 
 
-def _long_documents(config: Mapping[str, Any]) -> list[str]:
-    """Whether `long_documents` means something."""
-    if config["packing"] and config["long_documents"] == "truncate":
+def _long_documents(config: Config) -> list[str]:
+    if config.packing and config.long_documents == "truncate":
         return ["long_documents=truncate needs packing=false: packed rows leave nothing of a document out"]
     return []
 

@@ -3,17 +3,18 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from ml_collections import ConfigDict
 
 from src.config.checks import check_config
 from src.config.corrections import corrected_command
 from src.config.data_checks import read_entries
 from src.config.foreign_keys import answer, with_own_mesh_word
-from src.config.key_help import TRAIN, Usage, help_for
 from src.config.keys import frozen
 from src.config.model_checks import read_segments
+from src.config.python_file import config_dict_keys, read_python
 from src.config.run_config import model_keys, run_folder, run_keys, runs_in
 from src.config.schema import KEYS, Config, defaults
 from src.config.source_spec import ENTRY_KEYS
@@ -30,17 +31,10 @@ from src.config.yaml import (
     read_file,
     unprintable,
 )
-from src.data.tokenizer import has_tokenizer
 from src.errors import UserError, clipped, did_you_mean, first_few
-from src.hf.folder import is_hf_folder
-from src.hf.model_keys import model_yaml, read_model_keys
-from src.storage_errors import Failure, failure_of
-
-__all__ = ["compare_runs", "diff_from_base", "from_yaml", "load", "to_yaml"]
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One `key: value` or `key=value` as it was typed, and where."""
 
     key: str
@@ -48,8 +42,18 @@ class Setting:
     where: str
 
 
+class ModelFolders(Protocol):
+    """Reads the folders of models that other programs write; config knows none of their formats."""
+
+    def model_keys(self, folder: str) -> Mapping[str, Any] | None:
+        """Returns the keys of the model and its tokenizer, as `parse_keys` does; None if no such model is there."""
+
+    def tokenizer_keys(self, folder: Path) -> Mapping[str, Any]:
+        """Returns the keys that name a folder's tokenizer; none where it has none."""
+
+
 class Change(NamedTuple):
-    """A key whose value differs between a run's own configuration and a command's; a missing key's value is None."""
+    """A key whose value differs between a run's own configuration and a command's; None: the key is missing there."""
 
     key: str
     old: Any
@@ -59,49 +63,61 @@ class Change(NamedTuple):
         return f"{self.key}: {dump(self.old)} -> {dump(self.new)}"
 
 
-def load(argv: Sequence[str], notes: list[str] | None = None, *, uses_weights: bool = False) -> Config:
-    """The configuration of a command line: a YAML file or a run's folder (else base.yml), then `key=value` arguments.
+def load(
+    argv: Sequence[str] | ConfigDict,
+    notes: list[str] | None = None,
+    *,
+    uses_weights: bool = False,
+    folders: ModelFolders | None = None,
+) -> Config:
+    """Returns the configuration of a command line: a config file or a run's folder (else base.yml), then `key=value`.
 
-    Precedence, lowest first: base.yml, the model file that `model_name` names, the YAML file after what its
+    Precedence, lowest first: base.yml, the model file that `model_name` names, the config file after what its
     `base_config` names, the arguments. A mapping or list replaces the one below it; a dotted key
     (`logical_axis_rules.mlp=[]`) sets one entry of a mapping. A run's folder has every key of the run.
 
     Args:
-        argv: the command line without the program.
+        argv: the command line without the program; or a ConfigDict, which stands for a config file.
         notes: takes a line for each key of another trainer's that was accepted but changes nothing.
         uses_weights: a folder that is named, as the run or as the model, is the default of `load_parameters_path`.
+        folders: reads models' folders; None: `model_name` may not name one.
 
     Raises:
         UserError: everything that is wrong, in one message.
-        OSError: a disk failed, maybe for a time.
+        OSError: a file cannot be read.
     """
+    notes = [] if notes is None else notes
+    if isinstance(argv, ConfigDict):
+        return _load(argv, notes, uses_weights, folders)
     if isinstance(argv, str | Mapping) or not all(isinstance(word, str) for word in argv):
-        raise UserError(f'expected a list of words, such as ["configs/base.yml", "steps=100"], got {argv!r}')
+        raise UserError(
+            'expected a list of words, such as ["configs/base.yml", "steps=100"], or an ml_collections.ConfigDict, '
+            f"got {argv!r}"
+        )
     try:
-        return _load(argv, [] if notes is None else notes, uses_weights)
-    except OSError as error:  # such as a folder that may not be read
-        if failure_of(error) is Failure.TRANSIENT:
-            raise
-        raise UserError(f"cannot read {clipped(str(error.filename))}: {error.strerror}") from None
+        return _load(argv, notes, uses_weights, folders)
     except UserError as error:
-        command = corrected_command(argv, lambda words: _load(words, [], uses_weights))
+        command = corrected_command(argv, lambda words: _load(words, [], uses_weights, folders))
         raise UserError(f"{error}{command}") from None
 
 
-def _load(argv: Sequence[str], notes: list[str], uses_weights: bool) -> Config:
-    problems = (
-        [] if argv else ["the first argument is a YAML file or a run's folder, as in `configs/base.yml steps=100`"]
-    )
-    starts_with_file = bool(argv) and "=" not in argv[0] and not argv[0].startswith("-")
-    run = run_folder(file_name(argv[0])) if starts_with_file else None
-    files = []
-    if starts_with_file:
-        files = _of_run(run, uses_weights, problems) if run else _chain(Path(argv[0]), problems)
-    arguments = list(_arguments(argv[1:] if starts_with_file else argv, problems))
+def _load(
+    argv: Sequence[str] | ConfigDict, notes: list[str], uses_weights: bool, folders: ModelFolders | None
+) -> Config:
+    problems: list[str] = []
+    run, files, words = None, [], argv
+    if isinstance(argv, ConfigDict):
+        files, words = _chain(Path("the ConfigDict"), problems, config_dict_keys(argv, "the ConfigDict")), []
+    elif not argv:
+        problems.append("the first argument is a YAML file or a run's folder, as in `configs/base.yml steps=100`")
+    elif "=" not in argv[0] and not argv[0].startswith("-"):
+        run = run_folder(file_name(argv[0]))
+        files, words = _of_run(run, uses_weights, problems) if run else _chain(Path(argv[0]), problems), argv[1:]
+    arguments = list(_arguments(words, problems))
     model_name = _model_name([*files, *arguments])
     if run and model_name != _model_name(files):
         problems.append(f"model_name={model_name}: {run} is a run with a model of its own, which keeps it")
-    model = [] if run else _model_settings(model_name, uses_weights, problems)
+    model = [] if run else _model_settings(model_name, uses_weights, folders, problems)
     config, failed = _resolve([*model, *files, *arguments], problems, notes)
     # The model of another run has the name that it has there.
     config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
@@ -121,7 +137,6 @@ def _report(problems: Sequence[str]) -> str:
 
 
 def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Setting]:
-    """The settings of the command line after its YAML file, their values parsed."""
     for argument in arguments:
         key, equals, text = argument.lstrip("-").partition("=")
         if problem := unprintable(argument, is_name=key not in KEYS or not KEYS[key].any_text):
@@ -138,14 +153,13 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
 
 
 def _default(key: str) -> Any:
-    """base.yml's value of a key or a dotted entry; None where it has none."""
+    """Returns the default of a key or a dotted entry; None where there is none."""
     key, dot, entry = key.partition(".")
     default = KEYS[key].default if key in KEYS else None
     return default.get(entry) if dot and isinstance(default, Mapping) else default
 
 
 def _of_run(folder: Path, uses_weights: bool, problems: list[str]) -> list[Setting]:
-    """The settings of a run, by its folder."""
     try:
         keys = run_keys(folder) | ({"load_parameters_path": str(folder)} if uses_weights else {})
     except UserError as error:
@@ -154,8 +168,11 @@ def _of_run(folder: Path, uses_weights: bool, problems: list[str]) -> list[Setti
     return [Setting(key, value, f"in {folder}") for key, value in keys.items()]
 
 
-def _chain(path: Path, problems: list[str]) -> list[Setting]:
-    """The settings of a YAML file after those of its `base_config`, and so on down; base.yml's own are left out."""
+def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) -> list[Setting]:
+    """Returns the settings of a config file after those of its `base_config`, and so on down to base.yml, without it.
+
+    `keys` are those of the first, where it is no file.
+    """
     settings: list[Setting] = []
     visited: list[Path] = []
     while (resolved := Path(os.path.realpath(path))) != BASE:
@@ -163,30 +180,30 @@ def _chain(path: Path, problems: list[str]) -> list[Setting]:
             problems.append(f"base_config goes round in a circle: {' -> '.join(map(str, [*visited, resolved]))}")
             break
         visited.append(resolved)
-        keys = _read(path, problems)
+        keys = _read(path, problems) if keys is None else keys
         below = file_name(str(keys.pop("base_config", "")))
         settings = [Setting(key, value, f"in {path}") for key, value in keys.items()] + settings
         if not below:
             break
         beside = path.parent / below
-        path = beside if beside.is_file() else CONFIGS / below
+        path, keys = beside if beside.is_file() else CONFIGS / below, None
     return settings
 
 
 def _read(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The keys of a YAML file; none, and a problem, where it is missing or malformed."""
+    """Returns the keys of a YAML or Python file; none, and a problem, where it is missing or malformed."""
     if not path.is_file():
         problems.append(_no_config(path))
         return {}
     try:
-        return read_file(path)
+        return read_python(path) if path.suffix == ".py" else read_file(path)
     except UserError as error:
         problems.append(str(error))
         return {}
 
 
 def _no_config(path: Path) -> str:
-    """Why there is no CONFIG at `path`, and what there is."""
+    """Returns why there is no CONFIG at `path`, and what there is."""
     if path.is_dir():
         runs = first_few(runs_in(path))
         return f"{path} is a folder without a config.yml, which a run's has." + f" Runs in it: {runs}." * bool(runs)
@@ -199,30 +216,28 @@ def _no_config(path: Path) -> str:
 
 
 def _model_name(settings: Sequence[Setting]) -> str:
-    """The model name that wins; empty for none, which MaxText calls default."""
+    """Returns the model name that wins; empty for none, which MaxText calls default."""
     names = ["", *(setting.value for setting in settings if setting.key == "model_name")]
     return "" if names[-1] in (*NOTHING, "default") else file_name(str(names[-1]))
 
 
-def _model_settings(name: str, uses_weights: bool, problems: list[str]) -> list[Setting]:
-    """What the model file sets that `name` names, or the file, run's or Hugging Face folder that it is the path of.
+def _model_settings(name: str, uses_weights: bool, folders: ModelFolders | None, problems: list[str]) -> list[Setting]:
+    """Returns the settings of the model file that `name` names, or of the file, run or model folder at that path.
 
     A tokenizer in the folder, or beside a file that is given by its path, is the model's.
     """
     if not name:
         return []
-    run = run_folder(name)
-    if run or is_hf_folder(name):
-        try:
-            keys = (
-                model_keys(run) if run else parse_keys(model_yaml(read_model_keys(name)), name) | _tokenizer_keys(name)
-            )
-        except UserError as error:
-            problems.append(f"model_name={name}: {error}")
-            return []
+    try:
+        run = run_folder(name)
+        keys = model_keys(run) if run else folders.model_keys(name) if folders else None
+    except UserError as error:
+        problems.append(f"model_name={name}: {error}")
+        return []
+    if keys is not None:
         weights = {"load_parameters_path": name} if uses_weights else {}
-        return [Setting(key, value, f"in {name}") for key, value in (keys | weights).items()]
-    path = Path(os.path.expanduser(name)) if name.endswith(".yml") else CONFIGS / "models" / f"{name}.yml"
+        return [Setting(key, value, f"in {name}") for key, value in {**keys, **weights}.items()]
+    path = Path(os.path.expanduser(name)) if name.endswith((".yml", ".py")) else CONFIGS / "models" / f"{name}.yml"
     if not path.is_file():
         models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
         hint = did_you_mean(name, models) or f" There are {first_few(models, near=name)}."
@@ -237,18 +252,12 @@ def _model_settings(name: str, uses_weights: bool, problems: list[str]) -> list[
     for setting in settings:
         if setting.key in KEYS and KEYS[setting.key].section != "model":
             problems.append(f"{path}: {setting.key} does not describe a model; a model file has only keys that do")
-    return settings + [Setting(key, value, f"beside {path}") for key, value in _tokenizer_keys(path.parent).items()]
-
-
-def _tokenizer_keys(folder: str | Path) -> dict[str, str]:
-    """The keys that name a model folder's tokenizer; none where it has none."""
-    if not has_tokenizer(Path(folder).expanduser()):
-        return {}
-    return {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
+    tokenizer = folders.tokenizer_keys(path.parent) if folders else {}
+    return settings + [Setting(key, value, f"beside {path}") for key, value in tokenizer.items()]
 
 
 def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str]) -> tuple[dict[str, Any], set[str]]:
-    """base.yml's keys with `settings` applied in their order, each converted to its key's type.
+    """Applies the settings to the defaults in their order, each converted to its key's type.
 
     Returns:
         The values, and the keys whose setting was wrong and added to `problems`.
@@ -265,35 +274,25 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
             failed.add(key)
             continue
         try:
-            value = _typed(setting)
+            value = _typed(setting.key, setting.value)
         except ValueError as error:
-            comment = KEYS[key].comment
-            said = f"{setting.key} ({setting.where}): {error}"
-            end = "" if said.endswith((".", "?")) else "."
-            problems.append(f"{said}{end} {key}: {comment}" if comment else said)
+            problem = f"{setting.key} ({setting.where}): {error}"
+            end = "" if problem.endswith((".", "?")) else "."
+            problems.append(f"{problem}{end} {key}: {KEYS[key].comment}")
             failed.add(key)
             continue
-        config[key] = frozen({**config[key], entry: value} if dot else value)
+        config[key] = frozen({**config[key], entry: value}) if dot else value
     return config, failed
 
 
-def _typed(setting: Setting) -> Any:
-    """The setting's value as its key's type, or its entry's where the key is dotted.
-
-    Raises:
-        ValueError: it is of another type.
-    """
-    default = _default(setting.key)
-    if default is None:  # an entry of a mapping that base.yml does not have: its check knows which there may be
-        return literal(setting.value)
-    return _convert(setting.key, setting.value, default)
-
-
-def _convert(key: str, value: Any, default: Any) -> Any:
-    """A parsed value as its key's type."""
+def _typed(key: str, value: Any) -> Any:
+    """Returns a parsed value as the type of a key, or of an entry where the key is dotted; raises ValueError."""
     if key == "decoder_segments":
         return read_segments(value)
-    return read_entries(key, value) if key in ENTRY_KEYS else convert(value, default)
+    if key in ENTRY_KEYS:
+        return read_entries(key, value)
+    default = _default(key)  # None: of an unknown key or entry, which a check answers
+    return frozen(literal(value) if default is None else convert(value, default))
 
 
 def _answer_unknown(setting: Setting, problems: list[str], notes: list[str]) -> None:
@@ -308,28 +307,12 @@ def _answer_unknown(setting: Setting, problems: list[str], notes: list[str]) -> 
 
 
 def to_yaml(config: Mapping[str, Any]) -> str:
-    """The whole configuration as YAML; `load` of a file with it gives an equal one."""
+    """Returns the whole configuration as YAML; `load` of a file with it gives an equal one."""
     return "".join(f"{key}: {dump(config[key])}\n" for key in KEYS)
 
 
-def of_command(argv: Sequence[str], usage: Usage = TRAIN) -> Config | None:
-    """The configuration of a command that does without JAX, whose notes it prints; None if it only asked for help.
-
-    Raises:
-        UserError: a mistake in the command line.
-    """
-    if (text := help_for(argv, usage)) is not None:
-        print(text)
-        return None
-    notes: list[str] = []
-    config = load(argv, notes)
-    for note in notes:
-        print(note)
-    return config
-
-
 def from_yaml(text: str) -> dict[str, Any]:
-    """What `to_yaml` wrote, perhaps by another version: keys it lacks stay absent, unknown ones keep their value.
+    """Returns the keys that `to_yaml` wrote, perhaps of another version: some may be missing, some unknown.
 
     Raises:
         UserError: malformed YAML, or a value that is not of its key's type.
@@ -337,14 +320,14 @@ def from_yaml(text: str) -> dict[str, Any]:
     config = {}
     for key, value in parse_keys(text, "the run's config.yml").items():
         try:
-            config[key] = frozen(_convert(key, value, KEYS[key].default) if key in KEYS else literal(value))
+            config[key] = _typed(key, value)
         except ValueError as error:
             raise UserError(f"{key} in the run's config.yml: {error}") from None
     return config
 
 
 def diff_from_base(config: Mapping[str, Any]) -> list[str]:
-    """A line for each key whose value is not base.yml's, with both; an entry of a mapping has a dotted key."""
+    """Returns a line for each key whose value is not the default, with both; entries of mappings have dotted keys."""
     default, value = _dotted(defaults()), _dotted(config)
     return [
         f"{key}: {dump(value.get(key))} (default {dump(default.get(key))})"
@@ -354,7 +337,7 @@ def diff_from_base(config: Mapping[str, Any]) -> list[str]:
 
 
 def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration in base.yml's order, each entry of a mapping under a dotted key of its own."""
+    """Returns the flat configuration with each entry of a mapping under a dotted key of its own."""
     flat = {}
     for key, declared in KEYS.items():
         if isinstance(declared.default, Mapping):
@@ -365,7 +348,7 @@ def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:
-    """What changed from a run's own configuration to the one that would resume it.
+    """Returns what changed from a run's own configuration to the one that would resume it.
 
     A key that the run's version did not have yet had the effect of its default.
 

@@ -1,9 +1,9 @@
 """What the keys that describe a model demand of each other, and `decoder_segments` as it is typed."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
+from src.config.keys import frozen
 from src.config.schema import KEYS, model_of
 from src.config.values import check_value
 from src.config.yaml import Plain, convert, dump
@@ -126,11 +126,8 @@ def _segments(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def read_segments(value: Any) -> list[Mapping[str, Any]]:
-    """decoder_segments as `parse` gives them, with every entry's three keys and every fact of its key's type.
-
-    Returns:
-        The segments, immutable mappings: a frozen config can hold no dict within a list.
+def read_segments(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """Returns a parsed `decoder_segments` with the three keys of every entry, and every fact of its key's type.
 
     Raises:
         ValueError: everything that is wrong with them.
@@ -145,10 +142,10 @@ def read_segments(value: Any) -> list[Mapping[str, Any]]:
             problems.append(f"segment {number}: {error}")
     if problems:
         raise ValueError("; ".join(problems))
-    return segments
+    return frozen(segments)
 
 
-def _read_segment(entry: Any) -> Mapping[str, Any]:
+def _read_segment(entry: Any) -> dict[str, Any]:
     if not isinstance(entry, dict) or set(entry) - {"repeats", "shared", "pattern"} or not entry.get("pattern"):
         raise ValueError(f"expected {{repeats: n, shared: true or false, pattern: [...]}}, got {dump(entry)}")
     repeats = _convert_named("repeats", entry.get("repeats", Plain("1")), 1)
@@ -157,8 +154,7 @@ def _read_segment(entry: Any) -> Mapping[str, Any]:
     shared = _convert_named("shared", entry.get("shared", Plain("false")), False)
     if not isinstance(entry["pattern"], list) or not all(isinstance(facts, dict) for facts in entry["pattern"]):
         raise ValueError("pattern must be a list of layers, each {fact: value, ...}; {} is one as the model's keys say")
-    pattern = tuple(MappingProxyType(_layer_facts(facts)) for facts in entry["pattern"])
-    return MappingProxyType({"repeats": repeats, "shared": shared, "pattern": pattern})
+    return {"repeats": repeats, "shared": shared, "pattern": list(map(_layer_facts, entry["pattern"]))}
 
 
 def _layer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

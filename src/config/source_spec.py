@@ -1,8 +1,16 @@
 """The sets of data that a configuration names, each described by the same few settings."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
+
+from src.config.schema import Data
+from src.errors import UserError
+
+# The order of a mixture's sources repeats after as many rows as its weights, as whole numbers, add up to.
+MAX_PERIOD = 100_000
 
 # A setting of one set of data: the config key that gives it for training, and the one for evaluation. An entry of
 # `datasets` or `eval_datasets` gives it by its name here, and what it leaves out is taken from these keys.
@@ -50,52 +58,72 @@ class SourceSpec:
         return self.settings["dataset_column"]
 
     def key(self, setting: str) -> str:
-        """What to call a setting in a message: the key that a user changes, such as `eval_dataset_path`."""
+        """Returns what a message calls a setting: the key that a user changes, such as `eval_dataset_path`."""
         if not self.name:
             return SETTINGS[setting][self.is_eval]
         return f"{'eval_datasets' if self.is_eval else 'datasets'}, {self.name}: {setting}"
 
     def setting(self, setting: str) -> str:
-        """The setting as a user wrote it, for a message: `dataset_path=books/*.txt`."""
+        """Returns the setting as a user wrote it, for a message: `dataset_path=books/*.txt`."""
         return f"{self.key(setting)}={self.settings[setting]}"
 
 
-def train_specs(config: Mapping[str, Any]) -> list[SourceSpec]:
-    """The sets of data that a run trains on: the entries of `datasets`, or the one that the keys describe."""
-    return _specs(config, config["datasets"], is_eval=False)
+def train_specs(data: Data) -> list[SourceSpec]:
+    """Returns the sets of data that a run trains on: the entries of `datasets`, or the one that the keys describe."""
+    return _specs(data, data.datasets, is_eval=False)
 
 
-def eval_specs(config: Mapping[str, Any]) -> list[SourceSpec]:
-    """The sets that a run evaluates on: the entries of `eval_datasets`, or the one that the keys describe."""
-    return _specs(config, config["eval_datasets"], is_eval=True)
+def eval_specs(data: Data) -> list[SourceSpec]:
+    """Returns the sets that a run evaluates on: the entries of `eval_datasets`, or the one that the keys describe."""
+    return _specs(data, data.eval_datasets, is_eval=True)
 
 
-def all_specs(config: Mapping[str, Any]) -> list[SourceSpec]:
-    """The sets of data that are named, to train and to evaluate on."""
-    return train_specs(config) + (eval_specs(config) if names_eval_data(config) else [])
+def all_specs(data: Data) -> list[SourceSpec]:
+    """Returns the sets of data that are named, to train and to evaluate on."""
+    return train_specs(data) + (eval_specs(data) if names_eval_data(data) else [])
 
 
-def all_synthetic(config: Mapping[str, Any]) -> bool:
-    """Whether no data of a run, to train or to evaluate on, are text."""
-    return all(spec.type == "synthetic" for spec in all_specs(config))
+def all_synthetic(data: Data) -> bool:
+    """Returns whether no data of a run, to train or to evaluate on, are text."""
+    return all(spec.type == "synthetic" for spec in all_specs(data))
 
 
-def train_weights(config: Mapping[str, Any]) -> tuple[float, ...]:
-    """How many rows of each set of `train_specs` there are, in proportion."""
-    return tuple(entry.get("weight", 1.0) for entry in config["datasets"]) or (1.0,)
+def train_weights(data: Data) -> tuple[float, ...]:
+    """Returns how many rows of each set of `train_specs` there are, in proportion."""
+    return tuple(entry.get("weight", 1.0) for entry in data.datasets) or (1.0,)
 
 
-def names_eval_data(config: Mapping[str, Any]) -> bool:
-    """Whether data to evaluate on are named, or random; else they are a part of the training data."""
-    named = config["eval_datasets"] or config["eval_dataset_path"] or config["eval_dataset_name"]
-    return bool(named) or all(spec.type == "synthetic" for spec in train_specs(config))
+def whole_numbers(weights: Sequence[float]) -> list[int]:
+    """Returns the weights as the smallest whole numbers in the same proportion.
+
+    Raises:
+        UserError: one is negative, all are 0, or they have too many digits.
+    """
+    # By way of their digits: 0.1 is a tenth, not the nearest binary fraction.
+    fractions = [Fraction(str(weight)) for weight in weights]
+    if any(fraction < 0 for fraction in fractions) or not any(fractions):
+        raise UserError(f"the weights of datasets are {list(weights)}: expected none below 0, and one above")
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    counts = [int(fraction * denominator) for fraction in fractions]
+    divisor = math.gcd(*counts)
+    counts = [count // divisor for count in counts]
+    if sum(counts) > MAX_PERIOD:
+        raise UserError(
+            f"the weights of datasets, {list(weights)}, are in the proportion of {counts}: write them with fewer "
+            f"digits, so that these numbers add up to {MAX_PERIOD:,} at most"
+        )
+    return counts
 
 
-def _specs(config: Mapping[str, Any], entries: Any, is_eval: bool) -> list[SourceSpec]:
-    shared = {setting: config[keys[is_eval]] for setting, keys in SETTINGS.items()}
+def names_eval_data(data: Data) -> bool:
+    """Returns whether data to evaluate on are named, or random; else they are a part of the training data."""
+    named = data.eval_datasets or data.eval_dataset_path or data.eval_dataset_name
+    return bool(named) or all(spec.type == "synthetic" for spec in train_specs(data))
+
+
+def _specs(data: Data, entries: Sequence[Mapping[str, Any]], is_eval: bool) -> list[SourceSpec]:
+    shared = {setting: getattr(data, keys[is_eval]) for setting, keys in SETTINGS.items()}
     if shared["dataset_type"] == "tfds":  # whose path is the folder of all datasets
-        shared["dataset_path"] = shared["dataset_path"] or config["dataset_path"]
+        shared["dataset_path"] = shared["dataset_path"] or data.dataset_path
     named = [(entry["name"], {name: entry.get(name, shared[name]) for name in SETTINGS}) for entry in entries]
-    return [
-        SourceSpec(name, settings, config["max_document_bytes"], is_eval) for name, settings in named or [("", shared)]
-    ]
+    return [SourceSpec(name, settings, data.max_document_bytes, is_eval) for name, settings in named or [("", shared)]]

@@ -1,17 +1,12 @@
 """Computes which source each row of a run is from: exact weights, integers only, no state."""
 
 import heapq
-import math
 from collections.abc import Sequence
-from fractions import Fraction
 
 import numpy as np
 
+from src.config.source_spec import whole_numbers
 from src.data import order
-from src.errors import UserError
-
-# The schedule repeats after as many rows as the weights, as whole numbers without a common divisor, add up to.
-_MAX_PERIOD = 100_000
 
 
 class Mixture:
@@ -61,24 +56,6 @@ class Mixture:
         if len(self._shares) == 1:
             return [(0, before + int(row)) for row in rows]
         return [self.at(before + order.permute(int(row), global_batch, seed, source=-1, epoch=before)) for row in rows]
-
-
-def whole_numbers(weights: Sequence[float]) -> list[int]:
-    """Returns the smallest whole numbers in the proportion of the weights; raises as Mixture does."""
-    # From their digits: 0.1 is a tenth, not the nearest binary fraction.
-    fractions = [Fraction(str(weight)) for weight in weights]
-    if any(fraction < 0 for fraction in fractions) or not any(fractions):
-        raise UserError(f"the weights of datasets are {list(weights)}: expected none below 0, and one above")
-    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
-    counts = [int(fraction * denominator) for fraction in fractions]
-    divisor = math.gcd(*counts)
-    counts = [count // divisor for count in counts]
-    if sum(counts) > _MAX_PERIOD:
-        raise UserError(
-            f"the weights of datasets, {list(weights)}, are in the proportion of {counts}: write them with fewer "
-            f"digits, so that these numbers add up to {_MAX_PERIOD:,} at most"
-        )
-    return counts
 
 
 def _schedule(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

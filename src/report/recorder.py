@@ -8,10 +8,10 @@ from typing import Self
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import FrozenConfigDict
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.run_folder import RunFolder
+from src.config.schema import Config
 from src.errors import UserError
 from src.model.flops import FlopsPerToken
 from src.parallel.topology import run_peak
@@ -49,7 +49,7 @@ class Recorder:
 
     def __init__(
         self,
-        config: FrozenConfigDict,
+        config: Config,
         log: MetricsLog | None,
         printer: StepPrinter | None,
         flops: FlopsPerToken,

@@ -15,8 +15,7 @@ import torch
 import transformers
 from tiny import BASE
 
-from src import convert
-from src.config import load as configuration
+from src import command_line, convert
 from src.config.schema import defaults
 from src.errors import UserError
 from src.hf import common_fields
@@ -402,7 +401,7 @@ def test_what_is_not_here_is_refused_by_name_by_every_command(models, case, tmp_
         convert.from_hf(model.folder, tmp_path / "out")
     if "tied" not in case:  # which the tensors tell
         with pytest.raises(UserError, match=message):
-            configuration.load([BASE, f"model_name={model.folder}", "dataset_type=synthetic"])
+            command_line.load([BASE, f"model_name={model.folder}", "dataset_type=synthetic"])
 
 
 def test_a_multi_modal_folder_is_tied_as_its_top_says(tmp_path):

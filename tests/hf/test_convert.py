@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from tiny import BASE
 from tokenizers import Tokenizer, models
 
-from src import convert
+from src import command_line, convert
 from src.checkpoint.checkpointer import Checkpointer
-from src.config import load as configuration
+from src.config.load import to_yaml
 from src.data.tokenizer import make_tokenizer
 from src.errors import UserError
 from src.hf.load import load_weights
@@ -85,7 +85,7 @@ def test_quantised_weights_come_back_as_bfloat16(tmp_path):
 
 def test_the_copies_that_extra_prediction_layers_have_are_written(tmp_path):
     """V3's files repeat the embedding and the output projection for each of them."""
-    config = configuration.load([BASE, "dataset_type=synthetic", f"model_name={deepseek_yaml(tmp_path)}"])
+    config = command_line.load([BASE, "dataset_type=synthetic", f"model_name={deepseek_yaml(tmp_path)}"])
     tree, _ = convert._declared(config)
     rng = np.random.default_rng(0)
     weights = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in by_path(tree).items()}
@@ -115,7 +115,7 @@ def deepseek_yaml(tmp_path):
 
 def test_a_file_is_full_when_the_next_tensor_does_not_fit(tmp_path):
     folder = saved.save(tmp_path / "hf", "llama3")
-    config = configuration.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
+    config = command_line.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
     tree, _ = convert._declared(config)
     weights = {path: np.zeros(leaf.shape, np.float32) for path, leaf in by_path(tree).items()}
     out = tmp_path / "out"
@@ -142,7 +142,7 @@ def test_model_yml_is_a_model_file_and_tokenizer_files_travel(tmp_path):
     back = there_and_back(folder, tmp_path)
     text = (tmp_path / "converted" / "model.yml").read_text()
     assert text.startswith("# Gemma2ForCausalLM, from hf")
-    config = configuration.load([BASE, f"model_name={tmp_path}/converted/model.yml", "dataset_type=synthetic"])
+    config = command_line.load([BASE, f"model_name={tmp_path}/converted/model.yml", "dataset_type=synthetic"])
     assert config.attn_logits_soft_cap == 50.0
     assert "attention_bias" not in text  # it is base.yml's
     assert (back / "tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
@@ -157,17 +157,17 @@ def test_model_yml_brings_the_tokenizer_beside_it(tmp_path):
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     convert.from_hf(folder, tmp_path / "converted")
     model = f"model_name={tmp_path}/converted/model.yml"
-    assert make_tokenizer(configuration.load([BASE, model])).encode_text("a").tolist() == [0]
-    own = configuration.load([BASE, model, "tokenizer_type=sentencepiece", "tokenizer_path=own.model"])
+    assert make_tokenizer(command_line.load([BASE, model])).encode_text("a").tolist() == [0]
+    own = command_line.load([BASE, model, "tokenizer_type=sentencepiece", "tokenizer_path=own.model"])
     assert (own.tokenizer_type, own.tokenizer_path) == ("sentencepiece", "own.model")
 
 
 def test_a_runs_checkpoint_is_written_in_the_dtype_asked_for(tmp_path):
     folder = saved.save(tmp_path / "hf", "qwen3")
-    config = configuration.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
+    config = command_line.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.yml").write_text(configuration.to_yaml(config))
+    (run / "config.yml").write_text(to_yaml(config))
     tree, _ = convert._declared(config)
     checkpointer = Checkpointer(run / "checkpoints", max_to_keep=-1, async_save=False)
     checkpointer.save(3, {"trainable": load_weights(folder, {"weights": tree})["weights"]}, {})

@@ -6,7 +6,7 @@ import saved
 import transformers
 from tiny import BASE
 
-from src.config import load as configuration
+from src import command_line
 from src.config.schema import defaults
 from src.config.yaml import CONFIGS
 from src.errors import UserError
@@ -189,7 +189,7 @@ def test_layers_that_repeat_are_one_pattern(tmp_path):
 
 @pytest.mark.parametrize("file", sorted((CONFIGS / "models").glob("*.yml")), ids=lambda file: file.stem)
 def test_every_model_file_describes_a_model_that_can_be_written(file):
-    config = configuration.load([BASE, f"model_name={file}", "dataset_type=synthetic", "max_target_length=16"])
+    config = command_line.load([BASE, f"model_name={file}", "dataset_type=synthetic", "max_target_length=16"])
     family, hf = find_family(config)
     assert file.stem.startswith(FILES_OF[family.model_type])
     assert config.base_emb_dim in (hf.get("hidden_size"), hf.get("n_embd"))

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from safetensors.torch import load_file, save_file
 from tiny import BASE
 
-from src.config import load as configuration
+from src import command_line
 from src.errors import UserError
 from src.hf.load import load_weights
 from src.hf.model_keys import read_model_keys
@@ -20,7 +20,7 @@ from src.step.plan import make_plan
 def abstract(folder, devices=1, **keys):
     """The parts of the state of the folder's model, on a mesh of so many devices."""
     keys = {"dataset_type": "synthetic", "max_target_length": 16, "model_name": folder, **keys}
-    config = configuration.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
+    config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
     plan = make_plan(config, model_spec(config), make_layout(config, jax.devices()[:devices]))
     leaves = jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), plan.shapes, plan.shardings

@@ -15,7 +15,7 @@ import torch
 import transformers
 from tiny import BASE
 
-from src.config import load as configuration
+from src import command_line
 from src.config.schema import keys_of
 from src.config.yaml import dump
 from src.errors import UserError
@@ -120,7 +120,7 @@ def loaded(folder, keys):
     (folder / "m.yml").write_text("".join(f"{key}: {dump(value)}\n" for key, value in keys.items()))
     settings = ("dataset_type=synthetic", "dtype=float32", "matmul_precision=highest", "remat_policy=none")
     try:
-        return configuration.load([BASE, f"model_name={folder}/m.yml", f"max_target_length={LENGTH}", *settings])
+        return command_line.load([BASE, f"model_name={folder}/m.yml", f"max_target_length={LENGTH}", *settings])
     except UserError:
         return None
 

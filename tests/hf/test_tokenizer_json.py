@@ -9,9 +9,9 @@ import sentencepiece
 import transformers
 from tiny import BASE
 
-from src import convert
+from src import command_line, convert
 from src.checkpoint.checkpointer import Checkpointer
-from src.config import load as configuration
+from src.config.load import to_yaml
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, make_tokenizer
 from src.errors import UserError
 from src.hf.tokenizer_json import save_tokenizer
@@ -78,7 +78,7 @@ def test_the_folder_is_one_that_runs_read_too(models, tmp_path):
     ours = SentencePieceTokenizer(str(models / "ours.model"))
     save_tokenizer(tmp_path, ours)
     argv = [BASE, "tokenizer_type=huggingface", f"tokenizer_path={tmp_path}"]
-    again = make_tokenizer(configuration.load(argv))
+    again = make_tokenizer(command_line.load(argv))
     assert (again.bos, again.eos, again.vocab_size) == (ours.bos, ours.eos, ours.vocab_size)
     assert again.encode(CORPUS[0]).tolist() == ours.encode(CORPUS[0]).tolist()
 
@@ -107,9 +107,9 @@ def run_folder(folder, **keys):
     """A run of a tiny Llama that has saved a checkpoint."""
     sizes = {"base_emb_dim": 32, "base_mlp_dim": 40, "base_num_decoder_layers": 1, "head_dim": 8, "vocab_size": 330}
     heads = {"base_num_query_heads": 4, "base_num_kv_heads": 2, "max_target_length": 32}
-    config = configuration.load([BASE, *(f"{key}={value}" for key, value in {**sizes, **heads, **keys}.items())])
+    config = command_line.load([BASE, *(f"{key}={value}" for key, value in {**sizes, **heads, **keys}.items())])
     folder.mkdir()
-    (folder / "config.yml").write_text(configuration.to_yaml(config))
+    (folder / "config.yml").write_text(to_yaml(config))
     tree, _ = convert._declared(config)
     rng = np.random.default_rng(0)
     arrays = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in params.by_path(tree).items()}

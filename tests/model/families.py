@@ -14,7 +14,7 @@ import torch
 import transformers
 from tiny import BASE
 
-from src.config import load as configuration
+from src import command_line
 from src.hf.load import load_weights
 from src.model.decoder import empty_caches
 from src.model.forward_context import ForwardContext
@@ -216,7 +216,7 @@ def plan_of(folder, devices=1, **overrides):
     """The plan of the model in a Hugging Face folder, on the first devices."""
     settings = {"max_target_length": LENGTH, "dtype": "float32", "matmul_precision": "highest", "remat_policy": "none"}
     keys = {"model_name": folder, **settings, "dataset_type": "synthetic", **overrides}
-    config = configuration.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
+    config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
     return make_plan(config, model_spec(config), make_layout(config, jax.devices()[:devices]))
 
 

@@ -1,0 +1,56 @@
+"""Configuration written in Python: a file whose `get_config()` returns an `ml_collections.ConfigDict`."""
+
+import importlib.util
+import traceback
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ml_collections import ConfigDict
+from ml_collections.config_dict import RequiredValueError
+
+from src.config.yaml import dump, parse
+from src.errors import UserError
+
+
+def read_python(path: Path) -> dict[str, Any]:
+    """Returns the keys of the ConfigDict that the file's `get_config()` returns, as a YAML file's.
+
+    Raises:
+        UserError: the file cannot be run, has no get_config, or it raises or returns something else.
+    """
+    try:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if not callable(get_config := getattr(module, "get_config", None)):
+            raise UserError(f"{path} has no function get_config(), which returns an ml_collections.ConfigDict")
+        config = get_config()
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # sys.exit among them
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        raise UserError(f"{path}{f', line {line}' if line else ''} raised {type(error).__name__}: {error}") from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(
+            f"get_config() in {path} returns an object of type {type(config).__name__}: expected an "
+            "ml_collections.ConfigDict"
+        )
+    return config_dict_keys(config, str(path))
+
+
+def config_dict_keys(config: ConfigDict, where: str) -> dict[str, Any]:
+    """Returns the keys of a ConfigDict as `parse_keys` gives those of a YAML text.
+
+    Raises:
+        UserError: a value is none that a key may have, such as an array, or is required and not set.
+    """
+    keys = {}
+    for key in config:
+        try:
+            keys[key] = parse(dump(config[key]), where)
+        except (RequiredValueError, yaml.YAMLError) as error:
+            reason = "its value is no number, text, list or mapping" if isinstance(error, yaml.YAMLError) else error
+            raise UserError(f"{where}: {key}: {reason}") from None
+    return keys

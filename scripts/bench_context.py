@@ -29,9 +29,10 @@ from src.aot.hlo import collectives
 from src.cli import run_command
 from src.config import load as configuration
 from src.model.attention_kernels.choose import repeat_kv
+from src.model.attention_kernels.scores import score_spec
 from src.model.attention_kernels.splash import BLOCKS, ZigzagCausalMask, splash
 from src.model.forward_context import ForwardContext
-from src.model.spec import AttentionSpec, model_spec
+from src.model.spec import LayerSpec, model_spec
 from src.parallel.mesh import Layout, make_layout
 from src.parallel.topology import parse_topology
 from src.step.compiler_flags import compiler_options
@@ -148,14 +149,14 @@ def _before(early: jax.Array) -> jax.Array:
     return jnp.concatenate([early, jnp.zeros_like(early)], axis=1)
 
 
-def gather(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, layout: Layout, spec: AttentionSpec) -> jax.Array:
+def gather(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, layout: Layout, spec: LayerSpec) -> jax.Array:
     """The same as in the model's blocks."""
     segments = jnp.ones(q_BTNH.shape[:2], jnp.int32)
     context = ForwardContext(
         positions_BT=segments, segment_ids_BT=segments, layout=layout, kernel="flash", packed=False
     )
     k, v = (repeat_kv(x, spec.num_query_heads, layout) for x in (k_BTKH, v_BTKH))
-    return splash(q_BTNH, k, v, spec.scores, None, context)
+    return splash(q_BTNH, k, v, score_spec(spec, spec.head_dim), None, context)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -173,10 +174,10 @@ def main(argv: Sequence[str]) -> None:
         for n in options.context:
             keys = ["model_name=llama3-8b", f"max_target_length={length}", f"ici_context_parallelism={n}"]
             config = configuration.load([str(BASE), *keys])
-            layout, spec = make_layout(config, devices), model_spec(config).layers[0].attention
+            layout, spec = make_layout(config, devices), model_spec(config).layers[0]
             ways = {
                 "gather": functools.partial(gather, layout=layout, spec=spec),
-                "ring": functools.partial(ring, layout=layout, scale=spec.scale),
+                "ring": functools.partial(ring, layout=layout, scale=score_spec(spec, spec.head_dim).scale),
             }
             for name, attend in ways.items():
                 compiled = _compile(attend, layout, spec, length, flags)
@@ -184,7 +185,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _compile(
-    attend: Callable, layout: Layout, spec: AttentionSpec, length: int, flags: Mapping[str, Any]
+    attend: Callable, layout: Layout, spec: LayerSpec, length: int, flags: Mapping[str, Any]
 ) -> jax.stages.Compiled:
     """The program of the gradient of attention to queries, keys and values, a row for the devices that share one."""
     rows = layout.shards("batch")

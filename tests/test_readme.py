@@ -17,7 +17,7 @@ from src.config import load as configuration
 from src.config.key_help import help_for
 from src.convert_check import Agreement
 from src.model.flops import count_active_params, count_params
-from src.model.spec import ExpertsSpec, model_spec
+from src.model.spec import model_spec
 from tests.hf import saved
 from tests.runs import BASE, ROOT
 
@@ -196,7 +196,7 @@ def test_the_table_of_models_has_each_file_and_its_numbers():
     for name in files:
         spec = model_spec(configuration.load([BASE, f"model_name={name}"]))
         count = count_params(spec)
-        sparse = any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers)
+        sparse = spec.has_experts
         active = f"{count_active_params(spec):,}" if sparse else "all"
         expected.add((name, f"{count:,}", active, f"{2 * count / 1e9:,.1f}"))
     assert set(rows) == expected

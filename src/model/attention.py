@@ -7,81 +7,81 @@ from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention_kernels.choose import attend, repeat_kv
 from src.model.attention_kernels.reference import masked_attention
+from src.model.attention_kernels.scores import score_spec
 from src.model.cache import Cache, CacheArray, decode_mask, in_order, update
 from src.model.costs import Costs
 from src.model.embeddings import rope
 from src.model.forward_context import ForwardContext
 from src.model.norm import Norm, root_mean_square
 from src.model.params import matmul, weight
-from src.model.spec import AttentionSpec, NormSpec
+from src.model.spec import LayerSpec
 
 
 class Attention(nnx.Module):
     """Causal self-attention within a segment, N query heads reading K key/value heads (Ainslie et al. 2023)."""
 
-    def __init__(
-        self, spec: AttentionSpec, norm: NormSpec, emb_dim: int, out_scale: float, dtype: str, rngs: nnx.Rngs
-    ) -> None:
-        self.spec, self.epsilon = spec, norm.epsilon
-        N, K, H = spec.num_query_heads, spec.num_kv_heads, spec.head_dim
+    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: nnx.Rngs) -> None:
+        self.spec, self.scores = spec, self.costs(spec).scores
+        emb_dim, N, K, H = spec.emb_dim, spec.num_query_heads, spec.num_kv_heads, spec.head_dim
         self.query = weight(rngs, (emb_dim, N, H), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
         self.key = weight(rngs, (emb_dim, K, H), ("embed", "kv_heads", "head_dim"), dtype, fan_in=(0,))
         self.value = weight(rngs, (emb_dim, K, H), ("embed", "kv_heads", "head_dim"), dtype, fan_in=(0,))
         self.out = weight(rngs, (N, H, emb_dim), ("heads", "head_dim", "embed"), dtype, fan_in=(0, 1), scale=out_scale)
-        if spec.bias:
+        if spec.attention_bias:
             self.query_bias = weight(rngs, (N, H), ("heads", "head_dim"), dtype, constant=0.0, decays=False)
             self.key_bias = weight(rngs, (K, H), ("kv_heads", "head_dim"), dtype, constant=0.0, decays=False)
             self.value_bias = weight(rngs, (K, H), ("kv_heads", "head_dim"), dtype, constant=0.0, decays=False)
-        if spec.out_bias:
+        if spec.attention_bias and spec.attention_out_bias:
             self.out_bias = weight(rngs, (emb_dim,), (None,), dtype, constant=0.0, decays=False)
         if spec.qk_norm == "head":
-            self.query_norm = Norm(norm, (H,), dtype, rngs)
-            self.key_norm = Norm(norm, (H,), dtype, rngs)
+            self.query_norm = Norm(spec, (H,), dtype, rngs)
+            self.key_norm = Norm(spec, (H,), dtype, rngs)
         elif spec.qk_norm == "all_heads":
-            self.query_norm = Norm(norm, (N, H), dtype, rngs, ("heads", "head_dim"))
-            self.key_norm = Norm(norm, (K, H), dtype, rngs, ("kv_heads", "head_dim"))
-        if spec.sink:
+            self.query_norm = Norm(spec, (N, H), dtype, rngs, ("heads", "head_dim"))
+            self.key_norm = Norm(spec, (K, H), dtype, rngs, ("kv_heads", "head_dim"))
+        if spec.attention_sink:
             self.sinks = weight(rngs, (N,), ("heads",), dtype, constant=0.0, decays=False)
 
     @staticmethod
-    def costs(spec: AttentionSpec) -> Costs:
+    def costs(spec: LayerSpec) -> Costs:
         """Counts what attention makes beside its weights' products."""
         heads = (spec.num_query_heads, spec.num_kv_heads)
         spared_by = {"query": ("query_proj",), "key": ("key_proj",), "value": ("value_proj",), "out": ("out_proj",)}
         if spec.qk_norm != "none":  # the norms' derivatives need their inputs, and what is kept are their outputs
             del spared_by["query"], spared_by["key"]
-        width = sum(heads) * (spec.head_dim + spec.scores.value_dim)  # queries and keys; values and attention's output
-        return Costs(width, {"heads": heads}, spared_by, last="out", scores=spec.scores)
+        width = sum(heads) * 2 * spec.head_dim  # queries and keys; values and attention's output
+        return Costs(width, {"heads": heads}, spared_by, last="out", scores=score_spec(spec, spec.head_dim))
 
     @staticmethod
-    def cache_arrays(spec: AttentionSpec, rows: int, length: int) -> dict[str, CacheArray]:
+    def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:
         """Declares the cache for `rows` texts of up to `length` tokens."""
-        shape = (rows, spec.num_kv_heads, spec.scores.cache_slots(length), spec.head_dim)
+        slots = score_spec(spec, spec.head_dim).cache_slots(length)
+        shape = (rows, spec.num_kv_heads, slots, spec.head_dim)
         return dict.fromkeys(("key", "value"), CacheArray(shape, ("batch", "kv_heads", None, "head_dim")))
 
     def __call__(
         self, x_BTD: jax.Array, context: ForwardContext, cache: Cache | None
     ) -> tuple[jax.Array, Cache | None]:
         """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
-        scores, constrain = self.spec.scores, context.layout.constrain
+        constrain = context.layout.constrain
         q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD)
         q_BTNH, k_BTKH = self._position(q_BTNH, k_BTKH, context.positions_BT)
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch", "length", "heads", "head_dim"), "query_proj")
         k_BTKH = checkpoint_name(constrain(k_BTKH, "batch", "length", "kv_heads", "head_dim"), "key_proj")
         v_BTKH = checkpoint_name(constrain(v_BTKH, "batch", "length", "kv_heads", "head_dim"), "value_proj")
-        sinks_N = self.sinks[...] if self.spec.sink else None
+        sinks_N = self.sinks[...] if self.spec.attention_sink else None
         if cache is not None:
             cache = update(cache, {"key": k_BTKH, "value": v_BTKH}, context)
         if context.decoding:
             k_BSKH, v_BSKH = in_order(cache["key"]), in_order(cache["value"])
-            mask_BTS = decode_mask(scores, context.positions_BT, k_BSKH.shape[1])
-            out_BTNH = masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scores, sinks_N)
+            mask_BTS = decode_mask(self.scores, context.positions_BT, k_BSKH.shape[1])
+            out_BTNH = masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, self.scores, sinks_N)
         else:
-            k_BSKH, v_BSKH = (repeat_kv(x, scores.num_heads, context.layout) for x in (k_BTKH, v_BTKH))
-            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, scores, sinks_N, context)
+            k_BSKH, v_BSKH = (repeat_kv(x, self.spec.num_query_heads, context.layout) for x in (k_BTKH, v_BTKH))
+            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, self.scores, sinks_N, context)
         out_BTNH = checkpoint_name(out_BTNH, "context")
         out_BTD = context.reduce_scatter_sequence(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
-        if self.spec.out_bias:
+        if self.spec.attention_bias and self.spec.attention_out_bias:
             out_BTD += self.out_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "out_proj"), cache
 
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
         q_BTNH = matmul(x_BTD, self.query[...], "BTD,DNH->BTNH")
         k_BTKH = matmul(x_BTD, self.key[...], "BTD,DKH->BTKH")
         v_BTKH = matmul(x_BTD, self.value[...], "BTD,DKH->BTKH")
-        if self.spec.bias:
+        if self.spec.attention_bias:
             q_BTNH += self.query_bias[...].astype(x_BTD.dtype)
             k_BTKH += self.key_bias[...].astype(x_BTD.dtype)
             v_BTKH += self.value_bias[...].astype(x_BTD.dtype)
@@ -100,13 +100,14 @@ class Attention(nnx.Module):
         spec = self.spec
         if spec.qk_norm in ("head", "all_heads"):
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-        if spec.rope:
-            q_BTNH, k_BTKH = rope(q_BTNH, positions_BT, spec.rope), rope(k_BTKH, positions_BT, spec.rope)
+        if spec.position_type == "rope":
+            q_BTNH, k_BTKH = rope(q_BTNH, positions_BT, spec), rope(k_BTKH, positions_BT, spec)
         if spec.qk_norm == "l2":
-            q_BTNH, k_BTKH = root_mean_square(q_BTNH, self.epsilon), root_mean_square(k_BTKH, self.epsilon)
-        if spec.temperature_scale:
+            epsilon = spec.normalization_layer_epsilon
+            q_BTNH, k_BTKH = root_mean_square(q_BTNH, epsilon), root_mean_square(k_BTKH, epsilon)
+        if spec.attn_temperature_scale:
             # Llama 4: attention flattens over long texts, so queries grow with the position.
-            floors_BT = jnp.floor((positions_BT + 1.0) / spec.temperature_floor)
-            temperature_BT = 1.0 + spec.temperature_scale * jnp.log1p(floors_BT)
+            floors_BT = jnp.floor((positions_BT + 1.0) / spec.attn_temperature_floor)
+            temperature_BT = 1.0 + spec.attn_temperature_scale * jnp.log1p(floors_BT)
             q_BTNH = (q_BTNH * temperature_BT[:, :, None, None]).astype(q_BTNH.dtype)
         return q_BTNH, k_BTKH

@@ -25,25 +25,22 @@ from src.model.layers import Execution, run_layer_group
 from src.model.moe.layer import Experts
 from src.model.norm import Norm
 from src.model.params import Tree, matmul, stack, weight
-from src.model.spec import ExpertsSpec, LayerSpec, ModelSpec
+from src.model.spec import LayerSpec, ModelSpec
 
 
 def mixer(layer: LayerSpec) -> type[Attention] | type[LatentAttention]:
     """Returns the module that mixes a layer's tokens. Another kind of mixer needs the same methods."""
-    return LatentAttention if layer.attention.latent else Attention
+    return LatentAttention if layer.attention_type == "mla" else Attention
 
 
 def feed_forward(layer: LayerSpec) -> type[FeedForward] | type[Experts]:
     """Returns the module of a layer's feed-forward part."""
-    return Experts if isinstance(layer.feed_forward, ExpertsSpec) else FeedForward
+    return Experts if layer.has_experts else FeedForward
 
 
 def layer_costs(layer: LayerSpec) -> dict[str, Costs]:
     """Returns the costs of a layer's parts, by the names that their weights have in a block."""
-    return {
-        "attention": mixer(layer).costs(layer.attention),
-        "feed_forward": feed_forward(layer).costs(layer.feed_forward),
-    }
+    return {"attention": mixer(layer).costs(layer), "feed_forward": feed_forward(layer).costs(layer)}
 
 
 def attention_scores(spec: ModelSpec) -> list[ScoreSpec]:
@@ -59,12 +56,12 @@ class Block(nnx.Module):
         # 2 L branches add up in the residual stream: each starts smaller (Radford et al. 2019, section 2.3).
         out_scale = 1.0 / math.sqrt(2 * len(model.layers))
         self.dropout_rate = spec.dropout_rate
-        self.attention_norm = Norm(spec.norm, (D,), dtype, rngs) if spec.norm_before else None
-        self.attention = mixer(spec)(spec.attention, spec.norm, D, out_scale, dtype, rngs)
-        self.attention_out_norm = Norm(spec.norm, (D,), dtype, rngs) if spec.norm_after else None
-        self.feed_forward_norm = Norm(spec.norm, (D,), dtype, rngs) if spec.norm_before else None
-        self.feed_forward = feed_forward(spec)(spec.feed_forward, D, out_scale, dtype, rngs)
-        self.feed_forward_out_norm = Norm(spec.norm, (D,), dtype, rngs) if spec.norm_after else None
+        self.attention_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_before else None
+        self.attention = mixer(spec)(spec, out_scale, dtype, rngs)
+        self.attention_out_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_after else None
+        self.feed_forward_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_before else None
+        self.feed_forward = feed_forward(spec)(spec, out_scale, dtype, rngs)
+        self.feed_forward_out_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_after else None
 
     def __call__(
         self, x_BTD: jax.Array, context: ForwardContext, cache: Cache | None, layer: jax.Array
@@ -92,11 +89,11 @@ class MtpLayer(nnx.Module):
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, rngs: nnx.Rngs) -> None:
         D, dtype = model.emb_dim, model.weight_dtype
-        self.embedding_norm = Norm(spec.norm, (D,), dtype, rngs)
-        self.hidden_norm = Norm(spec.norm, (D,), dtype, rngs)
+        self.embedding_norm = Norm(spec, (D,), dtype, rngs)
+        self.hidden_norm = Norm(spec, (D,), dtype, rngs)
         self.projection = weight(rngs, (2 * D, D), ("embed", None), dtype, fan_in=(0,))
         self.block = Block(spec, model, rngs)
-        self.final_norm = Norm(spec.norm, (D,), dtype, rngs)
+        self.final_norm = Norm(spec, (D,), dtype, rngs)
 
     def __call__(
         self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: ForwardContext, layer: jax.Array
@@ -115,13 +112,15 @@ class Decoder(nnx.Module):
         self.spec = spec
         V, D, dtype = spec.padded_vocab_size, spec.emb_dim, spec.weight_dtype
         # As an input its values are of size 1, as a norm's output is; tied, it is also a projection that sums over D.
-        self.embedding = weight(rngs, (V, D), ("vocab", "embed"), dtype, fan_in=(1,) if spec.tied_output else ())
-        if spec.position_table == "learned":
-            rows = spec.position_table_size
-            self.position_embedding = weight(rngs, (rows, D), ("position", "embed"), dtype, fan_in=(1,))
+        self.embedding = weight(
+            rngs, (V, D), ("vocab", "embed"), dtype, fan_in=(1,) if spec.logits_via_embedding else ()
+        )
+        if spec.position_type == "learned":
+            shape = (spec.trainable_position_size, D)
+            self.position_embedding = weight(rngs, shape, ("position", "embed"), dtype, fan_in=(1,))
         self.segments = nnx.List([self._group_weights(index, rngs) for index in range(len(spec.layer_groups))])
-        self.final_norm = Norm(spec.final_norm, (D,), dtype, rngs)
-        if not spec.tied_output:
+        self.final_norm = Norm(spec, (D,), dtype, rngs)
+        if not spec.logits_via_embedding:
             self.output = weight(rngs, (D, V), ("embed", "vocab"), dtype, fan_in=(0,))
         self.mtp = nnx.List([MtpLayer(spec.layers[-1], spec, rngs) for _ in range(spec.mtp_num_layers)])
 
@@ -151,10 +150,10 @@ class Decoder(nnx.Module):
         """
         with jax.named_scope("embedding"):
             x_BTD = self._embed(tokens_BT, context)
-            if self.spec.position_table == "learned":
+            if self.spec.position_type == "learned":
                 table_SD = self.position_embedding[...].astype(x_BTD.dtype)
                 x_BTD += context.layout.constrain(table_SD, "position", "activation_embed")[context.positions_BT]
-            elif self.spec.position_table == "sinusoidal":
+            elif self.spec.position_type == "sinusoidal":
                 x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
             site = 2 * (len(self.spec.layers) + self.spec.mtp_num_layers)  # after those of all blocks
             x_BTD = dropout(x_BTD, self.spec.dropout_rate, context, site)
@@ -197,7 +196,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden_BTD: jax.Array, context: ForwardContext) -> jax.Array:
         """Maps hidden states [B, T, D] to float32 logits [B, T, V]; those past the vocabulary's end are about -1e38."""
         hidden_BTD = context.all_gather_sequence(hidden_BTD)
-        if self.spec.tied_output:
+        if self.spec.logits_via_embedding:
             logits_BTV = matmul(hidden_BTD, self.embedding[...], "BTD,VD->BTV")
         else:
             logits_BTV = matmul(hidden_BTD, self.output[...], "BTD,DV->BTV")
@@ -223,7 +222,7 @@ def cache_arrays(spec: ModelSpec, rows: int, length: int) -> list[list[dict[str,
     """
 
     def declare(layer: LayerSpec, repeats: int) -> dict[str, CacheArray]:
-        arrays = mixer(layer).cache_arrays(layer.attention, rows, length)
+        arrays = mixer(layer).cache_arrays(layer, rows, length)
         return {name: CacheArray((repeats, *shape), (None, *axes)) for name, (shape, axes) in arrays.items()}
 
     return [[declare(layer, group.repeats) for layer in group.pattern] for group in spec.layer_groups]

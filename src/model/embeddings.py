@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from src.model.spec import RopeSpec
+from src.model.spec import LayerSpec
 from src.parallel.mesh import Layout
 
 
@@ -34,59 +34,62 @@ def embed_tokens(table_VD: jax.Array, tokens_BT: jax.Array, layout: Layout) -> j
     return jax.lax.reduce_sum(on_device(table_VD, tokens_BT), axes=(0,))
 
 
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, spec: RopeSpec) -> jax.Array:
-    """Rotates pairs of the first `spec.dim` of each head by position (Su et al. 2021, section 3.4.2).
+def rope(x_BTNH: jax.Array, positions_BT: jax.Array, spec: LayerSpec) -> jax.Array:
+    """Rotates pairs of a head's first `partial_rotary_factor` by position (Su et al. 2021, section 3.4.2).
 
     Pair i turns by position * frequencies[i] radians; it is (i, i + dim / 2), as in Llama's Hugging Face checkpoints,
-    or (2i, 2i + 1) with `spec.interleave`. Computed in float32, returned in `x_BTNH`'s dtype.
+    or (2i, 2i + 1) with `rope_interleave`. Computed in float32, returned in `x_BTNH`'s dtype.
     """
-    frequencies, size = _frequencies(spec)
+    dim = int(x_BTNH.shape[-1] * spec.partial_rotary_factor)
+    frequencies, size = _frequencies(spec, dim)
     angle_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
     sin, cos = size * jnp.sin(angle_BT1P), size * jnp.cos(angle_BT1P)
-    rotated, rest = jnp.split(x_BTNH, [spec.dim], axis=-1)
+    rotated, rest = jnp.split(x_BTNH, [dim], axis=-1)
     # Halves are split and concatenated, not stacked: on a TPU, XLA would lay out a dim of size 2 anew, in float32.
-    if spec.interleave:
+    if spec.rope_interleave:
         first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     turned = (first * cos - second * sin, second * cos + first * sin)
-    joined = jnp.stack(turned, axis=-1).reshape(rotated.shape) if spec.interleave else jnp.concatenate(turned, axis=-1)
+    joined = (
+        jnp.stack(turned, axis=-1).reshape(rotated.shape) if spec.rope_interleave else jnp.concatenate(turned, axis=-1)
+    )
     return jnp.concatenate([joined.astype(x_BTNH.dtype), rest], axis=-1)
 
 
-def _frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
+def _frequencies(spec: LayerSpec, dim: int) -> tuple[np.ndarray, float]:
     """Returns each pair's radians per position, float32 [dim / 2], and the factor of the rotated part."""
-    pair = np.arange(spec.dim // 2, dtype=np.float32)
-    plain = 1.0 / spec.max_timescale ** (pair / np.float32(spec.dim // 2))
-    if spec.kind == "default":
+    pair = np.arange(dim // 2, dtype=np.float32)
+    plain = 1.0 / float(spec.rope_max_timescale) ** (pair / np.float32(dim // 2))
+    if spec.rope_type == "default":
         return plain, 1.0
-    stretched = plain / spec.factor
-    if spec.kind == "linear":  # position interpolation (Chen et al. 2023)
+    stretched = plain / spec.rope_factor
+    if spec.rope_type == "linear":  # position interpolation (Chen et al. 2023)
         return stretched, 1.0
-    if spec.kind == "llama3.1":
+    if spec.rope_type == "llama3.1":
         # Short waves stay, long ones are stretched, those between are mixed linearly by their turns.
-        turns = spec.original_length * plain / (2 * np.pi)
-        between = max(spec.high_freq_factor - spec.low_freq_factor, 1e-6)  # Llama 4 Scout has none between
-        share = np.clip((turns - spec.low_freq_factor) / between, 0.0, 1.0)
+        turns = spec.original_max_position_embeddings * plain / (2 * np.pi)
+        between = max(spec.rope_high_freq_factor - spec.rope_low_freq_factor, 1e-6)  # Llama 4 Scout has none between
+        share = np.clip((turns - spec.rope_low_freq_factor) / between, 0.0, 1.0)
         return (stretched + share * (plain - stretched)).astype(np.float32), 1.0
-    assert spec.kind == "yarn"  # Peng et al. 2023, arXiv:2309.00071, section 3
+    assert spec.rope_type == "yarn"  # Peng et al. 2023, arXiv:2309.00071, section 3
 
     def pair_of(turns: float) -> float:
         """Returns the (fractional) pair that makes `turns` turns in the original length."""
-        wave = spec.original_length / (turns * 2 * math.pi)
-        return spec.dim / 2 * math.log(wave) / math.log(spec.max_timescale)
+        wave = spec.original_max_position_embeddings / (turns * 2 * math.pi)
+        return dim / 2 * math.log(wave) / math.log(spec.rope_max_timescale)
 
     first, last = pair_of(spec.beta_fast), pair_of(spec.beta_slow)
-    if spec.truncate:
+    if spec.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, spec.dim - 1)
+    first, last = max(first, 0), min(last, dim - 1)
     # As in transformers: where last < first, only the pairs before both stay.
     share = np.clip((pair - first) / ((last - first) or 1e-3), 0.0, 1.0)
     frequencies = (plain + share * (stretched - plain)).astype(np.float32)
 
     def size(weight: float) -> float:
-        return 0.1 * weight * math.log(spec.factor) + 1.0
+        return 0.1 * weight * math.log(spec.rope_factor) + 1.0
 
     both = spec.mscale and spec.mscale_all_dim
     return frequencies, size(spec.mscale) / size(spec.mscale_all_dim) if both else size(1.0)

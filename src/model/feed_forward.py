@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from src.model.costs import Costs
 from src.model.forward_context import ForwardContext
 from src.model.params import matmul, weight
-from src.model.spec import FeedForwardSpec
+from src.model.spec import LayerSpec
 
 ACTIVATIONS = {
     "linear": lambda x: x,
@@ -30,41 +30,42 @@ class FeedForward(nnx.Module):
     [silu, linear] is SwiGLU (Shazeer 2020); [gelu] is GPT's; [quick_gelu, plus_one] is gpt-oss's.
     """
 
-    def __init__(self, spec: FeedForwardSpec, emb_dim: int, out_scale: float, dtype: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: nnx.Rngs, mlp_dim: int = 0) -> None:
         self.spec = spec
-        factors, mlp_dim = len(spec.activations), spec.mlp_dim
+        emb_dim, factors, mlp_dim = spec.emb_dim, len(spec.mlp_activations), mlp_dim or spec.mlp_dim
         self.wi = weight(rngs, (emb_dim, factors, mlp_dim), ("embed", None, "mlp"), dtype, fan_in=(0,))
         self.wo = weight(rngs, (mlp_dim, emb_dim), ("mlp", "embed"), dtype, fan_in=(0,), scale=out_scale)
-        if spec.bias:
+        if spec.mlp_bias:
             self.wi_bias = weight(rngs, (factors, mlp_dim), (None, "mlp"), dtype, constant=0.0, decays=False)
             self.wo_bias = weight(rngs, (emb_dim,), (None,), dtype, constant=0.0, decays=False)
 
     @staticmethod
-    def costs(spec: FeedForwardSpec) -> Costs:
+    def costs(spec: LayerSpec, mlp_dim: int = 0) -> Costs:
         """Counts what the layer makes beside its weights' products."""
-        width = (len(spec.activations) + 1) * spec.mlp_dim  # the factors and their product
-        return Costs(width, {"mlp": (spec.mlp_dim,)}, {"wi": ("mlpwi",), "wo": ("mlpwo",)}, last="wo")
+        mlp_dim = mlp_dim or spec.mlp_dim
+        width = (len(spec.mlp_activations) + 1) * mlp_dim  # the factors and their product
+        return Costs(width, {"mlp": (mlp_dim,)}, {"wi": ("mlpwi",), "wo": ("mlpwo",)}, last="wo")
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Maps [B, T, D] to [B, T, D]; reports nothing."""
         hidden_BTAF = matmul(x_BTD, self.wi[...], "BTD,DAF->BTAF")
-        if self.spec.bias:
+        if self.spec.mlp_bias:
             hidden_BTAF += self.wi_bias[...].astype(x_BTD.dtype)
         hidden_BTAF = context.layout.constrain(hidden_BTAF, "batch", "length", None, "mlp")
         hidden_BTAF = checkpoint_name(hidden_BTAF, "mlpwi")
         out_BTD = context.reduce_scatter_sequence(
             matmul(activated(hidden_BTAF, self.spec), self.wo[...], "BTF,FD->BTD")
         )
-        if self.spec.bias:
+        if self.spec.mlp_bias:
             out_BTD += self.wo_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "mlpwo"), {}
 
 
-def activated(hidden_AF: jax.Array, spec: FeedForwardSpec) -> jax.Array:
+def activated(hidden_AF: jax.Array, spec: LayerSpec) -> jax.Array:
     """Multiplies the activated factors: [..., A, F] to [..., F]."""
-    factors = [hidden_AF[..., index, :] for index in range(len(spec.activations))]
-    if spec.limit:  # the gate, the first factor, is clipped from above only
+    factors = [hidden_AF[..., index, :] for index in range(len(spec.mlp_activations))]
+    if limit := spec.mlp_activations_limit:  # the gate, the first factor, is clipped from above only
         gate, *others = factors
-        factors = [jnp.minimum(gate, spec.limit), *(jnp.clip(x, -spec.limit, spec.limit) for x in others)]
-    activated_factors = (ACTIVATIONS[name](x) for name, x in zip(spec.activations, factors, strict=True))
+        factors = [jnp.minimum(gate, limit), *(jnp.clip(x, -limit, limit) for x in others)]
+    activated_factors = (ACTIVATIONS[name](x) for name, x in zip(spec.mlp_activations, factors, strict=True))
     return functools.reduce(operator.mul, activated_factors)

@@ -28,7 +28,7 @@ def count_params(spec: ModelSpec) -> int:
     """Returns the model's parameters, a router's correction bias included, without the vocabulary's padding."""
     _, declarations = abstract(functools.partial(Decoder, spec))
     physical = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(values(declarations)))
-    tables = 1 if spec.tied_output else 2
+    tables = 1 if spec.logits_via_embedding else 2
     return physical - tables * (spec.padded_vocab_size - spec.vocab_size) * spec.emb_dim
 
 

@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come from one latent."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention_kernels.choose import attend
 from src.model.attention_kernels.reference import masked_attention
+from src.model.attention_kernels.scores import ScoreSpec, score_spec
 from src.model.cache import Cache, CacheArray, decode_mask, in_order, update
 from src.model.costs import Costs
 from src.model.embeddings import rope
 from src.model.forward_context import ForwardContext
 from src.model.norm import Norm
 from src.model.params import matmul, weight
-from src.model.spec import AttentionSpec, NormSpec
+from src.model.spec import LayerSpec
 from src.parallel.sequence import replicate_rows
 
 
@@ -27,49 +29,45 @@ class LatentAttention(nnx.Module):
     2.1.2 of the paper).
     """
 
-    def __init__(
-        self, spec: AttentionSpec, norm: NormSpec, emb_dim: int, out_scale: float, dtype: str, rngs: nnx.Rngs
-    ) -> None:
-        self.spec = spec
-        sizes = spec.latent
-        norm = dataclasses.replace(norm, epsilon=sizes.norm_epsilon)
-        N, H, Q, R = spec.num_query_heads, spec.head_dim, sizes.query_rank, sizes.kv_rank
+    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: nnx.Rngs) -> None:
+        self.spec, self.scores = spec, self.costs(spec).scores
+        emb_dim, N, H, Q, R = spec.emb_dim, spec.num_query_heads, _head_dim(spec), spec.q_lora_rank, spec.kv_lora_rank
         if Q:
             self.query_down = weight(rngs, (emb_dim, Q), ("embed", None), dtype, fan_in=(0,))
-            self.query_down_norm = Norm(norm, (Q,), dtype, rngs)
+            self.query_down_norm = Norm(spec, (Q,), dtype, rngs, epsilon=spec.latent_norm_epsilon)
         query_axes = ("latent" if Q else "embed", "heads", "head_dim")
         self.query = weight(rngs, (Q or emb_dim, N, H), query_axes, dtype, fan_in=(0,))
-        self.kv_down = weight(rngs, (emb_dim, R + sizes.rope_dim), ("embed", None), dtype, fan_in=(0,))
-        self.kv_down_norm = Norm(norm, (R,), dtype, rngs)
-        expanded = sizes.nope_dim + sizes.value_dim
+        self.kv_down = weight(rngs, (emb_dim, R + spec.qk_rope_head_dim), ("embed", None), dtype, fan_in=(0,))
+        self.kv_down_norm = Norm(spec, (R,), dtype, rngs, epsilon=spec.latent_norm_epsilon)
+        expanded = spec.qk_nope_head_dim + spec.v_head_dim
         self.kv_up = weight(rngs, (R, N, expanded), ("latent", "heads", "head_dim"), dtype, fan_in=(0,))
         out_axes = ("heads", "head_dim", "embed")
-        self.out = weight(rngs, (N, sizes.value_dim, emb_dim), out_axes, dtype, fan_in=(0, 1), scale=out_scale)
+        self.out = weight(rngs, (N, spec.v_head_dim, emb_dim), out_axes, dtype, fan_in=(0, 1), scale=out_scale)
 
     @staticmethod
-    def costs(spec: AttentionSpec) -> Costs:
+    def costs(spec: LayerSpec) -> Costs:
         """Counts what latent attention makes beside its weights' products."""
         heads = (spec.num_query_heads, spec.num_query_heads)
         spared_by = {"query": ("query_proj",), "kv_up": ("key_proj", "value_proj"), "out": ("out_proj",)}
-        width = sum(heads) * (spec.head_dim + spec.latent.value_dim)  # queries and keys; values and attention's output
-        return Costs(width, {"heads": heads}, spared_by, last="out", scores=spec.scores)
+        width = sum(heads) * (_head_dim(spec) + spec.v_head_dim)  # queries and keys; values and attention's output
+        return Costs(width, {"heads": heads}, spared_by, last="out", scores=_scores(spec))
 
     @staticmethod
-    def cache_arrays(spec: AttentionSpec, rows: int, length: int) -> dict[str, CacheArray]:
+    def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:
         """Declares the cache for `rows` texts of up to `length` tokens."""
-        shape = (rows, 1, spec.scores.cache_slots(length), spec.latent.kv_rank + spec.latent.rope_dim)
+        shape = (rows, 1, _scores(spec).cache_slots(length), spec.kv_lora_rank + spec.qk_rope_head_dim)
         return {"latent": CacheArray(shape, ("batch", None, None, None))}
 
     def __call__(
         self, x_BTD: jax.Array, context: ForwardContext, cache: Cache | None
     ) -> tuple[jax.Array, Cache | None]:
         """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
-        constrain, scores = context.layout.constrain, self.spec.scores
+        constrain = context.layout.constrain
         query_BTQ = x_BTD
-        if self.spec.latent.query_rank:
+        if self.spec.q_lora_rank:
             query_BTQ = self.query_down_norm(matmul(x_BTD, self.query_down[...], "BTD,DQ->BTQ"))
         q_BTNH = matmul(query_BTQ, self.query[...], "BTQ,QNH->BTNH")
-        nope_BTNH, rope_BTNH = jnp.split(q_BTNH, [self.spec.latent.nope_dim], axis=-1)
+        nope_BTNH, rope_BTNH = jnp.split(q_BTNH, [self.spec.qk_nope_head_dim], axis=-1)
         rope_BTNH = self._rotate(rope_BTNH, context)
         latent_BT1R, shared_BT1H = self._compress(x_BTD, context)
         if cache is not None:
@@ -79,18 +77,18 @@ class LatentAttention(nnx.Module):
         else:
             q_BTNH = constrain(jnp.concatenate([nope_BTNH, rope_BTNH], axis=-1), "batch", "length", "heads", "head_dim")
             k_BSNH, v_BSNH = self._expand(latent_BT1R, shared_BT1H, context)
-            out_BTNH = attend(checkpoint_name(q_BTNH, "query_proj"), k_BSNH, v_BSNH, scores, None, context)
+            out_BTNH = attend(checkpoint_name(q_BTNH, "query_proj"), k_BSNH, v_BSNH, self.scores, None, context)
         out_BTNH = checkpoint_name(out_BTNH, "context")
         out_BTD = context.reduce_scatter_sequence(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
         return checkpoint_name(out_BTD, "out_proj"), cache
 
     def _rotate(self, x_BTNH: jax.Array, context: ForwardContext) -> jax.Array:
-        return rope(x_BTNH, context.positions_BT, self.spec.rope) if self.spec.rope else x_BTNH
+        return rope(x_BTNH, context.positions_BT, self.spec) if self.spec.position_type == "rope" else x_BTNH
 
     def _compress(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised latent [B, T, 1, R] and the rotary key that all heads share, [B, T, 1, H]."""
         down_BT1R = matmul(x_BTD, self.kv_down[...], "BTD,DR->BTR")[:, :, None]
-        latent_BT1R, shared_BT1H = jnp.split(down_BT1R, [self.spec.latent.kv_rank], axis=-1)
+        latent_BT1R, shared_BT1H = jnp.split(down_BT1R, [self.spec.kv_lora_rank], axis=-1)
         return self.kv_down_norm(latent_BT1R), self._rotate(shared_BT1H, context)
 
     def _expand(
@@ -107,7 +105,7 @@ class LatentAttention(nnx.Module):
             latent_BT1R = replicate_rows(checkpoint_name(latent_BT1R, "value_proj"), layout, None, None)
             shared_BT1H = replicate_rows(checkpoint_name(shared_BT1H, "key_proj"), layout, None, None)
         expanded_BSNH = matmul(latent_BT1R[:, :, 0], self.kv_up[...], "BTR,RNH->BTNH")
-        nope_BSNH, v_BSNH = jnp.split(expanded_BSNH, [self.spec.latent.nope_dim], axis=-1)
+        nope_BSNH, v_BSNH = jnp.split(expanded_BSNH, [self.spec.qk_nope_head_dim], axis=-1)
         shared_BSNH = jnp.broadcast_to(shared_BT1H, (*nope_BSNH.shape[:-1], shared_BT1H.shape[-1]))
         k_BSNH = jnp.concatenate([nope_BSNH, shared_BSNH], axis=-1)
         k_BSNH, v_BSNH = (layout.constrain(x, "batch", "length", "heads", "head_dim") for x in (k_BSNH, v_BSNH))
@@ -119,9 +117,22 @@ class LatentAttention(nnx.Module):
         self, nope_BTNH: jax.Array, rope_BTNH: jax.Array, cache_BS1R: jax.Array, context: ForwardContext
     ) -> jax.Array:
         """Attends to cached latents, which serve as one head's keys and, without their rotary part, its values."""
-        R, nope_dim = self.spec.latent.kv_rank, self.spec.latent.nope_dim
+        R, nope_dim = self.spec.kv_lora_rank, self.spec.qk_nope_head_dim
         kv_up = self.kv_up[...]
         q_BTNR = jnp.concatenate([matmul(nope_BTNH, kv_up[..., :nope_dim], "BTNH,RNH->BTNR"), rope_BTNH], axis=-1)
-        mask_BTS = decode_mask(self.spec.scores, context.positions_BT, cache_BS1R.shape[1])
-        out_BTNR = masked_attention(q_BTNR, cache_BS1R, cache_BS1R[..., :R], mask_BTS, self.spec.scores, None)
+        mask_BTS = decode_mask(self.scores, context.positions_BT, cache_BS1R.shape[1])
+        out_BTNR = masked_attention(q_BTNR, cache_BS1R, cache_BS1R[..., :R], mask_BTS, self.scores, None)
         return matmul(out_BTNR, kv_up[..., nope_dim:], "BTNR,RNH->BTNH")
+
+
+def _head_dim(spec: LayerSpec) -> int:
+    return spec.qk_nope_head_dim + spec.qk_rope_head_dim
+
+
+def _scores(spec: LayerSpec) -> ScoreSpec:
+    scores = dataclasses.replace(score_spec(spec, _head_dim(spec)), value_dim=spec.v_head_dim)
+    if spec.position_type == "rope" and spec.rope_type == "yarn" and spec.mscale_all_dim:
+        # DeepSeek: mscale_all_dim scales the whole score here; embeddings.py scales the rotated part by mscale over it.
+        size = 0.1 * spec.mscale_all_dim * math.log(spec.rope_factor) + 1.0
+        return dataclasses.replace(scores, scale=scores.scale * size**2)
+    return scores

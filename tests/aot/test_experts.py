@@ -49,9 +49,7 @@ def lowered(overrides, topology, experts):
     config = load(**overrides, ici_expert_parallelism=experts, matmul_precision="default")
     devices = abstract_devices(parse_topology(topology, 1))
     layout, spec = make_layout(config, devices), model_spec(config)
-    graphdef, declarations = params.abstract(
-        lambda rngs: Experts(spec.layers[0].feed_forward, spec.emb_dim, 1.0, "float32", rngs)
-    )
+    graphdef, declarations = params.abstract(lambda rngs: Experts(spec.layers[0], 1.0, "float32", rngs))
     shapes = params.values(declarations)
     at = weight_shardings(layout, shapes, params.field(declarations, "out_sharding"))
     given = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, at)

@@ -63,14 +63,15 @@ def test_old_and_new_config_json_describe_the_same_positions():
     old = facts({**LLAMA31, "rope_theta": 5e5, "rope_scaling": {**SCALING, "rope_type": "llama3"}})
     new = facts({**LLAMA31, "rope_parameters": {**SCALING, "rope_theta": 5e5, "rope_type": "llama3"}})
     assert old == new
-    rope = old.layers[0].attention.rope
-    assert (rope.kind, rope.max_timescale, rope.factor, rope.original_length) == ("llama3.1", 5e5, 8.0, 8192)
-    assert facts({**LLAMA31, "rope_scaling": {"type": "linear", "factor": 4.0}}).layers[0].attention.rope.factor == 4.0
+    layer = old.layers[0]
+    assert (layer.rope_type, layer.rope_max_timescale) == ("llama3.1", 5e5)
+    assert (layer.rope_factor, layer.original_max_position_embeddings) == (8.0, 8192)
+    assert facts({**LLAMA31, "rope_scaling": {"type": "linear", "factor": 4.0}}).layers[0].rope_factor == 4.0
 
 
 def test_yarns_original_length_is_that_of_the_positions_where_nothing_else_says():
-    rope = facts({**LLAMA31, "rope_scaling": {"type": "yarn", "factor": 2.0}}).layers[0].attention.rope
-    assert rope.original_length == 131_072
+    layer = facts({**LLAMA31, "rope_scaling": {"type": "yarn", "factor": 2.0}}).layers[0]
+    assert layer.original_max_position_embeddings == 131_072
 
 
 def test_gemma_3s_two_kinds_of_positions_in_old_and_new_config_json():
@@ -82,9 +83,9 @@ def test_gemma_3s_two_kinds_of_positions_in_old_and_new_config_json():
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     assert old == facts({**sizes, "rope_parameters": by_kind})
-    assert [layer.attention.window for layer in old.layers] == [5, 5, 5, 5, 5, 0, 5]
-    assert [layer.attention.rope.max_timescale for layer in old.layers] == [1e4] * 5 + [1e6, 1e4]
-    assert [layer.attention.rope.kind for layer in old.layers] == ["default"] * 5 + ["linear", "default"]
+    assert [layer.sliding_window_size for layer in old.layers] == [5, 5, 5, 5, 5, 0, 5]
+    assert [layer.rope_max_timescale for layer in old.layers] == [1e4] * 5 + [1e6, 1e4]
+    assert [layer.rope_type for layer in old.layers] == ["default"] * 5 + ["linear", "default"]
 
 
 @pytest.mark.parametrize("name", saved.CONFIGS)

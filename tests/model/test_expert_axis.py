@@ -93,7 +93,7 @@ def routed(choices_BTk, devices=8, real_BT=None, **overrides):
     config = load(**{**EXPERTS, "num_experts_per_tok": k, **overrides})
     layout = make_layout(config, jax.devices()[:devices])
     rng = np.random.default_rng(0)
-    module = Experts(model_spec(config).layers[0].feed_forward, 32, 1.0, "float32", nnx.Rngs(0))
+    module = Experts(model_spec(config).layers[0], 1.0, "float32", nnx.Rngs(0))
     nnx.update(module, jax.tree.map(lambda x: rng.normal(scale=0.3, size=x.shape), nnx.state(module)))
     graphdef, state = nnx.split(module)
     x, weights_BTk = rng.normal(size=(B, T, 32)).astype(np.float32), rng.uniform(size=(B, T, k)).astype(np.float32)

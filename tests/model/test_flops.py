@@ -110,9 +110,9 @@ def test_operations_of_a_step_are_those_that_jax_counts(overrides):
 class GatedAttention(Attention):
     """What a user may try: attention whose output a sigmoid gate scales."""
 
-    def __init__(self, spec, norm, emb_dim, out_scale, dtype, rngs):
-        super().__init__(spec, norm, emb_dim, out_scale, dtype, rngs)
-        self.gate = weight(rngs, (emb_dim, emb_dim), ("embed", None), dtype, fan_in=(0,))
+    def __init__(self, spec, out_scale, dtype, rngs):
+        super().__init__(spec, out_scale, dtype, rngs)
+        self.gate = weight(rngs, (spec.emb_dim, spec.emb_dim), ("embed", None), dtype, fan_in=(0,))
 
     def __call__(self, x_BTD, context, cache):
         out_BTD, cache = super().__call__(x_BTD, context, cache)

@@ -42,8 +42,8 @@ KINDS = {
 def layer(kind):
     """A layer of experts with random weights, these as a nested dict of arrays, and some of its inputs."""
     rng = np.random.default_rng(0)
-    spec = model_spec(load(**{**EXPERTS, **KINDS[kind]})).layers[0].feed_forward
-    module = Experts(spec, D, 1.0, "float32", nnx.Rngs(0))
+    spec = model_spec(load(**{**EXPERTS, **KINDS[kind]})).layers[0]
+    module = Experts(spec, 1.0, "float32", nnx.Rngs(0))
     state = jax.tree.map(lambda x: rng.normal(scale=0.3, size=x.shape).astype(np.float32), nnx.state(module))
     nnx.update(module, state)
     return module, nnx.to_pure_dict(state), rng.normal(size=(ROWS, T, D)).astype(np.float32)
@@ -71,7 +71,7 @@ def feed_forward(x, weights):
 
 def scores_of(x, weights, spec):
     logits = x @ weights["router"] + weights.get("router_bias", 0.0)
-    if spec.score_func == "sigmoid":
+    if spec.routed_score_func == "sigmoid":
         return 1 / (1 + np.exp(-logits))
     return np.exp(logits) / np.exp(logits).sum()
 
@@ -79,12 +79,12 @@ def scores_of(x, weights, spec):
 def chosen(scores, weights, spec):
     """The experts of a token, by sorting."""
     choice = scores + weights.get("correction_bias", 0.0)
-    size = spec.count // spec.groups
-    best = {"max": 1, "top2": 2}[spec.group_score]
-    group_scores = [sum(sorted(choice[g * size : (g + 1) * size])[-best:]) for g in range(spec.groups)]
-    groups = sorted(range(spec.groups), key=lambda g: -group_scores[g])[: spec.groups_per_token]
-    allowed = [expert for expert in range(spec.count) if expert // size in groups]
-    return sorted(allowed, key=lambda expert: -choice[expert])[: spec.per_token]
+    size = spec.num_experts // spec.n_routing_groups
+    best = {"max": 1, "top2": 2}[spec.routing_group_score]
+    group_scores = [sum(sorted(choice[g * size : (g + 1) * size])[-best:]) for g in range(spec.n_routing_groups)]
+    groups = sorted(range(spec.n_routing_groups), key=lambda g: -group_scores[g])[: spec.topk_routing_group]
+    allowed = [expert for expert in range(spec.num_experts) if expert // size in groups]
+    return sorted(allowed, key=lambda expert: -choice[expert])[: spec.num_experts_per_tok]
 
 
 def expert(weights, index):
@@ -100,21 +100,21 @@ def test_each_token_goes_through_its_experts(kind):
     for row, t in np.ndindex(ROWS, T):
         scores = scores_of(x[row, t], weights, spec)
         experts = chosen(scores, weights, spec)
-        total_score = sum(scores[experts]) if spec.normalise else 1.0
+        total_score = sum(scores[experts]) if spec.norm_topk_prob else 1.0
         for index in experts if segment_ids[row, t] else ():
-            factor = spec.scaling * scores[index] / total_score
-            if spec.scale_inputs:
+            factor = spec.routed_scaling_factor * scores[index] / total_score
+            if spec.scale_expert_inputs:
                 expected[row, t] += feed_forward(factor * x[row, t], expert(weights, index))
             else:
                 expected[row, t] += factor * feed_forward(x[row, t], expert(weights, index))
-        if spec.shared:
+        if spec.shared_experts:
             expected[row, t] += feed_forward(x[row, t], weights["shared"])
         if segment_ids[row, t]:
             load_E[experts] += 1
             share_E += scores / scores.sum()
     out, report = run(module, x, segment_ids)
     np.testing.assert_allclose(out, expected, atol=1e-4 * np.abs(expected).max())
-    np.testing.assert_allclose(report["expert_load"], load_E[None] / spec.per_token, rtol=1e-5)
+    np.testing.assert_allclose(report["expert_load"], load_E[None] / spec.num_experts_per_tok, rtol=1e-5)
     balance = 8 * np.sum(load_E / load_E.sum() * share_E / share_E.sum())
     assert figures(report, segment_ids.astype(bool).sum())["load_balance_loss"] == pytest.approx(balance, rel=1e-5)
 
@@ -237,16 +237,16 @@ def test_gradients_are_those_of_every_expert_on_every_token(kind, capacity_facto
         experts_BTk, weights_BTk = router.choose(scores_BTE, None, module.spec)
         weights_BTE = jnp.sum(jax.nn.one_hot(experts_BTk, 8) * weights_BTk[..., None], axis=2)
         x_BTED = jnp.repeat(x_BTD[:, :, None], 8, axis=2)
-        if module.spec.scale_inputs:
+        if module.spec.scale_expert_inputs:
             x_BTED *= weights_BTE[..., None]
         hidden_BTEAF = jnp.einsum("BTED,EDAF->BTEAF", x_BTED, module.wi[...])
         hidden_BTEAF += module.wi_bias[...] if kind == "biases" else 0
         hidden_BTEF = jax.nn.silu(hidden_BTEAF[..., 0, :]) * hidden_BTEAF[..., 1, :]
         out_BTED = jnp.einsum("BTEF,EFD->BTED", hidden_BTEF, module.wo[...])
         out_BTED += module.wo_bias[...] if kind == "biases" else 0
-        if not module.spec.scale_inputs:
+        if not module.spec.scale_expert_inputs:
             out_BTED *= weights_BTE[..., None]
-        shared = module.shared(x_BTD, context)[0] if module.spec.shared else 0
+        shared = module.shared(x_BTD, context)[0] if module.spec.shared_experts else 0
         return jnp.sum(jnp.sin(jnp.sum(out_BTED, axis=2) + shared))
 
     found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(state, x) for f in (sparse, dense))

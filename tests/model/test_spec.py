@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 
 import pytest
 from hypothesis import given
@@ -112,9 +111,18 @@ def test_the_facts_of_a_segment_replace_the_models_in_its_layers_alone():
         base_num_decoder_layers=7,
         decoder_segments=f"[{{repeats: -1, pattern: [{pattern}]}}, {{pattern: [{{}}]}}]",
     )
-    assert first.feed_forward.mlp_dim == 48
-    assert first.norm.kind == "layer"
-    assert second == dataclasses.replace(
-        LAYER, attention=dataclasses.replace(LAYER.attention, head_dim=6, scale=1 / math.sqrt(6), rope=None)
-    )
+    assert first.mlp_dim == 48
+    assert first.normalization == "layer"
+    assert second == dataclasses.replace(LAYER, head_dim=6, query_pre_attn_scalar=6.0, position_type="none")
     assert rest == [first, second, first, second, LAYER]
+
+
+def test_layers_are_equal_whatever_facts_without_effect_on_them_say():
+    """So such facts nest no weights otherwise."""
+    ignored = "sliding_window_size: 9, q_lora_rank: 3, beta_fast: 2, shared_experts: 1, attention_out_bias: false"
+    (group,) = group_layers(layers_of(decoder_segments=f"[{{pattern: [{{}}, {{{ignored}}}]}}]"))
+    assert (len(group.pattern), group.repeats) == (1, 2)
+    local = "attention_type: local_sliding, sliding_window_size: 9"
+    first, second = layers_of(decoder_segments=f"[{{pattern: [{{{local}}}, {{{local}, position_type: none}}]}}]")
+    assert first.sliding_window_size == second.sliding_window_size == 9
+    assert first != second

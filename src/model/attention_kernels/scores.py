@@ -1,6 +1,9 @@
 """ScoreSpec, what attention kernels compute, and the limits that choosing a kernel needs without importing it."""
 
+import math
 from dataclasses import dataclass
+
+from src.model.spec import LayerSpec
 
 FLASH_BLOCK = 128  # least block of the TPU kernel, which takes whole blocks only
 CUDNN_HEAD_DIM = 128  # largest that cuDNN takes on every GPU; Hopper's 256 is left out
@@ -39,3 +42,17 @@ class ScoreSpec:
     def cache_slots(self, length: int) -> int:
         """Returns the tokens that a cache holds for texts of up to `length` tokens."""
         return min(length, self.window or self.chunk or length)
+
+
+def score_spec(layer: LayerSpec, head_dim: int) -> ScoreSpec:
+    """Returns the scores that a layer's facts ask for, with heads of this size."""
+    return ScoreSpec(
+        num_heads=layer.num_query_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        scale=1.0 / math.sqrt(layer.query_pre_attn_scalar),
+        window=layer.sliding_window_size,
+        chunk=layer.chunk_attn_window_size,
+        soft_cap=layer.attn_logits_soft_cap,
+        sink=layer.attention_sink,
+    )

@@ -23,7 +23,7 @@ from src.model.moe.dispatch import ExpertGroup, Rows
 from src.model.moe.grouped_matmul import add_by_group, batched_matmul, grouped_matmul
 from src.model.moe.router import Report
 from src.model.params import Adapted, Buffer, matmul, weight
-from src.model.spec import ExpertsSpec, ModelSpec
+from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows, zigzag_order
 
@@ -39,40 +39,40 @@ AXES = {
 class Experts(nnx.Module):
     """E feed-forward layers, of which a token goes through those its router scores highest (Shazeer et al. 2017)."""
 
-    def __init__(self, spec: ExpertsSpec, emb_dim: int, out_scale: float, dtype: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: nnx.Rngs) -> None:
         self.spec = spec
-        E, A, F = spec.count, len(spec.expert.activations), spec.expert.mlp_dim
+        emb_dim, E, A, F = spec.emb_dim, spec.num_experts, len(spec.mlp_activations), spec.moe_mlp_dim
         self.router = weight(rngs, (emb_dim, E), ("embed", None), dtype, fan_in=(0,))
         if spec.router_bias:
             self.router_bias = weight(rngs, (E,), (None,), dtype, constant=0.0, decays=False)
-        if spec.correction_bias:
+        if spec.routed_bias:
             self.correction_bias = Buffer(jnp.zeros(E), out_sharding=(None,), fan_in=(), decays=False)
         self.wi = weight(rngs, (E, emb_dim, A, F), AXES["wi"], dtype, fan_in=(1,))
         self.wo = weight(rngs, (E, F, emb_dim), AXES["wo"], dtype, fan_in=(1,), scale=out_scale)
-        if spec.expert.bias:
+        if spec.mlp_bias:
             self.wi_bias = weight(rngs, (E, A, F), AXES["wi_bias"], dtype, constant=0.0, decays=False)
             self.wo_bias = weight(rngs, (E, emb_dim), AXES["wo_bias"], dtype, constant=0.0, decays=False)
-        if spec.shared:
-            self.shared = FeedForward(spec.shared, emb_dim, out_scale, dtype, rngs)
+        if spec.shared_experts:
+            self.shared = FeedForward(spec, out_scale, dtype, rngs, spec.shared_experts * F)
 
     @staticmethod
-    def costs(spec: ExpertsSpec) -> Costs:
+    def costs(spec: LayerSpec) -> Costs:
         """Counts what a token's experts make beside their weights' products."""
-        expert = FeedForward.costs(spec.expert)
-        width = spec.per_token * expert.width + (FeedForward.costs(spec.shared).width if spec.shared else 0)
-        return dataclasses.replace(expert, width=width, active=spec.per_token / spec.count)
+        expert = FeedForward.costs(spec, spec.moe_mlp_dim)
+        width = (spec.num_experts_per_tok + spec.shared_experts) * expert.width
+        return dataclasses.replace(expert, width=width, active=spec.num_experts_per_tok / spec.num_experts)
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Report]:
         """Maps [B, T, D] to [B, T, D], and reports the router's sums over this batch."""
         with jax.named_scope("router"):
             logits_BTE = self._logits(x_BTD)
             scores_BTE = router.scores(logits_BTE, self.spec)
-            correction_E = self.correction_bias[...] if self.spec.correction_bias else None
+            correction_E = self.correction_bias[...] if self.spec.routed_bias else None
             experts_BTk, weights_BTk = router.choose(scores_BTE, correction_E, self.spec)
         non_padding_BT = context.segment_ids_BT > 0
         out_BTD, kept_BTk = self._run(x_BTD, experts_BTk, weights_BTk, non_padding_BT, context.layout)
         out_BTD = context.reduce_scatter_sequence(out_BTD)
-        if self.spec.shared:
+        if self.spec.shared_experts:
             # It depends on no other expert: a compiler may run it while tokens are on their way. XLA's for GPUs does so
             # with its latency-hiding scheduler; libtpu does not yet (docs/log.md).
             out_BTD += self.shared(x_BTD, context)[0]
@@ -107,7 +107,7 @@ class Experts(nnx.Module):
             # A device may have any part of what its row keeps: buffers of a fixed size would each need room for all.
             capacity, kept_BTk = (
                 None,
-                _kept_of_whole_rows(experts_BTk, non_padding_BT, self.spec.count, capacity, layout),
+                _kept_of_whole_rows(experts_BTk, non_padding_BT, self.spec.num_experts, capacity, layout),
             )
         on_device = functools.partial(
             _on_device,
@@ -128,11 +128,11 @@ class Experts(nnx.Module):
         return run(x_BTD, experts_BTk, kept_BTk, weights_BTk, non_padding_BT, kernels)
 
 
-def _capacity(spec: ExpertsSpec, length: int) -> int | None:
+def _capacity(spec: LayerSpec, length: int) -> int | None:
     """Returns the slots that each expert has in a row of `length` tokens; None: enough for all."""
     if spec.capacity_factor == -1:
         return None
-    return math.ceil(length * spec.per_token * spec.capacity_factor / spec.count)
+    return math.ceil(length * spec.num_experts_per_tok * spec.capacity_factor / spec.num_experts)
 
 
 def _kept_of_whole_rows(
@@ -174,7 +174,7 @@ def _on_device(
     non_padding_BT: jax.Array,
     kernels: Any,
     *,
-    spec: ExpertsSpec,
+    spec: LayerSpec,
     capacity: int | None,
     axes: Any,
     gathered: tuple[str, ...],
@@ -215,15 +215,15 @@ def _on_device(
 
     def run(x_BTD: jax.Array, weights_BTk: jax.Array, kernels: Any) -> jax.Array:
         kernels = jax.tree.map(gather, axes, kernels, is_leaf=lambda node: isinstance(node, tuple))
-        if spec.expert.bias:
+        if spec.mlp_bias:
             kernels["wo_bias"] /= parts  # each device adds its part
-        (B, T, D), E, k = x_BTD.shape, spec.count, spec.per_token
+        (B, T, D), E, k = x_BTD.shape, spec.num_experts, spec.num_experts_per_tok
         x_XD = x_BTD.reshape(B * T, D)
         weights_Xk = weights_BTk.reshape(B * T, k).astype(x_XD.dtype)
         # Padding goes to no expert: it is all alike, and would go to the same ones.
         sent_BTk = jnp.where(non_padding_BT[..., None] & kept_BTk, experts_BTk, E)
         tokens, experts_Xk = (x_XD, weights_Xk), sent_BTk.reshape(B * T, k)
-        if spec.scale_inputs:  # as if each of a token's choices were a token
+        if spec.scale_expert_inputs:  # as if each of a token's choices were a token
             tokens = (x_XD[:, None] * weights_Xk[..., None]).reshape(-1, D), None
             experts_Xk = experts_Xk.reshape(-1, 1)
         if slots:
@@ -231,25 +231,25 @@ def _on_device(
         else:
             feed = functools.partial(_sorted_rows, spec, group.platform)
             out_XD = dispatch.dropless(tokens, experts_Xk, kernels, feed, group)
-        if spec.scale_inputs:
+        if spec.scale_expert_inputs:
             out_XD = jnp.sum(out_XD.reshape(B * T, k, D), axis=1)
         return (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(B, T, D)
 
     slots = None
     if capacity:
-        slots = dispatch.assign_slots(experts_BTk, non_padding_BT, spec.count, capacity)
+        slots = dispatch.assign_slots(experts_BTk, non_padding_BT, spec.num_experts, capacity)
         kept_BTk = slots.kept_M().reshape(experts_BTk.shape)
     policy = jax.checkpoint_policies.save_anything_except_these_names("gathered_experts")
     return jax.checkpoint(run, policy=policy)(x_BTD, weights_BTk, kernels), kept_BTk
 
 
-def _sorted_rows(spec: ExpertsSpec, platform: str, rows: Rows, kernels: Any, rows_E: jax.Array) -> jax.Array:
+def _sorted_rows(spec: LayerSpec, platform: str, rows: Rows, kernels: Any, rows_E: jax.Array) -> jax.Array:
     """Runs the experts on rows that are sorted by expert."""
     product = functools.partial(grouped_matmul, rows_G=rows_E, platform=platform)
     return _feed_forward(spec, rows, kernels, product, functools.partial(add_by_group, rows_G=rows_E))
 
 
-def _by_expert(spec: ExpertsSpec, rows: Rows, kernels: Any) -> jax.Array:
+def _by_expert(spec: LayerSpec, rows: Rows, kernels: Any) -> jax.Array:
     """Runs the experts on as many rows each, [E, R, D]."""
 
     def add(x_ER: jax.Array, bias_E: jax.Array, factor_ER: jax.Array | None = None) -> jax.Array:
@@ -260,17 +260,17 @@ def _by_expert(spec: ExpertsSpec, rows: Rows, kernels: Any) -> jax.Array:
 
 
 @jax.named_scope("experts")
-def _feed_forward(spec: ExpertsSpec, rows: Rows, kernels: Any, product: Callable, add: Callable) -> jax.Array:
+def _feed_forward(spec: LayerSpec, rows: Rows, kernels: Any, product: Callable, add: Callable) -> jax.Array:
     """Computes `FeedForward` with each expert's weights; `product` and `add` know which rows are whose."""
     x, weights = rows
     hidden = product(x, kernels["wi"])
-    if spec.expert.bias:
+    if spec.mlp_bias:
         hidden = add(hidden, kernels["wi_bias"])
-    hidden = activated(checkpoint_name(hidden, "mlpwi"), spec.expert)
+    hidden = activated(checkpoint_name(hidden, "mlpwi"), spec)
     if weights is not None:  # before the last product, so that their gradient does not need its output
         hidden *= weights
     out = product(hidden, kernels["wo"])
-    return add(out, kernels["wo_bias"], weights) if spec.expert.bias else out
+    return add(out, kernels["wo_bias"], weights) if spec.mlp_bias else out
 
 
 def check_mesh(spec: ModelSpec, layout: Layout) -> None:
@@ -283,8 +283,8 @@ def check_mesh(spec: ModelSpec, layout: Layout) -> None:
             "ici_expert_parallelism=1 and dcn_expert_parallelism=1; fsdp, context and tensor shard other weights"
         )
     for layer in spec.layers:
-        if isinstance(layer.feed_forward, ExpertsSpec) and layer.feed_forward.count % layout.shards("expert"):
+        if layer.has_experts and layer.num_experts % layout.shards("expert"):
             raise UserError(
-                f"num_experts={layer.feed_forward.count} is not divisible by {layout.sharded_by('expert')}: change it, "
+                f"num_experts={layer.num_experts} is not divisible by {layout.sharded_by('expert')}: change it, "
                 "or ici_expert_parallelism or dcn_expert_parallelism"
             )

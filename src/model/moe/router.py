@@ -8,18 +8,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from src.model.params import Tree
-from src.model.spec import ExpertsSpec
+from src.model.spec import LayerSpec
 from src.parallel.mesh import Layout
 
 Report = dict[str, jax.Array]
 
 
-def scores(logits_BTE: jax.Array, spec: ExpertsSpec) -> jax.Array:
+def scores(logits_BTE: jax.Array, spec: LayerSpec) -> jax.Array:
     """Returns each expert's score."""
-    return {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[spec.score_func](logits_BTE)
+    return {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[spec.routed_score_func](logits_BTE)
 
 
-def choose(scores_BTE: jax.Array, correction_E: jax.Array | None, spec: ExpertsSpec) -> tuple[jax.Array, jax.Array]:
+def choose(scores_BTE: jax.Array, correction_E: jax.Array | None, spec: LayerSpec) -> tuple[jax.Array, jax.Array]:
     """Returns the k experts of each token, and their weights; both [B, T, k].
 
     `correction_E` moves the choice and not the weights (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
@@ -27,22 +27,22 @@ def choose(scores_BTE: jax.Array, correction_E: jax.Array | None, spec: ExpertsS
     choice_BTE = scores_BTE
     if correction_E is not None:
         choice_BTE = choice_BTE + jax.lax.stop_gradient(correction_E)
-    if spec.groups > 1:
+    if spec.n_routing_groups > 1:
         choice_BTE = jnp.where(_in_best_groups(choice_BTE, spec), choice_BTE, -jnp.inf)
-    _, experts_BTk = jax.lax.top_k(choice_BTE, spec.per_token)
+    _, experts_BTk = jax.lax.top_k(choice_BTE, spec.num_experts_per_tok)
     weights_BTk = jnp.take_along_axis(scores_BTE, experts_BTk, axis=-1)
-    if spec.normalise:
+    if spec.norm_topk_prob:
         weights_BTk /= jnp.sum(weights_BTk, axis=-1, keepdims=True) + 1e-20
-    return experts_BTk, weights_BTk * spec.scaling
+    return experts_BTk, weights_BTk * spec.routed_scaling_factor
 
 
-def _in_best_groups(choice_BTE: jax.Array, spec: ExpertsSpec) -> jax.Array:
+def _in_best_groups(choice_BTE: jax.Array, spec: LayerSpec) -> jax.Array:
     """Returns bool [B, T, E]: whether an expert is in one of its token's best groups (DeepSeek-V2, section 2.2.2)."""
-    grouped_BTGe = choice_BTE.reshape(*choice_BTE.shape[:2], spec.groups, -1)
-    best = {"max": 1, "top2": 2}[spec.group_score]
+    grouped_BTGe = choice_BTE.reshape(*choice_BTE.shape[:2], spec.n_routing_groups, -1)
+    best = {"max": 1, "top2": 2}[spec.routing_group_score]
     group_BTG = jnp.sum(jax.lax.top_k(grouped_BTGe, best)[0], axis=-1)
-    _, chosen_BTg = jax.lax.top_k(group_BTG, spec.groups_per_token)
-    chosen_BTG = jnp.any(jax.nn.one_hot(chosen_BTg, spec.groups, dtype=bool), axis=-2)
+    _, chosen_BTg = jax.lax.top_k(group_BTG, spec.topk_routing_group)
+    chosen_BTG = jnp.any(jax.nn.one_hot(chosen_BTg, spec.n_routing_groups, dtype=bool), axis=-2)
     return jnp.repeat(chosen_BTG, grouped_BTGe.shape[-1], axis=-1)
 
 

@@ -42,6 +42,7 @@ class Key:
         most: the largest number, more than any machine has room or time for: larger ones overflow where they are
             multiplied. None where the range has an end.
         per_layer: a pattern of `decoder_segments` may give a layer its own.
+        not_with: the attention types that do not have it.
         fixed: it makes a run's weights, optimizer arrays or data what they are: a run resumed with another value is
             another run.
         example: of a list whose entries are texts, such as `[attention.*]`.
@@ -58,6 +59,7 @@ class Key:
     allowed: Range | tuple[str, ...] = ()
     most: float | None = None
     per_layer: bool = False
+    not_with: tuple[str, ...] = ()
     fixed: bool = False
     example: str = ""
     is_path: bool = False
@@ -85,9 +87,9 @@ def key(
     return dataclasses.field(default_factory=lambda: declared.default, metadata={"key": declared})
 
 
-def fact(default: Any, comment: str, allowed: Range | tuple[str, ...] = (), most: float | None = None) -> Any:
+def fact(default: Any, comment: str, *limits: Any, **more: Any) -> Any:
     """Declares a key of the model that may differ from layer to layer."""
-    return key(default, comment, allowed, most, per_layer=True)
+    return key(default, comment, *limits, per_layer=True, **more)
 
 
 def path(default: str, comment: str, **more: Any) -> Any:

@@ -50,13 +50,11 @@ def _attention(facts: Mapping[str, Any]) -> list[str]:
         "mla": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     }
     problems = [f"attention_type={kind} needs {key}" for key in needed.get(kind, ()) if not facts[key]]
-    if kind == "mla":
-        problems.extend(
-            f"attention_type=mla has no {key}={dump(facts[key])} (set {key}={dump(KEYS[key].default)})"
-            for key in ("attention_bias", "attention_sink", "attn_logits_soft_cap", "qk_norm", "attn_temperature_scale")
-            if facts[key] != KEYS[key].default
-        )
-    return problems
+    return problems + [
+        f"attention_type={kind} has no {key}={dump(facts[key])} (set {key}={dump(declared.default)})"
+        for key, declared in KEYS.items()
+        if kind in declared.not_with and facts[key] != declared.default
+    ]
 
 
 def _experts(facts: Mapping[str, Any]) -> list[str]:

@@ -66,18 +66,21 @@ class AttentionFacts:
         ("global", "local_sliding", "chunk", "mla"))
     sliding_window_size: int      = fact(0, "local_sliding: tokens a token sees, itself among them", FROM_0, 2**24)
     chunk_attn_window_size: int   = fact(0, "chunk: positions a block has; a token sees its own block", FROM_0, 2**24)
-    attention_bias: bool          = fact(False, "biases in the projections of queries, keys and values")
+    attention_bias: bool          = fact(False, "biases in the projections of queries, keys and values",
+        not_with=("mla",))
     attention_out_bias: bool      = fact(True, "attention_bias: in the output projection too")
     attention_sink: bool          = fact(False,
-        "a learned logit per head that takes weight and gives no value (gpt-oss)")
-    attn_logits_soft_cap: float   = fact(0.0, "c: scores become c * tanh(scores / c); 0: off", FROM_0, 2**30)
+        "a learned logit per head that takes weight and gives no value (gpt-oss)", not_with=("mla",))
+    attn_logits_soft_cap: float   = fact(0.0, "c: scores become c * tanh(scores / c); 0: off", FROM_0, 2**30,
+        not_with=("mla",))
     query_pre_attn_scalar: float  = fact(0.0, "scores are divided by its root; 0: by the root of the query head's size",
         FROM_0, 2**30)
     qk_norm: str                  = fact("none",
         "of queries and keys: head (each head), all_heads (at once), l2 (after RoPE, no scale), none",
-        ("none", "head", "all_heads", "l2"))
+        ("none", "head", "all_heads", "l2"), not_with=("mla",))
     attn_temperature_scale: float = fact(0.0,
-        "s: queries times 1 + s * log(1 + floor(position / attn_temperature_floor)) (Llama 4)", FROM_0, 2**30)
+        "s: queries times 1 + s * log(1 + floor(position / attn_temperature_floor)) (Llama 4)", FROM_0, 2**30,
+        not_with=("mla",))
     attn_temperature_floor: int   = fact(8192, "positions the queries' temperature stays the same for", FROM_1, 2**24)
     q_lora_rank: int              = fact(0, "mla: width of the compressed query; 0: it is not compressed",
         FROM_0, 2**20)

@@ -1,5 +1,6 @@
-"""A model's weights from wherever they are: a checkpoint, a run that trained adapters, a Hugging Face folder."""
+"""Loads a model's weights from a checkpoint, a run that trained adapters, or a Hugging Face folder."""
 
+import functools
 import os
 import zlib
 from collections.abc import Mapping
@@ -14,20 +15,20 @@ from src.errors import UserError
 from src.model import lora
 from src.model.params import Tree, by_path, dotted, join, nested
 
-TAIL_BYTES = 2**16  # of each file, which training changes as it does all others
+TAIL_BYTES = 2**16  # read of each file: training changes the last bytes as it does all others
 
 
 def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree, dict[str, Any], list[str]]:
-    """The weights that `load_parameters_path` names. Adapters are merged into the weights they were trained on.
+    """Loads the weights that `load_parameters_path` names, and merges adapters into the weights under them.
 
     Args:
         path: a run's folder, a checkpoint, or a Hugging Face folder.
         tree: all of a model's weights, nested dicts of `jax.ShapeDtypeStruct`s with shardings.
-        keep_dtypes: give the weights the dtypes they were saved in, not `tree`'s.
+        keep_dtypes: the weights get the dtypes they were saved in, not `tree`'s.
 
     Returns:
-        `tree` with arrays for its leaves; the checkpoint's meta, of which a Hugging Face folder gives `vocab_size`
-        and `tokenizer`; and what to tell the user.
+        `tree` with arrays as leaves; the checkpoint's meta, of which a Hugging Face folder has only `vocab_size` and
+        `tokenizer`; and messages for the user.
 
     Raises:
         UserError: there are no such weights, they are damaged, or they are another model's.
@@ -37,31 +38,29 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
     if is_hf_folder(path):
         return _load_hf_weights(path, tree)
 
-    def wanted(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
-        """All weights; of a run with adapters, what it trained of them, and the adapters."""
-        flat = by_path(tree)
-        chosen = {path: flat[path] for path in flat if "lora" not in meta or dotted(path) in saved}
-        copied = _copied(next(iter(flat.values())).sharding)
-        for name in (name for name in saved if name.startswith("lora.")):
-            path = tuple(int(word) if word.isdecimal() else word for word in name.split("."))
-            chosen[path] = jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=copied)
-        if keep_dtypes:
-            as_saved = {path: saved[dotted(path)]["dtype"] for path in chosen if dotted(path) in saved}
-            chosen = {
-                path: jax.ShapeDtypeStruct(leaf.shape, as_saved.get(path, leaf.dtype), sharding=leaf.sharding)
-                for path, leaf in chosen.items()
-            }
-        return nested(chosen)
-
-    restored, meta, messages = restore_weights(path, wanted)
+    restored, meta, messages = restore_weights(path, functools.partial(_wanted, tree, keep_dtypes))
     if "lora" not in meta:
         return restored, meta, messages
     adapters = restored.pop("lora")
     check_base(meta["lora"], meta["lora"]["base"])
     base, _, base_messages = load_weights(meta["lora"]["base"], tree, keep_dtypes)
     spec = lora.LoraSpec(meta["lora"]["rank"], meta["lora"]["alpha"], ())
-    whole = join(base, restored)  # what was trained whole takes the place of what it began as
+    whole = join(base, restored)  # weights trained beside the adapters replace the base's
     return lora.merge(whole, adapters, spec), meta, [*base_messages, *messages, "its adapters are merged."]
+
+
+def _wanted(tree: Tree, keep_dtypes: bool, meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
+    """Returns what to restore: all weights; of a run with adapters, these and the weights trained beside them."""
+    leaves = {path: leaf for path, leaf in by_path(tree).items() if "lora" not in meta or dotted(path) in saved}
+    replicated = _replicated(jax.tree.leaves(tree)[0].sharding)
+    for name in (name for name in saved if name.startswith("lora.")):
+        path = tuple(int(word) if word.isdecimal() else word for word in name.split("."))
+        leaves[path] = jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=replicated)
+    if keep_dtypes:
+        for path, leaf in leaves.items():
+            dtype = saved[dotted(path)]["dtype"] if dotted(path) in saved else leaf.dtype
+            leaves[path] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+    return nested(leaves)
 
 
 def _load_hf_weights(path: str, tree: Tree) -> tuple[Tree, dict[str, Any], list[str]]:
@@ -75,7 +74,7 @@ def _load_hf_weights(path: str, tree: Tree) -> tuple[Tree, dict[str, Any], list[
 
 
 def folder_fingerprint(folder: Path, vocab_size: int, notes: list[str]) -> dict[str, Any] | None:
-    """Of a Hugging Face folder's tokenizer; None where it has none that can be read, on which `notes` takes a line."""
+    """Returns the fingerprint of a Hugging Face folder's tokenizer; None, with a note if it is unreadable."""
     if not has_tokenizer(folder):
         return None
     try:
@@ -86,25 +85,22 @@ def folder_fingerprint(folder: Path, vocab_size: int, notes: list[str]) -> dict[
 
 
 def identity(path: str) -> str:
-    """A text that changes with the weights at `path`: with a checkpoint's digests, or with what files end in."""
+    """Returns a text that changes with the weights at `path`: of a checkpoint's digests, or of the ends of files."""
     from src.hf.folder import is_hf_folder
 
     if not is_hf_folder(path):
         return checkpoint_identity(path)
     crc = 0
     for file in sorted(Path(path).expanduser().glob("*.safetensors")):
-        with open(file, "rb") as opened:
-            size = opened.seek(0, os.SEEK_END)
-            opened.seek(max(0, size - TAIL_BYTES))
-            crc = zlib.crc32(f"{file.name} {size}".encode() + opened.read(), crc)
+        with open(file, "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - TAIL_BYTES))
+            crc = zlib.crc32(f"{file.name} {size}".encode() + stream.read(), crc)
     return f"{crc:08x}"
 
 
 def check_base(adapters: Mapping[str, Any], path: str) -> None:
-    """Raises UserError where the weights at `path` are not those that adapters were trained on.
-
-    `adapters` is what their checkpoint's meta says of them.
-    """
+    """Raises UserError if adapters, as their checkpoint's meta describes them, were trained on other weights."""
     if identity(path) != adapters["base_identity"]:
         raise UserError(
             f"the weights at {path} are not those on which these adapters were trained, at {adapters['base']}, or have "
@@ -113,8 +109,7 @@ def check_base(adapters: Mapping[str, Any], path: str) -> None:
         )
 
 
-def _copied(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """The sharding with a whole copy on each device."""
+def _replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     if isinstance(sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     return sharding

@@ -134,12 +134,14 @@ def bench_input(argv: list[str], steps: int) -> None:
     from src.data.loader import train_batches
     from src.data.open import open_sources
     from src.data.tokenizer import make_tokenizer
+    from src.data.types import InputSpec
 
     config = configuration.load(argv)
     rows = np.arange(round(config.per_device_batch_size))
     tokenizer = make_tokenizer(config)
     data, _ = open_sources(config, tokenizer)
-    batches = train_batches(config, data, tokenizer, rows, len(rows))
+    inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
+    batches = train_batches(inputs, data, rows, len(rows))
     next(batches)
     count = 100 * steps
     start = time.perf_counter()

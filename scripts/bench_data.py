@@ -41,7 +41,7 @@ from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.readers.text import TextSource
 from src.data.tokenizer import make_tokenizer
-from src.data.types import Tokenizer
+from src.data.types import InputSpec, Tokenizer
 
 BASE = str(Path(__file__).resolve().parents[1] / "configs" / "base.yml")
 B, T = 16, 2048
@@ -140,7 +140,8 @@ def ours(argv: list[str], threads: int) -> Batches:
     config = configuration.load([*argv, f"max_target_length={T}", f"data_threads={threads}"])
     tokenizer = make_tokenizer(config)
     data, _ = open_sources(config, tokenizer)
-    with contextlib.closing(train_batches(config, data, tokenizer, range(B), B)) as batches:
+    inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
+    with contextlib.closing(train_batches(inputs, data, range(B), B)) as batches:
         for batch in batches:
             yield batch["segment_ids"]
 

@@ -16,7 +16,7 @@ from src.data.host_arrays import host_rows, to_global
 from src.data.loader import EvalBatches
 from src.data.open import open_eval_sets
 from src.data.tokenizer import make_tokenizer
-from src.data.types import EvalSet, Tokenizer
+from src.data.types import EvalSet, InputSpec, Tokenizer
 from src.errors import UserError
 from src.loaded_model import load_model
 from src.report.metrics import eval_key, perplexity
@@ -64,7 +64,9 @@ class Evaluation:
         self._global_batch = eval_batch_size(config, plan)
         self._sharding = batch_sharding(plan.layout)
         self._rows = host_rows(self._sharding["tokens"], (self._global_batch, config.max_target_length))
-        self._batches = EvalBatches(config, data, tokenizer, self._rows, self._global_batch, position)
+        inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
+        rolls = config.evaluation.eval_mode == "rolling"
+        self._batches = EvalBatches(inputs, data, self._rows, self._global_batch, rolls, position)
 
     def sums(self, parts: tuple[Any, ...]) -> list[dict[str, Any]]:
         """Returns the sums of each batch, as `eval_step` computes them; `parts` are the model's (`state_weights`)."""

@@ -17,13 +17,14 @@ from ml_collections import ConfigDict
 from src.cli import run_command
 from src.config.key_help import Usage
 from src.config.schema import Config
+from src.config.source_spec import train_specs
 from src.data.describe import describe_conversations, describe_data
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import train_batches
 from src.data.mixture import Mixture
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
-from src.data.types import Batch, RowSource, Tokenizer, TrainData
+from src.data.types import Batch, InputSpec, RowSource, Tokenizer, TrainData
 from src.errors import UserError
 from src.report.metrics import print_header
 from src.startup import configured, printable
@@ -70,17 +71,18 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     tokenizer = make_tokenizer(config)
     data, _ = open_sources(config, tokenizer)
     global_batch, rows = rows_of_process(config)
+    inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
     length = config.max_target_length
     print_header(
         [
-            ("data", "\n".join(describe_data(config, data))),
+            ("data", "\n".join(describe_data(train_specs(config), data))),
             ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
             ("step", f"{global_batch} rows x {length} = {global_batch * length:,} tokens"),
             ("rows", f"{rows[0]} to {rows[-1]}, of process {config.process_index} of {config.process_count}"),
-            *([("conversations", describe_conversations(config, data, tokenizer))] if config.use_sft else []),
+            *([("conversations", describe_conversations(inputs, data))] if config.use_sft else []),
         ]
     )
-    batches = _from_first_step(config, data, tokenizer, rows, global_batch)
+    batches = _from_step(config.tools.inspect_first_step, inputs, data, rows, global_batch)
     shown = list(itertools.islice(batches, config.inspect_num_steps))
     mixture = Mixture(data.weights)
     for step, batch in enumerate(shown, start=config.inspect_first_step):
@@ -91,7 +93,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     summary = _summary(shown, batches)
     batches.close()
     if tokenizer and not (config.use_sft and tokenizer.chat_template):  # whose tokens the decoded text lacks
-        summary.append(("round trip", _round_trip(config, data, tokenizer)))
+        summary.append(("round trip", _round_trip(inputs, data)))
     print_header(summary)
 
 
@@ -126,13 +128,10 @@ def segments(batch: Batch, row: int) -> list[Segment]:
     return found
 
 
-def _from_first_step(
-    config: Config, data: TrainData, tokenizer: Tokenizer | None, rows: np.ndarray, global_batch: int
-) -> Iterator[Batch]:
-    """Batches from `inspect_first_step` on. Where packing streams keep a position, all before it are made too."""
-    step = config.inspect_first_step
-    computed = all(rows_per_epoch(config, source) is not None for source in data.sources)
-    batches = train_batches(config, data, tokenizer, rows, global_batch, step * global_batch if computed else 0)
+def _from_step(step: int, inputs: InputSpec, data: TrainData, rows: np.ndarray, global_batch: int) -> Iterator[Batch]:
+    """Returns batches from a step on. Where packing streams keep a position, all before it are made too."""
+    computed = all(rows_per_epoch(inputs, source) is not None for source in data.sources)
+    batches = train_batches(inputs, data, rows, global_batch, step * global_batch if computed else 0)
     if not computed:
         next(itertools.islice(batches, step, step), None)
     return batches
@@ -187,11 +186,11 @@ def _summary(shown: list[Batch], batches: Iterator[Batch]) -> list[tuple[str, st
     ]
 
 
-def _round_trip(config: Config, data: TrainData, tokenizer: Tokenizer) -> str:
+def _round_trip(inputs: InputSpec, data: TrainData) -> str:
     """Whether the texts of documents encode to the ids that they were decoded from."""
-    checked, different = 0, []
+    tokenizer, checked, different = inputs.tokenizer, 0, []
     for name, source in zip(data.names, data.sources, strict=True):
-        stream = DocumentStream(config, source, tokenizer, name)
+        stream = DocumentStream(inputs, source, name)
         if isinstance(source, RowSource):
             found = [document.ids for n in range(_CHECKED_BATCHES) for document in stream.row(n)]
         else:

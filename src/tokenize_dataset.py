@@ -42,6 +42,7 @@ from src.data.fingerprint import differences
 from src.data.open import open_source
 from src.data.readers.tokens import FORMAT, SUMMARY, UNFINISHED, ShardFacts, ids_name, index_name, missing_files
 from src.data.tokenizer import make_tokenizer
+from src.data.types import InputSpec
 from src.errors import UserError, first_few
 from src.json_text import parse_json
 from src.storage_errors import Failure, failure_of
@@ -134,9 +135,10 @@ class Items:
     """
 
     def __init__(self, config: Config) -> None:
-        self._config = config
-        self._tokenizer = make_tokenizer(config)
-        self._source = open_source(train_specs(config)[0], config, self._tokenizer)
+        tokenizer = make_tokenizer(config)
+        self._inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
+        self._spec = train_specs(config)[0]
+        self._source = open_source(self._spec, config, tokenizer)
         self.dtype = "uint16" if config.vocab_size <= _MOST_UINT16 else "uint32"
 
     def __len__(self) -> int:
@@ -145,17 +147,17 @@ class Items:
 
     def __getitem__(self, i: int) -> np.ndarray:
         """The int32 ids of item `i`; none of an empty text."""
-        (document,) = encode(self._config, self._tokenizer, self._source[i])
+        (document,) = encode(self._inputs, self._source[i])
         return document.ids
 
     def facts(self) -> dict[str, Any]:
         """What the tokens depend on, as tokens.json has it."""
-        settings = train_specs(self._config)[0].settings
+        settings = self._spec.settings
         return {
             "format": FORMAT,
             "dtype": self.dtype,
-            "vocab_size": self._config.vocab_size,
-            "tokenizer": self._tokenizer.fingerprint() if isinstance(self._source[0], str) else None,
+            "vocab_size": self._inputs.vocab_size,
+            "tokenizer": self._inputs.tokenizer.fingerprint() if isinstance(self._source[0], str) else None,
             "source": self._source.fingerprint(),
             "settings": {name: value for name, value in settings.items() if value and name != "dataset_path"},
         }

@@ -21,13 +21,14 @@ from src.checkpoint.run_folder import RunFolder, in_run_folder
 from src.cli import run_command
 from src.config import load as configuration
 from src.config.schema import Config
+from src.config.source_spec import train_specs
 from src.data.describe import describe_conversations, describe_data, describe_eval_set
 from src.data.fingerprint import data_fingerprint
 from src.data.host_arrays import check_same_data, host_rows, to_global, to_host
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
-from src.data.types import EvalSet, Tokenizer, TrainData
+from src.data.types import EvalSet, InputSpec, Tokenizer, TrainData
 from src.decode import encode_prompt, sample
 from src.errors import UserError, counted
 from src.evaluate import Evaluation
@@ -94,7 +95,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     data, eval_sets = open_sources(config, tokenizer)
     place = batch_sharding(plan.layout)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
-    fingerprint = data_fingerprint(config, data, tokenizer, global_batch)
+    inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
+    fingerprint = data_fingerprint(inputs, data, global_batch)
     check_same_data(fingerprint)
     meta = saved_meta(config, fingerprint, tokenizer)
     if config.sample_length and tokenizer:
@@ -130,7 +132,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         return Result(state, train_line, {key: eval_line[key] for key in eval_line if key != "step"}, 0)
     position = to_host(state.data_position, rows)
     meta |= {"rows_before": start.rows_before, "mixture": {"names": data.names, "weights": data.weights}}
-    batches = train_batches(config, data, tokenizer, rows, global_batch, start.rows_taken, position, start.rows_before)
+    batches = train_batches(inputs, data, rows, global_batch, start.rows_taken, position, start.rows_before)
     exits.callback(batches.close)
     evaluations = [
         Evaluation(config, plan, built.eval, eval_set, tokenizer, start.eval_position.get(eval_set.name))
@@ -264,6 +266,7 @@ def header(
     first_step: int,
 ) -> list[tuple[str, str]]:
     """What was chosen for this run, by name: nothing that a user would have to guess."""
+    inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
     tokens = global_batch * config.max_target_length
     packed = "packed, none cut that fits a row" if config.use_sft else "packed"
     order = f"shuffled by seed {config.data_shuffle_seed}, {packed if config.packing else 'a document per row'}"
@@ -281,12 +284,12 @@ def header(
         ("attention", plan.kernel),
         ("recomputed", f"remat_policy {config.remat_policy}"),
         ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else "compiled by this run"),
-        ("data", "\n".join(describe_data(config, data))),
+        ("data", "\n".join(describe_data(train_specs(config), data))),
         *([("evaluation", "\n".join(map(describe_eval_set, eval_sets)))] if eval_sets else []),
         ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("order", order),
-        *([("conversations", describe_conversations(config, data, tokenizer))] if config.use_sft else []),
+        *([("conversations", describe_conversations(inputs, data))] if config.use_sft else []),
         ("steps", f"{first_step} to {config.steps}"),
         ("TensorBoard", f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),

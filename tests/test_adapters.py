@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from src import command_line, convert, evaluate
-from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from src.errors import UserError
@@ -21,6 +20,7 @@ from src.loaded_model import load_model
 from src.model import params
 from src.step.train_step import hidden_states, loss_sums
 from tests import runs
+from tests.data.one_source import train_batches
 
 VOCAB = 300
 # Its widths are not multiples of eight devices.

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from src.config import load as configuration
-from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
 from src.inspect_data import main, rows_of_process, segments
 from tests import runs
+from tests.data.one_source import train_batches
 from tests.data.test_huggingface import CHAT_ML, TOKENS, byte_level, write_folder
 
 SMALL = {"max_target_length": 32, "data_shuffle_seed": 1}

@@ -18,11 +18,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from src.checkpoint.resume import accepted_by, check_tokenizer, rows_consumed
 from src.config import load as configuration
 from src.data.fingerprint import Fact
-from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.step import train_step
 from tests import runs
+from tests.data.one_source import train_batches
 
 STEPS = 30
 

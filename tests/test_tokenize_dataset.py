@@ -17,7 +17,6 @@ import sentencepiece
 from src import tokenize_dataset
 from src.config.load import load
 from src.config.source_spec import train_specs
-from src.data.loader import EvalBatches, train_batches
 from src.data.open import open_sources
 from src.data.readers.tokens import TokenDocuments
 from src.data.tokenizer import ByteTokenizer, make_tokenizer
@@ -26,6 +25,7 @@ from src.errors import UserError
 from src.tokenize_dataset import main
 from src.train_tokenizer import train
 from tests import runs
+from tests.data.one_source import eval_batches, train_batches
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,7 +126,7 @@ def test_an_epoch_on_the_tokens_has_each_pair_of_the_texts_once(command, tmp_pat
     tokenizer = make_tokenizer(config)
     data, _ = open_sources(config, tokenizer)
     pairs = Counter()
-    for batch in EvalBatches(config, EvalSet("", data.sources[0], -1), tokenizer, range(4), 4):
+    for batch in eval_batches(config, EvalSet("", data.sources[0], -1), tokenizer, range(4), 4):
         learned = batch["loss_mask"] == 1
         pairs.update(zip(batch["tokens"][learned].tolist(), batch["targets"][learned].tolist(), strict=True))
     encoded = [ByteTokenizer().encode(text).tolist() for text in texts]

@@ -1,25 +1,22 @@
 """Describes a run's data in the words of its header."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
-from src.config.source_spec import train_specs
+from src.config.source_spec import SourceSpec
 from src.data.document_stream import DocumentStream
-from src.data.types import Conversation, EvalSet, RowSource, Source, Tokenizer, TrainData
+from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, TrainData
 from src.errors import counted
-
-if TYPE_CHECKING:
-    from ml_collections import FrozenConfigDict
 
 _CONVERSATIONS_LOOKED_AT = 256  # of each source
 _FEW = 0.03  # of a source's documents: if no more are cut, the header does not mention it
 
 
-def describe_data(config: "FrozenConfigDict", data: TrainData) -> list[str]:
+def describe_data(specs: Sequence[SourceSpec], data: TrainData) -> list[str]:
     """Returns a line for each source: its type, where it is from, how much it has, and its share of the rows."""
     lines = []
-    for spec, source, weight in zip(train_specs(config), data.sources, data.weights, strict=True):
+    for spec, source, weight in zip(specs, data.sources, data.weights, strict=True):
         place = " ".join(filter(None, (spec.settings["dataset_name"], spec.path, spec.settings["dataset_factory"])))
         if spec.type == "text" and not place:
             place = "the Python standard library's source"
@@ -50,18 +47,18 @@ def amount(source: Source | RowSource) -> str:
     return counted(count, "conversation" if isinstance(source[0], Conversation) else "document") + cuts
 
 
-def describe_conversations(config: "FrozenConfigDict", data: TrainData, tokenizer: Tokenizer) -> str:
+def describe_conversations(spec: InputSpec, data: TrainData) -> str:
     """Says how many conversations are cut and what counts in the loss, judging by the first ones of each source."""
     looked_at = cut = rewritten = 0
     for name, source in zip(data.names, data.sources, strict=True):
-        stream = DocumentStream(config, source, tokenizer, name)
+        stream = DocumentStream(spec, source, name)
         for ordinal in range(min(len(source), _CONVERSATIONS_LOOKED_AT)):
             found = stream.documents(ordinal)
             looked_at += 1
             rewritten += len(found) > 1
-            cut += any(len(document.ids) - 1 > config.max_target_length for document in found)
-    longer = f"{cut:,} of {looked_at:,} looked at are longer than a row of {config.max_target_length:,} and cut"
-    if not config.sft_train_on_completion_only:
+            cut += any(len(document.ids) - 1 > spec.batch.max_target_length for document in found)
+    longer = f"{cut:,} of {looked_at:,} looked at are longer than a row of {spec.batch.max_target_length:,} and cut"
+    if not spec.data.sft_train_on_completion_only:
         return f"{longer}; all tokens count"
     turns = f", in {rewritten:,} each turn in an example of its own: the template rewrites earlier turns"
     return f"{longer}; what the assistant says counts{turns if rewritten else ''}"

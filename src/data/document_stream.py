@@ -5,37 +5,29 @@ B: rows of a batch, over all hosts.  T: tokens per row.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from src.data.conversations import encode_conversation
 from src.data.order import Shuffle
 from src.data.packing import Cuts, Layout, PackingStream, best_fit, concatenate, fill_row, one_per_row
-from src.data.types import Batch, Conversation, Document, Item, RowSource, Source, Tokenizer
+from src.data.types import Batch, Conversation, Document, InputSpec, Item, RowSource, Source
 from src.errors import UserError
-
-if TYPE_CHECKING:
-    from ml_collections import FrozenConfigDict
 
 
 class DocumentStream:
     """The endless stream of a source's items: all of them in a random order, then all in another, and so on.
 
     Args:
-        config: `data_shuffle_seed`, and what `encode` reads of it.
+        spec: the run's.
         source: the documents, or rows.
-        tokenizer: None where nothing is text.
         name: of the source in a mixture, whose order depends on it; empty for one that is alone.
     """
 
-    def __init__(
-        self, config: "FrozenConfigDict", source: Source | RowSource, tokenizer: Tokenizer | None, name: str = ""
-    ) -> None:
-        self._config = config
+    def __init__(self, spec: InputSpec, source: Source | RowSource, name: str = "") -> None:
+        self._spec = spec
         self._source = source
-        self._tokenizer = tokenizer
-        seed = config.data_shuffle_seed
+        seed = spec.data.data_shuffle_seed
         if not isinstance(source, RowSource):
             self._order = Shuffle(len(source), seed, name or 0, source.group_sizes())
         elif source.row_count is not None:
@@ -43,7 +35,7 @@ class DocumentStream:
 
     def documents(self, ordinal: int) -> list[Document]:
         """Returns the documents of item `ordinal` of the stream."""
-        return encode(self._config, self._tokenizer, self._source[self._order(ordinal)])
+        return encode(self._spec, self._source[self._order(ordinal)])
 
     def row(self, ordinal: int) -> list[Document]:
         """Returns row `ordinal` of the stream: one of a source of rows, or an item that has a row of its own."""
@@ -65,9 +57,8 @@ class RowFiller:
     function of its number.
 
     Args:
-        config: `packing`, `use_sft`, `long_documents` and what DocumentStream reads of it.
+        spec: the run's.
         source: the documents, or rows.
-        tokenizer: None where nothing is text.
         rows: the host's rows of the global batch, ascending.
         global_batch: B.
         name: of the source in a mixture.
@@ -78,9 +69,8 @@ class RowFiller:
 
     def __init__(
         self,
-        config: "FrozenConfigDict",
+        spec: InputSpec,
         source: Source | RowSource,
-        tokenizer: Tokenizer | None,
         rows: Sequence[int],
         global_batch: int,
         *,
@@ -89,14 +79,14 @@ class RowFiller:
         positions: np.ndarray | None = None,
         one_epoch: bool = False,
     ) -> None:
-        self._documents = DocumentStream(config, source, tokenizer, name)
+        self._documents = DocumentStream(spec, source, name)
         self._rows_before = rows_before
-        row_count = rows_per_epoch(config, source)
+        row_count = rows_per_epoch(spec, source)
         self._end = row_count if one_epoch and row_count is not None else math.inf
         self._streams: list[PackingStream] | None = None
         if row_count is None:
             end = len(source) if one_epoch else math.inf
-            layout = layout_of(config)
+            layout = layout_of(spec)
             if positions is None:
                 positions = np.zeros((len(rows), 2), np.int32)
             self._streams = [
@@ -118,29 +108,29 @@ class RowFiller:
         return (0, 0) if self._streams is None else self._streams[row].position
 
 
-def layout_of(config: "FrozenConfigDict") -> Layout:
+def layout_of(spec: InputSpec) -> Layout:
     """Returns how documents become rows. With `use_sft` a response stays with its prompt where both fit a row."""
-    if not config.packing:
+    if not spec.batch.packing:
         return one_per_row
-    return best_fit if config.use_sft else concatenate
+    return best_fit if spec.data.use_sft else concatenate
 
 
-def rows_per_epoch(config: "FrozenConfigDict", source: Source | RowSource) -> float | None:
+def rows_per_epoch(spec: InputSpec, source: Source | RowSource) -> float | None:
     """Counts the rows of an epoch, infinity without an end; None where only tokenizing all of it could tell."""
     if isinstance(source, RowSource):
         return math.inf if source.row_count is None else source.row_count
-    return len(source) if not config.packing and config.long_documents == "truncate" else None
+    return len(source) if not spec.batch.packing and spec.batch.long_documents == "truncate" else None
 
 
-def encode(config: "FrozenConfigDict", tokenizer: Tokenizer | None, item: Item) -> list[Document]:
+def encode(spec: InputSpec, item: Item) -> list[Document]:
     """Tokenizes an item: one document, or for some conversations one for each turn of the assistant.
 
     An empty text has no ids: only its own end could be learned from it.
     """
     if isinstance(item, Conversation):
-        return encode_conversation(tokenizer, item, config.sft_train_on_completion_only)
+        return encode_conversation(spec.tokenizer, item, spec.data.sft_train_on_completion_only)
     if isinstance(item, str):
-        return [Document(tokenizer.encode(item) if item else np.empty(0, np.int32))]
-    if len(item) and item.max() >= config.vocab_size:
-        raise UserError(f"a document has id {item.max()}: vocab_size={config.vocab_size} is too small for these data")
+        return [Document(spec.tokenizer.encode(item) if item else np.empty(0, np.int32))]
+    if len(item) and item.max() >= spec.vocab_size:
+        raise UserError(f"a document has id {item.max()}: vocab_size={spec.vocab_size} is too small for these data")
     return [Document(item)]

@@ -2,12 +2,9 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-from src.data.types import Tokenizer, TrainData
-
-if TYPE_CHECKING:
-    from ml_collections import FrozenConfigDict
+from src.data.types import Fingerprint, InputSpec, TrainData
 
 
 class Fact(NamedTuple):
@@ -36,33 +33,32 @@ class Fact(NamedTuple):
         return self.source is not None and self.name.startswith("file ")
 
 
-def data_fingerprint(
-    config: "FrozenConfigDict", data: TrainData, tokenizer: Tokenizer | None, global_batch: int
-) -> dict[str, str | int]:
+def data_fingerprint(spec: InputSpec, data: TrainData, global_batch: int) -> Fingerprint:
     """Returns all facts on which training batches depend: while they are equal, so is the batch of each step."""
-    facts: dict[str, str | int] = {}
+    facts: Fingerprint = {}
     for name, source in zip(data.names, data.sources, strict=True):
         prefix = f"source {name} " if name else "source "
         facts |= {f"{prefix}{fact}": value for fact, value in source.fingerprint().items()}
     if len(data.sources) > 1:
         shares = (f"{name} {weight:g}" for name, weight in zip(data.names, data.weights, strict=True))
         facts["source weights"] = ", ".join(shares)
-    facts |= {f"tokenizer {fact}": value for fact, value in (tokenizer.fingerprint() if tokenizer else {}).items()}
-    if config.use_sft:
-        template = (tokenizer.chat_template or "").encode()
+    tokenizer = spec.tokenizer.fingerprint() if spec.tokenizer else {}
+    facts |= {f"tokenizer {fact}": value for fact, value in tokenizer.items()}
+    if spec.data.use_sft:
+        template = (spec.tokenizer.chat_template or "").encode()
         facts["chat template"] = hashlib.sha256(template).hexdigest()[:16]
-        facts["sft_train_on_completion_only"] = config.sft_train_on_completion_only
-        if config.packing:
+        facts["sft_train_on_completion_only"] = spec.data.sft_train_on_completion_only
+        if spec.batch.packing:
             facts["packing of conversations"] = "whole"  # they were cut before
-    if not config.packing and config.long_documents == "truncate":
-        facts["long_documents"] = config.long_documents
-    if config.batch_transform:
-        facts["batch_transform"] = config.batch_transform
+    if not spec.batch.packing and spec.batch.long_documents == "truncate":
+        facts["long_documents"] = spec.batch.long_documents
+    if spec.batch.batch_transform:
+        facts["batch_transform"] = spec.batch.batch_transform
     return facts | {
         "global batch": global_batch,
-        "max_target_length": config.max_target_length,
-        "packing": config.packing,
-        "data_shuffle_seed": config.data_shuffle_seed,
+        "max_target_length": spec.batch.max_target_length,
+        "packing": spec.batch.packing,
+        "data_shuffle_seed": spec.data.data_shuffle_seed,
     }
 
 

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,21 +21,17 @@ from src.data.document_stream import DocumentStream, RowFiller, encode, layout_o
 from src.data.host_arrays import max_over_hosts
 from src.data.mixture import Mixture
 from src.data.packing import empty_batch, remap_position, rows_needed
-from src.data.types import Batch, EvalSet, RowSource, Source, Tokenizer, TrainData
+from src.data.types import Batch, EvalSet, InputSpec, RowSource, Source, TrainData
 from src.errors import UserError
 from src.user_code import load_function
-
-if TYPE_CHECKING:
-    from ml_collections import FrozenConfigDict
 
 _PREFETCHED_BATCHES = 2
 _BEGUN_BATCHES = 4  # beside the prefetched ones, so that threads need not keep step
 
 
 def train_batches(
-    config: "FrozenConfigDict",
+    spec: InputSpec,
     data: TrainData,
-    tokenizer: Tokenizer | None,
     rows: Sequence[int],
     global_batch: int,
     rows_taken: int = 0,
@@ -45,9 +41,8 @@ def train_batches(
     """Yields endless batches, made ahead of time in a thread. Errors there are raised here; closing ends the thread.
 
     Args:
-        config: the run's.
+        spec: the run's.
         data: the sources and their weights.
-        tokenizer: None where nothing is text.
         rows: the rows of the global batch to make, ascending: see `host_rows`.
         global_batch: B.
         rows_taken: rows of the run, over all hosts, that came before.
@@ -63,15 +58,11 @@ def train_batches(
     """
     fillers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
-        _check_length(config, name, source, tokenizer)
+        _check_length(spec, name, source)
         positions = None if position is None else position[:, index]
         before = (rows_before or {}).get(name, 0)
-        fillers.append(
-            RowFiller(
-                *(config, source, tokenizer, rows, global_batch), name=name, rows_before=before, positions=positions
-            )
-        )
-    maker = BatchMaker(config, fillers, Mixture(data.weights), rows, global_batch)
+        fillers.append(RowFiller(spec, source, rows, global_batch, name=name, rows_before=before, positions=positions))
+    maker = BatchMaker(spec, fillers, Mixture(data.weights), rows, global_batch)
     return _prefetch(map(maker.with_positions, maker.batches(rows_taken)), maker.closing)
 
 
@@ -79,16 +70,16 @@ class EvalBatches:
     """The batches of one evaluation set.
 
     With `steps` = N an evaluation is N batches of an endless stream, which repeats the data if they are fewer: the
-    first N each time, or with `eval_mode`=rolling the N after those of the last evaluation. With -1 it is one epoch:
+    first N each time, or of a rolling set the N after those of the last evaluation. With -1 it is one epoch:
     each document once, the rest of the last rows padded, and the same number of batches on every host. For that each
     host counts its rows the first time, which reads and tokenizes its documents once more.
 
     Args:
-        config: the run's.
+        spec: the run's.
         data: the set.
-        tokenizer: None where nothing is text.
         rows: the rows of the global batch to make, ascending.
         global_batch: B of the evaluation.
+        rolls: whether the set is a rolling one (`eval_mode`).
         position: of a rolling set, as `position` gave it; None: from the start.
 
     Raises:
@@ -97,37 +88,37 @@ class EvalBatches:
 
     def __init__(
         self,
-        config: "FrozenConfigDict",
+        spec: InputSpec,
         data: EvalSet,
-        tokenizer: Tokenizer | None,
         rows: Sequence[int],
         global_batch: int,
+        rolls: bool = False,
         position: Mapping[str, Any] | None = None,
     ) -> None:
         source, one_epoch = data.source, data.steps == -1
         of = f" of {data.name}" if data.name else ""
-        if one_epoch and rows_per_epoch(config, source) == math.inf:
+        if one_epoch and rows_per_epoch(spec, source) == math.inf:
             raise UserError(
                 f"the evaluation data{of} have no end to evaluate to: set eval_steps to a number of batches"
             )
-        if not _count_targets(config, source, tokenizer, 1):
+        if not _count_targets(spec, source, 1):
             raise UserError(f"the evaluation data{of} have no text: give other data with eval_dataset_path=PATH")
-        self._config = config
+        self._spec = spec
         self._source = source
-        self._tokenizer = tokenizer
         self._rows = rows
         self._global_batch = global_batch
         self._steps = None if one_epoch else data.steps
         self._one_epoch = one_epoch
+        self._rolls = rolls
         self._start(position)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields the batches, made ahead of time in a thread. They have no `data_position`."""
-        if self._config.eval_mode != "rolling":
+        if not self._rolls:
             self._start(None)
         count, before = self.steps(), self._rows_taken
         self._rows_taken += count * self._global_batch
-        maker = BatchMaker(self._config, [self._filler], Mixture([1]), self._rows, self._global_batch)
+        maker = BatchMaker(self._spec, [self._filler], Mixture([1]), self._rows, self._global_batch)
         return _prefetch((batch.arrays for batch in maker.batches(before, count)), maker.closing)
 
     def steps(self) -> int:
@@ -155,21 +146,19 @@ class EvalBatches:
             positions = positions[list(self._rows)]
         self._rows_taken = 0 if position is None else position["rows_taken"]
         self._filler = RowFiller(
-            *(self._config, self._source, self._tokenizer, self._rows, self._global_batch),
-            positions=positions,
-            one_epoch=self._one_epoch,
+            *(self._spec, self._source, self._rows, self._global_batch), positions=positions, one_epoch=self._one_epoch
         )
 
     def _count_steps(self) -> int:
         """Counts the batches of one epoch: as many as the host with the most rows needs."""
-        if (count := rows_per_epoch(self._config, self._source)) is not None:
+        if (count := rows_per_epoch(self._spec, self._source)) is not None:
             return math.ceil(count / self._global_batch)
-        stream = DocumentStream(self._config, self._source, self._tokenizer)
+        stream = DocumentStream(self._spec, self._source)
         most = 0
         for row in self._rows:
             ordinals = range(row, len(self._source), self._global_batch)
             sizes = ([len(document.ids) for document in stream.documents(ordinal)] for ordinal in ordinals)
-            most = max(most, rows_needed(sizes, self._config.max_target_length, layout_of(self._config)))
+            most = max(most, rows_needed(sizes, self._spec.batch.max_target_length, layout_of(self._spec)))
         return int(max_over_hosts(np.int32(most)))
 
 
@@ -192,7 +181,7 @@ class BatchMaker:
     Rows differ in how long they take: a thread waits for the others only when it is some batches ahead of them.
 
     Args:
-        config: the run's.
+        spec: the run's.
         fillers: of each source.
         mixture: of the sources.
         rows: this host's rows of the global batch.
@@ -204,24 +193,24 @@ class BatchMaker:
 
     def __init__(
         self,
-        config: "FrozenConfigDict",
+        spec: InputSpec,
         fillers: Sequence[RowFiller],
         mixture: Mixture,
         rows: Sequence[int],
         global_batch: int,
     ) -> None:
         self.closing = threading.Event()
-        self._config = config
+        self._spec = spec
         self._fillers = fillers
         self._mixture = mixture
         self._rows = rows
         self._global_batch = global_batch
-        name = config.batch_transform
+        name = spec.batch.batch_transform
         self._transform = load_function(name, "batch_transform") if name else None
 
     def batches(self, rows_taken: int, count: int | None = None) -> Iterator[HostBatch]:
         """Yields the batches that come after so many rows of the run: `count` of them, or without end."""
-        threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(self._config.data_threads)]
+        threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(self._spec.data.data_threads)]
         try:
             starts = itertools.islice(itertools.count(rows_taken, self._global_batch), count)
             begun = (self._begin(threads, start) for start in starts)
@@ -232,7 +221,7 @@ class BatchMaker:
                     share.result()
                 ahead.extend(itertools.islice(begun, 1))
                 if self._transform:
-                    arrays = apply_transform(self._transform, self._config.vocab_size, batch.arrays)
+                    arrays = apply_transform(self._transform, self._spec.vocab_size, batch.arrays)
                     batch = batch._replace(arrays=arrays)
                 yield batch
         finally:
@@ -241,18 +230,18 @@ class BatchMaker:
 
     def with_positions(self, batch: HostBatch) -> Batch:
         """Returns the arrays with `data_position`, and with `cuts` where conversations are read."""
-        cuts = {"cuts": batch.cuts} if self._config.use_sft else {}
+        cuts = {"cuts": batch.cuts} if self._spec.data.use_sft else {}
         return batch.arrays | {"data_position": batch.positions} | cuts
 
     def _begin(self, threads: Sequence[ThreadPoolExecutor], rows_before: int) -> tuple[HostBatch, list[Future[None]]]:
         """Hands out the batch after `rows_before` rows of the run: thread n of N fills rows n, n + N, ..."""
         count = len(self._rows)
         batch = HostBatch(
-            empty_batch(count, self._config.max_target_length),
+            empty_batch(count, self._spec.batch.max_target_length),
             np.empty((count, len(self._fillers), 2), np.int32),
             np.empty((count, 2), np.int32),
         )
-        assigned = self._mixture.assign(rows_before, self._rows, self._global_batch, self._config.data_shuffle_seed)
+        assigned = self._mixture.assign(rows_before, self._rows, self._global_batch, self._spec.data.data_shuffle_seed)
         shares = [range(n, count, len(threads)) for n in range(len(threads))]
         return batch, [
             thread.submit(self._fill, batch, assigned, share) for thread, share in zip(threads, shares, strict=True)
@@ -284,11 +273,9 @@ def _prefetch(batches: Iterator[Batch], closing: threading.Event) -> Iterator[Ba
         thread.shutdown(cancel_futures=True)
 
 
-def _check_length(
-    config: "FrozenConfigDict", name: str, source: Source | RowSource, tokenizer: Tokenizer | None
-) -> None:
-    length = config.max_target_length
-    if (targets := _count_targets(config, source, tokenizer, length)) < length:
+def _check_length(spec: InputSpec, name: str, source: Source | RowSource) -> None:
+    length = spec.batch.max_target_length
+    if (targets := _count_targets(spec, source, length)) < length:
         of = f" of {name}" if name else ""
         raise UserError(
             f"the training data{of} have {targets} tokens, fewer than one row of max_target_length={length}: set "
@@ -296,9 +283,7 @@ def _check_length(
         )
 
 
-def _count_targets(
-    config: "FrozenConfigDict", source: Source | RowSource, tokenizer: Tokenizer | None, enough: int
-) -> int:
+def _count_targets(spec: InputSpec, source: Source | RowSource, enough: int) -> int:
     """Counts the targets of a source until there are `enough`, which mostly takes a few reads."""
     if isinstance(source, RowSource):
         return enough  # a row is never empty
@@ -306,5 +291,5 @@ def _count_targets(
     for i in range(len(source)):
         if targets >= enough:
             break
-        targets += sum(max(len(document.ids) - 1, 0) for document in encode(config, tokenizer, source[i]))
+        targets += sum(max(len(document.ids) - 1, 0) for document in encode(spec, source[i]))
     return targets

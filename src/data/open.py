@@ -3,18 +3,14 @@
 An item is a document: a text, its ids, or a conversation. Sources whose items are whole rows need no packing.
 """
 
-from typing import TYPE_CHECKING
-
+from src.config.schema import Config
 from src.config.source_spec import SourceSpec, eval_specs, names_eval_data, train_specs, train_weights
 from src.data.held_out import train_validation_split
 from src.data.types import EvalSet, RowSource, Source, Tokenizer, TrainData
 from src.errors import UserError
 
-if TYPE_CHECKING:
-    from ml_collections import FrozenConfigDict
 
-
-def open_sources(config: "FrozenConfigDict", tokenizer: Tokenizer | None) -> tuple[TrainData, list[EvalSet]]:
+def open_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[TrainData, list[EvalSet]]:
     """The data to train on, and to evaluate on if the run evaluates: only then is a part of the training data held out.
 
     Raises:
@@ -23,7 +19,7 @@ def open_sources(config: "FrozenConfigDict", tokenizer: Tokenizer | None) -> tup
     return _open(config, tokenizer, evaluates=config.eval_interval > 0)
 
 
-def open_eval_sets(config: "FrozenConfigDict", tokenizer: Tokenizer | None) -> list[EvalSet]:
+def open_eval_sets(config: Config, tokenizer: Tokenizer | None) -> list[EvalSet]:
     """The data that a run of this config evaluates on, or would.
 
     Raises:
@@ -34,7 +30,7 @@ def open_eval_sets(config: "FrozenConfigDict", tokenizer: Tokenizer | None) -> l
     return _open(config, tokenizer, evaluates=True)[1]
 
 
-def _open(config: "FrozenConfigDict", tokenizer: Tokenizer | None, evaluates: bool) -> tuple[TrainData, list[EvalSet]]:
+def _open(config: Config, tokenizer: Tokenizer | None, evaluates: bool) -> tuple[TrainData, list[EvalSet]]:
     if evaluates and config.datasets and not names_eval_data(config):
         raise UserError("nothing is held out of datasets: name data to evaluate on with eval_datasets")
     specs = train_specs(config)
@@ -48,7 +44,7 @@ def _open(config: "FrozenConfigDict", tokenizer: Tokenizer | None, evaluates: bo
     return TrainData(tuple(spec.name for spec in specs), tuple(sources), train_weights(config)), evaluation
 
 
-def _open_eval(config: "FrozenConfigDict", tokenizer: Tokenizer | None) -> list[EvalSet]:
+def _open_eval(config: Config, tokenizer: Tokenizer | None) -> list[EvalSet]:
     steps = [entry.get("eval_steps", config.eval_steps) for entry in config.eval_datasets] or [config.eval_steps]
     return [
         EvalSet(spec.name, open_source(spec, config, tokenizer), count)
@@ -56,7 +52,7 @@ def _open_eval(config: "FrozenConfigDict", tokenizer: Tokenizer | None) -> list[
     ]
 
 
-def open_source(spec: SourceSpec, config: "FrozenConfigDict", tokenizer: Tokenizer | None) -> Source | RowSource:
+def open_source(spec: SourceSpec, config: Config, tokenizer: Tokenizer | None) -> Source | RowSource:
     """One set of data. What reads its format is imported here, where it is needed.
 
     Args:

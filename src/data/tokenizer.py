@@ -4,16 +4,13 @@ import hashlib
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from src.config.schema import Config
 from src.config.source_spec import all_synthetic
 from src.data.types import Message, Tokenizer
 from src.errors import UserError
-
-if TYPE_CHECKING:
-    from ml_collections import FrozenConfigDict
 
 
 class _WithoutTemplate(Tokenizer):
@@ -95,7 +92,7 @@ class SentencePieceTokenizer(_WithoutTemplate):
         return {"type": "sentencepiece", "vocab_size": self.vocab_size, "digest": self._digest}
 
 
-def make_tokenizer(config: "FrozenConfigDict") -> Tokenizer | None:
+def make_tokenizer(config: Config) -> Tokenizer | None:
     """The tokenizer that `tokenizer_type` and `tokenizer_path` name; None for synthetic data, which have no text.
 
     Raises:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from src.config import schema
+
 Batch = dict[str, np.ndarray]
 """Rows of a batch as `packing.empty_batch` describes them."""
 
@@ -150,3 +152,18 @@ class Tokenizer(Protocol):
 
     def fingerprint(self) -> Fingerprint:
         """Returns facts that are equal for tokenizers that give the same ids."""
+
+
+class InputSpec(NamedTuple):
+    """How documents become rows: sections of the config, and what reads text.
+
+    data: `data_shuffle_seed`, `data_threads`, `use_sft` and `sft_train_on_completion_only`.
+    batch: `max_target_length` (T), `packing`, `long_documents` and `batch_transform`.
+    vocab_size: V; ids are in [0, V).
+    tokenizer: None where nothing is text.
+    """
+
+    data: schema.Data
+    batch: schema.Batch
+    vocab_size: int
+    tokenizer: Tokenizer | None

@@ -4,10 +4,9 @@ import itertools
 
 import numpy as np
 
-from src.data.loader import train_batches
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import TrainData
-from tests.data.one_source import alone
+from tests.data.one_source import alone, train_batches
 
 B = 8
 TOKENIZER = ByteTokenizer()

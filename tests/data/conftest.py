@@ -2,8 +2,8 @@ import hashlib
 
 import numpy as np
 import pytest
-from ml_collections import FrozenConfigDict
 
+from src.config.schema import Config
 from src.data.tokenizer import ByteTokenizer
 
 
@@ -80,7 +80,7 @@ def config():
 
     def make(**changes):
         assert changes.keys() <= defaults.keys()
-        return FrozenConfigDict({**defaults, **changes})
+        return Config.of({**defaults, **changes})
 
     return make
 

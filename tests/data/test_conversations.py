@@ -14,15 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from src.data import loader
 from src.data.conversations import encode_conversation
-from src.data.fingerprint import data_fingerprint
 from src.data.huggingface_tokenizer import HuggingFaceTokenizer
-from src.data.loader import EvalBatches, train_batches
 from src.data.open import open_sources
 from src.data.readers.conversations import ConversationSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import EvalSet
 from src.errors import UserError
-from tests.data.one_source import alone, held_out
+from tests.data.one_source import alone, data_fingerprint, eval_batches, held_out, train_batches
 
 B = 4
 SPECIALS = ["<|bos|>", "<|eos|>", "<|start|>", "<|end|>"]
@@ -217,7 +215,7 @@ def test_examples_of_a_conversation_are_whole_in_rows_of_their_own_segments(conf
     expected[tuple(zip(examples[-1].ids[:-1].tolist(), examples[-1].loss_mask[1:].tolist(), strict=True))] = 7
     for keys in ({"max_target_length": 300}, {"max_target_length": 120}, {"packing": False, "max_target_length": 120}):
         found = Counter()
-        for batch in EvalBatches(sft(config, vocab_size=300, **keys), held_out(source), tokenizer, range(2), 2):
+        for batch in eval_batches(sft(config, vocab_size=300, **keys), held_out(source), tokenizer, range(2), 2):
             for row in range(2):
                 for name in range(1, batch["segment_ids"][row].max() + 1):
                     here = batch["segment_ids"][row] == name
@@ -226,7 +224,7 @@ def test_examples_of_a_conversation_are_whole_in_rows_of_their_own_segments(conf
         assert found == expected
     with pytest.raises(UserError, match=r"rewrites earlier turns.*long_documents=truncate has a row for one"):
         list(
-            EvalBatches(
+            eval_batches(
                 sft(config, vocab_size=300, packing=False, long_documents="truncate", max_target_length=120),
                 *(held_out(source), tokenizer, range(2), 2),
             )
@@ -426,7 +424,7 @@ def expected(epochs):
 @pytest.mark.parametrize("packing", [True, False])
 def test_one_epoch_of_evaluation_counts_each_completion_once(config, many, packing):
     for rows in (1, 3, 8):
-        evaluation = EvalBatches(sft(config, packing=packing), held_out(many), ByteTokenizer(), range(rows), rows)
+        evaluation = eval_batches(sft(config, packing=packing), held_out(many), ByteTokenizer(), range(rows), rows)
         assert counted(evaluation) == expected(1)
 
 
@@ -447,7 +445,7 @@ def test_a_rolling_evaluation_knows_the_positions_of_all_hosts(config, many, mon
     monkeypatch.setattr(loader, "max_over_hosts", lambda streams: found.append(streams) or streams)
     settings = sft(config, eval_mode="rolling", eval_steps=2, max_target_length=20)
     for rows in (range(B), [0, 1], [2, 3]):
-        evaluation = EvalBatches(settings, EvalSet("", many, 2), ByteTokenizer(), rows, B)
+        evaluation = eval_batches(settings, EvalSet("", many, 2), ByteTokenizer(), rows, B)
         list(evaluation)
         evaluation.position()
     whole, *hosts = found

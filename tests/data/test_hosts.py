@@ -7,16 +7,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from src.data.loader import train_batches
 from src.data.readers.text import TextSource
 from src.data.tokenizer import ByteTokenizer
-from tests.data.one_source import alone
-from tests.data.two_processes import mixture
+from tests.data.one_source import alone, train_batches
+from tests.data.two_processes import CONFIG, mixture
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,10 +52,7 @@ def processes(corpus, tmp_path_factory):
 
 
 def of_one_process(data):
-    config = SimpleNamespace(
-        max_target_length=64, packing=True, use_sft=False, data_shuffle_seed=3, data_threads=1, batch_transform=""
-    )
-    return list(itertools.islice(train_batches(config, data, ByteTokenizer(), range(16), 16), 3))
+    return list(itertools.islice(train_batches(CONFIG, data, ByteTokenizer(), range(16), 16), 3))
 
 
 @pytest.mark.parametrize(

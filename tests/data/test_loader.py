@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.data.fingerprint import data_fingerprint
-from src.data.loader import EvalBatches, train_batches
 from src.data.mixture import Mixture
 from src.data.packing import remap_position
 from src.data.readers.synthetic import SyntheticSource
@@ -17,7 +15,7 @@ from src.data.readers.text import TextSource
 from src.data.types import Document, TrainData
 from src.errors import UserError
 from tests.data.batches import TOKENIZER, B, assert_same, hosts_of, joined, rows_of, take
-from tests.data.one_source import alone, held_out
+from tests.data.one_source import alone, data_fingerprint, eval_batches, held_out, train_batches
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -154,26 +152,26 @@ def test_rolling_evaluations_go_on_where_the_last_one_ended(config, list_source,
     stream = joined(config(data_shuffle_seed=3), source, 1, 12)
     for batch in stream:
         del batch["data_position"]
-    rolling = EvalBatches(settings, held_out(source, 3), TOKENIZER, range(B), B)
+    rolling = eval_batches(settings, held_out(source, 3), TOKENIZER, range(B), B)
     assert_same(list(rolling) + list(rolling), stream[:6])
     position = json.loads(json.dumps(rolling.position()))
-    resumed = [EvalBatches(settings, held_out(source, 3), TOKENIZER, rows, B, position) for rows in hosts_of(2)]
+    resumed = [eval_batches(settings, held_out(source, 3), TOKENIZER, rows, B, position) for rows in hosts_of(2)]
     halves = [list(part) + list(part) for part in resumed]
     joined_halves = [
         {name: np.concatenate([half[k][name] for half in halves]) for name in halves[0][k]} for k in range(6)
     ]
     assert_same(joined_halves, stream[6:])
-    reset = EvalBatches(config(), held_out(source, 3), TOKENIZER, range(B), B)
+    reset = eval_batches(config(), held_out(source, 3), TOKENIZER, range(B), B)
     assert_same(list(reset) + list(reset), stream[:3] + stream[:3])
 
 
 def test_a_rolling_evaluation_of_another_batch_goes_on_after_as_many_documents(config, list_source, words):
     settings = config(eval_mode="rolling")
-    rolling = EvalBatches(settings, held_out(list_source(words), 12), TOKENIZER, range(B), B)
+    rolling = eval_batches(settings, held_out(list_source(words), 12), TOKENIZER, range(B), B)
     list(rolling)
     position = rolling.position()
     taken = sum(documents for documents, _ in position["lanes"])
-    wider = EvalBatches(settings, held_out(list_source(words), 12), TOKENIZER, range(2 * B), 2 * B, position)
+    wider = eval_batches(settings, held_out(list_source(words), 12), TOKENIZER, range(2 * B), 2 * B, position)
     assert taken > B
     assert [documents for documents, _ in wider.position()["lanes"]] == [
         len(range(n, taken, 2 * B)) for n in range(2 * B)
@@ -182,7 +180,7 @@ def test_a_rolling_evaluation_of_another_batch_goes_on_after_as_many_documents(c
 
 
 def test_one_epoch_of_rows_ends_with_the_last(config):
-    batches = list(EvalBatches(config(), held_out(Rows(19, 64)), TOKENIZER, range(B), B))
+    batches = list(eval_batches(config(), held_out(Rows(19, 64)), TOKENIZER, range(B), B))
     assert len(batches) == 3
     seen = [
         int(row[0])
@@ -348,7 +346,9 @@ def test_threads_need_not_keep_step(config, list_source, words):
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 8, 60])
 def test_one_epoch_of_evaluation_has_each_document_once(config, list_source, words, stream_documents, packing, rows):
-    evaluation = EvalBatches(config(packing=packing), held_out(list_source([*words, ""])), TOKENIZER, range(rows), rows)
+    evaluation = eval_batches(
+        config(packing=packing), held_out(list_source([*words, ""])), TOKENIZER, range(rows), rows
+    )
     batches = list(evaluation)
     seen = Counter(TOKENIZER.decode(ids) for row in range(rows) for ids in stream_documents(rows_of(batches, row)))
     assert seen == Counter(words)
@@ -359,7 +359,7 @@ def test_one_epoch_of_evaluation_has_each_document_once(config, list_source, wor
 
 def test_every_evaluation_is_the_same_and_counts_only_once(config, list_source, words):
     source = list_source(words)
-    evaluation = EvalBatches(config(), held_out(source), TOKENIZER, range(B), B)
+    evaluation = eval_batches(config(), held_out(source), TOKENIZER, range(B), B)
     first = list(evaluation)
     source.read.clear()
     assert_same(list(evaluation), first)
@@ -367,19 +367,19 @@ def test_every_evaluation_is_the_same_and_counts_only_once(config, list_source, 
 
 
 def test_a_fixed_number_of_evaluation_batches_repeats_short_data(config, list_source, words):
-    epoch = list(EvalBatches(config(), held_out(list_source(words)), TOKENIZER, range(B), B))
-    few = list(EvalBatches(config(), held_out(list_source(words), 2), TOKENIZER, range(B), B))
+    epoch = list(eval_batches(config(), held_out(list_source(words)), TOKENIZER, range(B), B))
+    few = list(eval_batches(config(), held_out(list_source(words), 2), TOKENIZER, range(B), B))
     assert_same(few, epoch[:2])
-    many = list(EvalBatches(config(), held_out(list_source(words), 50), TOKENIZER, range(B), B))
+    many = list(eval_batches(config(), held_out(list_source(words), 50), TOKENIZER, range(B), B))
     assert len(many) == 50
     assert all((batch["loss_mask"] == 1).all() for batch in many)
 
 
 def test_evaluation_data_without_text_or_end_are_an_error(config, list_source):
     with pytest.raises(UserError, match=r"no text.*eval_dataset_path"):
-        EvalBatches(config(), held_out(list_source(["", ""])), TOKENIZER, range(B), B)
+        eval_batches(config(), held_out(list_source(["", ""])), TOKENIZER, range(B), B)
     with pytest.raises(UserError, match="eval_steps"):
-        EvalBatches(config(), held_out(SyntheticSource(10, 64, 0)), None, range(B), B)
+        eval_batches(config(), held_out(SyntheticSource(10, 64, 0)), None, range(B), B)
 
 
 def test_data_fingerprint_names_what_differs(config, list_source, words):

@@ -28,8 +28,8 @@ SCRIPT = """
 import json, sys, time
 import numpy as np
 from src.config import load as configuration
-from src.data.fingerprint import data_fingerprint
-from src.data.loader import train_batches
+from tests.data.one_source import data_fingerprint
+from tests.data.one_source import train_batches
 from src.data.types import RowSource
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from src.config.source_spec import train_specs
 from src.data.describe import amount, describe_data
 from src.data.held_out import train_validation_split
 from src.data.open import open_sources
@@ -286,7 +287,7 @@ def test_how_many_documents_are_cut_is_said(config, tmp_path, long, said, name):
         files = {name: "\n".join(json.dumps({"text": text}) for text in texts)}
     keys = config(dataset_path=write_files(tmp_path, files), max_document_bytes=256, eval_interval=-1)
     data, _ = open_sources(keys, None)
-    (line,) = describe_data(keys, data)
+    (line,) = describe_data(train_specs(keys), data)
     assert said in line
     assert ("cut" in line) == (long > 0)
     halves = train_validation_split(data.sources[0], 0.5)

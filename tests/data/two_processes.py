@@ -7,31 +7,22 @@ import itertools
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from src.config.schema import Config
 from src.data.host_arrays import host_rows, to_global, to_host
-from src.data.loader import EvalBatches, train_batches
 from src.data.readers.synthetic import SyntheticSource
 from src.data.readers.text import TextSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import TrainData
-from tests.data.one_source import alone, held_out
+from tests.data.one_source import alone, eval_batches, held_out, train_batches
 
 B = 16
-CONFIG = SimpleNamespace(
-    max_target_length=64,
-    packing=True,
-    use_sft=False,
-    data_shuffle_seed=3,
-    eval_mode="reset",
-    data_threads=1,
-    batch_transform="",
-)
+CONFIG = Config.of({"max_target_length": 64, "data_shuffle_seed": 3, "vocab_size": 258})
 
 
 def mixture(corpus):
@@ -81,7 +72,7 @@ def main(address, process_id, corpus, result_path):
         result[f"mixture, step {k}"] = {key: array.tolist() for key, array in gathered.items()}
     batches.close()
     rows = np.arange(8) + 8 * jax.process_index()
-    evaluation = EvalBatches(CONFIG, held_out(source), tokenizer, rows, B)
+    evaluation = eval_batches(CONFIG, held_out(source), tokenizer, rows, B)
     local = list(evaluation)
     result["eval steps"] = len(local)
     result["eval steps with tokens"] = sum(bool(batch["loss_mask"].any()) for batch in local)

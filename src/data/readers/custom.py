@@ -4,18 +4,16 @@ import functools
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from src.config.schema import Config
 from src.config.source_spec import SourceSpec
 from src.data.readers.records import as_document, from_fields
 from src.data.types import Fingerprint, Source
 from src.errors import UserError
 from src.user_code import call, class_name, load_function, says_if_slow
-
-if TYPE_CHECKING:
-    from ml_collections import FrozenConfigDict
 
 # Bounds of an iterable, which is kept in memory.
 _MAX_DOCUMENTS = 5_000_000
@@ -61,7 +59,7 @@ class CustomSource(Source):
         return {**self._facts, "type": "custom", "documents": self._length}
 
 
-def custom_source(spec: SourceSpec, config: "FrozenConfigDict") -> CustomSource:
+def custom_source(spec: SourceSpec, config: Config) -> CustomSource:
     """Opens the documents that the function `dataset_factory`, module:function, returns.
 
     It is called with the config, which is read as config.max_target_length or config["max_target_length"], and with

@@ -1,4 +1,4 @@
-"""Hugging Face model folders to checkpoints and back.
+"""Converts Hugging Face model folders to checkpoints and back.
 
     python -m src.convert from-hf HF_DIR OUT_DIR
     python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16]
@@ -51,7 +51,7 @@ python -m src.convert check HF_DIR CKPT_OR_RUN"""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# A folder's files that stay as they are beside the weights, whatever those are converted to.
+# Files of a folder that are copied as they are beside the converted weights.
 # fmt: off
 COMPANIONS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -59,18 +59,14 @@ COMPANIONS = (
 )
 # fmt: on
 
-# A copy of the config.json that a model.yml comes from, and its entries that no key of base.yml gives.
+# The copy of the config.json that a model.yml comes from, and its entries that no key of base.yml gives.
 ORIGINAL = "hf_config.json"
 ENTRIES = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command line `argv`.
-
-    Raises:
-        UserError: it is none of the commands, or what they raise.
-    """
-    # Weights are read, moved and written: no accelerator need hold them.
+    """Runs the command line `argv`; raises UserError where it is none of the commands, or as they do."""
+    # Weights are only read, moved and written: no accelerator needs to hold them.
     jax.config.update("jax_platforms", "cpu")
     match list(argv):
         case [] | ["--help" | "-h", *_]:
@@ -90,17 +86,17 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _folder(text: str) -> Path:
-    """The folder that an argument names; raises UserError where none on this machine can be called so."""
+    """Returns the folder that an argument names; raises UserError where no folder of this machine has such a name."""
     if "://" in text:
         raise UserError(f"{text}: expected a folder on this machine, or of a file system that is mounted on it")
     return Path(file_name(text)).expanduser()
 
 
 def from_hf(hf_dir: Path, out_dir: Path) -> None:
-    """Writes model.yml, checkpoint/ and the tokenizer's files of a Hugging Face folder.
+    """Writes model.yml, checkpoint/ and the tokenizer's files of a Hugging Face folder to `out_dir`, new or empty.
 
     Raises:
-        UserError: the folder is not that of a model that is supported, or `out_dir` has something in it.
+        UserError: the folder does not hold a model that is supported, or `out_dir` is not empty.
     """
     folder = open_folder(hf_dir)
     keys, family = folder_keys(folder), folder_family(folder)
@@ -128,11 +124,11 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
 
     Args:
         source: what `from_hf` wrote, or a run's folder or one of its checkpoints.
-        out_dir: a folder that is new or empty.
+        out_dir: a new or empty folder.
         dtype: of the tensors; empty: that of each weight in the checkpoint.
 
     Raises:
-        UserError: there is no checkpoint, no family has its model, or `out_dir` has something in it.
+        UserError: there is no checkpoint, no family has its model, or `out_dir` is not empty.
     """
     if dtype and dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is none of {', '.join(DTYPES)}")
@@ -158,9 +154,9 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
 def _write_tokenizer(
     config: Mapping[str, Any], model_folder: Path | None, out_dir: Path, notes: list[str]
 ) -> dict[str, Any]:
-    """Writes a tokenizer's files; returns what config.json has to say of it where the model's own folder does not.
+    """Writes a tokenizer's files and returns its entries of config.json, if not the model's folder has them.
 
-    A line is added to `notes` where there is none to write.
+    Adds a line to `notes` where there is no tokenizer to write.
     """
     if config["tokenizer_type"] == "huggingface" or all_synthetic(config):
         path = Path(config["tokenizer_path"]).expanduser()
@@ -184,7 +180,7 @@ def _write_tokenizer(
 
 
 def _declared(config: Mapping[str, Any]) -> tuple[params.Tree, params.Tree]:
-    """The weights of the model of `config`, on one device, and the part of a state that each is in."""
+    """Returns the abstract weights of the model of `config`, on one device, and each one's part of a state."""
     _, declarations = params.abstract(functools.partial(Decoder, model_spec(config)))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     tree = jax.tree.map(
@@ -194,7 +190,7 @@ def _declared(config: Mapping[str, Any]) -> tuple[params.Tree, params.Tree]:
 
 
 def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> tuple[params.Tree, params.Tree]:
-    """As `_declared`, in the dtypes that the folder's tensors have."""
+    """Returns what `_declared` does, in the dtypes that the folder's tensors have."""
     tree, part_of = _declared(config)
     leaves = params.by_path(tree)
     pieces, tensors = match_tensors(folder, {weight: leaf.shape for weight, leaf in leaves.items()}, [])
@@ -210,7 +206,7 @@ def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> tuple[params.Tree
 
 
 def _find(source: Path) -> tuple[Config, Path, Path | None]:
-    """(every key of base.yml, the checkpoint's or checkpoints' folder, the model file's folder or None) of `source`."""
+    """Returns every key of base.yml, the folder of the checkpoint or checkpoints, and that of the model file if any."""
     if (source / "model.yml").is_file():
         keys = from_yaml((source / "model.yml").read_text(encoding="utf-8"))
         # The files beside it are the tokenizer, if it has one.
@@ -234,7 +230,7 @@ def _find(source: Path) -> tuple[Config, Path, Path | None]:
 
 
 def _original_entries(model_folder: Path | None) -> dict[str, Any]:
-    """`ENTRIES`, as far as the config.json has them that the model file comes from."""
+    """Returns those of `ENTRIES` that the config.json has from which the model file comes."""
     for name in (ORIGINAL, "config.json") if model_folder else ():
         if (model_folder / name).is_file():
             entries = read_json(model_folder / name)
@@ -244,7 +240,7 @@ def _original_entries(model_folder: Path | None) -> dict[str, Any]:
 
 
 def _make_empty(folder: Path) -> None:
-    """Makes the folder, or raises UserError where it has something in it."""
+    """Makes the folder; raises UserError where it exists and is not empty."""
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: name a new one")
     try:

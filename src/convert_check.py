@@ -1,4 +1,4 @@
-"""How near a checkpoint's logits come to those that transformers computes of a Hugging Face folder."""
+"""Compares a checkpoint's logits with those that transformers computes of a Hugging Face folder."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -22,12 +22,12 @@ ROWS, LENGTH = 2, 64  # of random ids, at most
 
 
 class Agreement(NamedTuple):
-    """Of the logits at every position; differences are in standard deviations of transformers' logits."""
+    """The agreement of logits at every position; differences are in standard deviations of transformers' logits."""
 
     largest_difference: float
     mean_difference: float
-    kl_divergence: float  # of our distribution from theirs, a mean over positions, in nats
-    top_1: float  # the share of positions with the same likeliest token
+    kl_divergence: float  # KL(theirs || ours) in nats, a mean over positions
+    top_1: float  # fraction of positions with the same likeliest token
 
 
 def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
@@ -63,21 +63,21 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
 
 
 def agreement(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> Agreement:
-    """How near two arrays of logits are."""
+    """Compares two arrays of logits."""
     ours_BTV, theirs_BTV = ours_BTV.astype(np.float64), theirs_BTV.astype(np.float64)
     difference = np.abs(ours_BTV - theirs_BTV) / theirs_BTV.std()
     ours, theirs = (np.asarray(jax.nn.log_softmax(jnp.asarray(x))) for x in (ours_BTV, theirs_BTV))
     return Agreement(
         largest_difference=float(difference.max()),
         mean_difference=float(difference.mean()),
-        # Rounding may leave it a little below zero.
+        # Rounding may leave it slightly negative.
         kl_divergence=max(0.0, float(np.sum(np.exp(theirs) * (theirs - ours), axis=-1).mean())),
         top_1=float(np.mean(ours_BTV.argmax(-1) == theirs_BTV.argmax(-1))),
     )
 
 
 def describe_agreement(found: Agreement) -> str:
-    """The comparison in lines to print."""
+    """Returns the comparison as lines to print."""
     return (
         f"largest difference  {found.largest_difference:.2e} of the logits' standard deviation\n"
         f"mean difference     {found.mean_difference:.2e}\n"

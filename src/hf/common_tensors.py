@@ -1,4 +1,4 @@
-"""Rows of tensor tables that many families share: the names that Llama's files have."""
+"""Rows of the families' tables of tensors that many of them share, by the names in Llama's files."""
 
 from src.hf.tensor_map import TensorMap
 

@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class HfFolder:
-    """What is in a model folder: config.json, and every tensor by its name."""
+    """A model folder's config.json and its tensors by name."""
 
     path: Path
     config: Mapping[str, Any]
@@ -25,63 +25,53 @@ class HfFolder:
 
 
 def is_hf_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a Hugging Face model folder, whole or not, at `path`."""
+    """Returns whether there is a Hugging Face model folder, complete or not, at `path`."""
     folder = Path(path).expanduser()
     return folder.is_dir() and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors")))
 
 
 def open_folder(path: str | os.PathLike[str]) -> HfFolder:
-    """The folder's config and tensors; of the files of weights, only headers are read.
+    """Reads the folder's config and the headers of its files of weights.
 
     Raises:
         UserError: there is no config.json, no safetensors file or not all of them; a file is truncated or damaged;
             the weights are quantised in a format that is not read.
     """
     path = Path(path).expanduser()
-    config = read_config(path)
+    if not (file := path / "config.json").is_file():
+        raise UserError(
+            f"there is no {file}: expected a Hugging Face model folder, with config.json and model*.safetensors"
+        )
+    config = read_json(file)
     stored: dict[str, StoredTensor] = {}
-    placed, files = _weight_files(path)
+    file_of, files = _weight_files(path)
     for name in files:
         tensors = open_tensors(path / name)
         for tensor in tensors:
-            if placed.setdefault(tensor, name) != name:
+            if file_of.setdefault(tensor, name) != name:
                 raise UserError(
-                    f"{path / name} has the tensor {tensor}, which is in {placed[tensor]} or which {INDEX} places "
+                    f"{path / name} has the tensor {tensor}, which is in {file_of[tensor]} or which {INDEX} places "
                     "there: fetch the whole folder again"
                 )
         stored.update(tensors)
     return HfFolder(path, config, dequantized(stored, config.get("quantization_config") or {}, path))
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The folder's config.json.
-
-    Raises:
-        UserError: there is none, or it is no JSON object.
-    """
-    file = path / "config.json"
-    if not file.is_file():
-        raise UserError(
-            f"there is no {file}: expected a Hugging Face model folder, with config.json and model*.safetensors"
-        )
-    return read_json(file)
-
-
 def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Returns the file of each tensor, as far as an index tells, and the names of the folder's safetensors files."""
+    """Returns the file of each tensor, if an index says so, and the names of the folder's safetensors files."""
     if (path / INDEX).exists():
-        placed = read_json(path / INDEX).get("weight_map")
-        if not isinstance(placed, dict) or not placed:
+        file_of = read_json(path / INDEX).get("weight_map")
+        if not isinstance(file_of, dict) or not file_of:
             raise UserError(f'{path / INDEX} has no "weight_map", which says what tensor is in which file')
-        for tensor, name in placed.items():
+        for tensor, name in file_of.items():
             if not isinstance(name, str):
                 raise UserError(f"{path / INDEX} places {tensor} in {name!r}: expected the name of a file")
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise UserError(f"{path / INDEX} places {tensor} in {name}, which is outside the folder")
-        files = sorted(set(placed.values()))
+        files = sorted(set(file_of.values()))
         if missing := [name for name in files if not os.path.isfile(path / name)]:
             raise UserError(f"{path} lacks {first_few(missing)}, which its {INDEX} names: fetch the whole folder")
-        return placed, files
+        return file_of, files
     if (path / SINGLE).is_file():
         return {}, [SINGLE]
     pickled = sorted(file.name for file in path.glob("*.bin"))
@@ -93,11 +83,7 @@ def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Returns the JSON object in a file; raises UserError where there is none."""
     try:
         value = parse_json(file.read_bytes())
     except (IsADirectoryError, PermissionError) as error:

@@ -1,4 +1,4 @@
-"""Weights out of a Hugging Face folder onto devices: each process reads the slices that its own devices hold."""
+"""Reads the weights of a Hugging Face folder onto devices: each process the slices that its own devices hold."""
 
 import functools
 import os
@@ -21,24 +21,21 @@ from src.hf.tensor_map import Piece, WeightPath, lay_out
 
 T = TypeVar("T")
 
-ROWS = 4096  # of tensors that are compared, at a time
+ROWS = 4096  # in memory of tensors that are compared
 
 
 def load_weights(
     path: str | os.PathLike[str], abstract: Mapping[str, Any], notes: list[str] | None = None
 ) -> dict[str, Any]:
-    """A folder's weights, as a model's state holds them.
+    """Returns `abstract` with the folder's weights for its leaves.
 
-    They go to the devices tensor by tensor of the files, so host memory holds no more than one of those. Rows that pad
-    the vocabulary are zeros.
+    They go to the devices tensor by tensor, so host memory holds no more than one. Rows that pad the vocabulary are
+    zeros.
 
     Args:
         path: the folder.
         abstract: the state's parts that hold weights, nested dicts of `jax.ShapeDtypeStruct`s with shardings.
-        notes: takes lines on what of the folder is left out.
-
-    Returns:
-        `abstract` with arrays for its leaves.
+        notes: takes a line for each kind of tensor in the folder that is left out.
 
     Raises:
         UserError: the folder cannot be read (folder.py), or its tensors are not those of the model.
@@ -47,16 +44,16 @@ def load_weights(
     pieces, tensors = match_tensors(
         open_folder(path), {weight: leaf.shape for weight, leaf in leaves.items()}, [] if notes is None else notes
     )
-    filling: dict[WeightPath, _Filling] = {}
+    arrays: dict[WeightPath, _PartialArray] = {}
     for piece in progress(pieces, f"reading {path}"):
-        if piece.weight not in filling:
-            filling[piece.weight] = _Filling(leaves[piece.weight])
-        filling[piece.weight].put(piece, tensors[piece.file])
-    return jax.tree.unflatten(jax.tree.structure(dict(abstract)), [filling[weight].array() for weight in leaves])
+        if piece.weight not in arrays:
+            arrays[piece.weight] = _PartialArray(leaves[piece.weight])
+        arrays[piece.weight].put(piece, tensors[piece.file])
+    return jax.tree.unflatten(jax.tree.structure(dict(abstract)), [arrays[weight].whole() for weight in leaves])
 
 
 def weight_leaves(parts: Mapping[str, Any]) -> dict[WeightPath, Any]:
-    """The leaves of a state's parts by their path within their part."""
+    """Returns the leaves of a state's parts by their path within their part."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(dict(parts))
     return {tuple(key.key for key in path[1:]): leaf for path, leaf in leaves}
 
@@ -64,38 +61,38 @@ def weight_leaves(parts: Mapping[str, Any]) -> dict[WeightPath, Any]:
 def match_tensors(
     folder: HfFolder, shapes: Mapping[WeightPath, tuple[int, ...]], notes: list[str]
 ) -> tuple[list[Piece], dict[str, Tensor]]:
-    """What of the folder lies where in the weights: the pieces, weight by weight, and the tensors by their table names.
+    """Returns the pieces of the weights of these shapes, weight by weight, and the folder's tensors by table name.
 
     Raises:
         UserError: a tensor is missing, unknown or of another shape; all such are named.
     """
-    family, facts = folder_family(folder), {**defaults(), **folder_keys(folder)}
-    pieces = lay_out(family.tensors, shapes, facts["vocab_size"], str(folder.path))
+    family, keys = folder_family(folder), {**defaults(), **folder_keys(folder)}
+    pieces = lay_out(family.tensors, shapes, keys["vocab_size"], str(folder.path))
     on_disk = family.table_names(folder.tensors)
     expected = {piece.file: piece.file_shape for piece in pieces}
     unknown = [name for name in on_disk if name not in expected and not family.is_skipped(name)]
     embedding, output = family.file_name("embedding"), family.file_name("output")
-    tied = {embedding, output} <= on_disk.keys() and facts["logits_via_embedding"]
-    if facts["logits_via_embedding"]:  # Some folders hold the tied output projection a second time.
+    tied = {embedding, output} <= on_disk.keys() and keys["logits_via_embedding"]
+    if keys["logits_via_embedding"]:  # Some folders hold the tied output projection a second time.
         unknown = [name for name in unknown if name != output]
-    further = [name for name in unknown if family.is_mtp_layer(name, facts["base_num_decoder_layers"])]
-    found = {name: folder.tensors[on_disk[name]] for name in expected if name in on_disk}
+    mtp = [name for name in unknown if family.is_mtp_layer(name, keys["base_num_decoder_layers"])]
+    tensors = {name: folder.tensors[on_disk[name]] for name in expected if name in on_disk}
     problems = [
-        *(f"{name} is missing" for name in expected if name not in found),
-        *(f"{on_disk[name]} is unknown" for name in unknown if name not in further),
+        *(f"{name} is missing" for name in expected if name not in tensors),
+        *(f"{on_disk[name]} is unknown" for name in unknown if name not in mtp),
         *(
             f"{on_disk[name]} has the shape {list(tensor.shape)}, not {list(expected[name])}"
-            for name, tensor in found.items()
+            for name, tensor in tensors.items()
             if tensor.shape != expected[name]
         ),
         *(
             f"{on_disk[name]} is of a dtype that is none of {', '.join(DTYPES)}"
-            for name, tensor in found.items()
+            for name, tensor in tensors.items()
             if tensor.dtype == UNREADABLE
         ),
         *(
             f"{on_disk[name]} is stored as {tensor.dtype}, and no scales belong to it"
-            for name, tensor in found.items()
+            for name, tensor in tensors.items()
             if tensor.dtype.itemsize == 1 and tensor.dtype != UNREADABLE
         ),
     ]
@@ -108,13 +105,12 @@ def match_tensors(
         raise UserError(f"the tensors of {folder.path} are not those of this model:\n  {listed}")
     if other := len(folder.tensors) - len(on_disk):
         notes.append(f"{folder.path}: {other} tensors of the vision or audio model are left out")
-    if further:
-        notes.append(f"{folder.path}: the {len(further)} tensors of extra prediction layers are left out")
-    return pieces, found
+    if mtp:
+        notes.append(f"{folder.path}: the {len(mtp)} tensors of extra prediction layers are left out")
+    return pieces, tensors
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors differ; some rows of them are in memory at a time."""
     if one.shape != other.shape:
         return True
     spans = (slice(first, min(first + ROWS, one.shape[0])) for first in range(0, one.shape[0], ROWS))
@@ -122,8 +118,8 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     return any(not np.array_equal(one.read((span, *rest)), other.read((span, *rest))) for span in spans)
 
 
-class _Filling:
-    """One weight that is being read: a buffer on each device of this process, zeros at first."""
+class _PartialArray:
+    """One weight while it is read: a buffer on each device of this process, zeros at first."""
 
     def __init__(self, leaf: jax.ShapeDtypeStruct) -> None:
         self._leaf = leaf
@@ -136,7 +132,7 @@ class _Filling:
             self._buffers[device] = jnp.zeros(shape, leaf.dtype, device=device)
 
     def put(self, piece: Piece, tensor: Tensor) -> None:
-        """Reads what the devices hold of `piece`, once for all that hold the same."""
+        """Reads the parts of `piece` that devices hold, each once for all devices with the same."""
         for region, devices in self._holders.items():
             shared = [
                 (max(start, first), min(stop, last))
@@ -151,8 +147,8 @@ class _Filling:
         # Else blocks would pile up in host memory, waiting for their transfer.
         jax.block_until_ready(list(self._buffers.values()))
 
-    def array(self) -> jax.Array:
-        """The whole weight."""
+    def whole(self) -> jax.Array:
+        """Returns the weight, all of whose pieces were put."""
         return jax.make_array_from_single_device_arrays(
             self._leaf.shape, self._leaf.sharding, list(self._buffers.values())
         )
@@ -164,6 +160,6 @@ def _update(buffer: jax.Array, block: jax.Array, at: Sequence[int]) -> jax.Array
 
 
 def progress(items: Sequence[T], what: str) -> Iterable[T]:
-    """The items, with a bar on process 0's terminal that tells how many are done."""
+    """Returns the items with a progress bar on process 0's terminal."""
     silent = jax.process_index() != 0 or not Console(stderr=True).is_terminal
     return track(items, what, console=Console(stderr=True), disable=silent)

@@ -1,4 +1,4 @@
-"""Weights that are stored in 4 or 8 bits with scales, read as bfloat16."""
+"""Reads weights that are stored in 4 or 8 bits with scales as bfloat16."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ MX_BIAS = 127  # of a scale, which is an exponent of two
 
 @dataclass(frozen=True)
 class BlockScaledTensor:
-    """DeepSeek V3's float8: a matrix of which each block of rows and columns has a factor (its report, 3.3)."""
+    """DeepSeek V3's float8: a matrix with a factor for each block of rows and columns (its report, 3.3)."""
 
     values: Tensor  # [rows, columns]
     scales: Tensor  # [rows / block, columns / block], rounded up
@@ -34,16 +34,16 @@ class BlockScaledTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the values."""
+        """The values' shape."""
         return self.values.shape
 
     def read(self, index: Index) -> np.ndarray:
-        """A copy of the part at `index`, dequantised."""
+        """Returns the part at `index`, dequantised."""
         factors = self.scales.read(
             tuple(slice(at.start // n, -(-at.stop // n)) for at, n in zip(index, self.block, strict=True))
         ).astype(np.float32)
         for dim, (at, n) in enumerate(zip(index, self.block, strict=True)):
-            first = at.start // n * n  # the element that the first factor read is of
+            first = at.start // n * n  # where the first block that was read begins
             factors = np.repeat(factors, n, axis=dim)
             factors = factors.take(range(at.start - first, at.stop - first), axis=dim)
         return (self.values.read(index).astype(np.float32) * factors).astype(self.dtype)
@@ -51,8 +51,9 @@ class BlockScaledTensor:
 
 @dataclass(frozen=True)
 class Mxfp4Tensor:
-    """gpt-oss's experts: 4-bit floats in blocks of 32 along the dim that is summed over, which here comes before the
-    last one, although it is stored last.
+    """gpt-oss's experts: 4-bit floats in blocks of 32 along the dim that is summed over.
+
+    That dim is stored last and comes before the last one here.
     """
 
     blocks: Tensor  # uint8 [E, F, D / 32, 16]; a byte's low half is the earlier element
@@ -66,7 +67,7 @@ class Mxfp4Tensor:
         return (E, blocks * MX_BLOCK, F)
 
     def read(self, index: Index) -> np.ndarray:
-        """A copy of the part at `index`, dequantised."""
+        """Returns the part at `index`, dequantised."""
         at_E, at_D, at_F = index
         in_blocks = slice(at_D.start // MX_BLOCK, -(-at_D.stop // MX_BLOCK))
         bytes_EFGP = self.blocks.read((at_E, at_F, in_blocks, slice(0, MX_BLOCK // 2)))
@@ -79,7 +80,7 @@ class Mxfp4Tensor:
 
 
 def dequantized(stored: Mapping[str, Tensor], quantization: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """`stored`, with one tensor in place of each pair of quantised values and their scales.
+    """Returns `stored` with one tensor in place of each pair of quantised values and their scales.
 
     Args:
         stored: the files' tensors by name.
@@ -87,8 +88,7 @@ def dequantized(stored: Mapping[str, Tensor], quantization: Mapping[str, Any], p
         path: of the folder, for messages.
 
     Raises:
-        UserError: they are quantised in another format than DeepSeek V3's or gpt-oss's; values or scales are missing,
-            or do not fit each other.
+        UserError: the format is neither DeepSeek V3's nor gpt-oss's; values or scales are missing or do not fit.
     """
     tensors = dict(stored)
     if not isinstance(quantization, Mapping):
@@ -115,7 +115,7 @@ def dequantized(stored: Mapping[str, Tensor], quantization: Mapping[str, Any], p
 
 
 def _pairs(stored: Mapping[str, Tensor], values: str, scales: str, path: Path) -> list[tuple[str, Tensor, Tensor]]:
-    """(weight, its values, its scales), which are stored under the weight's name and the two endings."""
+    """Returns (weight, values, scales) of each weight stored under its name and these two endings."""
     weights = [name.removesuffix(scales) for name in stored if name.endswith(scales)]
     if values:
         weights += [name.removesuffix(values) for name in stored if name.endswith(values)]

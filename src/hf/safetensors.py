@@ -1,4 +1,4 @@
-"""Safetensors files: their tensors read by slices, and their headers written.
+"""Reads the tensors of safetensors files by slices, and writes such files' headers.
 
 A safetensors file is eight bytes that give the length of a JSON header, the header, which gives each tensor's dtype,
 shape and place, and the tensors' bytes, row-major and little-endian (github.com/huggingface/safetensors, "Format").
@@ -29,25 +29,25 @@ DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "U8": np.dtype(np.uint8),
 }
-# Any other, such as an int64 table of positions: a weight has none of them.
+# For any other, such as an int64 table of positions, which no weight has.
 UNREADABLE = np.dtype("V1")
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 
 
 class Tensor(Protocol):
-    """A tensor on disk; where it is stored in fewer bits, with the shape and dtype it is read with."""
+    """A tensor on disk; a quantised one has the shape and dtype that reading gives."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     def read(self, index: Index) -> np.ndarray:
-        """A copy of the part at `index`."""
+        """Returns a copy of the part at `index`."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as it lies in a file; only what `read` returns of it comes into memory."""
+    """A tensor in a file; only what `read` returns comes into memory."""
 
     file: Path
     offset: int  # bytes from the file's start
@@ -55,7 +55,7 @@ class StoredTensor:
     dtype: np.dtype
 
     def read(self, index: Index) -> np.ndarray:
-        """A copy of the part at `index`."""
+        """Returns a copy of the part at `index`."""
         stored = np.memmap(self.file, self.dtype, mode="r", offset=self.offset, shape=self.shape)
         return np.array(stored[index])
 

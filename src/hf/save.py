@@ -1,4 +1,4 @@
-"""A model's weights into a Hugging Face folder, which transformers loads."""
+"""Writes a model's weights as a Hugging Face folder, which transformers loads."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from src.hf.family import Family
 from src.hf.folder import INDEX, SINGLE
 from src.hf.load import progress
 from src.hf.safetensors import write_header
-from src.hf.tensor_map import Piece, WeightPath, copies, lay_out
+from src.hf.tensor_map import Piece, WeightPath, lay_out, mtp_copies
 
 SHARD_BYTES = 5_000_000_000
 
@@ -31,13 +31,13 @@ def save_folder(
     """Writes config.json and the safetensors files; one tensor beside `weights` is in memory at a time.
 
     Args:
-        path: of the folder, which exists.
+        path: an existing folder.
         family: the model's.
         hf: config.json, but for the names of the family and of the tensors' dtype.
         weights: all of the model's.
-        vocab_size: rows of the embedding that are no padding.
+        vocab_size: number of the embedding's rows that are no padding.
         dtype: of the tensors; None: their weights' own.
-        shard_bytes: that a file of tensors may have.
+        shard_bytes: upper bound of a file's size, but for a single tensor that is larger.
 
     Raises:
         UserError: the family has no such weights.
@@ -46,7 +46,7 @@ def save_folder(
     by_file: dict[str, list[Piece]] = {}
     for piece in [
         *lay_out(family.tensors, shapes, vocab_size, family.architecture),
-        *copies(family.copied, shapes, vocab_size),
+        *mtp_copies(family.copied, shapes, vocab_size),
     ]:
         by_file.setdefault(piece.file, []).append(piece)
     dtypes = {
@@ -75,7 +75,7 @@ def save_folder(
 
 
 def _tensor(pieces: Sequence[Piece], weights: Weights, dtype: np.dtype) -> np.ndarray:
-    """What the file holds under the name that the pieces share."""
+    """Returns the tensor that the pieces, of one name, make up."""
     tensor = np.empty(pieces[0].file_shape, weights[pieces[0].weight].dtype)
     for piece in pieces:
         piece.write(weights[piece.weight], tensor)
@@ -83,7 +83,6 @@ def _tensor(pieces: Sequence[Piece], weights: Weights, dtype: np.dtype) -> np.nd
 
 
 def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    """The tensors' names, file by file; a tensor that is too large has a file of its own."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name in sorted(sizes):

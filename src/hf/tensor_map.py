@@ -1,4 +1,4 @@
-"""A family's table of tensors, laid out over a model: which tensor of the files lies where in which weight.
+"""Lays a family's table of tensors out over a model: which tensor of the files lies where in which weight.
 
 A row of a table is (weight, file, dims):
 
@@ -8,7 +8,7 @@ A row of a table is (weight, file, dims):
 prediction layer. `file` is a tensor's name; `{layer}` in it is the layer's number, `{E}` the index along the weight's
 dim E, `{A:a,b}` the name for each index along A. `dims` is a pattern of rearrange.py. A row is for weights of its
 number of dims; a weight that is stacked over layers has one more in front. With a fourth entry, a row is only for
-weights that have one of this name beside them.
+weights whose module has one of this name too.
 """
 
 import re
@@ -23,13 +23,11 @@ from src.hf.rearrange import Range, Rearrangement, parse
 from src.hf.safetensors import Tensor
 
 WeightPath = tuple[str | int, ...]  # in the model's nested dict, without its part of the state
-
-
 Shapes = Mapping[WeightPath, tuple[int, ...]]
 
 
 class TensorMap(NamedTuple):
-    """A row of a family's table, as above."""
+    """A row of a family's table (see above)."""
 
     weight: str
     file: str
@@ -39,47 +37,47 @@ class TensorMap(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a weight that is one tensor of the files, or a part of one."""
+    """The part of a weight that lies in one tensor of the files."""
 
     weight: WeightPath
     file: str  # the tensor's name
     rearrangement: Rearrangement
     sizes: Mapping[str, int]  # of each letter
-    stacked_at: tuple[int, ...]  # the index along the dim of stacked layers; empty where there is none
-    gathered_at: Mapping[str, int]  # the index along each dim that is spread over several tensors
+    layer_index: tuple[int, ...]  # along the dim of stacked layers; empty where there is none
+    split_index: Mapping[str, int]  # along each dim that is split over several tensors
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The whole tensor's shape."""
         return self.rearrangement.file_shape(self.sizes)
 
     def region(self) -> tuple[Range, ...]:
-        """What it covers of the weight, dim by dim."""
-        own = [(at, at + 1) for at in self.stacked_at]
+        """Returns the range of each dim of the weight that the piece covers."""
+        ranges = [(at, at + 1) for at in self.layer_index]
         for letter in self.rearrangement.dims:
-            at = self.gathered_at.get(letter)
-            own.append((0, self.sizes[letter]) if at is None else (at, at + 1))
-        return tuple(own)
+            at = self.split_index.get(letter)
+            ranges.append((0, self.sizes[letter]) if at is None else (at, at + 1))
+        return tuple(ranges)
 
     def read(self, tensor: Tensor, region: Sequence[Range]) -> np.ndarray:
-        """The values of a region of the weight, which is within the piece's own."""
-        letters = region[len(self.stacked_at) :]
-        block = self.rearrangement.read(tensor, self.sizes, dict(zip(self.rearrangement.dims, letters, strict=True)))
+        """Returns the values of a region of the weight, which lies within the piece's."""
+        ranges = region[len(self.layer_index) :]
+        block = self.rearrangement.read(tensor, self.sizes, dict(zip(self.rearrangement.dims, ranges, strict=True)))
         return block.reshape([stop - start for start, stop in region])
 
     def write(self, weight: np.ndarray, tensor: np.ndarray) -> None:
-        """Puts into the file's `tensor` what it holds of the whole `weight`."""
+        """Copies the piece of the whole `weight` into the file's `tensor`."""
         part = weight[tuple(slice(*span) for span in self.region())]
-        self.rearrangement.write(part.reshape(part.shape[len(self.stacked_at) :]), tensor, self.sizes)
+        self.rearrangement.write(part.reshape(part.shape[len(self.layer_index) :]), tensor, self.sizes)
 
 
 def lay_out(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int, family: str) -> list[Piece]:
-    """All pieces of a model's weights, weight by weight.
+    """Returns all pieces of a model's weights, weight by weight.
 
     Args:
         rows: the family's table.
         shapes: of each weight.
-        vocab_size: the vocabulary in the files, where the model's is padded.
+        vocab_size: the vocabulary in the files; the model's is padded.
         family: its name, for messages.
 
     Raises:
@@ -88,7 +86,7 @@ def lay_out(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int, family: 
     layers = _layer_numbers(shapes)
     pieces, unmapped = [], []
     for weight, shape in shapes.items():
-        name, numbers = _place(weight, shape, layers)
+        name, numbers = _place(weight, layers)
         stacked = weight[0] == "segments"
         row = next((row for row in rows if _is_for(row, name, shape[stacked:], weight, shapes)), None)
         if row is None:
@@ -97,9 +95,9 @@ def lay_out(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int, family: 
         rearrangement = parse(row.dims)
         sizes = dict(zip(rearrangement.dims, shape[stacked:], strict=True)) | {"V": vocab_size}
         for at, number in enumerate(numbers):
-            for file, gathered_at in _files(row.file.replace("{layer}", str(number)), sizes):
-                stacked_at = (at,) if stacked else ()
-                pieces.append(Piece(weight, file, rearrangement, sizes, stacked_at, gathered_at))
+            for file, split_index in _files(row.file.replace("{layer}", str(number)), sizes):
+                layer_index = (at,) if stacked else ()
+                pieces.append(Piece(weight, file, rearrangement, sizes, layer_index, split_index))
     if unmapped:
         raise UserError(
             f"{family}'s files have no tensor for {first_few(unmapped)}: the model is described otherwise than "
@@ -108,8 +106,8 @@ def lay_out(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int, family: 
     return pieces
 
 
-def copies(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int) -> list[Piece]:
-    """The pieces of tensors that repeat a weight for each extra prediction layer."""
+def mtp_copies(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int) -> list[Piece]:
+    """Returns the pieces of tensors that repeat a weight for each extra prediction layer."""
     pieces = []
     for (kind, _), positions in _layer_numbers(shapes).items():
         for row in rows if kind == "mtp" else ():
@@ -123,7 +121,7 @@ def copies(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int) -> list[P
 
 
 def _layer_numbers(shapes: Shapes) -> dict[tuple[str, int], list[list[int]]]:
-    """For each ("segments", i) and ("mtp", i), the numbers of the layers at each position of its pattern."""
+    """Returns by ("segments", i) and ("mtp", i) the numbers of the layers at each position of its pattern."""
     repeats: dict[int, int] = {}
     periods: dict[int, int] = {}
     for weight, shape in shapes.items():
@@ -140,8 +138,8 @@ def _layer_numbers(shapes: Shapes) -> dict[tuple[str, int], list[list[int]]]:
     return numbers
 
 
-def _place(weight: WeightPath, shape: tuple[int, ...], layers: Mapping[Any, list[list[int]]]) -> tuple[str, list[int]]:
-    """The weight's name in a table, and the numbers of the layers that it is stacked over."""
+def _place(weight: WeightPath, layers: Mapping[Any, list[list[int]]]) -> tuple[str, list[int]]:
+    """Returns the weight's name in a table and the numbers of the layers that it is stacked over."""
     match weight:
         case ("segments", segment, position, *rest):
             return ".".join(["layer", *rest]), layers["segments", segment][position]
@@ -153,7 +151,7 @@ def _place(weight: WeightPath, shape: tuple[int, ...], layers: Mapping[Any, list
 
 
 def _is_for(row: TensorMap, name: str, shape: Sequence[int], weight: WeightPath, shapes: Shapes) -> bool:
-    """Whether a row is for the weight of this name and shape, without the dim that it may be stacked along."""
+    """Returns whether a row is for the weight of this name and shape, which has no dim of stacked layers."""
     dims = row.dims.partition(" -> ")[2].split()
     if row.weight != name or len(dims) != len(shape) or (row.requires and (*weight[:-1], row.requires) not in shapes):
         return False
@@ -162,13 +160,13 @@ def _is_for(row: TensorMap, name: str, shape: Sequence[int], weight: WeightPath,
 
 
 def _files(template: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
-    """Each tensor's name that the template stands for, with its index along each letter in the template."""
-    found = re.search(r"\{(\w)(?::([^}]*))?\}", template)
-    if found is None:
+    """Yields each tensor name that the template stands for, with its index along each letter in the template."""
+    match = re.search(r"\{(\w)(?::([^}]*))?\}", template)
+    if match is None:
         yield template, {}
         return
-    letter = found[1]
-    values = found[2].split(",") if found[2] else map(str, range(sizes[letter]))
+    letter = match[1]
+    values = match[2].split(",") if match[2] else map(str, range(sizes[letter]))
     for index, value in enumerate(values):
-        for name, rest in _files(template[: found.start()] + value + template[found.end() :], sizes):
+        for name, rest in _files(template[: match.start()] + value + template[match.end() :], sizes):
             yield name, {letter: index, **rest}

@@ -1,4 +1,4 @@
-"""Tokenizers as transformers reads them: tokenizer.json and tokenizer_config.json."""
+"""Writes tokenizers as transformers reads them: tokenizer.json and tokenizer_config.json."""
 
 import json
 from pathlib import Path
@@ -53,14 +53,14 @@ def _of_bytes(tokenizer: ByteTokenizer) -> tuple[tokenizers.Tokenizer, str, str]
 
 
 def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[tokenizers.Tokenizer, str, str]:
-    """Byte-pair models that fall back to bytes and leave the text as it is, such as Llama's and src.train_tokenizer's.
+    """Converts a byte-pair model that falls back to bytes and keeps the text, such as src.train_tokenizer's.
 
-    SentencePiece joins two pieces where what they make is the piece of the highest score.
+    SentencePiece joins the two neighbours that make the piece of the highest score: in that order come the merges.
     """
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     scores = {piece.piece: piece.score for piece in model.pieces if piece.type == _PIECE.NORMAL}
-    unfit = {
+    reasons = {
         "it is no byte-pair model": trainer.model_type != _BPE,
         "it has no byte fallback": not trainer.byte_fallback,
         "it normalises text": bool(normalizer.precompiled_charsmap) or normalizer.remove_extra_whitespaces,
@@ -69,8 +69,9 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[tokenizers.Tok
         "it has pieces that users defined": any(piece.type not in _TYPES for piece in model.pieces),
         "it has pieces of characters that have none": any(char not in scores for piece in scores for char in piece),
     }
-    if reasons := [reason for reason, found in unfit.items() if found]:
-        raise UserError(f"tokenizer.json can't hold this SentencePiece model: {', '.join(reasons)}")
+    if any(reasons.values()):
+        listed = ", ".join(reason for reason, applies in reasons.items() if applies)
+        raise UserError(f"tokenizer.json can't hold this SentencePiece model: {listed}")
 
     splits = [
         (piece[:i], piece[i:]) for piece in sorted(scores, key=lambda p: -scores[p]) for i in range(1, len(piece))

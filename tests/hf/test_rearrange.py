@@ -41,7 +41,7 @@ def numbered(pattern):
 
 
 def whole(rearrangement, sizes):
-    return {letter: (0, 1 if letter in rearrangement.gathered else sizes[letter]) for letter in rearrangement.dims}
+    return {letter: (0, 1 if letter in rearrangement.split else sizes[letter]) for letter in rearrangement.dims}
 
 
 @pytest.mark.parametrize("pattern", CASES)

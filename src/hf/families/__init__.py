@@ -1,4 +1,4 @@
-"""The families, in the order in which they are tried for a model that is written."""
+"""Lists the families in the order in which an export tries them."""
 
 from src.hf.families.deepseek import DEEPSEEK2, DEEPSEEK3
 from src.hf.families.gemma import GEMMA

@@ -1,6 +1,8 @@
 """Configurations in Python: get_config() of a file wherever a YAML file is taken, a ConfigDict in the place of argv."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
@@ -13,6 +15,7 @@ from tests import runs
 
 HEAD = "from ml_collections import ConfigDict\n\n\ndef get_config():\n"
 BASE = runs.BASE
+ROOT = Path(__file__).parents[1]
 
 
 def returning(*lines):
@@ -30,6 +33,11 @@ def test_a_python_file_is_taken_wherever_a_yaml_file_is(write):
     assert load([str(first)]).steps == 7
     assert load([str(first), "steps=8"]).steps == 8
     assert load([str(first)]).learning_rate == 2**-7
+
+
+def test_the_example_of_the_readme_loads(write):
+    (example,) = re.findall(r"```python\n(.*?get_config.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert load([str(write("mine.py", example))]).base_mlp_dim == 1024
 
 
 def test_sections_of_a_config_dict_are_mappings(write):

@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from src.config.foreign_keys import answer
+from src.config.migration_hints import migration_hint
 from src.config.schema import KEYS
 from src.config.yaml import parse_argument
 from src.errors import UserError
@@ -41,7 +41,7 @@ def _corrected(word: str) -> list[str]:
     key, equals, text = word.lstrip("-").partition("=")
     if not equals or key.partition(".")[0] in KEYS:
         return [f"{key}{equals}{text}"]
-    if foreign := answer(key, parse_argument(text, None, key)):
-        return [] if foreign.accepted else shlex.split(foreign.instead) or [word]
+    if hint := migration_hint(key, parse_argument(text, None, key)):
+        return [] if hint.accepted else shlex.split(hint.instead) or [word]
     near = difflib.get_close_matches(key, KEYS, n=2, cutoff=0.9)
     return [f"{near[0]}={text}"] if len(near) == 1 else [word]

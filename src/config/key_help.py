@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from src.config.base_yml import key_lines
-from src.config.foreign_keys import answer, with_own_mesh_word
+from src.config.migration_hints import migration_hint, with_own_mesh_word
 from src.config.schema import KEYS
 from src.config.yaml import Plain
 from src.errors import did_you_mean
@@ -46,8 +46,8 @@ def help_text(key: str) -> str:
     """Returns base.yml's lines about a key, under its group's title; for another name, what to type or the nearest."""
     if key in KEYS:
         return f"{KEYS[key].group}\n{key_lines(KEYS[key])}"
-    if foreign := answer(key, Plain("...")):
-        return foreign.sentence
+    if hint := migration_hint(key, Plain("...")):
+        return hint.sentence
     return f"there is no key {key}.{did_you_mean(with_own_mesh_word(key), KEYS)} --help alone lists all keys."
 
 

@@ -11,8 +11,8 @@ from ml_collections import ConfigDict
 from src.config.checks import check_config
 from src.config.corrections import corrected_command
 from src.config.data_checks import read_entries
-from src.config.foreign_keys import answer, with_own_mesh_word
 from src.config.keys import frozen
+from src.config.migration_hints import migration_hint, with_own_mesh_word
 from src.config.model_checks import read_segments
 from src.config.python_file import config_dict_keys, read_python
 from src.config.run_config import model_keys, run_folder, run_keys, runs_in
@@ -296,14 +296,11 @@ def _typed(key: str, value: Any) -> Any:
 
 
 def _answer_unknown(setting: Setting, problems: list[str], notes: list[str]) -> None:
-    foreign = answer(setting.key, setting.value)
-    if foreign and foreign.accepted:
-        notes.append(foreign.sentence)
-    elif foreign:
-        problems.append(foreign.sentence)
+    if hint := migration_hint(setting.key, setting.value):
+        (notes if hint.accepted else problems).append(hint.sentence)
     else:
-        hint = did_you_mean(with_own_mesh_word(setting.key), KEYS) or " `--help` lists all keys."
-        problems.append(f"unknown key {setting.key} ({setting.where}).{hint}")
+        similar = did_you_mean(with_own_mesh_word(setting.key), KEYS) or " `--help` lists all keys."
+        problems.append(f"unknown key {setting.key} ({setting.where}).{similar}")
 
 
 def to_yaml(config: Mapping[str, Any]) -> str:

@@ -3,8 +3,8 @@
 import os
 from typing import Any
 
-from src.config.foreign_keys import value_hint
 from src.config.keys import Range
+from src.config.migration_hints import value_hint
 from src.config.schema import KEYS
 from src.config.yaml import MAX_NAME, dump, too_long, unprintable
 

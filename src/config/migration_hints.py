@@ -1,0 +1,144 @@
+"""Answers other trainers' names from the tables of docs/from_maxtext_and_pax.md."""
+
+import fnmatch
+import functools
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from src.config.yaml import NOTHING, Plain, dump, literal, parse
+
+PAGE = Path(__file__).parents[2] / "docs" / "from_maxtext_and_pax.md"
+# What others call the axes of the mesh in the keys of their sizes.
+MESH_WORDS = {
+    **{"dp": "data", "replica": "data", "stage": "pipeline", "pp": "pipeline", "cp": "context", "sp": "context"},
+    **{"ep": "expert", "model": "tensor", "mdl": "tensor", "tp": "tensor"},
+}
+LEFT_OPEN = re.compile(r"=(NAME|FOLDER|FILE|TEXT)\b")  # in the page: what only the user knows
+
+
+class Hint(NamedTuple):
+    """What another trainer's key is answered with: it is accepted (and changes nothing here) or not, and a sentence."""
+
+    accepted: bool
+    sentence: str
+    instead: str = ""  # the words to type for it, where that is certain
+
+
+class Renamed(NamedTuple):
+    """What to type instead: `...` stands for the value, {0} {1} for a list's entries; a dict answers value by value."""
+
+    program: str
+    template: str | dict[str, str]
+
+
+class Explained(NamedTuple):
+    """What MinText does instead, and the value that is accepted all the same: "..." is any, None none."""
+
+    program: str
+    why: str
+    accepted: Any
+
+
+class Page(NamedTuple):
+    """What the page's tables say, by name; `values` are of keys that MaxText and MinText both have."""
+
+    names: dict[str, Renamed | Explained]
+    values: dict[tuple[str, str], str]
+
+
+@functools.cache
+def read_page() -> Page:
+    """Returns the tables of the page. The first of a program has names, the second those that have no other name."""
+    names: dict[str, Renamed | Explained] = {}
+    values: dict[tuple[str, str], str] = {}
+    program, explains = "", False
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            program = line[3:]
+        elif line.startswith("| Keys |") or line.startswith(f"| {program} |"):
+            explains = line.startswith("| Keys |")
+        elif line.startswith("| `"):
+            left, right = (cell.strip() for cell in line.strip("| ").split(" | "))
+            keys = [code.partition("=") for code in re.findall(r"`([^`]*)`", left)]
+            if explains:
+                for name, equals, value in keys:
+                    accepted = value if value == "..." else parse(value, str(PAGE)) if equals else None
+                    names[name] = Explained(program, right, accepted)
+            elif keys[0][1]:
+                values[keys[0][0], keys[0][2]] = right
+            else:
+                names[keys[0][0]] = Renamed(program, _template(right))
+    return Page(names, values)
+
+
+def _template(cell: str) -> str | dict[str, str]:
+    if cell.startswith("`"):
+        return cell.strip("`")
+    return dict(re.findall(r"(\S+): (?:`([^`]*)`|nothing to type)", cell))
+
+
+def migration_hint(key: str, value: Any) -> Hint | None:
+    """Returns what to say to `key`=`value`, a parsed value, if `key` is a name of another trainer's; else None."""
+    names = read_page().names
+    name = key if key in names else next((name for name in names if fnmatch.fnmatchcase(key, name)), None)
+    if name is None:
+        return None
+    entry = names[name]
+    return _renamed(key, value, entry) if isinstance(entry, Renamed) else _explained(key, value, entry)
+
+
+def with_own_mesh_word(key: str) -> str:
+    """Returns the key of a mesh axis's size (`ici_tp_parallelism`) with our word for the axis; others as they are."""
+    match = re.fullmatch(rf"(ici|dcn)_({'|'.join(MESH_WORDS)})(_parallelism)?", key)
+    return f"{match[1]}_{MESH_WORDS[match[2]]}_parallelism" if match else key
+
+
+def value_hint(key: str, value: Any) -> str:
+    """Returns what to type instead of MaxText's `value` for a `key` that both have; "" if there is nothing to say."""
+    hint = read_page().values.get((key, str(value)), "")
+    return f" (MaxText's {value}: {hint})" if hint else ""
+
+
+def _renamed(key: str, value: Any, entry: Renamed) -> Hint:
+    typed, certain = _fill(entry.template, value)
+    words, _, note = typed.partition("  # ")
+    if not typed:
+        return Hint(True, f"{key}={_spell(value)}, of {entry.program}, is what happens here anyway")
+    sentence = f"{key} is a name of {entry.program}; type {words} instead{f' ({note})' if note else ''}"
+    return Hint(False, sentence, words if certain else "")
+
+
+def _explained(key: str, value: Any, entry: Explained) -> Hint:
+    program, why, accepted = entry
+    if accepted == "...":
+        return Hint(True, f"{key}, of {program}, has no effect here: {why}")
+    if accepted is None:
+        return Hint(False, f"{key}, of {program}: {why}")
+    if _same(value, accepted):
+        return Hint(True, f"{key}={_spell(value)}, of {program}, changes nothing: {why}")
+    return Hint(False, f"{key}={_spell(value)}, of {program}: {why} ({key}={_spell(accepted)} is accepted)")
+
+
+def _fill(template: str | dict[str, str], value: Any) -> tuple[str, bool]:
+    """Returns `template` with the value in it, and whether that is certain; of a dict's unknown value all answers."""
+    if isinstance(template, dict):
+        bare = Plain(_spell(value).rpartition(".")[2])  # jnp.bfloat16 and layers.GELU are Python in Pax's files
+        for theirs, typed in template.items():
+            if _same(value, Plain(theirs)) or _same(bare, Plain(theirs)) or fnmatch.fnmatchcase(bare, theirs):
+                return typed, theirs != "*" and not LEFT_OPEN.search(typed)
+        return " or ".join(dict.fromkeys(typed for typed in template.values() if typed)), False
+    if "{0}" not in template:
+        return template.replace("...", _spell(value)), not LEFT_OPEN.search(template)
+    entries = value if isinstance(value, list) else []
+    if len(entries) != len(re.findall(r"{\d}", template)):
+        return re.sub(r"{\d}", "...", template), False
+    return template.format(*entries), True
+
+
+def _same(value: Any, other: Any) -> bool:
+    return ("" if value in NOTHING else literal(value)) == ("" if other in NOTHING else literal(other))
+
+
+def _spell(value: Any) -> str:
+    return str(value) if isinstance(value, str) else dump(literal(value)).replace('"', "")

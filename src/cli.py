@@ -117,7 +117,7 @@ def _write_traceback(error: BaseException) -> str:
 
 
 def _output_is_closed() -> bool:
-    """Returns whether nobody reads the output any more; if so, later writes to it are discarded."""
+    """Returns whether the output's reader has closed it; if so, later writes to it are discarded."""
     closed = False
     for descriptor in (1, 2):
         poll = select.poll()

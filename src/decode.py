@@ -151,7 +151,7 @@ def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokeniz
 
 
 class Completion:
-    """The text after one prompt, token by token. It ends with a stop token, before a stop text, or at its length limit.
+    """Collects the text after one prompt until a stop token, a stop text (left out), or the limit of its length.
 
     Args:
         decoding: limits the length, `sample_length`, and has the stop texts, `decode_stop`.

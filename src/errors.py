@@ -1,15 +1,15 @@
-"""The errors whose message is all that a user needs, exit codes, and pieces that messages are made of."""
+"""Defines the errors whose message is all that a user needs, exit codes, and helpers for messages."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A mistake in what the user typed or supplied: what is wrong, what was expected, what to change."""
+    """Reports a user's mistake: what is wrong, what was expected, what to change."""
 
 
 class TransientError(Exception):
-    """A failure that the same command may not meet again, such as a store that does not answer or a lost process."""
+    """Reports a failure that may pass, such as a store that does not answer or a lost process."""
 
 
 # Exit codes.

@@ -95,7 +95,7 @@ def filter_logits(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
 
 @dataclass(frozen=True)
 class Model:
-    """A model's weights, and how to make a decoder of them inside a compiled function."""
+    """Holds a model's weights, and makes a decoder of them inside a compiled function."""
 
     spec: ModelSpec
     layout: Layout

@@ -1,4 +1,4 @@
-"""Parses JSON that somebody else wrote, and files with a value per line, so that no text ends in a traceback."""
+"""Parses JSON of unknown origin, and files with a value per line, so that no text ends in a traceback."""
 
 import json
 from collections.abc import Callable

@@ -19,7 +19,7 @@ from src.step.state import abstract_state
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights, as `StepPlan.decoder` takes them, and the tokenizer of its texts."""
+    """Holds a model with its weights, as `StepPlan.decoder` takes them, and the tokenizer of its texts."""
 
     plan: StepPlan
     parts: tuple[Any, ...]

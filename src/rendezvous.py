@@ -33,7 +33,7 @@ MAX_MESSAGE_BYTES = 2**24
 
 @dataclass
 class _Gathering:
-    """What a process knows while it waits for the others; the fields are arguments of `join`."""
+    """Holds what a process knows while it waits for the others; the fields are arguments of `join`."""
 
     address: str
     count: int
@@ -289,7 +289,7 @@ current_job: Job | None = None  # set once this process has joined a job of seve
 
 
 class Peer:
-    """A connection to another process."""
+    """Exchanges messages with another process."""
 
     def __init__(self, connection: socket.socket, silence: int) -> None:
         """`silence`: seconds without an answer from the other's system until it counts as lost."""

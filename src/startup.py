@@ -89,7 +89,7 @@ def say(lines: Iterable[str]) -> None:
 
 
 class Place(NamedTuple):
-    """The place of this process in a cluster, as `jax.distributed.initialize` takes it."""
+    """Locates this process in a cluster, as `jax.distributed.initialize` takes it."""
 
     coordinator_address: str
     num_processes: int

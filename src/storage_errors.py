@@ -29,7 +29,7 @@ class Failure(enum.IntEnum):
 
 
 class DamagedError(Exception):
-    """The contents are not what was written."""
+    """Reports contents that are not what was written."""
 
 
 _OF_ERRNO = {

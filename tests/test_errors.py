@@ -127,3 +127,10 @@ def test_an_output_that_nobody_reads_ends_the_command_quietly(output, lines):
     )
     process.stdout.close()
     assert (process.stderr.read(), process.wait(timeout=60)) == (b"", 141)
+
+
+def test_a_command_can_end_before_anything_heavy_is_imported():
+    program = "import sys, src.cli; print(*[name for name in sys.modules if name.startswith('src.') or name == 'jax'])"
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=runs.ROOT, capture_output=True, text=True, check=True)
+    expected = {"src.cli", "src.errors", "src.json_text", "src.rendezvous", "src.storage_errors"}
+    assert set(loaded.stdout.split()) == expected

@@ -25,7 +25,7 @@ MAX_SKIPPED = 10  # consecutive updates; as batches differ, the weights must be 
 
 
 class NonFiniteError(UserError):
-    """The run's weights give losses, gradients or weights that are not finite."""
+    """Reports that a run's losses, gradients or weights are not finite."""
 
 
 class Recorder:
@@ -193,7 +193,7 @@ class LiveReport:
         report = self._folder.path / "report.html"
         try:
             self._thread.submit(self._write).result()
-        except Exception as error:  # of any store, or because somebody changed files meanwhile
+        except Exception as error:  # of any store, or because files were changed meanwhile
             message = " ".join(str(error).split())
             return f"not written, and all else is: {type(error).__name__}: {message} (python -m src.report tries again)"
         return str(report)

@@ -65,7 +65,7 @@ def test_the_factory_is_called_with_the_config_and_the_split(open_custom):
 
     def documents(config, split):
         calls.append((config.max_target_length, config["vocab_size"], split))
-        with pytest.raises(AttributeError, match="immutable"):
+        with pytest.raises(TypeError, match="item assignment"):
             config["vocab_size"] = 3
         return ["one", "two"]
 

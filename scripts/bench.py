@@ -23,7 +23,7 @@ from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
 from src.parallel.mesh import describe_mesh, global_batch_size, make_layout
 from src.parallel.topology import run_peak
-from src.step.optimizer import hyper_parameters
+from src.step.optimizer import hparams_at
 from src.step.plan import make_plan
 from src.step.state import abstract_state, batch_sharding, init_state
 from src.step.train_step import compile_steps
@@ -70,20 +70,20 @@ def bench_step(argv: list[str], steps: int) -> None:
         layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size"
     )
     shape = (rows, config.max_target_length)
-    hyper = hyper_parameters(config, 0)
-    abstract = abstract_state(plan, config, (rows, 1, 2))
+    hparams = hparams_at(config, 0)
+    abstract = abstract_state(plan, config)
     train_step, _ = compile_steps(plan, abstract)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    state = jax.jit(lambda: init_state(plan, hyper, (rows, 1, 2)), out_shardings=shardings)()
+    state = jax.jit(lambda: init_state(plan, hparams), out_shardings=shardings)()
     batch = jax.device_put(random_batch(*shape, config.vocab_size), batch_sharding(layout))
 
     start = time.perf_counter()
-    compiled = train_step.lower(state, batch, hyper).compile()
+    compiled = train_step.lower(state, batch, hparams).compile()
     compile_seconds = time.perf_counter() - start
     seconds = []
     for step in range(WARM_UP_STEPS + steps):
         start = time.perf_counter()
-        state, metrics = compiled(state, batch, hyper)
+        state, metrics = compiled(state, batch, hparams)
         jax.block_until_ready((state, metrics))
         if step >= WARM_UP_STEPS:
             seconds.append(time.perf_counter() - start)
@@ -118,7 +118,6 @@ def random_batch(rows: int, length: int, vocab_size: int) -> dict[str, np.ndarra
         "segment_ids": np.broadcast_to(documents + 1, (rows, length)),
         "positions": np.broadcast_to((np.arange(length) - starts).astype(np.int32), (rows, length)),
         "loss_mask": np.ones((rows, length), np.float32),
-        "data_position": np.zeros((rows, 1, 2), np.int32),
     }
 
 

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
             ]
         )
         loaded = load_model(config, None)
-        model = unrolled(loaded.plan, loaded.parts)
+        model = unrolled(loaded.plan, loaded.weights)
         print(f"{jax.devices()}, torch with {torch.get_num_threads()} threads; prompts of {options.prompt} tokens")
         for rows in options.batch:
             prompts = np.random.default_rng(0).integers(3, 32_000, (rows, options.prompt), np.int32)

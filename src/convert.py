@@ -43,7 +43,6 @@ from src.model.decoder import Decoder
 from src.model.flops import count_params
 from src.model.spec import model_spec
 from src.startup import say
-from src.step.plan import WEIGHTS
 
 USAGE = """python -m src.convert from-hf HF_DIR OUT_DIR
 python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16]
@@ -101,7 +100,7 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     folder = open_folder(hf_dir)
     keys, family = folder_keys(folder), folder_family(folder)
     config = Config.of(keys)
-    tree, part_of = _as_stored(folder, config)
+    tree, roles = _as_stored(folder, config)
     _make_empty(out_dir)
     comment = f"# {family.architecture}, from {hf_dir.name}: what differs from base.yml.\n"
     (out_dir / "model.yml").write_text(comment + model_yaml(keys), encoding="utf-8")
@@ -112,7 +111,7 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     arrays = load_weights(hf_dir, {"weights": tree}, notes)["weights"]
     meta = {"vocab_size": config["vocab_size"], "tokenizer": folder_fingerprint(hf_dir, config["vocab_size"], notes)}
     checkpointer = Checkpointer(out_dir / "checkpoint", max_to_keep=-1, async_save=False, compress=False)
-    checkpointer.save(0, {part: params.select(arrays, part_of, part) for part in WEIGHTS}, meta)
+    checkpointer.save(0, vars(params.Weights.split(arrays, roles)), meta)
     checkpointer.close()
     say(notes)
     count = count_params(model_spec(config))
@@ -180,18 +179,18 @@ def _write_tokenizer(
 
 
 def _declared(config: Mapping[str, Any]) -> tuple[params.Tree, params.Tree]:
-    """Returns the abstract weights of the model of `config`, on one device, and each one's part of a state."""
+    """Returns the abstract weights of the model of `config`, on one device, and the role of each."""
     _, declarations = params.abstract(functools.partial(Decoder, model_spec(config)))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     tree = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), params.values(declarations)
     )
-    return tree, params.parts(declarations)
+    return tree, params.roles(declarations)
 
 
 def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> tuple[params.Tree, params.Tree]:
     """Returns what `_declared` does, in the dtypes that the folder's tensors have."""
-    tree, part_of = _declared(config)
+    tree, roles = _declared(config)
     leaves = params.by_path(tree)
     pieces, tensors = match_tensors(folder, {weight: leaf.shape for weight, leaf in leaves.items()}, [])
     stored: dict[Any, Any] = {}
@@ -202,7 +201,7 @@ def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> tuple[params.Tree
         weight: jax.ShapeDtypeStruct(leaf.shape, stored[weight], sharding=leaf.sharding)
         for weight, leaf in leaves.items()
     }
-    return params.nested(typed), part_of
+    return params.nested(typed), roles
 
 
 def _find(source: Path) -> tuple[Config, Path, Path | None]:

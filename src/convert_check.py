@@ -50,10 +50,10 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)
 
     plan = inference_plan(config, make_layout(config, jax.devices()[:1]), length, packed=False)
-    weights, _, messages = load_weights(str(checkpoint), all_weights(abstract_state(plan, config, (ROWS, 1, 2))))
+    weights, _, messages = load_weights(str(checkpoint), all_weights(abstract_state(plan, config)))
     for message in messages:
         print(message, flush=True)
-    ours = compute_logits(plan, tuple(plan.by_part(weights).values()), tokens)
+    ours = compute_logits(plan, plan.split(weights), tokens)
     del weights
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()

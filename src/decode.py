@@ -24,6 +24,7 @@ from src.errors import UserError
 from src.generate import Generator, Model, in_training, sampling, unrolled
 from src.json_text import parse_json, read_lines
 from src.loaded_model import load_model
+from src.model.params import Weights
 from src.startup import configured, printable, say
 from src.step.plan import StepPlan
 
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     completions = [Completion(decoding, length, tokenizer, prompt) for prompt in prompts]
     loaded = load_model(config, tokenizer)
     say(loaded.messages)
-    generator, speed = make_generator(decoding, length, unrolled(loaded.plan, loaded.parts)), Speed()
+    generator, speed = make_generator(decoding, length, unrolled(loaded.plan, loaded.weights)), Speed()
     if config.interactive:
         texts = converse(decoding, length, tokenizer, generator, speed)
     else:
@@ -77,12 +78,10 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     return texts
 
 
-def sample(
-    decoding: Decoding, max_target_length: int, plan: StepPlan, parts: tuple[Any, ...], tokenizer: Tokenizer
-) -> str:
+def sample(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights, tokenizer: Tokenizer) -> str:
     """Returns the prompt and what a model in training generates after it, up to `sample_length` tokens, as text."""
     completion = Completion(decoding, max_target_length, tokenizer, decoding.prompt)
-    generator = make_generator(decoding, max_target_length, in_training(plan, parts))
+    generator = make_generator(decoding, max_target_length, in_training(plan, weights))
     generate(generator, [completion], 1, 0, Speed())
     return completion.prompt_text + completion.text
 

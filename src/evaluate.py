@@ -19,6 +19,7 @@ from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, Tokenizer
 from src.errors import UserError
 from src.loaded_model import load_model
+from src.model.params import Weights
 from src.report.metrics import eval_key, perplexity
 from src.scoring import eval_batch_size, score_texts, write_logits
 from src.startup import configured, say
@@ -68,18 +69,18 @@ class Evaluation:
         rolls = config.evaluation.eval_mode == "rolling"
         self._batches = EvalBatches(inputs, data, self._rows, self._global_batch, rolls, position)
 
-    def sums(self, parts: tuple[Any, ...]) -> list[dict[str, Any]]:
-        """Returns the sums of each batch, as `eval_step` computes them; `parts` are the model's (`state_weights`)."""
+    def sums(self, weights: Weights) -> list[dict[str, Any]]:
+        """Returns the sums of each batch, as `eval_step` computes them."""
         return jax.device_get(
             [
-                self._eval_step(parts, to_global(batch, self._sharding, self._rows, self._global_batch))
+                self._eval_step(weights, to_global(batch, self._sharding, self._rows, self._global_batch))
                 for batch in self._batches
             ]
         )
 
-    def run(self, parts: tuple[Any, ...]) -> dict[str, float]:
-        """Returns the metrics of `means`, under names of this set (`eval_key`); the argument is that of `sums`."""
-        return {eval_key(metric, self.name): value for metric, value in means(self.sums(parts)).items()}
+    def run(self, weights: Weights) -> dict[str, float]:
+        """Returns the metrics of `means`, under names of this set (`eval_key`)."""
+        return {eval_key(metric, self.name): value for metric, value in means(self.sums(weights)).items()}
 
     def position(self) -> dict[str, Any]:
         """Returns how far a rolling set has come, for a checkpoint."""
@@ -105,7 +106,7 @@ def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         )
     loss = sum(float(batch["loss_sum"]) for batch in sums) / tokens
     metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
-    user_metrics = [batch["further"] for batch in sums if "further" in batch]
+    user_metrics = [batch["user_metrics"] for batch in sums if "user_metrics" in batch]
     for name in user_metrics[0] if user_metrics else ():
         total, count = (sum(float(batch[name][index]) for batch in user_metrics) for index in (0, 1))
         if count:
@@ -137,10 +138,10 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         if config.tokens_path:
             say([f"logits of shape {list(write_logits(config, loaded))}: {config.logits_path}"])
         return None
-    step = compile_eval_step(loaded.plan, tuple(loaded.plan.by_part(loaded.plan.shardings).values()))
+    step = compile_eval_step(loaded.plan)
     metrics: dict[str, float] = {}
     for data in open_eval_sets(config, loaded.tokenizer):
-        sums = Evaluation(config, loaded.plan, step, data, loaded.tokenizer).sums(loaded.parts)
+        sums = Evaluation(config, loaded.plan, step, data, loaded.tokenizer).sums(loaded.weights)
         set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
         say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())
         counts = {"eval_tokens": counted_tokens(sums), "eval_batches": len(sums)}

@@ -19,6 +19,7 @@ from src.model.attention_kernels.choose import choose_kernel
 from src.model.decoder import Decoder, attention_scores, cache_arrays, empty_caches
 from src.model.forward_context import ForwardContext
 from src.model.layers import Execution
+from src.model.params import Weights
 from src.model.spec import LayerGroup, ModelSpec
 from src.parallel.mesh import Layout, axes_of_dim, spread
 from src.step.plan import StepPlan
@@ -105,17 +106,15 @@ class Model:
     decoder: Callable[[Any], Decoder]
 
 
-def in_training(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
+def in_training(plan: StepPlan, weights: Weights) -> Model:
     """Returns the model of a training step with its weights as they are; pipeline stages share out every layer."""
     if plan.execution.schedule:
-        parts = _unstaged_parts(plan, parts)
-    return Model(
-        plan.spec, _unsplit_rows(plan.layout), plan.execution, plan.kernel, parts, lambda parts: plan.decoder(*parts)
-    )
+        weights = _unstaged_weights(plan, weights)
+    return Model(plan.spec, _unsplit_rows(plan.layout), plan.execution, plan.kernel, weights, plan.decoder)
 
 
-def unrolled(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
-    """Returns the same model with each layer's weights in arrays of their own, for speed; deletes arrays of `parts`.
+def unrolled(plan: StepPlan, weights: Weights) -> Model:
+    """Returns the same model with each layer's weights in arrays of their own, for speed; deletes arrays of `weights`.
 
     A loop over stacked weights would copy each layer's out of the stack at every token: more than the token's own
     work, which reads every weight once.
@@ -123,7 +122,7 @@ def unrolled(plan: StepPlan, parts: tuple[Any, ...]) -> Model:
     assert plan.lora is None
     spec = dataclasses.replace(plan.spec, stacked=False)
     graphdef, _ = params.abstract(lambda rngs: Decoder(spec, rngs))
-    tree = params.join(*parts)
+    tree = weights.merged()
     tree["segments"] = {
         index: tree["segments"][index] if segment.shared else _unstacked(tree["segments"][index], segment)
         for index, segment in enumerate(plan.spec.layer_groups)
@@ -154,10 +153,10 @@ def _split(stacked: jax.Array, sharding: jax.sharding.Sharding) -> list[jax.Arra
     return [jax.lax.with_sharding_constraint(layer, sharding) for layer in jnp.split(stacked, len(stacked))]
 
 
-def _unstaged_parts(plan: StepPlan, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the parts with `_unstaged` shardings for the weights that stages share out; the rest is not copied."""
-    leaves, structure = jax.tree.flatten(parts)
-    axes = structure.flatten_up_to(tuple(plan.by_part(plan.axes).values()))
+def _unstaged_weights(plan: StepPlan, weights: Weights) -> Weights:
+    """Returns the weights with `_unstaged` shardings for those that stages share out; the rest is not copied."""
+    leaves, structure = jax.tree.flatten(weights)
+    axes = structure.flatten_up_to(plan.split(plan.axes))
     staged = {index: leaves[index] for index, dims in enumerate(axes) if dims[:1] == ("layers",)}
     shardings = {index: _unstaged(leaf.sharding, leaf.shape) for index, leaf in staged.items()}
     # Only these, because a compiled function copies its inputs, and device_put between shardings goes through the host.

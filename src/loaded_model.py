@@ -11,6 +11,7 @@ from src.checkpoint.resume import all_weights, check_tokenizer, check_vocabulary
 from src.config.schema import Config
 from src.data.types import Tokenizer
 from src.errors import UserError
+from src.model.params import Weights
 from src.model.spec import model_spec
 from src.parallel.mesh import Layout, check_hardware, make_layout
 from src.step.plan import StepPlan, make_plan
@@ -19,10 +20,10 @@ from src.step.state import abstract_state
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Holds a model with its weights, as `StepPlan.decoder` takes them, and the tokenizer of its texts."""
+    """Holds a model with its weights and the tokenizer of its texts."""
 
     plan: StepPlan
-    parts: tuple[Any, ...]
+    weights: Weights
     tokenizer: Tokenizer | None
     messages: list[str]
 
@@ -44,11 +45,10 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
         )
     check_hardware(config)
     plan = inference_plan(config, make_layout(config, jax.devices()), config.max_target_length, packed=config.packing)
-    abstract = abstract_state(plan, config, (plan.layout.shards("batch"), 1, 2))
-    weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract))
+    weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract_state(plan, config)))
     check_vocabulary(config, meta)
     check_tokenizer(config, meta, tokenizer)
-    return LoadedModel(plan, tuple(plan.by_part(weights).values()), tokenizer, messages)
+    return LoadedModel(plan, plan.split(weights), tokenizer, messages)
 
 
 def inference_plan(config: Mapping[str, Any], layout: Layout, length: int, packed: bool) -> StepPlan:

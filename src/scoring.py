@@ -17,10 +17,11 @@ from src.errors import UserError
 from src.json_text import parse_json, read_lines
 from src.loaded_model import LoadedModel, inference_plan
 from src.model.forward_context import ForwardContext
+from src.model.params import Weights
 from src.model.pipeline import check_rows
 from src.parallel.mesh import global_batch_size
 from src.parallel.sequence import from_zigzag, to_zigzag
-from src.step.loss import token_log_probs
+from src.step.cross_entropy import token_log_probs
 from src.step.plan import StepPlan
 
 
@@ -52,7 +53,7 @@ def score_texts(config: Config, loaded: LoadedModel) -> int:
     scores_path = Path(config.scores_path).expanduser() if jax.process_index() == 0 else os.devnull
     with open(scores_path, "w", encoding="utf-8") as file:
         for batch in _row_batches(config, loaded.plan, encoded, config.max_target_length):
-            log_probs_BT = compute(loaded.parts, batch.tokens_BT)
+            log_probs_BT = compute(loaded.weights, batch.tokens_BT)
             for row in range(batch.count):
                 ids = encoded[batch.first + row]
                 log_probs = [None, *map(float, log_probs_BT[row, : len(ids) - 1])]
@@ -94,15 +95,15 @@ def write_logits(config: Config, loaded: LoadedModel) -> tuple[int, int, int]:
         shape = (B, T, vocab_size)
         file = np.lib.format.open_memmap(Path(config.logits_path).expanduser(), "w+", np.float32, shape)
     for batch in _row_batches(config, plan, tokens, T):
-        logits_BTV = compute(loaded.parts, batch.tokens_BT)
+        logits_BTV = compute(loaded.weights, batch.tokens_BT)
         if file is not None:
             file[batch.first : batch.first + batch.count] = logits_BTV[: batch.count]
     return (B, T, vocab_size)
 
 
-def compute_logits(plan: StepPlan, parts: tuple[Any, ...], tokens_BT: np.ndarray) -> np.ndarray:
+def compute_logits(plan: StepPlan, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
     """Returns logits, float32 [B, T, V], of rows that each are one text; B divides over the mesh."""
-    return _compiled(plan, _logits)(parts, tokens_BT)
+    return _compiled(plan, _logits)(weights, tokens_BT)
 
 
 def eval_batch_size(config: Config, plan: StepPlan) -> int:
@@ -134,28 +135,28 @@ def _row_batches(config: Config, plan: StepPlan, rows: Sequence[np.ndarray], len
 
 
 def _compiled(plan: StepPlan, function: Callable[..., jax.Array]) -> Callable[[Any, np.ndarray], np.ndarray]:
-    """Compiles `function(parts, tokens_BT, plan)`; every process passes and gets whole host arrays."""
+    """Compiles `function(weights, tokens_BT, plan)`; every process passes and gets whole host arrays."""
     row_sharding = plan.layout.sharding(("batch", None))
-    shardings = tuple(plan.by_part(plan.shardings).values())
-    compiled = jax.jit(functools.partial(function, plan=plan), in_shardings=(shardings, row_sharding))
+    shardings = (plan.split(plan.shardings), row_sharding)
+    compiled = jax.jit(functools.partial(function, plan=plan), in_shardings=shardings)
 
-    def compute(parts: Any, tokens_BT: np.ndarray) -> np.ndarray:
+    def compute(weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
         placed = jax.make_array_from_callback(tokens_BT.shape, row_sharding, lambda index: tokens_BT[index])
-        return multihost_utils.process_allgather(compiled(parts, placed), tiled=True)
+        return multihost_utils.process_allgather(compiled(weights, placed), tiled=True)
 
     return compute
 
 
-def _logits(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
+def _logits(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
     """Returns logits [B, T, V] of rows that each are one text."""
-    hidden_BTD, logits_of = _hidden_states(parts, tokens_BT, plan)
+    hidden_BTD, logits_of = _hidden_states(weights, tokens_BT, plan)
     hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
     return logits_of(from_zigzag(hidden_BTD, plan.layout.shards("length")))
 
 
-def _log_probs(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
+def _log_probs(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
     """Returns the log-probability [B, T - 1] of each token but the first, given those before it."""
-    hidden_BTD, logits_of = _hidden_states(parts, tokens_BT, plan)
+    hidden_BTD, logits_of = _hidden_states(weights, tokens_BT, plan)
     # The last position has an arbitrary target, so that all T positions divide into tiles.
     targets_BT = to_zigzag(jnp.roll(tokens_BT, -1, axis=1), plan.layout)
     shards = plan.layout.shards("norm_length")
@@ -165,10 +166,10 @@ def _log_probs(parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan) -> 
 
 
 def _hidden_states(
-    parts: tuple[Any, ...], tokens_BT: jax.Array, plan: StepPlan
+    weights: Weights, tokens_BT: jax.Array, plan: StepPlan
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Returns hidden states [B, T, D], in `zigzag_order`, and a function from some of them to logits [B, t, V]."""
-    decoder = plan.decoder(*parts)
+    decoder = plan.decoder(weights)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     tokens_BT, positions_BT = (to_zigzag(x, plan.layout) for x in (tokens_BT, positions_BT))
     context = ForwardContext(positions_BT, jnp.ones_like(tokens_BT), plan.layout, plan.kernel, packed=False)

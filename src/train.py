@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.preemption import Preemption
-from src.checkpoint.resume import saved_meta, saved_parts, starting_state
+from src.checkpoint.resume import checkpoint_entries, saved_meta, starting_state
 from src.checkpoint.run_folder import RunFolder, in_run_folder
 from src.cli import run_command
 from src.config import load as configuration
@@ -24,7 +24,7 @@ from src.config.schema import Config
 from src.config.source_spec import train_specs
 from src.data.describe import describe_conversations, describe_data, describe_eval_set
 from src.data.fingerprint import data_fingerprint
-from src.data.host_arrays import check_same_data, host_rows, to_global, to_host
+from src.data.host_arrays import check_same_data, host_rows, to_global
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
@@ -42,9 +42,9 @@ from src.report.recorder import LiveReport, Recorder, sets_aside
 from src.startup import configured, environment, printable, say
 from src.step.build import build, check_same_program
 from src.step.compiler_flags import compiler_options
-from src.step.optimizer import hyper_parameters
+from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
-from src.step.state import TrainState, batch_sharding, state_weights
+from src.step.state import TrainState, batch_sharding
 
 
 class Result(NamedTuple):
@@ -130,8 +130,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         conclude(config, plan, state, tokenizer, folder, report)
         train_line, eval_line = (report.history.last_train, report.history.last_eval) if report else ({}, {})
         return Result(state, train_line, {key: eval_line[key] for key in eval_line if key != "step"}, 0)
-    position = to_host(state.data_position, rows)
     meta |= {"rows_before": start.rows_before, "mixture": {"names": data.names, "weights": data.weights}}
+    position = None if start.position is None else start.position[rows]
     batches = train_batches(inputs, data, rows, global_batch, start.rows_taken, position, start.rows_before)
     exits.callback(batches.close)
     evaluations = [
@@ -174,9 +174,10 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
             profile.before_step(step)
             with recorder.waits_for_data():
                 rows_of_host = next(batches)
+            position = rows_of_host.pop("data_position")
             cuts = {name: rows_of_host.pop(name) for name in cuts_place if name in rows_of_host}
             batch = to_global(rows_of_host, place, rows, global_batch)
-            state, metrics = train_step(state, batch, hyper_parameters(config, step))
+            state, metrics = train_step(state, batch, hparams_at(config, step))
             for of_rows in to_global(cuts, cuts_place, rows, global_batch).values():
                 metrics["conversations_cut"] = count_cut(of_rows)
             done = step + 1
@@ -187,7 +188,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
             if evaluates or saves:
                 recorder.flush()
                 if evaluates:
-                    results = [evaluation.run(state_weights(state)) for evaluation in evaluations]
+                    results = [evaluation.run(state.weights) for evaluation in evaluations]
                     eval_metrics = {name: value for result in results for name, value in result.items()}
                     recorder.add_evaluation(done, eval_metrics)
                 if saves and config.enable_checkpointing and not recorder.skipped:
@@ -196,7 +197,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                     meta["rows_taken"] = start.rows_taken + (done - first_step) * global_batch
                     if config.eval_mode == "rolling":
                         meta["eval_position"] = {each.name: each.position() for each in evaluations}
-                    say(checkpointer.save(done, saved_parts(plan, state), meta))
+                    say(checkpointer.save(done, checkpoint_entries(plan, state, position, rows, global_batch), meta))
                 if report:
                     report.update()
                 recorder.start_clock()
@@ -226,7 +227,7 @@ def conclude(
 ) -> None:
     """What follows the last step: the report; where the run is finished, a sample before it and what to do next."""
     if config.sample_length and tokenizer and not stopped_by:
-        text = printable(sample(config.decoding, config.max_target_length, plan, state_weights(state), tokenizer))
+        text = printable(sample(config.decoding, config.max_target_length, plan, state.weights, tokenizer))
         say(["sample:", *(f"  {line}" for line in text.splitlines())])
         folder.write_text("sample.txt", f"after step {int(state.step)}\n{text}\n")
     folder.sync()
@@ -298,10 +299,10 @@ def header(
 
 def describe_trained(plan: StepPlan) -> str:
     """What of the model the optimizer changes."""
-    by_part = plan.by_part(plan.shapes)
-    if not by_part["frozen"]:
+    weights = plan.split(plan.shapes)
+    if not weights.frozen:
         return "all parameters"
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(by_part["trainable"]))
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights.trainable))
     return f"{count:,} parameters" + (f", with adapters of rank {plan.lora.rank}" if plan.lora else "")
 
 

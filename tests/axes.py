@@ -6,8 +6,8 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.tree_util import keystr
 from tiny import GPT3, Trainer, assert_close, packed_rows
 
-from src.step.optimizer import hyper_parameters
-from src.step.state import batch_sharding, state_weights
+from src.step.optimizer import hparams_at
+from src.step.state import batch_sharding
 
 LENGTH, ROWS, STEPS = 32, 16, 10
 
@@ -54,7 +54,7 @@ class Job:
 
     def __init__(self, model, devices=None, rows=ROWS, **keys):
         devices = devices or len(jax.devices())
-        self.trainer = Trainer(rows=rows, devices=devices, initial=False, **{**COMMON, **MODELS[model], **keys})
+        self.trainer = Trainer(devices=devices, initial=False, **{**COMMON, **MODELS[model], **keys})
         self.rows = rows
 
     def first_gradients(self):
@@ -74,15 +74,14 @@ class Job:
         trainer, batch = self.trainer, packed_rows(number, self.rows, LENGTH)
         first = batch["segment_ids"] == 1
         batch |= {"segment_ids": first.astype(np.int32), "loss_mask": first.astype(np.float32)}
-        batch = {name: x for name, x in batch.items() if name != "data_position"}
-        return jax.device_get(trainer.eval_step(state_weights(trainer.state), batch))
+        return jax.device_get(trainer.eval_step(trainer.state.weights, batch))
 
-    def step(self, number, **hyper):
+    def step(self, number, **hparams):
         """Update `number` with some hyper-parameters changed; returns the metrics."""
         trainer = self.trainer
         batch = jax.device_put(packed_rows(number, self.rows, LENGTH), batch_sharding(trainer.plan.layout))
-        hyper = {**hyper_parameters(trainer.config, number), **hyper}
-        trainer.state, metrics = trainer.train_step(trainer.state, batch, hyper)
+        hparams = {**hparams_at(trainer.config, number), **hparams}
+        trainer.state, metrics = trainer.train_step(trainer.state, batch, hparams)
         return jax.device_get(metrics)
 
 

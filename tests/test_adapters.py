@@ -18,7 +18,8 @@ from src.data.tokenizer import make_tokenizer
 from src.errors import UserError
 from src.loaded_model import load_model
 from src.model import params
-from src.step.train_step import hidden_states, loss_sums
+from src.model.params import Weights
+from src.step.loss import hidden_states, next_token_loss
 from tests import runs
 from tests.data.one_source import train_batches
 
@@ -92,14 +93,14 @@ def test_prompt_tokens_have_no_gradient(folders):
     batches = train_batches(config, data, tokenizer, range(8), 8)
     batch = {name: jnp.asarray(array) for name, array in next(batches).items()}
     batches.close()
-    tree = params.join(*loaded.parts)
+    tree = loaded.weights.merged()
 
     def loss(output):
-        decoder = loaded.plan.decoder({**tree, "output": output})
-        return loss_sums(decoder, batch, loaded.plan)[0]
+        decoder = loaded.plan.decoder(Weights({**tree, "output": output}))
+        return next_token_loss(decoder, batch, loaded.plan).loss
 
     gradient = jax.jit(jax.grad(loss))(tree["output"])
-    decoder = loaded.plan.decoder(tree)
+    decoder = loaded.plan.decoder(Weights(tree))
     hidden = np.asarray(jax.jit(lambda: hidden_states(decoder, batch, loaded.plan)[0])(), np.float64)
     logits = (hidden @ np.asarray(tree["output"], np.float64))[..., :VOCAB]
     p = np.exp(logits - logits.max(-1, keepdims=True))
@@ -138,7 +139,7 @@ def test_adapters_are_saved_alone_and_resume_exactly(folders, adapted, tmp_path)
     assert sum(leaf.size for leaf in saved.values()) < 60_000  # the model has 70,000 parameters, its moments twice that
     for steps in (4, 8):
         result = train(folders, steps=steps, base_output_directory=tmp_path, checkpoint_period=4, **LORA)
-    for name, leaf in params.by_path(result.state.trainable).items():
+    for name, leaf in params.by_path(result.state.weights.trainable).items():
         stored = runs.saved_arrays(adapted, 8)[f"trainable.{params.dotted(name)}"]
         np.testing.assert_array_equal(leaf, stored)
 

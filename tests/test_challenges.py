@@ -177,14 +177,14 @@ def test_activations_that_do_not_fit_the_mesh_are_refused_before_anything_is_wri
 
 
 def test_ctrl_c_saves_reports_and_the_same_command_goes_on(tmp_path, corpus, monkeypatch, capsys):
-    original = train.hyper_parameters
+    original = train.hparams_at
 
     def interrupted_in_step_2(config, step):
         if step == 1:
             signal.raise_signal(signal.SIGINT)
         return original(config, step)
 
-    monkeypatch.setattr(train, "hyper_parameters", interrupted_in_step_2)
+    monkeypatch.setattr(train, "hparams_at", interrupted_in_step_2)
     command = runs.arguments(base_output_directory=tmp_path, dataset_path=corpus, steps=4)
     assert train.command(command) == 130
     said = "stopped by Ctrl-C after step 2; the same command, run_name=run, goes on from its last checkpoint"

@@ -106,7 +106,7 @@ def test_a_users_metrics_that_are_no_sums_and_counts(returned):
     plan = dataclasses.replace(tiny.make()[1], eval_metrics=lambda logits, batch: returned)
     weights = tiny.random_weights(plan)
     with pytest.raises(UserError, match="eval_metrics must"):
-        jax.eval_shape(lambda weights: eval_step(tuple(plan.by_part(weights).values()), ROWS, plan), weights)
+        jax.eval_shape(lambda weights: eval_step(plan.split(weights), ROWS, plan), weights)
 
 
 def test_an_evaluation_in_which_no_token_counts_is_no_perfect_one():

@@ -1,7 +1,5 @@
 """Optimizers on any mesh: their state cut over copies of the weights, in host memory, and through checkpoints."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -11,11 +9,10 @@ from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
 from src.aot.memory import device_bytes
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.resume import parts
 from src.parallel.topology import parse_topology
 from src.step.build import build
-from src.step.optimizer import hyper_parameters
-from src.step.state import abstract_batch, abstract_state
+from src.step.optimizer import hparams_at
+from src.step.state import TrainState, abstract_batch, abstract_state
 from tests.compilers import SMALL, needs_libtpu
 
 COPIES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
@@ -77,8 +74,8 @@ def test_over_copies_gradients_send_what_a_reduce_scatter_of_float32_does(rounds
 def compiled_arguments(**overrides):
     """Bytes of a device that a compiled step takes, and how many of them the optimizer's moments are."""
     trainer = Trainer(devices=8, initial=False, **overrides)
-    batch = abstract_batch(trainer.plan, (8, 1, 2), trainer.config.max_target_length)
-    lowered = trainer.train_step.lower(trainer.abstract, batch, hyper_parameters(trainer.config, 0))
+    batch = abstract_batch(trainer.plan, 8, trainer.config.max_target_length)
+    lowered = trainer.train_step.lower(trainer.abstract, batch, hparams_at(trainer.config, 0))
     moments = [leaf for leaf in jax.tree.leaves(trainer.abstract.opt) if leaf.ndim]
     return lowered.compile().memory_analysis().argument_size_in_bytes, device_bytes(moments)
 
@@ -96,7 +93,7 @@ def test_what_of_adafactors_and_muons_state_is_cut(opt_type):
     _, plan = make(8, opt_type=opt_type, **COPIES)
     config, cut = make(8, opt_type=opt_type, **COPIES, **CUT)
     for each, parts_of_weight in ((plan, 4), (cut, 8)):
-        for path, leaf in jax.tree.leaves_with_path(abstract_state(each, config, (8, 1, 2)).opt):
+        for path, leaf in jax.tree.leaves_with_path(abstract_state(each, config).opt):
             name = jax.tree_util.keystr(path)
             whole = "rows" in name or "columns" in name or "norm" in name or "count" in name
             if not whole:
@@ -114,14 +111,14 @@ def random_state(abstract):
 def test_a_checkpoint_is_restored_however_the_state_lies(tmp_path, opt_type):
     def abstract(devices=8, **overrides):
         config, plan = make(devices, opt_type=opt_type, **overrides)
-        return abstract_state(plan, config, (8, 1, 2))
+        return abstract_state(plan, config)
 
     state = random_state(abstract(**COPIES, **CUT, **ON_HOST))
     checkpointer = Checkpointer(tmp_path, max_to_keep=-1, async_save=False)
-    checkpointer.save(1, parts(state), {})
+    checkpointer.save(1, state.by_name(), {})
     checkpointer.close()
     for wanted in (abstract(1), abstract(**COPIES), abstract(**ON_HOST), abstract(**COPIES, **CUT)):
-        fields, _, _ = Checkpointer(tmp_path, max_to_keep=-1, async_save=False).restore_latest(parts(wanted))
-        restored = dataclasses.replace(state, **fields)
+        fields, _, _ = Checkpointer(tmp_path, max_to_keep=-1, async_save=False).restore_latest(wanted.by_name())
+        restored = TrainState.of(fields)
         assert tree_bits(restored) == tree_bits(state)
         assert jax.tree.all(jax.tree.map(lambda x, leaf: x.sharding == leaf.sharding, restored, wanted))

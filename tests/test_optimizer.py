@@ -12,7 +12,7 @@ from tiny import VOCAB, assert_close, load, make
 from src.model.params import by_path
 from src.step.matrices import Matrix
 from src.step.muon import orthogonalise
-from src.step.optimizer import clip, hyper_parameters, learning_rate, transform
+from src.step.optimizer import clip, hparams_at, learning_rate, state_shardings, transform
 
 SETTINGS = {"adam_weight_decay": 0.3, "gradient_clipping_threshold": 1.0, "learning_rate": 0.1, "adam_eps": 1e-6}
 MATRICES = {"bias": Matrix((), (), (0,), hidden=False), "kernel": Matrix((), (0,), (1,), hidden=True)}
@@ -38,15 +38,15 @@ def our_updates(opt_type, weights, decays, gradients, matrices=MATRICES, **overr
     given = (opt_type, config.mu_dtype or config.weight_dtype, decays, matrices, whole)
 
     @jax.jit
-    def update(weights, state, gradient, hyper):
-        optimizer = transform(*given, hyper)
-        clipped = clip(gradient, optax.tree.norm(gradient), hyper["clip"])
+    def update(weights, state, gradient, hparams):
+        optimizer = transform(*given, hparams)
+        clipped = clip(gradient, optax.tree.norm(gradient), hparams["clip"])
         updates, state = optimizer.update(clipped, state, weights)
         return optax.apply_updates(weights, updates), state
 
-    state = transform(*given, hyper_parameters(config, 0)).init(weights)
+    state = transform(*given, hparams_at(config, 0)).init(weights)
     for step, gradient in enumerate(gradients):
-        weights, state = update(weights, state, gradient, hyper_parameters(config, step))
+        weights, state = update(weights, state, gradient, hparams_at(config, step))
     return weights, state
 
 
@@ -277,3 +277,27 @@ def test_a_schedule_may_be_longer_or_shorter_than_the_run():
 def test_without_warm_up_a_schedule_starts_at_its_peak():
     rate, _ = rates(10, warmup_steps_fraction=0)
     assert rate[0] == 2.0
+
+
+def test_a_state_of_another_rank_lies_as_its_weights_dims_do():
+    """As of Shampoo and SOAP, which keep square matrices of a weight's sides."""
+    mesh = jax.make_mesh((2, 2, 2), ("layers", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    at = NamedSharding(mesh, PartitionSpec("layers", "fsdp", "tensor"))
+    shapes = {"mlp": {"wi": jax.ShapeDtypeStruct((4, 8, 16), jnp.float32)}}
+    sizes = {
+        "moment": ((4, 8, 16), ("layers", "fsdp", "tensor")),
+        "row mean": ((4, 1, 16), ("layers", None, "tensor")),
+        "row mean, dim left out": ((4, 16), ("layers", "tensor")),
+        "left": ((4, 8, 8), ("layers", "fsdp", None)),
+        "right": ((4, 1, 16, 16), ("layers", None, "tensor", None)),
+        "count": ((4,), ("layers",)),
+        "norm": ((), ()),
+    }
+    opt = [{"mlp": {"wi": {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in sizes.items()}}}]
+    opt += [{"by name": {"mlp": {"wi": jax.ShapeDtypeStruct((4, 8, 16), jnp.float32)}}, "count": shapes["mlp"]["wi"]}]
+    copy = NamedSharding(mesh, PartitionSpec())
+    of_weight, others = state_shardings(opt, shapes, {"mlp": {"wi": at}}, copy)
+    assert {name: found.spec for name, found in of_weight["mlp"]["wi"].items()} == {
+        name: PartitionSpec(*axes) for name, (_, axes) in sizes.items()
+    }
+    assert others == {"by name": {"mlp": {"wi": at}}, "count": copy}

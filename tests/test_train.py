@@ -45,8 +45,8 @@ def test_the_result_is_the_last_state_and_its_metrics(run):
     assert result.metrics == train_lines[-1]
     assert runs.evaluations(folder)[-1] == (STEPS, result.eval_metrics["eval_loss"])
     saved = runs.saved_arrays(folder, STEPS)
-    np.testing.assert_array_equal(result.state.trainable["embedding"], saved["trainable.embedding"])
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.trainable))
+    np.testing.assert_array_equal(result.state.weights.trainable["embedding"], saved["trainable.embedding"])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.weights.trainable))
 
 
 def test_it_learns(run):

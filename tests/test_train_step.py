@@ -1,6 +1,7 @@
 """The training step on every mesh, its micro-batches, and what an update that is not finite leaves behind."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,11 @@ import optax
 import pytest
 from tiny import LENGTH, Trainer, assert_close, make, packed_rows, tree_bits
 
-from src.step.optimizer import hyper_parameters, learning_rate
-from src.step.state import abstract_state, batch_sharding, state_weights
-from src.step.train_step import loss_sums, train_step
+from src.model.params import Weights
+from src.step.loss import next_token_loss
+from src.step.optimizer import hparams_at, learning_rate
+from src.step.state import abstract_state, batch_sharding
+from src.step.train_step import train_step
 
 # Heads, widths and rows that divide by eight.
 EVEN = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 4}
@@ -33,7 +36,7 @@ MESHES = {
 def run(**overrides):
     """Initial weights, the losses of 20 steps, and the trainer."""
     trainer = Trainer(**EVEN, **overrides)
-    weights = jax.device_get(trainer.state.trainable)
+    weights = jax.device_get(trainer.state.weights.trainable)
     return weights, [trainer.step(packed_rows(step), step)["loss"] for step in range(STEPS)], trainer
 
 
@@ -84,16 +87,15 @@ def test_a_mesh_gives_the_losses_of_one_device_with_everything_switched_on(capfd
 
 
 def test_dropout_differs_from_step_to_step_and_evaluation_has_none():
-    trainer = Trainer(rows=2, initial=False, dropout_rate=0.5, learning_rate=1e-30)
+    trainer = Trainer(initial=False, dropout_rate=0.5, learning_rate=1e-30)
     batch = packed_rows(0, rows=2)
     first, second = (trainer.step(batch, step)["loss"] for step in range(2))
     assert abs(first - second) > 1e-3
     _, plain = make()
-    placed = {name: batch[name] for name in batch if name != "data_position"}
-    evaluated = trainer.eval_step(
-        state_weights(trainer.state), jax.device_put(placed, trainer.plan.layout.sharding(()))
+    evaluated = trainer.eval_step(trainer.state.weights, jax.device_put(batch, trainer.plan.layout.sharding(())))
+    expected = jax.jit(lambda weights: next_token_loss(plain.decoder(weights), batch, plain).loss)(
+        trainer.state.weights
     )
-    expected, *_ = jax.jit(lambda weights: loss_sums(plain.decoder(weights), batch, plain))(trainer.state.trainable)
     assert evaluated["loss_sum"].item() == pytest.approx(expected.item(), rel=1e-5)
     assert evaluated["tokens"].item() == batch["loss_mask"].sum()
 
@@ -109,14 +111,14 @@ def test_the_gradient_is_of_the_mean_over_all_tokens_however_micro_batches_share
         "z_loss_multiplier": 0.1,
     }
     trainers = [Trainer(initial=False, gradient_accumulation_steps=count, **settings) for count in (1, 4)]
-    weights = jax.device_get(trainers[0].state.trainable)
+    weights = jax.device_get(trainers[0].state.weights.trainable)
     tokens = batch["loss_mask"].sum()
 
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def mean(weights):
-        loss, squares, *_ = loss_sums(trainers[0].plan.decoder(weights), batch, trainers[0].plan)
-        return (loss + 0.1 * squares) / tokens, loss / tokens
+        sums = next_token_loss(trainers[0].plan.decoder(Weights(weights)), batch, trainers[0].plan)
+        return (sums.loss + 0.1 * sums.z) / tokens, sums.loss / tokens
 
     (_, loss), gradients = mean(weights)
     for trainer in trainers:
@@ -126,7 +128,7 @@ def test_the_gradient_is_of_the_mean_over_all_tokens_however_micro_batches_share
         assert metrics["grad_norm"] == pytest.approx(optax.tree.norm(gradients).item(), rel=1e-5)
         rate = learning_rate(trainer.config, 0)
         expected = jax.tree.map(lambda weight, gradient, rate=rate: weight - rate * gradient, weights, gradients)
-        assert_close(trainer.state.trainable, expected, 1e-5)
+        assert_close(trainer.state.weights.trainable, expected, 1e-5)
 
 
 def test_an_update_that_is_not_finite_changes_no_weight_and_no_moment(one_device):
@@ -137,29 +139,30 @@ def test_an_update_that_is_not_finite_changes_no_weight_and_no_moment(one_device
     metrics = trainer.step(broken, 0)
     assert metrics["finite"] is False
     assert not np.isfinite(metrics["loss"])
-    assert tree_bits((trainer.state.trainable, trainer.state.opt)) == tree_bits((before.trainable, before.opt))
+    assert tree_bits((trainer.state.weights.trainable, trainer.state.opt)) == tree_bits(
+        (before.weights.trainable, before.opt)
+    )
     assert trainer.state.step == before.step + 1
-    np.testing.assert_array_equal(trainer.state.data_position, broken["data_position"])
 
     metrics = trainer.step(packed_rows(1001), 0)
     assert metrics["finite"] is True
-    assert tree_bits(trainer.state.trainable) != tree_bits(before.trainable)
+    assert tree_bits(trainer.state.weights.trainable) != tree_bits(before.weights.trainable)
 
 
 def test_hyper_parameters_change_without_another_compilation(one_device):
     _, _, trainer = one_device
     batch = jax.device_put(packed_rows(0), batch_sharding(trainer.plan.layout))
-    before = jax.device_get(trainer.state.trainable)
-    hyper = hyper_parameters(trainer.config, 5)
-    for name in hyper:
-        hyper[name] = hyper[name] * np.float32(0.5)
-        trainer.state, _ = trainer.train_step(trainer.state, batch, hyper)
+    before = jax.device_get(trainer.state.weights.trainable)
+    hparams = hparams_at(trainer.config, 5)
+    for name in hparams:
+        hparams[name] = hparams[name] * np.float32(0.5)
+        trainer.state, _ = trainer.train_step(trainer.state, batch, hparams)
     assert trainer.train_step._cache_size() == 1
-    hyper["learning_rate"] = np.float32(0.0)
-    rested = jax.device_get(trainer.state.trainable)
+    hparams["learning_rate"] = np.float32(0.0)
+    rested = jax.device_get(trainer.state.weights.trainable)
     assert tree_bits(rested) != tree_bits(before)
-    trainer.state, _ = trainer.train_step(trainer.state, batch, hyper)
-    assert tree_bits(trainer.state.trainable) == tree_bits(rested)
+    trainer.state, _ = trainer.train_step(trainer.state, batch, hparams)
+    assert tree_bits(trainer.state.weights.trainable) == tree_bits(rested)
 
 
 def test_an_update_that_makes_weights_of_no_use_says_so(one_device):
@@ -168,12 +171,12 @@ def test_an_update_that_makes_weights_of_no_use_says_so(one_device):
     batch = jax.device_put(packed_rows(0), batch_sharding(trainer.plan.layout))
     usable, finite = [], []
     for exponent in (-2, *range(0, 16), 30):
-        hyper = hyper_parameters(trainer.config, 5) | {"learning_rate": np.float32(10.0**exponent)}
-        state, metrics = trainer.train_step(jax.tree.map(jnp.copy, trainer.state), batch, hyper)
+        hparams = hparams_at(trainer.config, 5) | {"learning_rate": np.float32(10.0**exponent)}
+        state, metrics = trainer.train_step(jax.tree.map(jnp.copy, trainer.state), batch, hparams)
         assert metrics["finite"]
-        assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.trainable))
+        assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.weights.trainable))
         usable.append(bool(metrics["usable"]))
-        finite.append(bool(jnp.isfinite(trainer.train_step(state, batch, hyper)[1]["loss"])))
+        finite.append(bool(jnp.isfinite(trainer.train_step(state, batch, hparams)[1]["loss"])))
     assert usable[:6] == [True] * 6  # up to 1e4, far beyond what anybody trains with
     assert not any(usable[11:])
     assert all(after for before, after in zip(usable, finite, strict=True) if before)
@@ -188,11 +191,26 @@ def test_a_step_keeps_the_dtypes_of_its_state(weight_dtype, opt_type, mu_dtype, 
     config, plan = make(
         weight_dtype=weight_dtype, opt_type=opt_type, mu_dtype=mu_dtype, gradient_accumulation_steps=micro_batches
     )
-    state = abstract_state(plan, config, (8, 1, 2))
-    updated, _ = jax.eval_shape(
-        functools.partial(train_step, plan=plan), state, packed_rows(0), hyper_parameters(config, 0)
-    )
+    state = abstract_state(plan, config)
+    updated, _ = jax.eval_shape(functools.partial(train_step, plan=plan), state, packed_rows(0), hparams_at(config, 0))
     assert [leaf.dtype for leaf in jax.tree.leaves(updated)] == [leaf.dtype for leaf in jax.tree.leaves(state)]
     if opt_type == "adamw":
         assert {leaf.dtype for leaf in jax.tree.leaves(state.opt[0].mu)} == {jnp.dtype(mu_dtype or weight_dtype)}
         assert {leaf.dtype for leaf in jax.tree.leaves(state.opt[0].nu)} == {jnp.dtype(weight_dtype)}
+
+
+def test_a_profile_reads_like_the_code():
+    """The names of the compiled operations, which profilers show, have the step's parts in them."""
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # or an older program's names were read
+    try:
+        trainer = Trainer(initial=False, gradient_accumulation_steps=2)
+        batch = jax.device_put(packed_rows(0), batch_sharding(trainer.plan.layout))
+        text = trainer.train_step.lower(trainer.state, batch, hparams_at(trainer.config, 0)).compile().as_text()
+    finally:
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+    names = set(re.findall(r'op_name="([^"]*)"', text))
+    forward = re.compile(r"jit\(train_step\)/accumulate/.*jvp\(loss\)/cross_entropy/")
+    backward = re.compile(r"jit\(train_step\)/accumulate/.*transpose\(jvp\(loss\)\)/cross_entropy/")
+    update = re.compile(r"jit\(train_step\)/optimizer/")
+    for part in (forward, backward, update):
+        assert any(map(part.match, names)), (part, sorted(names))

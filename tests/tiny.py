@@ -8,12 +8,14 @@ import numpy as np
 
 from src.checkpoint.resume import new_state
 from src.config import load as configuration
+from src.model.params import Weights
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
-from src.step.optimizer import hyper_parameters
+from src.step.loss import next_token_loss
+from src.step.optimizer import hparams_at
 from src.step.plan import make_plan
 from src.step.state import abstract_state, batch_sharding
-from src.step.train_step import compile_steps, loss_sums
+from src.step.train_step import compile_steps
 
 BASE = str(Path(__file__).parents[1] / "configs" / "base.yml")
 VOCAB, LENGTH = 97, 16
@@ -59,21 +61,21 @@ def make(devices=1, **overrides):
 class Trainer:
     """A state and its compiled steps, as train.py makes them; `initial=False` spares compiling the initial weights."""
 
-    def __init__(self, rows=8, devices=1, initial=True, **overrides):
+    def __init__(self, devices=1, initial=True, **overrides):
         self.config, self.plan = make(devices, **overrides)
-        self.abstract = abstract_state(self.plan, self.config, (rows, 1, 2))
+        self.abstract = abstract_state(self.plan, self.config)
         self.train_step, self.eval_step = compile_steps(self.plan, self.abstract)
         if initial:
             self.state = new_state(self.config, self.plan, self.abstract)
         else:
             zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.abstract)
-            state = dataclasses.replace(zeros, **self.plan.by_part(random_weights(self.plan)))
+            state = dataclasses.replace(zeros, weights=self.plan.split(random_weights(self.plan)))
             self.state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, self.abstract))
 
     def step(self, batch, number):
         """Makes update `number` (from 0); returns its metrics as numbers and lists of such."""
         placed = jax.device_put(batch, batch_sharding(self.plan.layout))
-        self.state, metrics = self.train_step(self.state, placed, hyper_parameters(self.config, number))
+        self.state, metrics = self.train_step(self.state, placed, hparams_at(self.config, number))
         return {name: value.tolist() for name, value in jax.device_get(metrics).items()}
 
 
@@ -93,7 +95,6 @@ def packed_rows(seed, rows=8, length=LENGTH, vocab=VOCAB):
         "segment_ids": segment_ids,
         "positions": positions,
         "loss_mask": (segment_ids > 0).astype(np.float32),
-        "data_position": np.full((rows, 1, 2), seed, np.int32),
     }
 
 
@@ -101,7 +102,7 @@ def loss_and_gradients(plan, weights, batch):
     """Of the sum over the batch's tokens, compiled."""
 
     def loss(weights):
-        return loss_sums(plan.decoder(weights), batch, plan)[0]
+        return next_token_loss(plan.decoder(Weights(weights)), batch, plan).loss
 
     return jax.jit(jax.value_and_grad(loss))(weights)
 

@@ -14,7 +14,7 @@ from src.model.moe.dispatch import BUFFER_SLACK
 from src.model.params import by_path
 from src.parallel.mesh import mesh_axes_of
 from src.step.build import Built
-from src.step.optimizer import Hyper
+from src.step.optimizer import HParams
 from src.step.plan import Batch
 from src.step.state import TrainState
 
@@ -48,12 +48,12 @@ def memory(built: Built) -> Memory:
 
     What the compiler needs beside is in none of them.
     """
-    state, batch, hyper = taken(built)
+    state, batch, hparams = taken(built)
     arguments = {
-        "weights": device_bytes((state.trainable, state.frozen, state.stats)),
+        "weights": device_bytes(state.weights),
         "optimizer": device_bytes(state.opt),
-        "batch": device_bytes((batch, state.data_position)),
-        "scalars": device_bytes((state.step, hyper)),
+        "batch": device_bytes(batch),
+        "scalars": device_bytes((state.step, hparams)),
     }
     temporaries = {
         KEPT: kept_bytes(built),
@@ -65,11 +65,11 @@ def memory(built: Built) -> Memory:
     return Memory(arguments, temporaries, host_bytes(state.opt))
 
 
-def taken(built: Built) -> tuple[TrainState, Batch, Hyper]:
+def taken(built: Built) -> tuple[TrainState, Batch, HParams]:
     """The step's arguments with None for those that its program does not take, since no output depends on them."""
     jaxpr = built.traced.jaxpr.jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    leaves, tree = jax.tree.flatten((built.state, built.batch, built.hyper))
+    leaves, tree = jax.tree.flatten((built.state, built.batch, built.hparams))
     return tree.unflatten([leaf if is_used else None for leaf, is_used in zip(leaves, used, strict=True)])
 
 
@@ -118,7 +118,7 @@ def _shards(built: Built, shape: tuple[int, ...]) -> int:
     layout, spec = built.plan.layout, built.plan.spec
     if not _is_activation(built, shape):
         return layout.shards("embed")
-    apart = layout.size(built.plan.summed_by_hand())  # into so many parts it is cut already, in the program
+    apart = layout.size(built.plan.accumulation.manual_axes)  # into so many parts it is cut already, in the program
     batch_shards = layout.shards("batch") // apart
     if shape[0] not in _rows(built):  # the parts of all devices of a stage, one after the other
         return layout.mesh.size // layout.shards("layers") // apart
@@ -151,7 +151,11 @@ def _is_activation(built: Built, shape: tuple[int, ...]) -> bool:
 def _rows(built: Built) -> set[int]:
     """Those of a micro-batch, and of a pipeline's."""
     schedule = built.plan.execution.schedule
-    rows = built.rows // built.plan.micro_batches // built.plan.layout.size(built.plan.summed_by_hand())
+    rows = (
+        built.rows
+        // built.plan.accumulation.micro_batches
+        // built.plan.layout.size(built.plan.accumulation.manual_axes)
+    )
     return {rows, rows // schedule.micro_batches} if schedule else {rows}
 
 
@@ -220,9 +224,9 @@ def _backward_bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
 
 def _gradient_bytes(built: Built) -> int:
     """Of the gradients, and with micro-batches of their sum too, which is float32."""
-    weights = built.state.trainable
+    weights = built.state.weights.trainable
     own = device_bytes(weights)
-    if built.plan.micro_batches == 1:
+    if built.plan.accumulation.micro_batches == 1:
         return own
     return own + device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), weights))
 
@@ -230,7 +234,7 @@ def _gradient_bytes(built: Built) -> int:
 def _logits_bytes(built: Built) -> int:
     """Of one tile of one micro-batch, in the dtype of the products, which is what TPU and GPU hold of them."""
     plan = built.plan
-    tokens = built.tokens // plan.micro_batches // plan.vocab_tiles
+    tokens = built.tokens // plan.accumulation.micro_batches // plan.vocab_tiles
     size = tokens * plan.spec.padded_vocab_size * jnp.dtype(plan.spec.dtype).itemsize
     return size // math.prod(plan.layout.shards(axis) for axis in ("batch", "length", "vocab"))
 

@@ -112,7 +112,7 @@ def header(config: Mapping[str, Any], built: Built) -> Header:
         "arguments": {
             jax.tree_util.keystr(path, simple=True, separator="."): _describe(leaf)
             for path, leaf in jax.tree.leaves_with_path(
-                {"state": built.state, "batch": built.batch, "hyper": built.hyper}
+                {"state": built.state.by_name(), "batch": built.batch, "hparams": built.hparams}
             )
         },
     }
@@ -211,7 +211,7 @@ def load(path: str, header: Header, built: Built) -> jax.stages.Compiled:
         unpickler = _Unpickler(io.BytesIO(program), devices[0].client, devices)
         unloaded, arguments, no_kwargs = unpickler.load()
         executable = unloaded.load()
-        in_tree = jax.tree.structure(((built.state, built.batch, built.hyper), {}))
+        in_tree = jax.tree.structure(((built.state, built.batch, built.hparams), {}))
         out_tree = jax.tree.structure(built.traced.out_info)
         return jax.stages.Compiled(executable, [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
     except jax.errors.JaxRuntimeError as error:

@@ -97,9 +97,8 @@ class Checkpointer:
             abstract_state: the state's parts, as pytrees of `jax.ShapeDtypeStruct`s with shardings.
 
         Returns:
-            state: arrays as `abstract_state` describes them, cast where its dtype is another than the saved one. A
-                `data_position` saved in another shape has that shape: the data have changed, and what that means is
-                the caller's to say.
+            state: arrays as `abstract_state` describes them, cast where its dtype is another than the saved one; in
+                the place of a `HostArray` NumPy's.
             meta: as it was saved.
             messages: for the user; empty if the newest checkpoint is good.
 

@@ -9,6 +9,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -23,7 +24,6 @@ from src.checkpoint.run_folder import absolute, is_remote, is_unfinished, steps_
 from src.errors import TransientError, UserError, first_few
 from src.json_text import parse_json
 from src.model import params
-from src.step.plan import WEIGHTS
 from src.storage_errors import DamagedError, Failure, failure_of, one_line, retried, tensorstore_result
 
 T = TypeVar("T")
@@ -32,8 +32,16 @@ T = TypeVar("T")
 AbstractOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 
+@dataclass(frozen=True)
+class HostArray:
+    """Stands for an array that is restored in whatever shape it was saved, as NumPy's, whole in every process."""
+
+    sharding: jax.sharding.Sharding  # a copy on every device
+    shape: tuple[int, ...] = ()
+
+
 def restore_step(
-    path: epath.PathLike, abstract_state: Mapping[str, Any], parts: tuple[str, ...] = WEIGHTS
+    path: epath.PathLike, abstract_state: Mapping[str, Any], parts: tuple[str, ...] = params.ROLES
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Restores parts of the state of any run's checkpoint: `load_parameters_path`, `load_full_state_path`.
 
@@ -43,7 +51,7 @@ def restore_step(
         parts: the parts to restore.
 
     Returns:
-        state: a dict of the parts. A `data_position` may have another shape, as in `Checkpointer.restore_latest`.
+        state: a dict of the parts.
         meta: as it was saved.
         messages: what to tell the user.
 
@@ -71,14 +79,14 @@ def restore_weights(
         UserError: as `restore_step` does.
     """
 
-    def parts_of(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        part_of = {name.partition(".")[2]: part for name in saved if (part := name.partition(".")[0]) in WEIGHTS}
-        tree = tree_of(meta, {name: saved[f"{part}.{name}"] for name, part in part_of.items()})
-        labels = jax.tree.map_with_path(lambda where, _: part_of.get(_dotted(where), WEIGHTS[0]), tree)
-        return {part: params.select(tree, labels, part) for part in WEIGHTS}
+    def by_role(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        role_of = {name.partition(".")[2]: role for name in saved if (role := name.partition(".")[0]) in params.ROLES}
+        tree = tree_of(meta, {name: saved[f"{role}.{name}"] for name, role in role_of.items()})
+        roles = jax.tree.map_with_path(lambda where, _: role_of.get(_dotted(where), "trainable"), tree)
+        return vars(params.Weights.split(tree, roles))
 
-    parts, meta, messages = _restore_of_any_run(path, parts_of, "the weights")
-    return params.join(*parts.values()), meta, messages
+    entries, meta, messages = _restore_of_any_run(path, by_role, "the weights")
+    return params.Weights(**entries).merged(), meta, messages
 
 
 def _restore_of_any_run(
@@ -149,11 +157,9 @@ def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str
     abstract_state = abstract_of(meta, saved)
     saved = {name: entry for name, entry in saved.items() if name.split(".")[0] in abstract_state}
     wanted = flatten(abstract_state)
-    names = list(wanted)
-    position = "data_position"
-    if position in wanted.keys() & saved.keys() and list(wanted[position].shape) != saved[position]["shape"]:
-        everywhere = jax.sharding.NamedSharding(wanted[position].sharding.mesh, jax.sharding.PartitionSpec())
-        wanted[position] = jax.ShapeDtypeStruct(saved[position]["shape"], wanted[position].dtype, sharding=everywhere)
+    names, host_arrays = list(wanted), [name for name, x in wanted.items() if isinstance(x, HostArray)]
+    for name in saved.keys() & set(host_arrays):
+        wanted[name] = jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=wanted[name].sharding)
     _check_shapes(step_folder, wanted, saved)
 
     arrays = on_all_processes(lambda: _read_arrays(step_folder, wanted, saved))
@@ -163,6 +169,7 @@ def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str
         raise DamagedError(f"values differ from those saved, in {first_few(changed)}")
 
     arrays = {name: _as_wanted(x, wanted[name]) for name, x in arrays.items()}
+    arrays |= {name: np.asarray(arrays[name]) for name in host_arrays}
     return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays.get(name) for name in names]), meta
 
 

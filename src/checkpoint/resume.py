@@ -2,30 +2,30 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.load_weights import check_base, identity, load_weights
-from src.checkpoint.restore import restore_step
+from src.checkpoint.restore import HostArray, restore_step
 from src.checkpoint.run_folder import RunFolder, absolute
 from src.config.load import compare_runs, from_yaml
 from src.config.schema import KEYS, Config
 from src.config.source_spec import SETTINGS, train_specs, train_weights
 from src.data.fingerprint import Fact
+from src.data.host_arrays import to_global
 from src.data.mixture import Mixture
 from src.data.packing import documents_consumed, remap_position
 from src.data.types import Tokenizer
 from src.errors import UserError, first_few
-from src.model.params import Tree, join
+from src.model.params import Tree, Weights, join
 from src.model.spec import model_spec
-from src.step.optimizer import hyper_parameters
+from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan, make_plan
-from src.step.state import TrainState, abstract_state, init_state, state_weights
+from src.step.state import TrainState, abstract_state, init_state
 
 # The keys that alter an entry of the data's fingerprint: accepting one of them accepts the entry. The first is the one
 # to tell a user whose configuration is the same as before.
@@ -68,6 +68,7 @@ class Start(NamedTuple):
     """Where a run goes on, or begins.
 
     state: the whole state.
+    position: int32 [B, S, 2], of each row's documents in each source; None: all at their start.
     rows_taken, rows_before: as `rows_consumed` counts them.
     eval_position: of each rolling evaluation set by name, as `EvalBatches.position` gave it.
     messages: what to tell the user.
@@ -75,16 +76,12 @@ class Start(NamedTuple):
     """
 
     state: TrainState
+    position: np.ndarray | None
     rows_taken: int
     rows_before: Mapping[str, int]
     eval_position: Mapping[str, Any]
     messages: Messages
     resumed: bool = False
-
-
-def parts(state: TrainState) -> dict[str, Any]:
-    """The state's fields by name, as checkpoints hold them."""
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
 
 
 def starting_state(
@@ -113,34 +110,56 @@ def starting_state(
         changes = ["the run's config.yml is missing or empty: nobody can tell what has changed since its last start"]
         if saved:
             changes = compare_configs(config, saved, plan, abstract)
-        restored = checkpointer.restore_latest(saved_parts(plan, abstract))
+        restored = checkpointer.restore_latest(abstract_entries(plan, abstract))
         if restored is not None:
             fields, meta, messages = restored
             if plan.lora:
                 fields["frozen"] = base_weights(plan, abstract, meta, config.load_parameters_path)
-            start = with_position(fields, meta, config, abstract, fingerprint)
+            start = with_position(fields, meta, config, fingerprint)
             resumed = f"resumed from step {int(start.state.step)}"
             return start._replace(messages=[*changes, *messages, resumed, *start.messages], resumed=True)
     if path := config.load_full_state_path:
-        wanted = parts(abstract)  # config_checks.py: no adapters here, whose base load_parameters_path would be
+        # src/config/checks.py lets no adapters come here, whose base load_parameters_path would be.
+        wanted = abstract_entries(plan, abstract)
         fields, meta, messages = restore_step(path, wanted, tuple(wanted))
         check_vocabulary(config, meta)
-        start = with_position(fields, meta, config, abstract, fingerprint)
+        start = with_position(fields, meta, config, fingerprint)
         return start._replace(messages=[*messages, *start.messages])
     if config.load_parameters_path:
         weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract))
         check_vocabulary(config, meta)
         check_tokenizer(config, meta, tokenizer)
-        return Start(state_of(weights, config, plan, abstract), 0, {}, {}, messages)
-    return Start(new_state(config, plan, abstract), 0, {}, {}, [])
+        return Start(state_of(weights, config, plan, abstract), None, 0, {}, {}, messages)
+    return Start(new_state(config, plan, abstract), None, 0, {}, {}, [])
 
 
-def saved_parts(plan: StepPlan, state: TrainState) -> dict[str, Any]:
-    """What a checkpoint holds of a state: all of it, but adapters without the weights that they are trained on."""
-    saved = parts(state)
+def checkpoint_entries(
+    plan: StepPlan, state: TrainState, position: np.ndarray, rows: Sequence[int], global_batch: int
+) -> dict[str, Any]:
+    """Returns what a checkpoint holds: the state, and beside it the data position of the rows of all hosts.
+
+    Args:
+        plan: the step's.
+        state: on the devices.
+        position: int32 [rows, S, 2], of this host's rows after the state's last step.
+        rows: which of the global batch they are.
+        global_batch: B.
+    """
+    at = {"data_position": plan.layout.sharding(("batch", None, None))}
+    return {**_saved_state(plan, state), **to_global({"data_position": position}, at, rows, global_batch)}
+
+
+def abstract_entries(plan: StepPlan, abstract: TrainState) -> dict[str, Any]:
+    """Returns what to restore of a checkpoint; the data position whole on each host, of however many rows it has."""
+    return {**_saved_state(plan, abstract), "data_position": HostArray(plan.layout.sharding(()))}
+
+
+def _saved_state(plan: StepPlan, state: TrainState) -> dict[str, Any]:
+    """Returns the entries of a state that are saved: of adapters not the weights that they are trained on."""
+    entries = state.by_name()
     if plan.lora:
-        del saved["frozen"]
-    return saved
+        del entries["frozen"]
+    return entries
 
 
 def saved_meta(config: Config, fingerprint: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -165,27 +184,24 @@ def base_weights(plan: StepPlan, abstract: TrainState, meta: Mapping[str, Any], 
     """
     check_base(meta["lora"], path)
     weights, _, _ = load_weights(path, all_weights(abstract))
-    return plan.by_part(weights)["frozen"]
+    return plan.split(weights).frozen
 
 
 def all_weights(abstract: TrainState) -> Tree:
     """The model's weights, whatever part of the state they are in, without adapters."""
-    weights = join(*state_weights(abstract))
-    return {name: entry for name, entry in weights.items() if name != "lora"}
+    return {name: entry for name, entry in abstract.weights.merged().items() if name != "lora"}
 
 
 def state_of(weights: Tree, config: Config, plan: StepPlan, abstract: TrainState) -> TrainState:
     """The state before the first step of a run that starts from these weights."""
-    loaded = plan.by_part(weights)
+    loaded = plan.split(weights)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
-    def rest(loaded: dict[str, Tree]) -> TrainState:
-        """All that a new state has and `loaded` lacks: adapters, the optimizer's arrays, the position."""
+    def rest(loaded: Weights) -> TrainState:
+        """Adds all that a new state has and `loaded` lacks: adapters, the optimizer's arrays."""
         adapters = {"lora": plan.init_adapters()} if plan.lora else {}
-        trainable = join(loaded["trainable"], adapters)
-        return init_state(
-            plan, hyper_parameters(config, 0), abstract.data_position.shape, {**loaded, "trainable": trainable}
-        )
+        loaded = dataclasses.replace(loaded, trainable=join(loaded.trainable, adapters))
+        return init_state(plan, hparams_at(config, 0), loaded)
 
     return jax.jit(rest, out_shardings=shardings, donate_argnums=0)(loaded)
 
@@ -193,7 +209,7 @@ def state_of(weights: Tree, config: Config, plan: StepPlan, abstract: TrainState
 def new_state(config: Config, plan: StepPlan, abstract: TrainState) -> TrainState:
     """The state before the first step, made where it belongs, the same on every mesh."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    init = functools.partial(init_state, plan, hyper_parameters(config, 0), abstract.data_position.shape)
+    init = functools.partial(init_state, plan, hparams_at(config, 0))
     # It runs once: XLA's CPU backend takes six times as long to optimise the random numbers as to compile them plainly.
     return jax.jit(init, out_shardings=shardings, compiler_options={"xla_backend_optimization_level": 0})()
 
@@ -226,7 +242,7 @@ def _same_arrays(old: Config, plan: StepPlan, abstract: TrainState) -> bool:
 
     try:
         old_plan = make_plan(old, model_spec(old), plan.layout)
-        return shapes(abstract_state(old_plan, old, abstract.data_position.shape)) == shapes(abstract)
+        return shapes(abstract_state(old_plan, old)) == shapes(abstract)
     except UserError:  # it does not divide over this mesh
         return False
 
@@ -262,7 +278,6 @@ def with_position(
     fields: Mapping[str, Any],
     meta: Mapping[str, Any],
     config: Config,
-    abstract: TrainState,
     fingerprint: Mapping[str, Any],
 ) -> Start:
     """The restored state, if it stands in the data that the config describes.
@@ -295,30 +310,27 @@ def with_position(
             f"Restore the data, or accept that examples repeat or are missed: accept_changes=[{keys}]"
         )
     accepted = [f"accepted: {name}: {old.get(name)} -> {fingerprint.get(name)}" for name in different]
-    position, told = moved_position(fields["data_position"], meta, config, abstract.data_position)
+    position, told = moved_position(fields["data_position"], meta, config, fingerprint["global batch"])
     rows_taken, rows_before = rows_consumed(int(fields["step"]), meta, config, fingerprint)
-    state = TrainState(**{**fields, "data_position": position})
-    return Start(state, rows_taken, rows_before, meta.get("eval_position", {}), [*accepted, *told])
+    eval_position = meta.get("eval_position", {})
+    return Start(TrainState.of(fields), position, rows_taken, rows_before, eval_position, [*accepted, *told])
 
 
 def moved_position(
-    position: jax.Array, meta: Mapping[str, Any], config: Config, wanted: jax.ShapeDtypeStruct
-) -> tuple[jax.Array, Messages]:
+    position: np.ndarray, meta: Mapping[str, Any], config: Config, rows: int
+) -> tuple[np.ndarray, Messages]:
     """The packing streams' saved position [B, S, 2] for the sources and the number of rows that there now are."""
     old_names, names = source_names(meta), [spec.name for spec in train_specs(config)]
-    if old_names == names and position.shape == wanted.shape:
+    if old_names == names and len(position) == rows:
         return position, []
-    copied = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(wanted.sharding.mesh, PartitionSpec()))
-    saved = np.asarray(copied(position))
     new = [name for name in names if name not in old_names]
     messages = [f"the data of {name or 'the run'} begin at their start" for name in new]
-    columns = [np.zeros_like(saved[:, 0]) if name in new else saved[:, old_names.index(name)] for name in names]
-    rows = wanted.shape[0]
-    if rows != len(saved):
+    columns = [np.zeros_like(position[:, 0]) if name in new else position[:, old_names.index(name)] for name in names]
+    if rows != len(position):
         taken = sum(int(documents_consumed(column).sum()) for column in columns)
         messages.append(f"the global batch changed: the data go on after {taken:,} documents")
         columns = [remap_position(column, rows) for column in columns]
-    return jax.device_put(np.stack(columns, axis=1), wanted.sharding), messages
+    return np.stack(columns, axis=1), messages
 
 
 def rows_consumed(

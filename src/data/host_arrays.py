@@ -43,19 +43,6 @@ def _to_global(array: np.ndarray, sharding: jax.sharding.Sharding, rows: Sequenc
     )
 
 
-def to_host(array: jax.Array, rows: Sequence[int]) -> np.ndarray:
-    """Returns the rows of a global array as `to_global` took them: a restored `data_position`, for `train_batches`.
-
-    Args:
-        array: [B, ...].
-        rows: `host_rows` of its sharding.
-    """
-    host = np.empty((len(rows), *array.shape[1:]), array.dtype)
-    for shard in array.addressable_shards:
-        host[(_local_rows(shard.index[0], rows, len(array)), *shard.index[1:])] = shard.data
-    return host
-
-
 def _local_rows(global_rows: slice, rows: Sequence[int], global_batch: int) -> slice:
     """Returns where a range of global rows lies among this host's `rows`, which contain it."""
     first, last, _ = global_rows.indices(global_batch)

@@ -3,12 +3,13 @@
 Weights live in `flax.nnx` modules; the training step sees them as a plain nested dict of arrays.
 """
 
+import dataclasses
 import math
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,28 @@ from flax import nnx
 nnx.use_eager_sharding(False)
 
 Tree = dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights, or one fact of each, by their role in training: nested dicts without an entry in common."""
+
+    trainable: Tree = dataclasses.field(default_factory=dict)
+    frozen: Tree = dataclasses.field(default_factory=dict)  # no gradient and no optimizer state
+    stats: Tree = dataclasses.field(default_factory=dict)  # what the forward pass counts moves them, not the gradient
+
+    @classmethod
+    def split(cls, tree: Tree, roles: Tree) -> Self:
+        """Sorts the entries of a nested dict of all weights by their roles."""
+        return cls(*(select(tree, roles, role) for role in ROLES))
+
+    def merged(self) -> Tree:
+        """Returns one nested dict of all weights."""
+        return join(self.trainable, self.frozen, self.stats)
+
+
+ROLES = tuple(field.name for field in dataclasses.fields(Weights))
 
 
 class Buffer(nnx.Variable):
@@ -155,20 +178,20 @@ def matches(path: tuple[Any, ...], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
 
 
-def select(tree: Tree, parts: Tree, part: str) -> Tree:
-    """Returns the entries of a nested dict that belong to a part of the state; empty dicts are left out."""
+def select(tree: Tree, roles: Tree, role: str) -> Tree:
+    """Returns the entries of a nested dict whose role is `role`, without the dicts that have none."""
     chosen = {}
     for name, entry in tree.items():
         if isinstance(entry, dict):
-            if below := select(entry, parts[name], part):
+            if below := select(entry, roles[name], role):
                 chosen[name] = below
-        elif parts[name] == part:
+        elif roles[name] == role:
             chosen[name] = entry
     return chosen
 
 
 def join(*trees: Tree) -> Tree:
-    """Joins nested dicts that have no entry in common, such as those from `select`."""
+    """Returns one nested dict of several; where they have an entry in common, the last one's."""
     joined: Tree = {}
     for tree in trees:
         for name, entry in tree.items():
@@ -176,10 +199,10 @@ def join(*trees: Tree) -> Tree:
     return joined
 
 
-def parts(declarations: Tree) -> Tree:
-    """Returns the part of the state that each weight belongs to, nested: `trainable`, or `stats` for buffers."""
-    part = {nnx.Param: "trainable", Buffer: "stats"}
-    return jax.tree.map(lambda v: part[type(v)], declarations, is_leaf=_is_variable)
+def roles(declarations: Tree) -> Tree:
+    """Returns the role of each declared weight: `trainable`, or `stats` for buffers."""
+    role = {nnx.Param: "trainable", Buffer: "stats"}
+    return jax.tree.map(lambda v: role[type(v)], declarations, is_leaf=_is_variable)
 
 
 def field(declarations: Tree, name: str) -> Tree:

@@ -1,82 +1,120 @@
 """Gradients of a step whose rows go through in micro-batches: added up where they are made, reduced once."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from src.parallel.mesh import Layout
+from src.parallel.mesh import Layout, mesh_axes_of, spread
 
 Rows = dict[str, jax.Array]
 
 
-def accumulate(
-    gradient: Callable[[Any, Rows], tuple[Any, Any]],
-    weights: Any,
-    rows: Rows,
-    micro_batches: int,
-    layout: Layout,
-    copied: tuple[str, ...],
-    placed: Any,
-    wanted: Any,
-) -> tuple[Any, Any]:
-    """The sums over micro-batches of what `gradient(weights, rows)` returns; of several in float32.
-
-    A reduction over the mesh axes `copied` waits for the last micro-batch: along them devices have copies of the
-    weights, and add up gradients of their own rows. (Between slices that is the step's one large transfer.) Over the
-    other axes each micro-batch's gradients are reduced at once, to the shards that their weights have. Where a device
-    wants a part of a sum alone, it gets no more of it: half of an all-reduce's bytes (Rajbhandari et al. 2020, section
-    7.2.1).
+@dataclass(frozen=True)
+class Accumulation:
+    """How the gradients of a step add up over micro-batches and devices.
 
     Args:
-        gradient: of a micro-batch; the gradients of weights, and other sums over its rows: two trees.
-        weights: what it takes beside the rows, whole along `copied`.
-        rows: arrays [B, ...].
-        micro_batches: their number, a divisor of B over the shards of the batch.
         layout: of the mesh.
-        copied: mesh axes that shard the rows and no weight.
-        placed: the sharding of each gradient's weight.
-        wanted: the sharding that its sum is to have: that, or one dim cut by `copied` too.
+        micro_batches: a divisor of the rows over the shards of the batch.
+        replica_axes: see below.
+        pipelined: whether rows go through in the loop of a pipeline.
+        weights: the sharding of each trainable weight.
+        updates: the sharding that each gradient's sum is to have: its weight's, or one dim cut by replica axes too.
     """
 
-    def add_up(weights: Any, rows: Rows) -> tuple[Any, Any]:
-        if micro_batches == 1:
-            return gradient(weights, rows)
+    layout: Layout
+    micro_batches: int
+    replica_axes: tuple[str, ...]
+    pipelined: bool
+    weights: Any
+    updates: Any
 
-        def add_micro_batch(total: Any, micro: Rows) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, gradient(weights, micro)), None
+    @property
+    def manual_axes(self) -> tuple[str, ...]:
+        """The replica axes over which gradients are reduced here, once (manual reduction), and not by the compiler.
 
-        parts = {name: layout.split_rows(x, micro_batches, *[None] * (x.ndim - 1)) for name, x in rows.items()}
-        shapes = jax.eval_shape(gradient, weights, jax.tree.map(lambda x: x[0], parts))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
-        total, _ = jax.lax.scan(add_micro_batch, zeros, parts)
-        return total
-
-    if not copied:
-        return add_up(weights, rows)
-
-    def add_up_own(weights: Any, rows: Rows) -> tuple[Any, Any]:
-        gradients, others = jax.tree.map(lambda x: x.astype(jnp.float32), add_up(weights, rows))
-        return jax.tree.map(lambda x: x[None], gradients), jax.lax.psum(others, copied)
-
-    whole, shared_out = PartitionSpec(), PartitionSpec(copied)
-    own = layout.shard_map(add_up_own, in_specs=(whole, shared_out), out_specs=(shared_out, whole), over=copied)
-    gradients, others = own(weights, rows)
-    return jax.tree.map(lambda x, *at: _summed(x, *at, copied, layout), gradients, placed, wanted), others
+        In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each.
+        """
+        return self.replica_axes if self.micro_batches > 1 or self.pipelined else ()
 
 
-def _summed(
-    gradients: jax.Array, placed: NamedSharding, wanted: NamedSharding, copied: tuple[str, ...], layout: Layout
-) -> jax.Array:
-    """The sum of a weight's gradients [copies, ...] over its copies; the last four arguments are `accumulate`'s."""
+def replica_axes(layout: Layout, shardings: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that shard the batch but no parameter: devices along them hold the same weights."""
+    used = {name for at in jax.tree.leaves(shardings) for name in mesh_axes_of(at.spec)}
+    return tuple(name for name in layout.axes("batch") if name not in used)
+
+
+def shard_over(axes: tuple[str, ...], shapes: Any, shardings: Any) -> Any:
+    """Returns shardings with a dim of each array cut by `axes` too, where one divides."""
+    return jax.tree.map(lambda shape, at: spread(at, shape.shape, axes), shapes, shardings)
+
+
+@jax.named_scope("accumulate")
+def accumulate(
+    gradient: Callable[[Any, Rows], tuple[Any, Any]], inputs: Any, rows: Rows, how: Accumulation
+) -> tuple[Any, Any]:
+    """Returns the sums over micro-batches of what `gradient(inputs, rows)` returns; of several in float32.
+
+    A reduction over `manual_axes` waits for the last micro-batch. (Between slices that is the step's one large
+    transfer.) Over the other axes each micro-batch's gradients are reduced at once, to the shards that their weights
+    have. A device that updates only a part of a weight receives no more of its gradient: half of an all-reduce's bytes
+    (Rajbhandari et al. 2020, section 7.2.1).
+
+    Args:
+        gradient: of a micro-batch: the gradients of weights, and other sums over its rows.
+        inputs: what it takes beside the rows, replicated along `manual_axes`.
+        rows: arrays [B, ...].
+        how: the layout and the shardings.
+    """
+    if not how.manual_axes:
+        gradients, sums = _over_micro_batches(gradient, inputs, rows, how)
+        if how.updates != how.weights:
+            # First as the weights lie: else XLA cuts gradients within their layers, and for that sums them whole over
+            # all devices.
+            gradients = jax.lax.with_sharding_constraint(gradients, how.weights)
+            gradients = jax.lax.with_sharding_constraint(gradients, how.updates)
+        return gradients, sums
+
+    def on_replica(inputs: Any, rows: Rows) -> tuple[Any, Any]:
+        outputs = _over_micro_batches(gradient, inputs, rows, how)
+        gradients, sums = jax.tree.map(lambda x: x.astype(jnp.float32), outputs)
+        return jax.tree.map(lambda x: x[None], gradients), jax.lax.psum(sums, how.manual_axes)
+
+    whole, by_replica = PartitionSpec(), PartitionSpec(how.manual_axes)
+    gradients, sums = how.layout.shard_map(
+        on_replica, in_specs=(whole, by_replica), out_specs=(by_replica, whole), over=how.manual_axes
+    )(inputs, rows)
+    reduced = jax.tree.map(lambda x, *at: _reduce(x, *at, how), gradients, how.weights, how.updates)
+    return reduced, sums
+
+
+def _over_micro_batches(
+    gradient: Callable[[Any, Rows], tuple[Any, Any]], inputs: Any, rows: Rows, how: Accumulation
+) -> tuple[Any, Any]:
+    if how.micro_batches == 1:
+        return gradient(inputs, rows)
+
+    def add_micro_batch(total: Any, micro: Rows) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, gradient(inputs, micro)), None
+
+    split = {name: how.layout.split_rows(x, how.micro_batches, *[None] * (x.ndim - 1)) for name, x in rows.items()}
+    shapes = jax.eval_shape(gradient, inputs, jax.tree.map(lambda x: x[0], split))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
+    return jax.lax.scan(add_micro_batch, zeros, split)[0]
+
+
+def _reduce(gradients: jax.Array, weight: NamedSharding, update: NamedSharding, how: Accumulation) -> jax.Array:
+    """Sums a weight's gradients [replicas, ...] over its replicas, to the shards that its update is made in."""
 
     def of_shards(gradient_1: jax.Array) -> jax.Array:
-        for dim, (before, after) in enumerate(zip(placed.spec, wanted.spec, strict=True)):
+        for dim, (before, after) in enumerate(zip(weight.spec, update.spec, strict=True)):
             if before != after:
-                return jax.lax.psum_scatter(gradient_1[0], copied, scatter_dimension=dim, tiled=True)
-        return jax.lax.psum(gradient_1[0], copied)
+                return jax.lax.psum_scatter(gradient_1[0], how.manual_axes, scatter_dimension=dim, tiled=True)
+        return jax.lax.psum(gradient_1[0], how.manual_axes)
 
-    in_specs = PartitionSpec(copied, *placed.spec)
-    return layout.shard_map(of_shards, in_specs=in_specs, out_specs=wanted.spec)(gradients)
+    in_specs = PartitionSpec(how.manual_axes, *weight.spec)
+    return how.layout.shard_map(of_shards, in_specs=in_specs, out_specs=update.spec)(gradients)

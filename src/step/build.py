@@ -13,8 +13,9 @@ from jax.experimental import multihost_utils
 from src.errors import UserError
 from src.model.spec import model_spec
 from src.parallel.mesh import global_batch_size, make_layout
-from src.step.optimizer import Hyper, hyper_parameters
-from src.step.plan import Batch, StepPlan, make_plan
+from src.step.loss import Batch
+from src.step.optimizer import HParams, hparams_at
+from src.step.plan import StepPlan, make_plan
 from src.step.state import TrainState, abstract_batch, abstract_state
 from src.step.train_step import compile_steps
 
@@ -26,7 +27,7 @@ class Built(NamedTuple):
     compiler_options: Mapping[str, str]  # XLA's, of `train`
     state: TrainState
     batch: Batch
-    hyper: Hyper
+    hparams: HParams
     train: jax.stages.Wrapped
     eval: jax.stages.Wrapped
     traced: jax.stages.Traced
@@ -55,12 +56,13 @@ def build(
     rows = global_batch_size(
         layout, config["per_device_batch_size"], config["gradient_accumulation_steps"], "per_device_batch_size"
     )
-    position = (rows, max(len(config["datasets"]), 1), 2)
-    state = abstract_state(plan, config, position)
-    batch = abstract_batch(plan, position, config["max_target_length"])
-    hyper = hyper_parameters(config, 0)
+    state = abstract_state(plan, config)
+    batch = abstract_batch(plan, rows, config["max_target_length"])
+    hparams = hparams_at(config, 0)
     train, evaluate = compile_steps(plan, state, compiler_options)
-    return Built(plan, compiler_options or {}, state, batch, hyper, train, evaluate, train.trace(state, batch, hyper))
+    return Built(
+        plan, compiler_options or {}, state, batch, hparams, train, evaluate, train.trace(state, batch, hparams)
+    )
 
 
 def check_same_program(built: Built, config: Mapping[str, Any]) -> None:
@@ -70,8 +72,8 @@ def check_same_program(built: Built, config: Mapping[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    hyper = [hyper_parameters(config, step) for step in (0, 1, config["steps"] // 2, config["steps"] - 1)]
-    texts = {"the traced step": program_text(built.traced), "its hyper-parameters": str(hyper)}
+    hparams = [hparams_at(config, step) for step in (0, 1, config["steps"] // 2, config["steps"] - 1)]
+    texts = {"the traced step": program_text(built.traced), "its hyper-parameters": str(hparams)}
     digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts.values()]
     mine = np.frombuffer(b"".join(digests), np.uint32).reshape(len(texts), 2)
     everyones = np.asarray(multihost_utils.process_allgather(mine))

@@ -1,75 +1,148 @@
-"""Cross-entropy over tokens, in tiles of the sequence so that the logits of one tile are held at a time."""
+"""The training objective: the file to edit for another one.
 
+`next_token_loss` is all that a step descends, as sums over tokens. Another objective is a function of the same shape,
+which `make_plan` puts in its place: it may compare with a second model (distillation) or compare rows (preferences).
+"""
+
+import dataclasses
+import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from src.model.decoder import Decoder
+from src.model.forward_context import ForwardContext
+from src.model.moe import router
+from src.model.params import Tree, Weights
+from src.parallel.mesh import Layout
+from src.parallel.sequence import to_zigzag
+from src.step.cross_entropy import cross_entropy
 
-def cross_entropy(
-    logits_of: Callable[[jax.Array], jax.Array],
-    hidden_BTD: jax.Array,
-    targets_BT: jax.Array,
-    mask_BT: jax.Array,
-    tiles: int,
-    shards: int = 1,
-) -> tuple[jax.Array, jax.Array]:
-    """Sums over the tokens whose mask is 1: of the loss, in nats, and of the squared log-normaliser.
+if TYPE_CHECKING:
+    from src.step.plan import StepPlan
 
-    The second times `z_loss_multiplier` is the z-loss of PaLM (Chowdhery et al. 2022, section 5).
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+class LossSums(NamedTuple):
+    """Sums over the tokens of a batch, or of a part of one."""
+
+    loss: jax.Array  # nats
+    z: jax.Array  # squared log-normalisers
+    mtp: jax.Array  # [P] nats, of each multi-token prediction layer
+    tokens: jax.Array  # int32: how many go through the experts, all but padding
+    router: Tree  # the layers' buffers of what their experts did
+
+
+class TokenCounts(NamedTuple):
+    """How many tokens a whole batch has, by which sums are divided; no micro-batch or device knows it by itself."""
+
+    loss: jax.Array  # those that the loss counts
+    mtp: jax.Array  # [P] those that each multi-token prediction layer predicts
+    non_padding: jax.Array
+
+
+LossFunction = Callable[[Decoder, Batch, "StepPlan"], LossSums]
+
+
+def next_token_loss(model: Decoder, batch: Batch, plan: "StepPlan") -> LossSums:
+    """Sums the cross-entropy of each next token, and with `mtp_num_layers` of the tokens after it.
 
     Args:
-        logits_of: hidden states [B, t, D] to float32 logits [B, t, V].
-        hidden_BTD: the decoder's hidden states.
-        targets_BT: the tokens to predict.
-        mask_BT: 1 where a token counts, 0 elsewhere.
-        tiles: a divisor of T / shards. With more than one, the backward pass computes each tile's logits again.
-        shards: into how many parts devices share T.
+        model: with this step's weights.
+        batch: arrays [b, T] as src/data/packing.py has them, in the text's order; with `dropout_keys` for dropout.
+        plan: how the model is computed.
     """
-
-    def sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, mask_Bt: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_BtV = logits_of(hidden_BtD)
-        log_normaliser_Bt = jax.nn.logsumexp(logits_BtV, axis=-1)
-        # A sum in place of a lookup, for which XLA would hold the logits in float32.
-        is_target_BtV = targets_Bt[..., None] == jnp.arange(logits_BtV.shape[-1])
-        target_logit_Bt = jnp.sum(jnp.where(is_target_BtV, logits_BtV, 0.0), axis=-1)
-        loss = jnp.sum((log_normaliser_Bt - target_logit_Bt) * mask_Bt)
-        return loss, jnp.sum(jnp.square(log_normaliser_Bt) * mask_Bt)
-
-    if tiles == 1:
-        return sums(hidden_BTD, targets_BT, mask_BT)
-
-    def add_tile(totals: tuple[jax.Array, jax.Array], tile: tuple[jax.Array, ...]) -> tuple[tuple, None]:
-        loss, squares = jax.checkpoint(sums)(*tile)
-        return (totals[0] + loss, totals[1] + squares), None
-
-    zeros = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-    return jax.lax.scan(add_tile, zeros, in_tiles((hidden_BTD, targets_BT, mask_BT), tiles, shards))[0]
+    inputs = in_zigzag(batch, plan.layout)
+    ahead = [in_zigzag(each, plan.layout) for each in mtp_batches(batch, plan)]
+    hidden_BTD, context, reports = hidden_states(model, inputs, plan)
+    logits_of = functools.partial(model.logits, context=context)
+    loss, z = batch_cross_entropy(logits_of, hidden_BTD, inputs, plan)
+    mtp_hidden, mtp_reports = model.mtp_hidden_states(hidden_BTD, [x["tokens"] for x in ahead], context, plan.execution)
+    mtp = [batch_cross_entropy(logits_of, h_BTD, x, plan)[0] for h_BTD, x in zip(mtp_hidden, ahead, strict=True)]
+    return LossSums(loss, z, jnp.array(mtp), _count_non_padding(batch), {**reports, **mtp_reports})
 
 
-def token_log_probs(
-    logits_of: Callable[[jax.Array], jax.Array],
-    hidden_BTD: jax.Array,
-    targets_BT: jax.Array,
-    tiles: int,
-    shards: int = 1,
-) -> jax.Array:
-    """The log-probability [B, T] of each target, in nats; the arguments are those of `cross_entropy`."""
+@jax.named_scope("loss")
+def objective(
+    trainable: Tree, weights: Weights, counts: TokenCounts, batch: Batch, plan: "StepPlan"
+) -> tuple[jax.Array, tuple[Metrics, Tree]]:
+    """Returns a micro-batch's contribution to what is descended, and to what is reported: they add up to means.
 
-    def of_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
-        hidden_BtD, targets_Bt = tile
-        log_probs_BtV = jax.nn.log_softmax(logits_of(hidden_BtD))
-        return jnp.take_along_axis(log_probs_BtV, targets_Bt[..., None], axis=-1)[..., 0]
+    Args:
+        trainable: the weights to differentiate by.
+        weights: all of them; `trainable` takes the place of its own.
+        counts: of the whole batch.
+        batch: the micro-batch.
+        plan: the step's.
 
-    tiled = jax.lax.map(of_tile, in_tiles((hidden_BTD, targets_BT), tiles, shards))
-    return jnp.moveaxis(tiled.reshape(tiles, -1, shards, tiled.shape[2] // shards), 0, 2).reshape(targets_BT.shape)
+    Returns:
+        The objective; the contribution to each reported loss; the experts' buffers.
+    """
+    model = plan.decoder(dataclasses.replace(weights, trainable=trainable))
+    sums = plan.loss(model, batch, plan)
+    denominator = jnp.maximum(counts.loss, 1.0)
+    losses = {"loss": sums.loss / denominator}
+    total = (sums.loss + plan.z_loss * sums.z) / denominator
+    if plan.spec.has_experts and (plan.load_balance or plan.router_z_loss):
+        # They are no sums over tokens, so all of a micro-batch's come first, of which a replica has a part.
+        replicas = plan.accumulation.manual_axes
+        buffers, tokens = jax.lax.psum((router.totals(sums.router), sums.tokens), replicas)
+        layers = router.by_layer(buffers, tokens)
+        share = tokens / jnp.maximum(counts.non_padding, 1) / plan.layout.size(replicas)
+        losses |= {name: share * jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")}
+        total += plan.load_balance * losses["load_balance_loss"] + plan.router_z_loss * losses["router_z_loss"]
+    if plan.spec.mtp_num_layers:
+        losses["mtp_loss"] = jnp.mean(sums.mtp / jnp.maximum(counts.mtp, 1.0))
+        total += plan.mtp_loss * losses["mtp_loss"]
+    return total, (losses, sums.router)
 
 
-def in_tiles(arrays: tuple[jax.Array, ...], tiles: int, shards: int = 1) -> tuple[jax.Array, ...]:
-    """Each array's [B, T, ...] as [tiles, B, T / tiles, ...], every tile with a piece of each shard of T."""
+def count_tokens(batch: Batch, plan: "StepPlan") -> TokenCounts:
+    """Counts the tokens of a whole batch [B, T]."""
+    # A document's last tokens have nothing further on: each extra layer predicts fewer than the one before.
+    mtp = [jnp.sum(ahead["loss_mask"], dtype=jnp.float32) for ahead in mtp_batches(batch, plan)]
+    loss = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
+    return TokenCounts(loss, jnp.array(mtp), _count_non_padding(batch))
 
-    def cut(x: jax.Array) -> jax.Array:
-        pieces = jnp.moveaxis(x.reshape(x.shape[0], shards, tiles, -1, *x.shape[2:]), 2, 0)
-        return pieces.reshape(tiles, x.shape[0], -1, *x.shape[2:])
 
-    return tuple(map(cut, arrays))
+def hidden_states(model: Decoder, inputs: Batch, plan: "StepPlan") -> tuple[jax.Array, ForwardContext, Tree]:
+    """Returns the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
+    positions_BT, segment_ids_BT, keys_BTW = (inputs.get(name) for name in ("positions", "segment_ids", "dropout_keys"))
+    context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, plan.kernel, plan.packed, keys_BTW)
+    hidden_BTD, _, reports = model(inputs["tokens"], context, plan.execution)
+    return hidden_BTD, context, reports
+
+
+def in_zigzag(batch: Batch, layout: Layout) -> Batch:
+    """Reorders a batch's arrays [B, T, ...] from the text's order to that in which devices share out T."""
+    return {name: to_zigzag(x, layout) for name, x in batch.items()}
+
+
+def mtp_batches(batch: Batch, plan: "StepPlan") -> list[Batch]:
+    """Returns what each multi-token prediction layer reads and predicts, the nearest first: arrays [B, T]."""
+    return [_shift(batch, distance) for distance in range(1, plan.spec.mtp_num_layers + 1)]
+
+
+def _shift(batch: Batch, distance: int) -> Batch:
+    """Returns tokens, targets and mask of `distance` tokens on; masked where those are another segment's."""
+    names = ("tokens", "targets", "loss_mask", "segment_ids")
+    ahead = {name: jnp.roll(batch[name], -distance, axis=1) for name in names}
+    length = batch["tokens"].shape[1]
+    same_BT = (ahead.pop("segment_ids") == batch["segment_ids"]) & (jnp.arange(length) < length - distance)
+    return {**ahead, "loss_mask": ahead["loss_mask"] * same_BT}
+
+
+def batch_cross_entropy(
+    logits_of: Callable[[jax.Array], jax.Array], hidden_BTD: jax.Array, inputs: Batch, plan: "StepPlan"
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sums that `cross_entropy` gives of a batch that is `in_zigzag`."""
+    shards = plan.layout.shards("norm_length")
+    return cross_entropy(logits_of, hidden_BTD, inputs["targets"], inputs["loss_mask"], plan.vocab_tiles, shards)
+
+
+def _count_non_padding(batch: Batch) -> jax.Array:
+    return jnp.sum(batch["segment_ids"] > 0)

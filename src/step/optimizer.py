@@ -1,7 +1,7 @@
 """The optimizer, built inside the step from run-time values, and the learning rate of each step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from src.model.params import by_path
 from src.step.adafactor import scale_by_adafactor
 from src.step.muon import orthogonal_updates
 
-Hyper = dict[str, Any]
+HParams = dict[str, Any]
 
 
 def learning_rate(config: Mapping[str, Any], step: int) -> float:
@@ -40,7 +40,7 @@ def learning_rate(config: Mapping[str, Any], step: int) -> float:
     return peak * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
-def hyper_parameters(config: Mapping[str, Any], step: int) -> Hyper:
+def hparams_at(config: Mapping[str, Any], step: int) -> HParams:
     """The values of update number `step` (from 0) that may change without compiling the step again."""
     values = {
         "learning_rate": learning_rate(config, step),
@@ -55,7 +55,7 @@ def hyper_parameters(config: Mapping[str, Any], step: int) -> Hyper:
 
 
 def transform(
-    opt_type: str, mu_dtype: str, decays: Any, matrices: Any, shardings: Any, hyper: Hyper
+    opt_type: str, mu_dtype: str, decays: Any, matrices: Any, shardings: Any, hparams: HParams
 ) -> optax.GradientTransformation:
     """The optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
 
@@ -64,15 +64,15 @@ def transform(
             which is adamw for what is no hidden matrix; or `sgd`, which has no state.
         mu_dtype: of first moments.
         decays, matrices, shardings: of each weight whether it decays, its `Matrix`, and where its update is made.
-        hyper: may hold traced arrays; the state depends on none of them.
+        hparams: may hold traced arrays; the state depends on none of them.
     """
-    adam = optax.scale_by_adam(hyper["b1"], hyper["b2"], hyper["eps"], mu_dtype=mu_dtype)
+    adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=mu_dtype)
     hidden = jax.tree.map(lambda matrix: matrix.hidden, matrices)
     rules = {
         "adamw": [adam],
         "adafactor": [scale_by_adafactor(matrices)],
         "muon": [
-            optax.masked(optax.trace(hyper["muon_beta"], nesterov=True, accumulator_dtype=mu_dtype), hidden),
+            optax.masked(optax.trace(hparams["muon_beta"], nesterov=True, accumulator_dtype=mu_dtype), hidden),
             orthogonal_updates(matrices, shardings),
             optax.masked(adam, jax.tree.map(lambda is_hidden: not is_hidden, hidden)),
         ],
@@ -80,27 +80,50 @@ def transform(
     }
     return optax.chain(
         *rules[opt_type],
-        optax.add_decayed_weights(hyper["weight_decay"], decays),
-        optax.scale_by_learning_rate(hyper["learning_rate"]),
+        optax.add_decayed_weights(hparams["weight_decay"], decays),
+        optax.scale_by_learning_rate(hparams["learning_rate"]),
     )
 
 
-def state_shardings(opt: Any, shardings: Any, copy: NamedSharding) -> Any:
-    """Where an optimizer's state lies: what is of a weight as its `shardings` say, the rest as `copy` does.
+def state_shardings(opt: Any, shapes: Any, shardings: Any, copy: NamedSharding) -> Any:
+    """Returns where each array of an optimizer's state lies; `copy` where it belongs to no weight.
 
-    A dim of size 1, of which the weight has more, is not cut.
+    Args:
+        opt: the state's shapes. An array belongs to the weight whose path stands in its own.
+        shapes: of each weight.
+        shardings: where each weight's update is made.
+        copy: a copy on every device.
     """
-    weights = by_path(shardings)
+    sizes, placed = by_path(shapes), by_path(shardings)
 
     def place(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        weight = tuple(entry.key for entry in path if isinstance(entry, DictKey))
-        if not weight:
+        keys = tuple(entry.key for entry in path if isinstance(entry, DictKey))
+        ends = [(start, end) for start in range(len(keys)) for end in range(len(keys), start, -1)]
+        weight = next((keys[start:end] for start, end in ends if keys[start:end] in placed), None)
+        if weight is None:
             return copy
-        at = weights[weight]
-        axes = (axes if size > 1 else None for size, axes in zip(leaf.shape, at.spec, strict=True))
-        return at.update(spec=PartitionSpec(*axes))
+        dims = _dims_of(leaf.shape, sizes[weight].shape)
+        at = placed[weight]
+        return at.update(spec=PartitionSpec(*(None if dim is None else at.spec[dim] for dim in dims)))
 
     return jax.tree.map_with_path(place, opt)
+
+
+def _dims_of(shape: Sequence[int], weight: Sequence[int]) -> list[int | None]:
+    """Returns which dim of its weight each dim of an array is, None where it is none and so not cut.
+
+    Of the weight's rank it has the weight's dims, or their means (size 1); of another rank they are found by their
+    sizes, in order: Shampoo's [L, D, D] of a weight [L, D, F] has its L, the first D, and no third.
+    """
+    if len(shape) == len(weight):
+        return [dim if size == weight[dim] else None for dim, size in enumerate(shape)]
+    dims: list[int | None] = []
+    first = 0
+    for size in shape:
+        dim = next((dim for dim in range(first, len(weight)) if weight[dim] == size), None)
+        dims.append(dim)
+        first = first if dim is None else dim + 1
+    return dims
 
 
 def clip(gradients: Any, norm: jax.Array, threshold: jax.Array) -> Any:

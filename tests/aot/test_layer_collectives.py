@@ -13,7 +13,6 @@ from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
 from src.parallel.topology import parse_topology
 from src.step.build import build
-from src.step.state import state_weights
 from tests.compilers import needs_libtpu
 
 pytestmark = needs_libtpu
@@ -51,8 +50,7 @@ STREAM = 16 // 4 * LENGTH * D * 2  # bytes of a device's rows of the residual st
 def moved(training, **overrides):
     """How often a step, or an evaluation, runs each collective: by its kind, its axes and its bytes. And its text."""
     step = build(load(**{**KEYS, **overrides}), abstract_devices(parse_topology("v5e-16", 1)))
-    batch = {name: x for name, x in step.batch.items() if name != "data_position"}
-    lowered = step.traced.lower() if training else step.eval.lower(state_weights(step.state), batch)
+    lowered = step.traced.lower() if training else step.eval.lower(step.state.weights, step.batch)
     text = lowered.compile().as_text()
     found = Counter()
     for each in collectives(text, step.plan.layout.mesh):

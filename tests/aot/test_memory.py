@@ -54,7 +54,7 @@ def test_arguments_are_those_of_the_program_and_of_the_real_arrays_to_the_byte(m
     compiled = step.traced.lower().compile()
     assert sum(predicted.values()) == compiled.memory_analysis().argument_size_in_bytes
 
-    trainer = Trainer(rows=step.rows, devices=8, **EVEN, **mesh, mu_dtype="bfloat16")
+    trainer = Trainer(devices=8, **EVEN, **mesh, mu_dtype="bfloat16")
     first = jax.devices()[0]
 
     def on_first(tree):
@@ -65,7 +65,7 @@ def test_arguments_are_those_of_the_program_and_of_the_real_arrays_to_the_byte(m
             if shard.device == first
         )
 
-    assert predicted["weights"] == on_first(trainer.state.trainable)
+    assert predicted["weights"] == on_first(trainer.state.weights.trainable)
     assert predicted["optimizer"] == on_first(trainer.state.opt)
 
 

@@ -97,7 +97,7 @@ def test_the_file_begins_with_what_it_is_for(file, step):
     assert header["jax_config"]["jax_enable_x64"] == "False"
     assert header["arguments"]["state.trainable.embedding"] == "float32[128, 32] sharded (None, 'fsdp')"
     assert header["arguments"]["batch.loss_mask"] == "float32[8, 16] sharded ('fsdp', None)"
-    assert header["arguments"]["hyper.learning_rate"] == "float32[] sharded ()"
+    assert header["arguments"]["hparams.learning_rate"] == "float32[] sharded ()"
     assert payload.startswith(b"\x80"), "a pickle"
 
 
@@ -141,8 +141,8 @@ def test_what_is_loaded_computes_what_was_saved(saved, step):
     results = []
     for train in (compiled, program.load(str(path), header, built)):
         state, batch = jax.tree.map(ones, (built.state, built.batch))
-        results.append(tree_bits(train(state, batch, built.hyper)))
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.trainable)), "the old state is donated"
+        results.append(tree_bits(train(state, batch, built.hparams)))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.weights.trainable)), "the old state is donated"
     assert results[0] == results[1]
 
 

@@ -23,6 +23,7 @@ from src.hf.families import FAMILIES
 from src.hf.load import load_weights
 from src.hf.model_keys import read_model_keys
 from src.model.forward_context import ForwardContext
+from src.model.params import Weights
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
 from src.step.plan import make_plan
@@ -81,7 +82,7 @@ def our_model(folder):
         def forward(weights):
             ones, positions = jnp.ones((1, LENGTH), jnp.int32), jnp.arange(LENGTH)[None]
             context = ForwardContext(positions, ones, plan.layout, plan.kernel, packed=False)
-            decoder = plan.decoder(weights)
+            decoder = plan.decoder(Weights(weights))
             hidden_BTD, _, _ = decoder(jnp.asarray(TOKENS), context, plan.execution)
             return decoder.logits(hidden_BTD, context)[..., : spec.vocab_size]
 

@@ -18,14 +18,14 @@ from src.step.plan import make_plan
 
 
 def abstract(folder, devices=1, **keys):
-    """The parts of the state of the folder's model, on a mesh of so many devices."""
+    """The weights by role of the folder's model, on a mesh of so many devices."""
     keys = {"dataset_type": "synthetic", "max_target_length": 16, "model_name": folder, **keys}
     config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
     plan = make_plan(config, model_spec(config), make_layout(config, jax.devices()[:devices]))
     leaves = jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), plan.shapes, plan.shardings
     )
-    return plan.by_part(leaves)
+    return vars(plan.split(leaves))
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss", "gpt2"])

@@ -152,7 +152,7 @@ def assert_transformers_computes_the_same(folder, config):
     assert not found["mismatched_keys"] | set(found["error_msgs"])
     with torch.no_grad():
         theirs = model(torch.tensor(tokens).long()).logits.numpy()
-    ours = compute_logits(plan, tuple(plan.by_part(params.nested(arrays)).values()), tokens)
+    ours = compute_logits(plan, plan.split(params.nested(arrays)), tokens)
     assert np.max(np.abs(ours - theirs)) <= 2e-4 * np.std(theirs)
 
 

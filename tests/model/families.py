@@ -18,6 +18,7 @@ from src import command_line
 from src.hf.load import load_weights
 from src.model.decoder import empty_caches
 from src.model.forward_context import ForwardContext
+from src.model.params import Weights
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
 from src.step.plan import make_plan
@@ -232,7 +233,7 @@ def weights_of(folder, plan):
 def logits_of(plan, weights, tokens_BT, segment_ids_BT, positions_BT):
     """The model's logits [B, T, V] of whole rows, without the vocabulary's padding."""
     context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, plan.kernel, packed=True)
-    decoder = plan.decoder(weights)
+    decoder = plan.decoder(Weights(weights))
     hidden_BTD, _, _ = decoder(tokens_BT, context, plan.execution)
     return decoder.logits(hidden_BTD, context)[..., : plan.spec.vocab_size]
 
@@ -247,7 +248,8 @@ def greedy(plan, weights, prompts, steps):
 
     @jax.jit
     def prefill(weights):
-        decoder, positions_BT = plan.decoder(weights), jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        decoder = plan.decoder(Weights(weights))
+        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         segment_ids_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
         context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, plan.kernel, packed=False)
         caches = empty_caches(plan.spec, len(prompts), max(lengths_B) + steps)
@@ -257,7 +259,7 @@ def greedy(plan, weights, prompts, steps):
 
     @jax.jit
     def step(weights, token_B, position_B, caches):
-        decoder, position_B1 = plan.decoder(weights), position_B[:, None]
+        decoder, position_B1 = plan.decoder(Weights(weights)), position_B[:, None]
         context = ForwardContext(
             position_B1, jnp.ones_like(position_B1), plan.layout, plan.kernel, packed=False, decoding=True
         )

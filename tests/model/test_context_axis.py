@@ -84,13 +84,13 @@ def on_one_device(model):
 def trained(model, mesh):
     """The losses of some steps, and the gradients of the first: what it moved the weights by."""
     trainer = Trainer(devices=devices_of(mesh), initial=False, **SGD, **MODELS[model], **mesh)
-    before = jax.device_get(trainer.state.trainable)
+    before = jax.device_get(trainer.state.weights.trainable)
     losses = []
     for number in range(STEPS):
         metrics = trainer.step(packed_rows(number), number)
         losses.append([metrics[name] for name in ("loss", "mtp_loss", "grad_norm") if name in metrics])
         if number == 0:
-            moved = jax.tree.map(np.subtract, before, jax.device_get(trainer.state.trainable))
+            moved = jax.tree.map(np.subtract, before, jax.device_get(trainer.state.weights.trainable))
     return losses, moved
 
 
@@ -132,15 +132,14 @@ def by_index(logits, batch):
 @pytest.mark.parametrize("mesh", ["context 4", "context 4 x tensor 2, sequence"])
 def test_users_metrics_and_logits_are_in_the_texts_order(mesh):
     keys = {"eval_metrics": f"{__name__}:by_index", "num_vocab_tiling": 2}
-    batch = {name: x for name, x in packed_rows(0).items() if name != "data_position"}
+    batch = packed_rows(0)
     found = []
     for overrides in ({}, MESHES[mesh]):
         trainer = Trainer(devices=devices_of(overrides), initial=False, **keys, **overrides)
         plan = trainer.plan
-        weights = random_weights(plan)
-        parts = tuple(plan.by_part(jax.device_put(weights, plan.shardings)).values())
-        logits = compute_logits(plan, parts, batch["tokens"])
-        found.append((trainer.eval_step(parts, batch), logits))
+        weights = plan.split(jax.device_put(random_weights(plan), plan.shardings))
+        logits = compute_logits(plan, weights, batch["tokens"])
+        found.append((trainer.eval_step(weights, batch), logits))
     assert_close(found[1], jax.device_get(found[0]), 1e-4)
 
 
@@ -151,7 +150,7 @@ def test_generation_where_devices_share_rows_draws_the_tokens_of_one():
     for overrides in ({}, MESHES["context 4 x tensor 2, sequence"]):
         _, plan = make(devices_of(overrides), **overrides)
         weights = jax.device_put(random_weights(plan), plan.shardings)
-        model = in_training(plan, tuple(plan.by_part(weights).values()))
+        model = in_training(plan, plan.split(weights))
         generator = Generator(
             model, Sampling(temperature=0.0, top_k=0, nucleus_p=1.0), seed=0, length=LENGTH, prefill_length=7
         )
@@ -168,7 +167,7 @@ def test_rows_that_do_not_divide_are_an_error(length):
     keys = "ici_context_parallelism or dcn_context_parallelism"
     expected = rf"max_target_length={length} does not divide into 8 parts.*\(context=4\).*{keys}"
     with pytest.raises(UserError, match=expected):
-        abstract_batch(plan, (8, 1, 2), length)
+        abstract_batch(plan, 8, length)
 
 
 def test_rows_that_do_not_divide_between_blocks_are_an_error():
@@ -177,11 +176,11 @@ def test_rows_that_do_not_divide_between_blocks_are_an_error():
     _, plan = make(8, max_target_length=20, **sizes, **rules)
     keys = "ici_context_parallelism, dcn_context_parallelism, ici_tensor_parallelism or dcn_tensor_parallelism"
     with pytest.raises(UserError, match=rf"max_target_length=20 is not divisible.*context=2 x tensor=4.*{keys}"):
-        abstract_batch(plan, (8, 1, 2), 20)
+        abstract_batch(plan, 8, 20)
 
 
 def test_tiles_of_the_loss_that_do_not_divide_a_devices_part_are_an_error():
     config = load(num_vocab_tiling=8, **MESHES["context 4"])
     plan = make_plan(config, model_spec(config), make_layout(config, jax.devices()[:4]))
     with pytest.raises(UserError, match=r"num_vocab_tiling=8.*context=4"):
-        abstract_batch(plan, (8, 1, 2), LENGTH)
+        abstract_batch(plan, 8, LENGTH)

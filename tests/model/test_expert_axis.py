@@ -49,11 +49,11 @@ def computed(model, mesh):
     """The gradients of a step, and the metrics and statistics of three; an empty mesh is one device."""
     devices, settings = 8 if mesh else 1, MODELS[model] | MESHES.get(mesh, {})
     trainer = Trainer(devices=devices, initial=False, opt_type="sgd", learning_rate=0.5, adam_b1=0.0, **settings)
-    before = jax.device_get(trainer.state.trainable)
+    before = jax.device_get(trainer.state.weights.trainable)
     metrics = [trainer.step(packed_rows(0), 5)]
-    after = jax.device_get(trainer.state.trainable)
+    after = jax.device_get(trainer.state.weights.trainable)
     metrics += [trainer.step(packed_rows(number), 5) for number in (1, 2)]
-    return jax.tree.map(np.subtract, before, after), metrics, jax.device_get(trainer.state.stats)
+    return jax.tree.map(np.subtract, before, after), metrics, jax.device_get(trainer.state.weights.stats)
 
 
 @pytest.mark.parametrize(("model", "mesh"), CASES)

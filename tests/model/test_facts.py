@@ -11,8 +11,9 @@ from tiny import load, make
 from src.config.model_keys import AttentionFacts
 from src.config.schema import KEYS
 from src.errors import UserError
+from src.model.params import Weights
 from src.model.spec import layer_facts
-from src.step.train_step import loss_sums
+from src.step.loss import next_token_loss
 
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": 12}
 KINDS = {
@@ -49,7 +50,11 @@ def program(**facts):
     _, plan = make(base_num_decoder_layers=1, **facts)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jax.ShapeDtypeStruct((2, 16), jnp.int32))
     batch["loss_mask"] = jax.ShapeDtypeStruct((2, 16), jnp.float32)
-    traced = jax.make_jaxpr(lambda weights, batch: loss_sums(plan.decoder(weights), batch, plan)[0])(plan.shapes, batch)
+
+    def loss(weights, batch):
+        return next_token_loss(plan.decoder(Weights(weights)), batch, plan).loss
+
+    traced = jax.make_jaxpr(loss)(plan.shapes, batch)
     return str(traced), str(plan.shapes)
 
 

@@ -12,9 +12,9 @@ from src.model import decoder
 from src.model.attention import Attention
 from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
 from src.model.layers import Execution
-from src.model.params import matmul, weight
+from src.model.params import Weights, matmul, weight
 from src.model.spec import model_spec
-from src.step.train_step import loss_sums
+from src.step.loss import next_token_loss
 
 
 def published(name):
@@ -94,8 +94,8 @@ def counted_by_jax(**overrides):
     batch["loss_mask"] = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
 
     def loss(weights, batch):
-        loss, _, further, _ = loss_sums(plan.decoder(weights), batch, plan)
-        return loss + further.sum()
+        sums = next_token_loss(plan.decoder(Weights(weights)), batch, plan)
+        return sums.loss + sums.mtp.sum()
 
     lowered = jax.jit(jax.value_and_grad(loss)).lower(plan.shapes, batch)
     return lowered.cost_analysis()["flops"] / ids.size, plan

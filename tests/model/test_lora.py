@@ -13,7 +13,7 @@ from src.errors import UserError
 from src.generate import Generator, Sampling, in_training
 from src.model import lora, params
 from src.model.forward_context import ForwardContext
-from src.step.train_step import loss_sums
+from src.step.loss import next_token_loss
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1, "base_moe_mlp_dim": 24}
 LATENT = {
@@ -50,9 +50,8 @@ def test_an_adapted_model_is_the_model_with_the_products_added(facts):
     summed = params.nested(added)
 
     def loss(tree, adapted):
-        parts = (tree, {"lora": adapted}) if adapted else (tree,)
-        decoder = plan.decoder(*parts) if adapted else nnx.merge(plan.graphdef, tree)
-        return loss_sums(decoder, batch, plan)[0]
+        decoder = plan.decoder(params.Weights({"lora": adapted}, tree)) if adapted else nnx.merge(plan.graphdef, tree)
+        return next_token_loss(decoder, batch, plan).loss
 
     value = jax.jit(functools.partial(loss, adapted=adapters))(weights_of(plan))
     assert_close(value, jax.jit(functools.partial(loss, adapted=None))(summed), 1e-5)
@@ -63,8 +62,8 @@ def test_an_adapted_latent_attention_decodes_from_its_cache_as_the_merged_model_
     # Reading a cached latent takes the parts of kv_up, and one of them transposed.
     _, plan = make(lora_parameters="[attention.query, attention.kv_up]", **ADAPTED, **LATENT)
     adapters = adapters_of(plan)
-    parts = plan.by_part(jax.device_put(weights_of(plan) | {"lora": adapters}, jax.devices()[0]))
-    generator = Generator(in_training(plan, tuple(parts.values())), Sampling(0.0, 0, 1.0), 0, LENGTH)
+    adapted = plan.split(jax.device_put(weights_of(plan) | {"lora": adapters}, jax.devices()[0]))
+    generator = Generator(in_training(plan, adapted), Sampling(0.0, 0, 1.0), 0, LENGTH)
     prompt = np.array([5, 11, 7], np.int32)
     drawn = itertools.islice(generator.tokens(*generator.padded([prompt], 1), np.zeros(1, np.int32)), 8)
 
@@ -86,36 +85,36 @@ def weights_of(plan):
 
 def test_adapters_train_and_the_weights_beneath_do_not():
     trainer = Trainer(lora_parameters="[attention.*, feed_forward.wi]", **ADAPTED)
-    frozen, adapters = jax.device_get((trainer.state.frozen, trainer.state.trainable))
+    frozen, adapters = jax.device_get((trainer.state.weights.frozen, trainer.state.weights.trainable))
     assert set(adapters) == {"lora"}
     moments = {leaf.shape for leaf in jax.tree.leaves(trainer.state.opt) if leaf.ndim}
     assert moments == {leaf.shape for leaf in jax.tree.leaves(adapters)}
     losses = [trainer.step(packed_rows(0), step)["loss"] for step in range(10)]
     assert losses[-1] < losses[0] - 0.5
-    assert tree_bits(trainer.state.frozen) == tree_bits(frozen)
-    assert all((leaf != 0).any() for leaf in jax.tree.leaves(trainer.state.trainable))
+    assert tree_bits(trainer.state.weights.frozen) == tree_bits(frozen)
+    assert all((leaf != 0).any() for leaf in jax.tree.leaves(trainer.state.weights.trainable))
 
 
 def test_a_fresh_adapter_changes_nothing():
     adapted = Trainer(lora_parameters="[attention.*]", **ADAPTED)
     plain = Trainer()
-    assert tree_bits(adapted.state.frozen) == tree_bits(plain.state.trainable)
+    assert tree_bits(adapted.state.weights.frozen) == tree_bits(plain.state.weights.trainable)
     assert adapted.step(packed_rows(0), 0)["loss"] == plain.step(packed_rows(0), 0)["loss"]
 
 
 def test_what_trainable_parameters_leaves_out_stays_and_has_no_optimizer_state():
     trainer = Trainer(trainable_parameters="[attention.query, segments.0.0.feed_forward.*]")
-    assert {params.dotted(path[3:]) for path in params.by_path(trainer.state.trainable)} == {
+    assert {params.dotted(path[3:]) for path in params.by_path(trainer.state.weights.trainable)} == {
         "attention.query",
         "feed_forward.wi",
         "feed_forward.wo",
     }
     moments = {leaf.shape for leaf in jax.tree.leaves(trainer.state.opt) if leaf.ndim}
-    assert moments == {leaf.shape for leaf in jax.tree.leaves(trainer.state.trainable)}
-    before = jax.device_get((trainer.state.frozen, trainer.state.trainable))
+    assert moments == {leaf.shape for leaf in jax.tree.leaves(trainer.state.weights.trainable)}
+    before = jax.device_get((trainer.state.weights.frozen, trainer.state.weights.trainable))
     trainer.step(packed_rows(0), 5)
-    assert tree_bits(trainer.state.frozen) == tree_bits(before[0])
-    assert tree_bits(trainer.state.trainable) != tree_bits(before[1])
+    assert tree_bits(trainer.state.weights.frozen) == tree_bits(before[0])
+    assert tree_bits(trainer.state.weights.trainable) != tree_bits(before[1])
 
 
 def test_adapters_shard_as_their_weights_do():
@@ -124,7 +123,7 @@ def test_adapters_shard_as_their_weights_do():
     single = Trainer(lora_parameters="[attention.*, feed_forward.*]", **ADAPTED)
     losses = [[trainer.step(packed_rows(step), step)["loss"] for step in range(4)] for trainer in (single, sharded)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
-    query = sharded.state.trainable["lora"]["segments"][0][0]["attention"]["query"]
+    query = sharded.state.weights.trainable["lora"]["segments"][0][0]["attention"]["query"]
     assert query["down"].sharding.shard_shape(query["down"].shape)[1] == query["down"].shape[1] // 2
     assert query["up"].sharding.shard_shape(query["up"].shape)[2] == query["up"].shape[2] // 2
 

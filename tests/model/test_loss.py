@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import assert_close
 
-from src.step.loss import cross_entropy
+from src.step.cross_entropy import cross_entropy
 
 ROWS, LENGTH, WIDTH, VOCAB = 3, 12, 8, 50
 

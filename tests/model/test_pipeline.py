@@ -9,9 +9,10 @@ from jax.extend.core import jaxprs_in_params
 from tiny import GPT3, Trainer, assert_close, load, make, packed_rows
 
 from src.errors import UserError
+from src.model.params import Weights
 from src.model.pipeline import Schedule
 from src.step.build import build
-from src.step.train_step import loss_sums
+from src.step.loss import next_token_loss
 
 LAYERS, ROWS = 8, 8
 LOCAL = "{attention_type: local_sliding, sliding_window_size: 5}"
@@ -69,11 +70,11 @@ def run(model, devices, **keys):
     """The losses of three steps of plain descent, and what they added to the weights: a sum of gradients."""
     settings = {"base_num_decoder_layers": LAYERS, **MODELS[model], **keys}
     descent = {"opt_type": "sgd", "learning_rate": 0.1, "warmup_steps_fraction": 0, "gradient_clipping_threshold": 0}
-    trainer = Trainer(rows=ROWS, devices=devices, initial=False, adam_weight_decay=0, **descent, **settings)
+    trainer = Trainer(devices=devices, initial=False, adam_weight_decay=0, **descent, **settings)
     before = jax.device_get(trainer.state)
     metrics = [trainer.step(packed_rows(number, ROWS), number) for number in range(3)]
     after = jax.device_get(trainer.state)
-    added = jax.tree.map(np.subtract, (after.trainable, after.stats), (before.trainable, before.stats))
+    added = jax.tree.map(np.subtract, after.weights, before.weights)
     names = [name for name in ("loss", "load_balance_loss") if name in metrics[0]]
     return [[each[name] for name in names] for each in metrics], added
 
@@ -157,7 +158,7 @@ def test_iterations_are_as_few_as_can_be(repeats, micro_batches):
     batch = packed_rows(0, rows=24)
 
     def loss(weights):
-        return loss_sums(plan.decoder(weights), batch, plan)[0]
+        return next_token_loss(plan.decoder(Weights(weights)), batch, plan).loss
 
     iterations = micro_batches * repeats + 1
     assert list(loops(jax.make_jaxpr(jax.grad(loss))(plan.shapes).jaxpr)) == [iterations, iterations]

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from tiny import Trainer, make, packed_rows, random_weights
 
-from src.step.train_step import hidden_states, loss_sums
+from src.model.params import Weights
+from src.step.loss import hidden_states, next_token_loss
 
 SETTINGS = {"mtp_num_layers": 2, "position_type": "none", "base_num_kv_heads": 4}
 EPSILON = 1e-5
@@ -57,8 +58,8 @@ def test_the_loss_is_that_of_each_document_by_itself(num_vocab_tiling):
 
     @jax.jit
     def compute(weights):
-        decoder = plan.decoder(weights)
-        return hidden_states(decoder, batch, plan)[0], loss_sums(decoder, batch, plan)[2]
+        decoder = plan.decoder(Weights(weights))
+        return hidden_states(decoder, batch, plan)[0], next_token_loss(decoder, batch, plan).mtp
 
     hidden_BTD, further = jax.device_get(compute(weights))
     np.testing.assert_allclose(further, by_document(plan, weights, batch, hidden_BTD)[:, 0], rtol=1e-5)
@@ -78,8 +79,8 @@ def by_document(plan, weights, batch, hidden_BTD):
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_metric_is_nats_per_token_that_an_extra_layer_predicts(micro_batches):
     trainer = Trainer(initial=False, **SETTINGS, mtp_loss_scaling_factor=0.0, gradient_accumulation_steps=micro_batches)
-    batch, weights = packed_rows(0), jax.device_get(trainer.state.trainable)
-    hidden_BTD, _, _ = hidden_states(trainer.plan.decoder(weights), batch, trainer.plan)
+    batch, weights = packed_rows(0), jax.device_get(trainer.state.weights.trainable)
+    hidden_BTD, _, _ = hidden_states(trainer.plan.decoder(Weights(weights)), batch, trainer.plan)
     sums, counts = by_document(trainer.plan, weights, batch, np.asarray(hidden_BTD)).T
     assert counts[1] < counts[0] < batch["loss_mask"].sum()
     np.testing.assert_allclose(trainer.step(batch, 0)["mtp_loss"], np.mean(sums / counts), rtol=1e-5)
@@ -92,7 +93,7 @@ def test_masked_targets_count_for_nothing():
 
     @jax.jit
     def further(mask):
-        return loss_sums(plan.decoder(weights), {**batch, "loss_mask": mask}, plan)[2]
+        return next_token_loss(plan.decoder(Weights(weights)), {**batch, "loss_mask": mask}, plan).mtp
 
     one, first = np.zeros_like(batch["loss_mask"]), np.zeros_like(batch["loss_mask"])
     one[0, np.argmax(batch["positions"][0] == 2)] = 1.0

@@ -9,7 +9,8 @@ from jax.ad_checkpoint import print_saved_residuals
 from jax.extend.core import jaxprs_in_params
 from tiny import assert_close, loss_and_gradients, make, packed_rows, random_weights
 
-from src.step.train_step import loss_sums
+from src.model.params import Weights
+from src.step.loss import next_token_loss
 
 # Two blocks, twice, so that a policy is seen to hold for each block of a pattern.
 PATTERN = {"base_num_decoder_layers": 4, "decoder_segments": "[{repeats: 2, pattern: [{}, {base_mlp_dim: 48}]}]"}
@@ -50,7 +51,9 @@ def residuals(capsys, **overrides):
     """What the backward pass of the model is handed, a line an array: its type, and where it comes from."""
     _, plan = make(**PATTERN, **overrides)
     batch = packed_rows(0, rows=3)
-    print_saved_residuals(lambda weights: loss_sums(plan.decoder(weights), batch, plan)[0], plan.shapes)
+    print_saved_residuals(
+        lambda weights: next_token_loss(plan.decoder(Weights(weights)), batch, plan).loss, plan.shapes
+    )
     return capsys.readouterr().out.splitlines()
 
 
@@ -136,7 +139,7 @@ def backward(devices=1, **overrides):
     """The program of the gradients, as a jaxpr."""
     _, plan = make(devices, **overrides)
     batch = packed_rows(0, rows=12)
-    gradients = jax.grad(lambda weights: loss_sums(plan.decoder(weights), batch, plan)[0])
+    gradients = jax.grad(lambda weights: next_token_loss(plan.decoder(Weights(weights)), batch, plan).loss)
     return jax.make_jaxpr(gradients)(plan.shapes).jaxpr
 
 

@@ -62,7 +62,7 @@ def bench_step(argv: list[str], steps: int) -> None:
     """Prints the time of a training step, tokens per second, MFU where the device's peak is known, and peak memory."""
     config = configuration.load(argv)
     jax.config.update("jax_default_matmul_precision", config.matmul_precision)
-    layout = make_layout(config, jax.devices())
+    layout = make_layout(config.mesh, jax.devices())
     device = jax.devices()[0]
     spec = model_spec(config)
     plan = make_plan(config, spec, layout)

@@ -174,7 +174,7 @@ def main(argv: Sequence[str]) -> None:
         for n in options.context:
             keys = ["model_name=llama3-8b", f"max_target_length={length}", f"ici_context_parallelism={n}"]
             config = configuration.load([str(BASE), *keys])
-            layout, spec = make_layout(config, devices), model_spec(config).layers[0]
+            layout, spec = make_layout(config.mesh, devices), model_spec(config).layers[0]
             ways = {
                 "gather": functools.partial(gather, layout=layout, spec=spec),
                 "ring": functools.partial(ring, layout=layout, scale=score_spec(spec, spec.head_dim).scale),

@@ -62,7 +62,7 @@ class Evaluation:
     ) -> None:
         self.name = data.name
         self._eval_step = eval_step
-        self._global_batch = eval_batch_size(config, plan)
+        self._global_batch = eval_batch_size(config.evaluation, config.batch, plan)
         self._sharding = batch_sharding(plan.layout)
         self._rows = host_rows(self._sharding["tokens"], (self._global_batch, config.max_target_length))
         inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)

@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 
 from src.cli import run_command
 from src.config.key_help import Usage
-from src.config.schema import Config
 from src.config.source_spec import train_specs
 from src.data.describe import describe_conversations, describe_data
 from src.data.document_stream import DocumentStream, rows_per_epoch
@@ -70,7 +69,12 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         return
     tokenizer = make_tokenizer(config)
     data, _ = open_sources(config, tokenizer)
-    global_batch, rows = rows_of_process(config)
+    global_batch, rows = rows_of_process(
+        config.per_device_batch_size,
+        config.gradient_accumulation_steps,
+        config.process_count,
+        config.process_index,
+    )
     inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
     length = config.max_target_length
     print_header(
@@ -97,19 +101,18 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     print_header(summary)
 
 
-def rows_of_process(config: Config) -> tuple[int, np.ndarray]:
+def rows_of_process(per_device_batch_size: float, micro_batches: int, count: int, index: int) -> tuple[int, np.ndarray]:
     """The rows of a batch of `process_count` hosts that have as many devices as this one; those of `process_index`.
 
     Raises:
         UserError: the rows don't divide by the hosts, or there is no such process.
     """
-    count, index = config.process_count, config.process_index
     if index >= count:
         raise UserError(f"process_index={index} must be less than process_count={count}")
-    rows = config.per_device_batch_size * jax.local_device_count() * count * config.gradient_accumulation_steps
+    rows = per_device_batch_size * jax.local_device_count() * count * micro_batches
     if rows != round(rows) or round(rows) % count:
         raise UserError(
-            f"per_device_batch_size={config.per_device_batch_size:g} on {count} processes of "
+            f"per_device_batch_size={per_device_batch_size:g} on {count} processes of "
             f"{jax.local_device_count()} devices is {rows:g} rows per batch, which don't divide by {count} processes"
         )
     share = round(rows) // count

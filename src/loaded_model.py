@@ -43,8 +43,9 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
             "load_parameters_path says whose weights to use: a run's folder, a checkpoint, a Hugging Face "
             "folder. (A run's folder in place of the YAML file brings its own, as in python -m src.decode runs/NAME)"
         )
-    check_hardware(config)
-    plan = inference_plan(config, make_layout(config, jax.devices()), config.max_target_length, packed=config.packing)
+    check_hardware(config.run.hardware)
+    layout = make_layout(config.mesh, jax.devices())
+    plan = inference_plan(config, layout, config.max_target_length, packed=config.packing)
     weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract_state(plan, config)))
     check_vocabulary(config, meta)
     check_tokenizer(config, meta, tokenizer)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from src.config.schema import Config
+from src.config.schema import Batch, Config, Evaluation
 from src.errors import UserError
 from src.json_text import parse_json, read_lines
 from src.loaded_model import LoadedModel, inference_plan
@@ -49,10 +49,11 @@ def score_texts(config: Config, loaded: LoadedModel) -> int:
             f"{config.max_target_length} is a row's: raise it, or shorten the text"
         )
     compute = _compiled(loaded.plan, _log_probs)
+    B = eval_batch_size(config.evaluation, config.batch, loaded.plan)
     # Every process computes, process 0 writes.
     scores_path = Path(config.scores_path).expanduser() if jax.process_index() == 0 else os.devnull
     with open(scores_path, "w", encoding="utf-8") as file:
-        for batch in _row_batches(config, loaded.plan, encoded, config.max_target_length):
+        for batch in _row_batches(encoded, B, config.max_target_length):
             log_probs_BT = compute(loaded.weights, batch.tokens_BT)
             for row in range(batch.count):
                 ids = encoded[batch.first + row]
@@ -77,7 +78,7 @@ def write_logits(config: Config, loaded: LoadedModel) -> tuple[int, int, int]:
     Raises:
         UserError: the file is no such array, or an id is not in the vocabulary.
     """
-    path = Path(config.tokens_path).expanduser()
+    path = Path(config.evaluation.tokens_path).expanduser()
     try:
         tokens = np.load(path)
     except (OSError, ValueError) as error:
@@ -106,14 +107,15 @@ def compute_logits(plan: StepPlan, weights: Weights, tokens_BT: np.ndarray) -> n
     return _compiled(plan, _logits)(weights, tokens_BT)
 
 
-def eval_batch_size(config: Config, plan: StepPlan) -> int:
+def eval_batch_size(evaluation: Evaluation, batch: Batch, plan: StepPlan) -> int:
     """Returns the global batch size of evaluation.
 
     Raises:
         UserError: it does not divide over the mesh.
     """
-    key = "eval_per_device_batch_size" if config.eval_per_device_batch_size else "per_device_batch_size"
-    size = global_batch_size(plan.layout, config[key], 1, key)
+    key = "eval_per_device_batch_size" if evaluation.eval_per_device_batch_size else "per_device_batch_size"
+    rows = evaluation.eval_per_device_batch_size or batch.per_device_batch_size
+    size = global_batch_size(plan.layout, rows, 1, key)
     check_rows(size, plan.layout, plan.execution.schedule, key)
     return size
 
@@ -124,8 +126,7 @@ class _RowBatch(NamedTuple):
     tokens_BT: np.ndarray  # padded with zeros; B is the same for all batches
 
 
-def _row_batches(config: Config, plan: StepPlan, rows: Sequence[np.ndarray], length: int) -> Iterator[_RowBatch]:
-    B = eval_batch_size(config, plan)
+def _row_batches(rows: Sequence[np.ndarray], B: int, length: int) -> Iterator[_RowBatch]:
     for first in range(0, len(rows), B):
         batch = rows[first : first + B]
         tokens_BT = np.zeros((B, length), np.int32)

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from src import command_line, rendezvous
 from src.cli import end_now
 from src.config.key_help import TRAIN, Usage, help_for
-from src.config.schema import KEYS, Config
+from src.config.schema import KEYS, Config, Step
 from src.config.yaml import dump
 from src.errors import UserError
 from src.step.compiler_flags import check_environment
@@ -54,7 +54,7 @@ def configured(
     print(f"MinText {version()}", flush=True)
     notes: list[str] = []
     config = command_line.load(argv, notes, uses_weights=uses_weights)
-    configure_jax(config)
+    configure_jax(config.step)
     if joins:
         platforms = jax.config.jax_platforms  # empty: whichever JAX finds
         check_environment(uses_tpu=not platforms or "tpu" in platforms)
@@ -65,11 +65,11 @@ def configured(
     return config
 
 
-def configure_jax(config: Config) -> None:
+def configure_jax(step: Step) -> None:
     """Makes those settings of JAX that have to precede its search for devices and any compilation."""
-    jax.config.update("jax_default_matmul_precision", config.matmul_precision)
-    if config.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
+    jax.config.update("jax_default_matmul_precision", step.matmul_precision)
+    if step.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(step.jax_cache_dir))
     if (virtual_devices := jax.config.jax_num_cpu_devices) > 1:
         # XLA has as many threads as virtual CPU devices, and a collective blocks one until all devices have entered it.
         # If some devices enter one of two independent collectives and some the other, no thread is left to go on.

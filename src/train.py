@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
     """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
     # ---- Devices, model and step
-    check_hardware(config)
+    check_hardware(config.run.hardware)
     if topology := config.compile_topology:
         say([f"compile_topology={topology} is for src.train_compile: this run is on the devices that are here"])
     options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))

@@ -88,7 +88,7 @@ def saved(tmp_path_factory, corpus):
     """A file of the step that runs here compile."""
     path = tmp_path_factory.mktemp("saved") / "step"
     config = load(runs.arguments(**MODEL, dataset_path=corpus, compiled_trainstep_file=path))
-    configure_jax(config)
+    configure_jax(config.step)
     save(config, build(config, jax.devices()))
     return path
 

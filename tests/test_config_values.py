@@ -28,7 +28,7 @@ ENTRIES = (
 
 def plan_of(config):
     """The abstract weights, shardings and batch of a config on 8 devices."""
-    layout = make_layout(config, jax.devices())
+    layout = make_layout(config.mesh, jax.devices())
     global_batch_size(layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size")
     return make_plan(config, model_spec(config), layout)
 

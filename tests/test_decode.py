@@ -276,7 +276,7 @@ def test_a_completion_ends_at_its_length_limit():
 def generated(devices, stacked, **keys):
     """Texts of a tiny random model for prompts of several lengths."""
     config = config_of(base_num_decoder_layers=4, decode_seed=5, **keys)
-    plan = inference_plan(config, make_layout(config, jax.devices()[:devices]), LENGTH, packed=False)
+    plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:devices]), LENGTH, packed=False)
     shardings = plan.shardings
     weights = jax.tree.map(jax.device_put, tiny.random_weights(plan), shardings)
     model = in_training(plan, plan.split(weights)) if stacked else unrolled(plan, plan.split(weights))

@@ -124,12 +124,12 @@ def test_segments_have_every_pair_of_the_row(tmp_path, texts):
 
 
 def test_hosts_that_do_not_divide_the_batch():
-    def config(**keys):
-        return configuration.load(runs.arguments(**keys))
+    def rows_of(count, index=0, rows_per_device=1.0):
+        return rows_of_process(rows_per_device, 1, count, index)
 
-    rows, own = rows_of_process(config(process_count=4, process_index=3))
+    rows, own = rows_of(4, index=3)
     assert (rows, own.tolist()) == (32, list(range(24, 32)))
     with pytest.raises(UserError, match=r"is 4.8 rows per batch, which don't divide by 3 processes"):
-        rows_of_process(config(per_device_batch_size=0.2, process_count=3))
+        rows_of(3, rows_per_device=0.2)
     with pytest.raises(UserError, match=r"process_index=2 must be less than process_count=2"):
-        rows_of_process(config(process_count=2, process_index=2))
+        rows_of(2, index=2)

@@ -16,7 +16,7 @@ from src.parallel.mesh import check_hardware, describe_mesh, global_batch_size, 
 
 
 def layout_of(devices=8, **overrides):
-    return make_layout(load(**overrides), jax.devices()[:devices])
+    return make_layout(load(**overrides).mesh, jax.devices()[:devices])
 
 
 def cube(**overrides):
@@ -83,15 +83,15 @@ class FakeDevice:
 def test_dcn_axes_run_between_slices_and_ici_axes_within():
     devices = [FakeDevice(id=i, process_index=i // 2, slice_index=i // 4) for i in range(8)]
     config = load(dcn_data_parallelism=2, ici_fsdp_parallelism=-1, ici_tensor_parallelism=2)
-    layout = make_layout(config, devices)
+    layout = make_layout(config.mesh, devices)
     assert describe_mesh(layout.mesh.shape) == "data 2 x fsdp 2 x tensor 2"
     slices = np.vectorize(lambda device: device.slice_index)(layout.mesh.devices)
     for index in range(2):
         assert set(slices[index].flat) == {index}
     with pytest.raises(UserError, match="2 slices or hosts"):
-        make_layout(load(dcn_data_parallelism=4), devices)
+        make_layout(load(dcn_data_parallelism=4).mesh, devices)
     with pytest.raises(UserError, match=r"Between the 2 slices or hosts sizes are dcn_\*_parallelism"):
-        make_layout(load(ici_tensor_parallelism=8), devices)
+        make_layout(load(ici_tensor_parallelism=8).mesh, devices)
 
 
 def test_arrays_lie_in_equal_parts_on_the_devices():
@@ -167,6 +167,6 @@ def test_shards_of_a_logical_axis():
 
 
 def test_hardware_that_is_not_there_is_an_error():
-    check_hardware(load(hardware="cpu"))
+    check_hardware("cpu")
     with pytest.raises(UserError, match="hardware=tpu, but JAX found cpu"):
-        check_hardware(load(hardware="tpu"))
+        check_hardware("tpu")

@@ -70,7 +70,7 @@ def test_parameters_are_those_of_the_published_sizes(name):
 @pytest.mark.parametrize("name", [on_topology(name) for name in NAMES])
 def test_its_mesh_multiplies_out(name):
     said, config = recipe(name), recipe(name).load()
-    layout = make_layout(config, abstract_devices(said.topology()))
+    layout = make_layout(config.mesh, abstract_devices(said.topology()))
     assert describe_mesh(layout.mesh.shape) == said.mesh
     rows = global_batch_size(layout, config.per_device_batch_size, config.gradient_accumulation_steps, "")
     assert rows == said.rows

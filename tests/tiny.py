@@ -55,7 +55,7 @@ def load(**overrides):
 def make(devices=1, **overrides):
     """A config and its plan on the first `devices` devices."""
     config = load(**overrides)
-    return config, make_plan(config, model_spec(config), make_layout(config, jax.devices()[:devices]))
+    return config, make_plan(config, model_spec(config), make_layout(config.mesh, jax.devices()[:devices]))
 
 
 class Trainer:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from src.config.schema import Mesh as MeshSection
 from src.config.schema import size_key
 from src.errors import UserError
 
@@ -138,12 +139,12 @@ def _traced_mesh() -> AbstractMesh:
     return jax.sharding.get_abstract_mesh()
 
 
-def make_layout(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Layout:
+def make_layout(section: MeshSection, devices: Sequence[jax.Device]) -> Layout:
     """The mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them, with its rules."""
-    names = tuple(config["mesh_axes"])
+    names = section.mesh_axes
     groups = count_slices(devices)
-    ici = _fill("ici", config, names, len(devices) // groups, groups)
-    dcn = _fill("dcn", config, names, len(devices) // groups, groups)
+    ici = _fill("ici", section, names, len(devices) // groups, groups)
+    dcn = _fill("dcn", section, names, len(devices) // groups, groups)
     if groups == 1:
         device_array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     else:
@@ -152,8 +153,7 @@ def make_layout(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Lay
             ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
         )
     mesh = Mesh(device_array, names, axis_types=(AxisType.Auto,) * len(names))
-    rules = {axis: tuple(mesh_axes) for axis, mesh_axes in config["logical_axis_rules"].items()}
-    return Layout(mesh, rules)
+    return Layout(mesh, section.logical_axis_rules)
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:
@@ -176,17 +176,17 @@ def _joined_by_process(device: jax.Device) -> bool:
     return device.platform != "tpu"
 
 
-def _fill(kind: str, config: Mapping[str, Any], names: Sequence[str], devices: int, groups: int) -> list[int]:
+def _fill(kind: str, section: MeshSection, names: Sequence[str], devices: int, groups: int) -> list[int]:
     """The sizes of one kind for these mesh axes, with the one -1 replaced by what the others leave.
 
     Args:
         kind: ici or dcn.
-        config: the sizes.
+        section: the sizes.
         names: the mesh axes.
         devices: in each slice or host.
         groups: how many slices or hosts.
     """
-    sizes = {size_key(kind, name): config[size_key(kind, name)] for name in names}
+    sizes = {key: getattr(section, key) for key in (size_key(kind, name) for name in names)}
     total = devices if kind == "ici" else groups
     given = math.prod(size for size in sizes.values() if size != -1)
     filled = [total // given if size == -1 else size for size in sizes.values()]
@@ -297,8 +297,8 @@ def describe_mesh(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
 
 
-def check_hardware(config: Mapping[str, Any]) -> None:
+def check_hardware(hardware: str) -> None:
     """Raises UserError where `hardware` names another platform than the one JAX found."""
     platform = jax.devices()[0].platform
-    if config["hardware"] and config["hardware"] != platform:
-        raise UserError(f"hardware={config['hardware']}, but JAX found {platform}. Leave hardware empty to detect it.")
+    if hardware and hardware != platform:
+        raise UserError(f"hardware={hardware}, but JAX found {platform}. Leave hardware empty to detect it.")

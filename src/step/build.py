@@ -51,7 +51,7 @@ def build(
     Raises:
         UserError: what was asked for does not fit the devices or the mesh.
     """
-    layout = make_layout(config, devices)
+    layout = make_layout(config.mesh, devices)
     plan = make_plan(config, model_spec(config), layout)
     rows = global_batch_size(
         layout, config["per_device_batch_size"], config["gradient_accumulation_steps"], "per_device_batch_size"

@@ -46,7 +46,7 @@ def test_devices_are_those_of_the_topology(name, slices):
     assert len(devices) == topology.num_devices
     assert {device.platform for device in devices} == {topology.platform}
     assert {device.device_kind for device in devices} == {topology.chip.kind}
-    layout = make_layout(load(dcn_data_parallelism=slices), devices)
+    layout = make_layout(load(dcn_data_parallelism=slices).mesh, devices)
     sizes = {name: size for name, size in layout.mesh.shape.items() if name in ("data", "fsdp")}
     assert sizes == {"data": slices, "fsdp": topology.num_devices // slices}
     assert layout.mesh.size == topology.num_devices

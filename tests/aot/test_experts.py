@@ -48,7 +48,7 @@ def lowered(overrides, topology, experts):
     """A layer's gradients to weights and input, for a device's `TOKENS`."""
     config = load(**overrides, ici_expert_parallelism=experts, matmul_precision="default")
     devices = abstract_devices(parse_topology(topology, 1))
-    layout, spec = make_layout(config, devices), model_spec(config)
+    layout, spec = make_layout(config.mesh, devices), model_spec(config)
     graphdef, declarations = params.abstract(lambda rngs: Experts(spec.layers[0], 1.0, "float32", rngs))
     shapes = params.values(declarations)
     at = weight_shardings(layout, shapes, params.field(declarations, "out_sharding"))

@@ -73,7 +73,7 @@ def our_model(folder):
     spec = model_spec(config)
 
     def logits():
-        plan = make_plan(config, spec, make_layout(config, jax.devices()[:1]))
+        plan = make_plan(config, spec, make_layout(config.mesh, jax.devices()[:1]))
         shapes = jax.tree.map(
             lambda shape, at: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=at), plan.shapes, plan.shardings
         )

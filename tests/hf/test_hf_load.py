@@ -21,7 +21,7 @@ def abstract(folder, devices=1, **keys):
     """The weights by role of the folder's model, on a mesh of so many devices."""
     keys = {"dataset_type": "synthetic", "max_target_length": 16, "model_name": folder, **keys}
     config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
-    plan = make_plan(config, model_spec(config), make_layout(config, jax.devices()[:devices]))
+    plan = make_plan(config, model_spec(config), make_layout(config.mesh, jax.devices()[:devices]))
     leaves = jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), plan.shapes, plan.shardings
     )

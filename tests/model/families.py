@@ -218,7 +218,7 @@ def plan_of(folder, devices=1, **overrides):
     settings = {"max_target_length": LENGTH, "dtype": "float32", "matmul_precision": "highest", "remat_policy": "none"}
     keys = {"model_name": folder, **settings, "dataset_type": "synthetic", **overrides}
     config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
-    return make_plan(config, model_spec(config), make_layout(config, jax.devices()[:devices]))
+    return make_plan(config, model_spec(config), make_layout(config.mesh, jax.devices()[:devices]))
 
 
 def weights_of(folder, plan):

@@ -21,7 +21,7 @@ def test_a_ring_of_four_devices_attends_and_differentiates_as_one_does():
     wanted = scaled_dot_product_attention(*inputs, is_causal=True, scale=SCALE, enable_gqa=True)
     wanted.backward(direction)
 
-    layout = make_layout(load(ici_context_parallelism=4, ici_fsdp_parallelism=2), jax.devices())
+    layout = make_layout(load(ici_context_parallelism=4, ici_fsdp_parallelism=2).mesh, jax.devices())
     order = zigzag_order(LENGTH, layout)
     q, k, v, cotangent = (x[:, order] for x in arrays)
 

@@ -116,7 +116,7 @@ def test_bfloat16_runs_on_cpus(model):
 
 
 def test_each_device_has_as_many_keys_to_see_as_any_other():
-    layout = make_layout(load(**MESHES["context 8"]), jax.devices())
+    layout = make_layout(load(**MESHES["context 8"]).mesh, jax.devices())
     order = zigzag_order(64, layout)
     assert sorted(order) == list(range(64))
     assert len(set((order + 1).reshape(8, -1).sum(axis=1))) == 1  # of token i the keys are i + 1
@@ -163,7 +163,7 @@ def test_generation_where_devices_share_rows_draws_the_tokens_of_one():
 @pytest.mark.parametrize("length", [20, 18])
 def test_rows_that_do_not_divide_are_an_error(length):
     config = load(max_target_length=length, **MESHES["context 4"])
-    plan = make_plan(config, model_spec(config), make_layout(config, jax.devices()[:4]))
+    plan = make_plan(config, model_spec(config), make_layout(config.mesh, jax.devices()[:4]))
     keys = "ici_context_parallelism or dcn_context_parallelism"
     expected = rf"max_target_length={length} does not divide into 8 parts.*\(context=4\).*{keys}"
     with pytest.raises(UserError, match=expected):
@@ -181,6 +181,6 @@ def test_rows_that_do_not_divide_between_blocks_are_an_error():
 
 def test_tiles_of_the_loss_that_do_not_divide_a_devices_part_are_an_error():
     config = load(num_vocab_tiling=8, **MESHES["context 4"])
-    plan = make_plan(config, model_spec(config), make_layout(config, jax.devices()[:4]))
+    plan = make_plan(config, model_spec(config), make_layout(config.mesh, jax.devices()[:4]))
     with pytest.raises(UserError, match=r"num_vocab_tiling=8.*context=4"):
         abstract_batch(plan, 8, LENGTH)

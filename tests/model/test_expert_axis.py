@@ -91,7 +91,7 @@ def routed(choices_BTk, devices=8, real_BT=None, **overrides):
     """A layer whose tokens choose these experts, on a mesh, its arguments, and its output by numpy; all tokens real."""
     B, T, k = choices_BTk.shape
     config = load(**{**EXPERTS, "num_experts_per_tok": k, **overrides})
-    layout = make_layout(config, jax.devices()[:devices])
+    layout = make_layout(config.mesh, jax.devices()[:devices])
     rng = np.random.default_rng(0)
     module = Experts(model_spec(config).layers[0], 1.0, "float32", nnx.Rngs(0))
     nnx.update(module, jax.tree.map(lambda x: rng.normal(scale=0.3, size=x.shape), nnx.state(module)))
@@ -139,7 +139,7 @@ def test_no_token_is_lost_however_they_choose(choices, experts):
 def test_balanced_experts_take_one_window_and_a_single_one_many():
     """Eight peers with 100 rows each have room for 125: as many arrive when all are chosen as often, or 800."""
     peers = dispatch.ExpertGroup(("expert",), 8, (), "cpu")
-    layout = make_layout(load(**EXPERTS, ici_expert_parallelism=8), jax.devices())
+    layout = make_layout(load(**EXPERTS, ici_expert_parallelism=8).mesh, jax.devices())
     even, one = np.full((8, 8), 100 // 8 + 1), np.eye(8, dtype=int)[[0] * 8] * 100
     windows = [
         layout.shard_map(lambda rows=rows: dispatch._windows(jnp.asarray(rows), 125, peers), (), layout.spec(()))()

@@ -182,8 +182,8 @@ def test_blocks_are_seen_as_the_mask_in_full_says(window, parts):
 
 
 BFLOAT16 = {"dtype": "bfloat16"}
-ALONE = make_layout(load(), jax.devices()[:1])
-FOUR_SHARE = make_layout(load(ici_context_parallelism=4), jax.devices()[:4])
+ALONE = make_layout(load().mesh, jax.devices()[:1])
+FOUR_SHARE = make_layout(load(ici_context_parallelism=4).mesh, jax.devices()[:4])
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_kernel_that_devices_cannot_share_a_row_by_is_an_error(attention, plat
 
 def test_what_shards_rows_is_named_where_the_rules_say_another_axis():
     keys = {"logical_axis_rules__length": "[tensor]", "logical_axis_rules__heads": "[]"}
-    layout = make_layout(load(ici_tensor_parallelism=4, **keys), jax.devices()[:4])
+    layout = make_layout(load(ici_tensor_parallelism=4, **keys).mesh, jax.devices()[:4])
     with pytest.raises(
         UserError, match="tensor=4 share it: set ici_tensor_parallelism and dcn_tensor_parallelism to 1"
     ):

@@ -45,9 +45,9 @@ _CHECKED_DOCUMENTS = 100
 
 
 class Segment(NamedTuple):
-    """A document in a row, or as much of it as is there.
+    """Holds a document in a row, or the part of it that the row has.
 
-    start, stop: its places in the row.
+    start, stop: its columns in the row.
     ids: int32 [stop - start + 1], its tokens and the last one's target.
     loss_mask: bool [stop - start], True for targets that count in the loss.
     """
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
 
 
 def rows_of_process(per_device_batch_size: float, micro_batches: int, count: int, index: int) -> tuple[int, np.ndarray]:
-    """The rows of a batch of `process_count` hosts that have as many devices as this one; those of `process_index`.
+    """Returns B for `process_count` hosts with as many devices as this one, and the rows of `process_index`.
 
     Raises:
         UserError: the rows don't divide by the hosts, or there is no such process.
@@ -120,12 +120,12 @@ def rows_of_process(per_device_batch_size: float, micro_batches: int, count: int
 
 
 def segments(batch: Batch, row: int) -> list[Segment]:
-    """The documents in one row of a batch."""
+    """Returns the documents in one row of a batch."""
     found = []
     ids = batch["segment_ids"][row]
     for number in range(1, int(ids.max()) + 1):
-        places = np.flatnonzero(ids == number)
-        start, stop = int(places[0]), int(places[-1]) + 1
+        columns = np.flatnonzero(ids == number)
+        start, stop = int(columns[0]), int(columns[-1]) + 1
         tokens = np.append(batch["tokens"][row, start:stop], batch["targets"][row, stop - 1])
         found.append(Segment(start, stop, tokens, batch["loss_mask"][row, start:stop] == 1))
     return found
@@ -141,7 +141,7 @@ def _from_step(step: int, inputs: InputSpec, data: TrainData, rows: np.ndarray, 
 
 
 def _row_lines(title: str, batch: Batch, row: int, tokenizer: Tokenizer | None) -> list[str]:
-    """What one row is, a line or two for each document."""
+    """Describes one row, by a line or two for each document."""
     in_row = segments(batch, row)
     used, length = sum(segment.stop - segment.start for segment in in_row), batch["tokens"].shape[1]
     in_loss = sum(int(segment.loss_mask.sum()) for segment in in_row)
@@ -171,7 +171,7 @@ def _shown(text: str) -> str:
 
 
 def _summary(shown: list[Batch], batches: Iterator[Batch]) -> list[tuple[str, str]]:
-    """What holds of the batches shown and those that come next, and how fast they are made."""
+    """Describes the batches shown and those that come next, and measures how fast they are made."""
     made, begin = list(shown), time.perf_counter()
     while (seconds := time.perf_counter() - begin) < _MEASURED_SECONDS:
         made.append(next(batches))
@@ -190,7 +190,7 @@ def _summary(shown: list[Batch], batches: Iterator[Batch]) -> list[tuple[str, st
 
 
 def _round_trip(inputs: InputSpec, data: TrainData) -> str:
-    """Whether the texts of documents encode to the ids that they were decoded from."""
+    """Says how many documents decode to text that encodes to the same ids."""
     tokenizer, checked, different = inputs.tokenizer, 0, []
     for name, source in zip(data.names, data.sources, strict=True):
         stream = DocumentStream(inputs, source, name)
@@ -201,8 +201,8 @@ def _round_trip(inputs: InputSpec, data: TrainData) -> str:
         whole = [ids for ids in found if len(ids) and ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos]
         checked += len(whole)
         different += [ids for ids in whole if not np.array_equal(tokenizer.encode(tokenizer.decode(ids)), ids)]
-    told = f"{checked - len(different)} of {checked} documents decode to text that encodes to the same ids"
-    return told + (f"; this one does not: {_shown(tokenizer.decode(different[0]))}" if different else "")
+    result = f"{checked - len(different)} of {checked} documents decode to text that encodes to the same ids"
+    return result + (f"; this one does not: {_shown(tokenizer.decode(different[0]))}" if different else "")
 
 
 if __name__ == "__main__":

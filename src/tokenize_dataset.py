@@ -55,15 +55,15 @@ python -m src.tokenize_dataset --help KEY         what a key does, and its defau
     ("Tools for data", "Data"),
 )
 
-# Shards for the cores of a machine, but none so small that it is not worth its files, nor so large that it takes more
-# than a minute or so: progress is counted in shards, and what is written of one is lost with a killed command.
+# Enough shards for the cores of a machine, none too small to be worth its files, nor so large that it takes more than a
+# minute or so: progress is counted in shards, and a killed command loses the unfinished ones.
 _SHARDS = 64
-_LEAST_SHARD_IDS = 1 << 20
-_MOST_SHARD_IDS = 1 << 24
+_MIN_SHARD_IDS = 1 << 20
+_MAX_SHARD_IDS = 1 << 24
 _SAMPLED_ITEMS = 32
 
-_MOST_UINT16 = 1 << 16  # the largest vocabulary whose ids are uint16
-_LINE_SECONDS = 10  # between lines that say how far it is
+_MAX_UINT16_VOCABULARY = 1 << 16
+_LINE_SECONDS = 10  # between lines on the progress
 
 
 def main(argv: Sequence[str] | ConfigDict) -> None:
@@ -128,7 +128,7 @@ def _check(config: Config) -> None:
 
 
 class Items:
-    """The items of a config's data as ids.
+    """Reads the items of a config's data as ids.
 
     Raises:
         UserError: the data or the tokenizer can't be read.
@@ -139,19 +139,18 @@ class Items:
         self._inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
         self._spec = train_specs(config)[0]
         self._source = open_source(self._spec, config, tokenizer)
-        self.dtype = "uint16" if config.vocab_size <= _MOST_UINT16 else "uint32"
+        self.dtype = "uint16" if config.vocab_size <= _MAX_UINT16_VOCABULARY else "uint32"
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._source)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        """The int32 ids of item `i`; none of an empty text."""
+        """Returns the int32 ids of item `i`; none of an empty text."""
         (document,) = encode(self._inputs, self._source[i])
         return document.ids
 
     def facts(self) -> dict[str, Any]:
-        """What the tokens depend on, as tokens.json has it."""
+        """Returns what the tokens depend on, as tokens.json has it."""
         settings = self._spec.settings
         return {
             "format": FORMAT,
@@ -182,7 +181,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _plan(folder: Path, items: Items) -> dict[str, Any]:
-    """What tokens.json has, as far as it is known: all of it where the folder is finished, else all but `shards`.
+    """Returns the content of tokens.json; where the folder is not finished, without `shards`.
 
     Raises:
         UserError: the folder was begun with something else, or has other files.
@@ -206,11 +205,11 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
 
 
 def _items_per_shard(items: Items) -> int:
-    """How many items to put into a shard, judged by the mean size of a few."""
+    """Estimates how many items to put into a shard, by the mean size of a few."""
     count = len(items)
     sampled = min(count, _SAMPLED_ITEMS)
     ids = sum(len(items[count * k // sampled]) for k in range(sampled)) * count // sampled
-    shards = max(ids // min(max(ids // _SHARDS, _LEAST_SHARD_IDS), _MOST_SHARD_IDS), 1)
+    shards = max(ids // min(max(ids // _SHARDS, _MIN_SHARD_IDS), _MAX_SHARD_IDS), 1)
     return -(-count // shards)
 
 
@@ -247,7 +246,7 @@ def _write(config: Config, folder: Path, items: Items, plan: Mapping[str, Any]) 
 
 
 def _finished_shards(folder: Path) -> dict[int, ShardFacts]:
-    """The shards that are there whole, by number: such a one has a NUMBER.json, written last."""
+    """Returns the finished shards by number: each has a NUMBER.json, written last."""
     shards = {int(path.stem): _read_json(path, ShardFacts) for path in folder.glob("[0-9]*.json")}
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     return {number: shard for number, shard in shards.items() if not missing_files({number: shard}, sizes)}
@@ -255,7 +254,7 @@ def _finished_shards(folder: Path) -> dict[int, ShardFacts]:
 
 @contextlib.contextmanager
 def _processes(most: int) -> Iterator[concurrent.futures.Executor]:
-    """A process for each core, but no more than `most`. Where the block raises, what they have begun is given up."""
+    """Starts a process for each core, but no more than `most`; they are killed if the block raises."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Started anew, not forked: the source may have threads, whose locks a fork would copy as they are.
     context = multiprocessing.get_context("spawn")
@@ -286,7 +285,7 @@ def _end_with_parent() -> None:
 
 @functools.cache
 def _open_items(config_text: str) -> Items:
-    """Once in a process. The config comes as text: what it holds can't all be pickled."""
+    """Opens the data once in a process; the config comes as text, as not all of it can be pickled."""
     return Items(Config.of(configuration.from_yaml(config_text)))
 
 
@@ -317,7 +316,7 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
 
 @contextlib.contextmanager
 def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which is there once this ends without an error: whole, or not at all."""
+    """Opens a file to write, which appears whole when the block ends, or not at all if it raises."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with part.open("wb") as file:
         yield file
@@ -327,7 +326,7 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _read_json(path: Path, make: Callable[..., Any] = dict) -> Any:
-    """What `make` does with the facts that `_write_json` wrote; raises UserError where they are others."""
+    """Returns `make` of the facts in a file that `_write_json` wrote; raises UserError where it is damaged."""
     try:
         return make(**parse_json(path.read_bytes()))
     except (ValueError, TypeError) as error:

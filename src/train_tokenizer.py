@@ -34,7 +34,7 @@ python -m src.train_tokenizer --help KEY          what a key does, and its defau
     ("Data",),
 )
 
-# Enough for merges to settle, and a minute of work: a random sample of documents up to these bounds is trained on.
+# A random sample of documents up to these bounds is trained on: enough for merges to settle, and a minute of work.
 _MAX_DOCUMENTS = 50_000
 _MAX_CHARACTERS = 30_000_000
 
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
 
 
 def train(texts: Sequence[str], vocab_size: int) -> bytes:
-    """A SentencePiece byte-pair model of exactly `vocab_size` pieces, with which every text decodes to itself.
+    """Trains a SentencePiece byte-pair model of exactly `vocab_size` pieces, with which each text decodes to itself.
 
     Text is neither normalised nor trimmed, runs of spaces may become pieces (indentation), and characters without a
     piece are spelled in bytes. One character is not kept: U+2581, SentencePiece's own sign for a space, becomes one.
@@ -111,7 +111,7 @@ def train(texts: Sequence[str], vocab_size: int) -> bytes:
 
 
 def _sample(source: Source, seed: int) -> Iterator[str]:
-    """Documents in a random order, within the bounds above."""
+    """Yields documents in a random order, within the bounds above."""
     characters = 0
     for i in range(min(len(source), _MAX_DOCUMENTS)):
         text = source[order.permute(i, len(source), seed, source=0, epoch=0)]

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
     """Of about a thousand ids."""
-    monkeypatch.setattr(tokenize_dataset, "_LEAST_SHARD_IDS", 1000)
+    monkeypatch.setattr(tokenize_dataset, "_MIN_SHARD_IDS", 1000)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja2 programs in Hugging Face folders that write a conversation as one text."""
+"""Runs chat templates, the Jinja2 programs in Hugging Face folders that write a conversation as one text."""
 
 import contextlib
 import datetime
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +31,16 @@ _ROOT = str(Path(__file__).parents[2])
 
 
 class ChatTemplate:
-    """A template, which sees what `transformers` shows it: messages, special tokens and a few functions.
+    """Renders a template with what `transformers` shows it: messages, special tokens and a few functions.
 
-    Templates come with downloaded weights. Jinja2's sandbox keeps them to strings, but not from loops without an end
-    or strings of gigabytes. So a process of their own renders them, which the kernel keeps to `CPU_SECONDS` for a
+    Templates come with downloaded weights. Jinja2's sandbox keeps them to strings, but not from endless loops or
+    strings of gigabytes. So a separate process renders them, which the kernel limits to `CPU_SECONDS` for a
     conversation and to `MEMORY_BYTES`. It starts with the first conversation; any thread may call `render`.
 
     Args:
         source: the template.
-        tokens: what the template may call by name: bos_token, eos_token and so on.
-        where: the file it is from, for messages.
+        tokens: the special tokens by the names that templates use: bos_token, eos_token and so on.
+        where: its file, for messages.
 
     Raises:
         UserError: it is not a Jinja2 template.
@@ -51,7 +51,7 @@ class ChatTemplate:
         self._where = where
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._stop = _nothing
+        self._stop: Callable[[], object] = lambda: None
         try:
             _environment().parse(source)
         except jinja2.TemplateSyntaxError as error:
@@ -62,13 +62,13 @@ class ChatTemplate:
     def render(
         self, messages: "Sequence[Message]", parts: Sequence[tuple[int, bool]], now: datetime.datetime | None = None
     ) -> list[str]:
-        """Parts of a conversation, each as text.
+        """Renders parts of a conversation, each as a text.
 
         Args:
             messages: the conversation.
-            parts: of each how many messages it has, from the first on, and whether it is to end with what comes before
-                an answer (`add_generation_prompt`).
-            now: what the template is told of the time; None: what the clock says.
+            parts: of each how many messages it has, from the first on, and whether it ends with the beginning of an
+                answer (`add_generation_prompt`).
+            now: the time that the template is shown; None: the present.
 
         Raises:
             UserError: the template refuses the conversation, fails, or takes too long or too much memory.
@@ -86,7 +86,7 @@ class ChatTemplate:
         return reply["texts"]
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply of the process, which is started where there is none."""
+        """Returns the reply of the process, which is started first if there is none."""
         if self._process is None:
             serve = f"import sys; sys.path.insert(0, {_ROOT!r}); from src.data.chat_template import serve; serve()"
             self._process = subprocess.Popen(
@@ -114,7 +114,7 @@ class ChatTemplate:
 
     def _end(self) -> None:
         self._stop()
-        self._process, self._stop = None, _nothing
+        self._process = None
 
 
 def serve() -> None:
@@ -178,17 +178,13 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
     process.communicate()
 
 
-def _nothing() -> None:
-    """There is no process to end."""
-
-
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` around what the assistant says, which some templates mark: here it is written as it is."""
+    """Writes the content of `{% generation %}`, by which some templates mark the assistant's turns, as it is."""
 
     tags = frozenset({"generation"})
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """The block, whose assignments stay inside it."""
+        """Returns the block as a scope, so that its assignments stay inside."""
         line = next(parser.stream).lineno
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
@@ -200,7 +196,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: Jinja2's own filter escapes what HTML would read."""
+    """Writes plain JSON, where Jinja2's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -16,7 +16,7 @@ from src.errors import UserError
 
 
 class DocumentStream:
-    """The endless stream of a source's items: all of them in a random order, then all in another, and so on.
+    """Reads a source's items endlessly: all of them in a random order, then all in another, and so on.
 
     Args:
         spec: the run's.

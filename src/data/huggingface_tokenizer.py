@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face model folders: tokenizer.json, what stands beside it, and the chat template."""
+"""Reads tokenizers of Hugging Face model folders: tokenizer.json, the files beside it, and the chat template."""
 
 import datetime
 import hashlib
@@ -11,20 +11,20 @@ import numpy as np
 import tokenizers
 
 from src.data.chat_template import ChatTemplate, missing_template
-from src.data.types import Message, Tokenizer
+from src.data.types import Fingerprint, Message, Tokenizer
 from src.errors import UserError
 from src.json_text import parse_json
 
 # Threads are the loader's: the package is to start none of its own, nor to complain of processes started after that.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Where the special tokens are named, first come first served: files that give their text, then files with their ids.
+# The files that name special tokens, in order of precedence: by their text, then by their ids.
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _ID_FILES = ("generation_config.json", "config.json")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json, which the `tokenizers` package reads.
+    """Reads a tokenizer.json by the `tokenizers` package.
 
     bos and eos are, in this order, what tokenizer_config.json, special_tokens_map.json, generation_config.json and
     config.json beside it say; a null is passed over. A tokenizer without bos starts documents with its eos. The bos
@@ -70,32 +70,25 @@ class HuggingFaceTokenizer(Tokenizer):
         self._template = ChatTemplate(self.chat_template, tokens, str(template_file)) if self.chat_template else None
 
     def encode(self, text: str) -> np.ndarray:
-        """The int32 ids of a document, bos and eos included."""
         return self._array([self.bos, *self._ids(text), self.eos])
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """As `encode_text`, and int [n, 2]: which characters of the text, from and to, each id stands for."""
+        """Returns `encode_text`, and int [n, 2]: where in the text the characters of each id begin and end."""
         encoding = self._tokenizer.encode(text)
         return self._array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2)
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of ids; special ids, and ids beyond the vocabulary, give none."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
     def render_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime.datetime | None = None
     ) -> str:
-        """A conversation as the template writes it, special tokens included; for `encode_text`.
-
-        With `add_generation_prompt` it ends where an answer of the assistant begins. The other arguments and the errors
-        are those of `render_parts`.
-        """
         return self.render_parts(messages, [(len(messages), add_generation_prompt)], now)[0]
 
     def render_parts(
         self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], now: datetime.datetime | None = None
     ) -> list[str]:
-        """Parts of a conversation. The arguments are `ChatTemplate.render`'s.
+        """Writes parts of a conversation. The arguments are those of `ChatTemplate.render`.
 
         Raises:
             UserError: the tokenizer has no template, or the template refuses the conversation.
@@ -104,8 +97,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise missing_template()
         return self._template.render(messages, parts, now)
 
-    def fingerprint(self) -> dict[str, str | int]:
-        """What makes two tokenizers give the same ids."""
+    def fingerprint(self) -> Fingerprint:
         ids = {"vocab_size": self.vocab_size, "bos": self.bos, "eos": self.eos}
         return {"type": "huggingface", **ids, "digest": self._digest}
 
@@ -124,7 +116,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return array
 
     def _special_id(self, kind: str, tokens: dict[str, str], named: dict[str, dict[str, Any]]) -> int | None:
-        """The id of bos or eos; None if no file names it."""
+        """Returns the id of bos or eos; None if no file names it."""
         if f"{kind}_token" not in tokens:
             return next(iter(_ids(named, f"{kind}_token_id")), None)
         token = tokens[f"{kind}_token"]
@@ -134,7 +126,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; {} where there is no such file."""
+    """Reads the JSON object in a file; {} if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -147,7 +139,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(named: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """bos_token, eos_token, unk_token and so on: the text of each that one of the files names."""
+    """Returns the texts of the special tokens that the files name: bos_token, eos_token, unk_token and so on."""
     tokens: dict[str, str] = {}
     for name in _TOKEN_FILES:
         for key, value in named[name].items():
@@ -158,7 +150,7 @@ def _special_tokens(named: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def _ids(named: dict[str, dict[str, Any]], key: str) -> list[int]:
-    """One id or a list of them, from the first file that has any."""
+    """Returns the ids under a key in the first file that has any."""
     for name in _ID_FILES:
         value = named[name].get(key)
         if value is not None:
@@ -167,11 +159,7 @@ def _ids(named: dict[str, dict[str, Any]], key: str) -> list[int]:
 
 
 def _chat_template(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[str | None, Path]:
-    """chat_template.jinja, or else the one (of several named ones, `default`) in tokenizer_config.json; and the file.
-
-    Raises:
-        UserError: it is no text.
-    """
+    """Reads chat_template.jinja, or else tokenizer_config.json's (of several, `default`); returns the file too."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:

@@ -67,7 +67,7 @@ def train_batches(
 
 
 class EvalBatches:
-    """The batches of one evaluation set.
+    """Makes the batches of one evaluation set.
 
     With `steps` = N an evaluation is N batches of an endless stream, which repeats the data if they are fewer: the
     first N each time, or of a rolling set the N after those of the last evaluation. With -1 it is one epoch:
@@ -163,7 +163,7 @@ class EvalBatches:
 
 
 class HostBatch(NamedTuple):
-    """This host's rows of a batch.
+    """Holds this host's rows of a batch.
 
     arrays: as `packing.empty_batch` describes them.
     positions: int32 [rows, S, 2], where each row's packing streams resume after it.

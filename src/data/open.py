@@ -1,4 +1,4 @@
-"""Where data come from: numbered items that can be read in any order, and which of them a configuration names.
+"""Opens the data that a configuration names.
 
 An item is a document: a text, its ids, or a conversation. Sources whose items are whole rows need no packing.
 """
@@ -11,7 +11,7 @@ from src.errors import UserError
 
 
 def open_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[TrainData, list[EvalSet]]:
-    """The data to train on, and to evaluate on if the run evaluates: only then is a part of the training data held out.
+    """Opens the data to train on, and to evaluate on if the run does: only then are training data held out.
 
     Raises:
         UserError: data in the config can't be read, or nothing can be held out.
@@ -20,7 +20,7 @@ def open_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[TrainData
 
 
 def open_eval_sets(config: Config, tokenizer: Tokenizer | None) -> list[EvalSet]:
-    """The data that a run of this config evaluates on, or would.
+    """Opens the data that a run of this config evaluates on, or would.
 
     Raises:
         UserError: as `open_sources` does.
@@ -53,7 +53,7 @@ def _open_eval(config: Config, tokenizer: Tokenizer | None) -> list[EvalSet]:
 
 
 def open_source(spec: SourceSpec, config: Config, tokenizer: Tokenizer | None) -> Source | RowSource:
-    """One set of data. What reads its format is imported here, where it is needed.
+    """Opens one set of data, and imports only what reads its format.
 
     Args:
         spec: which.

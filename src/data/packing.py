@@ -34,11 +34,11 @@ Sizes = Callable[[int], Sequence[int] | None]
 """Maps item k of a stream to the number of targets of each of its documents: () if it has none, None past the end."""
 
 Position = tuple[int, int]
-"""Where a stream resumes: (items finished, targets taken of the next one); `best_fit` has another second number."""
+"""Says where a stream resumes: (items finished, targets taken of the next one); `best_fit` has another second one."""
 
 
 class Segment(NamedTuple):
-    """A part of a row: `length` targets of one of an item's documents, from target `first` on."""
+    """Names a part of a row: `length` targets of one of an item's documents, from target `first` on."""
 
     item: int
     document: int
@@ -51,7 +51,7 @@ Layout = Callable[[Sizes, Position, int], tuple[list[Segment], Position]]
 
 
 class Cuts(NamedTuple):
-    """Whether a row's first document began in an earlier row, and whether its last goes on in a later one."""
+    """Says whether a row's first document began in an earlier row, and whether its last goes on in a later one."""
 
     begins_cut: bool
     ends_cut: bool

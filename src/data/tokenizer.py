@@ -1,4 +1,4 @@
-"""Text to token ids and back. A document's ids are [bos, ..., eos]."""
+"""Translates text to token ids and back: bytes, and SentencePiece models. Opens the tokenizer of a config."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 from src.config.schema import Config
 from src.config.source_spec import all_synthetic
-from src.data.types import Message, Tokenizer
+from src.data.types import Fingerprint, Message, Tokenizer
 from src.errors import UserError
 
 
@@ -23,7 +23,7 @@ class _WithoutTemplate(Tokenizer):
 
 
 class ByteTokenizer(_WithoutTemplate):
-    """The bytes of UTF-8 as ids 0 to 255, then bos and eos. Needs no file."""
+    """Takes the bytes of UTF-8 as ids 0 to 255; bos is 256, eos 257."""
 
     vocab_size = 258
     bos = 256
@@ -31,7 +31,6 @@ class ByteTokenizer(_WithoutTemplate):
     stop_ids = frozenset({257})
 
     def encode(self, text: str) -> np.ndarray:
-        """The int32 ids of a document, bos and eos included."""
         data = np.frombuffer(text.encode(), np.uint8)
         ids = np.empty(len(data) + 2, np.int32)
         ids[0] = self.bos
@@ -40,19 +39,15 @@ class ByteTokenizer(_WithoutTemplate):
         return ids
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of ids; a byte sequence that is not UTF-8 gives U+FFFD, ids that are no bytes give nothing."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
-    def fingerprint(self) -> dict[str, str | int]:
-        """What makes two tokenizers give the same ids."""
+    def fingerprint(self) -> Fingerprint:
         return {"type": "byte", "vocab_size": self.vocab_size}
 
 
 class SentencePieceTokenizer(_WithoutTemplate):
-    """A SentencePiece model file.
-
-    A model without a bos of its own (T5's, for one) starts documents with its eos.
+    """Reads a SentencePiece model file. A model without a bos, such as T5's, starts documents with its eos.
 
     Raises:
         UserError: the file is missing, is no SentencePiece model, or has no eos.
@@ -79,21 +74,18 @@ class SentencePieceTokenizer(_WithoutTemplate):
         self._digest = hashlib.sha256(self.model).hexdigest()[:16]
 
     def encode(self, text: str) -> np.ndarray:
-        """The int32 ids of a document, bos and eos included."""
         return np.array([self.bos, *self._processor.encode(text), self.eos], np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of ids; byte pieces that are not UTF-8 give U+FFFD, special ids give nothing."""
         ids = np.asarray(ids)
         return self._processor.decode(ids[ids < self.vocab_size].tolist())
 
-    def fingerprint(self) -> dict[str, str | int]:
-        """What makes two tokenizers give the same ids."""
+    def fingerprint(self) -> Fingerprint:
         return {"type": "sentencepiece", "vocab_size": self.vocab_size, "digest": self._digest}
 
 
 def make_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer that `tokenizer_type` and `tokenizer_path` name; None for synthetic data, which have no text.
+    """Opens the tokenizer that a config names; None for synthetic data, which have no text.
 
     Raises:
         UserError: the file is missing or unfit, or the tokenizer has more ids than `vocab_size`.
@@ -115,12 +107,12 @@ def make_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a Hugging Face model folder has a tokenizer that `folder_tokenizer` reads."""
+    """Says whether a Hugging Face model folder has a tokenizer that `folder_tokenizer` reads."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def folder_tokenizer(path: Path, model_vocab_size: int) -> Tokenizer:
-    """The tokenizer of a Hugging Face model folder, or a tokenizer.json; older folders have a SentencePiece model.
+    """Opens the tokenizer of a Hugging Face model folder (older ones have a SentencePiece model), or a tokenizer.json.
 
     Raises:
         UserError: there is none, or it is malformed.

@@ -1,4 +1,4 @@
-"""The types that data modules share: documents, the sources that have them, tokenizers, and what a run reads."""
+"""Declares the types that data modules share: documents, their sources, tokenizers, and what a run reads."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -19,7 +19,7 @@ Message = Mapping[str, Any]
 
 
 class Document(NamedTuple):
-    """A document in ids.
+    """Holds a document in ids.
 
     ids: int32 [n]; n may be 0.
     loss_mask: bool [n], True for each id that counts in the loss as a target; None: all of them count.
@@ -30,7 +30,7 @@ class Document(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """One line of a .jsonl file.
+    """Holds one line of a .jsonl file.
 
     messages: at least one is the assistant's.
     is_pair: it was given as prompt and completion, which are then the two messages.
@@ -48,7 +48,7 @@ Item = str | Conversation | np.ndarray
 
 
 class Source(Protocol):
-    """Documents numbered from 0, read in any order and from several threads at a time."""
+    """Numbers documents from 0; they are read in any order and from several threads at a time."""
 
     def __len__(self) -> int:
         """Counts the documents. Opening a source of a hundred million and this cost no more than of one."""
@@ -70,7 +70,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class RowSource(Protocol):
-    """Rows numbered from 0, each of T pairs and complete in itself, so that no position has to be kept.
+    """Numbers rows from 0, each of T targets and complete in itself, so that no position has to be kept.
 
     Attributes:
         row_count: rows in an epoch, which come in a random order; None: endless, and they come as they are numbered.
@@ -79,14 +79,14 @@ class RowSource(Protocol):
     row_count: int | None
 
     def row(self, i: int) -> list[Document]:
-        """Returns the documents of row `i`, whose pairs are T together; the last row may have fewer."""
+        """Returns the documents of row `i`, which have T targets together; the last row may have fewer."""
 
     def fingerprint(self) -> Fingerprint:
         """Returns facts that are equal for sources with the same rows, wherever they are stored."""
 
 
 class TrainData(NamedTuple):
-    """What a run trains on.
+    """Holds what a run trains on.
 
     names: of the sources, as the config has them; one without a name is alone.
     weights: rows of each, in proportion.
@@ -98,7 +98,7 @@ class TrainData(NamedTuple):
 
 
 class EvalSet(NamedTuple):
-    """What a run evaluates on.
+    """Holds what a run evaluates on.
 
     name: as the config has it; empty where there is one set without a name.
     steps: batches per evaluation; -1: one epoch.
@@ -155,7 +155,7 @@ class Tokenizer(Protocol):
 
 
 class InputSpec(NamedTuple):
-    """How documents become rows: sections of the config, and what reads text.
+    """Says how documents become rows: sections of the config, and the tokenizer.
 
     data: `data_shuffle_seed`, `data_threads`, `use_sft` and `sft_train_on_completion_only`.
     batch: `max_target_length` (T), `packing`, `long_documents` and `batch_transform`.

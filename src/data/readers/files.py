@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """Files in a folder.
+    """Lists files in a folder.
 
     Attributes:
 
@@ -147,7 +147,7 @@ def openable(file: str, size: int) -> "str | RemoteFile":
 
 
 class RemoteFile(io.RawIOBase):
-    """Is a remote file for a library that wants an open one. Each read is a request, and nothing is read ahead.
+    """Opens a remote file for a library. Each read is a request, and nothing is read ahead.
 
     fsspec's own would read ahead megabytes that a reader of columns skips, and the one of memory:// is shared by all
     that open it.

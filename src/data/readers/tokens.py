@@ -90,7 +90,7 @@ def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) ->
 
 
 class _TokenFolder:
-    """A folder of shards, with their documents and pairs numbered over all of them.
+    """Numbers the documents and pairs of a folder's shards.
 
     Raises:
         UserError: it is no such folder, or its files are not those that its tokens.json describes.

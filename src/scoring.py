@@ -95,7 +95,7 @@ def write_logits(config: Config, loaded: LoadedModel) -> tuple[int, int, int]:
     if jax.process_index() == 0:
         shape = (B, T, vocab_size)
         file = np.lib.format.open_memmap(Path(config.logits_path).expanduser(), "w+", np.float32, shape)
-    for batch in _row_batches(config, plan, tokens, T):
+    for batch in _row_batches(tokens, eval_batch_size(config.evaluation, config.batch, plan), T):
         logits_BTV = compute(loaded.weights, batch.tokens_BT)
         if file is not None:
             file[batch.first : batch.first + batch.count] = logits_BTV[: batch.count]

@@ -130,9 +130,10 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         conclude(config, plan, state, tokenizer, folder, report)
         train_line, eval_line = (report.history.last_train, report.history.last_eval) if report else ({}, {})
         return Result(state, train_line, {key: eval_line[key] for key in eval_line if key != "step"}, 0)
-    meta |= {"rows_before": start.rows_before, "mixture": {"names": data.names, "weights": data.weights}}
-    position = None if start.position is None else start.position[rows]
-    batches = train_batches(inputs, data, rows, global_batch, start.rows_taken, position, start.rows_before)
+    streams, rows_taken, rows_before = start.position
+    meta |= {"rows_before": rows_before, "mixture": {"names": data.names, "weights": data.weights}}
+    position = None if streams is None else streams[rows]
+    batches = train_batches(inputs, data, rows, global_batch, rows_taken, position, rows_before)
     exits.callback(batches.close)
     evaluations = [
         Evaluation(config, plan, built.eval, eval_set, tokenizer, start.eval_position.get(eval_set.name))
@@ -194,7 +195,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 if saves and config.enable_checkpointing and not recorder.skipped:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
                     folder.sync()
-                    meta["rows_taken"] = start.rows_taken + (done - first_step) * global_batch
+                    meta["rows_taken"] = rows_taken + (done - first_step) * global_batch
                     if config.eval_mode == "rolling":
                         meta["eval_position"] = {each.name: each.position() for each in evaluations}
                     say(checkpointer.save(done, checkpoint_entries(plan, state, position, rows, global_batch), meta))

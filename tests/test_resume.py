@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from src.checkpoint.resume import accepted_by, check_tokenizer, rows_consumed
+from src.checkpoint.data_position import accepted_by, rows_consumed
+from src.checkpoint.resume import check_tokenizer
 from src.config import load as configuration
 from src.data.fingerprint import Fact
 from src.data.open import open_sources

@@ -20,7 +20,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from src.checkpoint.digest import digests
-from src.checkpoint.restore import checksum_of, flatten, on_all_processes, restore_newest
+from src.checkpoint.restore import Restored, checksum_of, flatten, on_all_processes, restore_newest
 from src.checkpoint.run_folder import absolute, is_remote, is_unfinished, steps_in
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, failure_of, one_line, retried
@@ -85,9 +85,7 @@ class Checkpointer:
         self._saved_steps.append(step)
         return messages
 
-    def restore_latest(
-        self, abstract_state: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any], list[str]] | None:
+    def restore_latest(self, abstract_state: Mapping[str, Any]) -> Restored | None:
         """Restores the newest good checkpoint; returns None if there is no checkpoint at all.
 
         Damaged ones are skipped, each with a message, and renamed by the next `save`, as the run comes to their steps
@@ -97,10 +95,8 @@ class Checkpointer:
             abstract_state: the state's parts, as pytrees of `jax.ShapeDtypeStruct`s with shardings.
 
         Returns:
-            state: arrays as `abstract_state` describes them, cast where its dtype is another than the saved one; in
-                the place of a `HostArray` NumPy's.
-            meta: as it was saved.
-            messages: for the user; empty if the newest checkpoint is good.
+            the arrays as `abstract_state` describes them, cast if it has another dtype than the saved one; a
+            `HostArray` becomes NumPy's.
 
         Raises:
             UserError: no checkpoint is good, one could not be read, or the arrays differ from `abstract_state` in name
@@ -117,7 +113,7 @@ class Checkpointer:
             f"The next checkpoint saved renames it to {self._name_aside(damaged, 'damaged')}."
             for damaged, problem in problems.items()
         ]
-        return state, meta, messages
+        return Restored(state, meta, messages)
 
     def wait(self) -> None:
         """Waits until everything saved is complete on the disk or store; raises what `save` raises."""

@@ -1,7 +1,7 @@
-"""Reads checkpoints, checked bit for bit: the newest good one of this run, or weights and states of any run's.
+"""Restores checkpoints: the newest good one of this run, or weights and states of any run's.
 
-Orbax reads a file with a flipped bit without noticing, so nothing is handed out here before its digest was compared;
-docs/checkpoints.md says what is told apart.
+Orbax does not notice a flipped bit in a file, so the digest of every array is compared before it is returned.
+docs/checkpoints.md says which failures are told apart.
 """
 
 import functools
@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import jax
@@ -28,8 +28,16 @@ from src.storage_errors import DamagedError, Failure, failure_of, one_line, retr
 
 T = TypeVar("T")
 
-# Given a checkpoint's meta and its arrays' shapes and dtypes by name: what of it to restore.
+# Returns what to restore, given a checkpoint's meta, and the shape and dtype of each of its arrays by name.
 AbstractOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+
+
+class Restored(NamedTuple):
+    """The result of reading a checkpoint."""
+
+    state: dict[str, Any]  # arrays, in the structure that was asked for
+    meta: dict[str, Any]  # as it was saved
+    messages: list[str]  # for the user
 
 
 @dataclass(frozen=True)
@@ -42,18 +50,13 @@ class HostArray:
 
 def restore_step(
     path: epath.PathLike, abstract_state: Mapping[str, Any], parts: tuple[str, ...] = params.ROLES
-) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Restores parts of the state of any run's checkpoint: `load_parameters_path`, `load_full_state_path`.
+) -> Restored:
+    """Restores parts of the state of any run's checkpoint.
 
     Args:
-        path: a checkpoint's folder; or a run's or its checkpoints/ folder, for the newest good one in it.
+        path: a checkpoint's folder, or a run's or its checkpoints/ folder, of which the newest good one is taken.
         abstract_state: the whole state, part by part, as pytrees of `jax.ShapeDtypeStruct`s with shardings.
         parts: the parts to restore.
-
-    Returns:
-        state: a dict of the parts.
-        meta: as it was saved.
-        messages: what to tell the user.
 
     Raises:
         UserError: there is no checkpoint, none is good, or the arrays of these parts differ in name or shape.
@@ -64,16 +67,13 @@ def restore_step(
 
 def restore_weights(
     path: epath.PathLike, tree_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
-) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+) -> Restored:
     """Restores the weights of any run's checkpoint, whichever part of its state each was in.
 
     Args:
-        path: as `restore_step`'s.
-        tree_of: told the checkpoint's meta, and the `shape` and `dtype` of each weight by dotted path, gives what to
-            restore: nested dicts of `jax.ShapeDtypeStruct`s with shardings.
-
-    Returns:
-        `tree_of`'s nested dicts, of arrays; meta; and what to tell the user.
+        path: as for `restore_step`.
+        tree_of: returns what to restore, nested dicts of `jax.ShapeDtypeStruct`s with shardings, given the checkpoint's
+            meta, and the `shape` and `dtype` of each weight by dotted path.
 
     Raises:
         UserError: as `restore_step` does.
@@ -89,17 +89,15 @@ def restore_weights(
     return params.Weights(**entries).merged(), meta, messages
 
 
-def _restore_of_any_run(
-    path: epath.PathLike, abstract_of: AbstractOf, what: str
-) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _restore_of_any_run(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Restored:
     folder, steps = _find_steps(path)
     step, state, meta, problems = restore_newest(folder, steps, abstract_of)
     messages = [f"checkpoint {damaged} of {folder} is passed over: {problem}." for damaged, problem in problems.items()]
-    return state, meta, [*messages, f"restored {what} from checkpoint {step} of {folder}."]
+    return Restored(state, meta, [*messages, f"restored {what} from checkpoint {step} of {folder}."])
 
 
 def checkpoint_identity(path: epath.PathLike) -> str:
-    """Returns a text that identifies the newest readable checkpoint at `path`, which is as `restore_step`'s.
+    """Returns a text that identifies the newest readable checkpoint at `path`, as for `restore_step`.
 
     Raises:
         UserError: there is no checkpoint that can be read.
@@ -135,7 +133,7 @@ def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
 def restore_newest(
     folder: epath.Path, steps: list[int], abstract_of: AbstractOf
 ) -> tuple[int, dict[str, Any], dict[str, Any], dict[int, str]]:
-    """Restores the first good one of `steps`: (step, state, meta, the problem of each step passed over)."""
+    """Restores the first good one of `steps`; returns it, its state and meta, and the problem of each damaged step."""
     problems = {}
     for step in steps:
         try:
@@ -163,8 +161,8 @@ def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str
     _check_shapes(step_folder, wanted, saved)
 
     arrays = on_all_processes(lambda: _read_arrays(step_folder, wanted, saved))
-    found = jax.device_get(digests(arrays))
-    changed = [name for name in arrays if found[name] != saved[name]["digest"]]
+    digest_of = jax.device_get(digests(arrays))
+    changed = [name for name in arrays if digest_of[name] != saved[name]["digest"]]
     if changed:
         raise DamagedError(f"values differ from those saved, in {first_few(changed)}")
 
@@ -180,12 +178,12 @@ def _as_wanted(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def on_all_processes(read: Callable[[], T]) -> T:
-    """Returns `read()`, or raises the same error on every process where it failed on any, so that all do the same.
+    """Returns `read()`, or raises the same error on every process if it failed on any, so that all do the same.
 
     Raises:
-        DamagedError: what is there is not a checkpoint.
-        TransientError: it could not be looked at, several times, for reasons that pass.
-        UserError: it could not be looked at for any other reason, which says nothing of what is there.
+        DamagedError: the contents are not a checkpoint.
+        TransientError: reading failed several times for transient reasons.
+        UserError: reading failed for another reason, which says nothing about the contents.
     """
     result, problem, failure, cause = None, "", Failure.NONE, None
     try:
@@ -204,7 +202,7 @@ def on_all_processes(read: Callable[[], T]) -> T:
 
 
 def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(the caller's meta, each array's shape, dtype and digest by name), as the item `meta` has them."""
+    """Returns the caller's meta, and the shape, dtype and digest of each array by name, from the item `meta`."""
     if is_unfinished(step_folder):
         raise DamagedError("the save did not end")
     text = (step_folder / "meta" / "metadata").read_bytes()
@@ -218,7 +216,7 @@ def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], dict[str, dict[
 
 
 def checksum_of(content: Mapping[str, Any]) -> int:
-    """Returns a checksum of a JSON object, by which an edited one is noticed."""
+    """Returns a checksum of a JSON object, which reveals edits."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
@@ -227,24 +225,24 @@ def _read_arrays(
 ) -> dict[str, jax.Array]:
     """Reads the wanted arrays, in the saved dtypes, with the wanted shardings; each process reads its devices' parts.
 
-    This is TensorStore under Orbax's file format, not Orbax: its own `restore` waits for the other processes, which
-    hang where one of them finds damage, and leaves reads behind that print tracebacks after the error was handled.
+    TensorStore reads Orbax's format here, because Orbax's own `restore` waits for the other processes, which hang if
+    one of them finds damage, and leaves reads behind that print tracebacks after the error was handled.
     """
     folder = f"{step_folder}/state/"
     base = quote(folder, safe=":/") if is_remote(step_folder) else {"driver": "file", "path": folder}
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})  # Of the index that all arrays share.
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})  # for the index that all arrays share
 
     def read(name: str) -> jax.Array:
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         store = tensorstore_result(ts.open({"driver": "zarr", "kvstore": kvstore}, open=True, context=context))
         shape, sharding = wanted[name].shape, wanted[name].sharding
-        # Devices that hold the same part share one read, and all parts are read at once.
+        # Devices with the same part share one read, and all parts are read at once.
         indices = {str(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
         shards = {key: store[index].read() for key, index in indices.items()}
         array = jax.make_array_from_callback(
             shape, sharding, lambda index: tensorstore_result(shards[str(index)]), dtype=saved[name]["dtype"]
         )
-        return jax.block_until_ready(array)  # else what was read stays in memory beside it
+        return jax.block_until_ready(array)  # otherwise the buffers that were read stay in memory beside it
 
     arrays: dict[str, jax.Array] = {}
     with ThreadPoolExecutor(max_workers=8) as pool:
@@ -256,7 +254,7 @@ def _read_arrays(
 def _turns(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
     """Groups names of arrays to read at once: the largest first, then groups of at most half of its bytes.
 
-    TensorStore holds an array up to three times while it reads it, which so costs most while the least is in memory.
+    TensorStore holds an array up to three times while reading it, so the largest is read while memory is still empty.
     """
     turns: list[list[str]] = []
     limit, room = max(map(_bytes, wanted.values()), default=0) // 2, 0
@@ -276,14 +274,14 @@ def _bytes(x: jax.ShapeDtypeStruct) -> int:
 def _check_shapes(
     step_folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, dict[str, Any]]
 ) -> None:
-    """Raises UserError where the arrays of a checkpoint are not those of this run's configuration."""
-    here = {name: str(list(x.shape)) for name, x in wanted.items()}
-    there = {name: str(entry["shape"]) for name, entry in saved.items()}
+    """Raises UserError if the arrays of a checkpoint are not those of this run's configuration."""
+    configured = {name: str(list(x.shape)) for name, x in wanted.items()}
+    stored = {name: str(entry["shape"]) for name, entry in saved.items()}
     lines = [
-        f"{name}: {there.get(name, 'absent')} in the checkpoint, {here.get(name, 'absent')} in the configuration"
+        f"{name}: {stored.get(name, 'absent')} in the checkpoint, {configured.get(name, 'absent')} in the configuration"
         # Weights first: the optimizer's arrays differ only where they do.
-        for name in sorted(here.keys() | there.keys(), key=lambda name: (name.startswith("opt."), name))
-        if here.get(name) != there.get(name)
+        for name in sorted(configured.keys() | stored.keys(), key=lambda name: (name.startswith("opt."), name))
+        if configured.get(name) != stored.get(name)
     ]
     if lines:
         raise UserError(
@@ -295,7 +293,7 @@ def _check_shapes(
 
 
 def flatten(state: Any) -> dict[str, Any]:
-    """Returns the leaves by dotted name, so that what is on disk doesn't depend on the types of optax's containers."""
+    """Returns the leaves by dotted name, so that the files do not depend on the types of optax's containers."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {_dotted(path): leaf for path, leaf in leaves}
 

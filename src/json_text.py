@@ -42,3 +42,8 @@ def read_lines(path: Path, key: str, of_json: Callable[[str], T]) -> list[str | 
         except ValueError as error:
             raise UserError(f"{key}={path}, line {number}: {error}") from None
     return values
+
+
+def well_formed(text: str) -> str:
+    """Replaces each surrogate without its pair by "?": JSON can spell one, UTF-8 can't."""
+    return text.encode(errors="replace").decode()

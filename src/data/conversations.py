@@ -1,15 +1,17 @@
 """Turns conversations into ids for supervised finetuning, and marks the tokens that count in the loss."""
 
+import json
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from src.data.chat_template import missing_template
 from src.data.readers.files import line_name
 from src.data.types import Conversation, Document, Message, Tokenizer
 from src.errors import UserError
+from src.json_text import well_formed
 
 if TYPE_CHECKING:
     from src.data.huggingface_tokenizer import HuggingFaceTokenizer
@@ -17,6 +19,32 @@ if TYPE_CHECKING:
 # What chat templates are told of the time: training data must be the same on the day a run is resumed. It is the date
 # that Llama 3.1's template falls back on.
 NOW = datetime(2024, 7, 26)
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def read_message(message: Any, number: int) -> Message:
+    """Checks that a message has a role and a text; other fields go to the chat template as they are.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if not isinstance(message, dict):
+        raise ValueError(f'message {number} is no object: expected {{"role": ..., "content": ...}}')
+    for field in ("role", "content"):
+        if field not in message:
+            raise ValueError(f'message {number} has no "{field}"')
+    if message["role"] not in ROLES:
+        raise ValueError(f"message {number} has the role {message['role']!r}: expected one of {', '.join(ROLES)}")
+    if not isinstance(message["content"], str):
+        found = textwrap.shorten(json.dumps(message["content"], ensure_ascii=False), 40, placeholder="...")
+        raise ValueError(
+            f'message {number} has "content": {found}, expected a string. '
+            "Calls of tools and parts that are no text are not read: write them out as text, or leave the line out"
+        )
+    if message["role"] == "assistant" and not message["content"].strip():
+        raise ValueError(f"message {number}, of the assistant, is empty: there is nothing to learn")
+    return {**message, "content": well_formed(message["content"])}
 
 
 def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, completion_only: bool) -> list[Document]:
@@ -54,6 +82,8 @@ def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ..
     it, as the model will be shown it, and the turn.
     """
     if tokenizer.chat_template is None:
+        from src.data.chat_template import missing_template  # which imports Jinja2
+
         raise missing_template()
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     parts = [(len(messages), False), *((turn, True) for turn in turns), *((turn + 1, False) for turn in turns)]

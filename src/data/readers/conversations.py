@@ -1,18 +1,17 @@
 """Reads .jsonl files of conversations: `use_sft=true`."""
 
-import json
-import textwrap
 from typing import Any
 
 import numpy as np
 
+from src.data.conversations import read_message
 from src.data.readers import files
-from src.data.readers.records import parse_json, well_formed
+from src.data.readers.records import parse_json
 from src.data.readers.text import DocumentFiles, is_jsonl
 from src.data.types import Conversation, Fingerprint, Message, Source
 from src.errors import UserError
+from src.json_text import well_formed
 
-ROLES = ("system", "user", "assistant", "tool")
 _EXPECTED = 'expected {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 
 
@@ -81,27 +80,3 @@ def _read_record(record: Any) -> tuple[tuple[Message, ...], bool]:
         raise ValueError(f'"{completion}" is empty: there is nothing to learn')
     prompt, answer = (well_formed(record[field]) for field in ("prompt", completion))
     return ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer}), True
-
-
-def read_message(message: Any, number: int) -> Message:
-    """Checks that a message has a role and a text; other fields go to the chat template as they are.
-
-    Raises:
-        ValueError: it has not.
-    """
-    if not isinstance(message, dict):
-        raise ValueError(f'message {number} is no object: expected {{"role": ..., "content": ...}}')
-    for field in ("role", "content"):
-        if field not in message:
-            raise ValueError(f'message {number} has no "{field}"')
-    if message["role"] not in ROLES:
-        raise ValueError(f"message {number} has the role {message['role']!r}: expected one of {', '.join(ROLES)}")
-    if not isinstance(message["content"], str):
-        found = textwrap.shorten(json.dumps(message["content"], ensure_ascii=False), 40, placeholder="...")
-        raise ValueError(
-            f'message {number} has "content": {found}, expected a string. '
-            "Calls of tools and parts that are no text are not read: write them out as text, or leave the line out"
-        )
-    if message["role"] == "assistant" and not message["content"].strip():
-        raise ValueError(f"message {number}, of the assistant, is empty: there is nothing to learn")
-    return {**message, "content": well_formed(message["content"])}

@@ -63,7 +63,7 @@ def as_document(value: Any, vocab_size: int = 1 << 31) -> str | np.ndarray:
         ValueError: the value is neither, or the ids are not those of `as_ids`.
     """
     if isinstance(value, str):
-        return well_formed(value)
+        return json_text.well_formed(value)
     if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
         raise ValueError(f"it is of type {type(value).__name__}: {_EXPECTED}")
     return as_ids(value, vocab_size)
@@ -87,11 +87,6 @@ def as_ids(values: Any, vocab_size: int = 1 << 31) -> np.ndarray:
         outside = ids.min() if ids.min() < 0 else ids.max()
         raise ValueError(f"the id {outside} is not in the range from 0 to {vocab_size - 1}")
     return ids.astype(np.int32)
-
-
-def well_formed(text: str) -> str:
-    """Replaces each surrogate without its pair by "?": JSON can spell one, UTF-8 can't."""
-    return text.encode(errors="replace").decode()
 
 
 def parse_json(data: bytes) -> Any:

@@ -13,12 +13,15 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 
 # Arrays are placed by src/parallel/mesh.py's rules alone, not by Flax from a Variable's axis names.
 nnx.use_eager_sharding(False)
 
 Tree = dict[str, Any]
+
+# A nested dict's leaves by path, such as ("segments", 0, 0, "attention", "query"), and back.
+by_path, nested = traverse_util.flatten_dict, traverse_util.unflatten_dict
 
 
 @jax.tree_util.register_dataclass
@@ -148,25 +151,6 @@ def initial(make: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Tree:
     return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=jax.random.key(seed)))))
 
 
-def by_path(tree: Tree, above: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
-    """Flattens a nested dict to leaves by path, such as ("segments", 0, 0, "attention", "query")."""
-    flat = {}
-    for name, entry in tree.items():
-        flat |= by_path(entry, (*above, name)) if isinstance(entry, dict) else {(*above, name): entry}
-    return flat
-
-
-def nested(flat: dict[tuple[Any, ...], Any]) -> Tree:
-    """Nests the leaves that `by_path` returned."""
-    tree: Tree = {}
-    for path, leaf in flat.items():
-        below = tree
-        for name in path[:-1]:
-            below = below.setdefault(name, {})
-        below[path[-1]] = leaf
-    return tree
-
-
 def dotted(path: tuple[Any, ...]) -> str:
     """Returns a weight's path as users type it: segments.0.0.attention.query."""
     return ".".join(map(str, path))
@@ -180,23 +164,13 @@ def matches(path: tuple[Any, ...], patterns: Sequence[str]) -> bool:
 
 def select(tree: Tree, roles: Tree, role: str) -> Tree:
     """Returns the entries of a nested dict whose role is `role`, without the dicts that have none."""
-    chosen = {}
-    for name, entry in tree.items():
-        if isinstance(entry, dict):
-            if below := select(entry, roles[name], role):
-                chosen[name] = below
-        elif roles[name] == role:
-            chosen[name] = entry
-    return chosen
+    role_of = by_path(roles)
+    return nested({path: leaf for path, leaf in by_path(tree).items() if role_of[path] == role})
 
 
 def join(*trees: Tree) -> Tree:
     """Returns one nested dict of several; where they have an entry in common, the last one's."""
-    joined: Tree = {}
-    for tree in trees:
-        for name, entry in tree.items():
-            joined[name] = join(joined.get(name, {}), entry) if isinstance(entry, dict) else entry
-    return joined
+    return nested({path: leaf for tree in trees for path, leaf in by_path(tree).items()})
 
 
 def roles(declarations: Tree) -> Tree:

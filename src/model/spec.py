@@ -8,10 +8,10 @@ M tokens sorted by expert, Q compressed query, R compressed keys and values, V v
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from src.config.model_keys import Model
+from src.config.model_keys import FeedForwardFacts, Model, PositionFacts
 from src.config.schema import KEYS, keys_of, model_of
 
 VOCAB_MULTIPLE = 128  # the physical vocabulary is a multiple of this: it shards over powers of two up to it
@@ -19,8 +19,7 @@ VOCAB_MULTIPLE = 128  # the physical vocabulary is a multiple of this: it shards
 LATENT_FACTS = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon"),
 )
-ROPE_FACTS = ("rope_max_timescale", "rope_interleave", "partial_rotary_factor", "rope_type")
-ROPE_TYPE_FACTS = {  # of each rope_type
+STRETCH_FACTS = {  # of each rope_type
     "default": (),
     "linear": ("rope_factor",),
     "llama3.1": (
@@ -31,11 +30,8 @@ ROPE_TYPE_FACTS = {  # of each rope_type
         *("mscale", "mscale_all_dim"),
     ),
 }
-EXPERT_FACTS = (
-    *("num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func", "router_bias"),
-    *("routed_bias", "n_routing_groups", "topk_routing_group", "routing_group_score", "norm_topk_prob"),
-    *("routed_scaling_factor", "scale_expert_inputs", "capacity_factor"),
-)
+ROPE_FACTS = {each.name for each in fields(PositionFacts)} - {"position_type", "trainable_position_size"}
+EXPERT_FACTS = {each.name for each in fields(FeedForwardFacts) if not each.name.startswith("mlp_")}
 MODEL_FACTS = (  # facts of layers that the model itself has too
     *("normalization", "normalization_layer_epsilon", "normalization_scale_offset", "dropout_rate", "position_type"),
 )
@@ -185,11 +181,9 @@ def _without_effect(layer: Model) -> Iterator[str]:
     yield from ("base_num_kv_heads", "head_dim") if layer.attention_type == "mla" else LATENT_FACTS
     if not layer.attention_bias:
         yield "attention_out_bias"
-    every = {fact for facts in ROPE_TYPE_FACTS.values() for fact in facts}
-    if layer.position_type == "rope":
-        yield from every.difference(ROPE_TYPE_FACTS[layer.rope_type])
-    else:
-        yield from (*ROPE_FACTS, *every)
+    if layer.position_type != "rope":
+        yield from ROPE_FACTS
+    yield from {fact for facts in STRETCH_FACTS.values() for fact in facts}.difference(STRETCH_FACTS[layer.rope_type])
     yield from EXPERT_FACTS if layer.num_experts == 1 else ("base_mlp_dim",)
 
 

@@ -183,6 +183,25 @@ def exchange_plans(
     return send_plan, return_plan, jnp.sum(receiver(sent_EP).reshape(P, -1), axis=0)
 
 
+def _linear(transpose: Callable, static: tuple[int, ...]) -> Callable[[Callable], Callable]:
+    """Gives f(x, indices, inverse, *static), linear in x, the derivative transpose(., inverse, indices, *static)."""
+
+    def decorate(function: Callable) -> Callable:
+        differentiable = functools.wraps(function)(jax.custom_vjp(function, nondiff_argnums=static))
+
+        def forward(x: jax.Array, indices: Any, inverse: Any, *more: Any) -> tuple[jax.Array, Any]:
+            return differentiable(x, indices, inverse, *more), (indices, inverse)
+
+        def backward(*arguments: Any) -> tuple[Any, None, None]:
+            *more, (indices, inverse), gradient = arguments
+            return transpose(gradient, inverse, indices, *more), None, None
+
+        differentiable.defvjp(forward, backward)
+        return differentiable
+
+    return decorate
+
+
 def exchange(rows_RD: jax.Array, plan: ExchangePlan, reverse: ExchangePlan, room: int, group: ExpertGroup) -> jax.Array:
     """Returns the `room` rows that a device gets when each sends by `plan`; 0 where it gets none.
 
@@ -191,7 +210,7 @@ def exchange(rows_RD: jax.Array, plan: ExchangePlan, reverse: ExchangePlan, room
     return _exchange(rows_RD, plan, reverse, (len(rows_RD), room), group)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@_linear(lambda x, plan, reverse, sizes, group: _exchange(x, plan, reverse, sizes[::-1], group), static=(3, 4))
 def _exchange(
     rows_RD: jax.Array, plan: ExchangePlan, reverse: ExchangePlan, sizes: tuple[int, int], group: ExpertGroup
 ) -> jax.Array:
@@ -202,32 +221,16 @@ def _exchange(
     return jax.lax.ragged_all_to_all(rows_RD, into_RD, *plan, axis_name=group.axes)
 
 
-def _exchange_forward(
-    rows_RD: jax.Array, plan: ExchangePlan, reverse: ExchangePlan, sizes: tuple[int, int], group: ExpertGroup
-) -> tuple[jax.Array, tuple[ExchangePlan, ExchangePlan]]:
-    return _exchange(rows_RD, plan, reverse, sizes, group), (plan, reverse)
-
-
-def _exchange_backward(
-    sizes: tuple[int, int], group: ExpertGroup, plans: tuple[ExchangePlan, ExchangePlan], gradient_RD: jax.Array
-) -> tuple[jax.Array, None, None]:
-    plan, reverse = plans
-    return _exchange(gradient_RD, reverse, plan, sizes[::-1], group), None, None
-
-
-_exchange.defvjp(_exchange_forward, _exchange_backward)
-
-
 def _exchange_by_gathering(rows_RD: jax.Array, plan: ExchangePlan, room: int, group: ExpertGroup) -> jax.Array:
     """Does `ragged_all_to_all` on CPUs, for which XLA has none: every device gathers all rows and takes its own."""
-    device, rows = jax.lax.axis_index(group.axes), len(rows_RD)
+    device = jax.lax.axis_index(group.axes)
     all_PRD = jax.lax.all_gather(rows_RD, group.axes)
 
     def to_device(each: jax.Array) -> jax.Array:
         return jax.lax.all_gather(each, group.axes).reshape(group.count, group.count, -1, 1)[:, device]
 
     begin_Pe1, sent_Pe1, to_Pe1 = to_device(plan.sent_from), to_device(plan.sent), to_device(plan.sent_to)
-    row_R = jnp.arange(rows)
+    row_R = jnp.arange(len(rows_RD))
     in_slice_PeR = (row_R >= begin_Pe1) & (row_R < begin_Pe1 + sent_Pe1)
     moved_PR = row_R + jnp.sum(in_slice_PeR * (to_Pe1 - begin_Pe1), axis=1)
     to_PR = jnp.where(jnp.any(in_slice_PeR, axis=1), moved_PR, room)
@@ -298,7 +301,7 @@ def assign_slots(experts_BTk: jax.Array, non_padding_BT: jax.Array, experts: int
     return CapacitySlots(choice_R, row_BM.reshape(B, k, T).swapaxes(1, 2).reshape(-1), experts)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@_linear(lambda *arguments: combine(*arguments), static=(3,))
 def fill_buffer(x_XD: jax.Array, choice_R: jax.Array, row_M: jax.Array, k: int) -> jax.Array:
     """Fills a buffer [R, D] with the tokens whose choices its rows are for, k choices each.
 
@@ -313,39 +316,11 @@ def fill_buffer(x_XD: jax.Array, choice_R: jax.Array, row_M: jax.Array, k: int) 
     return x_XD.at[choice_R // k].get(mode="fill", fill_value=0)
 
 
-def _fill_forward(
-    x_XD: jax.Array, choice_R: jax.Array, row_M: jax.Array, k: int
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return fill_buffer(x_XD, choice_R, row_M, k), (choice_R, row_M)
-
-
-def _fill_backward(k: int, residuals: tuple[jax.Array, jax.Array], gradient_RD: jax.Array) -> tuple[Any, None, None]:
-    choice_R, row_M = residuals
-    return combine(gradient_RD, row_M, choice_R, k), None, None
-
-
-fill_buffer.defvjp(_fill_forward, _fill_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@_linear(fill_buffer, static=(3,))
 def combine(rows_RD: jax.Array, row_M: jax.Array, choice_R: jax.Array, k: int) -> jax.Array:
     """Sums each token's rows of a buffer [R, D] to [X, D]: the transpose of `fill_buffer`, with the same arguments."""
     rows_MD = rows_RD.at[row_M].get(mode="fill", fill_value=0)
     return jnp.sum(rows_MD.reshape(-1, k, rows_RD.shape[1]), axis=1)
-
-
-def _combine_forward(
-    rows_RD: jax.Array, row_M: jax.Array, choice_R: jax.Array, k: int
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return combine(rows_RD, row_M, choice_R, k), (row_M, choice_R)
-
-
-def _combine_backward(k: int, residuals: tuple[jax.Array, jax.Array], gradient_XD: jax.Array) -> tuple[Any, None, None]:
-    row_M, choice_R = residuals
-    return fill_buffer(gradient_XD, choice_R, row_M, k), None, None
-
-
-combine.defvjp(_combine_forward, _combine_backward)
 
 
 def _expert_count(kernels: Any) -> int:

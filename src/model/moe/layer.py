@@ -182,25 +182,10 @@ def _on_device(
     parts: int,
     group: ExpertGroup,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs `Experts._run` on one device's tokens, with its parts of the weights.
+    """Runs `Experts._run` on one device's tokens, with its parts of the weights and their logical axes `axes`.
 
-    Args:
-        x_BTD: the tokens.
-        experts_BTk: the experts that each chose.
-        kept_BTk: which of these choices may have a slot; with `capacity` those beyond it lose theirs.
-        weights_BTk: of the choices, in the sum.
-        non_padding_BT: which tokens are not padding.
-        kernels: the parts of the weights.
-        spec: of the layer.
-        capacity: the slots that each expert has in each row; None: enough for all that are kept.
-        axes: the weights' logical axes.
-        gathered: the mesh axes that shard D of the weights.
-        summed: the mesh axes that shard F.
-        parts: into how many they shard it.
-        group: the devices that have the other experts.
-
-    Returns:
-        The weighted sums [B, T, D], and which choices have a slot [B, T, k].
+    With `capacity`, choices that have a slot (`kept_BTk`) lose it beyond that many. D of the weights is sharded over
+    the mesh axes `gathered`, and F over `summed`, into so many `parts`.
     """
 
     def gather(axes: tuple[str | None, ...], kernel: jax.Array) -> jax.Array:

@@ -139,14 +139,9 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Any, Tree]:
         """Maps token ids [B, T] to hidden states [B, T, D] after the final norm.
 
-        Args:
-            tokens_BT: the ids.
-            context: shared by all blocks.
-            execution: how the layers run.
-            caches: as `empty_caches` makes them; None in training.
-
         Returns:
-            The hidden states, the caches with these tokens in them, and the layers' reports, nested as weights are.
+            The hidden states, the caches (of `empty_caches`; None in training) with these tokens in them, and the
+            layers' reports, nested as weights are.
         """
         with jax.named_scope("embedding"):
             x_BTD = self._embed(tokens_BT, context)
@@ -172,13 +167,9 @@ class Decoder(nnx.Module):
     def mtp_hidden_states(
         self, hidden_BTD: jax.Array, mtp_tokens: Sequence[jax.Array], context: ForwardContext, execution: Execution
     ) -> tuple[list[jax.Array], Tree]:
-        """Runs the multi-token prediction layers on the decoder's hidden states [B, T, D].
+        """Runs the multi-token prediction layers on `__call__`'s hidden states [B, T, D].
 
-        Args:
-            hidden_BTD: from `__call__`.
-            mtp_tokens: for each layer the tokens [B, T] that stand 1, 2, ... further on than the states' own.
-            context: as in `__call__`.
-            execution: as in `__call__`.
+        Each takes the tokens [B, T] that stand 1, 2, ... further on than the states' own.
 
         Returns:
             Hidden states for `logits`, whose entry k - 1 at position t predicts token t + k + 1 of the same segment,

@@ -93,11 +93,7 @@ def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_t
     needed where it is only added to the residual stream. Attention's two always are, in every kernel, since nothing
     within them has a name to be kept by; a kernel that computes scores again by itself is not counted.
 
-    Args:
-        spec: the model.
-        length: of a row.
-        execution: which arrays the layers keep.
-        vocab_tiles: tiles of the loss; with more than one the logits are computed again.
+    With more than one tile of the loss (`vocab_tiles`), the logits are computed again too.
     """
     elements = _heads(spec) if vocab_tiles > 1 else 0
     if execution.remat_policy == "none":

@@ -88,17 +88,10 @@ def run_layer_group(
     execution: Execution,
     staged: bool,
 ) -> tuple[jax.Array, Any, dict[int, Any]]:
-    """Runs the group's pattern `repeats` times.
+    """Runs the group's pattern `repeats` times on [B, T, D], with blocks numbered from `first_layer`.
 
-    Args:
-        group: the layers.
-        blocks: the pattern's blocks; their weights have a leading dim of `repeats`, unless they are shared.
-        x: [B, T, D].
-        context: shared by all blocks.
-        caches: a list of one cache per pattern position, each with a leading dim of `repeats`; None in training.
-        first_layer: the model's number of the group's first layer.
-        execution: scanned or unrolled, and what is kept for the backward pass.
-        staged: whether pipeline stages, where there are any, split the repeats. With caches each runs all of them.
+    Weights (unless shared) and caches (None in training) have a leading dim of `repeats`; caches are a list of one per
+    pattern position. With `staged`, pipeline stages, where there are any, split the repeats; with caches each runs all.
 
     Returns:
         x, the caches, and the blocks' reports by pattern position, with a leading dim of `repeats`.

@@ -152,7 +152,7 @@ def run_stages(
         run_chunk: (x, weights, layers, context) -> (x, reports), of consecutive repeats, on rows of one micro-batch.
         x_BTD: all rows, as many as `check_rows` allows.
         weights: arrays whose first dim is the repeats, in layer order, sharded over `stage`.
-        layers_L: the model's number of each repeat's first layer.
+        layers_L: the number of each repeat's first layer in the model.
         context: of all rows.
         schedule: of the stages.
         remat: wraps a turn, which takes its weights from those of all turns so that they are not kept for each.

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from tiny import LENGTH, VOCAB, assert_close, loss_and_gradients, make, packed_rows, random_weights
 
+from src.model import decoder
 from src.model.dropout import token_keys
 from src.model.embeddings import sinusoidal
 from src.model.forward_context import ForwardContext
@@ -140,3 +141,20 @@ def test_the_program_names_the_parts_of_the_model(capacity_factor):
         *("/attention/", "feed_forward/router/", "feed_forward/dispatch/", "/dispatch/experts/"),
     ):
         assert scope in text, scope
+
+
+def test_attention_knows_the_number_of_its_layer(monkeypatch):
+    numbers = []
+
+    class Counted(decoder.Attention):
+        def __call__(self, x_BTD, context, cache):
+            jax.debug.callback(lambda number: numbers.append(int(number)), context.layer, ordered=True)
+            return super().__call__(x_BTD, context, cache)
+
+    monkeypatch.setattr(decoder, "Attention", Counted)
+    segments = "[{repeats: 2, pattern: [{}, {mlp_bias: true}]}, {pattern: [{}]}]"
+    _, plan = make(base_num_decoder_layers=5, decoder_segments=segments)
+    batch = packed_rows(0)
+    run(plan, random_weights(plan), batch["tokens"], batch["segment_ids"], batch["positions"])
+    jax.effects_barrier()
+    assert numbers == [0, 1, 2, 3, 4]

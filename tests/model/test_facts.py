@@ -98,3 +98,9 @@ def layered(key):
         if KEYS[key].group.endswith("experts")
         else {}
     )
+
+
+def test_a_bias_can_be_on_queries_keys_and_values_alone():
+    _, weights = program(attention_bias="true", attention_out_bias="false")
+    assert "value_bias" in weights
+    assert "out_bias" not in weights

@@ -65,15 +65,7 @@ def repeat_kv(x_BTKH: jax.Array, num_query_heads: int, layout: Layout) -> jax.Ar
 def choose_kernel(
     attention: str, platform: str, scores: Sequence[ScoreSpec], dtype: str, length: int, layout: Layout
 ) -> str:
-    """Returns the kernel that the key `attention` means on this platform.
-
-    Args:
-        attention: the key.
-        platform: cpu, gpu or tpu.
-        scores: of the model's layers.
-        dtype: of activations.
-        length: of rows, in tokens.
-        layout: the mesh.
+    """Returns the kernel that the key `attention` means on this platform, for layers of these scores.
 
     Raises:
         UserError: the kernel asked for does not run here, or only plain JAX's does and devices share rows.

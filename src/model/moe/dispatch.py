@@ -153,11 +153,7 @@ def exchange_plans(
 ) -> tuple[ExchangePlan, ExchangePlan, jax.Array]:
     """Plans which rows each device sends where in a window.
 
-    Args:
-        rows_PE: how many rows each device has for each expert.
-        window: its number.
-        room: its rows.
-        device: this device's number in its group.
+    `rows_PE` is how many rows each device has for each expert, `room` a window's rows, `device` this one's number.
 
     Returns:
         The plan to the experts, the plan back, and the rows [E / P] that this device's experts get.

@@ -102,13 +102,12 @@ class Experts(nnx.Module):
         kernels = {name: getattr(self, name)[...] for name in AXES if hasattr(self, name)}
         axes = {name: _by_leaf(kernels[name], AXES[name]) for name in kernels}
         platform = layout.mesh.devices.flat[0].platform
-        capacity, kept_BTk = _capacity(self.spec, experts_BTk.shape[1]), jnp.ones(experts_BTk.shape, bool)
+        (_, T, k), factor, kept_BTk = experts_BTk.shape, self.spec.capacity_factor, jnp.ones(experts_BTk.shape, bool)
+        capacity = None if factor == -1 else math.ceil(T * k * factor / self.spec.num_experts)
         if capacity and layout.shards("length") > 1:
             # A device may have any part of what its row keeps: buffers of a fixed size would each need room for all.
-            capacity, kept_BTk = (
-                None,
-                _kept_of_whole_rows(experts_BTk, non_padding_BT, self.spec.num_experts, capacity, layout),
-            )
+            kept_BTk = _kept_in_rows(experts_BTk, non_padding_BT, self.spec.num_experts, capacity, layout)
+            capacity = None
         on_device = functools.partial(
             _on_device,
             spec=self.spec,
@@ -120,22 +119,16 @@ class Experts(nnx.Module):
             group=ExpertGroup(layout.axes("expert"), layout.shards("expert"), layout.axes_within_slices(), platform),
         )
         tokens = layout.spec(("batch", "length", None))
+        specs = jax.tree.map(layout.spec, axes, is_leaf=lambda node: isinstance(node, tuple))
         run = layout.shard_map(
             on_device,
-            in_specs=(*[tokens] * 4, layout.spec(("batch", "length")), _specs(axes, layout)),
+            in_specs=(*[tokens] * 4, layout.spec(("batch", "length")), specs),
             out_specs=(tokens, tokens),
         )
         return run(x_BTD, experts_BTk, kept_BTk, weights_BTk, non_padding_BT, kernels)
 
 
-def _capacity(spec: LayerSpec, length: int) -> int | None:
-    """Returns the slots that each expert has in a row of `length` tokens; None: enough for all."""
-    if spec.capacity_factor == -1:
-        return None
-    return math.ceil(length * spec.num_experts_per_tok * spec.capacity_factor / spec.num_experts)
-
-
-def _kept_of_whole_rows(
+def _kept_in_rows(
     experts_BTk: jax.Array, non_padding_BT: jax.Array, experts: int, capacity: int, layout: Layout
 ) -> jax.Array:
     """Returns which choices have a slot [B, T, k], where devices share rows: the same as on one device.
@@ -160,10 +153,6 @@ def _by_leaf(kernel: jax.Array | Adapted, axes: tuple[str | None, ...]) -> Any:
     if isinstance(kernel, Adapted):
         return Adapted(axes, (*axes[:2], None), (axes[0], None, *axes[2:]))
     return axes
-
-
-def _specs(axes: Any, layout: Layout) -> Any:
-    return jax.tree.map(layout.spec, axes, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def _on_device(

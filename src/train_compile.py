@@ -36,7 +36,7 @@ from src.errors import UserError
 from src.parallel.topology import Topology, parse_topology
 from src.report.metrics import duration, print_header
 from src.startup import configured
-from src.step.build import Built, build
+from src.step.build import TracedStep, build
 from src.step.compiler_flags import check_environment, compiler_options
 
 USAGE = Usage(
@@ -139,7 +139,7 @@ def _compile(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stage
 
 
 def _advise(
-    report: Report, config: Mapping[str, Any], topology: Topology, devices: Sequence[jax.Device], built: Built
+    report: Report, config: Mapping[str, Any], topology: Topology, devices: Sequence[jax.Device], built: TracedStep
 ) -> None:
     """Adds to the report what would make its step fit; compiles the first of that, for an estimate may be wrong."""
     needed, capacity = report["memory"]["needed"], report["memory"]["capacity"]

@@ -10,7 +10,7 @@ from src.aot.devices import abstract_devices
 from src.aot.memory import memory
 from src.errors import UserError
 from src.parallel.topology import parse_topology
-from src.step.build import Built, build
+from src.step.build import TracedStep, build
 
 
 class Change(NamedTuple):
@@ -18,12 +18,12 @@ class Change(NamedTuple):
 
     keys: dict[str, Any]
     cost: str
-    built: Built
+    built: TracedStep
     estimated: int
 
 
 def changes(
-    config: Mapping[str, Any], devices: Sequence[jax.Device], built: Built, needed: int, capacity: int
+    config: Mapping[str, Any], devices: Sequence[jax.Device], built: TracedStep, needed: int, capacity: int
 ) -> list[Change]:
     """Returns what is estimated to lower a step's `needed` bytes per device, the least costly first; then all at once.
 

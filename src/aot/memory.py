@@ -13,7 +13,7 @@ from src.model.decoder import layer_costs
 from src.model.moe.dispatch import BUFFER_SLACK
 from src.model.params import by_path
 from src.parallel.mesh import mesh_axes_of
-from src.step.build import Built
+from src.step.build import TracedStep
 from src.step.optimizer import HParams
 from src.step.plan import Batch
 from src.step.state import TrainState
@@ -43,7 +43,7 @@ class Memory(NamedTuple):
         return sum(self.arguments.values()) + kept + max(logits, block)
 
 
-def memory(built: Built) -> Memory:
+def memory(built: TracedStep) -> Memory:
     """The parts of a step's memory that can be told from its shapes, its shardings and its traced program.
 
     What the compiler needs beside is in none of them.
@@ -65,7 +65,7 @@ def memory(built: Built) -> Memory:
     return Memory(arguments, temporaries, host_bytes(state.opt))
 
 
-def taken(built: Built) -> tuple[TrainState, Batch, HParams]:
+def taken(built: TracedStep) -> tuple[TrainState, Batch, HParams]:
     """The step's arguments with None for those that its program does not take, since no output depends on them."""
     jaxpr = built.traced.jaxpr.jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -93,7 +93,7 @@ def _lies_on_host(leaf: Any) -> bool:
     return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == "pinned_host"
 
 
-def kept_bytes(built: Built) -> int:
+def kept_bytes(built: TracedStep) -> int:
     """What layers keep on the device for the backward pass: arrays that a loop stacks and the reversed loop reads.
 
     Layers that are not scanned have no loop, and count as nothing.
@@ -105,7 +105,7 @@ def kept_bytes(built: Built) -> int:
     )
 
 
-def _in_loops(built: Built, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _in_loops(built: TracedStep, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that a loop stacked to this one; a pipeline has a loop over layers within one over iterations."""
     inner = shape[1:]
     schedule = built.plan.execution.schedule
@@ -113,7 +113,7 @@ def _in_loops(built: Built, shape: tuple[int, ...]) -> tuple[int, ...]:
     return inner[1:] if within and _is_activation(built, inner[1:]) else inner
 
 
-def _shards(built: Built, shape: tuple[int, ...]) -> int:
+def _shards(built: TracedStep, shape: tuple[int, ...]) -> int:
     """Into how many parts an array is cut: a weight, or an activation by its rows, tokens, heads, or other dims."""
     layout, spec = built.plan.layout, built.plan.spec
     if not _is_activation(built, shape):
@@ -132,7 +132,7 @@ def _shards(built: Built, shape: tuple[int, ...]) -> int:
     return batch_shards * layout.shards("length")
 
 
-def _is_activation(built: Built, shape: tuple[int, ...]) -> bool:
+def _is_activation(built: TracedStep, shape: tuple[int, ...]) -> bool:
     """Whether an array is of a micro-batch's rows, or of its tokens, so many times as they go to experts.
 
     Those come from within a `shard_map`. Between peers a buffer has room for `BUFFER_SLACK` times as many.
@@ -148,7 +148,7 @@ def _is_activation(built: Built, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _rows(built: Built) -> set[int]:
+def _rows(built: TracedStep) -> set[int]:
     """Those of a micro-batch, and of a pipeline's."""
     schedule = built.plan.execution.schedule
     rows = (
@@ -189,7 +189,7 @@ def _follow(variables: set[Any], old: Sequence[Any], new: Sequence[Any]) -> None
     variables.update(name for var, name in pairs if not isinstance(var, Literal) and var in variables)
 
 
-def _block_bytes(built: Built) -> int:
+def _block_bytes(built: TracedStep) -> int:
     """What the products and kernels make in one round of a loop that runs backwards: again, and of gradients."""
 
     def made(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -222,7 +222,7 @@ def _backward_bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
             yield from _backward_bodies(inner)
 
 
-def _gradient_bytes(built: Built) -> int:
+def _gradient_bytes(built: TracedStep) -> int:
     """Of the gradients, and with micro-batches of their sum too, which is float32."""
     weights = built.state.weights.trainable
     own = device_bytes(weights)
@@ -231,7 +231,7 @@ def _gradient_bytes(built: Built) -> int:
     return own + device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), weights))
 
 
-def _logits_bytes(built: Built) -> int:
+def _logits_bytes(built: TracedStep) -> int:
     """Of one tile of one micro-batch, in the dtype of the products, which is what TPU and GPU hold of them."""
     plan = built.plan
     tokens = built.tokens // plan.accumulation.micro_batches // plan.vocab_tiles
@@ -239,7 +239,7 @@ def _logits_bytes(built: Built) -> int:
     return size // math.prod(plan.layout.shards(axis) for axis in ("batch", "length", "vocab"))
 
 
-def _gathered_bytes(built: Built) -> int:
+def _gathered_bytes(built: TracedStep) -> int:
     """Of the largest block's weights in the compute dtype, whole in the dims that `embed` shards."""
     plan, rules = built.plan, built.plan.layout.rules
     shardings, axes, blocks = by_path(plan.shardings), by_path(plan.axes), dict[Any, int]()

@@ -28,7 +28,7 @@ from src.config.schema import KEYS, keys_of
 from src.config.yaml import dump
 from src.errors import UserError, first_few
 from src.parallel.mesh import count_slices
-from src.step.build import Built, program_text
+from src.step.build import TracedStep, program_text
 from src.step.compiler_flags import environment_flags
 
 Header = dict[str, Any]
@@ -82,7 +82,7 @@ RUN_TIME_KEYS = frozenset((
 COMPARED = ("devices", "mesh", "versions", "compiler_options", "environment", "jax_config")
 
 
-def header(config: Mapping[str, Any], built: Built) -> Header:
+def header(config: Mapping[str, Any], built: TracedStep) -> Header:
     """Returns what the program of a step depends on, as a JSON object: another header, another program.
 
     `program` is the digest of the traced step, which any change of MinText's code or of a key changes; `config` only
@@ -187,7 +187,7 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
     write_output("compiled_trainstep_file", path, FIRST_LINE + second_line.encode() + body)
 
 
-def load(path: str, header: Header, built: Built) -> jax.stages.Compiled:
+def load(path: str, header: Header, built: TracedStep) -> jax.stages.Compiled:
     """Returns the program at `path`, to be called as `built.train` is; every process of a job loads it.
 
     Args:

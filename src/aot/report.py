@@ -19,7 +19,7 @@ from src.model.flops import count_active_params, count_params
 from src.parallel.mesh import describe_mesh
 from src.parallel.topology import Topology, run_peak
 from src.report.metrics import duration
-from src.step.build import Built
+from src.step.build import TracedStep
 
 Report = dict[str, Any]
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -32,7 +32,7 @@ TOTAL = re.compile(r"(?:Total hbm usage >=|Used) ([\d.]+)([KMGT])")
 
 def make_report(
     topology: Topology,
-    built: Built,
+    built: TracedStep,
     matmul_precision: str,
     compiled: jax.stages.Compiled | None,
     refusal: str,
@@ -83,7 +83,7 @@ def make_report(
 
 
 def device_memory(
-    topology: Topology, built: Built, compiled: jax.stages.Compiled | None, refusal: str
+    topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str
 ) -> dict[str, Any]:
     """What a device needs, has, and what fills it; `needed` is a lower bound where the compiler gave up."""
     parts = memory(built)

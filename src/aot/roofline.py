@@ -17,7 +17,7 @@ from src.model.flops import FlopsPerToken, all_layers, count_params, flops_per_t
 from src.model.layers import Execution
 from src.model.spec import ModelSpec
 from src.parallel.topology import Chip
-from src.step.build import Built
+from src.step.build import TracedStep
 
 # Of the stated peak the best products reach 86% on an A100 and 80% on an H100, whose clock falls under load (Bekman,
 # "Machine Learning Engineering", maximum achievable matmul FLOPS); on TPUs whole training steps have reached 80%.
@@ -87,7 +87,7 @@ def _sent(moved: Sequence[Collective], network: str) -> float:
     return sum(each.times * each.sent_bytes / each.links for each in moved if each.network == network)
 
 
-def work_of(built: Built) -> Work:
+def work_of(built: TracedStep) -> Work:
     """What a step asks of each of its devices."""
     plan, layout, schedule = built.plan, built.plan.layout, built.plan.execution.schedule
     stages = schedule.stages if schedule else 1

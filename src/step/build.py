@@ -20,7 +20,7 @@ from src.step.state import TrainState, abstract_batch, abstract_state
 from src.step.train_step import compile_steps
 
 
-class Built(NamedTuple):
+class TracedStep(NamedTuple):
     """A step that is traced but not compiled, and what it is called with: `jax.ShapeDtypeStruct`s with shardings."""
 
     plan: StepPlan
@@ -45,7 +45,7 @@ class Built(NamedTuple):
 
 def build(
     config: Mapping[str, Any], devices: Sequence[jax.Device], compiler_options: Mapping[str, str] | None = None
-) -> Built:
+) -> TracedStep:
     """Traces the step of a checked config; `compiler_options` are XLA's.
 
     Raises:
@@ -60,12 +60,12 @@ def build(
     batch = abstract_batch(plan, rows, config["max_target_length"])
     hparams = hparams_at(config, 0)
     train, evaluate = compile_steps(plan, state, compiler_options)
-    return Built(
+    return TracedStep(
         plan, compiler_options or {}, state, batch, hparams, train, evaluate, train.trace(state, batch, hparams)
     )
 
 
-def check_same_program(built: Built, config: Mapping[str, Any]) -> None:
+def check_same_program(built: TracedStep, config: Mapping[str, Any]) -> None:
     """Raises UserError on every process where one would run another training step than process 0.
 
     Nor may what enters a step at run time differ: the hyper-parameters are compared at the ends and in the middle.

@@ -48,17 +48,12 @@ from src.step.state import TrainState, batch_sharding
 
 
 class Result(NamedTuple):
-    """What `main` returns: the state after the last step, its metrics, the last evaluation's.
+    """Holds what a run ends with. If it was finished before, process 0 has the metrics from metrics.jsonl."""
 
-    `stopped_by` is the signal that ended the run early, SIGTERM or SIGINT; 0 where it came to its end.
-
-    Of a run that was finished before, the metrics are those of its metrics.jsonl, on process 0.
-    """
-
-    state: TrainState
-    metrics: dict[str, float]
-    eval_metrics: dict[str, float]
-    stopped_by: int
+    state: TrainState  # after the last step
+    metrics: dict[str, float]  # of the last step
+    eval_metrics: dict[str, float]  # of the last evaluation
+    stopped_by: int  # the signal that ended the run early, SIGTERM or SIGINT; 0: none
 
 
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:
@@ -123,7 +118,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     if first_step > config.steps or (first_step == config.steps and not start.resumed):
         begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
         raise UserError(f"steps={config.steps} is already reached: {begun} is at step {first_step}. Raise steps.")
-    if first_step == config.steps:  # such as of a restart loop, or after a kill between the last checkpoint and here
+    if first_step == config.steps:  # in a restart loop, or after a kill between the last checkpoint and the end
         folder.lock()
         folder.fetch("metrics.jsonl")
         say([*start.messages, f"finished: this run has made its {config.steps} steps. To go on, raise steps."])
@@ -183,7 +178,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 metrics["conversations_cut"] = count_cut(of_rows)
             done = step + 1
             recorder.add(done, metrics)
-            preempted = preemption.reached(done) and done < config.steps  # at its end a run has nothing to go on with
+            preempted = preemption.reached(done) and done < config.steps  # else nothing is left to resume
             evaluates = evaluations and not preempted and (done % config.eval_interval == 0 or done == config.steps)
             saves = done % config.checkpoint_period == 0 or preempted or done == config.steps
             if evaluates or saves:
@@ -203,7 +198,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                     report.update()
                 recorder.start_clock()
             if preempted:
-                stopped_by = preemption.signal or signal.SIGTERM  # which another process of the job got
+                stopped_by = preemption.signal or signal.SIGTERM  # another process of the job got it
                 break
         checkpointer.wait()  # while signals are still caught
         checkpointer.prune()
@@ -226,7 +221,7 @@ def conclude(
     report: LiveReport | None,
     stopped_by: int = 0,
 ) -> None:
-    """What follows the last step: the report; where the run is finished, a sample before it and what to do next."""
+    """Writes the report; of a finished run, also a sample before it and the commands to use its model."""
     if config.sample_length and tokenizer and not stopped_by:
         text = printable(sample(config.decoding, config.max_target_length, plan, state.weights, tokenizer))
         say(["sample:", *(f"  {line}" for line in text.splitlines())])
@@ -239,7 +234,7 @@ def conclude(
 
 
 def dated(folder: RunFolder, first_step: int) -> dict[str, str]:
-    """When the run was started, first and last, for the report."""
+    """Returns when the run was started first and last, for the report."""
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     try:
         before = parse_json(folder.read_text("environment.json") or "{}") if first_step else {}
@@ -249,7 +244,7 @@ def dated(folder: RunFolder, first_step: int) -> dict[str, str]:
 
 
 def dated_name() -> str:
-    """A name for a run that has none: its start, as process 0's clock has it."""
+    """Returns a name for a run without one: the time of its start by process 0's clock."""
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     agreed = multihost_utils.broadcast_one_to_all(np.frombuffer(now.encode(), np.uint8))
     return bytes(np.asarray(agreed)).decode()
@@ -267,7 +262,7 @@ def header(
     tokenizer: Tokenizer | None,
     first_step: int,
 ) -> list[tuple[str, str]]:
-    """What was chosen for this run, by name: nothing that a user would have to guess."""
+    """Returns everything that was chosen for this run, by name, so that a user need not guess."""
     inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
     tokens = global_batch * config.max_target_length
     packed = "packed, none cut that fits a row" if config.use_sft else "packed"
@@ -299,7 +294,7 @@ def header(
 
 
 def describe_trained(plan: StepPlan) -> str:
-    """What of the model the optimizer changes."""
+    """Says which of the model's parameters are trained."""
     weights = plan.split(plan.shapes)
     if not weights.frozen:
         return "all parameters"
@@ -308,7 +303,7 @@ def describe_trained(plan: StepPlan) -> str:
 
 
 def command(argv: Sequence[str]) -> int:
-    """`main` as a program: its exit code is 143 where SIGTERM stopped the run, by which schedulers know to go on."""
+    """Runs `main`; returns the exit code, 143 if SIGTERM stopped the run, which tells schedulers to start it again."""
     result = main(argv)
     return 128 + result.stopped_by if result and result.stopped_by else 0
 

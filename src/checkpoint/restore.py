@@ -33,7 +33,7 @@ AbstractOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 
 class Restored(NamedTuple):
-    """The result of reading a checkpoint."""
+    """Holds what was read from a checkpoint."""
 
     state: dict[str, Any]  # arrays, in the structure that was asked for
     meta: dict[str, Any]  # as it was saved

@@ -47,16 +47,15 @@ python -m src.train_compile --help KEY            what a key does, and its defau
     ("Compilation ahead of time",),
 )
 DOES_NOT_FIT = 3  # exit code
-# Of the changes that should make a step fit so many are compiled, if the step itself took no more seconds than this.
-MOST_TRIES, LONGEST_TO_TRY = 3, 300
+# So many of the changes that should make a step fit are compiled, if the step itself took no more seconds than this.
+MAX_TRIES, MAX_SECONDS_TO_TRY = 3, 300
 
 
 def main(argv: Sequence[str] | ConfigDict) -> Report | None:
-    """Runs the command line `argv`; None if it only asked for help.
+    """Runs the command line `argv` and returns its report; None if it only asked for help.
 
     Raises:
-        UserError: a mistake in the command, or a compiler that fails. A step that does not fit is neither: the report
-            says so.
+        UserError: a mistake in the command, or a compiler that fails; not a step that does not fit.
     """
     config = configured(argv, USAGE, joins=False)
     if config is None:
@@ -68,11 +67,11 @@ def main(argv: Sequence[str] | ConfigDict) -> Report | None:
         raise UserError(
             f"hardware={config.hardware}, but {topology.name} is a {topology.platform}. Leave hardware empty."
         )
-    device_capacity(topology)  # of a wrong one in the environment JAX would say less
+    device_capacity(topology)  # JAX's own message about a wrong one in the environment says less
     check_environment(uses_tpu=topology.platform == "tpu")
     outputs = {key: config[key] for key in ("compiled_trainstep_file", "compile_report") if config[key]}
     check_outputs(outputs)
-    # What is measured is a compilation, not the finding of an earlier one.
+    # The compilation is to be measured, so an earlier one must not be found.
     jax.config.update("jax_enable_compilation_cache", False)
     devices = abstract_devices(topology)
 
@@ -112,13 +111,13 @@ def main(argv: Sequence[str] | ConfigDict) -> Report | None:
             failures.append(error)
     if failures and fits:
         raise UserError("\n".join(map(str, failures)))
-    for failure in failures:  # that it does not fit is the answer, and the exit code
+    for failure in failures:  # the answer, and the exit code, is that the step does not fit
         print(f"error: {failure}", file=sys.stderr, flush=True)
     return report
 
 
 def _compile(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled | None, str]:
-    """(the program, "") or, where the compiler finds that it does not fit a TPU's memory (HBM), (None, its message).
+    """Returns (the program, "") or, where it does not fit a TPU's memory (HBM), (None, the compiler's message).
 
     Raises:
         UserError: the compiler fails for another reason.
@@ -127,7 +126,7 @@ def _compile(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stage
         return lowered.compile(), ""
     except jax.errors.JaxRuntimeError as error:
         message = str(error).partition("\n\nSuspected Python Code Location:")[0].rstrip()
-    # A kernel may exhaust another memory, such as the vector units': that says nothing of the step's size.
+    # A kernel may exhaust another memory, such as the vector units', which says nothing about the step's size.
     if "RESOURCE_EXHAUSTED" in message and "hbm" in message.lower():
         return None, message
     kind = message.partition(":")[0]
@@ -141,12 +140,12 @@ def _compile(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stage
 def _advise(
     report: Report, config: Mapping[str, Any], topology: Topology, devices: Sequence[jax.Device], built: TracedStep
 ) -> None:
-    """Adds to the report what would make its step fit; compiles the first of that, for an estimate may be wrong."""
+    """Adds to the report what would make its step fit; compiles the first changes, since an estimate may be wrong."""
     needed, capacity = report["memory"]["needed"], report["memory"]["capacity"]
     seconds = sum(report["seconds"].values())
-    tries = MOST_TRIES if seconds <= LONGEST_TO_TRY else 0
+    tries = MAX_TRIES if seconds <= MAX_SECONDS_TO_TRY else 0
     report["not_tried"] = "" if tries else f"the step itself took {duration(seconds)} to compile"
-    told = []
+    listed = []
     for change in changes(config, devices, built, needed, capacity):
         entry = {
             "keys": change.keys,
@@ -156,24 +155,24 @@ def _advise(
             "fits": change.estimated <= capacity,
         }
         if not (entry["fits"] and tries):
-            told.append(entry)
+            listed.append(entry)
             continue
         tries -= 1
         print(f"compiling with {typed(change.keys)}, by estimate {readable(change.estimated)}", flush=True)
         try:
-            found = device_memory(topology, change.built, *_compile(change.built.traced.lower(), topology))
-        except UserError:  # nor is it any help
+            memory = device_memory(topology, change.built, *_compile(change.built.traced.lower(), topology))
+        except UserError:  # it is no help either
             continue
-        if found["needed"] < needed:
-            told.append(entry | {"compiled": found["needed"], "fits": found["fits"]})
-        if found["fits"]:  # what is known to fit leaves nothing to guess
-            told = [entry for entry in reversed(told) if entry["compiled"] is not None]
+        if memory["needed"] < needed:
+            listed.append(entry | {"compiled": memory["needed"], "fits": memory["fits"]})
+        if memory["fits"]:  # then no estimates are needed
+            listed = [entry for entry in reversed(listed) if entry["compiled"] is not None]
             break
-    report["changes"] = told
+    report["changes"] = listed
 
 
 def command(argv: Sequence[str]) -> int:
-    """As `main`, with the verdict as the exit code."""
+    """Runs `main` and returns its verdict as the exit code."""
     report = main(argv)
     return DOES_NOT_FIT if report and not report["memory"]["fits"] else 0
 

@@ -185,7 +185,7 @@ def test_an_offer_that_is_compiled_is_what_the_command_says_of_it(monkeypatch, s
 
 
 def test_long_compilations_are_not_tried(tmp_path, monkeypatch, settings, capsys):
-    monkeypatch.setattr(sys.modules[main.__module__], "LONGEST_TO_TRY", 0)
+    monkeypatch.setattr(sys.modules[main.__module__], "MAX_SECONDS_TO_TRY", 0)
     monkeypatch.setattr("src.aot.report.device_capacity", lambda topology: 1)
     main([BASE, *TINY, *SHORT])
     assert "by estimate alone: the step itself took" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Changes that would make a step need less memory, each with the effect it is estimated to have."""
+"""Finds changes of keys by which a step needs less memory, each with its estimated effect."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from src.step.build import TracedStep, build
 
 
 class Change(NamedTuple):
-    """Keys to type, what they cost beside, the step they make, and the bytes a device is estimated to need for it."""
+    """Keys to type, what they cost, the step they make, and the bytes that a device should need for it."""
 
     keys: dict[str, Any]
     cost: str
@@ -25,18 +25,18 @@ class Change(NamedTuple):
 def changes(
     config: Mapping[str, Any], devices: Sequence[jax.Device], built: TracedStep, needed: int, capacity: int
 ) -> list[Change]:
-    """Returns what is estimated to lower a step's `needed` bytes per device, the least costly first; then all at once.
+    """Returns changes that should lower a step's `needed` bytes per device, the cheapest first, then all at once.
 
-    Of a changed step the parts that can be told are told again. What the step as it is needs beside its parts is taken
-    to stay; where it needs less than its parts, the temporaries of the changed one are taken to be as much fewer. So
-    what is not there when memory is fullest is no change, and no estimate is below the arguments.
+    The estimate of a changed step is its parts' (`memory`), corrected by how the compiled step differs from its own:
+    what that needs beyond its parts is added; if it needs less, the changed step's temporaries are scaled down alike.
+    So a change of what is not there when memory is fullest is none, and no estimate is below the arguments.
     """
-    now = memory(built)
-    beside = max(needed - now.total, 0)
-    arguments = sum(now.arguments.values())
-    reached = min((needed - arguments) / (now.total - arguments), 1.0)  # of the temporaries that were told
-    # The optimizer's precision, and who holds which part of it, are offered where there is much of it.
-    state_decides = sum(now.arguments.values()) > capacity / 2
+    parts = memory(built)
+    unexplained = max(needed - parts.total, 0)
+    arguments = sum(parts.arguments.values())
+    scale = min((needed - arguments) / (parts.total - arguments), 1.0)
+    # The optimizer's precision and sharding are offered where much of the memory is the state's.
+    state_decides = arguments > capacity / 2
 
     def change(keys: Mapping[str, Any], cost: str) -> Change | None:
         keys = {key: value for key, value in keys.items() if value != config[key]}
@@ -45,46 +45,46 @@ def changes(
             slices = changed["compile_topology_num_slices"]
             if more := slices != config["compile_topology_num_slices"]:
                 topology = parse_topology(config["compile_topology"], slices)
-            then = build(changed, abstract_devices(topology) if more else devices, built.compiler_options)
+            changed_step = build(changed, abstract_devices(topology) if more else devices, built.compiler_options)
         except UserError:  # such as rows that can't be halved
             return None
-        parts = memory(then)
-        held = sum(parts.arguments.values())
-        estimated = held + round((parts.total - held) * reached) + beside
-        return Change(keys, cost, then, estimated) if keys and estimated < needed else None
+        after = memory(changed_step)
+        held = sum(after.arguments.values())
+        estimated = held + round((after.total - held) * scale) + unexplained
+        return Change(keys, cost, changed_step, estimated) if keys and estimated < needed else None
 
-    found: list[Change] = []
+    result: list[Change] = []
     for alternatives, cost in _candidates(config, state_decides):
         best = None
         for keys in alternatives:
             best = change(keys, cost) or best
             if best and best.estimated <= capacity:
                 break
-        found += [best] if best else []
+        result += [best] if best else []
     together: dict[str, Any] = {}
-    for one in found:
+    for one in result:
         if not together.keys() & one.keys.keys():
             together |= one.keys
     every = change(together, "all of these")
-    if every and every.estimated < min(one.estimated for one in found):
-        found.append(every)
-    return found
+    if every and every.estimated < min(one.estimated for one in result):
+        result.append(every)
+    return result
 
 
 def _candidates(config: Mapping[str, Any], state_decides: bool) -> Iterator[tuple[list[dict[str, Any]], str]]:
-    """Keys, or several of which the first that is enough will do, and what they cost."""
+    """Yields alternative keys, of which the first that is enough is taken, with what they cost."""
     tiles = math.gcd(config["num_vocab_tiling"] * 8, config["max_target_length"])  # tiles have to divide a row
     yield [{"num_vocab_tiling": tiles}], "logits are computed twice"
     full = {"remat_policy": "full"} | ({"remat_custom": {}} if config["remat_policy"] == "custom" else {})
     yield [full], "blocks are computed twice"
-    fewer_rows = [
+    smaller_batches = [
         {
             "per_device_batch_size": config["per_device_batch_size"] / parts,
             "gradient_accumulation_steps": config["gradient_accumulation_steps"] * parts,
         }
         for parts in (2, 4, 8, 16)
     ]
-    yield fewer_rows, "the same global batch in more passes, each gathering the weights"
+    yield smaller_batches, "the same global batch in more passes, each gathering the weights"
     offloaded = {"remat_policy": "custom", "remat_custom": {"decoder_layer_input": "offload"}}
     yield [offloaded], "blocks are computed twice, and their inputs go to host memory and back"
     if not state_decides:

@@ -1,4 +1,4 @@
-"""The devices of a topology that is not here: enough of them to compile for, none that runs anything."""
+"""Makes the devices of a topology that is not here, which compilers know and which run nothing."""
 
 import os
 from importlib import metadata
@@ -12,8 +12,7 @@ from src.parallel.topology import Topology
 # libtpu's names of the generations.
 _GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
 
-# What XLA's compiler asks of a GPU, as its driver answers: the figures of xla/backends/gpu/target_config/specs in
-# openxla/xla.
+# A GPU's figures for XLA's compiler, as its driver gives them (xla/backends/gpu/target_config/specs in openxla/xla).
 _COMPUTE_CAPABILITY = {
     "NVIDIA A100-SXM4-80GB": "major: 8",
     "NVIDIA H100 80GB HBM3": "major: 9 feature_extension: ACCELERATED_FEATURES",
@@ -58,15 +57,15 @@ _EVERY_GPU = {
 
 
 def abstract_devices(topology: Topology) -> list[jax.Device]:
-    """The JAX devices of a topology, in the order that they have where it is.
+    """Returns the JAX devices of a topology, in the order that they have where it is.
 
-    JAX itself runs on this machine's CPU from then on: nothing may have been computed before. Those of a `cpu` topology
-    are real, and all that this process has.
+    JAX itself runs on this machine's CPU from then on: nothing may have been computed before. The devices of a `cpu`
+    topology are real, and all that this process has.
 
     Raises:
-        UserError: the compiler for them is not installed, or this process has CPU devices already, and another number.
+        UserError: the compiler for them is not installed, or this process already has another number of CPU devices.
     """
-    # Or JAX would take hold of an accelerator, or complain that there is none.
+    # Otherwise JAX would take hold of an accelerator, or complain that there is none.
     jax.config.update("jax_platforms", "cpu")
     if topology.platform == "tpu":
         return _tpus(topology)
@@ -94,10 +93,10 @@ def _tpus(topology: Topology) -> list[jax.Device]:
 
 
 def _wraps(shape: tuple[int, ...]) -> tuple[bool, bool, bool]:
-    """Whether the chips along each dim are joined to a ring.
+    """Returns whether the chips along each dim are joined to a ring.
 
-    In two dims those are that go right across a pod, which are 16 long; in three those of slices made of whole cubes of
-    4x4x4 (docs.cloud.google.com/tpu/docs/v5p; jax-ml.github.io/scaling-book/tpus). The compiler's own default is none.
+    Of two dims those are that cross a whole pod, 16 chips; of three those of slices made of whole cubes of 4x4x4
+    (docs.cloud.google.com/tpu/docs/v5p; jax-ml.github.io/scaling-book/tpus). The compiler's own default is none.
     """
     if len(shape) == 2:
         return (shape[0] == 16, shape[1] == 16, False)
@@ -114,15 +113,15 @@ def _gpus(topology: Topology) -> list[jax.Device]:
 
 
 def _target(topology: Topology) -> str:
-    """XLA's GpuTargetConfigProto of a GPU, as text."""
+    """Returns XLA's GpuTargetConfigProto of a GPU as text."""
     chip = topology.chip
-    facts = _EVERY_GPU | _MULTIPROCESSORS[chip.kind]
-    facts |= {"device_memory_size": chip.memory, "memory_bandwidth": int(chip.memory_bandwidth)}
+    info = _EVERY_GPU | _MULTIPROCESSORS[chip.kind]
+    info |= {"device_memory_size": chip.memory, "memory_bandwidth": int(chip.memory_bandwidth)}
     return f"""
         platform_name: "CUDA"
         device_description_str: "{chip.kind}"
         gpu_device_info {{
-            {" ".join(f"{name}: {value}" for name, value in facts.items())}
+            {" ".join(f"{name}: {value}" for name, value in info.items())}
             cuda_compute_capability {{ {_COMPUTE_CAPABILITY[chip.kind]} }}
         }}
         dnn_version_info {{ {_version("nvidia-cudnn-cu12", topology)} }}
@@ -131,13 +130,13 @@ def _target(topology: Topology) -> str:
 
 
 def _version(package: str, topology: Topology) -> str:
-    """The version that is installed, as a SemanticVersionProto."""
+    """Returns the installed version as a SemanticVersionProto."""
     major, minor, patch = _installed(package, topology).split(".")[:3]
     return f"major: {major} minor: {minor} patch: {patch}"
 
 
 def _installed(package: str, topology: Topology) -> str:
-    """The version of a package."""
+    """Returns the version of a package; raises UserError where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

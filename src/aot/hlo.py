@@ -1,4 +1,4 @@
-"""What a compiled program says of itself: the collectives of a step, read from `compiled.as_text()`.
+"""Reads the collectives of a compiled step from `compiled.as_text()`.
 
 The text is XLA's HLO after all optimisations: computations, each a list of `%name = type opcode(operands), attributes`.
 """
@@ -79,7 +79,7 @@ class Instruction(NamedTuple):
     attributes: str
 
     def operand(self, index: int) -> str:
-        """The name of an operand."""
+        """Returns the name of an operand."""
         return _NAME.findall(re.sub(r"/\*.*?\*/|\s", "", self.operands))[index]
 
 
@@ -87,7 +87,7 @@ Computations = Mapping[str, Mapping[str, Instruction]]  # by name, its instructi
 
 
 def collectives(text: str, mesh: Mesh) -> list[Collective]:
-    """The collectives of a compiled program, each place in the program where one stands.
+    """Returns the collectives of a compiled program, one for each place where they stand.
 
     A loop whose number of rounds the program does not say, as of a `while_loop` on data, counts as one round, and so
     does every branch of a condition.
@@ -98,15 +98,15 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
     """
     computations, entry = _parse(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
-    places = _Places(mesh, int(partitions[1]) if partitions else 1)
-    found: list[Collective] = []
+    places = _MeshPlaces(mesh, int(partitions[1]) if partitions else 1)
+    result: list[Collective] = []
     for computation, instruction, times in _executed(computations, entry, 1):
         kind = instruction.opcode.removesuffix("-start")
         if instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
             if re.search(r'_ragged_operand_index="[1-9]', instruction.attributes):
                 continue  # beside the rows of a ragged exchange, four sends of who gets how many, of a few bytes
             kind, groups, whole = _between_slices(instruction, places)
-        elif kind in RING_SHARE and not _goes_on(instruction, computations[computation]):
+        elif kind in RING_SHARE and not _continues(instruction, computations[computation]):
             groups = places.numbers(_groups(instruction.attributes, places.partitions))
             whole = _bytes(_output(instruction))
             if kind == "reduce-scatter":
@@ -115,12 +115,12 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
                 kind = "reduce-scatter"  # fused of a sum and the slice that is wanted of it, as the TPU compiler does
         else:
             continue
-        found += places.collectives(kind, groups, times, whole)
-    return found
+        result += places.collectives(kind, groups, times, whole)
+    return result
 
 
 def _parse(text: str) -> tuple[Computations, str]:
-    """A module's computations, and the name of the one it starts with."""
+    """Returns a module's computations and the name of its entry."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -135,7 +135,7 @@ def _parse(text: str) -> tuple[Computations, str]:
 
 
 def _executed(computations: Computations, name: str, times: int) -> Iterator[tuple[str, Instruction, int]]:
-    """Every instruction that `times` runs of a computation execute: where it stands, itself, and how often."""
+    """Yields (computation, instruction, executions) of all that `times` runs of a computation execute."""
     for instruction in computations[name].values():
         yield name, instruction, times
         if instruction.opcode in _CALLS:
@@ -146,7 +146,7 @@ def _executed(computations: Computations, name: str, times: int) -> Iterator[tup
 
 
 def _rounds(loop: Instruction, computations: Computations) -> int:
-    """How often a loop's body runs: as the compiler notes it, or else from a counter's start, step and bound."""
+    """Returns how often a loop's body runs: the compiler's note, else from a counter's start, step and bound."""
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(match[1])
     condition, body = (
@@ -171,15 +171,15 @@ def _root(computation: Mapping[str, Instruction]) -> Instruction:
 
 
 def _constant(computation: Mapping[str, Instruction], name: str) -> int | None:
-    """The value of an integer constant; None where it is none."""
+    """Returns the value of an integer constant, None for any other instruction."""
     instruction = computation[name]
     while instruction.opcode == "copy":
         instruction = computation[instruction.operand(0)]
     return int(instruction.operands) if instruction.opcode == "constant" else None
 
 
-def _goes_on(instruction: Instruction, computation: Mapping[str, Instruction]) -> bool:
-    """Whether it continues or ends a collective that another fusion starts.
+def _continues(instruction: Instruction, computation: Mapping[str, Instruction]) -> bool:
+    """Returns whether the instruction continues or ends a collective that another fusion starts.
 
     The TPU compiler splits an asynchronous collective over fusions with products that run meanwhile. Each of them
     names the collective again, as a link of a chain; the one that starts it hands it to AsyncCollectiveStart.
@@ -193,7 +193,7 @@ def _goes_on(instruction: Instruction, computation: Mapping[str, Instruction]) -
 
 
 def _output(instruction: Instruction) -> str:
-    """The type of what a collective makes: an asynchronous one's type is (what it takes, what it makes, ...)."""
+    """Returns the type of a collective's output; an asynchronous one's type is (input, output, ...)."""
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.type
     depth, parts = 0, [""]
@@ -207,7 +207,7 @@ def _output(instruction: Instruction) -> str:
 
 
 def _bytes(types: str) -> int:
-    """Of all the arrays in a type."""
+    """Returns the size of all arrays in a type."""
     total = 0
     for dtype, dims in _ARRAY.findall(re.sub(r"\{.*?\}", "", types)):
         bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
@@ -216,7 +216,7 @@ def _bytes(types: str) -> int:
 
 
 def _groups(attributes: str, partitions: int) -> np.ndarray:
-    """The partitions of each group, [groups, n]; of a permute each source and its target, [pairs, 2]."""
+    """Returns the partitions of each group, [groups, n]; of a permute each source and its target, [pairs, 2]."""
     text = re.search(r"(?:replica_groups|source_target_pairs)=(.*)", attributes)[1]
     if text.startswith("mesh["):
         return _mesh_groups(text)
@@ -227,7 +227,7 @@ def _groups(attributes: str, partitions: int) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> np.ndarray:
-    """Of groups written as the axes they go along: mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}.
+    """Parses groups written as the axes they go along: mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}.
 
     (1)2 are the two parts of an axis that has been cut into one part before them, and more after.
     """
@@ -250,7 +250,7 @@ def _mesh_groups(text: str) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """0, 1, 2, ... in the order that [4,2]T(1,0) means: laid out in these dims, then transposed."""
+    """Returns 0, 1, 2, ... in the order that [4,2]T(1,0) means: laid out in these dims, then transposed."""
     dims, order = re.match(r"\[(.*?)\](?:T\((.*?)\))?", text).groups()
     ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
     return ids.transpose(_ints(order) if order else None).ravel()
@@ -260,8 +260,8 @@ def _ints(text: str) -> list[int]:
     return [int(number) for number in text.split(",") if number]
 
 
-def _between_slices(send: Instruction, places: "_Places") -> tuple[str, np.ndarray, int]:
-    """The kind, groups and bytes of a collective between TPU slices, which the program hands to another runtime.
+def _between_slices(send: Instruction, places: "_MeshPlaces") -> tuple[str, np.ndarray, int]:
+    """Returns kind, groups and bytes of a collective between TPU slices, which the program hands to another runtime.
 
     Its devices are named by their ids, each group listed; or as {1,2}x{0:255}, groups of the devices that have the same
     number, from 0 to 255, in slices 1 and 2, whose ids are 100000 times the slice and that number.
@@ -279,8 +279,8 @@ def _between_slices(send: Instruction, places: "_Places") -> tuple[str, np.ndarr
     return BETWEEN_SLICES[kind], groups, whole
 
 
-class _Places:
-    """Where the partitions of a program are: on the mesh, in slices or hosts, on a slice's torus."""
+class _MeshPlaces:
+    """Places a program's partitions on the mesh, in slices or hosts, and on a slice's torus."""
 
     def __init__(self, mesh: Mesh, partitions: int) -> None:
         self.mesh, self.partitions = mesh, partitions
@@ -290,14 +290,14 @@ class _Places:
         self.coords = np.array([device.coords for device in devices]) if devices[0].platform == "tpu" else None
 
     def numbers(self, groups: np.ndarray) -> np.ndarray:
-        """The devices of these partitions, by their number in the mesh."""
+        """Returns the devices of these partitions, by their number in the mesh."""
         if self.partitions == self.mesh.size:
             return groups
         # A program for several slices numbers the partitions of one; all have the same.
         return np.flatnonzero(self.domains == self.domains[0])[groups]
 
     def collectives(self, kind: str, groups: np.ndarray, times: int, whole: int) -> Iterator[Collective]:
-        """The collective of these groups of devices, [groups, n], on each network it uses."""
+        """Yields the collective of these groups of devices, [groups, n], on each network it uses."""
         where = np.stack(np.unravel_index(groups, self.mesh.devices.shape))  # [axes, groups, n]
         differ = (where != where[:, :, :1]).any((1, 2))
         axes = tuple(name for name, differs in zip(self.mesh.axis_names, differ, strict=True) if differs)
@@ -309,7 +309,7 @@ class _Places:
             yield Collective(kind, axes, "dcn", times, whole, round(sent * dcn))
 
     def _shares(self, kind: str, groups: np.ndarray) -> tuple[float, float]:
-        """Of what a device sends the parts that stay in its slice or host, and that leave it."""
+        """Returns the fractions of what a device sends that stay in its slice or host, and that leave it."""
         n, domains = groups.shape[1], self.domains[groups]
         near = (domains == domains[:, :1]).sum(1)  # of each group, those where its first device is
         if kind == "collective-permute":  # a device sends all it has one way: what counts is whether any goes that way
@@ -321,7 +321,7 @@ class _Places:
         return (1 - 1 / g, 1 / g) if g < n else (float(n > 1), 0.0)
 
     def _links(self, kind: str, groups: np.ndarray) -> float:
-        """Of the dims of a TPU slice's torus, the share in which a group extends; a permute uses one at a time."""
+        """Returns the fraction of a torus's dims along which a group extends; a permute uses one at a time."""
         if self.coords is None:
             return 1.0
         slice_dims = (self.coords != self.coords[0]).any(0).sum()

@@ -1,4 +1,4 @@
-"""What fills a device's memory in a training step, as far as it can be told before the step is compiled."""
+"""Estimates what fills a device's memory in a training step before the step is compiled."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,24 +19,24 @@ from src.step.plan import Batch
 from src.step.state import TrainState
 
 KEPT, LOGITS = "kept for the backward pass", "logits and their gradient"
-# What lies in memory beside what these make is computed on the way by what reads it.
+# Only these operations' results are in memory: the others' are computed where they are read.
 _PRODUCTS = ("dot_general", "ragged_dot_general", "pallas_call", "shard_map", "custom_partitioning")
-# What only stands around a part of a program.
+# Operations that only wrap a part of a program.
 _WRAPPERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
 
 
 class Memory(NamedTuple):
-    """Bytes of one device by what they are: the step's arguments exactly, what it makes on its way by estimate."""
+    """Bytes of one device by purpose: the step's arguments exactly, its temporaries by estimate."""
 
     arguments: dict[str, int]
     temporaries: dict[str, int]
-    on_host: int  # of the arguments, what lies in host memory, and counts for none of them
+    on_host: int  # arguments in host memory, which `arguments` leaves out
 
     @property
     def total(self) -> int:
-        """Of the arguments and of the temporaries that are there at the same time.
+        """The bytes of the arguments and of the temporaries that are in memory at the same time.
 
-        What is kept is there in the loss, with the logits, and in the backward pass of a block, with all the others.
+        What is kept meets the logits in the loss, and all other temporaries in the backward pass of a block.
         """
         kept, logits = self.temporaries[KEPT], self.temporaries[LOGITS]
         block = sum(self.temporaries.values()) - kept - logits
@@ -44,11 +44,8 @@ class Memory(NamedTuple):
 
 
 def memory(built: TracedStep) -> Memory:
-    """The parts of a step's memory that can be told from its shapes, its shardings and its traced program.
-
-    What the compiler needs beside is in none of them.
-    """
-    state, batch, hparams = taken(built)
+    """Returns a step's memory as its shapes, shardings and traced program tell it, without what the compiler adds."""
+    state, batch, hparams = used_arguments(built)
     arguments = {
         "weights": device_bytes(state.weights),
         "optimizer": device_bytes(state.opt),
@@ -65,8 +62,8 @@ def memory(built: TracedStep) -> Memory:
     return Memory(arguments, temporaries, host_bytes(state.opt))
 
 
-def taken(built: TracedStep) -> tuple[TrainState, Batch, HParams]:
-    """The step's arguments with None for those that its program does not take, since no output depends on them."""
+def used_arguments(built: TracedStep) -> tuple[TrainState, Batch, HParams]:
+    """Returns the step's arguments with None for those on which no output depends: its program does not take them."""
     jaxpr = built.traced.jaxpr.jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     leaves, tree = jax.tree.flatten((built.state, built.batch, built.hparams))
@@ -74,12 +71,12 @@ def taken(built: TracedStep) -> tuple[TrainState, Batch, HParams]:
 
 
 def device_bytes(tree: Any) -> int:
-    """Of the arrays' parts in one device's memory; values without a sharding are in every device's."""
+    """Returns the bytes of the arrays' parts in one device's memory; arrays without a sharding are on every device."""
     return sum(_part_bytes(leaf) for leaf in jax.tree.leaves(tree) if not _lies_on_host(leaf))
 
 
 def host_bytes(tree: Any) -> int:
-    """Of one device's parts of the arrays that lie in host memory."""
+    """Returns the bytes of one device's parts of the arrays that are in host memory."""
     return sum(_part_bytes(leaf) for leaf in jax.tree.leaves(tree) if _lies_on_host(leaf))
 
 
@@ -94,9 +91,9 @@ def _lies_on_host(leaf: Any) -> bool:
 
 
 def kept_bytes(built: TracedStep) -> int:
-    """What layers keep on the device for the backward pass: arrays that a loop stacks and the reversed loop reads.
+    """Returns the bytes that layers keep on the device for the backward pass.
 
-    Layers that are not scanned have no loop, and count as nothing.
+    These are the arrays that a loop stacks and the reversed loop reads; layers that are not scanned count as nothing.
     """
     return sum(
         array.size * array.dtype.itemsize // _shards(built, _in_loops(built, array.shape))
@@ -106,7 +103,7 @@ def kept_bytes(built: TracedStep) -> int:
 
 
 def _in_loops(built: TracedStep, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a loop stacked to this one; a pipeline has a loop over layers within one over iterations."""
+    """Returns the shape that loops stacked to this one; a pipeline loops over iterations and within over layers."""
     inner = shape[1:]
     schedule = built.plan.execution.schedule
     within = schedule and shape[0] == schedule.iterations and not _is_activation(built, inner)
@@ -114,7 +111,7 @@ def _in_loops(built: TracedStep, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _shards(built: TracedStep, shape: tuple[int, ...]) -> int:
-    """Into how many parts an array is cut: a weight, or an activation by its rows, tokens, heads, or other dims."""
+    """Returns the number of shards of an array: a weight, or an activation by its rows, tokens, heads, or others."""
     layout, spec = built.plan.layout, built.plan.spec
     if not _is_activation(built, shape):
         return layout.shards("embed")
@@ -133,9 +130,9 @@ def _shards(built: TracedStep, shape: tuple[int, ...]) -> int:
 
 
 def _is_activation(built: TracedStep, shape: tuple[int, ...]) -> bool:
-    """Whether an array is of a micro-batch's rows, or of its tokens, so many times as they go to experts.
+    """Returns whether an array's first dim is a micro-batch's rows, or a multiple of its tokens, which go to experts.
 
-    Those come from within a `shard_map`. Between peers a buffer has room for `BUFFER_SLACK` times as many.
+    Those come from within a `shard_map`; exchange buffers have room for `BUFFER_SLACK` times as many.
     """
     length = built.tokens // built.rows
     return bool(shape) and any(
@@ -149,7 +146,7 @@ def _is_activation(built: TracedStep, shape: tuple[int, ...]) -> bool:
 
 
 def _rows(built: TracedStep) -> set[int]:
-    """Those of a micro-batch, and of a pipeline's."""
+    """Returns the rows of a micro-batch, and of a pipeline's."""
     schedule = built.plan.execution.schedule
     rows = (
         built.rows
@@ -160,15 +157,15 @@ def _rows(built: TracedStep) -> set[int]:
 
 
 def _kept(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
-    """The shapes of what the loops of a program stack for the loops that run backwards; `stacked` are those so far."""
+    """Yields the arrays that a program's loops stack and its reversed loops read; `stacked` are those seen so far."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
             body = equation.params["jaxpr"].jaxpr
             if equation.params["reverse"]:
-                read = _by_round(equation.invars, body.invars)
+                read = _per_iteration(equation.invars, body.invars)
                 yield from (var.aval for var in read if not isinstance(var, Literal) and var in stacked)
             else:
-                stacked.update(_by_round(equation.outvars, body.outvars))
+                stacked.update(_per_iteration(equation.outvars, body.outvars))
         for inner in jaxprs_in_params(equation.params):
             in_map = equation.primitive.name == "shard_map"  # a pipeline's two loops are in one each
             if in_map:
@@ -178,19 +175,19 @@ def _kept(jaxpr: Jaxpr, stacked: set[Any]) -> Iterator[Any]:
                 _follow(stacked, inner.outvars, equation.outvars)
 
 
-def _by_round(outside: Sequence[Any], within: Sequence[Any]) -> Iterator[Any]:
-    """Those of a loop's variables of which each round has an entry."""
+def _per_iteration(outside: Sequence[Any], within: Sequence[Any]) -> Iterator[Any]:
+    """Returns those of a loop's variables of which each iteration has an entry."""
     return (var for var, entry in zip(outside, within, strict=True) if var.aval.shape != entry.aval.shape)
 
 
 def _follow(variables: set[Any], old: Sequence[Any], new: Sequence[Any]) -> None:
-    """Adds the new names of those of `variables` that have one."""
+    """Adds the new names of those of `variables` that are renamed."""
     pairs = zip(old, new, strict=True)
     variables.update(name for var, name in pairs if not isinstance(var, Literal) and var in variables)
 
 
 def _block_bytes(built: TracedStep) -> int:
-    """What the products and kernels make in one round of a loop that runs backwards: again, and of gradients."""
+    """Returns the bytes that products and kernels make in one iteration of a reversed loop: recomputed, gradients."""
 
     def made(jaxpr: Jaxpr) -> Iterator[Any]:
         for equation in jaxpr.eqns:
@@ -214,7 +211,6 @@ def _block_bytes(built: TracedStep) -> int:
 
 
 def _backward_bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
-    """The bodies of the loops that run backwards."""
     for equation in jaxpr.eqns:
         for inner in jaxprs_in_params(equation.params):
             if equation.primitive.name == "scan" and equation.params["reverse"]:
@@ -223,16 +219,16 @@ def _backward_bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
 
 
 def _gradient_bytes(built: TracedStep) -> int:
-    """Of the gradients, and with micro-batches of their sum too, which is float32."""
+    """Returns the bytes of the gradients, and with micro-batches of their sum too, which is float32."""
     weights = built.state.weights.trainable
-    own = device_bytes(weights)
+    gradients = device_bytes(weights)
     if built.plan.accumulation.micro_batches == 1:
-        return own
-    return own + device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), weights))
+        return gradients
+    return gradients + device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), weights))
 
 
 def _logits_bytes(built: TracedStep) -> int:
-    """Of one tile of one micro-batch, in the dtype of the products, which is what TPU and GPU hold of them."""
+    """Returns the bytes of one tile of one micro-batch, in the dtype of products, which TPU and GPU keep."""
     plan = built.plan
     tokens = built.tokens // plan.accumulation.micro_batches // plan.vocab_tiles
     size = tokens * plan.spec.padded_vocab_size * jnp.dtype(plan.spec.dtype).itemsize
@@ -240,7 +236,7 @@ def _logits_bytes(built: TracedStep) -> int:
 
 
 def _gathered_bytes(built: TracedStep) -> int:
-    """Of the largest block's weights in the compute dtype, whole in the dims that `embed` shards."""
+    """Returns the bytes of the largest block's weights in the compute dtype, gathered along what `embed` shards."""
     plan, rules = built.plan, built.plan.layout.rules
     shardings, axes, blocks = by_path(plan.shardings), by_path(plan.axes), dict[Any, int]()
     for path, leaf in by_path(plan.shapes).items():
@@ -248,8 +244,8 @@ def _gathered_bytes(built: TracedStep) -> int:
             rule = "expert_embed" if "expert_embed" in axes[path] else "embed"
             gathered = mesh_axes_of(shardings[path].spec).intersection(rules[rule])
             parts = math.prod(plan.layout.mesh.shape[axis] for axis in gathered)
-            here = shardings[path].shard_shape(leaf.shape)
-            size = math.prod(here) * (parts if parts > 1 else 0)
+            shard = shardings[path].shard_shape(leaf.shape)
+            size = math.prod(shard) * (parts if parts > 1 else 0)
             segment = plan.spec.layer_groups[int(path[1])]
-            blocks[path[:3]] = blocks.get(path[:3], 0) + size // (segment.repeats if segment.shared else here[0])
+            blocks[path[:3]] = blocks.get(path[:3], 0) + size // (segment.repeats if segment.shared else shard[0])
     return max(blocks.values()) * jnp.dtype(plan.spec.dtype).itemsize

@@ -1,4 +1,4 @@
-"""The files that a long compilation writes at its end: looked at before it starts, written whole or not at all."""
+"""Writes the files of a long compilation whole or not at all, and checks before it that they can be written."""
 
 import os
 from collections.abc import Mapping
@@ -11,11 +11,7 @@ from src.errors import UserError
 
 
 def check_outputs(paths: Mapping[str, str]) -> None:
-    """Sees that a file can be written at each path, of which there is one a key; leaves nothing behind.
-
-    Raises:
-        UserError: one can't, or two keys name the same file.
-    """
+    """Raises UserError where no file can be written at a key's path, or two keys name one; leaves nothing behind."""
     keys: dict[Any, str] = {}
     for key, path in paths.items():
         try:
@@ -34,11 +30,7 @@ def check_outputs(paths: Mapping[str, str]) -> None:
 
 
 def write_output(key: str, path: str, content: bytes) -> None:
-    """Writes a file, and the folders that it needs.
-
-    Raises:
-        UserError: it can't be written.
-    """
+    """Writes a file and the folders that it needs; raises UserError where that fails."""
     try:
         target = _target(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +52,7 @@ def _is_remote(path: str) -> bool:
 
 
 def _target(path: str) -> Any:
-    """The file that is written: what a symbolic link leads to, not the link."""
+    """Returns the file to write: the target of a symbolic link, not the link."""
     if _is_remote(path):
         try:
             return epath.Path(path)

@@ -1,4 +1,4 @@
-"""What is known of a compiled step: a JSON object, and the same as lines to read."""
+"""Reports on a compiled step, as a JSON object and as lines to read."""
 
 import dataclasses
 import math
@@ -23,9 +23,9 @@ from src.step.build import TracedStep
 
 Report = dict[str, Any]
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-USUAL_ERROR = "a fifth"  # of an estimate, against what was compiled (docs/performance.md)
+USUAL_ERROR = "a fifth"  # of an estimate, compared with compiled steps (docs/performance.md)
 JAX_GPU_FRACTION = 0.75  # unless XLA_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev, GPU memory allocation)
-# How the TPU compiler says what a program would need: beside its arguments, or in all.
+# How the TPU compiler says what a program would need: without its arguments, or in all.
 TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
 TOTAL = re.compile(r"(?:Total hbm usage >=|Used) ([\d.]+)([KMGT])")
 
@@ -38,15 +38,15 @@ def make_report(
     refusal: str,
     seconds: Mapping[str, float],
 ) -> Report:
-    """All that is said of a step but what would make it smaller; bytes and FLOPs are a device's.
+    """Returns the report without `changes`; bytes and FLOPs are per device.
 
     Args:
-        topology: of the devices it is for.
+        topology: of the devices that the step is for.
         built: the step.
-        matmul_precision: the key, which says how fast products are.
-        compiled: the program; None where the compiler refused it for want of memory.
+        matmul_precision: the key, which decides how fast products are.
+        compiled: the program; None where the compiler refused it for lack of memory.
         refusal: the compiler's message then, or empty.
-        seconds: what tracing, lowering and compiling took.
+        seconds: that tracing, lowering and compiling took.
     """
     plan, work = built.plan, work_of(built)
     report = {
@@ -70,13 +70,13 @@ def make_report(
         "compiler_message": refusal,
     }
     if compiled:
-        moved = collectives(compiled.as_text(), plan.layout.mesh)
-        report["collectives"] = [dataclasses.asdict(collective) for collective in moved]
+        communication = collectives(compiled.as_text(), plan.layout.mesh)
+        report["collectives"] = [dataclasses.asdict(collective) for collective in communication]
         chip = topology.chip
         if not chip:
             report["no_prediction"] = "nothing is published of a CPU's rates"
         elif peak := run_peak(chip.kind, plan.spec.dtype, matmul_precision):
-            report["prediction"] = dataclasses.asdict(predict(work, chip, peak, moved))
+            report["prediction"] = dataclasses.asdict(predict(work, chip, peak, communication))
         else:
             report["no_prediction"] = f"no peak rate of a {chip.kind} is published for dtype={plan.spec.dtype}"
     return report
@@ -85,12 +85,12 @@ def make_report(
 def device_memory(
     topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str
 ) -> dict[str, Any]:
-    """What a device needs, has, and what fills it; `needed` is a lower bound where the compiler gave up."""
+    """Returns a device's needed bytes, capacity and parts; `needed` is a lower bound where the compiler failed."""
     parts = memory(built)
     capacity = device_capacity(topology)
     if compiled:
         stats = compiled.memory_analysis()
-        # Outputs that take the place of donated arguments need nothing of their own.
+        # Outputs that take the place of donated arguments need no memory.
         outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
         sizes = {
             "arguments": stats.argument_size_in_bytes,
@@ -99,7 +99,7 @@ def device_memory(
             "donated": stats.alias_size_in_bytes,
             "program": stats.generated_code_size_in_bytes,
         }
-        if topology.platform != "cpu":  # there it counts arguments alone
+        if topology.platform != "cpu":  # where it counts arguments alone
             sizes["peak"] = stats.peak_memory_in_bytes
         needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes + outputs
     else:
@@ -122,10 +122,10 @@ def device_memory(
 
 
 def device_capacity(topology: Topology) -> int | None:
-    """The bytes that a program may use: of a GPU's memory the part that JAX takes; None of a CPU's.
+    """Returns the bytes that a program may use: of a GPU's memory the part that JAX takes; None for a CPU.
 
     Raises:
-        UserError: the environment has no fraction for that part, or two.
+        UserError: the environment sets that part twice or to no fraction.
     """
     if topology.platform != "gpu":
         return topology.chip.memory if topology.chip else None
@@ -143,12 +143,12 @@ def device_capacity(topology: Topology) -> int | None:
 
 
 def _bytes(pattern: re.Pattern[str], message: str) -> int:
-    """The largest size that stands in a message in the pattern's words; 0: none does."""
+    """Returns the largest size that a message states in the pattern's words, or 0."""
     return max((round(float(number) * UNITS[unit]) for number, unit in pattern.findall(message)), default=0)
 
 
 def verdict(report: Report) -> str:
-    """Whether the step fits its devices, in a sentence."""
+    """Returns a sentence that says whether the step fits its devices."""
     memory = report["memory"]
     if memory["capacity"] is None:
         return "it compiles; a CPU's memory is not judged"
@@ -159,7 +159,7 @@ def verdict(report: Report) -> str:
 
 
 def lines(report: Report) -> Iterator[tuple[str, str]]:
-    """A report as names and values."""
+    """Yields a report as names and values."""
     slices = describe(report["topology"], report["slices"])
     yield "topology", f"{slices}: {report['devices']:,} x {report['device_kind']}"
     yield "mesh", describe_mesh(report["mesh"])
@@ -186,12 +186,11 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def describe(topology: str, slices: int) -> str:
-    """The slices or hosts of a topology in words."""
+    """Returns the slices or hosts of a topology in words."""
     return f"{slices} x {topology}" if slices > 1 else topology
 
 
 def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
-    """Of a device."""
     yield f"{readable(memory['arguments']):>11}  arguments"
     yield from _part_lines(memory["argument_parts"])
     if "donated" in memory:
@@ -209,10 +208,10 @@ def _part_lines(parts: Mapping[str, int]) -> Iterator[str]:
     return (f"{readable(size):>15}  {name}" for name, size in parts.items() if size)
 
 
-def _collective_lines(moved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Those of one kind over the same mesh axes in a line, the most bytes first."""
+def _collective_lines(communication: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a line for each kind of collective over the same mesh axes, the most bytes first."""
     sums: dict[tuple[str, ...], list[int]] = {}
-    for each in moved:
+    for each in communication:
         total = sums.setdefault((each["kind"], " x ".join(each["axes"]), each["network"]), [0, 0])
         total[0] += each["times"]
         total[1] += each["times"] * each["sent_bytes"]
@@ -230,27 +229,27 @@ def _prediction_lines(prediction: Mapping[str, Any]) -> Iterator[str]:
 
 
 def change_lines(report: Report) -> Iterator[str]:
-    """What would help a step that does not fit."""
+    """Yields what would help a step that does not fit."""
     if report["not_tried"]:
         yield f"by estimate alone: {report['not_tried']}"
     if not report["changes"]:
         yield "none of what is looked at here: it takes shorter rows, a smaller model or more devices"
     for change in report["changes"]:
         if change["compiled"] is None:
-            found = f"about {readable(change['estimated'])}, give or take {USUAL_ERROR}"
-            found += "" if change["fits"] else ", still too much"
+            estimate = f"about {readable(change['estimated'])}, give or take {USUAL_ERROR}"
+            estimate += "" if change["fits"] else ", still too much"
         else:
-            found = f"compiled: {readable(change['compiled'])}, {'fits' if change['fits'] else 'still too much'}"
-        yield f"{typed(change['keys'])}\n    {found}; {change['cost']}"
+            estimate = f"compiled: {readable(change['compiled'])}, {'fits' if change['fits'] else 'still too much'}"
+        yield f"{typed(change['keys'])}\n    {estimate}; {change['cost']}"
 
 
 def typed(keys: Mapping[str, Any]) -> str:
-    """Keys as they are typed in a shell."""
+    """Returns keys as they are typed in a shell."""
     return " ".join(shlex.quote(f"{key}={dump(value)}") for key, value in keys.items())
 
 
 def readable(number: int) -> str:
-    """Bytes in the largest unit of which there is one."""
+    """Returns bytes in the largest unit of which there is at least one."""
     unit, factor = next(
         ((f"{letter}iB", factor) for letter, factor in reversed(UNITS.items()) if number >= factor), ("B", 1)
     )

@@ -1,8 +1,8 @@
-"""How long a step should take, from what its devices are stated to do: a prediction, and only that.
+"""Predicts how long a step takes from the stated rates of its devices.
 
 A device computes matrix products, and between them moves arrays through its memory; both add up. Communication adds
-what is not hidden behind them. What is reached of the stated rates, and what is hidden, are three constants, the same
-for all hardware, models and meshes. docs/aot.md has predictions beside published runs.
+what is not hidden behind them. The fractions of the stated rates that are reached, and of communication that is hidden,
+are constants, the same for all hardware, models and meshes. docs/aot.md has predictions beside published runs.
 """
 
 from collections.abc import Sequence
@@ -31,36 +31,36 @@ HIDDEN = 0.5
 
 @dataclass(frozen=True)
 class Work:
-    """What a step asks of one device, communication apart."""
+    """The work of one device in a step, without communication."""
 
     model_flops: FlopsPerToken  # of the device's share of the step's tokens
-    recomputed_flops: FlopsPerToken  # beside them: what rematerialisation adds
+    recomputed_flops: FlopsPerToken  # which rematerialisation adds
     whole_scores: bool  # whether attention also computes the scores that its mask hides
     memory_bytes: float  # read and written between matrix products
-    bubble: float = 0.0  # the part of the time in which a pipeline's stage has nothing to work on
+    bubble: float = 0.0  # the fraction of the time in which a pipeline's stage idles
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step. What each resource is needed for, and the whole, which is less than the sum of them."""
+    """One step's seconds by resource, and in all, which is less than their sum."""
 
     compute_seconds: float
     memory_seconds: float
     ici_seconds: float
     dcn_seconds: float
     step_seconds: float
-    bound: str  # what takes longest of these four: compute, memory, ici or dcn
+    bound: str  # the resource that takes longest: compute, memory, ici or dcn
     mfu: float  # causal attention counted once (`FlopsPerToken.causal`)
     mfu_palm: float
 
 
 def predict(work: Work, chip: Chip, peak: float, moved: Sequence[Collective]) -> Prediction:
-    """The time of a step.
+    """Returns the times of a step.
 
     Args:
         work: of a device.
-        chip: its rates.
-        peak: operations per second of its matrix products, in the dtype that the step multiplies.
+        chip: the device's rates.
+        peak: its operations per second in matrix products of the dtype that the step multiplies.
         moved: the step's collectives.
     """
     model, again = work.model_flops, work.recomputed_flops
@@ -71,8 +71,8 @@ def predict(work: Work, chip: Chip, peak: float, moved: Sequence[Collective]) ->
         "ici": _sent(moved, "ici") / chip.ici_bandwidth,
         "dcn": _sent(moved, "dcn") / chip.dcn_bandwidth,
     }
-    on_device, between = seconds["compute"] + seconds["memory"], seconds["ici"] + seconds["dcn"]
-    step = on_device + between - min(HIDDEN * between, on_device)
+    on_device, network = seconds["compute"] + seconds["memory"], seconds["ici"] + seconds["dcn"]
+    step = on_device + network - min(HIDDEN * network, on_device)
     return Prediction(
         **{f"{name}_seconds": value for name, value in seconds.items()},
         step_seconds=step,
@@ -83,12 +83,12 @@ def predict(work: Work, chip: Chip, peak: float, moved: Sequence[Collective]) ->
 
 
 def _sent(moved: Sequence[Collective], network: str) -> float:
-    """Bytes that a device sends in a step, as if over all its links: where a group has half of them, twice as many."""
+    """Returns the bytes that a device sends in a step, scaled to all its links: twice as many where half are used."""
     return sum(each.times * each.sent_bytes / each.links for each in moved if each.network == network)
 
 
 def work_of(built: TracedStep) -> Work:
-    """What a step asks of each of its devices."""
+    """Returns the work of each device in a step."""
     plan, layout, schedule = built.plan, built.plan.layout, built.plan.execution.schedule
     stages = schedule.stages if schedule else 1
     work = step_work(
@@ -100,7 +100,7 @@ def work_of(built: TracedStep) -> Work:
         sharing=layout.mesh.size // (layout.shards("batch") * layout.shards("length") * stages),
         state_bytes=device_bytes(built.state),
         vocab_tiles=plan.vocab_tiles,
-        # Each of a pipeline's goes through a stage's part of the weights.
+        # Each of a pipeline's micro-batches reads a stage's part of the weights.
         micro_batches=plan.micro_batches * (schedule.micro_batches / stages if schedule else 1),
     )
     return replace(work, bubble=schedule.bubble) if schedule else work
@@ -118,24 +118,24 @@ def step_work(
     vocab_tiles: int = 1,
     micro_batches: float = 1,
 ) -> Work:
-    """What a step asks of one device.
+    """Returns the work of one device in a step.
 
     Args:
         spec: the model.
-        execution: which arrays its layers keep for the backward pass.
+        execution: says which arrays layers keep for the backward pass.
         kernel: of attention.
-        tokens: of the step, over the devices.
+        tokens: of the step, divided by the devices.
         length: of a row.
         sharing: devices that compute the same tokens together, each with its part of heads and hidden units.
         state_bytes: of weights and optimizer on the device.
         vocab_tiles: tiles of the loss.
-        micro_batches: passes per step, each of which goes through the weights.
+        micro_batches: passes per step, each of which reads the weights.
     """
     model = flops_per_token(spec, length)
     again = recomputed_flops(spec, length, execution, vocab_tiles)
     itemsize = jnp.dtype(spec.dtype).itemsize
-    # Of an array between two products: written and read forward, and, if it is not kept, once more; backward it is
-    # read, and its gradient written and read.
+    # An array between two products is written and read forward, and again if it is not kept; backward it is read, and
+    # its gradient is written and read.
     passes = 5 if execution.remat_policy == "none" else 7
     arrays = heads = 0
     for layer, count in all_layers(spec).items():

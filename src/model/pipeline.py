@@ -7,7 +7,7 @@ micro-batch goes through the stages R times. The backward pass is the schedule's
 Tensor letters: src/model/spec.py, but M counts micro-batches here, and B the rows of one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from src.config.schema import Mesh
 from src.errors import UserError
 from src.model.forward_context import ForwardContext
 from src.model.spec import LayerGroup, ModelSpec
@@ -72,14 +73,14 @@ class Schedule:
         return (group * self.repeats + turn) * self.stages + place
 
 
-def make_schedule(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Schedule | None:
+def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule | None:
     """Returns the schedule of `num_pipeline_microbatches` and `num_pipeline_repeats`; None with one stage.
 
     Raises:
         UserError: these, the mesh and the largest layer group do not fit each other.
     """
     stages, group = layout.mesh.shape[AXIS], spec.layer_groups[spec.largest_group]
-    micro_batches, repeats = config["num_pipeline_microbatches"], config["num_pipeline_repeats"]
+    micro_batches, repeats = mesh.num_pipeline_microbatches, mesh.num_pipeline_repeats
     if stages == 1:
         if (micro_batches, repeats) != (-1, 1):
             raise UserError(
@@ -97,7 +98,9 @@ def make_schedule(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) ->
     if repeats == -1:
         repeats = max(group.repeats // stages, 1)
     if group.repeats % (stages * repeats):
-        raise UserError(_uneven(config, group, stages))
+        raise UserError(
+            _uneven(max(mesh.num_pipeline_repeats, 1), group, stages, has_groups=len(spec.layer_groups) > 1)
+        )
     if repeats > 1 and micro_batches != -1 and micro_batches % stages:
         raise UserError(
             f"num_pipeline_microbatches={micro_batches} must be a multiple of the {stages} pipeline stages where "
@@ -106,10 +109,10 @@ def make_schedule(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) ->
     return Schedule(stages, repeats, stages if micro_batches == -1 else micro_batches)
 
 
-def _uneven(config: Mapping[str, Any], group: LayerGroup, stages: int) -> str:
+def _uneven(repeats: int, group: LayerGroup, stages: int, has_groups: bool) -> str:
     """Says that stages and turns do not divide a group's repeats, and which numbers do."""
-    count, repeats, period = group.repeats, max(config["num_pipeline_repeats"], 1), len(group.pattern)
-    if config["decoder_segments"]:
+    count, period = group.repeats, len(group.pattern)
+    if has_groups or period > 1:
         of_pattern = f" of a pattern of {period} layers" if period > 1 else ""
         has, key = f"the segment with the most layers has {count} repeats{of_pattern}", "repeats of decoder_segments"
     else:

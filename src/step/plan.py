@@ -88,7 +88,7 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
             fits no weight.
     """
     moe.check_mesh(spec, layout)
-    schedule = make_schedule(config, spec, layout)
+    schedule = make_schedule(config.mesh, spec, layout)
     graphdef, declarations = params.abstract(functools.partial(Decoder, spec))
     lora_spec = lora_of(config)
     roles = weight_roles(declarations, config["trainable_parameters"], lora_spec is not None)

@@ -352,7 +352,7 @@ OF_PROCESSES = {
 def test_what_enters_at_run_time_may_change(step):
     config = step[0]
     groups = {"steps": 5, "run_name": "other", "dataset_path": "x", "decode_seed": 4, "checkpoint_period": 9}
-    changed = {**config, **RUN_TIME, **groups}
+    changed = config.replace(**RUN_TIME, **groups)
     assert program.differences(step[2], program.header(changed, build(changed, DEVICES))) == []
     assert set(RUN_TIME) == program.RUN_TIME_KEYS - OF_PROCESSES
     assert all(config[key] != value for key, value in RUN_TIME.items())

@@ -16,7 +16,7 @@ import transformers
 from tiny import BASE
 
 from src import command_line, convert
-from src.config.schema import defaults
+from src.config.schema import Config
 from src.errors import UserError
 from src.hf import common_fields
 from src.hf.families import FAMILIES
@@ -69,7 +69,7 @@ MODELS = {
 def our_model(folder):
     """The spec of the model in a folder, and a function that computes its logits, mostly without compiling them."""
     settings = {"dtype": "float32", "matmul_precision": "highest", "remat_policy": "none", "max_target_length": LENGTH}
-    config = {**defaults(), **read_model_keys(folder), **settings}
+    config = Config.of({**read_model_keys(folder), **settings})
     spec = model_spec(config)
 
     def logits():

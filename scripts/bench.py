@@ -70,11 +70,11 @@ def bench_step(argv: list[str], steps: int) -> None:
         layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size"
     )
     shape = (rows, config.max_target_length)
-    hparams = hparams_at(config, 0)
-    abstract = abstract_state(plan, config)
+    hparams = hparams_at(config.step, config.steps, 0)
+    abstract = abstract_state(plan)
     train_step, _ = compile_steps(plan, abstract)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    state = jax.jit(lambda: init_state(plan, hparams), out_shardings=shardings)()
+    state = jax.jit(lambda: init_state(plan), out_shardings=shardings)()
     batch = jax.device_put(random_batch(*shape, config.vocab_size), batch_sharding(layout))
 
     start = time.perf_counter()

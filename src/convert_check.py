@@ -50,7 +50,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)
 
     plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:1]), length, packed=False)
-    weights, _, messages = load_weights(str(checkpoint), all_weights(abstract_state(plan, config)))
+    weights, _, messages = load_weights(str(checkpoint), all_weights(abstract_state(plan)))
     for message in messages:
         print(message, flush=True)
     ours = compute_logits(plan, plan.split(weights), tokens)

@@ -46,7 +46,7 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
     check_hardware(config.run.hardware)
     layout = make_layout(config.mesh, jax.devices())
     plan = inference_plan(config, layout, config.max_target_length, packed=config.packing)
-    weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract_state(plan, config)))
+    weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract_state(plan)))
     check_vocabulary(config, meta)
     check_tokenizer(config, meta, tokenizer)
     return LoadedModel(plan, plan.split(weights), tokenizer, messages)

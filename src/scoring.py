@@ -161,7 +161,7 @@ def _log_probs(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> jax.Ar
     # The last position has an arbitrary target, so that all T positions divide into tiles.
     targets_BT = to_zigzag(jnp.roll(tokens_BT, -1, axis=1), plan.layout)
     shards = plan.layout.shards("norm_length")
-    log_probs_BT = token_log_probs(logits_of, hidden_BTD, targets_BT, plan.vocab_tiles, shards)
+    log_probs_BT = token_log_probs(logits_of, hidden_BTD, targets_BT, plan.step.num_vocab_tiling, shards)
     log_probs_BT = plan.layout.constrain(log_probs_BT, "batch", None)
     return from_zigzag(log_probs_BT, plan.layout.shards("length"))[:, :-1]
 

@@ -173,7 +173,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
             position = rows_of_host.pop("data_position")
             cuts = {name: rows_of_host.pop(name) for name in cuts_place if name in rows_of_host}
             batch = to_global(rows_of_host, place, rows, global_batch)
-            state, metrics = train_step(state, batch, hparams_at(config, step))
+            state, metrics = train_step(state, batch, hparams_at(config.step, config.steps, step))
             for of_rows in to_global(cuts, cuts_place, rows, global_batch).values():
                 metrics["conversations_cut"] = count_cut(of_rows)
             done = step + 1

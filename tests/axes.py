@@ -6,7 +6,6 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.tree_util import keystr
 from tiny import GPT3, Trainer, assert_close, packed_rows
 
-from src.step.optimizer import hparams_at
 from src.step.state import batch_sharding
 
 LENGTH, ROWS, STEPS = 32, 16, 10
@@ -80,7 +79,7 @@ class Job:
         """Update `number` with some hyper-parameters changed; returns the metrics."""
         trainer = self.trainer
         batch = jax.device_put(packed_rows(number, self.rows, LENGTH), batch_sharding(trainer.plan.layout))
-        hparams = {**hparams_at(trainer.config, number), **hparams}
+        hparams = {**trainer.hparams(number), **hparams}
         trainer.state, metrics = trainer.train_step(trainer.state, batch, hparams)
         return jax.device_get(metrics)
 

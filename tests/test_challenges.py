@@ -179,10 +179,10 @@ def test_activations_that_do_not_fit_the_mesh_are_refused_before_anything_is_wri
 def test_ctrl_c_saves_reports_and_the_same_command_goes_on(tmp_path, corpus, monkeypatch, capsys):
     original = train.hparams_at
 
-    def interrupted_in_step_2(config, step):
+    def interrupted_in_step_2(keys, steps, step):
         if step == 1:
             signal.raise_signal(signal.SIGINT)
-        return original(config, step)
+        return original(keys, steps, step)
 
     monkeypatch.setattr(train, "hparams_at", interrupted_in_step_2)
     command = runs.arguments(base_output_directory=tmp_path, dataset_path=corpus, steps=4)

@@ -11,7 +11,6 @@ from src.aot.memory import device_bytes
 from src.checkpoint.checkpointer import Checkpointer
 from src.parallel.topology import parse_topology
 from src.step.build import build
-from src.step.optimizer import hparams_at
 from src.step.state import TrainState, abstract_batch, abstract_state
 from tests.compilers import SMALL, needs_libtpu
 
@@ -75,7 +74,7 @@ def compiled_arguments(**overrides):
     """Bytes of a device that a compiled step takes, and how many of them the optimizer's moments are."""
     trainer = Trainer(devices=8, initial=False, **overrides)
     batch = abstract_batch(trainer.plan, 8, trainer.config.max_target_length)
-    lowered = trainer.train_step.lower(trainer.abstract, batch, hparams_at(trainer.config, 0))
+    lowered = trainer.train_step.lower(trainer.abstract, batch, trainer.hparams(0))
     moments = [leaf for leaf in jax.tree.leaves(trainer.abstract.opt) if leaf.ndim]
     return lowered.compile().memory_analysis().argument_size_in_bytes, device_bytes(moments)
 
@@ -91,9 +90,9 @@ def test_cut_over_copies_each_device_holds_its_part_of_the_moments():
 @pytest.mark.parametrize("opt_type", OPTIMIZERS)
 def test_what_of_adafactors_and_muons_state_is_cut(opt_type):
     _, plan = make(8, opt_type=opt_type, **COPIES)
-    config, cut = make(8, opt_type=opt_type, **COPIES, **CUT)
+    _, cut = make(8, opt_type=opt_type, **COPIES, **CUT)
     for each, parts_of_weight in ((plan, 4), (cut, 8)):
-        for path, leaf in jax.tree.leaves_with_path(abstract_state(each, config).opt):
+        for path, leaf in jax.tree.leaves_with_path(abstract_state(each).opt):
             name = jax.tree_util.keystr(path)
             whole = "rows" in name or "columns" in name or "norm" in name or "count" in name
             if not whole:
@@ -110,8 +109,8 @@ def random_state(abstract):
 @pytest.mark.parametrize("opt_type", OPTIMIZERS)
 def test_a_checkpoint_is_restored_however_the_state_lies(tmp_path, opt_type):
     def abstract(devices=8, **overrides):
-        config, plan = make(devices, opt_type=opt_type, **overrides)
-        return abstract_state(plan, config)
+        _, plan = make(devices, opt_type=opt_type, **overrides)
+        return abstract_state(plan)
 
     state = random_state(abstract(**COPIES, **CUT, **ON_HOST))
     checkpointer = Checkpointer(tmp_path, max_to_keep=-1, async_save=False)

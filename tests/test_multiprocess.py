@@ -124,8 +124,8 @@ def test_processes_with_other_keys_or_code_are_told_so(tmp_path):
     shutil.copy(runs.ROOT / "pyproject.toml", copy)
     changed = copy / "src" / "step" / "optimizer.py"
     code = changed.read_text()
-    assert code.count('"learning_rate": learning_rate(config, step)') == 1
-    changed.write_text(code.replace("learning_rate(config, step)", "10 * learning_rate(config, step)"))
+    assert code.count('"learning_rate": learning_rate(keys, steps, step)') == 1
+    changed.write_text(code.replace("learning_rate(keys, steps, step)", "10 * learning_rate(keys, steps, step)"))
 
     logs = [tmp_path / f"{process}.log" for process in range(2)]
     other = {"learning_rate": 0.02, "ici_tensor_parallelism": 2, "jax_cache_dir": tmp_path, "root": copy}

@@ -126,7 +126,7 @@ def test_the_gradient_is_of_the_mean_over_all_tokens_however_micro_batches_share
         assert metrics["tokens"] == tokens
         assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert metrics["grad_norm"] == pytest.approx(optax.tree.norm(gradients).item(), rel=1e-5)
-        rate = learning_rate(trainer.config, 0)
+        rate = learning_rate(trainer.config.step, trainer.config.steps, 0)
         expected = jax.tree.map(lambda weight, gradient, rate=rate: weight - rate * gradient, weights, gradients)
         assert_close(trainer.state.weights.trainable, expected, 1e-5)
 
@@ -153,7 +153,7 @@ def test_hyper_parameters_change_without_another_compilation(one_device):
     _, _, trainer = one_device
     batch = jax.device_put(packed_rows(0), batch_sharding(trainer.plan.layout))
     before = jax.device_get(trainer.state.weights.trainable)
-    hparams = hparams_at(trainer.config, 5)
+    hparams = trainer.hparams(5)
     for name in hparams:
         hparams[name] = hparams[name] * np.float32(0.5)
         trainer.state, _ = trainer.train_step(trainer.state, batch, hparams)
@@ -171,7 +171,7 @@ def test_an_update_that_makes_weights_of_no_use_says_so(one_device):
     batch = jax.device_put(packed_rows(0), batch_sharding(trainer.plan.layout))
     usable, finite = [], []
     for exponent in (-2, *range(0, 16), 30):
-        hparams = hparams_at(trainer.config, 5) | {"learning_rate": np.float32(10.0**exponent)}
+        hparams = trainer.hparams(5) | {"learning_rate": np.float32(10.0**exponent)}
         state, metrics = trainer.train_step(jax.tree.map(jnp.copy, trainer.state), batch, hparams)
         assert metrics["finite"]
         assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.weights.trainable))
@@ -191,8 +191,9 @@ def test_a_step_keeps_the_dtypes_of_its_state(weight_dtype, opt_type, mu_dtype, 
     config, plan = make(
         weight_dtype=weight_dtype, opt_type=opt_type, mu_dtype=mu_dtype, gradient_accumulation_steps=micro_batches
     )
-    state = abstract_state(plan, config)
-    updated, _ = jax.eval_shape(functools.partial(train_step, plan=plan), state, packed_rows(0), hparams_at(config, 0))
+    state = abstract_state(plan)
+    hparams = hparams_at(config.step, config.steps, 0)
+    updated, _ = jax.eval_shape(functools.partial(train_step, plan=plan), state, packed_rows(0), hparams)
     assert [leaf.dtype for leaf in jax.tree.leaves(updated)] == [leaf.dtype for leaf in jax.tree.leaves(state)]
     if opt_type == "adamw":
         assert {leaf.dtype for leaf in jax.tree.leaves(state.opt[0].mu)} == {jnp.dtype(mu_dtype or weight_dtype)}
@@ -205,7 +206,7 @@ def test_a_profile_reads_like_the_code():
     try:
         trainer = Trainer(initial=False, gradient_accumulation_steps=2)
         batch = jax.device_put(packed_rows(0), batch_sharding(trainer.plan.layout))
-        text = trainer.train_step.lower(trainer.state, batch, hparams_at(trainer.config, 0)).compile().as_text()
+        text = trainer.train_step.lower(trainer.state, batch, trainer.hparams(0)).compile().as_text()
     finally:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
     names = set(re.findall(r'op_name="([^"]*)"', text))

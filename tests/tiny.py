@@ -63,19 +63,22 @@ class Trainer:
 
     def __init__(self, devices=1, initial=True, **overrides):
         self.config, self.plan = make(devices, **overrides)
-        self.abstract = abstract_state(self.plan, self.config)
+        self.abstract = abstract_state(self.plan)
         self.train_step, self.eval_step = compile_steps(self.plan, self.abstract)
         if initial:
-            self.state = new_state(self.config, self.plan, self.abstract)
+            self.state = new_state(self.plan, self.abstract)
         else:
             zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.abstract)
             state = dataclasses.replace(zeros, weights=self.plan.split(random_weights(self.plan)))
             self.state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, self.abstract))
 
+    def hparams(self, number):
+        return hparams_at(self.plan.step, self.config.steps, number)
+
     def step(self, batch, number):
         """Makes update `number` (from 0); returns its metrics as numbers and lists of such."""
         placed = jax.device_put(batch, batch_sharding(self.plan.layout))
-        self.state, metrics = self.train_step(self.state, placed, hparams_at(self.config, number))
+        self.state, metrics = self.train_step(self.state, placed, self.hparams(number))
         return {name: value.tolist() for name, value in jax.device_get(metrics).items()}
 
 

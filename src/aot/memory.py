@@ -230,7 +230,7 @@ def _gradient_bytes(built: TracedStep) -> int:
 def _logits_bytes(built: TracedStep) -> int:
     """Returns the bytes of one tile of one micro-batch, in the dtype of products, which TPU and GPU keep."""
     plan = built.plan
-    tokens = built.tokens // plan.accumulation.micro_batches // plan.vocab_tiles
+    tokens = built.tokens // plan.accumulation.micro_batches // plan.step.num_vocab_tiling
     size = tokens * plan.spec.padded_vocab_size * jnp.dtype(plan.spec.dtype).itemsize
     return size // math.prod(plan.layout.shards(axis) for axis in ("batch", "length", "vocab"))
 

@@ -99,9 +99,9 @@ def work_of(built: TracedStep) -> Work:
         length=built.batch["tokens"].shape[1],
         sharing=layout.mesh.size // (layout.shards("batch") * layout.shards("length") * stages),
         state_bytes=device_bytes(built.state),
-        vocab_tiles=plan.vocab_tiles,
+        vocab_tiles=plan.step.num_vocab_tiling,
         # Each of a pipeline's micro-batches reads a stage's part of the weights.
-        micro_batches=plan.micro_batches * (schedule.micro_batches / stages if schedule else 1),
+        micro_batches=plan.accumulation.micro_batches * (schedule.micro_batches / stages if schedule else 1),
     )
     return replace(work, bubble=schedule.bubble) if schedule else work
 

@@ -20,7 +20,6 @@ from src.data.types import Tokenizer
 from src.errors import UserError
 from src.model.params import Tree, Weights, join
 from src.model.spec import model_spec
-from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan, make_plan
 from src.step.state import TrainState, abstract_state, init_state
 
@@ -77,8 +76,8 @@ def starting_state(
         weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract))
         check_vocabulary(config, meta)
         check_tokenizer(config, meta, tokenizer)
-        return ResumePoint(state_of(weights, config, plan, abstract), messages)
-    return ResumePoint(new_state(config, plan, abstract), [])
+        return ResumePoint(state_of(weights, plan, abstract), messages)
+    return ResumePoint(new_state(plan, abstract), [])
 
 
 def _resume_point(
@@ -159,20 +158,20 @@ def all_weights(abstract: TrainState) -> Tree:
     return {name: entry for name, entry in abstract.weights.merged().items() if name != "lora"}
 
 
-def state_of(weights: Tree, config: Config, plan: StepPlan, abstract: TrainState) -> TrainState:
+def state_of(weights: Tree, plan: StepPlan, abstract: TrainState) -> TrainState:
     """Returns the state before the first step of a run that starts from these weights; donates them."""
 
     def complete(loaded: Weights) -> TrainState:
         adapters = {"lora": plan.init_adapters()} if plan.lora else {}
         loaded = dataclasses.replace(loaded, trainable=join(loaded.trainable, adapters))
-        return init_state(plan, hparams_at(config, 0), loaded)
+        return init_state(plan, loaded)
 
     return jax.jit(complete, out_shardings=_shardings(abstract), donate_argnums=0)(plan.split(weights))
 
 
-def new_state(config: Config, plan: StepPlan, abstract: TrainState) -> TrainState:
+def new_state(plan: StepPlan, abstract: TrainState) -> TrainState:
     """Returns the state before the first step of a new run, created with its shardings, the same on every mesh."""
-    init = functools.partial(init_state, plan, hparams_at(config, 0))
+    init = functools.partial(init_state, plan)
     # It runs once: XLA's CPU backend takes six times as long to optimise the random numbers as to compile them plainly.
     options = {"xla_backend_optimization_level": 0}
     return jax.jit(init, out_shardings=_shardings(abstract), compiler_options=options)()
@@ -213,7 +212,7 @@ def _same_arrays(old: Config, plan: StepPlan, abstract: TrainState) -> bool:
 
     try:
         old_plan = make_plan(old, model_spec(old), plan.layout)
-        return shapes(abstract_state(old_plan, old)) == shapes(abstract)
+        return shapes(abstract_state(old_plan)) == shapes(abstract)
     except UserError:  # it does not divide over this mesh
         return False
 

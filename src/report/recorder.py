@@ -117,7 +117,7 @@ class Recorder:
             "perplexity": perplexity(metrics["loss"]),
             **{name: metrics[name] for name in LOSSES_AND_LOADS if name in metrics},
             "grad_norm": metrics["grad_norm"],
-            "learning_rate": learning_rate(self._config, step - 1),
+            "learning_rate": learning_rate(self._config.step, self._config.steps, step - 1),
             "step_time_seconds": seconds,
             "data_wait_seconds": data_wait,
             "tokens_per_second": self._tokens / seconds,

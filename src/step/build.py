@@ -4,12 +4,13 @@ import hashlib
 import re
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from src.config.schema import Config
 from src.errors import UserError
 from src.model.spec import model_spec
 from src.parallel.mesh import global_batch_size, make_layout
@@ -44,7 +45,7 @@ class TracedStep(NamedTuple):
 
 
 def build(
-    config: Mapping[str, Any], devices: Sequence[jax.Device], compiler_options: Mapping[str, str] | None = None
+    config: Config, devices: Sequence[jax.Device], compiler_options: Mapping[str, str] | None = None
 ) -> TracedStep:
     """Traces the step of a checked config; `compiler_options` are XLA's.
 
@@ -56,23 +57,23 @@ def build(
     rows = global_batch_size(
         layout, config["per_device_batch_size"], config["gradient_accumulation_steps"], "per_device_batch_size"
     )
-    state = abstract_state(plan, config)
+    state = abstract_state(plan)
     batch = abstract_batch(plan, rows, config["max_target_length"])
-    hparams = hparams_at(config, 0)
+    hparams = hparams_at(config.step, config.steps, 0)
     train, evaluate = compile_steps(plan, state, compiler_options)
     return TracedStep(
         plan, compiler_options or {}, state, batch, hparams, train, evaluate, train.trace(state, batch, hparams)
     )
 
 
-def check_same_program(built: TracedStep, config: Mapping[str, Any]) -> None:
+def check_same_program(built: TracedStep, config: Config) -> None:
     """Raises UserError on every process where one would run another training step than process 0.
 
     Nor may what enters a step at run time differ: the hyper-parameters are compared at the ends and in the middle.
     """
     if jax.process_count() == 1:
         return
-    hparams = [hparams_at(config, step) for step in (0, 1, config["steps"] // 2, config["steps"] - 1)]
+    hparams = [hparams_at(config.step, config.steps, step) for step in (0, 1, config.steps // 2, config.steps - 1)]
     texts = {"the traced step": program_text(built.traced), "its hyper-parameters": str(hparams)}
     digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts.values()]
     mine = np.frombuffer(b"".join(digests), np.uint32).reshape(len(texts), 2)

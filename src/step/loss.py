@@ -84,20 +84,23 @@ def objective(
     """
     model = plan.decoder(dataclasses.replace(weights, trainable=trainable))
     sums = plan.loss(model, batch, plan)
-    denominator = jnp.maximum(counts.loss, 1.0)
+    step, denominator = plan.step, jnp.maximum(counts.loss, 1.0)
     losses = {"loss": sums.loss / denominator}
-    total = (sums.loss + plan.z_loss * sums.z) / denominator
-    if plan.spec.has_experts and (plan.load_balance or plan.router_z_loss):
+    total = (sums.loss + step.z_loss_multiplier * sums.z) / denominator
+    if plan.spec.has_experts and (step.load_balance_loss_weight or step.router_z_loss_weight):
         # They are no sums over tokens, so all of a micro-batch's come first, of which a replica has a part.
         replicas = plan.accumulation.manual_axes
         buffers, tokens = jax.lax.psum((router.totals(sums.router), sums.tokens), replicas)
         layers = router.by_layer(buffers, tokens)
         share = tokens / jnp.maximum(counts.non_padding, 1) / plan.layout.size(replicas)
         losses |= {name: share * jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")}
-        total += plan.load_balance * losses["load_balance_loss"] + plan.router_z_loss * losses["router_z_loss"]
+        total += (
+            step.load_balance_loss_weight * losses["load_balance_loss"]
+            + step.router_z_loss_weight * losses["router_z_loss"]
+        )
     if plan.spec.mtp_num_layers:
         losses["mtp_loss"] = jnp.mean(sums.mtp / jnp.maximum(counts.mtp, 1.0))
-        total += plan.mtp_loss * losses["mtp_loss"]
+        total += step.mtp_loss_scaling_factor * losses["mtp_loss"]
     return total, (losses, sums.router)
 
 
@@ -140,8 +143,8 @@ def batch_cross_entropy(
     logits_of: Callable[[jax.Array], jax.Array], hidden_BTD: jax.Array, inputs: Batch, plan: "StepPlan"
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sums that `cross_entropy` gives of a batch that is `in_zigzag`."""
-    shards = plan.layout.shards("norm_length")
-    return cross_entropy(logits_of, hidden_BTD, inputs["targets"], inputs["loss_mask"], plan.vocab_tiles, shards)
+    tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
+    return cross_entropy(logits_of, hidden_BTD, inputs["targets"], inputs["loss_mask"], tiles, shards)
 
 
 def _count_non_padding(batch: Batch) -> jax.Array:

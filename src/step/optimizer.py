@@ -1,7 +1,7 @@
 """The optimizer, built inside the step from run-time values, and the learning rate of each step."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 
+from src.config.schema import Step
 from src.model.params import by_path
 from src.step.adafactor import scale_by_adafactor
 from src.step.muon import orthogonal_updates
@@ -17,55 +18,53 @@ from src.step.muon import orthogonal_updates
 HParams = dict[str, Any]
 
 
-def learning_rate(config: Mapping[str, Any], step: int) -> float:
-    """The rate of update number `step`, counted from 0.
+def learning_rate(keys: Step, steps: int, step: int) -> float:
+    """Returns the rate of update number `step`, counted from 0, of a run of `steps`.
 
     With n = learning_rate_schedule_steps, w = warmup_steps_fraction n and r = learning_rate: r (step + 1) / w while
     step < w; then, for cosine, from r down half a cosine (Loshchilov and Hutter 2017, equation 5) to
     learning_rate_final_fraction r at n; for wsd, r until the last wsd_decay_steps_fraction of n, then a straight line
     to that end (Hu et al. 2024, section 4). Zero from n on.
     """
-    schedule_steps = config["learning_rate_schedule_steps"]
-    total = config["steps"] if schedule_steps == -1 else schedule_steps
-    warmup = round(config["warmup_steps_fraction"] * total)
-    peak, final = config["learning_rate"], config["learning_rate_final_fraction"]
+    total = steps if keys.learning_rate_schedule_steps == -1 else keys.learning_rate_schedule_steps
+    warmup = round(keys.warmup_steps_fraction * total)
+    peak, final = keys.learning_rate, keys.learning_rate_final_fraction
     if step >= total:
         return 0.0
     if step < warmup:
         return peak * (step + 1) / warmup
-    if config["lr_schedule_type"] == "wsd":
-        decay = round(config["wsd_decay_steps_fraction"] * total)
+    if keys.lr_schedule_type == "wsd":
+        decay = round(keys.wsd_decay_steps_fraction * total)
         return peak * min(1.0, final + (1.0 - final) * (total - step) / max(decay, 1))
     progress = (step - warmup) / max(total - warmup, 1)
     return peak * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
-def hparams_at(config: Mapping[str, Any], step: int) -> HParams:
-    """The values of update number `step` (from 0) that may change without compiling the step again."""
+def hparams_at(keys: Step, steps: int, step: int) -> HParams:
+    """Returns the values of update number `step` (from 0) that may change without compiling the step again."""
     values = {
-        "learning_rate": learning_rate(config, step),
-        "b1": config["adam_b1"],
-        "b2": config["adam_b2"],
-        "muon_beta": config["muon_beta"],
-        "eps": config["adam_eps"],
-        "weight_decay": config["adam_weight_decay"],
-        "clip": config["gradient_clipping_threshold"],
+        "learning_rate": learning_rate(keys, steps, step),
+        "b1": keys.adam_b1,
+        "b2": keys.adam_b2,
+        "muon_beta": keys.muon_beta,
+        "eps": keys.adam_eps,
+        "weight_decay": keys.adam_weight_decay,
+        "clip": keys.gradient_clipping_threshold,
     }
     return {name: np.float32(value) for name, value in values.items()}
 
 
-def transform(
-    opt_type: str, mu_dtype: str, decays: Any, matrices: Any, shardings: Any, hparams: HParams
-) -> optax.GradientTransformation:
-    """The optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
+def transform(keys: Step, decays: Any, matrices: Any, shardings: Any, hparams: HParams) -> optax.GradientTransformation:
+    """Returns the optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
 
     Args:
-        opt_type: `adamw`; `adafactor` (Shazeer and Stern 2018), without a first moment; `muon` (Jordan et al. 2024),
-            which is adamw for what is no hidden matrix; or `sgd`, which has no state.
-        mu_dtype: of first moments.
+        keys: `opt_type` is `adamw`; `adafactor` (Shazeer and Stern 2018), without a first moment; `muon` (Jordan et al.
+            2024), which is adamw for what is no hidden matrix; or `sgd`, which has no state. `mu_dtype` is of first
+            moments.
         decays, matrices, shardings: of each weight whether it decays, its `Matrix`, and where its update is made.
         hparams: may hold traced arrays; the state depends on none of them.
     """
+    mu_dtype = keys.mu_dtype or keys.weight_dtype
     adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=mu_dtype)
     hidden = jax.tree.map(lambda matrix: matrix.hidden, matrices)
     rules = {
@@ -79,7 +78,7 @@ def transform(
         "sgd": [optax.identity()],
     }
     return optax.chain(
-        *rules[opt_type],
+        *rules[keys.opt_type],
         optax.add_decayed_weights(hparams["weight_decay"], decays),
         optax.scale_by_learning_rate(hparams["learning_rate"]),
     )

@@ -1,13 +1,14 @@
 """What is compiled into a step: the model's structure, where its weights lie, and how it is computed."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
 
+from src.config.schema import Config, Step
 from src.errors import UserError, first_few
 from src.model import lora, params
 from src.model.attention_kernels.choose import choose_kernel
@@ -29,6 +30,7 @@ from src.user_code import load_function
 class StepPlan:
     """What is compiled into the step: the model's structure and how it is computed."""
 
+    step: Step  # its keys
     spec: ModelSpec
     lora: LoraSpec | None
     graphdef: nnx.GraphDef
@@ -42,29 +44,19 @@ class StepPlan:
     execution: Execution
     kernel: str
     packed: bool
-    vocab_tiles: int
-    z_loss: float
-    load_balance: float  # weight of the experts' load-balance loss
-    router_z_loss: float  # weight of the routers' z-loss
-    bias_update_rate: float  # of the experts' correction biases
-    mtp_loss: float  # weight of the mean loss of the multi-token prediction layers
     eval_metrics: Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]] | None
     accumulation: Accumulation
-    opt_type: str
-    mu_dtype: str
     matrices: Any  # of each weight, a src/step/matrices.py Matrix; nested as all weights are
-    offload_optimizer: bool  # its state lies in host memory between updates
-    seed: int
 
     def init_weights(self) -> Weights:
         """Returns the initial weights."""
-        tree = params.initial(functools.partial(Decoder, self.spec), self.seed)
+        tree = params.initial(functools.partial(Decoder, self.spec), self.step.init_weights_seed)
         return self.split({**tree, "lora": self.init_adapters()} if self.lora else tree)
 
     def init_adapters(self) -> params.Tree:
         """Returns the initial adapters, which change nothing."""
         _, declarations = params.abstract(functools.partial(Decoder, self.spec))
-        rngs = nnx.Rngs(params=jax.random.fold_in(jax.random.key(self.seed), 1))
+        rngs = nnx.Rngs(params=jax.random.fold_in(jax.random.key(self.step.init_weights_seed), 1))
         return params.values(lora.declare(self.lora, declarations)(rngs))
 
     def split(self, tree: Any) -> Weights:
@@ -79,7 +71,7 @@ class StepPlan:
         return nnx.merge(self.graphdef, tree)
 
 
-def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> StepPlan:
+def make_plan(config: Config, spec: ModelSpec, layout: Layout) -> StepPlan:
     """Returns the plan of the config's step on this layout.
 
     Raises:
@@ -87,11 +79,12 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
             attention kernel does not run on its devices, or a pattern of `trainable_parameters` or `lora_parameters`
             fits no weight.
     """
+    step = config.step
     moe.check_mesh(spec, layout)
     schedule = make_schedule(config.mesh, spec, layout)
     graphdef, declarations = params.abstract(functools.partial(Decoder, spec))
-    lora_spec = lora_of(config)
-    roles = weight_roles(declarations, config["trainable_parameters"], lora_spec is not None)
+    lora_spec = lora_of(step)
+    roles = weight_roles(declarations, step.trainable_parameters, lora_spec is not None)
     if lora_spec:
         adapters = jax.eval_shape(lambda: lora.declare(lora_spec, declarations)(nnx.Rngs(params=0)))
         declarations = {**declarations, "lora": adapters}
@@ -100,12 +93,12 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
     shardings = weight_shardings(layout, shapes, axes)
     replicas, trainable = replica_axes(layout, shardings), Weights.split(shardings, roles).trainable
     updates = trainable
-    if config["shard_optimizer_over_data"]:
+    if step.shard_optimizer_over_data:
         updates = shard_over(replicas, Weights.split(shapes, roles).trainable, trainable)
-    micro_batches = config["gradient_accumulation_steps"]
-    accumulation = Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates)
+    micro_batches = step.gradient_accumulation_steps
     platform = layout.mesh.devices.flat[0].platform
     return StepPlan(
+        step=step,
         spec=spec,
         lora=lora_spec,
         graphdef=graphdef,
@@ -116,32 +109,20 @@ def make_plan(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Ste
         shardings=shardings,
         decays=params.field(declarations, "decays"),
         layout=layout,
-        execution=Execution(config["scan_layers"], config["remat_policy"], dict(config["remat_custom"]), schedule),
+        execution=Execution(step.scan_layers, step.remat_policy, dict(step.remat_custom), schedule),
         kernel=choose_kernel(
-            config["attention"], platform, attention_scores(spec), spec.dtype, config["max_target_length"], layout
+            step.attention, platform, attention_scores(spec), spec.dtype, config.batch.max_target_length, layout
         ),
-        packed=config["packing"],
-        vocab_tiles=config["num_vocab_tiling"],
-        z_loss=config["z_loss_multiplier"],
-        load_balance=config["load_balance_loss_weight"],
-        router_z_loss=config["router_z_loss_weight"],
-        bias_update_rate=config["routed_bias_update_rate"],
-        mtp_loss=config["mtp_loss_scaling_factor"],
-        eval_metrics=load_function(config["eval_metrics"], "eval_metrics") if config["eval_metrics"] else None,
-        accumulation=accumulation,
-        opt_type=config["opt_type"],
-        mu_dtype=config["mu_dtype"] or config["weight_dtype"],
+        packed=config.batch.packing,
+        eval_metrics=load_function(metrics, "eval_metrics") if (metrics := config.evaluation.eval_metrics) else None,
+        accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),
         matrices=matrices(declarations, spec.vocab_size),
-        offload_optimizer=config["optimizer_memory_host_offload"],
-        seed=config["init_weights_seed"],
     )
 
 
-def lora_of(config: Mapping[str, Any]) -> LoraSpec | None:
-    """Returns the adapters that the config asks for; None where it asks for none."""
-    if not config["lora_rank"]:
-        return None
-    return LoraSpec(config["lora_rank"], float(config["lora_alpha"]), tuple(map(str, config["lora_parameters"])))
+def lora_of(step: Step) -> LoraSpec | None:
+    """Returns the adapters that the keys ask for; None where they ask for none."""
+    return LoraSpec(step.lora_rank, step.lora_alpha, tuple(map(str, step.lora_parameters))) if step.lora_rank else None
 
 
 def weight_roles(declarations: params.Tree, patterns: Sequence[str], adapted: bool) -> params.Tree:

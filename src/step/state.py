@@ -39,22 +39,22 @@ class TrainState:
         return cls(entries["step"], weights, entries["opt"])
 
 
-def init_state(plan: StepPlan, hparams: HParams, weights: Weights | None = None) -> TrainState:
+def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
     """Returns the state before the first step, with these weights; None: the initial ones."""
     weights = weights or plan.init_weights()
-    opt = optimizer(plan, hparams).init(weights.trainable)
+    opt = optimizer(plan, hparams_at(plan.step, 1, 0)).init(weights.trainable)  # it depends on none of these values
     return TrainState(jnp.zeros((), jnp.int32), weights, opt)
 
 
 def optimizer(plan: StepPlan, hparams: HParams) -> optax.GradientTransformation:
     """Returns the plan's optimizer with these values."""
     decays, matrices = (plan.split(tree).trainable for tree in (plan.decays, plan.matrices))
-    return transform(plan.opt_type, plan.mu_dtype, decays, matrices, plan.accumulation.updates, hparams)
+    return transform(plan.step, decays, matrices, plan.accumulation.updates, hparams)
 
 
-def abstract_state(plan: StepPlan, config: Mapping[str, Any]) -> TrainState:
+def abstract_state(plan: StepPlan) -> TrainState:
     """Returns the state's shapes and shardings, without an array: `jax.ShapeDtypeStruct`s."""
-    shapes = jax.eval_shape(functools.partial(init_state, plan, hparams_at(config, 0)))
+    shapes = jax.eval_shape(functools.partial(init_state, plan))
     shardings = TrainState(
         step=plan.layout.sharding(()),
         weights=plan.split(plan.shardings),
@@ -66,7 +66,7 @@ def abstract_state(plan: StepPlan, config: Mapping[str, Any]) -> TrainState:
 def optimizer_shardings(plan: StepPlan, opt: Any) -> Any:
     """Returns where the optimizer's state lies between updates: as the weights' updates are cut, or copied."""
     updates = plan.accumulation.updates
-    if plan.offload_optimizer:
+    if plan.step.optimizer_memory_host_offload:
         updates = jax.tree.map(lambda at: at.with_memory_kind("pinned_host"), updates)
     return state_shardings(opt, plan.split(plan.shapes).trainable, updates, plan.layout.sharding(()))
 
@@ -93,9 +93,10 @@ def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
             f"another {keys}"
         )
     check_rows(rows // plan.accumulation.micro_batches, plan.layout, plan.execution.schedule, "per_device_batch_size")
-    if length % (plan.vocab_tiles * plan.layout.shards("norm_length")):
+    tiles = plan.step.num_vocab_tiling
+    if length % (tiles * plan.layout.shards("norm_length")):
         raise UserError(
-            f"max_target_length={length} does not divide into num_vocab_tiling={plan.vocab_tiles} tiles on each of the "
+            f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles on each of the "
             f"devices that share a row ({plan.layout.sharded_by('norm_length')})"
         )
     return {

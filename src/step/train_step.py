@@ -88,8 +88,8 @@ def train_step(state: TrainState, batch: Batch, hparams: HParams, plan: StepPlan
         layers = router.by_layer(buffers, counts.non_padding)
         losses = {name: jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")} | losses
         losses |= {name: layers[name] for name in ("expert_load_max", "tokens_dropped")}
-    stats = router.update_router_bias(state.weights.stats, buffers, counts.non_padding, plan.bias_update_rate)
-    stats = _where(finite, stats, state.weights.stats)
+    stats, rate = state.weights.stats, plan.step.routed_bias_update_rate
+    stats = _where(finite, router.update_router_bias(stats, buffers, counts.non_padding, rate), stats)
     weights = Weights(trainable, state.weights.frozen, stats)
     metrics = {"grad_norm": grad_norm, "tokens": counts.loss, "finite": finite, "usable": _usable(trainable)}
     return TrainState(state.step + 1, weights, opt), {**losses, **metrics}
@@ -99,7 +99,7 @@ def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
     """Returns the batch, with each token's key at this step where the model has dropout."""
     if plan.spec.dropout_rate == 0 and all(layer.dropout_rate == 0 for layer in plan.spec.layers):
         return batch
-    step_key = jax.random.fold_in(jax.random.key(plan.seed), step)
+    step_key = jax.random.fold_in(jax.random.key(plan.step.init_weights_seed), step)
     keys_BTW = token_keys(step_key, *batch["tokens"].shape)
     return {**batch, "dropout_keys": plan.layout.constrain(keys_BTW, "batch", None, None)}
 
@@ -118,7 +118,7 @@ def apply_update(
     weights = state.weights.trainable
     if plan.accumulation.updates != plan.accumulation.weights:
         weights = jax.lax.with_sharding_constraint(weights, plan.accumulation.updates)
-    if not plan.offload_optimizer:
+    if not plan.step.optimizer_memory_host_offload:
         updated = update(grads, weights, state.opt, grad_norm, hparams, plan)
         return _where(keep_if, updated, (weights, state.opt))
     # In a branch, which is taken when all gradients are there: elsewhere XLA would have the state on the device all

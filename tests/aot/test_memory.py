@@ -176,7 +176,7 @@ def test_a_change_is_estimated_by_what_can_be_told_and_a_rest_that_stays():
     assert all(change.estimated < needed for change in found.values())
     halved = found["per_device_batch_size", "gradient_accumulation_steps"]
     _, then = built(remat_policy="minimal", dtype="bfloat16", **halved.keys)
-    assert (then.rows, then.plan.micro_batches) == (step.rows, 2)
+    assert (then.rows, then.plan.accumulation.micro_batches) == (step.rows, 2)
     assert halved.estimated == memory(then).total + 10**6
     together = next(change for change in found.values() if change.cost == "all of these")
     assert together.estimated < min(change.estimated for change in found.values() if change is not together)

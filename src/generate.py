@@ -124,8 +124,8 @@ def unrolled(plan: StepPlan, weights: Weights) -> Model:
     graphdef, _ = params.abstract(lambda rngs: Decoder(spec, rngs))
     tree = weights.merged()
     tree["segments"] = {
-        index: tree["segments"][index] if segment.shared else _unstacked(tree["segments"][index], segment)
-        for index, segment in enumerate(plan.spec.layer_groups)
+        index: tree["segments"][index] if group.shared else _unstacked(tree["segments"][index], group)
+        for index, group in enumerate(plan.spec.layer_groups)
     }
     layout, execution = _unsplit_rows(plan.layout), Execution(scan_layers=False)
     return Model(spec, layout, execution, plan.kernel, tree, lambda tree: nnx.merge(graphdef, tree))
@@ -136,14 +136,14 @@ def _unsplit_rows(layout: Layout) -> Layout:
     return layout.without("length", "norm_length")
 
 
-def _unstacked(blocks: dict[int, params.Tree], segment: LayerGroup) -> dict[int, params.Tree]:
-    """Splits a segment's weights, [repeats, ...] by pattern position, into [1, ...] by layer."""
+def _unstacked(blocks: dict[int, params.Tree], group: LayerGroup) -> dict[int, params.Tree]:
+    """Splits a group's weights, [repeats, ...] by pattern position, into [1, ...] by layer."""
     layers: dict[int, dict[tuple[Any, ...], jax.Array]] = {}
     for position, block in blocks.items():
         for path, leaf in params.by_path(block).items():
             sharding = _unstaged(leaf.sharding, (1, *leaf.shape[1:]))
             for repeat, layer in enumerate(_split(leaf, sharding)):
-                layers.setdefault(repeat * len(segment.pattern) + position, {})[path] = layer
+                layers.setdefault(repeat * len(group.pattern) + position, {})[path] = layer
             leaf.delete()  # or the whole model would be in memory twice
     return {number: params.nested(layer) for number, layer in layers.items()}
 

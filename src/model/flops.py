@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
@@ -36,7 +37,7 @@ def count_active_params(spec: ModelSpec) -> int:
     """Returns the parameters that a token goes through: of each layer's experts only those it is sent to."""
     idle = 0
     for layer, count in all_layers(spec).items():
-        idle += count * sum(round((1 - active) * size) for _, _, size, active, _ in _weights(layer, spec))
+        idle += count * sum(round(weight.size - weight.used) for weight in _weights(layer, spec))
     return count_params(spec) - idle
 
 
@@ -45,14 +46,24 @@ def all_layers(spec: ModelSpec) -> collections.Counter[LayerSpec]:
     return collections.Counter([*spec.layers, *(spec.layers[-1:] * spec.mtp_num_layers)])
 
 
-def _weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[tuple[str, str, int, float, bool]]:
-    """Yields of each weight of a block: its part, its name, its elements, the share a token uses, if it multiplies."""
+class BlockWeight(NamedTuple):
+    """One weight of a block, as declared."""
+
+    part: str  # attention or feed_forward, which `layer_costs` names too, or a norm
+    name: str
+    size: int  # elements
+    used: float  # elements that a token goes through: of experts, those it is sent to
+    multiplies: bool
+
+
+def _weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
     _, declarations = abstract(functools.partial(Block, layer, spec))
     axes, fan_in = (by_path(field(declarations, name)) for name in ("out_sharding", "fan_in"))
     costs = layer_costs(layer)
     for path, leaf in by_path(values(declarations)).items():
+        size = math.prod(leaf.shape)
         active = costs[path[0]].active if "expert" in axes[path] else 1.0
-        yield path[0], path[-1], math.prod(leaf.shape), active, bool(fan_in[path])
+        yield BlockWeight(path[0], path[-1], size, active * size, bool(fan_in[path]))
 
 
 def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
@@ -67,7 +78,7 @@ def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
     """
     elements = _heads(spec) + spec.mtp_num_layers * 2 * spec.emb_dim**2
     for layer, count in all_layers(spec).items():
-        elements += count * sum(active * size for _, _, size, active, multiplies in _weights(layer, spec) if multiplies)
+        elements += count * sum(weight.used for weight in _weights(layer, spec) if weight.multiplies)
     return _flops(3, elements, spec, length)
 
 
@@ -104,15 +115,14 @@ def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_t
     for layer, count in all_layers(spec).items():
         costs = layer_costs(layer)
         elements += count * sum(
-            active * size
-            for part, name, size, active, multiplies in _weights(layer, spec)
-            if multiplies and _is_recomputed(costs[part], name, kept, part == "feed_forward" and not layer.norm_after)
+            weight.used
+            for weight in _weights(layer, spec)
+            if weight.multiplies and _is_recomputed(weight, costs[weight.part], kept, layer)
         )
     return _flops(1, elements, spec, length)
 
 
-def _is_recomputed(costs: Costs, name: str, kept: set[str], ends_block: bool) -> bool:
-    """Returns whether the backward pass computes the product with a weight again."""
-    if ends_block and name == costs.last:
+def _is_recomputed(weight: BlockWeight, costs: Costs, kept: set[str], layer: LayerSpec) -> bool:
+    if weight.part == "feed_forward" and weight.name == costs.last and not layer.norm_after:  # it ends the block
         return False
-    return name not in costs.spared_by or not kept.issuperset(costs.spared_by[name])
+    return weight.name not in costs.spared_by or not kept.issuperset(costs.spared_by[weight.name])

@@ -143,7 +143,7 @@ def ours(argv: list[str], threads: int) -> Batches:
     inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
     with contextlib.closing(train_batches(inputs, data, range(B), B)) as batches:
         for batch in batches:
-            yield batch["segment_ids"]
+            yield batch.arrays["segment_ids"]
 
 
 def grains(path: str, tokenizer: Tokenizer, pack: Callable[..., Any], read: Any, processes: int = 0) -> Batches:

@@ -19,7 +19,7 @@ from src.config.key_help import Usage
 from src.config.source_spec import train_specs
 from src.data.describe import describe_conversations, describe_data
 from src.data.document_stream import DocumentStream, rows_per_epoch
-from src.data.loader import train_batches
+from src.data.loader import HostBatch, train_batches
 from src.data.mixture import Mixture
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         assigned = mixture.assign(step * global_batch, rows, global_batch, config.data_shuffle_seed)
         for index, row in enumerate(rows):
             name = data.names[assigned[index][0]]
-            print("\n".join(_row_lines(f"step {step}, row {row}" + f" ({name})" * bool(name), batch, index, tokenizer)))
+            title = f"step {step}, row {row}" + f" ({name})" * bool(name)
+            cuts = batch.cuts[index] if config.use_sft else None
+            print("\n".join(_row_lines(title, batch.arrays, index, tokenizer, cuts)))
     summary = _summary(shown, batches)
     batches.close()
     if tokenizer and not (config.use_sft and tokenizer.chat_template):  # whose tokens the decoded text lacks
@@ -131,7 +133,9 @@ def segments(batch: Batch, row: int) -> list[Segment]:
     return found
 
 
-def _from_step(step: int, inputs: InputSpec, data: TrainData, rows: np.ndarray, global_batch: int) -> Iterator[Batch]:
+def _from_step(
+    step: int, inputs: InputSpec, data: TrainData, rows: np.ndarray, global_batch: int
+) -> Iterator[HostBatch]:
     """Returns batches from a step on. Where packing streams keep a position, all before it are made too."""
     computed = all(rows_per_epoch(inputs, source) is not None for source in data.sources)
     batches = train_batches(inputs, data, rows, global_batch, step * global_batch if computed else 0)
@@ -140,16 +144,16 @@ def _from_step(step: int, inputs: InputSpec, data: TrainData, rows: np.ndarray, 
     return batches
 
 
-def _row_lines(title: str, batch: Batch, row: int, tokenizer: Tokenizer | None) -> list[str]:
-    """Describes one row, by a line or two for each document."""
+def _row_lines(title: str, batch: Batch, row: int, tokenizer: Tokenizer | None, cuts: np.ndarray | None) -> list[str]:
+    """Describes one row, by a line or two for each document; `cuts` are those of a row of conversations."""
     in_row = segments(batch, row)
     used, length = sum(segment.stop - segment.start for segment in in_row), batch["tokens"].shape[1]
     in_loss = sum(int(segment.loss_mask.sum()) for segment in in_row)
     lines = [f"{title}: documents {len(in_row)}, tokens {used} of {length}, in the loss {in_loss}"]
     for segment in in_row:
-        if "cuts" in batch:  # a chat template begins and ends conversations as it will
-            begins = segment is not in_row[0] or not batch["cuts"][row, 0]
-            ends = segment is not in_row[-1] or not batch["cuts"][row, 1]
+        if cuts is not None:  # a chat template begins and ends conversations as it will
+            begins = segment is not in_row[0] or not cuts[0]
+            ends = segment is not in_row[-1] or not cuts[1]
         else:
             begins = tokenizer is None or segment.ids[0] == tokenizer.bos
             ends = tokenizer is None or segment.ids[-1] == tokenizer.eos
@@ -170,11 +174,11 @@ def _shown(text: str) -> str:
     return repr(printable(text))
 
 
-def _summary(shown: list[Batch], batches: Iterator[Batch]) -> list[tuple[str, str]]:
+def _summary(shown: list[HostBatch], batches: Iterator[HostBatch]) -> list[tuple[str, str]]:
     """Describes the batches shown and those that come next, and measures how fast they are made."""
-    made, begin = list(shown), time.perf_counter()
+    made, begin = [batch.arrays for batch in shown], time.perf_counter()
     while (seconds := time.perf_counter() - begin) < _MEASURED_SECONDS:
-        made.append(next(batches))
+        made.append(next(batches).arrays)
     looked_at = made[: len(shown) + _CHECKED_BATCHES]
     filled = np.concatenate([batch["segment_ids"] > 0 for batch in looked_at])
     in_loss = np.concatenate([batch["loss_mask"] for batch in looked_at])

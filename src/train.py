@@ -169,13 +169,12 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         for step in range(first_step, config.steps):
             profile.before_step(step)
             with recorder.waits_for_data():
-                rows_of_host = next(batches)
-            position = rows_of_host.pop("data_position")
-            cuts = {name: rows_of_host.pop(name) for name in cuts_place if name in rows_of_host}
-            batch = to_global(rows_of_host, place, rows, global_batch)
+                host_batch = next(batches)
+            batch = to_global(host_batch.arrays, place, rows, global_batch)
             state, metrics = train_step(state, batch, hparams_at(config.step, config.steps, step))
-            for of_rows in to_global(cuts, cuts_place, rows, global_batch).values():
-                metrics["conversations_cut"] = count_cut(of_rows)
+            if config.use_sft:
+                cuts = to_global({"cuts": host_batch.cuts}, cuts_place, rows, global_batch)["cuts"]
+                metrics["conversations_cut"] = count_cut(cuts)
             done = step + 1
             recorder.add(done, metrics)
             preempted = preemption.reached(done) and done < config.steps  # else nothing is left to resume
@@ -193,7 +192,11 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                     meta["rows_taken"] = rows_taken + (done - first_step) * global_batch
                     if config.eval_mode == "rolling":
                         meta["eval_position"] = {each.name: each.position() for each in evaluations}
-                    say(checkpointer.save(done, checkpoint_entries(plan, state, position, rows, global_batch), meta))
+                    say(
+                        checkpointer.save(
+                            done, checkpoint_entries(plan, state, host_batch.positions, rows, global_batch), meta
+                        )
+                    )
                 if report:
                     report.update()
                 recorder.start_clock()

@@ -1,6 +1,6 @@
 """Makes the batches of a train step and of an evaluation: the rows of this host, ahead of time.
 
-A batch is a dict of numpy arrays as `packing.empty_batch` describes them. A row depends on the data, the seed, the
+A row depends on the data, the seed, the
 global batch size, T and the step alone, never on which host makes it.
 
 B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,8 +25,23 @@ from src.data.types import Batch, EvalSet, InputSpec, RowSource, Source, TrainDa
 from src.errors import UserError
 from src.user_code import load_function
 
+T = TypeVar("T", Batch, "HostBatch")
+
 _PREFETCHED_BATCHES = 2
 _BEGUN_BATCHES = 4  # beside the prefetched ones, so that threads need not keep step
+
+
+class HostBatch(NamedTuple):
+    """Holds this host's rows of a batch.
+
+    arrays: as `packing.empty_batch` describes them.
+    positions: int32 [rows, S, 2], where each row's packing streams resume after it.
+    cuts: int32 [rows, 2], `packing.Cuts` of each row.
+    """
+
+    arrays: Batch
+    positions: np.ndarray
+    cuts: np.ndarray
 
 
 def train_batches(
@@ -37,7 +52,7 @@ def train_batches(
     rows_taken: int = 0,
     position: np.ndarray | None = None,
     rows_before: Mapping[str, int] | None = None,
-) -> Iterator[Batch]:
+) -> Iterator[HostBatch]:
     """Yields endless batches, made ahead of time in a thread. Errors there are raised here; closing ends the thread.
 
     Args:
@@ -46,12 +61,8 @@ def train_batches(
         rows: the rows of the global batch to make, ascending: see `host_rows`.
         global_batch: B.
         rows_taken: rows of the run, over all hosts, that came before.
-        position: int32 [rows, S, 2], `data_position` of the batch before; None: from the start of every source.
+        position: `positions` of the batch before; None: from the start of every source.
         rows_before: rows of each source by name that came before `rows_taken` was counted, of sources of rows.
-
-    Returns:
-        Batches of `len(rows)` rows, which have `data_position` too: int32 [rows, S, 2], where each row's packing
-        streams resume after this batch. With `use_sft` also `cuts`: int32 [rows, 2], `packing.Cuts` of each row.
 
     Raises:
         UserError: a source has less text than one row.
@@ -63,7 +74,7 @@ def train_batches(
         before = (rows_before or {}).get(name, 0)
         fillers.append(RowFiller(spec, source, rows, global_batch, name=name, rows_before=before, positions=positions))
     maker = BatchMaker(spec, fillers, Mixture(data.weights), rows, global_batch)
-    return _prefetch(map(maker.with_positions, maker.batches(rows_taken)), maker.closing)
+    return _prefetch(maker.batches(rows_taken), maker.closing)
 
 
 class EvalBatches:
@@ -113,7 +124,7 @@ class EvalBatches:
         self._start(position)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yields the batches, made ahead of time in a thread. They have no `data_position`."""
+        """Yields the batches, made ahead of time in a thread."""
         if not self._rolls:
             self._start(None)
         count, before = self.steps(), self._rows_taken
@@ -160,19 +171,6 @@ class EvalBatches:
             sizes = ([len(document.ids) for document in stream.documents(ordinal)] for ordinal in ordinals)
             most = max(most, rows_needed(sizes, self._spec.batch.max_target_length, layout_of(self._spec)))
         return int(max_over_hosts(np.int32(most)))
-
-
-class HostBatch(NamedTuple):
-    """Holds this host's rows of a batch.
-
-    arrays: as `packing.empty_batch` describes them.
-    positions: int32 [rows, S, 2], where each row's packing streams resume after it.
-    cuts: int32 [rows, 2], `packing.Cuts` of each row.
-    """
-
-    arrays: Batch
-    positions: np.ndarray
-    cuts: np.ndarray
 
 
 class BatchMaker:
@@ -228,11 +226,6 @@ class BatchMaker:
             for thread in threads:
                 thread.shutdown(cancel_futures=True)
 
-    def with_positions(self, batch: HostBatch) -> Batch:
-        """Returns the arrays with `data_position`, and with `cuts` where conversations are read."""
-        cuts = {"cuts": batch.cuts} if self._spec.data.use_sft else {}
-        return batch.arrays | {"data_position": batch.positions} | cuts
-
     def _begin(self, threads: Sequence[ThreadPoolExecutor], rows_before: int) -> tuple[HostBatch, list[Future[None]]]:
         """Hands out the batch after `rows_before` rows of the run: thread n of N fills rows n, n + N, ..."""
         count = len(self._rows)
@@ -256,7 +249,7 @@ class BatchMaker:
             batch.positions[row] = [filler.position(row) for filler in self._fillers]
 
 
-def _prefetch(batches: Iterator[Batch], closing: threading.Event) -> Iterator[Batch]:
+def _prefetch(batches: Iterator[T], closing: threading.Event) -> Iterator[T]:
     """Yields the same batches, while a thread makes the next ones.
 
     An error there is raised here at its batch. The thread ends with the iterator (its `close`, or being collected),

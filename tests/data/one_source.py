@@ -18,8 +18,21 @@ def inputs(config, tokenizer):
     return InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
 
 
-def train_batches(config, data, tokenizer, *rest, **named):
-    return loader.train_batches(inputs(config, tokenizer), data, *rest, **named)
+class train_batches:
+    """The loader's batches, each as one dict of its arrays, `data_position` and, of conversations, `cuts`."""
+
+    def __init__(self, config, data, tokenizer, *rest, **named):
+        self._batches = loader.train_batches(inputs(config, tokenizer), data, *rest, **named)
+        self._has_cuts = config.data.use_sft
+        self.close = self._batches.close
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batch = next(self._batches)
+        cuts = {"cuts": batch.cuts} if self._has_cuts else {}
+        return batch.arrays | {"data_position": batch.positions} | cuts
 
 
 def eval_batches(config, data, tokenizer, rows, global_batch, position=None):

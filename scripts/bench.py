@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import numpy as np
 
+from src import command_line
 from src.cli import run_command
-from src.config import load as configuration
 from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
 from src.parallel.mesh import describe_mesh, global_batch_size, make_layout
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
 
 def bench_step(argv: list[str], steps: int) -> None:
     """Prints the time of a training step, tokens per second, MFU where the device's peak is known, and peak memory."""
-    config = configuration.load(argv)
+    config = command_line.load(argv)
     jax.config.update("jax_default_matmul_precision", config.matmul_precision)
     layout = make_layout(config.mesh, jax.devices())
     device = jax.devices()[0]
@@ -135,7 +135,7 @@ def bench_input(argv: list[str], steps: int) -> None:
     from src.data.tokenizer import make_tokenizer
     from src.data.types import InputSpec
 
-    config = configuration.load(argv)
+    config = command_line.load(argv)
     rows = np.arange(round(config.per_device_batch_size))
     tokenizer = make_tokenizer(config)
     data, _ = open_sources(config, tokenizer)

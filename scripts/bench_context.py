@@ -24,10 +24,10 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as sa
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
+from src import command_line
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
 from src.cli import run_command
-from src.config import load as configuration
 from src.model.attention_kernels.choose import repeat_kv
 from src.model.attention_kernels.scores import score_spec
 from src.model.attention_kernels.splash import BLOCKS, ZigzagCausalMask, splash
@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> None:
     for length in options.length:
         for n in options.context:
             keys = ["model_name=llama3-8b", f"max_target_length={length}", f"ici_context_parallelism={n}"]
-            config = configuration.load([str(BASE), *keys])
+            config = command_line.load([str(BASE), *keys])
             layout, spec = make_layout(config.mesh, devices), model_spec(config).layers[0]
             ways = {
                 "gather": functools.partial(gather, layout=layout, spec=spec),

@@ -33,9 +33,8 @@ import numpy as np
 from absl import flags
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from src import tokenize_dataset, train_tokenizer
+from src import command_line, tokenize_dataset, train_tokenizer
 from src.cli import run_command
-from src.config import load as configuration
 from src.data import document_stream, packing
 from src.data.loader import train_batches
 from src.data.open import open_sources
@@ -90,8 +89,8 @@ def main(argv: list[str]) -> None:
 
 def compare(argv: list[str], turns: int, seconds: float, has_short_documents: bool) -> None:
     """Prints the two's tokens per second on one thread, and with what each does best on the cores there are."""
-    path = configuration.load(argv).dataset_path
-    tokenizer = make_tokenizer(configuration.load(argv))
+    path = command_line.load(argv).dataset_path
+    tokenizer = make_tokenizer(command_line.load(argv))
     packers = {"concat then split": concat_then_split}
     if has_short_documents:
         packers["first fit"] = first_fit
@@ -137,7 +136,7 @@ def measure(make: Callable[[], Batches], seconds: float) -> tuple[float, float]:
 
 def ours(argv: list[str], threads: int) -> Batches:
     """MinText's batches."""
-    config = configuration.load([*argv, f"max_target_length={T}", f"data_threads={threads}"])
+    config = command_line.load([*argv, f"max_target_length={T}", f"data_threads={threads}"])
     tokenizer = make_tokenizer(config)
     data, _ = open_sources(config, tokenizer)
     inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)

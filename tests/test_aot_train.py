@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from src.config.load import load
+from src.command_line import load
 from src.startup import configure_jax
 from src.step.build import build
 from tests import runs

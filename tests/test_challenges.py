@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from src import train
+from src import command_line, train
 from src.checkpoint import restore
 from src.checkpoint.run_folder import RunFolder
 from src.config import load as configuration
@@ -123,7 +123,7 @@ def test_a_run_without_checkpoints_does_not_promise_to_go_on(tmp_path, corpus, m
 
 
 def test_names_in_other_alphabets_stay_legible():
-    config = configuration.load([runs.BASE, "dataset_path=мой текст/ü"])
+    config = command_line.load([runs.BASE, "dataset_path=мой текст/ü"])
     assert "dataset_path: мой текст/ü\n" in configuration.to_yaml(config)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from src.command_line import load
 from src.config import schema
 from src.config.base_yml import base_yml
 from src.config.key_help import Usage, help_for, help_text
@@ -17,7 +18,6 @@ from src.config.load import (
     compare_runs,
     diff_from_base,
     from_yaml,
-    load,
     to_yaml,
 )
 from src.errors import UserError
@@ -327,7 +327,7 @@ def test_every_key_of_base_is_explained():
 
 def test_configuration_needs_no_jax():
     """A command's first line comes before JAX is imported, which takes seconds."""
-    code = "import sys; from src.config.load import load; load(['configs/base.yml']); print('jax' in sys.modules)"
+    code = "import sys; from src.command_line import load; load(['configs/base.yml']); print('jax' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CONFIGS.parent, check=True)
     assert run.stdout == "False\n"
 

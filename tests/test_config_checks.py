@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from src.command_line import load
 from src.config.keys import Range
-from src.config.load import load
 from src.config.schema import KEYS
 from src.errors import UserError
 

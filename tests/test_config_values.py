@@ -5,7 +5,8 @@ import os
 import jax
 import pytest
 
-from src.config.load import from_yaml, load, to_yaml
+from src.command_line import load
+from src.config.load import from_yaml, to_yaml
 from src.config.schema import KEYS, defaults
 from src.config.values import check_value
 from src.config.yaml import MAX_DEPTH, MAX_NODES

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from src.config import load as configuration
+from src import command_line
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
@@ -112,7 +112,7 @@ def test_the_source_of_each_row_of_a_mixture_is_named(capsys, tmp_path, texts):
 
 
 def test_segments_have_every_pair_of_the_row(tmp_path, texts):
-    config = configuration.load(runs.arguments(dataset_path=tmp_path, **SMALL))
+    config = command_line.load(runs.arguments(dataset_path=tmp_path, **SMALL))
     data, _ = open_sources(config, ByteTokenizer())
     batches = train_batches(config, data, ByteTokenizer(), range(8), 8)
     batch = next(batches)

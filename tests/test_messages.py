@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from src.config.load import load
+from src.command_line import load
 from src.errors import UserError, counted, first_few
 
 

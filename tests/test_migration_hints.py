@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from src.config.load import load
+from src.command_line import load
 from src.config.migration_hints import Explained, Renamed, migration_hint, read_page
 from src.config.schema import KEYS
 from src.config.yaml import Plain, dump, parse_argument

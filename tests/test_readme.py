@@ -12,8 +12,7 @@ import sys
 
 import pytest
 
-from src import convert, inspect_data
-from src.config import load as configuration
+from src import command_line, convert, inspect_data
 from src.config.key_help import help_for
 from src.convert_check import Agreement
 from src.model.flops import count_active_params, count_params
@@ -101,7 +100,7 @@ def test_a_command_is_understood(argv, anywhere, monkeypatch):
     monkeypatch.chdir(anywhere)
     monkeypatch.setenv("HOME", str(anywhere))
     if help_for(argv) is None:
-        configuration.load(argv)
+        command_line.load(argv)
     else:
         assert "there is no key" not in help_for(argv)
 
@@ -175,7 +174,7 @@ def test_programs_answer_help(program):
 
 def test_the_small_model_is_as_small_as_the_readme_says():
     said = re.search(r"small\.yml.* ([\d.]+) million parameters", (ROOT / "README.md").read_text())
-    count = count_params(model_spec(configuration.load([str(ROOT / "configs" / "small.yml")])))
+    count = count_params(model_spec(command_line.load([str(ROOT / "configs" / "small.yml")])))
     assert f"{count / 1e6:.1f}" == said[1]
 
 
@@ -194,7 +193,7 @@ def test_the_table_of_models_has_each_file_and_its_numbers():
     assert len(rows) == len(files)
     expected = set()
     for name in files:
-        spec = model_spec(configuration.load([BASE, f"model_name={name}"]))
+        spec = model_spec(command_line.load([BASE, f"model_name={name}"]))
         count = count_params(spec)
         sparse = spec.has_experts
         active = f"{count_active_params(spec):,}" if sparse else "all"

@@ -7,7 +7,7 @@ import pytest
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.restore import restore_step
 from src.checkpoint.run_folder import RunFolder
-from src.config.load import load
+from src.command_line import load
 from src.errors import UserError
 from tests import runs
 from tests.checkpoint_state import abstract, make_mesh, make_values, place, same

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from src import command_line
 from src.checkpoint.data_position import accepted_by, rows_consumed
 from src.checkpoint.resume import check_tokenizer
-from src.config import load as configuration
 from src.data.fingerprint import Fact
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
@@ -244,7 +244,7 @@ def test_an_accepted_global_batch_goes_on_after_as_many_documents(stopped, corpu
     runs.run_here(**keys_of(stopped, corpus, **changes, accept_changes="[per_device_batch_size]"))
     assert f"the global batch changed: the data go on after {taken} documents" in capsys.readouterr().out
     # The ten steps that were left read what comes after the first documents of the stream: as many as were taken.
-    config = configuration.load(runs.arguments(**keys_of(stopped, corpus, **changes)))
+    config = command_line.load(runs.arguments(**keys_of(stopped, corpus, **changes)))
     data, _ = open_sources(config, ByteTokenizer())
     position = np.array([[[len(range(row, taken, 16)), 0]] for row in range(16)], np.int32)
     batches = train_batches(config, data, ByteTokenizer(), range(16), 16, 20 * 8, position)
@@ -327,7 +327,7 @@ def test_rows_of_tokens_go_on_after_a_change_of_weights_batch_and_length():
         "rows_before": {},
     }
     entries = "[{name: b, weight: 9, dataset_path: x}, {name: a, dataset_path: x}]"
-    config = configuration.load(runs.arguments(datasets=entries))
+    config = command_line.load(runs.arguments(datasets=entries))
 
     def so_far(meta, **facts):
         return rows_consumed(125, meta, config, {**meta["data"], **facts})
@@ -338,7 +338,7 @@ def test_rows_of_tokens_go_on_after_a_change_of_weights_batch_and_length():
     assert so_far(same) == (1000, {"a": 7})
     assert so_far(same, **{"global batch": 16}) == (0, {"b": 900, "a": 107})
     old = {"data": meta["data"]}  # of one source, before rows were counted
-    assert rows_consumed(125, old, configuration.load(runs.arguments()), meta["data"]) == (1000, {})
+    assert rows_consumed(125, old, command_line.load(runs.arguments()), meta["data"]) == (1000, {})
 
 
 # ---- Damaged checkpoints

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from src import convert, decode, evaluate, train
-from src.config.load import load
+from src.command_line import load
 from src.errors import UserError
 from src.next_commands import next_commands
 from tests import runs

@@ -15,7 +15,7 @@ import pytest
 import sentencepiece
 
 from src import tokenize_dataset
-from src.config.load import load
+from src.command_line import load
 from src.config.source_spec import train_specs
 from src.data.open import open_sources
 from src.data.readers.tokens import TokenDocuments

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from src import train
-from src.config.load import load
+from src.command_line import load
 from src.report import recorder
 from tests import runs
 

@@ -1,7 +1,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from src.config.load import load
+from src.command_line import load
 from src.data.open import open_sources
 from src.data.readers.text import TextSource
 from src.data.tokenizer import SentencePieceTokenizer, make_tokenizer

@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from src import command_line
 from src.checkpoint.resume import new_state
-from src.config import load as configuration
 from src.model.params import Weights
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
@@ -49,7 +49,7 @@ GPT3 = {  # what a model of that family has otherwise
 def load(**overrides):
     """The config of a tiny model; a key `a__b` is the dotted a.b."""
     keys = {**TINY, **overrides}
-    return configuration.load([BASE, *(f"{key.replace('__', '.')}={value}" for key, value in keys.items())])
+    return command_line.load([BASE, *(f"{key.replace('__', '.')}={value}" for key, value in keys.items())])
 
 
 def make(devices=1, **overrides):

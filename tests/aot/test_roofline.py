@@ -10,9 +10,9 @@ import jax
 import pytest
 from tiny import BASE, load
 
+from src import command_line
 from src.aot.hlo import Collective
 from src.aot.roofline import Work, predict, step_work, work_of
-from src.config import load as configuration
 from src.model.flops import FlopsPerToken
 from src.model.layers import Execution
 from src.model.spec import model_spec
@@ -121,7 +121,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(("keys", "mesh", "slices", "compiled"), COMPILED)
 def test_the_closed_form_is_what_compiled_programs_move(published, keys, mesh, slices, compiled):
-    config = configuration.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
+    config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
     execution = Execution(remat_policy=config.remat_policy)
     tokens = config.per_device_batch_size * 2048
     moved = published.step_collectives(model_spec(config), execution, tokens, mesh, {}, slices)

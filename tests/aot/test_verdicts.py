@@ -6,8 +6,8 @@
 import jax
 import pytest
 
+from src import command_line
 from src.aot.devices import abstract_devices
-from src.config import load as configuration
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from src.train_compile import main
@@ -44,7 +44,7 @@ DO_NOT = [
 
 def compilers_own(keys):
     """Whether the step compiles into what the compiler's errors say that the device has, 15.75 GiB."""
-    config = configuration.load([str(BASE), *SMALL, *keys])
+    config = command_line.load([str(BASE), *SMALL, *keys])
     step = build(config, abstract_devices(parse_topology("v5e-4", 1)))
     try:
         stats = step.traced.lower().compile().memory_analysis()

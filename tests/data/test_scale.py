@@ -27,7 +27,7 @@ ROWS = 16
 SCRIPT = """
 import json, sys, time
 import numpy as np
-from src.config import load as configuration
+from src import command_line
 from tests.data.one_source import data_fingerprint
 from tests.data.one_source import train_batches
 from src.data.types import RowSource
@@ -38,7 +38,7 @@ from tests.data import memory
 argv, modules, rows, rows_taken, taken = json.loads(sys.argv[1])
 for module in modules:
     __import__(module)
-config = configuration.load(argv)
+config = command_line.load(argv)
 before = memory.now()
 times = [time.perf_counter()]
 tokenizer = make_tokenizer(config)

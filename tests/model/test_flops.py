@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from tiny import BASE, load, make
 
-from src.config import load as configuration
+from src import command_line
 from src.model import decoder
 from src.model.attention import Attention
 from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
@@ -18,7 +18,7 @@ from src.step.loss import next_token_loss
 
 
 def published(name):
-    return model_spec(configuration.load([BASE, f"model_name={name}"]))
+    return model_spec(command_line.load([BASE, f"model_name={name}"]))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_published_parameter_counts(name, parameters):
 
 def test_base_yml_is_a_model_of_about_1b_at_scale_1_and_of_about_its_scale_above():
     for scale in (1, 2, 4, 8, 16):
-        parameters = count_params(model_spec(configuration.load([BASE, f"global_parameter_scale={scale}"])))
+        parameters = count_params(model_spec(command_line.load([BASE, f"global_parameter_scale={scale}"])))
         assert 0.8 < parameters / scale / 1.1e9 < 1.25
 
 

@@ -12,7 +12,7 @@ from published import PUBLISHED
 from tiny import BASE
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src.config import load as configuration
+from src import command_line
 from src.config.schema import defaults
 from src.hf.families import FAMILIES
 from src.model.flops import count_active_params, count_params
@@ -50,7 +50,7 @@ ACTIVE = {
 
 def published(name, **overrides):
     """The spec of configs/models/NAME.yml."""
-    return model_spec(configuration.load([BASE, f"model_name={name}", *(f"{k}={v}" for k, v in overrides.items())]))
+    return model_spec(command_line.load([BASE, f"model_name={name}", *(f"{k}={v}" for k, v in overrides.items())]))
 
 
 def test_every_model_file_is_tested():

@@ -1,4 +1,4 @@
-"""What the keys of a configuration demand of each other.
+"""Checks what the keys of a configuration demand of each other.
 
 What depends on the devices or the data is checked where those are known.
 """

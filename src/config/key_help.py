@@ -1,4 +1,4 @@
-"""What `--help` prints: how a command is used, what its own keys do, and the names of the others by group."""
+"""Answers `--help`: how a command is used, what its own keys do, and the names of the others by group."""
 
 import textwrap
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ TRAIN = Usage(
 python -m src.train CONFIG [key=value ...]        such as: python -m src.train configs/base.yml steps=100
 python -m src.train --help KEY                    what a key does, and its default
 
-CONFIG is a YAML file, or the folder of a run, which then goes on (with another run_name: begins anew); without one,
-configs/base.yml."""
+CONFIG is a YAML file, a Python file with get_config(), or the folder of a run, which then goes on (with another
+run_name: begins anew); without one, configs/base.yml."""
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
-    """What a number may be: in words, and as a test."""
+    """The range of a number, in words and as a test."""
 
     words: str
     holds: Callable[[float], bool]
@@ -36,7 +36,7 @@ class Key:
     """One key's declaration.
 
     Attributes:
-        default: its value where nothing sets it; its type is the key's.
+        default: of the key's type.
         comment: the line that explains it.
         allowed: the range of a number, or the texts there are to choose from.
         most: the largest number, more than any machine has room or time for: larger ones overflow where they are

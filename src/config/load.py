@@ -1,4 +1,4 @@
-"""A command's configuration: base.yml, model file, the user's YAML and key=value, resolved, checked and frozen."""
+"""Resolves a command's configuration: defaults, model file, the user's config files, key=value; checked and frozen."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What the keys that describe a model demand of each other, and `decoder_segments` as it is typed."""
+"""Checks the keys that describe a model, and reads `decoder_segments` as it is typed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,6 @@ def _layer(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _heads(facts: Mapping[str, Any]) -> list[str]:
-    """Query heads share key/value heads evenly."""
     query_heads, kv_heads = facts["base_num_query_heads"], facts["base_num_kv_heads"]
     if query_heads % kv_heads and facts["attention_type"] != "mla":
         return [f"base_num_query_heads={query_heads} is not a multiple of base_num_kv_heads={kv_heads}"]
@@ -28,7 +27,6 @@ def _heads(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _rope(facts: Mapping[str, Any]) -> list[str]:
-    """Rotated dims come in pairs."""
     problems = []
     name = "qk_rope_head_dim" if facts["attention_type"] == "mla" else "head_dim"
     rotated = int(facts[name] * facts["partial_rotary_factor"])
@@ -42,7 +40,6 @@ def _rope(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _attention(facts: Mapping[str, Any]) -> list[str]:
-    """A kind of attention has its sizes, and none of what it does not do."""
     kind = facts["attention_type"]
     needed = {
         "local_sliding": ("sliding_window_size",),
@@ -58,7 +55,6 @@ def _attention(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _experts(facts: Mapping[str, Any]) -> list[str]:
-    """There are as many experts and groups as tokens choose."""
     experts, chosen = facts["num_experts"], facts["num_experts_per_tok"]
     groups, chosen_groups = facts["n_routing_groups"], facts["topk_routing_group"]
     if experts == 1:
@@ -76,7 +72,6 @@ def _experts(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _capacity(config: Mapping[str, Any]) -> list[str]:
-    """Some layer has the experts that have a capacity."""
     layers = [config, *(facts for entry in config["decoder_segments"] for facts in entry["pattern"])]
     if config["capacity_factor"] != -1 and all(layer.get("num_experts", 1) == 1 for layer in layers):
         return [f"capacity_factor={config['capacity_factor']:g} needs experts: set num_experts, or capacity_factor=-1"]
@@ -84,7 +79,6 @@ def _capacity(config: Mapping[str, Any]) -> list[str]:
 
 
 def _positions(config: Mapping[str, Any]) -> list[str]:
-    """A table of positions has one for each token of a row."""
     size, length = config["trainable_position_size"], config["max_target_length"]
     if size != -1 and config["position_type"] != "learned":
         return [f"trainable_position_size={size} needs position_type=learned (or set it to -1)"]
@@ -96,7 +90,6 @@ def _positions(config: Mapping[str, Any]) -> list[str]:
 
 
 def _segments(config: Mapping[str, Any]) -> list[str]:
-    """The segments add up to the layers, and each layer is a possible one."""
     problems = []
     segments = config["decoder_segments"]
     if not segments:
@@ -156,7 +149,6 @@ def _read_segment(entry: Any) -> dict[str, Any]:
 
 
 def _layer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of one layer of a pattern, each of its key's type."""
     typed = {}
     for key, value in facts.items():
         if key not in KEYS or not KEYS[key].per_layer:

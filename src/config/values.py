@@ -1,4 +1,4 @@
-"""What each key may be by itself; its type is `convert`'s to check."""
+"""Checks each key's value by itself; `convert` checks its type."""
 
 import os
 from typing import Any

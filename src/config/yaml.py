@@ -1,7 +1,7 @@
-"""Reads configuration text: YAML whose plain words and numbers mean what they mean in Python, and what base.yml says.
+"""Reads configuration text: YAML whose plain words and numbers mean what they mean in Python.
 
 YAML 1.1 takes `1e-3` for a string, `1:30` for ninety and `no` for false. Here a plain scalar stays text (`Plain`) until
-the key's default in base.yml says of which type it is.
+the key's default says of which type it is.
 """
 
 import math
@@ -33,7 +33,7 @@ def unprintable(text: str, *, is_name: bool) -> str:
 
 
 def too_long(path: str) -> str:
-    """What is wrong with a local path that has more bytes than any file's; empty for nothing."""
+    """Returns an error message if a local path has more bytes than any file's, else ""."""
     names = os.fsencode(path).split(b"/")
     if max(map(len, names)) <= MAX_NAME and sum(map(len, names)) + len(names) <= MAX_PATH + 1:
         return ""
@@ -127,7 +127,7 @@ for _text_type in (str, Plain):
 
 
 def parse(text: str, where: str) -> Any:
-    """The YAML `text` as dicts, lists and strings, those without quotes as `Plain`.
+    """Returns the YAML `text` as dicts, lists and strings, those without quotes as `Plain`.
 
     Raises:
         UserError: malformed YAML, with `where`, line and column.
@@ -153,7 +153,7 @@ def _place_and_reason(error: yaml.YAMLError, text: str) -> str:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The keys of a YAML file, in its order.
+    """Returns the keys of a YAML file, in its order.
 
     Raises:
         UserError: the file is missing, is no text, is malformed, or holds something else than keys.
@@ -166,7 +166,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def parse_keys(text: str, where: str) -> dict[str, Any]:
-    """The keys of a YAML text, in its order.
+    """Returns the keys of a YAML text, in its order.
 
     Raises:
         UserError: it is malformed, or holds something else than keys.
@@ -180,7 +180,7 @@ def parse_keys(text: str, where: str) -> dict[str, Any]:
 
 
 def literal(value: Any) -> Any:
-    """`value` with each plain scalar read as Python reads it: a bool, int or float where it spells one, else a str."""
+    """Returns `value` with each plain scalar as the bool, int or float that it spells in Python, or else a str."""
     if isinstance(value, dict):
         return {key: literal(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -198,7 +198,7 @@ def literal(value: Any) -> Any:
 
 
 def convert(value: Any, default: Any) -> Any:
-    """A parsed `value`, as the type of `default`.
+    """Returns a parsed `value` as the type of `default`.
 
     An integer may be written `1e3`, a number as an integer. Nothing (`None`, `null`, empty) is the empty string, list
     or mapping; no number stands for it.
@@ -247,7 +247,7 @@ def type_name(value: Any) -> str:
 
 
 def parse_argument(text: str, default: Any, where: str) -> Any:
-    """The text after `key=`, for a key with this default, or None for one that base.yml does not have.
+    """Parses the text after `key=` for a key with this default; None: of a key that is unknown.
 
     It is YAML; but for a string it is the text itself, less quotes around all of it.
 
@@ -266,7 +266,6 @@ def parse_argument(text: str, default: Any, where: str) -> Any:
 
 
 def _named(value: Any) -> str:
-    """`value` and its type, for an error message."""
     if isinstance(value, Plain) and value in NOTHING:
         return "nothing"
     value = literal(value)
@@ -274,7 +273,7 @@ def _named(value: Any) -> str:
 
 
 def dump(value: Any) -> str:
-    """`value` as one line of YAML, which `parse` and `convert` read back."""
+    """Returns `value` as one line of YAML, which `parse` and `convert` read back."""
     return yaml.dump(
         [_plain_types(value)], Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=math.inf
     ).strip()[1:-1]

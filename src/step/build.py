@@ -14,9 +14,9 @@ from src.config.schema import Config
 from src.errors import UserError
 from src.model.spec import model_spec
 from src.parallel.mesh import global_batch_size, make_layout
-from src.step.loss import Batch
+from src.step.loss import LossFunction, next_token_loss
 from src.step.optimizer import HParams, hparams_at
-from src.step.plan import StepPlan, make_plan
+from src.step.plan import Batch, StepPlan, make_plan
 from src.step.state import TrainState, abstract_batch, abstract_state
 from src.step.train_step import compile_steps
 
@@ -45,9 +45,12 @@ class TracedStep(NamedTuple):
 
 
 def build(
-    config: Config, devices: Sequence[jax.Device], compiler_options: Mapping[str, str] | None = None
+    config: Config,
+    devices: Sequence[jax.Device],
+    compiler_options: Mapping[str, str] | None = None,
+    loss: LossFunction = next_token_loss,
 ) -> TracedStep:
-    """Traces the step of a checked config; `compiler_options` are XLA's.
+    """Traces the step of a checked config, which minimises `loss`; `compiler_options` are XLA's.
 
     Raises:
         UserError: what was asked for does not fit the devices or the mesh.
@@ -60,7 +63,7 @@ def build(
     state = abstract_state(plan)
     batch = abstract_batch(plan, rows, config["max_target_length"])
     hparams = hparams_at(config.step, config.steps, 0)
-    train, evaluate = compile_steps(plan, state, compiler_options)
+    train, evaluate = compile_steps(plan, state, compiler_options, loss)
     return TracedStep(
         plan, compiler_options or {}, state, batch, hparams, train, evaluate, train.trace(state, batch, hparams)
     )

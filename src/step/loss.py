@@ -1,13 +1,13 @@
 """The training objective: the file to edit for another one.
 
-`next_token_loss` is all that a step descends, as sums over tokens. Another objective is a function of the same shape,
-which `make_plan` puts in its place: it may compare with a second model (distillation) or compare rows (preferences).
+`next_token_loss` returns what a step minimises, as sums over tokens. Another objective is a function of the same shape,
+which `build` takes as `loss`: it may compare with a second model (distillation) or compare rows (preferences).
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,8 @@ from src.model.params import Tree, Weights
 from src.parallel.mesh import Layout
 from src.parallel.sequence import to_zigzag
 from src.step.cross_entropy import cross_entropy
+from src.step.plan import Batch, StepPlan
 
-if TYPE_CHECKING:
-    from src.step.plan import StepPlan
-
-Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
@@ -45,10 +42,10 @@ class TokenCounts(NamedTuple):
     non_padding: jax.Array
 
 
-LossFunction = Callable[[Decoder, Batch, "StepPlan"], LossSums]
+LossFunction = Callable[[Decoder, Batch, StepPlan], LossSums]
 
 
-def next_token_loss(model: Decoder, batch: Batch, plan: "StepPlan") -> LossSums:
+def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
     """Sums the cross-entropy of each next token, and with `mtp_num_layers` of the tokens after it.
 
     Args:
@@ -68,7 +65,12 @@ def next_token_loss(model: Decoder, batch: Batch, plan: "StepPlan") -> LossSums:
 
 @jax.named_scope("loss")
 def objective(
-    trainable: Tree, weights: Weights, counts: TokenCounts, batch: Batch, plan: "StepPlan"
+    trainable: Tree,
+    weights: Weights,
+    counts: TokenCounts,
+    batch: Batch,
+    plan: StepPlan,
+    loss: LossFunction,
 ) -> tuple[jax.Array, tuple[Metrics, Tree]]:
     """Returns a micro-batch's contribution to what is descended, and to what is reported: they add up to means.
 
@@ -78,12 +80,13 @@ def objective(
         counts: of the whole batch.
         batch: the micro-batch.
         plan: the step's.
+        loss: the loss function.
 
     Returns:
         The objective; the contribution to each reported loss; the experts' buffers.
     """
     model = plan.decoder(dataclasses.replace(weights, trainable=trainable))
-    sums = plan.loss(model, batch, plan)
+    sums = loss(model, batch, plan)
     step, denominator = plan.step, jnp.maximum(counts.loss, 1.0)
     losses = {"loss": sums.loss / denominator}
     total = (sums.loss + step.z_loss_multiplier * sums.z) / denominator
@@ -104,7 +107,7 @@ def objective(
     return total, (losses, sums.router)
 
 
-def count_tokens(batch: Batch, plan: "StepPlan") -> TokenCounts:
+def count_tokens(batch: Batch, plan: StepPlan) -> TokenCounts:
     """Counts the tokens of a whole batch [B, T]."""
     # A document's last tokens have nothing further on: each extra layer predicts fewer than the one before.
     mtp = [jnp.sum(ahead["loss_mask"], dtype=jnp.float32) for ahead in mtp_batches(batch, plan)]
@@ -112,7 +115,7 @@ def count_tokens(batch: Batch, plan: "StepPlan") -> TokenCounts:
     return TokenCounts(loss, jnp.array(mtp), _count_non_padding(batch))
 
 
-def hidden_states(model: Decoder, inputs: Batch, plan: "StepPlan") -> tuple[jax.Array, ForwardContext, Tree]:
+def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Array, ForwardContext, Tree]:
     """Returns the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
     positions_BT, segment_ids_BT, keys_BTW = (inputs.get(name) for name in ("positions", "segment_ids", "dropout_keys"))
     context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, plan.kernel, plan.packed, keys_BTW)
@@ -125,7 +128,7 @@ def in_zigzag(batch: Batch, layout: Layout) -> Batch:
     return {name: to_zigzag(x, layout) for name, x in batch.items()}
 
 
-def mtp_batches(batch: Batch, plan: "StepPlan") -> list[Batch]:
+def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
     """Returns what each multi-token prediction layer reads and predicts, the nearest first: arrays [B, T]."""
     return [_shift(batch, distance) for distance in range(1, plan.spec.mtp_num_layers + 1)]
 
@@ -140,7 +143,7 @@ def _shift(batch: Batch, distance: int) -> Batch:
 
 
 def batch_cross_entropy(
-    logits_of: Callable[[jax.Array], jax.Array], hidden_BTD: jax.Array, inputs: Batch, plan: "StepPlan"
+    logits_of: Callable[[jax.Array], jax.Array], hidden_BTD: jax.Array, inputs: Batch, plan: StepPlan
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sums that `cross_entropy` gives of a batch that is `in_zigzag`."""
     tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")

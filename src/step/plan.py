@@ -21,9 +21,10 @@ from src.model.pipeline import make_schedule
 from src.model.spec import ModelSpec
 from src.parallel.accumulate import Accumulation, replica_axes, shard_over
 from src.parallel.mesh import Layout, weight_shardings
-from src.step.loss import Batch, LossFunction, next_token_loss
 from src.step.matrices import matrices
 from src.user_code import load_function
+
+Batch = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class StepPlan:
     spec: ModelSpec
     lora: LoraSpec | None
     graphdef: nnx.GraphDef
-    loss: LossFunction
     roles: Any  # of each weight: trainable, frozen or stats; this and the next four are nested as all weights are
     shapes: Any
     axes: Any  # the logical axis of each dim
@@ -102,7 +102,6 @@ def make_plan(config: Config, spec: ModelSpec, layout: Layout) -> StepPlan:
         spec=spec,
         lora=lora_spec,
         graphdef=graphdef,
-        loss=next_token_loss,
         roles=roles,
         shapes=shapes,
         axes=axes,

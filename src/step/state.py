@@ -14,9 +14,8 @@ from src.model.params import ROLES, Weights
 from src.model.pipeline import check_rows
 from src.parallel.mesh import Layout
 from src.parallel.sequence import sharing_keys, zigzag_order
-from src.step.loss import Batch
 from src.step.optimizer import HParams, hparams_at, state_shardings, transform
-from src.step.plan import StepPlan
+from src.step.plan import Batch, StepPlan
 
 
 @jax.tree_util.register_dataclass

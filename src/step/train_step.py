@@ -15,22 +15,26 @@ from src.model.params import Tree, Weights
 from src.parallel.accumulate import accumulate
 from src.parallel.sequence import from_zigzag
 from src.step.loss import (
-    Batch,
+    LossFunction,
     Metrics,
     TokenCounts,
     batch_cross_entropy,
     count_tokens,
     hidden_states,
     in_zigzag,
+    next_token_loss,
     objective,
 )
 from src.step.optimizer import HParams, clip
-from src.step.plan import StepPlan
+from src.step.plan import Batch, StepPlan
 from src.step.state import TrainState, batch_sharding, optimizer
 
 
 def compile_steps(
-    plan: StepPlan, state: TrainState, compiler_options: Mapping[str, str] | None = None
+    plan: StepPlan,
+    state: TrainState,
+    compiler_options: Mapping[str, str] | None = None,
+    loss: LossFunction = next_token_loss,
 ) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
     """Returns the jitted `train_step(state, batch, hparams)` and `eval_step(weights, batch)`.
 
@@ -38,11 +42,12 @@ def compile_steps(
         plan: of the step.
         state: gives the shardings.
         compiler_options: XLA's, for the first.
+        loss: what the first minimises.
     """
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     batch, copy = batch_sharding(plan.layout), plan.layout.sharding(())
     train = jax.jit(
-        functools.partial(train_step, plan=plan),
+        functools.partial(train_step, plan=plan, loss=loss),
         in_shardings=(state_shardings, batch, copy),
         out_shardings=(state_shardings, copy),
         donate_argnums=0,
@@ -60,7 +65,9 @@ def compile_eval_step(plan: StepPlan) -> jax.stages.Wrapped:
     )
 
 
-def train_step(state: TrainState, batch: Batch, hparams: HParams, plan: StepPlan) -> tuple[TrainState, Metrics]:
+def train_step(
+    state: TrainState, batch: Batch, hparams: HParams, plan: StepPlan, loss: LossFunction = next_token_loss
+) -> tuple[TrainState, Metrics]:
     """Makes one update on one batch of [B, T].
 
     The loss is a mean over the whole batch's tokens, however they fall into micro-batches and shards. An update whose
@@ -78,7 +85,7 @@ def train_step(state: TrainState, batch: Batch, hparams: HParams, plan: StepPlan
     """
     counts = count_tokens(batch, plan)
     rows = with_dropout_keys(batch, state.step, plan)
-    gradient = functools.partial(loss_gradient, plan=plan)
+    gradient = functools.partial(loss_gradient, plan=plan, loss=loss)
     grads, (losses, buffers) = accumulate(gradient, (state.weights, counts), rows, plan.accumulation)
     grad_norm = _norm(grads)
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
@@ -104,10 +111,12 @@ def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
     return {**batch, "dropout_keys": plan.layout.constrain(keys_BTW, "batch", None, None)}
 
 
-def loss_gradient(inputs: tuple[Weights, TokenCounts], batch: Batch, plan: StepPlan) -> tuple[Tree, Any]:
+def loss_gradient(
+    inputs: tuple[Weights, TokenCounts], batch: Batch, plan: StepPlan, loss: LossFunction
+) -> tuple[Tree, Any]:
     """Returns the gradient of a micro-batch's objective by the trainable weights, and what `objective` reports."""
     weights, counts = inputs
-    return jax.grad(objective, has_aux=True)(weights.trainable, weights, counts, batch, plan)
+    return jax.grad(objective, has_aux=True)(weights.trainable, weights, counts, batch, plan, loss)
 
 
 @jax.named_scope("optimizer")

@@ -1,0 +1,126 @@
+"""The house: which room of src/ may import which, and how much the core path is to read."""
+
+import ast
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = {
+    "train",
+    "train_compile",
+    "decode",
+    "evaluate",
+    "convert",
+    "inspect_data",
+    "tokenize_dataset",
+    "train_tokenizer",
+}
+MAX_LEVELS = 11
+MAX_LINES = 400
+
+
+@functools.cache
+def imports():
+    """module -> the modules of src/ that it imports, at its top or within a function."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "src").rglob("*.py")}
+    found = {}
+    for module, path in files.items():
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                of_package = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= of_package & set(files) or {node.module}
+        found[module] = names & set(files)
+    return found
+
+
+def room(module):
+    """The folder of src/ a module is in, or the file at its top."""
+    return module.split(".")[1]
+
+
+@functools.cache
+def rooms():
+    """room -> the rooms it imports from."""
+    graph = {room(module): set() for module in imports() if module.count(".")}
+    for module, others in imports().items():
+        graph[room(module)] |= {room(other) for other in others} - {room(module)}
+    return graph
+
+
+def level(name, above=()):
+    """1 for a room that imports from none, else one more than the highest of those it imports from."""
+    assert name not in above, f"a circle: {' -> '.join([*above, name])}"
+    return 1 + max((level(other, (*above, name)) for other in sorted(rooms()[name])), default=0)
+
+
+def test_rooms_lie_on_few_levels_and_form_no_circle():
+    assert max(map(level, rooms())) <= MAX_LEVELS
+
+
+def test_modules_form_no_circle():
+    def visit(module, above=()):
+        assert module not in above, f"a circle: {' -> '.join([*above, module])}"
+        if module not in visited:
+            for other in imports()[module]:
+                visit(other, (*above, module))
+            visited.add(module)
+
+    visited = set()
+    for module in imports():
+        visit(module)
+
+
+def test_the_config_stands_on_errors_alone():
+    assert rooms()["config"] == {"errors"}
+
+
+@pytest.mark.parametrize("name", ["model", "step", "data", "parallel", "checkpoint"])
+def test_what_is_built_upon_knows_no_command(name):
+    assert not rooms()[name] & COMMANDS
+
+
+def reached(program):
+    """The modules that a program has imported at its end, in a new process."""
+    script = f"import sys; {program}; print(*sys.modules)"
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+        ).stdout.split()
+    )
+
+
+def test_training_reaches_nothing_that_its_config_does_not_ask_for():
+    modules = reached("import src.train")
+    formats = tuple(
+        f"src.data.readers.{name}" for name in ("array_record", "parquet", "tfds", "tokens", "custom", "synthetic")
+    )
+    packages = (
+        "torch",
+        "transformers",
+        "tensorflow",
+        "tensorflow_datasets",
+        "array_record",
+        "pyarrow",
+        "sentencepiece",
+    )
+    assert not [name for name in modules if name.startswith(("src.aot", "src.hf", *formats)) or name in packages]
+
+
+def test_a_config_is_read_without_jax():
+    modules = reached("from src.config.load import load; load(['configs/base.yml'])")
+    assert not [
+        name for name in modules if name.startswith("src.") and not name.startswith(("src.config", "src.errors"))
+    ]
+    assert "jax" not in modules
+
+
+def test_no_file_is_long():
+    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "src").rglob("*.py")}
+    assert not {str(path): count for path, count in lines.items() if count > MAX_LINES}

@@ -245,7 +245,8 @@ class TokenRows(_TokenFolder):
         first, end = i * self._length, min((i + 1) * self._length, len(self._pairs))
         while first < end:
             shard, offset = self._pairs.find(first)
-            last = min(end, self._pairs.range_of(shard)[1])
+            facts = self._shards[shard]
+            last = min(end, first - offset + facts.ids - facts.documents)
             documents.extend(self._documents_at(shard, offset, offset + last - first))
             first = last
         return documents

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ COMMANDS = {
 }
 MAX_LEVELS = 11
 MAX_LINES = 400
+MAX_CORE_LINES = 5_700
 
 
 @functools.cache
@@ -124,3 +126,10 @@ def test_a_config_is_read_without_jax():
 def test_no_file_is_long():
     lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "src").rglob("*.py")}
     assert not {str(path): count for path, count in lines.items() if count > MAX_LINES}
+
+
+def test_the_core_that_the_architecture_lists_is_there_and_small():
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## The core")[2]
+    core = re.findall(r"src/[\w/]+\.py", text)
+    assert len(core) == len(set(core)) > 30
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in core) <= MAX_CORE_LINES

@@ -21,7 +21,7 @@ from src.model.forward_context import ForwardContext
 from src.model.layers import Execution
 from src.model.params import Weights
 from src.model.spec import LayerGroup, ModelSpec
-from src.parallel.mesh import Layout, axes_of_dim, spread
+from src.parallel.mesh import Layout, add_mesh_axes, axes_of_dim
 from src.step.plan import StepPlan
 
 MIN_PREFILL = 16  # tokens that prompts are padded to, at least: short ones share one program
@@ -170,7 +170,7 @@ def _unstaged(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     Each token goes through all layers: with layers on stages, every device would gather all of them.
     """
     unsplit = sharding.update(spec=PartitionSpec(None, *sharding.spec[1:]))
-    return spread(unsplit, (1, *shape[1:]), axes_of_dim(sharding.spec[0]))
+    return add_mesh_axes(unsplit, (1, *shape[1:]), axes_of_dim(sharding.spec[0]))
 
 
 # ---- Generation

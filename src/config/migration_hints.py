@@ -18,7 +18,7 @@ LEFT_OPEN = re.compile(r"=(NAME|FOLDER|FILE|TEXT)\b")  # in the page: what only 
 
 
 class Hint(NamedTuple):
-    """What another trainer's key is answered with: it is accepted (and changes nothing here) or not, and a sentence."""
+    """Answers another trainer's key: it is accepted (and changes nothing here) or not, and a sentence says why."""
 
     accepted: bool
     sentence: str
@@ -26,14 +26,14 @@ class Hint(NamedTuple):
 
 
 class Renamed(NamedTuple):
-    """What to type instead: `...` stands for the value, {0} {1} for a list's entries; a dict answers value by value."""
+    """Tells what to type instead: `...` stands for the value, {0} {1} for a list's entries; a dict maps values."""
 
     program: str
     template: str | dict[str, str]
 
 
 class Explained(NamedTuple):
-    """What MinText does instead, and the value that is accepted all the same: "..." is any, None none."""
+    """Explains what MinText does instead, and which value is accepted all the same: "..." is any, None none."""
 
     program: str
     why: str
@@ -41,7 +41,7 @@ class Explained(NamedTuple):
 
 
 class Page(NamedTuple):
-    """What the page's tables say, by name; `values` are of keys that MaxText and MinText both have."""
+    """Holds the page's tables, by name; `values` are of keys that MaxText and MinText both have."""
 
     names: dict[str, Renamed | Explained]
     values: dict[tuple[str, str], str]

@@ -157,7 +157,7 @@ class FeedForwardFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Model(ModelSize, LayerFacts, AttentionFacts, PositionFacts, FeedForwardFacts):
-    """What a model is, or one layer of it: then with the facts that its pattern gives it in `decoder_segments`.
+    """Describes a model, or one layer of it with the facts that its pattern gives it in `decoder_segments`.
 
     The sizes without `base_` are those at `global_parameter_scale`. Parameters grow with layers x emb x mlp, so each
     doubling of the scale doubles one of them in turn: mlp (and heads), then emb, then layers.

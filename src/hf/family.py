@@ -87,7 +87,7 @@ class Family:
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether the family's models may have layers without experts."""
+        """Returns whether the family's models may have layers without experts."""
         return any(row.weight == "layer.feed_forward.wi" and "E" not in row.dims.split() for row in self.tensors)
 
     def is_skipped(self, name: str) -> bool:

@@ -8,7 +8,7 @@ from src.model.attention_kernels.scores import ScoreSpec
 
 @dataclass(frozen=True)
 class Costs:
-    """What a mixer (such as attention) or a feed-forward layer costs beside its weights, which count by declaration."""
+    """Counts what a mixer (such as attention) or feed-forward layer costs beside its weights, which are declared."""
 
     width: int  # numbers per token in its activations that are sharded by heads or hidden units
     sharded: Mapping[str, tuple[int, ...]]  # logical axis -> sizes of the activations' dims that it shards

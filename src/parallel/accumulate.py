@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from src.parallel.mesh import Layout, mesh_axes_of, spread
+from src.parallel.mesh import Layout, add_mesh_axes, mesh_axes_of
 
 Rows = dict[str, jax.Array]
 
@@ -50,7 +50,7 @@ def replica_axes(layout: Layout, shardings: Any) -> tuple[str, ...]:
 
 def shard_over(axes: tuple[str, ...], shapes: Any, shardings: Any) -> Any:
     """Returns shardings with a dim of each array cut by `axes` too, where one divides."""
-    return jax.tree.map(lambda shape, at: spread(at, shape.shape, axes), shapes, shardings)
+    return jax.tree.map(lambda shape, at: add_mesh_axes(at, shape.shape, axes), shapes, shardings)
 
 
 @jax.named_scope("accumulate")

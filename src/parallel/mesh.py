@@ -42,7 +42,7 @@ class Layout:
     rules: Mapping[str, tuple[str, ...]]
 
     def axes(self, axis: str | None) -> tuple[str, ...]:
-        """The mesh axes of several devices, outermost first, that shard a dim of this logical axis; None: of none.
+        """Returns the mesh axes of several devices, outermost first, that shard a dim of this logical axis; None: none.
 
         Within `shard_map` an array is one device's part along the axes that it maps over, and those shard it no more.
         """
@@ -52,7 +52,7 @@ class Layout:
         return tuple(name for name in self.rules[axis] if self.mesh.shape[name] > 1 and name not in mapped)
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
-        """The partition of an array whose dims have these logical axes; None is not sharded."""
+        """Returns the partition of an array whose dims have these logical axes; None is not sharded."""
         used = [mesh_axis for axis in axes if axis is not None for mesh_axis in self.rules[axis]]
         clash = sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1})
         if clash:
@@ -64,12 +64,12 @@ class Layout:
         return PartitionSpec(*(self.axes(axis) or None for axis in axes))
 
     def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
-        """The placement of an array whose dims have these logical axes; no axes: a copy on every device."""
+        """Returns the sharding of an array whose dims have these logical axes; no axes: a copy on every device."""
         traced = _traced_mesh()
         return NamedSharding(self.mesh if traced.empty else traced, self.spec(axes))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """`x`, sharded by its dims' logical axes; for use inside a compiled function.
+        """Shards `x` by its dims' logical axes, inside a compiled function.
 
         Raises:
             UserError: a dim is not divisible by the mesh axes that shard it.
@@ -81,36 +81,38 @@ class Layout:
         """Raises UserError where a dim is not divisible by the mesh axes that shard it."""
         for size, axis in zip(shape, axes, strict=True):
             if axis is not None and size % self.shards(axis):
-                raise UserError(f"{self.misfit(size, axis)}: change that size, or logical_axis_rules.{axis}")
+                raise UserError(
+                    f"{self.describe_indivisible(size, axis)}: change that size, or logical_axis_rules.{axis}"
+                )
 
     def split_rows(self, x: jax.Array, parts: int, *axes: str | None) -> jax.Array:
         """[B, ...] to [parts, B / parts, ...], every row on the device where it is; `axes` are the further dims'."""
         x = jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
         return self.constrain(x, None, "batch", *axes)
 
-    def misfit(self, size: int, axis: str) -> str:
-        """That a dim of logical axis `axis` and this size is not divisible, in words."""
+    def describe_indivisible(self, size: int, axis: str) -> str:
+        """Says that a dim of logical axis `axis` and this size is not divisible by its mesh axes."""
         key = f" ({SIZE_KEYS[axis]})" if axis in SIZE_KEYS else ""
         return f"{axis} = {size}{key} is not divisible by {self.sharded_by(axis)}"
 
     def sharded_by(self, axis: str) -> str:
-        """The mesh axes that shard logical axis `axis`, with their sizes, such as `data=2 x fsdp=4`."""
+        """Writes the mesh axes that shard logical axis `axis` with their sizes, such as `data=2 x fsdp=4`."""
         return " x ".join(f"{name}={self.mesh.shape[name]}" for name in self.axes(axis))
 
     def shards(self, axis: str) -> int:
-        """Into how many parts a dim of logical axis `axis` is cut."""
+        """Returns how many shards a dim of logical axis `axis` has."""
         return self.size(self.axes(axis))
 
     def size(self, mesh_axes: Sequence[str]) -> int:
-        """The number of devices along these mesh axes."""
+        """Returns the number of devices along these mesh axes."""
         return math.prod(self.mesh.shape[name] for name in mesh_axes)
 
     def without(self, *axes: str) -> "Layout":
-        """This layout, by which nothing shards a dim of these logical axes."""
+        """Returns this layout with dims of these logical axes unsharded."""
         return Layout(self.mesh, {**self.rules, **dict.fromkeys(axes, ())})
 
     def axes_within_slices(self) -> tuple[str, ...]:
-        """The mesh axes along which devices are of one TPU slice or host."""
+        """Returns the mesh axes along which all devices are of one TPU slice or host."""
         slices = np.vectorize(slice_of, otypes=[int])(self.mesh.devices)
         along = {name: np.moveaxis(slices, dim, 0) for dim, name in enumerate(self.mesh.axis_names)}
         return tuple(name for name, ids in along.items() if (ids == ids[:1]).all())
@@ -118,7 +120,7 @@ class Layout:
     def shard_map(
         self, function: Callable, in_specs: Any, out_specs: Any, over: Sequence[str] | None = None
     ) -> Callable:
-        """`function` of each device's parts along the mesh axes `over`; None: all that no outer `shard_map` maps over.
+        """Maps `function` over device shards along the mesh axes `over`; None: all that no outer `shard_map` maps over.
 
         The other axes go on as ever: within, `constrain` and another `shard_map` take care of them.
         """
@@ -135,12 +137,12 @@ class Layout:
 
 
 def _traced_mesh() -> AbstractMesh:
-    """The mesh of the `shard_map` that is being traced, which knows what it maps over; outside of all, an empty one."""
+    """Returns the mesh of the `shard_map` that is being traced, which knows its manual axes; outside, an empty mesh."""
     return jax.sharding.get_abstract_mesh()
 
 
 def make_layout(section: MeshSection, devices: Sequence[jax.Device]) -> Layout:
-    """The mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them, with its rules."""
+    """Makes the mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them."""
     names = section.mesh_axes
     groups = count_slices(devices)
     ici = _fill("ici", section, names, len(devices) // groups, groups)
@@ -157,17 +159,17 @@ def make_layout(section: MeshSection, devices: Sequence[jax.Device]) -> Layout:
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:
-    """How many groups of devices the fast interconnect joins: TPU slices, or else hosts."""
+    """Counts the groups of devices that the fast interconnect joins: TPU slices, or else hosts."""
     return len({slice_of(device) for device in devices})
 
 
 def slice_of(device: jax.Device) -> int:
-    """The number of the TPU slice or host that the fast interconnect joins this device to the rest of."""
+    """Returns the index of the TPU slice or host that the device belongs to."""
     return device.process_index if _joined_by_process(device) else getattr(device, "slice_index", 0)
 
 
 def _joined_by_process(device: jax.Device) -> bool:
-    """Whether processes tell hosts apart: of CPUs, and of GPUs to compile for, all of which XLA puts in slice 0.
+    """Returns whether processes tell hosts apart: so for CPUs, and for GPUs to compile for, all in XLA's slice 0.
 
     Of GPUs that are here, each of which may have a process of its own, JAX numbers the hosts as slices.
     """
@@ -177,7 +179,7 @@ def _joined_by_process(device: jax.Device) -> bool:
 
 
 def _fill(kind: str, section: MeshSection, names: Sequence[str], devices: int, groups: int) -> list[int]:
-    """The sizes of one kind for these mesh axes, with the one -1 replaced by what the others leave.
+    """Returns the sizes of one kind for these mesh axes, with the one -1 replaced by what the others leave.
 
     Args:
         kind: ici or dcn.
@@ -215,27 +217,27 @@ def _fill(kind: str, section: MeshSection, names: Sequence[str], devices: int, g
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """Returns all divisors, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def any_of(choices: Sequence[Any]) -> str:
-    """In words, such as `1, 2 or 4`."""
+    """Joins choices in words, such as `1, 2 or 4`."""
     *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def mesh_axes_of(spec: PartitionSpec) -> set[str]:
-    """The mesh axes that a partition uses."""
+    """Returns the mesh axes that a partition uses."""
     return {name for part in spec for name in axes_of_dim(part)}
 
 
 def axes_of_dim(part: Any) -> tuple[str, ...]:
-    """The mesh axes, outermost first, of one entry of a partition."""
+    """Returns the mesh axes, outermost first, of one entry of a partition."""
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
-def spread(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
+def add_mesh_axes(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
     """`sharding` of an array of this shape, with one dim cut by the mesh axes `axes` too; as it is where none divides.
 
     The first dim that nothing cuts yet comes first, which is mostly that of layers.
@@ -250,7 +252,7 @@ def spread(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -
 
 
 def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
-    """The sharding of each weight, from its shape and its dims' logical axes (nested dicts of like structure).
+    """Returns the sharding of each weight, from its shape and its dims' logical axes (nested dicts of like structure).
 
     Raises:
         UserError: a dim is not divisible by the mesh axes that shard it; all such are named.
@@ -262,7 +264,7 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
     def place(path: Any, shape: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
         for size, axis in zip(shape.shape, dims, strict=True):
             if axis is not None and size % layout.shards(axis):
-                problems[layout.misfit(size, axis)] = None
+                problems[layout.describe_indivisible(size, axis)] = None
                 keys.update((size_key(kind, name), None) for name in layout.axes(axis) for kind in ("ici", "dcn"))
                 rules[f"logical_axis_rules.{axis}=[]"] = None
         return layout.sharding(dims)
@@ -277,7 +279,7 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
 
 
 def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key: str) -> int:
-    """Rows of one step: `per_device` rows x devices x `micro_batches`.
+    """Computes the rows of one step: `per_device` rows x devices x `micro_batches`.
 
     Raises:
         UserError: it is not whole, or a micro-batch does not divide over the mesh axes of "batch"; `key` gave it.
@@ -293,7 +295,7 @@ def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key
 
 
 def describe_mesh(sizes: Mapping[str, int]) -> str:
-    """A mesh's sizes by axis in a line, such as `fsdp 4 x tensor 2`."""
+    """Writes a mesh's sizes by axis in a line, such as `fsdp 4 x tensor 2`."""
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
 
 

@@ -68,7 +68,7 @@ def scale_by_adafactor(matrices: Any) -> optax.GradientTransformation:
 
 
 def _root_mean_square(x: jax.Array, kind: Matrix) -> jax.Array:
-    """Of each matrix, without the rows that pad a vocabulary: their zero gradients would make it smaller."""
+    """Takes means over each matrix without the rows that pad a vocabulary, whose zero gradients would lower them."""
     square = jnp.square(x.astype(jnp.float32))
     if kind.vocab is None:
         return jnp.sqrt(jnp.mean(square, kind.dims, keepdims=True))

@@ -35,12 +35,12 @@ class TracedStep(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of the global batch."""
+        """Returns the number of rows of the global batch."""
         return self.batch["tokens"].shape[0]
 
     @property
     def tokens(self) -> int:
-        """Of the global batch, padding among them."""
+        """Returns the number of tokens of the global batch, padding included."""
         return self.batch["tokens"].size
 
 

@@ -55,7 +55,7 @@ def token_log_probs(
     tiles: int,
     shards: int = 1,
 ) -> jax.Array:
-    """The log-probability [B, T] of each target, in nats; the arguments are those of `cross_entropy`."""
+    """Returns the log-probability [B, T] of each target, in nats; the arguments are those of `cross_entropy`."""
 
     def of_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden_BtD, targets_Bt = tile
@@ -67,7 +67,7 @@ def token_log_probs(
 
 
 def in_tiles(arrays: tuple[jax.Array, ...], tiles: int, shards: int = 1) -> tuple[jax.Array, ...]:
-    """Each array's [B, T, ...] as [tiles, B, T / tiles, ...], every tile with a piece of each shard of T."""
+    """Cuts each array [B, T, ...] into [tiles, B, T / tiles, ...], every tile with a piece of each shard of T."""
 
     def cut(x: jax.Array) -> jax.Array:
         pieces = jnp.moveaxis(x.reshape(x.shape[0], shards, tiles, -1, *x.shape[2:]), 2, 0)

@@ -1,4 +1,4 @@
-"""What is compiled into a step: the model's structure, where its weights lie, and how it is computed."""
+"""Plans a step before it is traced: the model's structure, where its weights lie, and how it is computed."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ Batch = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What is compiled into the step: the model's structure and how it is computed."""
+    """Holds everything static about a step: the model's structure and how it is computed."""
 
     step: Step  # its keys
     spec: ModelSpec

@@ -45,6 +45,7 @@ VARIATIONS = (
     *({"attention_type": "local_sliding", "sliding_window_size": 3}, {"sliding_window_size": 4}, LATENT),
     *({"attention_type": "chunk", "chunk_attn_window_size": 4}, {"chunk_attn_window_size": 5}),
     *({"attention_bias": True}, {"attention_bias": False}, {"attention_sink": True}, {"attention_sink": False}),
+    *({"attention_bias": True, "attention_out_bias": False}, {"attention_out_bias": False}),
     *({"query_pre_attn_scalar": 3.0}, {"query_pre_attn_scalar": 3.5}, {"query_pre_attn_scalar": 0.0}),
     *({"qk_norm": kind} for kind in ("none", "head", "all_heads", "l2")),
     *({"attn_temperature_scale": 0.0}, {"attn_temperature_scale": 0.5}, {"attn_temperature_floor": 3}),

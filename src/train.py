@@ -24,7 +24,7 @@ from src.config.schema import Config
 from src.config.source_spec import train_specs
 from src.data.describe import describe_conversations, describe_data, describe_eval_set
 from src.data.fingerprint import data_fingerprint
-from src.data.host_arrays import check_same_data, host_rows, to_global
+from src.data.host_arrays import check_same_data, host_rows, rows_to_global, to_global
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
@@ -155,7 +155,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     say(start.messages)
 
     count_cut = jax.jit(lambda cuts: jnp.sum(cuts[:, 1]), out_shardings=plan.layout.sharding(()))
-    cuts_place = {"cuts": plan.layout.sharding(("batch", None))}
+    cuts_sharding = plan.layout.sharding(("batch", None))
 
     # ---- The loop: a step is recorded while the next one runs
     eval_metrics: dict[str, float] = {}
@@ -173,7 +173,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
             batch = to_global(host_batch.arrays, place, rows, global_batch)
             state, metrics = train_step(state, batch, hparams_at(config.step, config.steps, step))
             if config.use_sft:
-                cuts = to_global({"cuts": host_batch.cuts}, cuts_place, rows, global_batch)["cuts"]
+                cuts = rows_to_global(host_batch.cuts, cuts_sharding, rows, global_batch)
                 metrics["conversations_cut"] = count_cut(cuts)
             done = step + 1
             recorder.add(done, metrics)

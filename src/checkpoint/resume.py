@@ -15,7 +15,7 @@ from src.checkpoint.restore import HostArray, restore_step
 from src.checkpoint.run_folder import RunFolder, absolute
 from src.config.load import compare_runs, from_yaml
 from src.config.schema import KEYS, Config
-from src.data.host_arrays import to_global
+from src.data.host_arrays import rows_to_global
 from src.data.types import Tokenizer
 from src.errors import UserError
 from src.model.params import Tree, Weights, join
@@ -108,8 +108,8 @@ def checkpoint_entries(
         rows: which of the global batch they are.
         global_batch: B.
     """
-    at = {"data_position": plan.layout.sharding(("batch", None, None))}
-    return {**_saved_state(plan, state), **to_global({"data_position": position}, at, rows, global_batch)}
+    sharding = plan.layout.sharding(("batch", None, None))
+    return {**_saved_state(plan, state), "data_position": rows_to_global(position, sharding, rows, global_batch)}
 
 
 def abstract_entries(plan: StepPlan, abstract: TrainState) -> dict[str, Any]:

@@ -31,11 +31,13 @@ def to_global(
         rows: the rows of the global batch that `batch` has, ascending: at least `host_rows` of every sharding.
         global_batch: B.
     """
+    return {name: rows_to_global(array, shardings[name], rows, global_batch) for name, array in batch.items()}
 
-    return {name: _to_global(array, shardings[name], rows, global_batch) for name, array in batch.items()}
 
-
-def _to_global(array: np.ndarray, sharding: jax.sharding.Sharding, rows: Sequence[int], global_batch: int) -> jax.Array:
+def rows_to_global(
+    array: np.ndarray, sharding: jax.sharding.Sharding, rows: Sequence[int], global_batch: int
+) -> jax.Array:
+    """Makes one global array [B, ...] of this host's rows; the arguments are as for `to_global`."""
     return jax.make_array_from_callback(
         (global_batch, *array.shape[1:]),
         sharding,

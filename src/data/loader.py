@@ -1,7 +1,6 @@
 """Makes the batches of a train step and of an evaluation: the rows of this host, ahead of time.
 
-A row depends on the data, the seed, the
-global batch size, T and the step alone, never on which host makes it.
+A row depends on the data, the seed, the global batch size, T and the step alone, never on which host makes it.
 
 B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
 """

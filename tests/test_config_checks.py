@@ -240,6 +240,18 @@ VALUES = st.recursive(
 )
 
 
+ODD_VALUES = "[{pattern: }]", "[{}]", "[[{a: 1}]]", "[[a]]", "{a: {b: c}}", "{~: 1}", "[~]", "[2001-01-01]", "!!binary aGk="
+
+
+@pytest.mark.parametrize("text", ODD_VALUES)
+def test_an_odd_value_of_every_key_is_taken_or_answered(text):
+    for key in KEYS:
+        try:
+            load([BASE, f"{key}={text}"])
+        except UserError as error:
+            assert key in str(error)
+
+
 @settings(deadline=None, max_examples=300)
 @given(key=st.sampled_from([*KEYS, "remat_custom.a", "steps.b", "NUM_LAYERS", "context"]), text=VALUES)
 def test_any_value_is_taken_or_answered(key, text):

@@ -37,7 +37,7 @@ def check_value(name: str, value: Any) -> str:
         )
     if name == "base_output_directory" and not value.isprintable():
         return f"base_output_directory={value!a} must be a path of printable characters"
-    if name == "mlp_activations" and not (value and set(value) <= {*ACTIVATIONS}):
+    if name == "mlp_activations" and not (value and all(activation in ACTIVATIONS for activation in value)):
         wrong = ", ".join(str(activation) for activation in value if activation not in ACTIVATIONS) or "an empty list"
         return f"mlp_activations: {wrong}; expected one or more of {', '.join(ACTIVATIONS)}"
     return ""

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import jax
 import pytest
-from tiny import load
 
 from src.startup import configure_jax
 from tests.runs import ROOT
+from tests.tiny import load
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
-from tiny import load
 
 from src.aot.devices import abstract_devices
 from src.errors import UserError
 from src.parallel.mesh import make_layout
 from src.parallel.topology import parse_topology
 from tests.compilers import needs_cuda, needs_libtpu
+from tests.tiny import load
 
 TPUS = [("v4-8", 1), ("v4-128", 2), ("v5e-1", 1), ("v5e-8", 3), ("v5p-16", 1), ("v6e-16", 2), ("tpu7x-2", 1)]
 GPUS = [("a3", 1), ("a3", 4), ("a3-ultra", 2), ("a4", 2), ("a100", 2)]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
-from tiny import load
 
 from src.aot.devices import abstract_devices
 from src.model import params
@@ -21,6 +20,7 @@ from src.parallel.mesh import make_layout, weight_shardings
 from src.parallel.topology import parse_topology
 from src.step.compiler_flags import compiler_options
 from tests.compilers import needs_cuda, needs_libtpu
+from tests.tiny import load
 
 TOKENS = 4096  # of a device
 MIXTRAL = {

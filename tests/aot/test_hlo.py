@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from tiny import load
 
 from src.aot.hlo import Collective, collectives
 from src.step.build import build
+from tests.tiny import load
 
 P = PartitionSpec
 ROWS, COLUMNS = 32, 6

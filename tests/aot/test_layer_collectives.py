@@ -7,13 +7,13 @@ reduce-scatter, which over a whole square it would turn into an all-reduce and a
 from collections import Counter
 
 import pytest
-from tiny import GPT3, load
 
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from tests.compilers import needs_libtpu
+from tests.tiny import GPT3, load
 
 pytestmark = needs_libtpu
 

@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from tiny import LENGTH, TINY, VOCAB, Trainer, load
 
 from src.aot.advice import changes
 from src.aot.devices import abstract_devices
@@ -12,6 +11,7 @@ from src.model.spec import VOCAB_MULTIPLE
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from tests.compilers import needs_libtpu
+from tests.tiny import LENGTH, TINY, VOCAB, Trainer, load
 
 EVEN = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 4, "per_device_batch_size": 2}
 LAYERS, D, F = TINY["base_num_decoder_layers"], TINY["base_emb_dim"], TINY["base_mlp_dim"]

@@ -4,13 +4,13 @@ import math
 
 import jax
 import pytest
-from tiny import TINY, load
 
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from tests.compilers import SMALL, needs_cuda, needs_libtpu
+from tests.tiny import TINY, load
 
 MODEL = {
     **TINY,

@@ -1,13 +1,13 @@
 """What lies in host memory, by the TPU compiler's own count: the optimizer's state, and what blocks keep."""
 
 import pytest
-from tiny import TINY, load
 
 from src.aot.devices import abstract_devices
 from src.aot.memory import memory
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from tests.compilers import needs_libtpu
+from tests.tiny import TINY, load
 
 # Activations outweigh the optimizer's state, as they do in models of a useful size.
 MODEL = {

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from tiny import BASE, load
 
 from src import command_line
 from src.aot.hlo import Collective
@@ -17,6 +16,7 @@ from src.model.flops import FlopsPerToken
 from src.model.layers import Execution
 from src.model.spec import model_spec
 from src.step.build import build
+from tests.tiny import BASE, load
 
 CHIP = SimpleNamespace(memory_bandwidth=1e12, ici_bandwidth=1e11, dcn_bandwidth=1e9)
 PEAK = 1e14

@@ -2,7 +2,6 @@
 
 import jax
 import pytest
-from tiny import BASE, LENGTH, TINY, load
 
 from src import command_line
 from src.aot.devices import abstract_devices
@@ -12,6 +11,7 @@ from src.aot.roofline import predict, work_of
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from tests.compilers import SMALL, needs_libtpu
+from tests.tiny import BASE, LENGTH, TINY, load
 
 ROWS, TOKENS, WIDTH, LAYERS = 4, 256, 256, 8  # rows of a micro-batch
 MESH = ("ici_pipeline_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")

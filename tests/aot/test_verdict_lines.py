@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from tiny import load
 
 from src.aot.report import change_lines, device_capacity, lines, make_report, verdict
 from src.errors import UserError
 from src.parallel.topology import parse_topology
 from src.step.build import build
+from tests.tiny import load
 
 GIB = 2**30
 SECONDS = {"tracing": 1.0, "lowering": 0.5, "compiling": 61.0}

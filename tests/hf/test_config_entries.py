@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import saved
 import torch
 import transformers
-from tiny import BASE
 
 from src import command_line, convert
 from src.config.schema import Config
@@ -27,6 +25,8 @@ from src.model.params import Weights
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
 from src.step.plan import make_plan
+from tests.hf import saved
+from tests.tiny import BASE
 
 torch.set_num_threads(1)
 LENGTH = 13

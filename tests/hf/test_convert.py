@@ -2,12 +2,10 @@ import json
 
 import numpy as np
 import pytest
-import saved
 import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny import BASE
 from tokenizers import Tokenizer, models
 
 from src import command_line, convert
@@ -19,6 +17,8 @@ from src.hf.load import load_weights
 from src.hf.model_keys import find_family
 from src.hf.save import save_folder
 from src.model.params import by_path
+from tests.hf import saved
+from tests.tiny import BASE
 
 
 def there_and_back(folder, tmp_path):

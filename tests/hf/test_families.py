@@ -2,9 +2,7 @@ import json
 import re
 
 import pytest
-import saved
 import transformers
-from tiny import BASE
 
 from src import command_line
 from src.config.schema import defaults
@@ -14,6 +12,8 @@ from src.hf import common_fields
 from src.hf.families import FAMILIES
 from src.hf.model_keys import find_family, read_model_keys
 from src.model.spec import model_spec
+from tests.hf import saved
+from tests.tiny import BASE
 
 # How the names of a family's model files begin.
 FILES_OF = {

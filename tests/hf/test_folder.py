@@ -3,7 +3,6 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-import saved
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from src.errors import UserError
 from src.hf.folder import is_hf_folder, open_folder
+from tests.hf import saved
 
 
 def make(folder, tensors, **config):

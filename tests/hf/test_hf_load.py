@@ -1,11 +1,9 @@
 import jax
 import numpy as np
 import pytest
-import saved
 import torch
 from jax.sharding import NamedSharding
 from safetensors.torch import load_file, save_file
-from tiny import BASE
 
 from src import command_line
 from src.errors import UserError
@@ -15,6 +13,8 @@ from src.hf.safetensors import StoredTensor
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
 from src.step.plan import make_plan
+from tests.hf import saved
+from tests.tiny import BASE
 
 
 def abstract(folder, devices=1, **keys):

@@ -10,10 +10,8 @@ import re
 import jax
 import numpy as np
 import pytest
-import saved
 import torch
 import transformers
-from tiny import BASE
 
 from src import command_line
 from src.config.schema import keys_of
@@ -27,6 +25,8 @@ from src.model import params
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
 from src.scoring import compute_logits
+from tests.hf import saved
+from tests.tiny import BASE
 
 LENGTH = 16
 ROPE = {"original_max_position_embeddings": 8, "rope_max_timescale": 50.0}

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import sentencepiece
 import transformers
-from tiny import BASE
 
 from src import command_line, convert
 from src.checkpoint.checkpointer import Checkpointer
@@ -17,6 +16,7 @@ from src.errors import UserError
 from src.hf.tokenizer_json import save_tokenizer
 from src.model import params
 from src.train_tokenizer import train
+from tests.tiny import BASE
 
 CORPUS = [
     "def add(a, b):\n    return a + b\n\n\tthe quick brown fox jumps over the lazy dog, then the others do\n",

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from tiny import BASE
 
 from src import command_line
 from src.hf.load import load_weights
@@ -22,6 +21,7 @@ from src.model.params import Weights
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
 from src.step.plan import make_plan
+from tests.tiny import BASE
 
 torch.set_num_threads(1)  # more only wait for each other in models as small as these
 transformers.logging.set_verbosity_error()

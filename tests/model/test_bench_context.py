@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import torch
-from tiny import assert_close, load
 from torch.nn.functional import scaled_dot_product_attention
 
 from scripts.bench_context import ring
 from src.parallel.mesh import make_layout
 from src.parallel.sequence import zigzag_order
+from tests.tiny import assert_close, load
 
 LENGTH, SCALE = 1024, 0.1  # of four devices each has two of the kernel's least blocks
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import GPT3, LENGTH, Trainer, assert_close, load, make, packed_rows, random_weights
 
 from src.errors import UserError
 from src.generate import Generator, Sampling, in_training
@@ -16,6 +15,7 @@ from src.parallel.sequence import from_zigzag, zigzag_order
 from src.scoring import compute_logits
 from src.step.plan import make_plan
 from src.step.state import abstract_batch
+from tests.tiny import GPT3, LENGTH, Trainer, assert_close, load, make, packed_rows, random_weights
 
 STEPS = 4
 SGD = {

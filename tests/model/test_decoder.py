@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import LENGTH, VOCAB, assert_close, loss_and_gradients, make, packed_rows, random_weights
 
 from src.model import decoder
 from src.model.dropout import token_keys
 from src.model.embeddings import sinusoidal
 from src.model.forward_context import ForwardContext
+from tests.tiny import LENGTH, VOCAB, assert_close, loss_and_gradients, make, packed_rows, random_weights
 
 
 def run(plan, weights, tokens, segment_ids, positions, dropout_keys=None):

@@ -6,7 +6,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny import load, make
 
 from src.config.model_keys import AttentionFacts
 from src.config.schema import KEYS
@@ -14,6 +13,7 @@ from src.errors import UserError
 from src.model.params import Weights
 from src.model.spec import layer_facts
 from src.step.loss import next_token_loss
+from tests.tiny import load, make
 
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": 12}
 KINDS = {

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny import BASE, load, make
 
 from src import command_line
 from src.model import decoder
@@ -15,6 +14,7 @@ from src.model.layers import Execution
 from src.model.params import Weights, matmul, weight
 from src.model.spec import model_spec
 from src.step.loss import next_token_loss
+from tests.tiny import BASE, load, make
 
 
 def published(name):

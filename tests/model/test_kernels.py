@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from tiny import assert_close, load, make
 from torch.nn.functional import scaled_dot_product_attention
 
 from src.errors import UserError
@@ -23,6 +22,7 @@ from src.model.forward_context import ForwardContext
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
 from src.parallel.sequence import zigzag_order
+from tests.tiny import assert_close, load, make
 
 ROWS, LENGTH = 4, 256
 CUBE = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}

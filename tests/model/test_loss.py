@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from tiny import assert_close
 
 from src.step.cross_entropy import cross_entropy
+from tests.tiny import assert_close
 
 ROWS, LENGTH, WIDTH, VOCAB = 3, 12, 8, 50
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import Trainer, assert_close, load, make, packed_rows
 
 from src.errors import UserError
 from src.model.forward_context import ForwardContext
@@ -17,6 +16,7 @@ from src.model.moe import router
 from src.model.moe.layer import Experts
 from src.model.moe.router import by_layer, totals, update_router_bias
 from src.model.spec import model_spec
+from tests.tiny import Trainer, assert_close, load, make, packed_rows
 
 ROWS, T, D = 3, 11, 32
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 12}

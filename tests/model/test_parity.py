@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 import torch
-from families import CONFIGS, LENGTH, greedy, logits_of, plan_of, reference, routing_gaps, weights_of
-from tiny import assert_close
+
+from tests.model.families import CONFIGS, LENGTH, greedy, logits_of, plan_of, reference, routing_gaps, weights_of
+from tests.tiny import assert_close
 
 MESH = {"devices": 8, "ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 UNROLLED = {"scan_layers": "false"}

@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from tiny import GPT3, Trainer, assert_close, load, make, packed_rows
 
 from src.errors import UserError
 from src.model.params import Weights
 from src.model.pipeline import Schedule
 from src.step.build import build
 from src.step.loss import next_token_loss
+from tests.tiny import GPT3, Trainer, assert_close, load, make, packed_rows
 
 LAYERS, ROWS = 8, 8
 LOCAL = "{attention_type: local_sliding, sliding_window_size: 5}"

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from tiny import Trainer, make, packed_rows, random_weights
 
 from src.model.params import Weights
 from src.step.loss import hidden_states, next_token_loss
+from tests.tiny import Trainer, make, packed_rows, random_weights
 
 SETTINGS = {"mtp_num_layers": 2, "position_type": "none", "base_num_kv_heads": 4}
 EPSILON = 1e-5

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from published import PUBLISHED
-from tiny import BASE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from src import command_line
@@ -17,6 +15,8 @@ from src.config.schema import defaults
 from src.hf.families import FAMILIES
 from src.model.flops import count_active_params, count_params
 from src.model.spec import model_spec
+from tests.model.published import PUBLISHED
+from tests.tiny import BASE
 
 # Of each size of GPT-3: layers, D, heads, head size (arXiv:2005.14165, table 2.1), parameters in millions (table D.1).
 # The 1.3B's heads and the 13B's width are those that fit together; in table 2.1 they do not.

@@ -7,10 +7,10 @@ import jax
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 from jax.extend.core import jaxprs_in_params
-from tiny import assert_close, loss_and_gradients, make, packed_rows, random_weights
 
 from src.model.params import Weights
 from src.step.loss import next_token_loss
+from tests.tiny import assert_close, loss_and_gradients, make, packed_rows, random_weights
 
 # Two blocks, twice, so that a policy is seen to hold for each block of a pattern.
 PATTERN = {"base_num_decoder_layers": 4, "decoder_segments": "[{repeats: 2, pattern: [{}, {base_mlp_dim: 48}]}]"}

@@ -6,9 +6,9 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import load
 
 from src.model.spec import LayerGroup, group_layers, model_spec
+from tests.tiny import load
 
 
 def layers_of(**overrides):

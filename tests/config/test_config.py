@@ -22,7 +22,7 @@ from src.config.load import (
 )
 from src.errors import UserError
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = str(CONFIGS / "base.yml")
 
 

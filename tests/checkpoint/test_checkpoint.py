@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.restore import HostArray, restore_step
 from src.errors import UserError
-from tests.checkpoint_state import abstract, make_mesh, make_values, place, same
+from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, same
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 
 
 def checkpointer(directory, max_to_keep=3, async_save=True):
@@ -247,7 +247,7 @@ KILLED_IN_A_SAVE = """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     from src.checkpoint.checkpointer import Checkpointer
-    from tests.checkpoint_state import make_mesh, make_values, place
+    from tests.checkpoint.arrays import make_mesh, make_values, place
 
     mesh = make_mesh((2, 2, 2))
     saver = Checkpointer(sys.argv[1], max_to_keep=1, async_save=True)
@@ -363,7 +363,7 @@ def test_a_path_without_a_checkpoint_is_an_error(name, tmp_path, wanted):
 
 def test_two_processes_agree_on_checkpoints_and_on_when_to_stop(tmp_path, mesh):
     """Saved by two processes of 4 devices, restored there and by this one; see the worker for what it asserts."""
-    worker = [sys.executable, "-m", "tests.checkpoint_worker", str(tmp_path)]
+    worker = [sys.executable, "-m", "tests.checkpoint.saving_process", str(tmp_path)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     workers = [
         subprocess.Popen(

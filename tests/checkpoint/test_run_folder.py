@@ -2,10 +2,10 @@ import os
 from pathlib import Path
 
 import pytest
-from tiny import load
 
 from src.checkpoint.run_folder import FILES, FOLDERS, RunFolder
 from src.errors import UserError
+from tests.tiny import load
 
 
 def test_on_a_disk_growing_files_are_written_in_place(tmp_path, monkeypatch):

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jax.tree_util import keystr
-from tiny import GPT3, Trainer, assert_close, packed_rows
 
 from src.step.state import batch_sharding
+from tests.tiny import GPT3, Trainer, assert_close, packed_rows
 
 LENGTH, ROWS, STEPS = 32, 16, 10
 

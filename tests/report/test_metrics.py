@@ -67,7 +67,7 @@ def tensorboard_events(folder):
 
 
 def test_the_page_of_metrics_has_every_field():
-    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     assert [key for key in TRAIN_KEYS + EVAL_KEYS if f"`{key}`" not in page] == []
 
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import load, make
 
 from src.errors import UserError
 from src.parallel.mesh import check_hardware, describe_mesh, global_batch_size, make_layout
+from tests.tiny import load, make
 
 
 def layout_of(devices=8, **overrides):

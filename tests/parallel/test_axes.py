@@ -3,9 +3,9 @@
 import functools
 
 import pytest
-from tiny import assert_close
 
-from tests.axes import MODELS, Job, assert_same
+from tests.parallel.axes import MODELS, Job, assert_same
+from tests.tiny import assert_close
 
 NAMES = ("data", "stage", "fsdp", "context", "expert", "tensor")
 WORDS = {"stage": "pipeline"}

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import load
 
 from src.checkpoint.run_folder import RunFolder
 from src.errors import UserError
@@ -16,6 +15,7 @@ from src.model.flops import FlopsPerToken
 from src.report import recorder as recorder_module
 from src.report.metrics import MetricsLog, StepPrinter
 from src.report.recorder import LiveReport, NonFiniteError, Recorder
+from tests.tiny import load
 
 FLOPS = FlopsPerToken(causal=2e9, palm=3e9)
 TOKENS = 1000

@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from tiny import Trainer, load, make, packed_rows, tree_bits
 
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
@@ -13,6 +12,7 @@ from src.parallel.topology import parse_topology
 from src.step.build import build
 from src.step.state import TrainState, abstract_batch, abstract_state
 from tests.compilers import SMALL, needs_libtpu
+from tests.tiny import Trainer, load, make, packed_rows, tree_bits
 
 COPIES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 CUT, ON_HOST = {"shard_optimizer_over_data": "true"}, {"optimizer_memory_host_offload": "true"}

@@ -1,6 +1,6 @@
 """One process of a job: its first gradients and losses on each mesh, against one device's, for test_axes_processes.py.
 
-Usage: python axes_worker.py ADDRESS DEVICES PROCESSES PROCESS_ID EXPECTED RESULT MODEL KEYS...
+Usage: python -m tests.parallel.axes_worker ADDRESS DEVICES PROCESSES PROCESS_ID EXPECTED RESULT MODEL KEYS...
 KEYS are JSON, one a mesh.
 """
 
@@ -11,9 +11,7 @@ from pathlib import Path
 
 import jax
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from axes import Job, assert_same
+from tests.parallel.axes import Job, assert_same
 
 
 def main(address, devices, processes, process_id, expected, result, model, *meshes):

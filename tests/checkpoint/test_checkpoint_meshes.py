@@ -6,8 +6,8 @@ import pytest
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.step.state import TrainState
-from tests.axes import Job, whole
-from tests.test_axes import devices_and_keys
+from tests.parallel.axes import Job, whole
+from tests.parallel.test_axes import devices_and_keys
 
 TURNS = "stage 2, layers in turns"
 PAIRS = [

@@ -12,7 +12,7 @@ from src.config.schema import KEYS
 from src.config.yaml import Plain, dump, parse_argument
 from src.errors import UserError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "from_maxtext_and_pax.md"
 NAMES = Path(__file__).parent / "names"
 BASE = str(ROOT / "configs" / "base.yml")

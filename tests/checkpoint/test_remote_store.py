@@ -10,7 +10,7 @@ from src.checkpoint.run_folder import RunFolder
 from src.command_line import load
 from src.errors import UserError
 from tests import runs
-from tests.checkpoint_state import abstract, make_mesh, make_values, place, same
+from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, same
 from tests.gcs_server import GcsServer
 
 

@@ -5,14 +5,11 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests import runs
-from tests.axes import MODELS, Job
-
-HERE = Path(__file__).parent
+from tests.parallel.axes import MODELS, Job
 
 
 def sizes(**given):
@@ -88,13 +85,15 @@ def test_axes_between_processes_give_what_one_device_does(what, model, processes
     (tmp_path / "expected").write_bytes(pickle.dumps((job.first_gradients(), job.losses())))
     devices = processes if what == "each axis" else 8
     address, keys = runs.free_address(), list(map(json.dumps, CASES[what, model, processes]))
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "PJRT_NPROC": "32"}
+    environment = {**os.environ, "PJRT_NPROC": "32"}
     workers = [
         subprocess.Popen(
             [
-                *(sys.executable, HERE / "axes_worker.py", address, str(devices), str(processes), str(index)),
+                *(sys.executable, "-m", "tests.parallel.axes_worker"),
+                *(address, str(devices), str(processes), str(index)),
                 *(tmp_path / "expected", tmp_path / "said", model, *keys),
             ],
+            cwd=runs.ROOT,
             env=environment,
             stdout=(tmp_path / f"log.{index}").open("w"),
             stderr=subprocess.STDOUT,

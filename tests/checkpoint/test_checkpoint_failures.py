@@ -16,7 +16,7 @@ from src.checkpoint import restore
 from src.checkpoint.checkpointer import Checkpointer
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, failure_of
-from tests.checkpoint_state import abstract, make_mesh, make_values, place, same
+from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, same
 
 
 def checkpointer(directory, max_to_keep=3, async_save=True):

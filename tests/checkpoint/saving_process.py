@@ -1,4 +1,4 @@
-"""One of two processes that checkpoint together: `python -m tests.checkpoint_worker FOLDER PROCESS`."""
+"""One of two processes that checkpoint together: `python -m tests.checkpoint.saving_process FOLDER PROCESS`."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.preemption import Preemption
-from tests.checkpoint_state import abstract, make_mesh, make_values, place
+from tests.checkpoint.arrays import abstract, make_mesh, make_values, place
 
 
 def main(folder: Path, process: int):

@@ -15,7 +15,7 @@ from tests import runs
 
 HEAD = "from ml_collections import ConfigDict\n\n\ndef get_config():\n"
 BASE = runs.BASE
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def returning(*lines):

@@ -7,12 +7,12 @@ import optax
 import pytest
 import torch
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tiny import VOCAB, assert_close, load, make
 
 from src.model.params import by_path
 from src.step.matrices import Matrix
 from src.step.muon import orthogonalise
 from src.step.optimizer import clip, hparams_at, learning_rate, state_shardings, transform
+from tests.tiny import VOCAB, assert_close, load, make
 
 SETTINGS = {"adam_weight_decay": 0.3, "gradient_clipping_threshold": 1.0, "learning_rate": 0.1, "adam_eps": 1e-6}
 MATRICES = {"bias": Matrix((), (), (0,), hidden=False), "kernel": Matrix((), (0,), (1,), hidden=True)}

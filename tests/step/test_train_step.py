@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import LENGTH, Trainer, assert_close, make, packed_rows, tree_bits
 
 from src.model.params import Weights
 from src.step.loss import next_token_loss
 from src.step.optimizer import hparams_at, learning_rate
 from src.step.state import abstract_state, batch_sharding
 from src.step.train_step import train_step
+from tests.tiny import LENGTH, Trainer, assert_close, make, packed_rows, tree_bits
 
 # Heads, widths and rows that divide by eight.
 EVEN = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 4}

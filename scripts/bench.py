@@ -137,9 +137,9 @@ def bench_input(argv: list[str], steps: int) -> None:
 
     config = command_line.load(argv)
     rows = np.arange(round(config.per_device_batch_size))
-    tokenizer = make_tokenizer(config)
-    data, _ = open_sources(config, tokenizer)
-    inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
+    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    inputs = InputSpec.of(config, tokenizer)
+    data, _ = open_sources(inputs, config.evaluation)
     batches = train_batches(inputs, data, rows, len(rows))
     next(batches)
     count = 100 * steps

@@ -89,8 +89,8 @@ def main(argv: list[str]) -> None:
 
 def compare(argv: list[str], turns: int, seconds: float, has_short_documents: bool) -> None:
     """Prints the two's tokens per second on one thread, and with what each does best on the cores there are."""
-    path = command_line.load(argv).dataset_path
-    tokenizer = make_tokenizer(command_line.load(argv))
+    config = command_line.load(argv)
+    path, tokenizer = config.dataset_path, make_tokenizer(config.data, config.vocab_size)
     packers = {"concat then split": concat_then_split}
     if has_short_documents:
         packers["first fit"] = first_fit
@@ -137,9 +137,9 @@ def measure(make: Callable[[], Batches], seconds: float) -> tuple[float, float]:
 def ours(argv: list[str], threads: int) -> Batches:
     """MinText's batches."""
     config = command_line.load([*argv, f"max_target_length={T}", f"data_threads={threads}"])
-    tokenizer = make_tokenizer(config)
-    data, _ = open_sources(config, tokenizer)
-    inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
+    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    inputs = InputSpec.of(config, tokenizer)
+    data, _ = open_sources(inputs, config.evaluation)
     with contextlib.closing(train_batches(inputs, data, range(B), B)) as batches:
         for batch in batches:
             yield batch.arrays["segment_ids"]

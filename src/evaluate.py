@@ -65,7 +65,7 @@ class Evaluation:
         self._global_batch = eval_batch_size(config.evaluation, config.batch, plan)
         self._sharding = batch_sharding(plan.layout)
         self._rows = host_rows(self._sharding["tokens"], (self._global_batch, config.max_target_length))
-        inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
+        inputs = InputSpec.of(config, tokenizer)
         rolls = config.evaluation.eval_mode == "rolling"
         self._batches = EvalBatches(inputs, data, self._rows, self._global_batch, rolls, position)
 
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
-    loaded = load_model(config, make_tokenizer(config))
+    loaded = load_model(config, make_tokenizer(config.data, config.vocab_size))
     say(loaded.messages)
     if config.texts_path or config.tokens_path:
         if config.texts_path:
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         return None
     step = compile_eval_step(loaded.plan)
     metrics: dict[str, float] = {}
-    for data in open_eval_sets(config, loaded.tokenizer):
+    for data in open_eval_sets(InputSpec.of(config, loaded.tokenizer), config.evaluation):
         sums = Evaluation(config, loaded.plan, step, data, loaded.tokenizer).sums(loaded.weights)
         set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
         say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())

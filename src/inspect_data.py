@@ -67,15 +67,15 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     config = configured(argv, USAGE)
     if config is None:
         return
-    tokenizer = make_tokenizer(config)
-    data, _ = open_sources(config, tokenizer)
+    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    inputs = InputSpec.of(config, tokenizer)
+    data, _ = open_sources(inputs, config.evaluation)
     global_batch, rows = rows_of_process(
         config.per_device_batch_size,
         config.gradient_accumulation_steps,
         config.process_count,
         config.process_index,
     )
-    inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
     length = config.max_target_length
     print_header(
         [

@@ -135,10 +135,10 @@ class Items:
     """
 
     def __init__(self, config: Config) -> None:
-        tokenizer = make_tokenizer(config)
-        self._inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
+        tokenizer = make_tokenizer(config.data, config.vocab_size)
+        self._inputs = InputSpec.of(config, tokenizer)
         self._spec = train_specs(config)[0]
-        self._source = open_source(self._spec, config, tokenizer)
+        self._source = open_source(self._spec, self._inputs)
         self.dtype = "uint16" if config.vocab_size <= _MAX_UINT16_VOCABULARY else "uint32"
 
     def __len__(self) -> int:

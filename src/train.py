@@ -86,11 +86,11 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         train_step = program.load(path, program.header(config, built), built)
 
     # ---- Data
-    tokenizer = make_tokenizer(config)
-    data, eval_sets = open_sources(config, tokenizer)
+    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    inputs = InputSpec.of(config, tokenizer)
+    data, eval_sets = open_sources(inputs, config.evaluation)
     place = batch_sharding(plan.layout)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
-    inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
     fingerprint = data_fingerprint(inputs, data, global_batch)
     check_same_data(fingerprint)
     meta = saved_meta(config, fingerprint, tokenizer)
@@ -266,7 +266,7 @@ def header(
     first_step: int,
 ) -> list[tuple[str, str]]:
     """Returns everything that was chosen for this run, by name, so that a user need not guess."""
-    inputs = InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
+    inputs = InputSpec.of(config, tokenizer)
     tokens = global_batch * config.max_target_length
     packed = "packed, none cut that fits a row" if config.use_sft else "packed"
     order = f"shuffled by seed {config.data_shuffle_seed}, {packed if config.packing else 'a document per row'}"

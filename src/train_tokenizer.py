@@ -21,7 +21,7 @@ from src.config.key_help import Usage
 from src.data import order
 from src.data.open import open_sources
 from src.data.tokenizer import SentencePieceTokenizer
-from src.data.types import Source
+from src.data.types import InputSpec, Source
 from src.errors import UserError
 from src.hf.tokenizer_json import save_tokenizer
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         )
     path = Path(config.tokenizer_path)
     file = path if config.tokenizer_type == "sentencepiece" else path / "tokenizer.model"
-    data, _ = open_sources(config, tokenizer=None)
+    data, _ = open_sources(InputSpec.of(config, None), config.evaluation)
     source = data.sources[0]
     texts = list(_sample(source, config.data_shuffle_seed))
     print(f"training on {len(texts)} of {len(source)} documents, {sum(map(len, texts))} characters", flush=True)

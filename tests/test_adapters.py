@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from src import command_line, convert, evaluate
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
+from src.data.types import InputSpec
 from src.errors import UserError
 from src.loaded_model import load_model
 from src.model import params
@@ -87,9 +88,9 @@ def test_a_hundred_steps_on_converted_weights_lower_the_loss_of_responses(folder
 def test_prompt_tokens_have_no_gradient(folders):
     """The gradient of the output projection is the sum over response tokens alone of h (p - y)."""
     config = command_line.load(keys_of(folders))
-    loaded = load_model(config, make_tokenizer(config))
-    tokenizer = make_tokenizer(config)
-    data, _ = open_sources(config, tokenizer)
+    loaded = load_model(config, make_tokenizer(config.data, config.vocab_size))
+    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    data, _ = open_sources(InputSpec.of(config, tokenizer), config.evaluation)
     batches = train_batches(config, data, tokenizer, range(8), 8)
     batch = {name: jnp.asarray(array) for name, array in next(batches).items()}
     batches.close()

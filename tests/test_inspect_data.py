@@ -9,6 +9,7 @@ import pytest
 from src import command_line
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
+from src.data.types import InputSpec
 from src.errors import UserError
 from src.inspect_data import main, rows_of_process, segments
 from tests import runs
@@ -113,7 +114,7 @@ def test_the_source_of_each_row_of_a_mixture_is_named(capsys, tmp_path, texts):
 
 def test_segments_have_every_pair_of_the_row(tmp_path, texts):
     config = command_line.load(runs.arguments(dataset_path=tmp_path, **SMALL))
-    data, _ = open_sources(config, ByteTokenizer())
+    data, _ = open_sources(InputSpec.of(config, ByteTokenizer()), config.evaluation)
     batches = train_batches(config, data, ByteTokenizer(), range(8), 8)
     batch = next(batches)
     batches.close()

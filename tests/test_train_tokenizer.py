@@ -5,6 +5,7 @@ from src.command_line import load
 from src.data.open import open_sources
 from src.data.readers.text import TextSource
 from src.data.tokenizer import SentencePieceTokenizer, make_tokenizer
+from src.data.types import InputSpec
 from src.errors import UserError
 from src.train_tokenizer import main, train
 
@@ -54,7 +55,8 @@ def test_with_the_type_huggingface_it_writes_a_folder_that_transformers_reads_to
     argv = make(tokenizer_type="huggingface", tokenizer_path=folder)
     main(argv)
     ours, theirs = SentencePieceTokenizer(str(path)), AutoTokenizer.from_pretrained(folder)
-    again = make_tokenizer(load(argv))
+    config = load(argv)
+    again = make_tokenizer(config.data, config.vocab_size)
     for file in sorted(corpus.iterdir())[:3]:
         text = file.read_text()
         assert again.encode(text).tolist() == ours.encode(text).tolist()
@@ -79,7 +81,8 @@ def knows(path, character):
 @pytest.mark.parametrize(("eval_interval", "seen"), [(-1, True), (10, False)])
 def test_documents_held_out_for_evaluation_are_not_trained_on(command, corpus, eval_interval, seen):
     make, path = command
-    _, (evaluation,) = open_sources(load(make(eval_interval=10)), None)
+    config = load(make(eval_interval=10))
+    _, (evaluation,) = open_sources(InputSpec.of(config, None), config.evaluation)
     held_out = evaluation.source
     texts = [held_out[i] for i in range(len(held_out))]
     for file in corpus.iterdir():

@@ -1,70 +1,54 @@
-"""Opens the data that a configuration names.
+"""Opens the data that the keys name, and imports only what reads their format."""
 
-An item is a document: a text, its ids, or a conversation. Sources whose items are whole rows need no packing.
-"""
-
-from src.config.schema import Config
+from src.config.schema import Evaluation
 from src.config.source_spec import SourceSpec, eval_specs, names_eval_data, train_specs, train_weights
 from src.data.held_out import train_validation_split
-from src.data.types import EvalSet, RowSource, Source, Tokenizer, TrainData
+from src.data.types import EvalSet, InputSpec, RowSource, Source, TrainData
 from src.errors import UserError
 
 
-def open_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[TrainData, list[EvalSet]]:
+def open_sources(inputs: InputSpec, evaluation: Evaluation) -> tuple[TrainData, list[EvalSet]]:
     """Opens the data to train on, and to evaluate on if the run does: only then are training data held out.
 
     Raises:
-        UserError: data in the config can't be read, or nothing can be held out.
+        UserError: data can't be read, or nothing can be held out.
     """
-    return _open(config, tokenizer, evaluates=config.eval_interval > 0)
+    specs = train_specs(inputs.data)
+    sources = [open_source(spec, inputs) for spec in specs]
+    eval_sets: list[EvalSet] = []
+    if evaluation.eval_interval > 0 and names_eval_data(inputs.data):
+        eval_sets = open_eval_sets(inputs, evaluation)
+    elif evaluation.eval_interval > 0:
+        sources[0], held_out = train_validation_split(sources[0], inputs.data.eval_fraction)
+        eval_sets = [EvalSet("", held_out, evaluation.eval_steps)]
+    return TrainData(tuple(spec.name for spec in specs), tuple(sources), train_weights(inputs.data)), eval_sets
 
 
-def open_eval_sets(config: Config, tokenizer: Tokenizer | None) -> list[EvalSet]:
+def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
     """Opens the data that a run of this config evaluates on, or would.
 
     Raises:
         UserError: as `open_sources` does.
     """
-    if names_eval_data(config):
-        return _open_eval(config, tokenizer)
-    return _open(config, tokenizer, evaluates=True)[1]
-
-
-def _open(config: Config, tokenizer: Tokenizer | None, evaluates: bool) -> tuple[TrainData, list[EvalSet]]:
-    if evaluates and config.datasets and not names_eval_data(config):
+    data, steps = inputs.data, evaluation.eval_steps
+    if names_eval_data(data):
+        counts = [entry.get("eval_steps", steps) for entry in data.eval_datasets] or [steps]
+        specs = zip(eval_specs(data), counts, strict=True)
+        return [EvalSet(spec.name, open_source(spec, inputs), count) for spec, count in specs]
+    if data.datasets:
         raise UserError("nothing is held out of datasets: name data to evaluate on with eval_datasets")
-    specs = train_specs(config)
-    sources = [open_source(spec, config, tokenizer) for spec in specs]
-    evaluation: list[EvalSet] = []
-    if evaluates and names_eval_data(config):
-        evaluation = _open_eval(config, tokenizer)
-    elif evaluates:
-        sources[0], held_out = train_validation_split(sources[0], config.eval_fraction)
-        evaluation = [EvalSet("", held_out, config.eval_steps)]
-    return TrainData(tuple(spec.name for spec in specs), tuple(sources), train_weights(config)), evaluation
+    source = open_source(train_specs(data)[0], inputs)
+    return [EvalSet("", train_validation_split(source, data.eval_fraction)[1], steps)]
 
 
-def _open_eval(config: Config, tokenizer: Tokenizer | None) -> list[EvalSet]:
-    steps = [entry.get("eval_steps", config.eval_steps) for entry in config.eval_datasets] or [config.eval_steps]
-    return [
-        EvalSet(spec.name, open_source(spec, config, tokenizer), count)
-        for spec, count in zip(eval_specs(config), steps, strict=True)
-    ]
-
-
-def open_source(spec: SourceSpec, config: Config, tokenizer: Tokenizer | None) -> Source | RowSource:
-    """Opens one set of data, and imports only what reads its format.
-
-    Args:
-        spec: which.
-        config: the run's.
-        tokenizer: the run's, which token files must have been made with; None where nothing is text.
+def open_source(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
+    """Opens one set of data.
 
     Raises:
         UserError: it can't be read, or what reads it is not installed.
     """
     match spec.type:
-        case "text" if config.use_sft:
+        case "text" if inputs.data.use_sft:
             if not spec.path:
                 raise UserError(f"use_sft=true reads .jsonl files of conversations: set {spec.key('dataset_path')}")
             from src.data.readers.conversations import ConversationSource
@@ -78,8 +62,8 @@ def open_source(spec: SourceSpec, config: Config, tokenizer: Tokenizer | None) -
             from src.data.readers.synthetic import SyntheticSource
 
             # Evaluation's seed is unlike every training seed, which is at least 0: the two must share no row.
-            seed = -1 - config.data_shuffle_seed if spec.is_eval else config.data_shuffle_seed
-            return SyntheticSource(config.vocab_size, config.max_target_length, seed)
+            seed = -1 - inputs.data.data_shuffle_seed if spec.is_eval else inputs.data.data_shuffle_seed
+            return SyntheticSource(inputs.vocab_size, inputs.batch.max_target_length, seed)
         case "tfds":
             from src.data.readers.tfds import TfdsSource
 
@@ -95,10 +79,11 @@ def open_source(spec: SourceSpec, config: Config, tokenizer: Tokenizer | None) -
         case "tokens":
             from src.data.readers.tokens import TokenDocuments, TokenRows
 
-            source = TokenRows(spec, config.max_target_length) if config.packing else TokenDocuments(spec)
-            source.check(config.vocab_size, tokenizer.fingerprint() if tokenizer else None)
+            packed = inputs.batch.packing
+            source = TokenRows(spec, inputs.batch.max_target_length) if packed else TokenDocuments(spec)
+            source.check(inputs.vocab_size, inputs.tokenizer.fingerprint() if inputs.tokenizer else None)
             return source
         case _:
-            from src.data.readers.custom import custom_source
+            from src.data.readers.custom import CustomSource
 
-            return custom_source(spec, config)
+            return CustomSource(spec, inputs)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from src.config.schema import Config
+from src.config.schema import Data
 from src.config.source_spec import all_synthetic
 from src.data.types import Fingerprint, Message, Tokenizer
 from src.errors import UserError
@@ -84,24 +84,24 @@ class SentencePieceTokenizer(_WithoutTemplate):
         return {"type": "sentencepiece", "vocab_size": self.vocab_size, "digest": self._digest}
 
 
-def make_tokenizer(config: Config) -> Tokenizer | None:
-    """Opens the tokenizer that a config names; None for synthetic data, which have no text.
+def make_tokenizer(data: Data, vocab_size: int) -> Tokenizer | None:
+    """Opens the tokenizer that the keys name; None for synthetic data, which have no text.
 
     Raises:
         UserError: the file is missing or unfit, or the tokenizer has more ids than `vocab_size`.
     """
-    if all_synthetic(config):
+    if all_synthetic(data):
         return None
-    if config.tokenizer_type == "byte":
+    if data.tokenizer_type == "byte":
         tokenizer = ByteTokenizer()
-    elif config.tokenizer_type == "sentencepiece":
-        tokenizer = SentencePieceTokenizer(config.tokenizer_path)
+    elif data.tokenizer_type == "sentencepiece":
+        tokenizer = SentencePieceTokenizer(data.tokenizer_path)
     else:
-        tokenizer = folder_tokenizer(Path(config.tokenizer_path).expanduser(), config.vocab_size)
-    if tokenizer.vocab_size > config.vocab_size:
+        tokenizer = folder_tokenizer(Path(data.tokenizer_path).expanduser(), vocab_size)
+    if tokenizer.vocab_size > vocab_size:
         raise UserError(
-            f"vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} ids of the "
-            f"{config.tokenizer_type} tokenizer: set vocab_size={tokenizer.vocab_size} or more"
+            f"vocab_size={vocab_size} is less than the {tokenizer.vocab_size} ids of the "
+            f"{data.tokenizer_type} tokenizer: set vocab_size={tokenizer.vocab_size} or more"
         )
     return tokenizer
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -161,9 +161,16 @@ class InputSpec(NamedTuple):
     batch: `max_target_length` (T), `packing`, `long_documents` and `batch_transform`.
     vocab_size: V; ids are in [0, V).
     tokenizer: None where nothing is text.
+    config: all keys, which the user's `dataset_factory` is called with; nothing else reads it.
     """
 
     data: schema.Data
     batch: schema.Batch
     vocab_size: int
     tokenizer: Tokenizer | None
+    config: schema.Config
+
+    @classmethod
+    def of(cls, config: schema.Config, tokenizer: Tokenizer | None) -> Self:
+        """Takes the sections of a run's config."""
+        return cls(config.data, config.batch, config.vocab_size, tokenizer, config)

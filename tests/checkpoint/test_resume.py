@@ -21,6 +21,7 @@ from src.checkpoint.resume import check_tokenizer
 from src.data.fingerprint import Fact
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
+from src.data.types import InputSpec
 from src.step import train_step
 from tests import runs
 from tests.data.one_source import train_batches
@@ -245,7 +246,7 @@ def test_an_accepted_global_batch_goes_on_after_as_many_documents(stopped, corpu
     assert f"the global batch changed: the data go on after {taken} documents" in capsys.readouterr().out
     # The ten steps that were left read what comes after the first documents of the stream: as many as were taken.
     config = command_line.load(runs.arguments(**keys_of(stopped, corpus, **changes)))
-    data, _ = open_sources(config, ByteTokenizer())
+    data, _ = open_sources(InputSpec.of(config, ByteTokenizer()), config.evaluation)
     position = np.array([[[len(range(row, taken, 16)), 0]] for row in range(16)], np.int32)
     batches = train_batches(config, data, ByteTokenizer(), range(16), 16, 20 * 8, position)
     expected = list(itertools.islice(batches, 10))[-1]["data_position"]

@@ -1,6 +1,6 @@
 """Data of one source, as a configuration without `datasets` and `eval_datasets` gives them."""
 
-from src.data import fingerprint, loader
+from src.data import fingerprint, loader, open
 from src.data.types import EvalSet, InputSpec, TrainData
 
 
@@ -15,7 +15,11 @@ def held_out(source, steps=-1):
 
 
 def inputs(config, tokenizer):
-    return InputSpec(config.data, config.batch, config.model.vocab_size, tokenizer)
+    return InputSpec.of(config, tokenizer)
+
+
+def open_sources(config, tokenizer):
+    return open.open_sources(inputs(config, tokenizer), config.evaluation)
 
 
 class train_batches:

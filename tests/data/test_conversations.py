@@ -15,12 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from src.data import loader
 from src.data.conversations import encode_conversation
 from src.data.huggingface_tokenizer import HuggingFaceTokenizer
-from src.data.open import open_sources
 from src.data.readers.conversations import ConversationSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import EvalSet
 from src.errors import UserError
-from tests.data.one_source import alone, data_fingerprint, eval_batches, held_out, train_batches
+from tests.data.one_source import alone, data_fingerprint, eval_batches, held_out, open_sources, train_batches
 
 B = 4
 SPECIALS = ["<|bos|>", "<|eos|>", "<|start|>", "<|end|>"]

@@ -2,19 +2,22 @@ import re
 import sys
 import textwrap
 import time
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from src.config.load import load
 from src.config.source_spec import eval_specs, train_specs
 from src.data.batch_transform import apply_transform
-from src.data.open import open_source, open_sources
+from src.data.open import open_source
 from src.data.packing import empty_batch
 from src.data.readers import custom
+from src.data.types import InputSpec
 from src.errors import TransientError, UserError
 from src.user_code import load_function
 from tests import runs
+from tests.data.one_source import open_sources
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def open_custom(config, monkeypatch):
     def make(factory, specs=train_specs, **keys):
         monkeypatch.setitem(sys.modules, "of_test", SimpleNamespace(documents=factory))
         settings = config(dataset_type="custom", dataset_factory="of_test:documents", **keys)
-        return open_source(*specs(settings), settings, None)
+        return open_source(*specs(settings), InputSpec.of(settings, None))
 
     return make
 
@@ -223,7 +226,7 @@ def test_what_users_raise_is_told_with_its_place_and_kept_as_the_cause(my_data, 
 
     def opened(split):
         settings = config(dataset_type="custom", dataset_factory="my_data:documents", train_split=split)
-        return open_source(*train_specs(settings), settings, None)
+        return open_source(*train_specs(settings), InputSpec.of(settings, None))
 
     with pytest.raises(UserError) as error:
         opened("raises")
@@ -249,7 +252,7 @@ def test_what_failed_for_a_time_in_code_of_a_user_is_worth_another_try(my_data, 
     my_data(f"def documents(config, split): raise {raised}")
     settings = config(dataset_type="custom", dataset_factory="my_data:documents")
     with pytest.raises(kind, match="dataset_factory=my_data:documents raised"):
-        open_source(*train_specs(settings), settings, None)
+        open_source(*train_specs(settings), InputSpec.of(settings, None))
 
 
 @pytest.mark.parametrize(
@@ -284,13 +287,11 @@ def test_a_module_that_is_not_there_is_an_error_with_the_nearest_name(my_data, t
             load_function(name, "dataset_factory")
 
 
-def test_custom_data_without_a_factory_is_an_error_that_says_what_to_give(config):
-    settings = config(dataset_type="custom")
-    with pytest.raises(UserError, match=r"set dataset_factory=module:function.*__getitem__"):
-        open_source(*train_specs(settings), settings, None)
-    settings = config(datasets=[MappingProxyType({"name": "web", "dataset_type": "custom"})])
-    with pytest.raises(UserError, match="set datasets, web: dataset_factory=module:function"):
-        open_source(*train_specs(settings), settings, None)
+def test_custom_data_without_a_factory_is_an_error_that_says_what_to_give():
+    with pytest.raises(UserError, match="dataset_type=custom needs dataset_factory"):
+        load([runs.BASE, "dataset_type=custom"])
+    with pytest.raises(UserError, match="dataset_type=custom needs datasets, web: dataset_factory"):
+        load([runs.BASE, "datasets=[{name: web, dataset_type: custom}]"])
 
 
 def test_a_transform_may_change_a_batch(my_data):

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from src.data.mixture import Mixture
-from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from src.train_tokenizer import train
 from tests.data import every_source
 from tests.data.batches import B, assert_same, joined
 from tests.data.every_source import DOCUMENTS, KINDS, texts
+from tests.data.one_source import open_sources
 
 TOKENIZERS = ("byte", "sentencepiece")
 LAYOUTS = {
@@ -68,7 +68,7 @@ def run_of(config, on_disk):
                 for kind, weight in zip(kinds, weights or [1] * len(kinds), strict=True)
             ]
         settings = config(**{"eval_interval": -1, "vocab_size": 400, **tokenizer_keys[tokenizer], **keys})
-        encoder = make_tokenizer(settings)
+        encoder = make_tokenizer(settings.data, settings.vocab_size)
 
         def batches(hosts, steps, rows_taken=0, position=None):
             return joined(
@@ -172,7 +172,7 @@ def test_each_document_comes_once_an_epoch_by_its_streams_ordinals(
             for stream in range(B):
                 rows = [row for _, number, row in mine if number == stream]
                 stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-                for k, ids in enumerate(stream_documents(stacked, make_tokenizer(settings))):
+                for k, ids in enumerate(stream_documents(stacked, make_tokenizer(settings.data, settings.vocab_size))):
                     found[stream + k * B] = tuple(ids)
         orders = [[found[epoch * len(expected) + n] for n in range(len(expected))] for epoch in range(epochs)]
         for order in orders:

@@ -115,7 +115,8 @@ def plain_folder(plain):
 def open_folder(config):
     def open_it(path, vocab_size=1000):
         keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(path), "vocab_size": vocab_size}
-        return make_tokenizer(config(**keys))
+        settings = config(**keys)
+        return make_tokenizer(settings.data, settings.vocab_size)
 
     return open_it
 
@@ -140,7 +141,8 @@ def test_ids_are_those_of_transformers_between_one_bos_and_one_eos(folder, open_
 
 @given(text=st.text(st.characters(codec="utf-8")))
 def test_byte_level_text_comes_back(config, plain_folder, text):
-    tokenizer = make_tokenizer(config(tokenizer_type="huggingface", tokenizer_path=str(plain_folder), vocab_size=1000))
+    settings = config(tokenizer_type="huggingface", tokenizer_path=str(plain_folder))
+    tokenizer = make_tokenizer(settings.data, 1000)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

@@ -267,9 +267,10 @@ def test_a_flipped_bit_is_noticed_where_the_file_has_checksums(tmp_path, open_pa
 
 def test_a_missing_package_is_an_error_that_says_how_to_install_it(config, monkeypatch):
     from src.data.open import open_source
+    from src.data.types import InputSpec
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "src.data.readers.parquet")
     settings = config(dataset_type="parquet", dataset_path="x")
     with pytest.raises(UserError, match=r"pyarrow.*bash setup\.sh data"):
-        open_source(*train_specs(settings), settings, None)
+        open_source(*train_specs(settings), InputSpec.of(settings, None))

@@ -30,7 +30,7 @@ import numpy as np
 from src import command_line
 from tests.data.one_source import data_fingerprint
 from tests.data.one_source import train_batches
-from src.data.types import RowSource
+from src.data.types import InputSpec, RowSource
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from tests.data import memory
@@ -41,8 +41,8 @@ for module in modules:
 config = command_line.load(argv)
 before = memory.now()
 times = [time.perf_counter()]
-tokenizer = make_tokenizer(config)
-data, _ = open_sources(config, tokenizer)
+tokenizer = make_tokenizer(config.data, config.vocab_size)
+data, _ = open_sources(InputSpec.of(config, tokenizer), config.evaluation)
 data_fingerprint(config, data, tokenizer, rows)
 times.append(time.perf_counter())
 position = None if taken is None else np.full((rows, len(data.sources), 2), (taken, 3), np.int32)

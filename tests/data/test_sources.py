@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from src.config.source_spec import train_specs
 from src.data.describe import amount, describe_data
 from src.data.held_out import train_validation_split
-from src.data.open import open_sources
 from src.data.readers import files, text
 from src.data.readers.synthetic import SyntheticSource
 from src.errors import UserError
+from tests.data.one_source import open_sources
 
 KIB = 1024
 TextSource = functools.partial(text.TextSource, max_document_bytes=64 * KIB)

@@ -62,26 +62,37 @@ def test_fingerprints_tell_tokenizers_apart(model_path, tmp_path):
     assert ByteTokenizer().fingerprint() not in prints
 
 
-def test_make_tokenizer_takes_the_kind_the_config_names(config, model_path):
-    assert isinstance(make_tokenizer(config()), ByteTokenizer)
-    made = make_tokenizer(config(tokenizer_type="sentencepiece", tokenizer_path=str(model_path), vocab_size=300))
+@pytest.fixture
+def make(config):
+    """Opens the tokenizer of a config with these keys."""
+
+    def opened(**keys):
+        settings = config(**keys)
+        return make_tokenizer(settings.data, settings.vocab_size)
+
+    return opened
+
+
+def test_make_tokenizer_takes_the_kind_the_config_names(make, model_path):
+    assert isinstance(make(), ByteTokenizer)
+    made = make(tokenizer_type="sentencepiece", tokenizer_path=str(model_path), vocab_size=300)
     assert made.vocab_size == 300
-    assert make_tokenizer(config(dataset_type="synthetic", vocab_size=8)) is None
+    assert make(dataset_type="synthetic", vocab_size=8) is None
 
 
-def test_more_ids_than_vocab_size_is_an_error(config, model_path):
+def test_more_ids_than_vocab_size_is_an_error(make, model_path):
     with pytest.raises(UserError, match=r"vocab_size=257 .*258 ids.*vocab_size=258"):
-        make_tokenizer(config(vocab_size=257))
+        make(vocab_size=257)
     with pytest.raises(UserError, match=r"vocab_size=299 .*300 ids.*vocab_size=300"):
-        make_tokenizer(config(tokenizer_type="sentencepiece", tokenizer_path=str(model_path), vocab_size=299))
+        make(tokenizer_type="sentencepiece", tokenizer_path=str(model_path), vocab_size=299)
 
 
-def test_missing_or_unfit_model_file_is_an_error(config, tmp_path):
+def test_missing_or_unfit_model_file_is_an_error(make, tmp_path):
     broken = tmp_path / "broken.model"
     broken.write_bytes(b"not a model")
     for path, message in ((tmp_path / "none.model", "no such file"), (broken, "not a SentencePiece model")):
         with pytest.raises(UserError, match=message) as error:
-            make_tokenizer(config(tokenizer_type="sentencepiece", tokenizer_path=str(path)))
+            make(tokenizer_type="sentencepiece", tokenizer_path=str(path))
         assert f"tokenizer_path={path}" in str(error.value)
     with pytest.raises(UserError, match="train_tokenizer"):
-        make_tokenizer(config(tokenizer_type="sentencepiece"))
+        make(tokenizer_type="sentencepiece")

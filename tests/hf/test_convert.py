@@ -157,7 +157,8 @@ def test_model_yml_brings_the_tokenizer_beside_it(tmp_path):
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     convert.from_hf(folder, tmp_path / "converted")
     model = f"model_name={tmp_path}/converted/model.yml"
-    assert make_tokenizer(command_line.load([BASE, model])).encode_text("a").tolist() == [0]
+    config = command_line.load([BASE, model])
+    assert make_tokenizer(config.data, config.vocab_size).encode_text("a").tolist() == [0]
     own = command_line.load([BASE, model, "tokenizer_type=sentencepiece", "tokenizer_path=own.model"])
     assert (own.tokenizer_type, own.tokenizer_path) == ("sentencepiece", "own.model")
 

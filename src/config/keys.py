@@ -7,69 +7,52 @@ from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
-    """The range of a number, in words and as a test."""
+    """The range of a number, in words and as a test; and the largest number, unless a key says another."""
 
     words: str
     holds: Callable[[float], bool]
+    most: float | None = 2**30
 
 
 # fmt: off
 # Of less, 0 or its square is 0 in float32.
-POSITIVE          = Range("a positive number, 1e-30 or more", lambda x: x >= 1e-30)
-FROM_0            = Range("0 or more", lambda x: x >= 0)
-FROM_1            = Range("1 or more", lambda x: x >= 1)
-FROM_64           = Range("64 or more", lambda x: x >= 64)
-FROM_0_OR_MINUS_1 = Range("0 or more, or -1", lambda x: x >= -1)
-FROM_1_OR_MINUS_1 = Range("1 or more, or -1", lambda x: x >= 1 or x == -1)
-ABOVE_0_OR_MINUS_1 = Range("a positive number, or -1", lambda x: x > 0 or x == -1)
-SHARE             = Range("from 0 to 1", lambda x: 0 <= x <= 1)
-SHARE_BELOW_1     = Range("at least 0 and less than 1", lambda x: 0 <= x < 1)
-SHARE_ABOVE_0     = Range("more than 0, at most 1", lambda x: 0 < x <= 1)
-SHARE_OR_MINUS_1  = Range("more than 0, at most 1, or -1", lambda x: 0 < x <= 1 or x == -1)
-POWER_OF_2        = Range("a power of two, from 1 up", lambda x: x >= 1 and x & (x - 1) == 0)
-SEED              = Range("at least 0 and less than 2**32", lambda x: 0 <= x < 2**32)
+POSITIVE         = Range("a positive number, 1e-30 or more", lambda x: x >= 1e-30)
+FROM_0           = Range("0 or more", lambda x: x >= 0)
+FROM_1           = Range("1 or more", lambda x: x >= 1)
+FROM_64          = Range("64 or more", lambda x: x >= 64)
+FROM_0_OR_UNSET  = Range("0 or more, or -1", lambda x: x >= -1)
+FROM_1_OR_UNSET  = Range("1 or more, or -1", lambda x: x >= 1 or x == -1)
+AXIS_SIZE        = FROM_1_OR_UNSET._replace(most=2**20)
+ABOVE_0_OR_UNSET = Range("a positive number, or -1", lambda x: x > 0 or x == -1)
+SHARE            = Range("from 0 to 1", lambda x: 0 <= x <= 1, None)
+SHARE_BELOW_1    = Range("at least 0 and less than 1", lambda x: 0 <= x < 1, None)
+SHARE_ABOVE_0    = Range("more than 0, at most 1", lambda x: 0 < x <= 1, None)
+SHARE_OR_UNSET   = Range("more than 0, at most 1, or -1", lambda x: 0 < x <= 1 or x == -1, None)
+POWER_OF_2       = Range("a power of two, from 1 up", lambda x: x >= 1 and x & (x - 1) == 0)
+SEED             = Range("at least 0 and less than 2**32", lambda x: 0 <= x < 2**32, None)
 # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key's declaration.
-
-    Attributes:
-        default: of the key's type.
-        comment: the line that explains it.
-        allowed: the range of a number, or the texts there are to choose from.
-        most: the largest number, more than any machine has room or time for: larger ones overflow where they are
-            multiplied. None where the range has an end.
-        per_layer: a pattern of `decoder_segments` may give a layer its own.
-        not_with: the attention types that do not have it.
-        fixed: it makes a run's weights, optimizer arrays or data what they are: a run resumed with another value is
-            another run.
-        example: of a list whose entries are texts, such as `[attention.*]`.
-        is_path: its value is a path.
-        is_local: its path is read or written through this machine's file system alone.
-        any_text: its text may have any character, not only those that a name may have.
-        above: comment lines above it in base.yml.
-        entries: of a mapping, what explains each entry.
-        name, section, group: where it is declared: its own name, the attribute of `Config`, the title in base.yml.
-    """
+    """One key's declaration."""
 
     default: Any
-    comment: str
-    allowed: Range | tuple[str, ...] = ()
-    most: float | None = None
-    per_layer: bool = False
-    not_with: tuple[str, ...] = ()
-    fixed: bool = False
-    example: str = ""
+    comment: str  # the line that explains it
+    allowed: Range | tuple[str, ...] = ()  # the range of a number, or the texts there are to choose from
+    most: float | None = None  # the largest number, more than any machine has room or time for: products may overflow
+    per_layer: bool = False  # a pattern of `decoder_segments` may give a layer its own
+    not_with: str = ""  # the attention type that does not have it
+    fixed: bool | None = None  # a run resumed with another value is another run; None: as its group
+    example: str = ""  # of a list whose entries are texts, such as `[attention.*]`
     is_path: bool = False
-    is_local: bool = False
-    any_text: bool = False
-    above: str = ""
-    entries: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_local: bool = False  # its path is read or written through this machine's file system alone
+    any_text: bool = False  # its text may have any character, not only those that a name may have
+    above: str = ""  # comment lines above it in base.yml
+    entries: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what explains each entry of a mapping
     name: str = ""
-    section: str = ""
-    group: str = ""
+    section: str = ""  # the attribute of `Config`
+    group: str = ""  # the title in base.yml
 
 
 def frozen(value: Any) -> Any:
@@ -83,6 +66,7 @@ def key(
     default: Any, comment: str, allowed: Range | tuple[str, ...] = (), most: float | None = None, **more: Any
 ) -> Any:
     """Declares a key; the arguments are `Key`'s."""
+    most = allowed.most if most is None and isinstance(allowed, Range) else most
     declared = Key(frozen(default), comment, allowed, most, **more)
     return dataclasses.field(default_factory=lambda: declared.default, metadata={"key": declared})
 

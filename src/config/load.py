@@ -1,5 +1,6 @@
 """Resolves a command's configuration: defaults, model file, the user's config files, key=value; checked and frozen."""
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,28 +10,18 @@ from typing import Any, NamedTuple, Protocol
 from ml_collections import ConfigDict
 
 from src.config.checks import check_config
-from src.config.corrections import corrected_command
 from src.config.data_checks import read_entries
 from src.config.keys import frozen
-from src.config.migration_hints import migration_hint, with_own_mesh_word
+from src.config.migration_hints import corrected_command, migration_hint, with_own_mesh_word
 from src.config.model_checks import read_segments
 from src.config.python_file import config_dict_keys, read_python
 from src.config.run_config import model_keys, run_folder, run_keys, runs_in
 from src.config.schema import KEYS, Config, defaults
 from src.config.source_spec import ENTRY_KEYS
-from src.config.yaml import (
-    BASE,
-    CONFIGS,
-    NOTHING,
-    convert,
-    dump,
-    file_name,
-    literal,
-    parse_argument,
-    parse_keys,
-    read_file,
-    unprintable,
-)
+from src.config.yaml import BASE, CONFIGS, NOTHING, convert, dump, file_name, literal, parse_argument, parse_keys
+
+# isort: split
+from src.config.yaml import read_file, unprintable
 from src.errors import UserError, clipped, did_you_mean, first_few
 
 
@@ -53,7 +44,7 @@ class ModelFolders(Protocol):
 
 
 class Change(NamedTuple):
-    """A key whose value differs between a run's own configuration and a command's; None: the key is missing there."""
+    """A key whose value differs between two configurations; None: the key is missing there."""
 
     key: str
     old: Any
@@ -111,29 +102,46 @@ def _load(
     elif not argv:
         problems.append("the first argument is a YAML file or a run's folder, as in `configs/base.yml steps=100`")
     elif "=" not in argv[0] and not argv[0].startswith("-"):
-        run = run_folder(file_name(argv[0]))
-        files, words = _of_run(run, uses_weights, problems) if run else _chain(Path(argv[0]), problems), argv[1:]
+        words = argv[1:]
+        if run := run_folder(file_name(argv[0])):
+            with _collected(problems):
+                weights = {"load_parameters_path": str(run)} if uses_weights else {}
+                files = _settings(run_keys(run) | weights, f"in {run}")
+        else:
+            files = _chain(Path(argv[0]), problems)
     arguments = list(_arguments(words, problems))
     model_name = _model_name([*files, *arguments])
-    if run and model_name != _model_name(files):
+    model: list[Setting] = []
+    if not run:
+        with _collected(problems):
+            model = _model_settings(model_name, uses_weights, folders, problems)
+    elif model_name != _model_name(files):
         problems.append(f"model_name={model_name}: {run} is a run with a model of its own, which keeps it")
-    model = [] if run else _model_settings(model_name, uses_weights, folders, problems)
     config, failed = _resolve([*model, *files, *arguments], problems, notes)
     # The model of another run has the name that it has there.
     config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
-    problems.extend(check_config(config, failed))
+    problems = [clipped(problem) for problem in dict.fromkeys([*problems, *check_config(config, failed)])]
+    if len(problems) > 1:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise UserError(f"{len(problems)} problems with this configuration:{listed}")
     if problems:
-        raise UserError(_report(problems))
+        raise UserError(problems[0])
     if config["steps"] == -1:
         config["steps"] = config["learning_rate_schedule_steps"]
     return Config.of(config)
 
 
-def _report(problems: Sequence[str]) -> str:
-    problems = [clipped(problem) for problem in dict.fromkeys(problems)]
-    if len(problems) == 1:
-        return problems[0]
-    return f"{len(problems)} problems with this configuration:\n" + "\n".join(f"  - {problem}" for problem in problems)
+@contextlib.contextmanager
+def _collected(problems: list[str]) -> Iterator[None]:
+    """Adds a UserError of the body to `problems`."""
+    try:
+        yield
+    except UserError as error:
+        problems.append(str(error))
+
+
+def _settings(keys: Mapping[str, Any], where: str) -> list[Setting]:
+    return [Setting(key, value, where) for key, value in keys.items()]
 
 
 def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Setting]:
@@ -146,10 +154,8 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
         elif argument.startswith("-") and key.partition(".")[0] in KEYS:
             problems.append(f"{argument}: keys are typed without dashes, {key}={text}")
         else:
-            try:
+            with _collected(problems):
                 yield Setting(key, parse_argument(text, _default(key), key), "on the command line")
-            except UserError as error:
-                problems.append(str(error))
 
 
 def _default(key: str) -> Any:
@@ -157,15 +163,6 @@ def _default(key: str) -> Any:
     key, dot, entry = key.partition(".")
     default = KEYS[key].default if key in KEYS else None
     return default.get(entry) if dot and isinstance(default, Mapping) else default
-
-
-def _of_run(folder: Path, uses_weights: bool, problems: list[str]) -> list[Setting]:
-    try:
-        keys = run_keys(folder) | ({"load_parameters_path": str(folder)} if uses_weights else {})
-    except UserError as error:
-        problems.append(str(error))
-        return []
-    return [Setting(key, value, f"in {folder}") for key, value in keys.items()]
 
 
 def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) -> list[Setting]:
@@ -182,7 +179,7 @@ def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) 
         visited.append(resolved)
         keys = _read(path, problems) if keys is None else keys
         below = file_name(str(keys.pop("base_config", "")))
-        settings = [Setting(key, value, f"in {path}") for key, value in keys.items()] + settings
+        settings = _settings(keys, f"in {path}") + settings
         if not below:
             break
         beside = path.parent / below
@@ -192,14 +189,11 @@ def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) 
 
 def _read(path: Path, problems: list[str]) -> dict[str, Any]:
     """Returns the keys of a YAML or Python file; none, and a problem, where it is missing or malformed."""
-    if not path.is_file():
-        problems.append(_no_config(path))
-        return {}
-    try:
+    with _collected(problems):
+        if not path.is_file():
+            raise UserError(_no_config(path))
         return read_python(path) if path.suffix == ".py" else read_file(path)
-    except UserError as error:
-        problems.append(str(error))
-        return {}
+    return {}
 
 
 def _no_config(path: Path) -> str:
@@ -225,6 +219,9 @@ def _model_settings(name: str, uses_weights: bool, folders: ModelFolders | None,
     """Returns the settings of the model file that `name` names, or of the file, run or model folder at that path.
 
     A tokenizer in the folder, or beside a file that is given by its path, is the model's.
+
+    Raises:
+        UserError: there is no such model.
     """
     if not name:
         return []
@@ -232,28 +229,24 @@ def _model_settings(name: str, uses_weights: bool, folders: ModelFolders | None,
         run = run_folder(name)
         keys = model_keys(run) if run else folders.model_keys(name) if folders else None
     except UserError as error:
-        problems.append(f"model_name={name}: {error}")
-        return []
+        raise UserError(f"model_name={name}: {error}") from None
     if keys is not None:
-        weights = {"load_parameters_path": name} if uses_weights else {}
-        return [Setting(key, value, f"in {name}") for key, value in {**keys, **weights}.items()]
+        return _settings({**keys, **({"load_parameters_path": name} if uses_weights else {})}, f"in {name}")
     path = Path(os.path.expanduser(name)) if name.endswith((".yml", ".py")) else CONFIGS / "models" / f"{name}.yml"
     if not path.is_file():
         models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
         hint = did_you_mean(name, models) or f" There are {first_few(models, near=name)}."
         if re.fullmatch(r"[\w-]+/[\w.-]+", name):
             hint = f" If it is a model of huggingface.co, get it first: `hf download {name} --local-dir {name}`."
-        problems.append(
+        raise UserError(
             f"model_name={name}: there is no file {path}.{hint} A name ending in .yml is a path, and so is the folder "
             "of a Hugging Face model."
         )
-        return []
-    settings = [Setting(key, value, f"in {path}") for key, value in _read(path, problems).items()]
+    settings = _settings(_read(path, problems), f"in {path}")
     for setting in settings:
         if setting.key in KEYS and KEYS[setting.key].section != "model":
             problems.append(f"{path}: {setting.key} does not describe a model; a model file has only keys that do")
-    tokenizer = folders.tokenizer_keys(path.parent) if folders else {}
-    return settings + [Setting(key, value, f"beside {path}") for key, value in tokenizer.items()]
+    return settings + _settings(folders.tokenizer_keys(path.parent) if folders else {}, f"beside {path}")
 
 
 def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str]) -> tuple[dict[str, Any], set[str]]:
@@ -267,21 +260,23 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
     for setting in settings:
         key, dot, entry = setting.key.partition(".")
         if key not in config:
-            _answer_unknown(setting, problems, notes)
-            continue
-        if dot and not isinstance(config[key], Mapping):
+            if hint := migration_hint(setting.key, setting.value):
+                (notes if hint.accepted else problems).append(hint.sentence)
+            else:
+                similar = did_you_mean(with_own_mesh_word(setting.key), KEYS) or " `--help` lists all keys."
+                problems.append(f"unknown key {setting.key} ({setting.where}).{similar}")
+        elif dot and not isinstance(config[key], Mapping):
             problems.append(f"{setting.key} ({setting.where}): {key} is no mapping, it has no entry {entry}")
             failed.add(key)
-            continue
-        try:
-            value = _typed(setting.key, setting.value)
-        except ValueError as error:
-            problem = f"{setting.key} ({setting.where}): {error}"
-            end = "" if problem.endswith((".", "?")) else "."
-            problems.append(f"{problem}{end} {key}: {KEYS[key].comment}")
-            failed.add(key)
-            continue
-        config[key] = frozen({**config[key], entry: value}) if dot else value
+        else:
+            try:
+                value = _typed(setting.key, setting.value)
+                config[key] = frozen({**config[key], entry: value}) if dot else value
+            except ValueError as error:
+                problem = f"{setting.key} ({setting.where}): {error}"
+                end = "" if problem.endswith((".", "?")) else "."
+                problems.append(f"{problem}{end} {key}: {KEYS[key].comment}")
+                failed.add(key)
     return config, failed
 
 
@@ -293,14 +288,6 @@ def _typed(key: str, value: Any) -> Any:
         return read_entries(key, value)
     default = _default(key)  # None: of an unknown key or entry, which a check answers
     return frozen(literal(value) if default is None else convert(value, default))
-
-
-def _answer_unknown(setting: Setting, problems: list[str], notes: list[str]) -> None:
-    if hint := migration_hint(setting.key, setting.value):
-        (notes if hint.accepted else problems).append(hint.sentence)
-    else:
-        similar = did_you_mean(with_own_mesh_word(setting.key), KEYS) or " `--help` lists all keys."
-        problems.append(f"unknown key {setting.key} ({setting.where}).{similar}")
 
 
 def to_yaml(config: Mapping[str, Any]) -> str:
@@ -325,23 +312,21 @@ def from_yaml(text: str) -> dict[str, Any]:
 
 def diff_from_base(config: Mapping[str, Any]) -> list[str]:
     """Returns a line for each key whose value is not the default, with both; entries of mappings have dotted keys."""
-    default, value = _dotted(defaults()), _dotted(config)
-    return [
-        f"{key}: {dump(value.get(key))} (default {dump(default.get(key))})"
-        for key in dict.fromkeys([*value, *default])
-        if value.get(key) != default.get(key)
-    ]
+    changes = _changes(_dotted(defaults()), _dotted(config))
+    return [f"{change.key}: {dump(change.new)} (default {dump(change.old)})" for change in changes]
 
 
 def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the flat configuration with each entry of a mapping under a dotted key of its own."""
     flat = {}
     for key, declared in KEYS.items():
-        if isinstance(declared.default, Mapping):
-            flat.update({f"{key}.{entry}": value for entry, value in config[key].items()})
-        else:
-            flat[key] = config[key]
+        is_mapping = isinstance(declared.default, Mapping)
+        flat |= {f"{key}.{entry}": value for entry, value in config[key].items()} if is_mapping else {key: config[key]}
     return flat
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    return [Change(key, old.get(key), new.get(key)) for key in {**new, **old} if old.get(key) != new.get(key)]
 
 
 def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:
@@ -353,12 +338,7 @@ def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[C
         Changes that a run may see as it goes on, and those that alter its weights' shapes or meaning, its data or
         their order and are not named by `new`'s `accept_changes`.
     """
-    before = {**defaults(), **old}
-    changes = [
-        Change(key, before.get(key), new.get(key))
-        for key in dict.fromkeys([*before, *new])
-        if before.get(key) != new.get(key)
-    ]
-    identity = {key.name for key in KEYS.values() if key.fixed or key.section == "model"} - set(new["accept_changes"])
+    changes = _changes({**defaults(), **old}, new)
+    identity = {key.name for key in KEYS.values() if key.fixed} - set(new["accept_changes"])
     breaking = [change for change in changes if change.key in identity]
     return [change for change in changes if change.key not in identity], breaking

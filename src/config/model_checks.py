@@ -1,120 +1,113 @@
 """Checks the keys that describe a model, and reads `decoder_segments` as it is typed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from src.config.keys import frozen
 from src.config.schema import KEYS, model_of
-from src.config.values import check_value
+from src.config.values import Keys, check_value, read_list
 from src.config.yaml import Plain, convert, dump
 from src.errors import did_you_mean, first_few
+
+# What an attention type can't do without.
+_NEEDED = {
+    "local_sliding": ("sliding_window_size",),
+    "chunk": ("chunk_attn_window_size",),
+    "mla": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+}
 
 
 def check_model(config: Mapping[str, Any]) -> list[str]:
     """Returns what is wrong with the keys that describe a model, together."""
-    return [*_layer(config), *_segments(config)]
+    return [*_layer(Keys(config)), *_segments(Keys(config))]
 
 
-def _layer(facts: Mapping[str, Any]) -> list[str]:
+def _layer(facts: Keys) -> list[str]:
+    """Returns what is wrong with the facts of one layer, or with those that all layers share."""
     return [problem for check in LAYER_CHECKS for problem in check(facts)]
 
 
-def _heads(facts: Mapping[str, Any]) -> list[str]:
-    query_heads, kv_heads = facts["base_num_query_heads"], facts["base_num_kv_heads"]
-    if query_heads % kv_heads and facts["attention_type"] != "mla":
-        return [f"base_num_query_heads={query_heads} is not a multiple of base_num_kv_heads={kv_heads}"]
-    return []
+def _heads(facts: Keys) -> Iterator[str]:
+    query_heads, kv_heads = facts.base_num_query_heads, facts.base_num_kv_heads
+    if query_heads % kv_heads and facts.attention_type != "mla":
+        yield f"base_num_query_heads={query_heads} is not a multiple of base_num_kv_heads={kv_heads}"
 
 
-def _rope(facts: Mapping[str, Any]) -> list[str]:
-    problems = []
-    name = "qk_rope_head_dim" if facts["attention_type"] == "mla" else "head_dim"
-    rotated = int(facts[name] * facts["partial_rotary_factor"])
-    if facts["position_type"] == "rope" and rotated % 2:
-        part = "" if facts["partial_rotary_factor"] == 1 else f" times partial_rotary_factor, {rotated},"
-        problems.append(f"position_type=rope rotates pairs: {name}={facts[name]}{part} must be even")
-    low, high = facts["rope_low_freq_factor"], facts["rope_high_freq_factor"]
-    if high < low and facts["rope_type"] == "llama3.1":
-        problems.append(f"rope_high_freq_factor={high} must be at least rope_low_freq_factor={low}")
-    return problems
+def _attention(facts: Keys) -> Iterator[str]:
+    kind = facts.attention_type
+    for key in _NEEDED.get(kind, ()):
+        if not facts[key]:
+            yield f"attention_type={kind} needs {key}"
+    for key, declared in KEYS.items():
+        if kind == declared.not_with and facts[key] != declared.default:
+            yield f"attention_type={kind} has no {key}={dump(facts[key])} (set {key}={dump(declared.default)})"
 
 
-def _attention(facts: Mapping[str, Any]) -> list[str]:
-    kind = facts["attention_type"]
-    needed = {
-        "local_sliding": ("sliding_window_size",),
-        "chunk": ("chunk_attn_window_size",),
-        "mla": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    }
-    problems = [f"attention_type={kind} needs {key}" for key in needed.get(kind, ()) if not facts[key]]
-    return problems + [
-        f"attention_type={kind} has no {key}={dump(facts[key])} (set {key}={dump(declared.default)})"
-        for key, declared in KEYS.items()
-        if kind in declared.not_with and facts[key] != declared.default
-    ]
+def _rope(facts: Keys) -> Iterator[str]:
+    name = "qk_rope_head_dim" if facts.attention_type == "mla" else "head_dim"
+    rotated = int(facts[name] * facts.partial_rotary_factor)
+    if facts.position_type == "rope" and rotated % 2:
+        part = "" if facts.partial_rotary_factor == 1 else f" times partial_rotary_factor, {rotated},"
+        yield f"position_type=rope rotates pairs: {name}={facts[name]}{part} must be even"
+    low, high = facts.rope_low_freq_factor, facts.rope_high_freq_factor
+    if high < low and facts.rope_type == "llama3.1":
+        yield f"rope_high_freq_factor={high} must be at least rope_low_freq_factor={low}"
 
 
-def _experts(facts: Mapping[str, Any]) -> list[str]:
-    experts, chosen = facts["num_experts"], facts["num_experts_per_tok"]
-    groups, chosen_groups = facts["n_routing_groups"], facts["topk_routing_group"]
+def _experts(facts: Keys) -> Iterator[str]:
+    experts, groups, chosen_groups = facts.num_experts, facts.n_routing_groups, facts.topk_routing_group
+    candidates = chosen_groups * (experts // groups)
     if experts == 1:
-        return []
+        return
     if experts % groups or chosen_groups > groups:
-        return [
+        yield (
             f"num_experts={experts} must be a multiple of n_routing_groups={groups}, of which "
             f"topk_routing_group={chosen_groups} are chosen"
-        ]
-    if chosen > chosen_groups * (experts // groups):
-        return [f"num_experts_per_tok={chosen} is more than the {chosen_groups * (experts // groups)} to choose from"]
-    if facts["routing_group_score"] == "top2" and groups > 1 and experts // groups < 2:
-        return [f"routing_group_score=top2 needs 2 experts per group: num_experts={experts}, n_routing_groups={groups}"]
-    return []
+        )
+    elif facts.num_experts_per_tok > candidates:
+        yield f"num_experts_per_tok={facts.num_experts_per_tok} is more than the {candidates} to choose from"
+    elif facts.routing_group_score == "top2" and groups > 1 and experts // groups < 2:
+        yield f"routing_group_score=top2 needs 2 experts per group: num_experts={experts}, n_routing_groups={groups}"
 
 
-def _capacity(config: Mapping[str, Any]) -> list[str]:
-    layers = [config, *(facts for entry in config["decoder_segments"] for facts in entry["pattern"])]
-    if config["capacity_factor"] != -1 and all(layer.get("num_experts", 1) == 1 for layer in layers):
-        return [f"capacity_factor={config['capacity_factor']:g} needs experts: set num_experts, or capacity_factor=-1"]
-    return []
+def _capacity(config: Keys) -> Iterator[str]:
+    layers = [config, *(facts for entry in config.decoder_segments for facts in entry["pattern"])]
+    if config.capacity_factor != -1 and all(layer.get("num_experts", 1) == 1 for layer in layers):
+        yield f"capacity_factor={config.capacity_factor:g} needs experts: set num_experts, or capacity_factor=-1"
 
 
-def _positions(config: Mapping[str, Any]) -> list[str]:
-    size, length = config["trainable_position_size"], config["max_target_length"]
-    if size != -1 and config["position_type"] != "learned":
-        return [f"trainable_position_size={size} needs position_type=learned (or set it to -1)"]
-    if size != -1 and size < length:
-        return [f"trainable_position_size={size} is shorter than max_target_length={length}: rows would have none"]
-    if config["position_type"] == "sinusoidal" and config["base_emb_dim"] % 2:
-        return ["position_type=sinusoidal needs an even base_emb_dim"]
-    return []
+def _positions(config: Keys) -> Iterator[str]:
+    size, length = config.trainable_position_size, config.max_target_length
+    if size != -1 and config.position_type != "learned":
+        yield f"trainable_position_size={size} needs position_type=learned (or set it to -1)"
+    elif size != -1 and size < length:
+        yield f"trainable_position_size={size} is shorter than max_target_length={length}: rows would have none"
+    elif config.position_type == "sinusoidal" and config.base_emb_dim % 2:
+        yield "position_type=sinusoidal needs an even base_emb_dim"
 
 
-def _segments(config: Mapping[str, Any]) -> list[str]:
-    problems = []
-    segments = config["decoder_segments"]
+def _segments(config: Keys) -> Iterator[str]:
+    segments = config.decoder_segments
     if not segments:
-        return []
+        return
     layers = model_of(config).num_decoder_layers
     fixed = sum(entry["repeats"] * len(entry["pattern"]) for entry in segments if entry["repeats"] != -1)
-    open_ended = [entry for entry in segments if entry["repeats"] == -1]
+    open_ended = [len(entry["pattern"]) for entry in segments if entry["repeats"] == -1]
     rest = layers - fixed
     if len(open_ended) > 1:
-        problems.append("decoder_segments: only one segment may have repeats: -1, which takes the rest of the layers")
-    elif open_ended and (rest <= 0 or rest % len(open_ended[0]["pattern"])):
-        problems.append(
+        yield "decoder_segments: only one segment may have repeats: -1, which takes the rest of the layers"
+    elif open_ended and (rest <= 0 or rest % open_ended[0]):
+        yield (
             f"decoder_segments: {rest} of {layers} layers are left for the segment with repeats: -1, whose pattern has "
-            f"{len(open_ended[0]['pattern'])}; change repeats or base_num_decoder_layers"
+            f"{open_ended[0]}; change repeats or base_num_decoder_layers"
         )
     elif not open_ended and rest:
-        problems.append(
+        yield (
             f"decoder_segments describe {fixed} layers, the model has {layers}; "
             "change repeats (-1: the rest) or base_num_decoder_layers"
         )
     for number, entry in enumerate(segments, start=1):
         for facts in entry["pattern"]:
-            found = _layer({**config, **facts})
-            problems.extend(f"decoder_segments, segment {number}: {problem}" for problem in found)
-    return problems
+            yield from (f"decoder_segments, segment {number}: {it}" for it in _layer(Keys({**config, **facts})))
 
 
 def read_segments(value: Any) -> tuple[Mapping[str, Any], ...]:
@@ -123,26 +116,16 @@ def read_segments(value: Any) -> tuple[Mapping[str, Any], ...]:
     Raises:
         ValueError: everything that is wrong with them.
     """
-    if not isinstance(value, list):
-        return convert(value, ())
-    segments, problems = [], []
-    for number, entry in enumerate(value, start=1):
-        try:
-            segments.append(_read_segment(entry))
-        except ValueError as error:
-            problems.append(f"segment {number}: {error}")
-    if problems:
-        raise ValueError("; ".join(problems))
-    return frozen(segments)
+    return read_list(value, "segment", _read_segment)
 
 
 def _read_segment(entry: Any) -> dict[str, Any]:
     if not isinstance(entry, dict) or set(entry) - {"repeats", "shared", "pattern"} or not entry.get("pattern"):
         raise ValueError(f"expected {{repeats: n, shared: true or false, pattern: [...]}}, got {dump(entry)}")
-    repeats = _convert_named("repeats", entry.get("repeats", Plain("1")), 1)
+    repeats = convert(entry.get("repeats", Plain("1")), 1, "repeats")
     if repeats < 1 and repeats != -1:
         raise ValueError(f"repeats={repeats} must be 1 or more, or -1 (the rest of the layers)")
-    shared = _convert_named("shared", entry.get("shared", Plain("false")), False)
+    shared = convert(entry.get("shared", Plain("false")), False, "shared")
     if not isinstance(entry["pattern"], list) or not all(isinstance(facts, dict) for facts in entry["pattern"]):
         raise ValueError("pattern must be a list of layers, each {fact: value, ...}; {} is one as the model's keys say")
     return {"repeats": repeats, "shared": shared, "pattern": list(map(_layer_facts, entry["pattern"]))}
@@ -155,20 +138,12 @@ def _layer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
             per_layer = [other.name for other in KEYS.values() if other.per_layer]
             hint = did_you_mean(key, per_layer) or f" Those that may: {first_few(per_layer, near=key)}."
             raise ValueError(f"{key} cannot differ by layer.{hint}")
-        fact = _convert_named(key, value, KEYS[key].default)
-        if key == "position_type" and fact not in ("rope", "none"):
-            raise ValueError(f"position_type={fact} cannot differ by layer, only rope or none")
-        if problem := check_value(key, fact):
+        typed[key] = convert(value, KEYS[key].default, key)
+        if key == "position_type" and typed[key] not in ("rope", "none"):
+            raise ValueError(f"position_type={typed[key]} cannot differ by layer, only rope or none")
+        if problem := check_value(key, typed[key]):
             raise ValueError(problem)
-        typed[key] = fact
     return typed
-
-
-def _convert_named(key: str, value: Any, default: Any) -> Any:
-    try:
-        return convert(value, default)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
 
 
 LAYER_CHECKS = (_heads, _attention, _rope, _experts)

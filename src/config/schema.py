@@ -4,33 +4,19 @@
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from src.config.keys import (
-    FROM_0,
-    FROM_0_OR_MINUS_1,
-    FROM_1,
-    FROM_1_OR_MINUS_1,
-    FROM_64,
-    POSITIVE,
-    SEED,
-    SHARE_BELOW_1,
-    SHARE_OR_MINUS_1,
-    Key,
-    frozen,
-    group,
-    key,
-    path,
-)
+from src.config.keys import AXIS_SIZE, FROM_0, FROM_0_OR_UNSET, FROM_1, FROM_1_OR_UNSET, FROM_64, POSITIVE, SEED
+
+# isort: split
+from src.config.keys import SHARE_BELOW_1, SHARE_OR_UNSET, Key, frozen, group, key, path
 from src.config.model_keys import AttentionFacts, FeedForwardFacts, LayerFacts, Model, ModelSize, PositionFacts
 from src.config.step_keys import Compilation, Numerics, Optimizer, Step, Trainable
 
 # The mesh's axes, and the word for each in the keys of its sizes: ici_WORD_parallelism and dcn_WORD_parallelism.
-MESH_AXES = {
-    **{"data": "data", "stage": "pipeline", "fsdp": "fsdp", "context": "context", "expert": "expert"},
-    "tensor": "tensor",
-}
+MESH_AXES = {axis: axis for axis in ("data", "stage", "fsdp", "context", "expert", "tensor")} | {"stage": "pipeline"}
 # The logical dims of weights and activations: the mesh axes that shard each, and what it is.
 LOGICAL_AXES = {
     "batch": (("data", "fsdp", "expert"), "rows"),
@@ -57,156 +43,125 @@ LOGICAL_AXES = {
 class Run:
     """Run"""
 
-    run_name: str              = key("",
-        "folder of the run below base_output_directory, such as a or sweep/a; empty: a dated name")
+    run_name: str = key("", "folder of the run below base_output_directory, such as a or sweep/a; empty: a dated name")
     base_output_directory: str = path("runs", "any path etils reads: a local folder, gs://bucket/dir, s3://bucket/dir")
-    model_name: str            = key("",
+    model_name: str = key("",
         "configs/models/NAME.yml, a path to such a file, a Hugging Face or a run's folder; empty: the model below")
-    hardware: str              = key("", "empty: detected; cpu, gpu or tpu: an error if another is found",
-        ("", "cpu", "gpu", "tpu"))
-    steps: int                 = key(10_000, "optimizer steps of the whole run; -1: learning_rate_schedule_steps",
-        FROM_1_OR_MINUS_1, 2**30)
-    log_period: int            = key(1, "steps between printed lines; metrics.jsonl has every step", FROM_1, 2**30)
-    quiet: bool                = key(False, "print no header and no line of a step before the last, as in a sweep")
-    accept_changes: tuple      = key((), "keys a resumed run may change although they alter weights, data or its order")
+    hardware: str = key("", "empty: detected; cpu, gpu or tpu: an error if another is found", ("", "cpu", "gpu", "tpu"))
+    steps: int = key(10_000, "optimizer steps of the whole run; -1: learning_rate_schedule_steps", FROM_1_OR_UNSET)
+    log_period: int = key(1, "steps between printed lines; metrics.jsonl has every step", FROM_1)
+    quiet: bool = key(False, "print no header and no line of a step before the last, as in a sweep")
+    accept_changes: tuple = key((), "keys a resumed run may change although they alter weights, data or its order")
 
 
 @group
 class Aot:
     """Compilation ahead of time (docs/aot.md)"""
 
-    compile_topology: str            = key("",
-        "src.train_compile: a TPU slice (v5p-128, v5p:4x4x4), a GPU host (a3) or cpu-8")
+    compile_topology: str = key("", "src.train_compile: a TPU slice (v5p-128, v5p:4x4x4), a GPU host (a3) or cpu-8")
     compile_topology_num_slices: int = key(1, "src.train_compile: how many such slices or hosts", FROM_1, 2**16)
-    compile_report: str              = path("", "src.train_compile: where its report goes as JSON")
-    compiled_trainstep_file: str     = path("",
-        "src.train_compile writes the compiled step there; src.train loads it and compiles none")
-    compile_xla_flags: str           = key("",
-        "the compiler's options, such as --xla_a=true --xla_b=2; auto: those for this hardware")
+    compile_report: str = path("", "src.train_compile: where its report goes as JSON")
+    compiled_trainstep_file: str = path("", "src.train_compile writes the compiled step there; src.train loads it")
+    compile_xla_flags: str = key("", "compiler options, such as --xla_a=true --xla_b=2; auto: those for this hardware")
 
 
 @group
 class Batch:
     """Batch"""
 
-    per_device_batch_size: float = key(12.0, "rows per device and micro-batch; a fraction where devices share a row",
-        POSITIVE, 2**20)
-    max_target_length: int       = key(2048, "T, tokens per row", FROM_1, 2**24, fixed=True)
-    packing: bool                = key(True,
-        "true: documents fill rows, apart by segment; false: a document per row, padded", fixed=True)
-    long_documents: str          = key("split",
+    per_device_batch_size: float = key(12.0,
+        "rows per device and micro-batch; a fraction where devices share a row", POSITIVE, 2**20)
+    max_target_length: int = key(2048, "T, tokens per row", FROM_1, 2**24, fixed=True)
+    packing: bool = key(True, "true: documents fill rows, apart by segment; false: one a row, padded", fixed=True)
+    long_documents: str = key("split",
         "packing=false: what a row has no room for goes on in the next (split), or is left out (truncate)",
         ("split", "truncate"), fixed=True)
-    batch_transform: str         = key("",
-        "module:function(rows) -> rows of the same shapes: changes batches after they are made", fixed=True)
+    batch_transform: str = key("", "module:function(rows) -> rows of the same shapes: alters batches", fixed=True)
 
 
 @group
 class DataSources:
     """Data"""
 
-    dataset_type: str        = key("text",
+    dataset_type: str = key("text",
         "text (files, JSONL), tfds, array_record, parquet, tokens, synthetic or custom (docs/data.md)",
-        ("text", "tfds", "array_record", "parquet", "tokens", "synthetic", "custom"), fixed=True)
-    dataset_path: str        = path("",
-        "a file, folder or glob; tfds: the data folder; text: empty is Python's own source", fixed=True)
-    dataset_name: str        = key("", "tfds: the dataset, such as c4/en:3.0.1", fixed=True)
-    train_split: str         = key("train", "tfds: of the dataset, such as train[10%:]", fixed=True)
-    dataset_column: str      = key("text",
-        "JSONL, tfds, array_record, parquet: the field with a text, or a list of ids", fixed=True)
-    array_record_format: str = key("example", "array_record: a record is an example (tf.train.Example), json or text",
-        ("example", "json", "text"), fixed=True)
-    dataset_factory: str     = key("", "custom: module:function(config, split) -> documents (docs/data.md)", fixed=True)
-    datasets: tuple          = key((),
-        "a mixture: [{name: web, weight: 7, dataset_path: ...}, ...], other keys as above", fixed=True)
-    eval_dataset_path: str   = path("", "as dataset_path; empty: a held-out part of the training data", fixed=True)
-    eval_dataset_name: str   = key("", "tfds: as dataset_name")
-    eval_split: str          = key("validation", "tfds: as train_split")
-    eval_datasets: tuple     = key((), "several: [{name: books, eval_steps: 10, dataset_path: ...}, ...], as datasets")
-    max_document_bytes: int  = key(65_536,
-        "text: longer documents are cut into pieces, or one would own a row for many steps", FROM_64, 2**30, fixed=True)
-    eval_fraction: float     = key(0.02, "of the documents held out where eval_dataset_path is empty",
-        SHARE_BELOW_1, fixed=True)
-    tokenizer_type: str      = key("byte", "byte (256 bytes, bos, eos), sentencepiece or huggingface",
-        ("byte", "sentencepiece", "huggingface"), fixed=True)
-    tokenizer_path: str      = path("",
-        "sentencepiece: a .model file, as src.train_tokenizer writes; huggingface: a model folder",
-        fixed=True, is_local=True)
-    data_shuffle_seed: int   = key(0, "of the order of documents", SEED, fixed=True)
-    data_threads: int        = key(1,
-        "threads that make a batch's rows; more pay where reading waits for a remote store", FROM_1, 2**10)
+        ("text", "tfds", "array_record", "parquet", "tokens", "synthetic", "custom"))
+    dataset_path: str = path("", "a file, folder or glob; tfds: the data folder; text: empty is Python's own source")
+    dataset_name: str = key("", "tfds: the dataset, such as c4/en:3.0.1")
+    train_split: str = key("train", "tfds: of the dataset, such as train[10%:]")
+    dataset_column: str = key("text", "JSONL, tfds, array_record, parquet: the field with a text, or a list of ids")
+    array_record_format: str = key("example",
+        "array_record: a record is an example (tf.train.Example), json or text", ("example", "json", "text"))
+    dataset_factory: str = key("", "custom: module:function(config, split) -> documents (docs/data.md)")
+    datasets: tuple = key((), "a mixture: [{name: web, weight: 7, dataset_path: ...}, ...], other keys as above")
+    eval_dataset_path: str = path("", "as dataset_path; empty: a held-out part of the training data")
+    eval_dataset_name: str = key("", "tfds: as dataset_name", fixed=False)
+    eval_split: str = key("validation", "tfds: as train_split", fixed=False)
+    eval_datasets: tuple = key((), "as datasets: [{name: books, eval_steps: 10, dataset_path: ...}, ...]", fixed=False)
+    max_document_bytes: int = key(65_536, "text: longer documents are cut, or one would own a row for long", FROM_64)
+    eval_fraction: float = key(0.02, "of the documents held out where eval_dataset_path is empty", SHARE_BELOW_1)
+    tokenizer_type: str = key("byte",
+        "byte (256 bytes, bos, eos), sentencepiece or huggingface", ("byte", "sentencepiece", "huggingface"))
+    tokenizer_path: str = path("",
+        "sentencepiece: a .model file, as src.train_tokenizer writes; huggingface: a model folder", is_local=True)
+    data_shuffle_seed: int = key(0, "of the order of documents", SEED)
+    data_threads: int = key(1, "threads that make rows; more pay with a remote store", FROM_1, 2**10, fixed=False)
 
 
 @group
 class Conversations:
     """Finetuning: the data"""
 
-    use_sft: bool                     = key(False,
-        "dataset_path has .jsonl files of prompts and completions, or of chats (docs/data.md)", fixed=True)
-    sft_train_on_completion_only: bool = key(True, "the loss counts what the assistant says alone; false: all tokens",
-        fixed=True)
+    use_sft: bool = key(False, "dataset_path has .jsonl files of prompts and completions, or of chats (docs/data.md)")
+    sft_train_on_completion_only: bool = key(True, "the loss counts what the assistant says alone; false: all tokens")
 
 
 @group
 class Evaluation:
     """Evaluation"""
 
-    eval_interval: int                = key(-1, "steps between evaluations, and one at the end; -1: none",
-        FROM_1_OR_MINUS_1, 2**30)
-    eval_steps: int                   = key(-1, "batches per evaluation; -1: one epoch of the evaluation data",
-        FROM_1_OR_MINUS_1, 2**30)
-    eval_mode: str                    = key("reset",
+    eval_interval: int = key(-1, "steps between evaluations, and one at the end; -1: none", FROM_1_OR_UNSET)
+    eval_steps: int = key(-1, "batches per evaluation; -1: one epoch of the evaluation data", FROM_1_OR_UNSET)
+    eval_mode: str = key("reset",
         "each evaluation begins with the first batch (reset) or after the last one's (rolling)", ("reset", "rolling"))
     eval_per_device_batch_size: float = key(0.0, "0: per_device_batch_size", FROM_0, 2**20)
-    eval_metrics: str                 = key("",
-        "module:function(logits, batch) -> {name: (sum, count)}: evaluations report its quotients")
-    texts_path: str                   = path("",
-        "src.evaluate: texts to score, one per line or JSONL with a field text", is_local=True)
-    scores_path: str                  = path("", "src.evaluate: where the scores of texts_path go, JSONL",
-        is_local=True)
-    tokens_path: str                  = path("", "src.evaluate: ids to compute logits for, a .npy file of int32 [B, T]",
-        is_local=True)
-    logits_path: str                  = path("",
-        "src.evaluate: where the logits of tokens_path go, a .npy file of float32 [B, T, V]", is_local=True)
+    eval_metrics: str = key("", "module:function(logits, batch) -> {name: (sum, count)}: evaluations report quotients")
+    texts_path: str = path("", "src.evaluate: texts to score, one per line or JSONL with a field text", is_local=True)
+    scores_path: str = path("", "src.evaluate: where the scores of texts_path go, JSONL", is_local=True)
+    tokens_path: str = path("", "src.evaluate: ids to compute logits for, a .npy file of int32 [B, T]", is_local=True)
+    logits_path: str = path("", "src.evaluate: where their logits go, a .npy file of float32 [B, T, V]", is_local=True)
 
 
 @group
 class Tools:
     """Tools for data"""
 
-    tokenized_path: str     = path("", "src.tokenize_dataset: the folder it writes, for dataset_type=tokens")
-    inspect_first_step: int = key(0, "src.inspect_data: the first batch it shows", FROM_0, 2**30)
-    inspect_num_steps: int  = key(1, "src.inspect_data: how many", FROM_1, 2**30)
-    process_count: int      = key(1,
-        "src.inspect_data: as if the run had so many processes, each with this machine's devices", FROM_1, 2**20)
-    process_index: int      = key(0, "src.inspect_data: the process whose rows it shows", FROM_0, 2**20)
+    tokenized_path: str = path("", "src.tokenize_dataset: the folder it writes, for dataset_type=tokens")
+    inspect_first_step: int = key(0, "src.inspect_data: the first batch it shows", FROM_0)
+    inspect_num_steps: int = key(1, "src.inspect_data: how many", FROM_1)
+    process_count: int = key(1, "src.inspect_data: as if of so many processes with these devices each", FROM_1, 2**20)
+    process_index: int = key(0, "src.inspect_data: the process whose rows it shows", FROM_0, 2**20)
 
 
 @group
 class Decoding:
     """Decoding (src.decode, and the sample at the end of a run)"""
 
-    prompt: str                       = key("def ", "the first text", any_text=True)
-    prompt_path: str                  = path("",
-        "src.decode: a file of prompts, one per line, or JSONL with a field prompt or messages", is_local=True)
-    interactive: bool                 = key(False, "src.decode: read prompts from the terminal, one after the other")
-    use_chat_template: bool           = key(False,
-        "src.decode: prompts are what a user says, written by the tokenizer's chat template")
-    sample_length: int                = key(0,
-        "tokens drawn, at most; 0: no sample at the end, and src.decode fills max_target_length", FROM_0, 2**24)
-    max_prefill_predict_length: int   = key(-1,
-        "tokens that prompts are padded to; -1: the power of two that holds the longest", FROM_1_OR_MINUS_1, 2**24)
-    decode_sampling_strategy: str     = key("weighted",
+    prompt: str = key("def ", "the first text", any_text=True)
+    prompt_path: str = path("", "src.decode: prompts, one a line, or JSONL with prompt or messages", is_local=True)
+    interactive: bool = key(False, "src.decode: read prompts from the terminal, one after the other")
+    use_chat_template: bool = key(False, "src.decode: prompts are a user's messages, in the tokenizer's chat template")
+    sample_length: int = key(0, "tokens drawn at most; 0: none at the end, src.decode: fills the row", FROM_0, 2**24)
+    max_prefill_predict_length: int = key(-1, "prompts are padded to it; -1: to a power of two", FROM_1_OR_UNSET, 2**24)
+    decode_sampling_strategy: str = key("weighted",
         "greedy (the likeliest token), weighted (all), topk, nucleus, composite (topk, then nucleus)",
         ("greedy", "weighted", "topk", "nucleus", "composite"))
-    decode_sampling_temperature: float = key(0.7, "logits are divided by it; 0: greedy", FROM_0, 2**30)
-    decode_sampling_top_k: int        = key(0, "topk, composite: draw from so many tokens, the likeliest",
-        FROM_0, 2**24)
-    decode_sampling_nucleus_p: float  = key(-1.0,
-        "nucleus, composite: draw from the fewest tokens that have this probability together", SHARE_OR_MINUS_1)
-    decode_seed: int                  = key(0, "of the draws", SEED)
-    decode_stop: tuple                = key((),
-        "src.decode: texts that end what is drawn, beside the tokenizer's own end",
+    decode_sampling_temperature: float = key(0.7, "logits are divided by it; 0: greedy", FROM_0)
+    decode_sampling_top_k: int = key(0, "topk, composite: draw from so many tokens, the likeliest", FROM_0, 2**24)
+    decode_sampling_nucleus_p: float = key(-1.0,
+        "nucleus, composite: draw from the fewest tokens that have this probability together", SHARE_OR_UNSET)
+    decode_seed: int = key(0, "of the draws", SEED)
+    decode_stop: tuple = key((), "src.decode: texts that end what is drawn, beside the tokenizer's own end",
         example='["Question:"]', any_text=True)
 
 
@@ -214,66 +169,55 @@ class Decoding:
 class Checkpoint:
     """Checkpoints"""
 
-    enable_checkpointing: bool       = key(True, "save, and resume from the newest good one")
-    async_checkpointing: bool        = key(True, "training goes on while a checkpoint is written")
-    checkpoint_period: int           = key(1000,
-        "steps between checkpoints; one is also saved at the end and on SIGTERM", FROM_1, 2**30)
-    max_num_checkpoints_to_keep: int = key(3,
-        "at the end, one more while it trains; the oldest are deleted; -1: all are kept", FROM_1_OR_MINUS_1, 2**30)
-    load_parameters_path: str        = path("",
-        "a run, a checkpoint or a Hugging Face folder: start with its weights, at step 0")
-    load_full_state_path: str        = path("", "the same: start with its weights, optimizer, step and data position")
+    enable_checkpointing: bool = key(True, "save, and resume from the newest good one")
+    async_checkpointing: bool = key(True, "training goes on while a checkpoint is written")
+    checkpoint_period: int = key(1000, "steps between checkpoints; one is also saved at the end and on SIGTERM", FROM_1)
+    max_num_checkpoints_to_keep: int = key(3, "at the end; one more in training; -1: all are kept", FROM_1_OR_UNSET)
+    load_parameters_path: str = path("", "a run, checkpoint or Hugging Face folder: start with its weights, at step 0")
+    load_full_state_path: str = path("", "the same: start with its weights, optimizer, step and data position")
 
 
 @group
 class Mesh:
     """Mesh (sizes multiply to the devices; one ici and one dcn size may be -1: what is left)"""
 
-    mesh_axes: tuple                  = key(tuple(MESH_AXES), "outermost first")
-    ici_data_parallelism: int         = key(1, "copies of the weights; ici: within a TPU slice or a GPU host",
-        FROM_1_OR_MINUS_1, 2**20)
-    ici_pipeline_parallelism: int     = key(1, "stages of a pipeline, each with its part of the layers: the axis stage",
-        FROM_1_OR_MINUS_1, 2**20)
-    ici_fsdp_parallelism: int         = key(-1, "shards of the weights and of the rows", FROM_1_OR_MINUS_1, 2**20)
-    ici_context_parallelism: int      = key(1, "parts of the sequence", FROM_1_OR_MINUS_1, 2**20)
-    ici_expert_parallelism: int       = key(1, "shards of the experts, and of the rows beside them",
-        FROM_1_OR_MINUS_1, 2**20)
-    ici_tensor_parallelism: int       = key(1, "shards of heads, hidden dims and vocabulary", FROM_1_OR_MINUS_1, 2**20)
-    dcn_data_parallelism: int         = key(-1, "the same; dcn: between slices or hosts", FROM_1_OR_MINUS_1, 2**20)
-    dcn_pipeline_parallelism: int     = key(1, "between slices or hosts", FROM_1_OR_MINUS_1, 2**20)
-    dcn_fsdp_parallelism: int         = key(1, "between slices or hosts", FROM_1_OR_MINUS_1, 2**20)
-    dcn_context_parallelism: int      = key(1, "between slices or hosts", FROM_1_OR_MINUS_1, 2**20)
-    dcn_expert_parallelism: int       = key(1, "between slices or hosts", FROM_1_OR_MINUS_1, 2**20)
-    dcn_tensor_parallelism: int       = key(1, "between slices or hosts", FROM_1_OR_MINUS_1, 2**20)
-    logical_axis_rules: Mapping       = key({axis: axes for axis, (axes, _) in LOGICAL_AXES.items()},
+    mesh_axes: tuple = key(tuple(MESH_AXES), "outermost first")
+    ici_data_parallelism: int = key(1, "copies of the weights; ici: within a TPU slice or a GPU host", AXIS_SIZE)
+    ici_pipeline_parallelism: int = key(1, "stages of a pipeline, each with some layers: the axis stage", AXIS_SIZE)
+    ici_fsdp_parallelism: int = key(-1, "shards of the weights and of the rows", AXIS_SIZE)
+    ici_context_parallelism: int = key(1, "parts of the sequence", AXIS_SIZE)
+    ici_expert_parallelism: int = key(1, "shards of the experts, and of the rows beside them", AXIS_SIZE)
+    ici_tensor_parallelism: int = key(1, "shards of heads, hidden dims and vocabulary", AXIS_SIZE)
+    dcn_data_parallelism: int = key(-1, "the same; dcn: between slices or hosts", AXIS_SIZE)
+    dcn_pipeline_parallelism: int = key(1, "between slices or hosts", AXIS_SIZE)
+    dcn_fsdp_parallelism: int = key(1, "between slices or hosts", AXIS_SIZE)
+    dcn_context_parallelism: int = key(1, "between slices or hosts", AXIS_SIZE)
+    dcn_expert_parallelism: int = key(1, "between slices or hosts", AXIS_SIZE)
+    dcn_tensor_parallelism: int = key(1, "between slices or hosts", AXIS_SIZE)
+    logical_axis_rules: Mapping = key({axis: axes for axis, (axes, _) in LOGICAL_AXES.items()},
         "logical dim of a weight or activation: the mesh axes that shard it",
         entries={axis: comment for axis, (_, comment) in LOGICAL_AXES.items()})
-    num_pipeline_microbatches: int    = key(-1,
-        "M, parts of a micro-batch's rows that go through the stages; -1: as many as stages", FROM_1_OR_MINUS_1, 2**16)
-    num_pipeline_repeats: int         = key(1,
+    num_pipeline_microbatches: int = key(-1,
+        "M, parts of a micro-batch's rows that go through the stages; -1: as many as stages", FROM_1_OR_UNSET, 2**16)
+    num_pipeline_repeats: int = key(1,
         "R, how often each goes through; -1: one repeat per turn; (stages - 1) / (M R + stages - 1) is idle",
-        FROM_1_OR_MINUS_1, 2**16)
-    coordinator_address: str          = key("",
-        "host:port of process 0; empty: found by JAX (docs/parallelism.md says where)")
-    num_processes: int                = key(-1, "with coordinator_address: how many", FROM_1_OR_MINUS_1, 2**20)
-    process_id: int                   = key(-1, "with coordinator_address: which, from 0", FROM_0_OR_MINUS_1, 2**20)
-    jax_distributed_initialization_timeout: int = key(300,
-        "seconds that the processes of a job wait for one that has not come", FROM_1, 2**24)
-    jax_distributed_heartbeat_timeout_seconds: int = key(30,
-        "seconds without an answer until a machine of the job is taken for lost", FROM_1, 2**16)
+        FROM_1_OR_UNSET, 2**16)
+    coordinator_address: str = key("", "host:port of process 0; empty: found by JAX (docs/parallelism.md says where)")
+    num_processes: int = key(-1, "with coordinator_address: how many", AXIS_SIZE)
+    process_id: int = key(-1, "with coordinator_address: which, from 0", FROM_0_OR_UNSET, 2**20)
+    jax_distributed_initialization_timeout: int = key(300, "seconds a job waits for all its processes", FROM_1, 2**24)
+    jax_distributed_heartbeat_timeout_seconds: int = key(30, "seconds after which a silent host is lost", FROM_1, 2**16)
 
 
 @group
 class Diagnostics:
     """Diagnostics"""
 
-    profiler: str                     = key("", "xplane: write a profile of some steps to the run's tensorboard folder",
-        ("", "xplane"))
-    skip_first_n_steps_for_profiler: int = key(1, "steps before the profile", FROM_0, 2**30)
-    profiler_steps: int               = key(5, "steps in it", FROM_1, 2**30)
-    collect_stack_trace: bool         = key(False, "write all threads' stacks now and then, and on a fault")
-    stack_trace_to_cloud: bool        = key(False,
-        "true: to files in /tmp/debugging that a TPU VM's agent uploads; false: to the console")
+    profiler: str = key("", "xplane: write a profile of some steps to the run's tensorboard folder", ("", "xplane"))
+    skip_first_n_steps_for_profiler: int = key(1, "steps before the profile", FROM_0)
+    profiler_steps: int = key(5, "steps in it", FROM_1)
+    collect_stack_trace: bool = key(False, "write all threads' stacks now and then, and on a fault")
+    stack_trace_to_cloud: bool = key(False, "true: to /tmp/debugging, which a TPU VM uploads; false: the console")
     stack_trace_interval_seconds: int = key(600, "between two of them", FROM_1, 2**24)
 # fmt: on
 
@@ -294,6 +238,8 @@ GROUPS: list[type] = [
     *(Optimizer, Batch, DataSources, Tools, Conversations, Trainable, Evaluation, Decoding, Checkpoint, Mesh),
     Diagnostics,
 ]
+# A run resumed with another value of one of their keys is another run, but for those declared with fixed=False.
+FIXED_GROUPS = (DataSources, Conversations, Trainable)
 SECTIONS: dict[str, type] = {
     "run": Run, "model": Model, "step": Step, "batch": Batch, "data": Data, "evaluation": Evaluation,
     "decoding": Decoding, "checkpoint": Checkpoint, "mesh": Mesh, "aot": Aot, "tools": Tools,
@@ -303,13 +249,14 @@ SECTIONS: dict[str, type] = {
 
 def collect(groups: Sequence[type], sections: Mapping[str, type]) -> dict[str, Key]:
     """Returns the keys that the groups declare, by name, each with the section that its group is a part of."""
-    return {
-        field.name: dataclasses.replace(field.metadata["key"], name=field.name, section=section, group=group.__doc__)
-        for group in groups
-        for field in dataclasses.fields(group)
-        for section, cls in sections.items()
-        if issubclass(cls, group)
-    }
+    keys = {}
+    for title, (section, cls) in itertools.product(groups, sections.items()):
+        for field in dataclasses.fields(title) if issubclass(cls, title) else ():
+            declared: Key = field.metadata["key"]
+            fixed = title in FIXED_GROUPS if declared.fixed is None else declared.fixed
+            place = {"name": field.name, "section": section, "group": title.__doc__}
+            keys[field.name] = dataclasses.replace(declared, **place, fixed=fixed or section == "model")
+    return keys
 
 
 KEYS = collect(GROUPS, SECTIONS)
@@ -328,13 +275,6 @@ def keys_of(section: str) -> tuple[str, ...]:
 def model_of(keys: Mapping[str, Any]) -> Model:
     """Returns the model that flat keys describe."""
     return SECTIONS["model"](**{name: keys[name] for name in keys_of("model")})
-
-
-def scaled_sizes(keys: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the model's sizes at `global_parameter_scale`, by name."""
-    model = model_of(keys)
-    names = ("emb_dim", "mlp_dim", "moe_mlp_dim", "num_decoder_layers", "num_query_heads", "num_kv_heads")
-    return {name: getattr(model, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from src.config.keys import FROM_0, FROM_1, FROM_1_OR_MINUS_1, POSITIVE, SEED, SHARE, SHARE_BELOW_1, group, key, path
+from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, SEED, SHARE, SHARE_BELOW_1, group, key, path
 
 DTYPES = ("bfloat16", "float32")
 # The arrays that a block may keep for the backward pass, and those that each policy keeps, as base.yml explains them.
@@ -32,85 +32,70 @@ on the device unless custom offloads it; a named array that no derivative needs 
 class Numerics:
     """Numerics"""
 
-    dtype: str            = key("bfloat16", "of activations and matrix products: bfloat16 or float32", DTYPES)
-    weight_dtype: str     = key("float32", "of the weights, and of Adam's second moment", DTYPES, fixed=True)
+    dtype: str = key("bfloat16", "of activations and matrix products: bfloat16 or float32", DTYPES)
+    weight_dtype: str = key("float32", "of the weights, and of Adam's second moment", DTYPES, fixed=True)
     matmul_precision: str = key("default",
         "default, high or highest: TPU and GPU multiply float32 in fewer bits unless highest",
         ("default", "high", "highest"))
-    attention: str        = key("autoselected", "autoselected, dot_product, flash (TPU) or cudnn_flash (NVIDIA GPU)",
+    attention: str = key("autoselected", "autoselected, dot_product, flash (TPU) or cudnn_flash (NVIDIA GPU)",
         ("autoselected", "dot_product", "flash", "cudnn_flash"))
-    num_vocab_tiling: int = key(1,
-        "tiles of the sequence the loss is computed in: logits of one tile are held at a time", FROM_1, 2**24)
+    num_vocab_tiling: int = key(1, "tiles of the sequence for the loss: logits of one are held at once", FROM_1, 2**24)
 
 
 @group
 class Compilation:
     """Compilation and memory"""
 
-    scan_layers: bool     = key(True, "true: one compiled body for each repeated layer pattern; false: unrolled")
-    remat_policy: str     = key("full", "one of the above", tuple(REMAT_POLICIES), above=REMAT_COMMENT)
+    scan_layers: bool = key(True, "true: one compiled body for each repeated layer pattern; false: unrolled")
+    remat_policy: str = key("full", "one of the above", tuple(REMAT_POLICIES), above=REMAT_COMMENT)
     remat_custom: Mapping = key({}, "custom: array: device or offload, for each array to keep")
-    jax_cache_dir: str    = path("~/.cache/mintext", "compiled programs are kept here between runs; empty: not kept")
+    jax_cache_dir: str = path("~/.cache/mintext", "compiled programs are kept here between runs; empty: not kept")
 
 
 @group
 class Optimizer:
     """Optimizer"""
 
-    opt_type: str                     = key("adamw",
-        "adamw, adafactor (learning_rate is then relative to a weight's size), muon or sgd",
+    opt_type: str = key("adamw", "adamw, adafactor (learning_rate is then relative to a weight's size), muon or sgd",
         ("adamw", "adafactor", "muon", "sgd"), fixed=True)
-    learning_rate: float              = key(3e-4, "the schedule's highest", POSITIVE, 2**120)
-    lr_schedule_type: str             = key("cosine", "cosine, or wsd: warm-up, stable, linear decay",
-        ("cosine", "wsd"))
-    learning_rate_schedule_steps: int = key(-1, "length of the schedule, after which the rate is zero; -1: steps",
-        FROM_1_OR_MINUS_1, 2**30)
-    warmup_steps_fraction: float      = key(0.1, "of the schedule: linear from 0 to learning_rate", SHARE)
+    learning_rate: float = key(3e-4, "the schedule's highest", POSITIVE, 2**120)
+    lr_schedule_type: str = key("cosine", "cosine, or wsd: warm-up, stable, linear decay", ("cosine", "wsd"))
+    learning_rate_schedule_steps: int = key(-1, "the schedule's length, then the rate is 0; -1: steps", FROM_1_OR_UNSET)
+    warmup_steps_fraction: float = key(0.1, "of the schedule: linear from 0 to learning_rate", SHARE)
     learning_rate_final_fraction: float = key(0.1, "the schedule ends at this fraction of learning_rate", SHARE)
-    wsd_decay_steps_fraction: float   = key(0.1, "wsd: of the schedule, the decay at its end", SHARE)
-    adam_b1: float                    = key(0.9, "decay of the first moment", SHARE_BELOW_1)
-    adam_b2: float                    = key(0.95, "decay of the second moment", SHARE_BELOW_1)
-    adam_eps: float                   = key(1e-8, "added to the root of the second moment", POSITIVE, 2**30)
-    adam_weight_decay: float          = key(0.1, "decoupled, on weights only: not on norms, biases", FROM_0, 2**30)
-    muon_beta: float                  = key(0.95,
-        "muon: decay of the momentum; what is no matrix within a layer has adamw", SHARE_BELOW_1)
-    mu_dtype: str                     = key("", "of the first moment of adamw and muon; empty: weight_dtype",
-        ("", *DTYPES), fixed=True)
-    shard_optimizer_over_data: bool   = key(False,
-        "the optimizer's state is cut over the devices with copies of the weights too (ZeRO-1)")
+    wsd_decay_steps_fraction: float = key(0.1, "wsd: of the schedule, the decay at its end", SHARE)
+    adam_b1: float = key(0.9, "decay of the first moment", SHARE_BELOW_1)
+    adam_b2: float = key(0.95, "decay of the second moment", SHARE_BELOW_1)
+    adam_eps: float = key(1e-8, "added to the root of the second moment", POSITIVE)
+    adam_weight_decay: float = key(0.1, "decoupled, on weights only: not on norms, biases", FROM_0)
+    muon_beta: float = key(0.95, "muon: decay of the momentum; what is no matrix in a layer has adamw", SHARE_BELOW_1)
+    mu_dtype: str = key("", "of the first moment of adamw and muon; empty: weight_dtype", ("", *DTYPES), fixed=True)
+    shard_optimizer_over_data: bool = key(False, "the optimizer's state is cut over copies of the weights too (ZeRO-1)")
     optimizer_memory_host_offload: bool = key(False, "the optimizer's state lies in host memory, but for the update")
-    gradient_clipping_threshold: float = key(1.0, "global norm the gradient is scaled down to; 0: off", FROM_0, 2**30)
-    gradient_accumulation_steps: int  = key(1, "micro-batches per step; each has per_device_batch_size rows per device",
-        FROM_1, 2**20)
-    z_loss_multiplier: float          = key(0.0,
-        "weight of the squared log of the softmax normaliser (PaLM, section 5)", FROM_0, 2**30)
-    load_balance_loss_weight: float   = key(0.0,
-        "weight of the experts' load-balance loss (Switch Transformer, section 2.2): 1 per layer if even",
-        FROM_0, 2**30)
-    router_z_loss_weight: float       = key(0.0, "weight of the routers' squared logsumexp (ST-MoE, equation 5)",
-        FROM_0, 2**30)
-    routed_bias_update_rate: float    = key(0.001,
-        "routed_bias: how far a step moves each expert's bias towards an even load", FROM_0, 2**30)
-    mtp_loss_scaling_factor: float    = key(0.1, "mtp_num_layers: weight of the extra predictions' mean loss",
-        FROM_0, 2**30)
-    on_nonfinite: str                 = key("stop",
+    gradient_clipping_threshold: float = key(1.0, "global norm the gradient is scaled down to; 0: off", FROM_0)
+    gradient_accumulation_steps: int = key(1, "micro-batches per step, each of per_device_batch_size", FROM_1, 2**20)
+    z_loss_multiplier: float = key(0.0, "weight of the squared log of the softmax normaliser (PaLM, section 5)", FROM_0)
+    load_balance_loss_weight: float = key(0.0,
+        "weight of the experts' load-balance loss (Switch Transformer, section 2.2): 1 per layer if even", FROM_0)
+    router_z_loss_weight: float = key(0.0, "weight of the routers' squared logsumexp (ST-MoE, equation 5)", FROM_0)
+    routed_bias_update_rate: float = key(0.001, "routed_bias: how far a step moves a bias towards even loads", FROM_0)
+    mtp_loss_scaling_factor: float = key(0.1, "mtp_num_layers: weight of the extra predictions' mean loss", FROM_0)
+    on_nonfinite: str = key("stop",
         "a loss or gradient that is not finite: stop, or skip the update (ten in a row stop too)", ("stop", "skip"))
-    init_weights_seed: int            = key(0, "of the weights and of dropout", SEED)
+    init_weights_seed: int = key(0, "of the weights and of dropout", SEED)
 
 
 @group
 class Trainable:
     """Finetuning: the weights"""
 
-    trainable_parameters: tuple       = key((),
+    trainable_parameters: tuple = key((),
         "weights to train, by name (attention.query, segments.0.*); []: all, or with lora_rank none",
-        fixed=True, example="[attention.*]")
-    lora_rank: int                    = key(0,
-        "adapters of this rank are trained in the place of the weights (LoRA); 0: none", FROM_0, 2**16, fixed=True)
-    lora_alpha: float                 = key(16.0, "an adapter adds lora_alpha / lora_rank times its product",
-        POSITIVE, 2**30, fixed=True)
-    lora_parameters: tuple            = key(("attention.query", "attention.value"),
-        "the weights that have an adapter, by name; * stands for anything", fixed=True, example="[attention.query]")
+        example="[attention.*]")
+    lora_rank: int = key(0, "rank of the adapters trained in the place of the weights (LoRA); 0: none", FROM_0, 2**16)
+    lora_alpha: float = key(16.0, "an adapter adds lora_alpha / lora_rank times its product", POSITIVE)
+    lora_parameters: tuple = key(("attention.query", "attention.value"),
+        "the weights that have an adapter, by name; * stands for anything", example="[attention.query]")
 # fmt: on
 
 

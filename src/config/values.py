@@ -1,14 +1,21 @@
 """Checks each key's value by itself; `convert` checks its type."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
-from src.config.keys import Range
+from src.config.keys import Range, frozen
 from src.config.migration_hints import value_hint
 from src.config.schema import KEYS
-from src.config.yaml import MAX_NAME, dump, too_long, unprintable
+from src.config.yaml import MAX_NAME, convert, dump, too_long, unprintable
 
 ACTIVATIONS = ("silu", "gelu", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
+
+
+class Keys(dict[str, Any]):
+    """Flat keys, also as attributes; a check that reads one that is missing, because it is wrong, raises KeyError."""
+
+    __getattr__ = dict.__getitem__
 
 
 def check_value(name: str, value: Any) -> str:
@@ -30,7 +37,7 @@ def check_value(name: str, value: Any) -> str:
         return f"{name}={value} is none of {choices}{value_hint(name, value)}"
     if key.example and not all(isinstance(text, str) and text for text in value):
         return f"{name}={dump(value)} must be a list of texts, such as {key.example}"
-    if name == "run_name" and value and not is_run_name(value):
+    if name == "run_name" and value and not _is_run_name(value):
         return (
             f"run_name={value!a} must be a name, or names with / between them, of printable characters and at "
             f"most {MAX_NAME} bytes each; a run writes nowhere but below base_output_directory"
@@ -43,9 +50,22 @@ def check_value(name: str, value: Any) -> str:
     return ""
 
 
-def is_run_name(name: str) -> bool:
-    """Returns whether `name` is a folder's name, or a path down from the output folder."""
+def _is_run_name(name: str) -> bool:
     parts = name.split("/")
-    return name.isprintable() and all(
-        0 < len(os.fsencode(part)) <= MAX_NAME and part not in (".", "..") for part in parts
-    )
+    sizes = [len(os.fsencode(part)) for part in parts]
+    return name.isprintable() and 0 < min(sizes) <= max(sizes) <= MAX_NAME and not {".", ".."} & set(parts)
+
+
+def read_list(value: Any, noun: str, read: Callable[[Any], dict[str, Any]]) -> tuple[Any, ...]:
+    """Returns the entries of a parsed list as `read` does; raises ValueError with all that is wrong, by number."""
+    if not isinstance(value, list):
+        return convert(value, ())
+    entries, problems = [], []
+    for number, entry in enumerate(value, start=1):
+        try:
+            entries.append(read(entry))
+        except ValueError as error:
+            problems.append(f"{noun} {number}: {error}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return frozen(entries)

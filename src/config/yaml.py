@@ -4,10 +4,11 @@ YAML 1.1 takes `1e-3` for a string, `1:30` for ninety and `no` for false. Here a
 the key's default says of which type it is.
 """
 
+import contextlib
 import math
 import os
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ BASE = CONFIGS / "base.yml"
 
 BOOLS = {"true": True, "True": True, "false": False, "False": False}
 NOTHING = ("", "null", "None")
+TYPE_NAMES = {
+    **{bool: "true or false", int: "an integer", float: "a number", str: "a string"},
+    **{Mapping: "a mapping, such as {name: value}", object: "a list, such as [a, b]"},
+}
 MAX_NODES, MAX_DEPTH = 100_000, 50  # texts, lists and mappings of one YAML text
 MAX_NAME, MAX_PATH = 255, 4095  # bytes of a local path: of each name, and in all
 
@@ -57,14 +62,11 @@ def _fault(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader of texts, lists and mappings alone, with an error for a key that stands twice.
+class _Loader(yaml.BaseLoader):
+    """BaseLoader, of texts, lists and mappings alone, with errors for other tags and for a key that stands twice.
 
-    Tags make nothing else (bytes, sets, dates). What aliases repeat counts each time, and has an end.
+    What aliases repeat counts each time, and has an end.
     """
-
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's way to have none)
-    yaml_constructors: dict = {}  # noqa: RUF012
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -74,43 +76,36 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event, siblings, self.extent = self.peek_event(), self.extent, (0, 0)
         node = super().compose_node(parent, index)
-        if isinstance(event, yaml.AliasEvent):
-            if id(node) not in self.extents:
-                raise _fault(f"*{event.anchor} is within itself", event)
-        else:
+        if not isinstance(event, yaml.AliasEvent):
             self.extents[id(node)] = self.extent[0] + 1, self.extent[1] + 1
+        elif id(node) not in self.extents:
+            raise _fault(f"*{event.anchor} is within itself", event)
         count, depth = self.extents[id(node)]
         if count > MAX_NODES or depth > MAX_DEPTH:
             raise _fault(f"more than {MAX_NODES:,} values, or {MAX_DEPTH} within each other", event)
         self.extent = siblings[0] + count, max(siblings[1], depth)
         return node
 
-    def construct_undefined(self, node: yaml.Node) -> None:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-        raise _fault(f"the tag {tag} is not read: values are texts, lists and mappings", node)
+        if tag != {"scalar": "!!str", "sequence": "!!seq", "mapping": "!!map"}[node.id]:
+            raise _fault(f"the tag {tag} is not read: values are texts, lists and mappings", node)
+        return super().construct_object(node, deep)
 
-    def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
+    def construct_scalar(self, node: yaml.ScalarNode) -> str:
         if problem := unprintable(node.value, is_name=False):
             raise _fault(problem, node)
         return Plain(node.value) if node.style is None else node.value
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key := self.construct_object(key_node), str):
+                raise _fault("found unhashable key", key_node)
+            if key in mapping:
                 raise _fault(f"the key {key} stands twice", key_node)
-            seen.add(str(key))
-        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
-
-
-for _tag, _construct in {
-    "tag:yaml.org,2002:str": _Loader.construct_yaml_str,
-    "tag:yaml.org,2002:seq": _Loader.construct_yaml_seq,
-    "tag:yaml.org,2002:map": _Loader.construct_yaml_map,
-    None: _Loader.construct_undefined,
-}.items():
-    _Loader.add_constructor(_tag, _construct)
+            mapping[str(key)] = self.construct_object(value_node)
+        return mapping
 
 
 class _Dumper(yaml.SafeDumper):
@@ -142,22 +137,18 @@ def parse(text: str, where: str) -> Any:
 
 
 def _place_and_reason(error: yaml.YAMLError, text: str) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-        mark = error.problem_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    if not (isinstance(error, yaml.MarkedYAMLError) and error.problem_mark):
+        return f": {error}"
+    mark, pattern = error.problem_mark, None
+    if not isinstance(error, yaml.constructor.ConstructorError):
         # To YAML a star begins the name of another place in the file; here it begins a pattern of weights' names.
-        at = None if isinstance(error, yaml.constructor.ConstructorError) else (error.context_mark or mark).index
-        pattern = re.compile(r"\*[^\s,\]}]*").match(text, at) if at is not None else None
-        return place + (f". What begins with * needs quotes: '{pattern[0]}'" if pattern else "")
-    return f": {error}"
+        pattern = re.compile(r"\*[^\s,\]}]*").match(text, (error.context_mark or mark).index)
+    hint = f". What begins with * needs quotes: '{pattern[0]}'" if pattern else ""
+    return f", line {mark.line + 1}, column {mark.column + 1}: {error.problem}{hint}"
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Returns the keys of a YAML file, in its order.
-
-    Raises:
-        UserError: the file is missing, is no text, is malformed, or holds something else than keys.
-    """
+    """Returns the keys of a YAML file, in its order; raises UserError if it can't be read or `parse_keys` fails."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -166,11 +157,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def parse_keys(text: str, where: str) -> dict[str, Any]:
-    """Returns the keys of a YAML text, in its order.
-
-    Raises:
-        UserError: it is malformed, or holds something else than keys.
-    """
+    """Returns the keys of a YAML text, in its order; raises UserError if it is malformed or holds something else."""
     value = parse(text, where)
     if value == "":
         return {}
@@ -190,21 +177,19 @@ def literal(value: Any) -> Any:
     if value in BOOLS:
         return BOOLS[value]
     for number in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return number(value)
-        except ValueError:
-            continue
     return str(value)
 
 
-def convert(value: Any, default: Any) -> Any:
+def convert(value: Any, default: Any, name: str = "") -> Any:
     """Returns a parsed `value` as the type of `default`.
 
     An integer may be written `1e3`, a number as an integer. Nothing (`None`, `null`, empty) is the empty string, list
     or mapping; no number stands for it.
 
     Raises:
-        ValueError: `value` is of another type; the message names both.
+        ValueError: `value` is of another type; the message names both, after `name`.
     """
     empty = isinstance(value, Plain) and value in NOTHING
     match default:
@@ -213,11 +198,9 @@ def convert(value: Any, default: Any) -> Any:
                 return BOOLS[value]
         case int() | float():
             number = literal(value)
-            if type(number) in (int, float) and math.isfinite(number):
-                if isinstance(default, float):
-                    return float(number)
-                if number == int(number):
-                    return int(number)
+            is_number = type(number) in (int, float) and math.isfinite(number)
+            if is_number and (isinstance(default, float) or number == int(number)):
+                return type(default)(number)
         case str():
             if isinstance(value, str):
                 return "" if empty else str(value)
@@ -227,23 +210,12 @@ def convert(value: Any, default: Any) -> Any:
         case Mapping():
             if empty or isinstance(value, dict):
                 return frozen({} if empty else literal(value))
-    raise ValueError(f"expected {type_name(default)}, got {_named(value)}")
+    raise ValueError(f"{name}{': ' if name else ''}expected {type_name(default)}, got {_named(value)}")
 
 
 def type_name(value: Any) -> str:
     """Returns what a value of this type is called in messages."""
-    match value:
-        case bool():
-            return "true or false"
-        case int():
-            return "an integer"
-        case float():
-            return "a number"
-        case str():
-            return "a string"
-        case Mapping():
-            return "a mapping, such as {name: value}"
-    return "a list, such as [a, b]"
+    return next(name for kind, name in TYPE_NAMES.items() if isinstance(value, kind))
 
 
 def parse_argument(text: str, default: Any, where: str) -> Any:

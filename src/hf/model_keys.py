@@ -6,7 +6,7 @@ from typing import Any
 
 from src.config.keys import frozen
 from src.config.model_checks import check_model
-from src.config.schema import KEYS, defaults, keys_of, scaled_sizes
+from src.config.schema import KEYS, defaults, keys_of, model_of
 from src.config.values import check_value
 from src.config.yaml import dump
 from src.errors import UserError, first_few
@@ -111,8 +111,9 @@ def _differences(layers: LayerKeys, read: LayerKeys) -> list[str]:
 
 def _layer_keys(config: Mapping[str, Any]) -> list[Keys]:
     """Returns the keys of each layer, with `global_parameter_scale` in the sizes."""
+    sizes = [key for key in keys_of("model") if key.startswith("base_")]
     return [
-        {**keys, **{f"base_{name}": size for name, size in scaled_sizes(keys).items()}}
+        {**keys, **{key: getattr(model_of(keys), key.removeprefix("base_")) for key in sizes}}
         for keys, _ in layer_facts(config)
     ]
 

@@ -83,7 +83,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     if path := config.compiled_trainstep_file:
         from src.aot import program  # imports private modules of JAX, which another JAX may have elsewhere
 
-        train_step = program.load(path, program.header(config, built), built)
+        program_header = program.header(built, config.model, config.step, config.batch, config.mesh)
+        train_step = program.load(path, program_header, built)
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size)

@@ -4,34 +4,24 @@
 fast it should run (docs/aot.md). The exit code is 3 where it does not fit.
 """
 
+import itertools
 import json
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import src.aot.compilers  # noqa: F401  isort: skip  before JAX
 import jax
 from ml_collections import ConfigDict
 
-from src.aot import program
+from src.aot import program, report
 from src.aot.advice import changes
 from src.aot.devices import abstract_devices
 from src.aot.outputs import check_outputs, write_output
-from src.aot.report import (
-    Report,
-    change_lines,
-    describe,
-    device_capacity,
-    device_memory,
-    lines,
-    make_report,
-    readable,
-    typed,
-)
 from src.cli import run_command
 from src.config.key_help import Usage
+from src.config.schema import Config
 from src.errors import UserError
 from src.parallel.topology import Topology, parse_topology
 from src.report.metrics import duration, print_header
@@ -51,7 +41,7 @@ DOES_NOT_FIT = 3  # exit code
 MAX_TRIES, MAX_SECONDS_TO_TRY = 3, 300
 
 
-def main(argv: Sequence[str] | ConfigDict) -> Report | None:
+def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     """Runs the command line `argv` and returns its report; None if it only asked for help.
 
     Raises:
@@ -67,53 +57,54 @@ def main(argv: Sequence[str] | ConfigDict) -> Report | None:
         raise UserError(
             f"hardware={config.hardware}, but {topology.name} is a {topology.platform}. Leave hardware empty."
         )
-    device_capacity(topology)  # JAX's own message about a wrong one in the environment says less
+    report.device_capacity(topology)  # JAX's own message about a wrong one in the environment says less
     check_environment(uses_tpu=topology.platform == "tpu")
-    outputs = {key: config[key] for key in ("compiled_trainstep_file", "compile_report") if config[key]}
-    check_outputs(outputs)
+    program_path, report_path = config.compiled_trainstep_file, config.compile_report
+    outputs = {"compiled_trainstep_file": program_path, "compile_report": report_path}
+    check_outputs({key: path for key, path in outputs.items() if path})
     # The compilation is to be measured, so an earlier one must not be found.
     jax.config.update("jax_enable_compilation_cache", False)
     devices = abstract_devices(topology)
 
-    started = time.monotonic()
+    times = [time.monotonic()]
     built = build(config, devices, compiler_options(config.compile_xla_flags, devices[0], topology.slices))
-    traced = time.monotonic()
-    print(f"compiling for {describe(topology.name, topology.slices)}, which may take minutes", flush=True)
+    times.append(time.monotonic())
+    print(f"compiling for {report.describe(topology.name, topology.slices)}, which may take minutes", flush=True)
     lowered = built.traced.lower()
-    lowered_at = time.monotonic()
+    times.append(time.monotonic())
     compiled, refusal = _compile(lowered, topology)
-    seconds = {
-        "tracing": traced - started,
-        "lowering": lowered_at - traced,
-        "compiling": time.monotonic() - lowered_at,
-    }
+    times.append(time.monotonic())
+    parts = zip(("tracing", "lowering", "compiling"), itertools.pairwise(times), strict=True)
+    seconds = {name: end - start for name, (start, end) in parts}
 
-    report = make_report(topology, built, config.matmul_precision, compiled, refusal, seconds)
-    report["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print_header(lines(report))
-    fits = report["memory"]["fits"]
+    result = report.make_report(topology, built, config.matmul_precision, compiled, refusal, seconds)
+    result["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print_header(report.lines(result))
+    fits = result["memory"]["fits"]
     if not fits:
-        _advise(report, config, topology, devices, built)
-        print_header([("would help ", "\n".join(change_lines(report)))])
+        _advise(result, config, topology, devices, built)
+        print_header([("would help ", "\n".join(report.change_lines(result)))])
 
     failures: list[UserError] = []
-    if path := config.compile_report:
+    if report_path:
         try:
-            write_output("compile_report", path, (json.dumps(report, indent=2) + "\n").encode())
+            write_output("compile_report", report_path, (json.dumps(result, indent=2) + "\n").encode())
         except UserError as error:
             failures.append(error)
-    if path := config.compiled_trainstep_file:
+    if program_path and fits:
         try:
-            if fits:
-                program.save(path, compiled, program.header(config, built))
-            print(f"saved {path}" if fits else f"{path} is not written: the step does not fit", flush=True)
+            header = program.header(built, config.model, config.step, config.batch, config.mesh)
+            program.save(program_path, compiled, header)
+            print(f"saved {program_path}", flush=True)
         except UserError as error:
             failures.append(error)
+    elif program_path:
+        print(f"{program_path} is not written: the step does not fit", flush=True)
     if failures and fits:
         raise UserError("\n".join(map(str, failures)))
     for failure in failures:  # the answer, and the exit code, is that the step does not fit
         print(f"error: {failure}", file=sys.stderr, flush=True)
-    return report
+    return result
 
 
 def _compile(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled | None, str]:
@@ -138,43 +129,38 @@ def _compile(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stage
 
 
 def _advise(
-    report: Report, config: Mapping[str, Any], topology: Topology, devices: Sequence[jax.Device], built: TracedStep
+    result: report.Report, config: Config, topology: Topology, devices: Sequence[jax.Device], built: TracedStep
 ) -> None:
     """Adds to the report what would make its step fit; compiles the first changes, since an estimate may be wrong."""
-    needed, capacity = report["memory"]["needed"], report["memory"]["capacity"]
-    seconds = sum(report["seconds"].values())
+    needed, capacity = result["memory"]["needed"], result["memory"]["capacity"]
+    seconds = sum(result["seconds"].values())
     tries = MAX_TRIES if seconds <= MAX_SECONDS_TO_TRY else 0
-    report["not_tried"] = "" if tries else f"the step itself took {duration(seconds)} to compile"
+    result["not_tried"] = "" if tries else f"the step itself took {duration(seconds)} to compile"
     listed = []
-    for change in changes(config, devices, built, needed, capacity):
-        entry = {
-            "keys": change.keys,
-            "cost": change.cost,
-            "estimated": change.estimated,
-            "compiled": None,
-            "fits": change.estimated <= capacity,
-        }
+    for keys, cost, changed, estimated in changes(config, devices, built, needed, capacity):
+        entry = {"keys": keys, "cost": cost, "estimated": estimated, "compiled": None, "fits": estimated <= capacity}
         if not (entry["fits"] and tries):
             listed.append(entry)
             continue
         tries -= 1
-        print(f"compiling with {typed(change.keys)}, by estimate {readable(change.estimated)}", flush=True)
+        print(f"compiling with {report.typed(keys)}, by estimate {report.readable(estimated)}", flush=True)
         try:
-            memory = device_memory(topology, change.built, *_compile(change.built.traced.lower(), topology))
+            compiled, refusal = _compile(changed.traced.lower(), topology)
         except UserError:  # it is no help either
             continue
+        memory = report.device_memory(topology, changed, compiled, refusal)
         if memory["needed"] < needed:
             listed.append(entry | {"compiled": memory["needed"], "fits": memory["fits"]})
         if memory["fits"]:  # then no estimates are needed
             listed = [entry for entry in reversed(listed) if entry["compiled"] is not None]
             break
-    report["changes"] = listed
+    result["changes"] = listed
 
 
 def command(argv: Sequence[str]) -> int:
     """Runs `main` and returns its verdict as the exit code."""
-    report = main(argv)
-    return DOES_NOT_FIT if report and not report["memory"]["fits"] else 0
+    result = main(argv)
+    return DOES_NOT_FIT if result and not result["memory"]["fits"] else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import jax
 
 from src.aot.devices import abstract_devices
 from src.aot.memory import memory
+from src.config.schema import Aot, Batch, Config, Step
 from src.errors import UserError
 from src.parallel.topology import parse_topology
 from src.step.build import TracedStep, build
@@ -23,7 +24,7 @@ class Change(NamedTuple):
 
 
 def changes(
-    config: Mapping[str, Any], devices: Sequence[jax.Device], built: TracedStep, needed: int, capacity: int
+    config: Config, devices: Sequence[jax.Device], built: TracedStep, needed: int, capacity: int
 ) -> list[Change]:
     """Returns changes that should lower a step's `needed` bytes per device, the cheapest first, then all at once.
 
@@ -35,26 +36,25 @@ def changes(
     unexplained = max(needed - parts.total, 0)
     arguments = sum(parts.arguments.values())
     scale = min((needed - arguments) / (parts.total - arguments), 1.0)
-    # The optimizer's precision and sharding are offered where much of the memory is the state's.
-    state_decides = arguments > capacity / 2
 
     def change(keys: Mapping[str, Any], cost: str) -> Change | None:
-        keys = {key: value for key, value in keys.items() if value != config[key]}
-        changed = config.replace(**keys)
+        keys = {key: value for key, value in keys.items() if value != getattr(config, key)}
+        changed, on = config.replace(**keys), devices
         try:
-            slices = changed["compile_topology_num_slices"]
-            if more := slices != config["compile_topology_num_slices"]:
-                topology = parse_topology(config["compile_topology"], slices)
-            changed_step = build(changed, abstract_devices(topology) if more else devices, built.compiler_options)
+            if "compile_topology_num_slices" in keys:
+                on = abstract_devices(parse_topology(changed.compile_topology, changed.compile_topology_num_slices))
+            step = build(changed, on, built.compiler_options)
         except UserError:  # such as rows that can't be halved
             return None
-        after = memory(changed_step)
+        after = memory(step)
         held = sum(after.arguments.values())
         estimated = held + round((after.total - held) * scale) + unexplained
-        return Change(keys, cost, changed_step, estimated) if keys and estimated < needed else None
+        return Change(keys, cost, step, estimated) if keys and estimated < needed else None
 
     result: list[Change] = []
-    for alternatives, cost in _candidates(config, state_decides):
+    # The optimizer's precision and sharding are offered where much of the memory is the state's.
+    state_decides = arguments > capacity / 2
+    for cost, *alternatives in _candidates(config.step, config.batch, config.aot, state_decides):
         best = None
         for keys in alternatives:
             best = change(keys, cost) or best
@@ -71,29 +71,29 @@ def changes(
     return result
 
 
-def _candidates(config: Mapping[str, Any], state_decides: bool) -> Iterator[tuple[list[dict[str, Any]], str]]:
-    """Yields alternative keys, of which the first that is enough is taken, with what they cost."""
-    tiles = math.gcd(config["num_vocab_tiling"] * 8, config["max_target_length"])  # tiles have to divide a row
-    yield [{"num_vocab_tiling": tiles}], "logits are computed twice"
-    full = {"remat_policy": "full"} | ({"remat_custom": {}} if config["remat_policy"] == "custom" else {})
-    yield [full], "blocks are computed twice"
+def _candidates(step: Step, batch: Batch, aot: Aot, state_decides: bool) -> Iterator[tuple[Any, ...]]:
+    """Yields what a change costs, and alternative keys for it, of which the first that is enough is taken."""
+    tiles = math.gcd(step.num_vocab_tiling * 8, batch.max_target_length)  # tiles have to divide a row
+    yield "logits are computed twice", {"num_vocab_tiling": tiles}
+    no_arrays = {"remat_custom": {}} if step.remat_policy == "custom" else {}
+    yield "blocks are computed twice", {"remat_policy": "full", **no_arrays}
     smaller_batches = [
         {
-            "per_device_batch_size": config["per_device_batch_size"] / parts,
-            "gradient_accumulation_steps": config["gradient_accumulation_steps"] * parts,
+            "per_device_batch_size": batch.per_device_batch_size / parts,
+            "gradient_accumulation_steps": step.gradient_accumulation_steps * parts,
         }
         for parts in (2, 4, 8, 16)
     ]
-    yield smaller_batches, "the same global batch in more passes, each gathering the weights"
+    yield "the same global batch in more passes, each gathering the weights", *smaller_batches
     offloaded = {"remat_policy": "custom", "remat_custom": {"decoder_layer_input": "offload"}}
-    yield [offloaded], "blocks are computed twice, and their inputs go to host memory and back"
+    yield "blocks are computed twice, and their inputs go to host memory and back", offloaded
     if not state_decides:
         return
-    if config["opt_type"] == "adamw":
-        yield [{"mu_dtype": "bfloat16"}], "Adam's first moment is rounded"
-    wide = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": -1}
-    yield [wide], "weights are gathered over all devices of a slice or host"
-    wider = {**wide, "dcn_data_parallelism": 1, "dcn_fsdp_parallelism": -1}
-    yield [wider], "weights are gathered between slices or hosts too"
-    more = {**wider, "compile_topology_num_slices": config["compile_topology_num_slices"] * 2}
-    yield [more], "twice the devices, and weights are gathered between slices or hosts"
+    if step.opt_type == "adamw":
+        yield "Adam's first moment is rounded", {"mu_dtype": "bfloat16"}
+    keys: dict[str, Any] = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": -1}
+    yield "weights are gathered over all devices of a slice or host", keys
+    keys = {**keys, "dcn_data_parallelism": 1, "dcn_fsdp_parallelism": -1}
+    yield "weights are gathered between slices or hosts too", keys
+    keys = {**keys, "compile_topology_num_slices": aot.compile_topology_num_slices * 2}
+    yield "twice the devices, and weights are gathered between slices or hosts", keys

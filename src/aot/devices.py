@@ -13,46 +13,30 @@ from src.parallel.topology import Topology
 _GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
 
 # A GPU's figures for XLA's compiler, as its driver gives them (xla/backends/gpu/target_config/specs in openxla/xla).
-_COMPUTE_CAPABILITY = {
-    "NVIDIA A100-SXM4-80GB": "major: 8",
-    "NVIDIA H100 80GB HBM3": "major: 9 feature_extension: ACCELERATED_FEATURES",
-    "NVIDIA H200": "major: 9 feature_extension: ACCELERATED_FEATURES",
-    "NVIDIA B200": "major: 10 feature_extension: ACCELERATED_FEATURES",
-}
-_HOPPER = {
-    "core_count": 132,
-    "fpus_per_core": 128,
-    "shared_memory_per_core": 233_472,
-    "shared_memory_per_block_optin": 232_448,
-    "l2_cache_size": 52_428_800,
-    "clock_rate_ghz": 1.98,
-}
-_MULTIPROCESSORS = {
-    "NVIDIA A100-SXM4-80GB": {
-        "core_count": 108,
-        "fpus_per_core": 64,
-        "shared_memory_per_core": 167_936,
-        "shared_memory_per_block_optin": 166_912,
-        "l2_cache_size": 41_943_040,
-        "clock_rate_ghz": 1.41,
-    },
-    "NVIDIA H100 80GB HBM3": _HOPPER,
-    "NVIDIA H200": _HOPPER,
-    "NVIDIA B200": _HOPPER | {"core_count": 148, "l2_cache_size": 132_644_864, "clock_rate_ghz": 1.965},
-}
-_EVERY_GPU = {
-    "threads_per_block_limit": 1024,
-    "threads_per_warp": 32,
-    "threads_per_core_limit": 2048,
-    "shared_memory_per_block": 49_152,
-    "registers_per_core_limit": 65_536,
-    "registers_per_block_limit": 65_536,
-    "block_dim_limit_x": 2_147_483_647,
-    "block_dim_limit_y": 65_535,
-    "block_dim_limit_z": 65_535,
-    "thread_dim_limit_x": 1024,
-    "thread_dim_limit_y": 1024,
-    "thread_dim_limit_z": 64,
+_EVERY_GPU = """
+    threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+    block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+    thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+    shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+"""
+_HOPPER = """
+    fpus_per_core: 128 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+"""
+_H100 = f"""{_HOPPER}
+    core_count: 132 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+    cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+"""
+_GPUS = {
+    "NVIDIA A100-SXM4-80GB": """
+        fpus_per_core: 64 shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912
+        core_count: 108 l2_cache_size: 41943040 clock_rate_ghz: 1.41 cuda_compute_capability { major: 8 }
+    """,
+    "NVIDIA H100 80GB HBM3": _H100,
+    "NVIDIA H200": _H100,
+    "NVIDIA B200": f"""{_HOPPER}
+        core_count: 148 l2_cache_size: 132644864 clock_rate_ghz: 1.965
+        cuda_compute_capability {{ major: 10 feature_extension: ACCELERATED_FEATURES }}
+    """,
 }
 
 
@@ -67,11 +51,7 @@ def abstract_devices(topology: Topology) -> list[jax.Device]:
     """
     # Otherwise JAX would take hold of an accelerator, or complain that there is none.
     jax.config.update("jax_platforms", "cpu")
-    if topology.platform == "tpu":
-        return _tpus(topology)
-    if topology.platform == "gpu":
-        return _gpus(topology)
-    return _cpus(topology)
+    return {"tpu": _tpus, "gpu": _gpus, "cpu": _cpus}[topology.platform](topology)
 
 
 def _tpus(topology: Topology) -> list[jax.Device]:
@@ -105,34 +85,29 @@ def _wraps(shape: tuple[int, ...]) -> tuple[bool, bool, bool]:
 
 def _gpus(topology: Topology) -> list[jax.Device]:
     _installed("jax-cuda12-plugin", topology)
-    return topologies.get_topology_desc(
-        platform="cuda",
-        target_config=_target(topology),
-        topology=f"{topology.slices}x1x{topology.shape[0]}",  # groups joined by NVLink, hosts of each, GPUs of a host
-    ).devices
-
-
-def _target(topology: Topology) -> str:
-    """Returns XLA's GpuTargetConfigProto of a GPU as text."""
+    versions = {
+        field: _installed(package, topology).split(".")[:3]
+        for field, package in (
+            ("dnn_version_info", "nvidia-cudnn-cu12"),
+            ("runtime_version", "nvidia-cuda-runtime-cu12"),
+        )
+    }
     chip = topology.chip
-    info = _EVERY_GPU | _MULTIPROCESSORS[chip.kind]
-    info |= {"device_memory_size": chip.memory, "memory_bandwidth": int(chip.memory_bandwidth)}
-    return f"""
+    target = f"""
         platform_name: "CUDA"
         device_description_str: "{chip.kind}"
         gpu_device_info {{
-            {" ".join(f"{name}: {value}" for name, value in info.items())}
-            cuda_compute_capability {{ {_COMPUTE_CAPABILITY[chip.kind]} }}
+            {_EVERY_GPU} {_GPUS[chip.kind]}
+            device_memory_size: {chip.memory} memory_bandwidth: {int(chip.memory_bandwidth)}
         }}
-        dnn_version_info {{ {_version("nvidia-cudnn-cu12", topology)} }}
-        runtime_version {{ {_version("nvidia-cuda-runtime-cu12", topology)} }}
-    """
-
-
-def _version(package: str, topology: Topology) -> str:
-    """Returns the installed version as a SemanticVersionProto."""
-    major, minor, patch = _installed(package, topology).split(".")[:3]
-    return f"major: {major} minor: {minor} patch: {patch}"
+    """  # XLA's GpuTargetConfigProto
+    for field, (major, minor, patch) in versions.items():
+        target += f"{field} {{ major: {major} minor: {minor} patch: {patch} }}\n"
+    return topologies.get_topology_desc(
+        platform="cuda",
+        target_config=target,
+        topology=f"{topology.slices}x1x{topology.shape[0]}",  # groups joined by NVLink, hosts of each, GPUs of a host
+    ).devices
 
 
 def _installed(package: str, topology: Topology) -> str:

@@ -5,39 +5,28 @@ The text is XLA's HLO after all optimisations: computations, each a list of `%na
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from src.parallel.mesh import slice_of
 
-# What one of n devices sends of the whole array when parts of it go round a ring (Patarasuk and Yuan 2009).
-RING_SHARE = {
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
+# The share of the whole array that one of n devices sends, of which parts go round a ring (Patarasuk and Yuan 2009).
+RING_SHARE: dict[str, Callable[[int], float]] = {
+    **dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all"), lambda n: (n - 1) / n),
     "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1.0,
     "collective-broadcast": lambda n: 1.0,  # passed on from one to the next
     "ragged-all-to-all": lambda n: (n - 1) / n,  # of the room for what arrives: how much does, the data say
-}
-# How the runtime that joins TPU slices calls them.
-BETWEEN_SLICES = {
-    "ALL_GATHER": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_REDUCE": "all-reduce",
-    "ALL_TO_ALL": "all-to-all",
-    "RAGGED_ALL_TO_ALL": "ragged-all-to-all",
-    "ONE_TO_ONE": "collective-permute",
 }
 
 _INNER = r"[^()]*"
 for _ in range(3):  # the elements of a tuple's type may be tuples, and their layouts have parentheses: {1,0:T(8,128)}
     _INNER = rf"(?:[^()]|\({_INNER}\))*"
+_TYPE = re.compile(rf"\({_INNER}\)|\w+\[[\d,]*\](?:\{{[^}}]*\}})?")
 _INSTRUCTION = re.compile(rf"\s+(ROOT )?%?([\w.\-]+) = (\({_INNER}\)|\S+) ([a-z][\w\-]*)\(([^()]*)\)(.*)")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
@@ -75,15 +64,16 @@ class Instruction(NamedTuple):
     name: str
     type: str
     opcode: str
-    operands: str
+    arguments: str
     attributes: str
 
-    def operand(self, index: int) -> str:
-        """Returns the name of an operand."""
-        return _NAME.findall(re.sub(r"/\*.*?\*/|\s", "", self.operands))[index]
+    @property
+    def operands(self) -> list[str]:
+        """The names of its operands; of a constant its value."""
+        return _NAME.findall(re.sub(r"/\*.*?\*/|\s", "", self.arguments))
 
 
-Computations = Mapping[str, Mapping[str, Instruction]]  # by name, its instructions by name
+Computation = Mapping[str, Instruction]  # by name
 
 
 def collectives(text: str, mesh: Mesh) -> list[Collective]:
@@ -108,7 +98,9 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
             kind, groups, whole = _between_slices(instruction, places)
         elif kind in RING_SHARE and not _continues(instruction, computations[computation]):
             groups = places.numbers(_groups(instruction.attributes, places.partitions))
-            whole = _bytes(_output(instruction))
+            # An asynchronous collective's type is (input, output, ...).
+            is_pair = instruction.opcode.endswith("-start") and kind != "all-reduce"
+            whole = _bytes(_TYPE.findall(instruction.type[1:-1])[1] if is_pair else instruction.type)
             if kind == "reduce-scatter":
                 whole *= groups.shape[1]
             elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
@@ -119,7 +111,7 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
     return result
 
 
-def _parse(text: str) -> tuple[Computations, str]:
+def _parse(text: str) -> tuple[dict[str, Computation], str]:
     """Returns a module's computations and the name of its entry."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry = name = ""
@@ -129,90 +121,74 @@ def _parse(text: str) -> tuple[Computations, str]:
             computations[name] = {}
             entry = name if match[1] else entry
         elif match := _INSTRUCTION.match(line):
-            instruction = Instruction(bool(match[1]), *match.groups()[1:])
-            computations[name][instruction.name] = instruction
+            computations[name][match[2]] = Instruction(bool(match[1]), *match.groups()[1:])
     return computations, entry
 
 
-def _executed(computations: Computations, name: str, times: int) -> Iterator[tuple[str, Instruction, int]]:
+def _executed(computations: Mapping[str, Computation], name: str, times: int) -> Iterator[tuple[str, Instruction, int]]:
     """Yields (computation, instruction, executions) of all that `times` runs of a computation execute."""
     for instruction in computations[name].values():
         yield name, instruction, times
         if instruction.opcode in _CALLS:
-            rounds = times * _rounds(instruction, computations) if instruction.opcode == "while" else times
+            is_loop = instruction.opcode == "while"
+            rounds = times * _rounds(instruction, computations[name], computations) if is_loop else times
             for called in re.findall(_CALLS[instruction.opcode], instruction.attributes):
                 for callee in _NAME.findall(called.replace(" ", "")):
                     yield from _executed(computations, callee, rounds)
 
 
-def _rounds(loop: Instruction, computations: Computations) -> int:
+def _rounds(loop: Instruction, caller: Computation, computations: Mapping[str, Computation]) -> int:
     """Returns how often a loop's body runs: the compiler's note, else from a counter's start, step and bound."""
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(match[1])
     condition, body = (
         computations[re.search(rf" {role}=%?([\w.\-]+)", loop.attributes)[1]] for role in ("condition", "body")
     )
-    caller = next(instructions for instructions in computations.values() if loop.name in instructions)
-    compare, before, after = _root(condition), caller[loop.operand(0)], _root(body)
+    compare, after = (next(each for each in part.values() if each.root) for part in (condition, body))
+    before = caller[loop.operands[0]]
     if (compare.opcode, before.opcode, after.opcode) != ("compare", "tuple", "tuple"):
         return 1
-    counter = condition[compare.operand(0)]
+    counter = condition[compare.operands[0]]
     if counter.opcode != "get-tuple-element" or "direction=LT" not in compare.attributes:
         return 1
     place = int(re.search(r"index=(\d+)", counter.attributes)[1])
-    start, bound = _constant(caller, before.operand(place)), _constant(condition, compare.operand(1))
-    added = body[after.operand(place)]
-    step = _constant(body, added.operand(1)) if added.opcode == "add" else None
+    start, bound = _constant(caller, before.operands[place]), _constant(condition, compare.operands[1])
+    added = body[after.operands[place]]
+    step = _constant(body, added.operands[1]) if added.opcode == "add" else None
     return 1 if start is None or bound is None or not step else math.ceil((bound - start) / step)
 
 
-def _root(computation: Mapping[str, Instruction]) -> Instruction:
-    return next(instruction for instruction in computation.values() if instruction.root)
-
-
-def _constant(computation: Mapping[str, Instruction], name: str) -> int | None:
+def _constant(computation: Computation, name: str) -> int | None:
     """Returns the value of an integer constant, None for any other instruction."""
     instruction = computation[name]
     while instruction.opcode == "copy":
-        instruction = computation[instruction.operand(0)]
-    return int(instruction.operands) if instruction.opcode == "constant" else None
+        instruction = computation[instruction.operands[0]]
+    return int(instruction.arguments) if instruction.opcode == "constant" else None
 
 
-def _continues(instruction: Instruction, computation: Mapping[str, Instruction]) -> bool:
+def _continues(instruction: Instruction, computation: Computation) -> bool:
     """Returns whether the instruction continues or ends a collective that another fusion starts.
 
     The TPU compiler splits an asynchronous collective over fusions with products that run meanwhile. Each of them
     names the collective again, as a link of a chain; the one that starts it hands it to AsyncCollectiveStart.
     """
-    if "chain_id" not in instruction.attributes:
-        return False
-    return not any(
-        '"AsyncCollectiveStart"' in other.attributes and f"%{instruction.name}" in other.operands.split(", ")
+    return "chain_id" in instruction.attributes and not any(
+        '"AsyncCollectiveStart"' in other.attributes and instruction.name in other.operands
         for other in computation.values()
     )
-
-
-def _output(instruction: Instruction) -> str:
-    """Returns the type of a collective's output; an asynchronous one's type is (input, output, ...)."""
-    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
-        return instruction.type
-    depth, parts = 0, [""]
-    for character in instruction.type[1:-1]:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts[1]
 
 
 def _bytes(types: str) -> int:
     """Returns the size of all arrays in a type."""
     total = 0
-    for dtype, dims in _ARRAY.findall(re.sub(r"\{.*?\}", "", types)):
+    for dtype, dims in _ARRAY.findall(types):
         bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
-        total += math.prod(map(int, filter(None, dims.split(",")))) * bits // 8
+        total += math.prod(_ints(dims)) * bits // 8
     return total
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
 
 
 def _groups(attributes: str, partitions: int) -> np.ndarray:
@@ -256,15 +232,11 @@ def _iota(text: str) -> np.ndarray:
     return ids.transpose(_ints(order) if order else None).ravel()
 
 
-def _ints(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
-
-
 def _between_slices(send: Instruction, places: "_MeshPlaces") -> tuple[str, np.ndarray, int]:
     """Returns kind, groups and bytes of a collective between TPU slices, which the program hands to another runtime.
 
-    Its devices are named by their ids, each group listed; or as {1,2}x{0:255}, groups of the devices that have the same
-    number, from 0 to 255, in slices 1 and 2, whose ids are 100000 times the slice and that number.
+    Each group lists its devices' ids; or {1,2}x{0:255} are groups of the devices that have the same number, from 0 to
+    255, in slices 1 and 2, whose ids are 100000 times the slice and that number.
     """
     target, kind = re.search(
         r'_xla_megascale_target="?(.*?)"?,_xla_megascale_transfer_type="(\w+)"', send.attributes
@@ -276,7 +248,7 @@ def _between_slices(send: Instruction, places: "_MeshPlaces") -> tuple[str, np.n
     groups = np.array([[places.by_id[i] for i in group] for group in ids])
     sent = _bytes(_ARRAY.search(send.type)[0])
     whole = sent * groups.shape[1] if kind == "ALL_GATHER" else sent
-    return BETWEEN_SLICES[kind], groups, whole
+    return "collective-permute" if kind == "ONE_TO_ONE" else kind.lower().replace("_", "-"), groups, whole
 
 
 class _MeshPlaces:
@@ -284,7 +256,7 @@ class _MeshPlaces:
 
     def __init__(self, mesh: Mesh, partitions: int) -> None:
         self.mesh, self.partitions = mesh, partitions
-        devices: Sequence[jax.Device] = list(mesh.devices.flat)
+        devices = list(mesh.devices.flat)
         self.domains = np.array([slice_of(device) for device in devices])
         self.by_id = {device.id: number for number, device in enumerate(devices)}
         self.coords = np.array([device.coords for device in devices]) if devices[0].platform == "tpu" else None
@@ -324,11 +296,10 @@ class _MeshPlaces:
         """Returns the fraction of a torus's dims along which a group extends; a permute uses one at a time."""
         if self.coords is None:
             return 1.0
-        slice_dims = (self.coords != self.coords[0]).any(0).sum()
         where = self.coords[groups]  # [groups, n, 3]
         dims = (where != where[:, :1]).any(1).sum(1).max()
         if kind == "collective-permute":
             dims = min(dims, 1)
         # The two devices of a TPU7x chip have a link of their own, as fast as all of the chip's six others
         # (docs.cloud.google.com/tpu/docs/tpu7x).
-        return float(dims / slice_dims) if dims else 1.0
+        return float(dims / (self.coords != self.coords[0]).any(0).sum()) if dims else 1.0

@@ -14,9 +14,7 @@ from src.model.moe.dispatch import BUFFER_SLACK
 from src.model.params import by_path
 from src.parallel.mesh import mesh_axes_of
 from src.step.build import TracedStep
-from src.step.optimizer import HParams
-from src.step.plan import Batch
-from src.step.state import TrainState
+from src.step.plan import StepPlan
 
 KEPT, LOGITS = "kept for the backward pass", "logits and their gradient"
 # Only these operations' results are in memory: the others' are computed where they are read.
@@ -45,69 +43,65 @@ class Memory(NamedTuple):
 
 def memory(built: TracedStep) -> Memory:
     """Returns a step's memory as its shapes, shardings and traced program tell it, without what the compiler adds."""
-    state, batch, hparams = used_arguments(built)
-    arguments = {
-        "weights": device_bytes(state.weights),
-        "optimizer": device_bytes(state.opt),
-        "batch": device_bytes(batch),
-        "scalars": device_bytes((state.step, hparams)),
-    }
-    temporaries = {
-        KEPT: kept_bytes(built),
-        LOGITS: 2 * _logits_bytes(built),
-        "gradients": _gradient_bytes(built),
-        "a block's weights, gathered": _gathered_bytes(built),
-        "what a block computes": _block_bytes(built),
-    }
-    return Memory(arguments, temporaries, host_bytes(state.opt))
-
-
-def used_arguments(built: TracedStep) -> tuple[TrainState, Batch, HParams]:
-    """Returns the step's arguments with None for those on which no output depends: its program does not take them."""
-    jaxpr = built.traced.jaxpr.jaxpr
-    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    plan, jaxpr = built.plan, built.traced.jaxpr.jaxpr
+    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # the program takes no argument without effect
     leaves, tree = jax.tree.flatten((built.state, built.batch, built.hparams))
-    return tree.unflatten([leaf if is_used else None for leaf, is_used in zip(leaves, used, strict=True)])
+    leaves = [leaf if is_used else None for leaf, is_used in zip(leaves, used, strict=True)]
+    state, batch, hparams = tree.unflatten(leaves)
+    weights, micro_batches = built.state.weights.trainable, plan.accumulation.micro_batches
+    gradients = device_bytes(weights)
+    if micro_batches > 1:  # their sum too
+        gradients += device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), weights))
+    # One tile of one micro-batch, in the dtype of products, which TPU and GPU keep.
+    logits = built.tokens // micro_batches // plan.step.num_vocab_tiling * plan.spec.padded_vocab_size
+    logits *= jnp.dtype(plan.spec.dtype).itemsize
+    return Memory(
+        arguments={
+            "weights": device_bytes(state.weights),
+            "optimizer": device_bytes(state.opt),
+            "batch": device_bytes(batch),
+            "scalars": device_bytes((state.step, hparams)),
+        },
+        temporaries={
+            KEPT: _kept_bytes(built),
+            LOGITS: 2 * (logits // math.prod(plan.layout.shards(axis) for axis in ("batch", "length", "vocab"))),
+            "gradients": gradients,
+            "a block's weights, gathered": _gathered_bytes(built.plan),
+            "what a block computes": _block_bytes(built),
+        },
+        on_host=device_bytes(state.opt, on_host=True),
+    )
 
 
-def device_bytes(tree: Any) -> int:
-    """Returns the bytes of the arrays' parts in one device's memory; arrays without a sharding are on every device."""
-    return sum(_part_bytes(leaf) for leaf in jax.tree.leaves(tree) if not _lies_on_host(leaf))
+def device_bytes(tree: Any, on_host: bool = False) -> int:
+    """Returns the bytes of one device's parts of arrays in its memory, or of those in host memory.
+
+    Arrays without a sharding are on every device.
+    """
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if (getattr(sharding, "memory_kind", None) == "pinned_host") == on_host:
+            shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
+            total += math.prod(shape) * leaf.dtype.itemsize
+    return total
 
 
-def host_bytes(tree: Any) -> int:
-    """Returns the bytes of one device's parts of the arrays that are in host memory."""
-    return sum(_part_bytes(leaf) for leaf in jax.tree.leaves(tree) if _lies_on_host(leaf))
-
-
-def _part_bytes(leaf: Any) -> int:
-    sharding = getattr(leaf, "sharding", None)
-    shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
-    return math.prod(shape) * leaf.dtype.itemsize
-
-
-def _lies_on_host(leaf: Any) -> bool:
-    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == "pinned_host"
-
-
-def kept_bytes(built: TracedStep) -> int:
+def _kept_bytes(built: TracedStep) -> int:
     """Returns the bytes that layers keep on the device for the backward pass.
 
     These are the arrays that a loop stacks and the reversed loop reads; layers that are not scanned count as nothing.
     """
-    return sum(
-        array.size * array.dtype.itemsize // _shards(built, _in_loops(built, array.shape))
-        for array in _kept(built.traced.jaxpr.jaxpr, set())
-        if array.memory_space == jax.memory.Space.Device
-    )
-
-
-def _in_loops(built: TracedStep, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that loops stacked to this one; a pipeline loops over iterations and within over layers."""
-    inner = shape[1:]
-    schedule = built.plan.execution.schedule
-    within = schedule and shape[0] == schedule.iterations and not _is_activation(built, inner)
-    return inner[1:] if within and _is_activation(built, inner[1:]) else inner
+    schedule, total = built.plan.execution.schedule, 0
+    for array in _kept(built.traced.jaxpr.jaxpr, set()):
+        if array.memory_space != jax.memory.Space.Device:
+            continue
+        shape = array.shape[1:]  # of what the loop stacked; a pipeline loops over iterations and within over layers
+        in_pipeline = schedule and array.shape[0] == schedule.iterations and not _is_activation(built, shape)
+        if in_pipeline and _is_activation(built, shape[1:]):
+            shape = shape[1:]
+        total += array.size * array.dtype.itemsize // _shards(built, shape)
+    return total
 
 
 def _shards(built: TracedStep, shape: tuple[int, ...]) -> int:
@@ -115,10 +109,10 @@ def _shards(built: TracedStep, shape: tuple[int, ...]) -> int:
     layout, spec = built.plan.layout, built.plan.spec
     if not _is_activation(built, shape):
         return layout.shards("embed")
-    apart = layout.size(built.plan.accumulation.manual_axes)  # into so many parts it is cut already, in the program
-    batch_shards = layout.shards("batch") // apart
+    replicas = layout.size(built.plan.accumulation.manual_axes)  # into so many parts it is cut already, in the program
+    batch_shards = layout.shards("batch") // replicas
     if shape[0] not in _rows(built):  # the parts of all devices of a stage, one after the other
-        return layout.mesh.size // layout.shards("layers") // apart
+        return layout.mesh.size // layout.shards("layers") // replicas
     costs = [part for layer in dict.fromkeys(spec.layers) for part in layer_costs(layer).values()]
     sharded = [(axis, sizes) for part in costs for axis, sizes in part.sharded.items()]
     for axis, sizes in (*sorted(sharded), ("vocab", (spec.padded_vocab_size,))):
@@ -134,25 +128,18 @@ def _is_activation(built: TracedStep, shape: tuple[int, ...]) -> bool:
 
     Those come from within a `shard_map`; exchange buffers have room for `BUFFER_SLACK` times as many.
     """
-    length = built.tokens // built.rows
-    return bool(shape) and any(
-        shape[0] == rows
-        or (
-            shape[0] >= rows * length
-            and (shape[0] % (rows * length) == 0 or shape[0] % (rows * length * BUFFER_SLACK) == 0)
-        )
-        for rows in _rows(built)
+    if not shape:
+        return False
+    tokens = [rows * built.tokens // built.rows for rows in _rows(built)]
+    return shape[0] in _rows(built) or any(
+        shape[0] >= count and (shape[0] % count == 0 or shape[0] % (count * BUFFER_SLACK) == 0) for count in tokens
     )
 
 
 def _rows(built: TracedStep) -> set[int]:
     """Returns the rows of a micro-batch, and of a pipeline's."""
-    schedule = built.plan.execution.schedule
-    rows = (
-        built.rows
-        // built.plan.accumulation.micro_batches
-        // built.plan.layout.size(built.plan.accumulation.manual_axes)
-    )
+    accumulation, schedule = built.plan.accumulation, built.plan.execution.schedule
+    rows = built.rows // accumulation.micro_batches // built.plan.layout.size(accumulation.manual_axes)
     return {rows, rows // schedule.micro_batches} if schedule else {rows}
 
 
@@ -188,26 +175,24 @@ def _follow(variables: set[Any], old: Sequence[Any], new: Sequence[Any]) -> None
 
 def _block_bytes(built: TracedStep) -> int:
     """Returns the bytes that products and kernels make in one iteration of a reversed loop: recomputed, gradients."""
+    blocks = [
+        sum(
+            array.size * array.dtype.itemsize // _shards(built, array.shape)
+            for array in _products(body)
+            if _is_activation(built, array.shape)
+        )
+        for body in _backward_bodies(built.traced.jaxpr.jaxpr)
+    ]
+    return max(blocks, default=0)
 
-    def made(jaxpr: Jaxpr) -> Iterator[Any]:
-        for equation in jaxpr.eqns:
-            if equation.primitive.name in _PRODUCTS:
-                yield from (var.aval for var in equation.outvars)
-            elif equation.primitive.name in _WRAPPERS:
-                for inner in jaxprs_in_params(equation.params):
-                    yield from made(inner)
 
-    return max(
-        (
-            sum(
-                array.size * array.dtype.itemsize // _shards(built, array.shape)
-                for array in made(body)
-                if _is_activation(built, array.shape)
-            )
-            for body in _backward_bodies(built.traced.jaxpr.jaxpr)
-        ),
-        default=0,
-    )
+def _products(jaxpr: Jaxpr) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _PRODUCTS:
+            yield from (var.aval for var in equation.outvars)
+        elif equation.primitive.name in _WRAPPERS:
+            for inner in jaxprs_in_params(equation.params):
+                yield from _products(inner)
 
 
 def _backward_bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
@@ -218,31 +203,13 @@ def _backward_bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
             yield from _backward_bodies(inner)
 
 
-def _gradient_bytes(built: TracedStep) -> int:
-    """Returns the bytes of the gradients, and with micro-batches of their sum too, which is float32."""
-    weights = built.state.weights.trainable
-    gradients = device_bytes(weights)
-    if built.plan.accumulation.micro_batches == 1:
-        return gradients
-    return gradients + device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), weights))
-
-
-def _logits_bytes(built: TracedStep) -> int:
-    """Returns the bytes of one tile of one micro-batch, in the dtype of products, which TPU and GPU keep."""
-    plan = built.plan
-    tokens = built.tokens // plan.accumulation.micro_batches // plan.step.num_vocab_tiling
-    size = tokens * plan.spec.padded_vocab_size * jnp.dtype(plan.spec.dtype).itemsize
-    return size // math.prod(plan.layout.shards(axis) for axis in ("batch", "length", "vocab"))
-
-
-def _gathered_bytes(built: TracedStep) -> int:
+def _gathered_bytes(plan: StepPlan) -> int:
     """Returns the bytes of the largest block's weights in the compute dtype, gathered along what `embed` shards."""
-    plan, rules = built.plan, built.plan.layout.rules
     shardings, axes, blocks = by_path(plan.shardings), by_path(plan.axes), dict[Any, int]()
     for path, leaf in by_path(plan.shapes).items():
         if path[0] == "segments":
             rule = "expert_embed" if "expert_embed" in axes[path] else "embed"
-            gathered = mesh_axes_of(shardings[path].spec).intersection(rules[rule])
+            gathered = mesh_axes_of(shardings[path].spec).intersection(plan.layout.rules[rule])
             parts = math.prod(plan.layout.mesh.shape[axis] for axis in gathered)
             shard = shardings[path].shard_shape(leaf.shape)
             size = math.prod(shard) * (parts if parts > 1 else 0)

@@ -1,8 +1,7 @@
 """A compiled training step as a file: `src.train_compile` saves it, `src.train` runs it without compiling.
 
-The file, from its start: a line that says what it is; a line with the digest and the number of the bytes that follow;
-the header, a JSON object that says what the program is for; the program, a pickle that JAX made. The digest tells
-damage, not intent: a compiled program is code, to be loaded only from those whose code one would run.
+It has a line that says what it is; one with the digest and the number of the bytes that follow; the header, a JSON
+object that says what the program is for; and the program, a pickle that JAX made. The digest tells damage, not intent.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ from jax.extend.mlir import ir
 from jaxlib.triton import dialect as triton
 
 from src.aot.outputs import write_output
-from src.config.schema import KEYS, keys_of
+from src.config.schema import Batch, Mesh, Model, Step
 from src.config.yaml import dump
 from src.errors import UserError, first_few
 from src.parallel.mesh import count_slices
@@ -32,6 +31,7 @@ from src.step.build import TracedStep, program_text
 from src.step.compiler_flags import environment_flags
 
 Header = dict[str, Any]
+NOT_LOADED = "It is not loaded; src.train_compile saves one."
 
 FIRST_LINE = b"MinText compiled training step, format 2\n"
 SECOND_LINE = "sha256 {digest} of the {size} bytes that follow\n"
@@ -48,8 +48,7 @@ PICKLED = frozenset((
 ))
 # fmt: on
 
-# Settings of JAX that change what it makes of a step: how it compiles, and how it traces. The program's digest sees the
-# latter too, and more of them; here they have names.
+# Settings of JAX that change how it compiles a step, and how it traces it, which the program's digest sees too.
 # fmt: off
 JAX_SETTINGS = (
     "jax_disable_most_optimizations", "jax_exec_time_optimization_effort", "jax_memory_fitting_effort",
@@ -65,9 +64,8 @@ JAX_SETTINGS = (
 )
 # fmt: on
 
-# Keys of base.yml that have no part in the compiled step: whole sections, and single keys of others. Whether a program
-# is the wrong one its digest says; this only keeps the list of reasons short.
-RUN_TIME_SECTIONS = ("run", "aot", "data", "tools", "evaluation", "decoding", "checkpoint", "diagnostics")
+# Keys of a header's sections that have no part in the compiled step. Whether a program is the wrong one its digest
+# says; this only keeps the list of reasons short.
 # fmt: off
 RUN_TIME_KEYS = frozenset((
     "jax_cache_dir", "learning_rate", "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction",
@@ -82,15 +80,18 @@ RUN_TIME_KEYS = frozenset((
 COMPARED = ("devices", "mesh", "versions", "compiler_options", "environment", "jax_config")
 
 
-def header(config: Mapping[str, Any], built: TracedStep) -> Header:
+def header(built: TracedStep, *sections: Model | Step | Batch | Mesh) -> Header:
     """Returns what the program of a step depends on, as a JSON object: another header, another program.
 
-    `program` is the digest of the traced step, which any change of MinText's code or of a key changes; `config` only
-    explains such a change.
+    `program` is the digest of the traced step, which any change of MinText's code or of a key changes; `config`, the
+    keys of `sections` of the configuration, only explains such a change.
     """
     mesh = built.plan.layout.mesh
     devices = list(mesh.devices.flat)
-    run_time_keys = RUN_TIME_KEYS.union(*(keys_of(section) for section in RUN_TIME_SECTIONS))
+    platform = devices[0].platform
+    packages = {"tpu": ["libtpu"], "gpu": ["jax-cuda12-plugin", "jax-cuda12-pjrt"]}.get(platform, [])
+    installed = {distribution.name for distribution in metadata.distributions()}
+    arguments = {"state": built.state.by_name(), "batch": built.batch, "hparams": built.hparams}
     return {
         "devices": {
             "kind": devices[0].device_kind,
@@ -99,21 +100,21 @@ def header(config: Mapping[str, Any], built: TracedStep) -> Header:
             "processes": len({device.process_index for device in devices}),
             # Where on the network each place of the mesh is: the program sends along those links.
             "order": _digest(str([(device.id, *getattr(device, "coords", ())) for device in devices]))[:16],
-            **({"processor": _processor()} if devices[0].platform == "cpu" else {}),
+            **({"processor": _processor()} if platform == "cpu" else {}),
         },
         "mesh": dict(mesh.shape),
-        "versions": _versions(devices[0].platform),
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", *packages) if name in installed},
         "compiler_options": dict(built.compiler_options),
         "environment": environment_flags(),
         # Those that this version of JAX has.
         "jax_config": {name: str(jax.config.values[name]) for name in JAX_SETTINGS if name in jax.config.values},
-        "program": _digest(program_text(built.traced, _kernel_text)),
-        "config": {key: dump(config[key]) for key in KEYS if key not in run_time_keys},
+        "program": _digest(program_text(built.traced, kernel_text)),
+        "config": {
+            key: dump(value) for section in sections for key, value in vars(section).items() if key not in RUN_TIME_KEYS
+        },
         "arguments": {
             jax.tree_util.keystr(path, simple=True, separator="."): _describe(leaf)
-            for path, leaf in jax.tree.leaves_with_path(
-                {"state": built.state.by_name(), "batch": built.batch, "hparams": built.hparams}
-            )
+            for path, leaf in jax.tree.leaves_with_path(arguments)
         },
     }
 
@@ -127,13 +128,6 @@ def _describe(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)} sharded {tuple(sharding.spec) if sharding else ()}"
 
 
-def _versions(hardware: str) -> dict[str, str]:
-    """Returns the versions of the packages that compile and run a program on `tpu`, `gpu` or `cpu`."""
-    packages = {"tpu": ["libtpu"], "gpu": ["jax-cuda12-plugin", "jax-cuda12-pjrt"]}.get(hardware, [])
-    installed = {distribution.name for distribution in metadata.distributions()}
-    return {package: metadata.version(package) for package in ["jax", "jaxlib", *packages] if package in installed}
-
-
 def _processor() -> str:
     """Returns this machine's processor, whose instructions XLA's CPU backend compiles for."""
     information = Path("/proc/cpuinfo")
@@ -144,7 +138,7 @@ def _processor() -> str:
     return f"{fields.get('model name', 'unnamed')}, instruction sets {_digest(instructions)[:8]}"
 
 
-def _kernel_text(bytecode: bytes) -> str:
+def kernel_text(bytecode: bytes) -> str:
     """Returns a Pallas kernel as text, which unlike its serialised form does not name its source files."""
     with ir.Context() as context:
         tpu.register_dialect(context)
@@ -154,7 +148,7 @@ def _kernel_text(bytecode: bytes) -> str:
 
 
 def differences(saved: Header, current: Header) -> list[str]:
-    """Returns a line for each thing that differs between a file's header and this run's; none for the same program."""
+    """Returns a line for each difference between a file's header and this run's; none for the same program."""
     if {**saved, "config": None} == {**current, "config": None}:
         return []
     lines = []
@@ -190,34 +184,41 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
 def load(path: str, header: Header, built: TracedStep) -> jax.stages.Compiled:
     """Returns the program at `path`, to be called as `built.train` is; every process of a job loads it.
 
-    Args:
-        path: a file that `save` wrote.
-        header: what the program has to be for.
-        built: the step that it takes the place of.
-
     Raises:
-        UserError: the file can't be read, is damaged or not of `save`, or its program is for something else.
+        UserError: the file can't be read, is damaged or not of `save`, or its program is not for `header`.
     """
-    saved, program = _read(path)
+    where = f"compiled_trainstep_file={path}"
+    try:
+        content = epath.Path(path).expanduser().read_bytes()
+    except Exception as error:  # each store's client has its own types
+        raise UserError(f"{where}: cannot read it: {type(error).__name__}: {error}") from error
+    body = _checked(where, content)
+    foreign = f"{where} is none of ours, though its digest is right: "
+    saved_text, _, program = body.partition(b"\n}\n")
+    try:
+        saved = json.loads(saved_text + b"}")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{foreign}its header is no JSON: {error}. {NOT_LOADED}") from None
+    parts = {**dict.fromkeys((*COMPARED, "config", "arguments"), dict), "program": str}
+    if not isinstance(saved, dict) or not all(isinstance(saved.get(part), kind) for part, kind in parts.items()):
+        raise UserError(f"{foreign}its header is not a step's. {NOT_LOADED}")
     if lines := differences(saved, header):
         listed = "\n".join(f"  {line}" for line in lines)
         raise UserError(
-            f"compiled_trainstep_file={path} was compiled for another run than this:\n{listed}\n"
+            f"{where} was compiled for another run than this:\n{listed}\n"
             "Compile it for this one (python -m src.train_compile), or leave compiled_trainstep_file empty."
         )
     # In the mesh's order: the devices' own order is JAX's default, with which a mesh of another ends the process.
     devices = tuple(built.plan.layout.mesh.devices.flat)
     try:
-        unpickler = _Unpickler(io.BytesIO(program), devices[0].client, devices)
-        unloaded, arguments, no_kwargs = unpickler.load()
-        executable = unloaded.load()
+        unloaded, arguments, no_kwargs = _Unpickler(io.BytesIO(program), devices[0].client, devices).load()
         in_tree = jax.tree.structure(((built.state, built.batch, built.hparams), {}))
         out_tree = jax.tree.structure(built.traced.out_info)
-        return jax.stages.Compiled(executable, [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
+        return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
     except jax.errors.JaxRuntimeError as error:
-        raise UserError(f"compiled_trainstep_file={path}: these devices do not load it: {error}") from None
+        raise UserError(f"{where}: these devices do not load it: {error}") from None
     except Exception as error:  # a pickle of something else may fail in any way
-        raise _foreign(path, f"{type(error).__name__}: {error}") from error
+        raise UserError(f"{foreign}{type(error).__name__}: {error}. {NOT_LOADED}") from error
 
 
 class _Unpickler(serialize_executable._JaxPjrtUnpickler):
@@ -229,40 +230,17 @@ class _Unpickler(serialize_executable._JaxPjrtUnpickler):
         return super().find_class(module, name)
 
 
-def _read(path: str) -> tuple[Header, bytes]:
-    """Returns a file's header and program, its digest checked before anything else."""
-    where = f"compiled_trainstep_file={path}"
-    try:
-        content = epath.Path(path).expanduser().read_bytes()
-    except Exception as error:  # each store's client has its own types
-        raise UserError(f"{where}: cannot read it: {type(error).__name__}: {error}") from error
-    first_line, _, rest = content.partition(b"\n")
+def _checked(where: str, content: bytes) -> bytes:
+    """Returns what follows a file's first two lines; raises UserError where it is not what they say."""
+    first_line, second_line, body = (*content.split(b"\n", 2), b"", b"")[:3]
     if first_line + b"\n" != FIRST_LINE:
         raise UserError(
             f"{where} is not what src.train_compile of this version writes: it begins with {first_line[:60]!r}, "
             f"expected {FIRST_LINE.decode().strip()!r}"
         )
-    second_line, _, body = rest.partition(b"\n")
     expected = re.fullmatch(SECOND_LINE.format(digest="([0-9a-f]{64})", size=r"(\d+)").strip().encode(), second_line)
     if expected and len(body) < int(expected[2]):
         raise UserError(f"{where} is cut off: {len(body):,} of {int(expected[2]):,} bytes are there. Copy it again.")
     if not expected or len(body) > int(expected[2]) or hashlib.sha256(body).hexdigest().encode() != expected[1]:
         raise UserError(f"{where} is damaged: its digest is another than when it was written. Copy it again.")
-    text, _, program = body.partition(b"\n}\n")
-    try:
-        header = json.loads(text + b"}")
-    except (ValueError, RecursionError) as error:
-        raise _foreign(path, f"its header is no JSON: {error}") from None
-    objects = [
-        isinstance(header, dict) and isinstance(header.get(part), dict) for part in (*COMPARED, "config", "arguments")
-    ]
-    if not all(objects) or not isinstance(header.get("program"), str):
-        raise _foreign(path, "its header is not a step's")
-    return header, program
-
-
-def _foreign(path: str, why: str) -> UserError:
-    return UserError(
-        f"compiled_trainstep_file={path} is none of ours, though its digest is right: {why}. It is not loaded; "
-        "src.train_compile saves one."
-    )
+    return body

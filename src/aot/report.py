@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,13 +41,8 @@ def make_report(
 ) -> Report:
     """Returns the report without `changes`; bytes and FLOPs are per device.
 
-    Args:
-        topology: of the devices that the step is for.
-        built: the step.
-        matmul_precision: the key, which decides how fast products are.
-        compiled: the program; None where the compiler refused it for lack of memory.
-        refusal: the compiler's message then, or empty.
-        seconds: that tracing, lowering and compiling took.
+    `compiled` is None where the compiler refused the step for lack of memory, with the message `refusal`. `seconds` are
+    those that tracing, lowering and compiling took.
     """
     plan, work = built.plan, work_of(built)
     report = {
@@ -86,12 +82,10 @@ def device_memory(
     topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str
 ) -> dict[str, Any]:
     """Returns a device's needed bytes, capacity and parts; `needed` is a lower bound where the compiler failed."""
-    parts = memory(built)
-    capacity = device_capacity(topology)
+    parts, capacity = memory(built), device_capacity(topology)
+    kept_on_host = 0
     if compiled:
         stats = compiled.memory_analysis()
-        # Outputs that take the place of donated arguments need no memory.
-        outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
         sizes = {
             "arguments": stats.argument_size_in_bytes,
             "temporaries": stats.temp_size_in_bytes,
@@ -101,10 +95,12 @@ def device_memory(
         }
         if topology.platform != "cpu":  # where it counts arguments alone
             sizes["peak"] = stats.peak_memory_in_bytes
-        needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes + outputs
+        kept_on_host = stats.host_temp_size_in_bytes
+        # Outputs that take the place of donated arguments need no memory.
+        needed = sizes["arguments"] + sizes["temporaries"] + sizes["outputs"] - sizes["donated"]
     else:
         arguments = sum(parts.arguments.values())
-        needed = max(arguments + _bytes(TEMPORARIES, refusal), _bytes(TOTAL, refusal))
+        needed = max(arguments + _stated_bytes(TEMPORARIES, refusal), _stated_bytes(TOTAL, refusal))
         sizes = {"arguments": arguments, "temporaries": needed - arguments}
     return {
         **sizes,
@@ -114,10 +110,7 @@ def device_memory(
         "fits": compiled is not None and (capacity is None or needed <= capacity),
         "argument_parts": parts.arguments,
         "temporary_parts": parts.temporaries,
-        "host": {
-            "optimizer": parts.on_host,
-            "kept for the backward pass": stats.host_temp_size_in_bytes if compiled else 0,
-        },
+        "host": {"optimizer": parts.on_host, "kept for the backward pass": kept_on_host},
     }
 
 
@@ -132,17 +125,19 @@ def device_capacity(topology: Topology) -> int | None:
     variables = [name for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION") if os.environ.get(name)]
     if len(variables) > 1:
         raise UserError(f"{' and '.join(variables)} are both set, and JAX takes one: unset the second")
-    written = os.environ[variables[0]] if variables else str(JAX_GPU_FRACTION)
-    try:
-        fraction = float(written)
-    except ValueError:
-        fraction = math.nan
-    if not 0 < fraction < math.inf:
-        raise UserError(f"{variables[0]}={written} in the environment: expected a part of a GPU's memory, such as 0.9")
+    fraction = JAX_GPU_FRACTION
+    for name in variables:
+        try:
+            fraction = float(os.environ[name])
+        except ValueError:
+            fraction = math.nan
+        if not 0 < fraction < math.inf:
+            wanted = "expected a part of a GPU's memory, such as 0.9"
+            raise UserError(f"{name}={os.environ[name]} in the environment: {wanted}")
     return int(topology.chip.memory * fraction)
 
 
-def _bytes(pattern: re.Pattern[str], message: str) -> int:
+def _stated_bytes(pattern: re.Pattern[str], message: str) -> int:
     """Returns the largest size that a message states in the pattern's words, or 0."""
     return max((round(float(number) * UNITS[unit]) for number, unit in pattern.findall(message)), default=0)
 
@@ -176,8 +171,11 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
     yield "FLOPs", f"{flops['model']:.4g} per device (attention causal; {flops['model_palm']:.4g} as in PaLM){again}"
     if report.get("collectives"):
         yield "collectives", "\n".join(_collective_lines(report["collectives"]))
-    if "prediction" in report:
-        yield "prediction", "\n".join(_prediction_lines(report["prediction"]))
+    if prediction := report.get("prediction"):
+        times = ", ".join(f"{name} {prediction[f'{name}_seconds']:.3g}" for name in ("compute", "memory", "ici", "dcn"))
+        mfu = f"MFU {prediction['mfu']:.1%} (as in PaLM {prediction['mfu_palm']:.1%})"
+        words = f"{prediction['step_seconds']:.3g} s per step, {mfu}: by a roofline, not measured"
+        yield "prediction", f"{words}\nseconds for each: {times}; {prediction['bound']} takes the most"
     elif "no_prediction" in report:
         yield "prediction", f"none: {report['no_prediction']}"
     if report["compiler_message"]:
@@ -191,41 +189,30 @@ def describe(topology: str, slices: int) -> str:
 
 
 def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{readable(memory['arguments']):>11}  arguments"
-    yield from _part_lines(memory["argument_parts"])
+    """Yields sums, each with its parts under it where they are known."""
+    sums = [(memory["arguments"], "arguments", memory["argument_parts"])]
     if "donated" in memory:
-        yield f"{readable(memory['outputs'] - memory['donated']):>11}  outputs that take no argument's place"
-    yield f"{readable(memory['temporaries']):>11}  temporaries, of which by estimate, not all at the same time"
-    yield from _part_lines(memory["temporary_parts"])
+        sums.append((memory["outputs"] - memory["donated"], "outputs that take no argument's place", {}))
+    words = "temporaries, of which by estimate, not all at the same time"
+    sums.append((memory["temporaries"], words, memory["temporary_parts"]))
     if any(memory["host"].values()):
-        yield f"{readable(sum(memory['host'].values())):>11}  in host memory, for each device"
-        yield from _part_lines(memory["host"])
+        sums.append((sum(memory["host"].values()), "in host memory, for each device", memory["host"]))
     if "peak" in memory:
-        yield f"{readable(memory['peak']):>11}  at once, by the compiler's own count"
-
-
-def _part_lines(parts: Mapping[str, int]) -> Iterator[str]:
-    return (f"{readable(size):>15}  {name}" for name, size in parts.items() if size)
+        sums.append((memory["peak"], "at once, by the compiler's own count", {}))
+    for total, name, parts in sums:
+        yield f"{readable(total):>11}  {name}"
+        yield from (f"{readable(size):>15}  {part}" for part, size in parts.items() if size)
 
 
 def _collective_lines(communication: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields a line for each kind of collective over the same mesh axes, the most bytes first."""
-    sums: dict[tuple[str, ...], list[int]] = {}
+    times, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for each in communication:
-        total = sums.setdefault((each["kind"], " x ".join(each["axes"]), each["network"]), [0, 0])
-        total[0] += each["times"]
-        total[1] += each["times"] * each["sent_bytes"]
-    for (kind, axes, network), (times, sent) in sorted(sums.items(), key=lambda entry: -entry[1][1]):
-        yield f"{kind:<18} over {axes} ({network}): {times:,} per step, each device sends {readable(sent)}"
-
-
-def _prediction_lines(prediction: Mapping[str, Any]) -> Iterator[str]:
-    yield (
-        f"{prediction['step_seconds']:.3g} s per step, MFU {prediction['mfu']:.1%} (as in PaLM "
-        f"{prediction['mfu_palm']:.1%}): by a roofline, not measured"
-    )
-    parts = ", ".join(f"{name} {prediction[f'{name}_seconds']:.3g}" for name in ("compute", "memory", "ici", "dcn"))
-    yield f"seconds for each: {parts}; {prediction['bound']} takes the most"
+        kind = each["kind"], " x ".join(each["axes"]), each["network"]
+        times[kind] += each["times"]
+        sent[kind] += each["times"] * each["sent_bytes"]
+    for kind, size in sent.most_common():
+        yield f"{kind[0]:<18} over {kind[1]} ({kind[2]}): {times[kind]:,} per step, each device sends {readable(size)}"
 
 
 def change_lines(report: Report) -> Iterator[str]:
@@ -250,7 +237,7 @@ def typed(keys: Mapping[str, Any]) -> str:
 
 def readable(number: int) -> str:
     """Returns bytes in the largest unit of which there is at least one."""
-    unit, factor = next(
-        ((f"{letter}iB", factor) for letter, factor in reversed(UNITS.items()) if number >= factor), ("B", 1)
-    )
-    return f"{number / factor:.2f} {unit}" if factor > 1 else f"{number} B"
+    for letter, factor in reversed(UNITS.items()):
+        if number >= factor:
+            return f"{number / factor:.2f} {letter}iB"
+    return f"{number} B"

@@ -6,7 +6,7 @@ are constants, the same for all hardware, models and meshes. docs/aot.md has pre
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 
@@ -55,21 +55,17 @@ class Prediction:
 
 
 def predict(work: Work, chip: Chip, peak: float, moved: Sequence[Collective]) -> Prediction:
-    """Returns the times of a step.
-
-    Args:
-        work: of a device.
-        chip: the device's rates.
-        peak: its operations per second in matrix products of the dtype that the step multiplies.
-        moved: the step's collectives.
-    """
+    """Predicts a step on devices that do `peak` operations per second in products of the step's dtype."""
     model, again = work.model_flops, work.recomputed_flops
     flops = model.palm + again.palm if work.whole_scores else model.causal + again.causal
+    sent = {"ici": 0.0, "dcn": 0.0}
+    for each in moved:  # scaled to all of the device's links: twice as many bytes where half are used
+        sent[each.network] += each.times * each.sent_bytes / each.links
     seconds = {
         "compute": flops / (COMPUTE_REACHED * peak * (1 - work.bubble)),
         "memory": work.memory_bytes / (MEMORY_REACHED * chip.memory_bandwidth),
-        "ici": _sent(moved, "ici") / chip.ici_bandwidth,
-        "dcn": _sent(moved, "dcn") / chip.dcn_bandwidth,
+        "ici": sent["ici"] / chip.ici_bandwidth,
+        "dcn": sent["dcn"] / chip.dcn_bandwidth,
     }
     on_device, network = seconds["compute"] + seconds["memory"], seconds["ici"] + seconds["dcn"]
     step = on_device + network - min(HIDDEN * network, on_device)
@@ -82,16 +78,11 @@ def predict(work: Work, chip: Chip, peak: float, moved: Sequence[Collective]) ->
     )
 
 
-def _sent(moved: Sequence[Collective], network: str) -> float:
-    """Returns the bytes that a device sends in a step, scaled to all its links: twice as many where half are used."""
-    return sum(each.times * each.sent_bytes / each.links for each in moved if each.network == network)
-
-
 def work_of(built: TracedStep) -> Work:
-    """Returns the work of each device in a step."""
+    """Returns the work of each device in a traced step."""
     plan, layout, schedule = built.plan, built.plan.layout, built.plan.execution.schedule
     stages = schedule.stages if schedule else 1
-    work = step_work(
+    return step_work(
         plan.spec,
         plan.execution,
         plan.kernel,
@@ -103,7 +94,6 @@ def work_of(built: TracedStep) -> Work:
         # Each of a pipeline's micro-batches reads a stage's part of the weights.
         micro_batches=plan.accumulation.micro_batches * (schedule.micro_batches / stages if schedule else 1),
     )
-    return replace(work, bubble=schedule.bubble) if schedule else work
 
 
 def step_work(
@@ -122,7 +112,7 @@ def step_work(
 
     Args:
         spec: the model.
-        execution: says which arrays layers keep for the backward pass.
+        execution: says what layers keep for the backward pass, and the pipeline's schedule.
         kernel: of attention.
         tokens: of the step, divided by the devices.
         length: of a row.
@@ -151,8 +141,9 @@ def step_work(
     # A weight is gathered (written) and read, forward and backward; its gradient is written, and read to be summed.
     weights = 6 * micro_batches * count_params(spec) / sharing * itemsize
     return Work(
-        FlopsPerToken(tokens * model.causal, tokens * model.palm),
-        FlopsPerToken(tokens * again.causal, tokens * again.palm),
-        kernel == "dot_product",
-        activations + logits + weights + 2 * state_bytes,
+        model_flops=FlopsPerToken(tokens * model.causal, tokens * model.palm),
+        recomputed_flops=FlopsPerToken(tokens * again.causal, tokens * again.palm),
+        whole_scores=kernel == "dot_product",
+        memory_bytes=activations + logits + weights + 2 * state_bytes,
+        bubble=execution.schedule.bubble if execution.schedule else 0.0,
     )

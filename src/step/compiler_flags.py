@@ -1,8 +1,7 @@
 """XLA's flags: those of `compile_xla_flags`, which go to the compiler as options, and those in the environment.
 
-XLA reads flags in three ways. Options go with one compilation and are refused by an exception. `XLA_FLAGS` and
-`LIBTPU_INIT_ARGS` are read once, when the libraries start, and end the process where one is unknown: here a child
-process reads them first.
+XLA refuses a wrong option by an exception. `XLA_FLAGS` and `LIBTPU_INIT_ARGS` are read once, when the libraries start,
+and end the process where one is unknown: here a child process reads them first.
 """
 
 import difflib
@@ -29,6 +28,7 @@ _ASYNC_ALL_REDUCE = {
     "xla_enable_async_all_reduce": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
 }
+_ASYNC = {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE}
 # The flags that `auto` stands for, by `jax.Device.device_kind` (before it "multi-slice", where there are several), or
 # else by platform. docs/aot.md tells what each does, and which of MaxText's and Pax's are left out: those that today's
 # compilers do unasked, or take without a difference.
@@ -40,16 +40,15 @@ PRESETS: dict[str, dict[str, str]] = {
         "xla_gpu_enable_latency_hiding_scheduler": "true",
     },
     "tpu": {},
-    "TPU v4": {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE},
+    "TPU v4": _ASYNC,
     "multi-slice TPU v4": {
-        **_ASYNC_ALL_GATHER,
-        **_ASYNC_ALL_REDUCE,
+        **_ASYNC,
         # With the first, those of Pax's runs on several slices.
         "xla_jf_spmd_threshold_for_windowed_einsum_mib": "0",
         "xla_tpu_spmd_threshold_for_allgather_cse": "10000",
         "xla_tpu_enable_latency_hiding_scheduler": "true",
     },
-    "TPU v5": {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE},
+    "TPU v5": _ASYNC,
     "TPU v5 lite": _ASYNC_ALL_REDUCE,
 }
 
@@ -82,11 +81,11 @@ def parse_flags(text: str) -> dict[str, str]:
 
 
 def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, str]:
-    """Returns the options of the compiler of `device` that `compile_xla_flags` means.
+    """Returns the options of a device's compiler that `compile_xla_flags` means.
 
     Args:
         text: flags, or `auto`: a preset for this kind of device; empty: none.
-        device: one that this process may compile for, of this machine or of a topology.
+        device: one of this machine or of a topology.
         slices: TPU slices or hosts that the program runs on.
 
     Raises:
@@ -100,7 +99,7 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
     # XLA's parser of options, unlike that of flags, reads a truth value with a capital alone.
     options = {name: value.title() if value in ("true", "false") else value for name, value in flags.items()}
     if options and _error(options, device):
-        errors = [_error_with_hint({name: value}, device) for name, value in options.items()]
+        errors = [_error_with_hint(name, value, device) for name, value in options.items()]
         raise UserError("\n".join(f"compile_xla_flags: {error}" for error in errors if error))
     return options
 
@@ -118,15 +117,15 @@ def _error(options: Mapping[str, str], device: jax.Device) -> str:
     return ""
 
 
-def _error_with_hint(options: Mapping[str, str], device: jax.Device) -> str:
-    error = _error(options, device)
-    if not (match := re.match(r"No such compile option: '(\w+)'", error)):
+def _error_with_hint(name: str, value: str, device: jax.Device) -> str:
+    error = _error({name: value}, device)
+    if not error.startswith("No such compile option: "):
         return error
     packages = ["jaxlib", "libtpu"] if device.platform == "tpu" else ["jaxlib"]
     # Some names are of flags that are retired or can't be options: those are no help.
-    similar = difflib.get_close_matches(match[1], _names_in(packages), n=8)
-    options_too = [name for name in similar if not _error({name: ""}, device).startswith("No such")]
-    return f"{match[1]} is no option of {_versions(packages)}.{did_you_mean(match[1], options_too)}"
+    similar = difflib.get_close_matches(name, _names_in(packages), n=8)
+    options_too = [other for other in similar if not _error({other: ""}, device).startswith("No such")]
+    return f"{name} is no option of {_versions(packages)}.{did_you_mean(name, options_too)}"
 
 
 def _names_in(packages: Sequence[str]) -> list[str]:
@@ -155,10 +154,7 @@ def environment_flags() -> dict[str, str]:
 def check_environment(uses_tpu: bool) -> None:
     """Raises UserError for flags in the environment that would end the process once JAX starts a backend.
 
-    Where none is set that costs nothing, otherwise 0.3 seconds a variable.
-
-    Args:
-        uses_tpu: whether this process will load libtpu, if only to compile; where it is not installed none will.
+    `uses_tpu`: this process will load libtpu. It takes 0.3 seconds for each variable that is set.
     """
     flags, problems = environment_flags(), []
     if "XLA_FLAGS" in flags:
@@ -169,11 +165,11 @@ def check_environment(uses_tpu: bool) -> None:
         problems = [("LIBTPU_INIT_ARGS", "libtpu", line) for line in logged]
     messages = []
     for variable, package, line in problems:
-        if match := re.match(r"Unknown flags? in XLA_FLAGS: (.+)|Unknown command line flag '(\w+)'", line):
-            for flag in (match[1] or match[2]).split():
-                similar = did_you_mean(re.search(r"\w+", flag)[0], _names_in([package]))
-                messages.append(f"{variable} in the environment: {flag} is no flag of {_versions([package])}.{similar}")
-        else:
+        match = re.match(r"Unknown flags? in XLA_FLAGS: (.+)|Unknown command line flag '(\w+)'", line)
+        for flag in (match[1] or match[2]).split() if match else ():
+            similar = did_you_mean(re.search(r"\w+", flag)[0], _names_in([package]))
+            messages.append(f"{variable} in the environment: {flag} is no flag of {_versions([package])}.{similar}")
+        if not match:
             messages.append(f"{variable} in the environment: {line}")
     if messages:
         raise UserError("\n".join(messages))

@@ -27,12 +27,17 @@ def no_cache():
         compilation_cache.reset_cache()
 
 
+def header(config, built):
+    """What the file of this step says that it is for."""
+    return program.header(built, config.model, config.step, config.batch, config.mesh)
+
+
 def save(config, built):
     """Writes the file that `compiled_trainstep_file` names; returns the program."""
     with no_cache():
         compiled = built.traced.lower().compile()
         if jax.process_index() == 0:
-            program.save(config["compiled_trainstep_file"], compiled, program.header(config, built))
+            program.save(config.compiled_trainstep_file, compiled, header(config, built))
     return compiled
 
 

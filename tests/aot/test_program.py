@@ -27,6 +27,7 @@ from src.parallel.topology import parse_topology
 from src.step import train_step
 from src.step.build import build
 from tests import runs
+from tests.aot.save_step import header as step_header
 from tests.aot.save_step import no_cache, save
 from tests.tiny import load as load_config
 from tests.tiny import tree_bits
@@ -44,14 +45,14 @@ def build_step(**overrides):
 def step():
     """(config, the traced step, its header)."""
     config, built = build_step()
-    return config, built, program.header(config, built)
+    return config, built, step_header(config, built)
 
 
 @pytest.fixture(scope="module")
 def saved(step, tmp_path_factory):
     """(the path of the step's file, its program)."""
     path = tmp_path_factory.mktemp("saved") / "folder" / "step"
-    return path, save({**step[0], "compiled_trainstep_file": str(path)}, step[1])
+    return path, save(step[0].replace(compiled_trainstep_file=str(path)), step[1])
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def refusal(path, step):
     """What a run with this step says to the file; nothing where it is loaded."""
     config, built, *_ = step
     with pytest.raises(UserError) as error:
-        program.load(str(path), program.header(config, built), built)
+        program.load(str(path), step_header(config, built), built)
     return str(error.value)
 
 
@@ -293,8 +294,8 @@ def test_all_that_differs_is_listed(file):
 
 def test_the_seed_is_compiled_in_with_dropout_alone(step, file):
     config, built = build_step(init_weights_seed=1)
-    assert program.differences(step[2], program.header(config, built)) == []
-    dropout = [program.header(*build_step(dropout_rate=0.1, init_weights_seed=seed)) for seed in (0, 1)]
+    assert program.differences(step[2], step_header(config, built)) == []
+    dropout = [step_header(*build_step(dropout_rate=0.1, init_weights_seed=seed)) for seed in (0, 1)]
     assert program.differences(*dropout) == ["init_weights_seed: 0 in the file, 1 here"]
 
 
@@ -353,7 +354,7 @@ def test_what_enters_at_run_time_may_change(step):
     config = step[0]
     groups = {"steps": 5, "run_name": "other", "dataset_path": "x", "decode_seed": 4, "checkpoint_period": 9}
     changed = config.replace(**RUN_TIME, **groups)
-    assert program.differences(step[2], program.header(changed, build(changed, DEVICES))) == []
+    assert program.differences(step[2], step_header(changed, build(changed, DEVICES))) == []
     assert set(RUN_TIME) == program.RUN_TIME_KEYS - OF_PROCESSES
     assert all(config[key] != value for key, value in RUN_TIME.items())
     assert set(defaults()) > program.RUN_TIME_KEYS
@@ -390,11 +391,11 @@ def traced_for(platform, source_file, factor):
 def test_a_kernel_is_the_same_wherever_its_source_lies(platform):
     here, there = traced_for(platform, "/here/kernel.py", 2.0), traced_for(platform, "/over/there/kernel.py", 2.0)
     assert here.lower().as_text() != there.lower().as_text(), "the compiler is given the source's place"
-    assert program.program_text(here, program._kernel_text) == program.program_text(there, program._kernel_text)
+    assert program.program_text(here, program.kernel_text) == program.program_text(there, program.kernel_text)
     assert program.program_text(here) == program.program_text(there), "nor does it matter without the kernels"
     changed = traced_for(platform, "/here/kernel.py", 3.0)
     texts = [
-        program.program_text(SimpleNamespace(jaxpr="", lower=each.lower), program._kernel_text)
+        program.program_text(SimpleNamespace(jaxpr="", lower=each.lower), program.kernel_text)
         for each in (here, changed)
     ]
     assert texts[0] != texts[1], "what the compiler is given counts, and not the jaxpr alone"
@@ -463,7 +464,7 @@ def test_hosts_of_gpus_are_its_slices():
     except UserError as error:
         pytest.skip(str(error))
     config = load_config(**KEYS, attention="dot_product")
-    devices = program.header(config, build(config, hosts))["devices"]
+    devices = step_header(config, build(config, hosts))["devices"]
     assert (devices["count"], devices["slices"], devices["processes"]) == (32, 4, 4)
 
 

@@ -64,7 +64,7 @@ def bench_step(argv: list[str], steps: int) -> None:
     jax.config.update("jax_default_matmul_precision", config.matmul_precision)
     layout = make_layout(config.mesh, jax.devices())
     device = jax.devices()[0]
-    spec = model_spec(config)
+    spec = model_spec(config.model, config.step, config.batch.max_target_length)
     plan = make_plan(config, spec, layout)
     rows = global_batch_size(
         layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size"

@@ -174,7 +174,8 @@ def main(argv: Sequence[str]) -> None:
         for n in options.context:
             keys = ["model_name=llama3-8b", f"max_target_length={length}", f"ici_context_parallelism={n}"]
             config = command_line.load([str(BASE), *keys])
-            layout, spec = make_layout(config.mesh, devices), model_spec(config).layers[0]
+            layout = make_layout(config.mesh, devices)
+            spec = model_spec(config.model, config.step, config.batch.max_target_length).layers[0]
             ways = {
                 "gather": functools.partial(gather, layout=layout, spec=spec),
                 "ring": functools.partial(ring, layout=layout, scale=score_spec(spec, spec.head_dim).scale),

@@ -64,7 +64,7 @@ def predicted() -> Iterator[Row]:
     """Every published cell of a dense model with its prediction."""
     for recipe in recipes():
         config, chip = recipe.load(), recipe.topology().chip
-        spec = model_spec(config)
+        spec = model_spec(config.model, config.step, config.batch.max_target_length)
         execution = Execution(remat_policy=config.remat_policy, remat_custom=dict(config.remat_custom))
         if spec.has_experts:
             continue

@@ -114,7 +114,7 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     checkpointer.save(0, vars(params.Weights.split(arrays, roles)), meta)
     checkpointer.close()
     say(notes)
-    count = count_params(model_spec(config))
+    count = count_params(model_spec(config.model, config.step, config.batch.max_target_length))
     say([f"{count:,} parameters: model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint"])
 
 
@@ -178,9 +178,10 @@ def _write_tokenizer(
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": None}
 
 
-def _declared(config: Mapping[str, Any]) -> tuple[params.Tree, params.Tree]:
+def _declared(config: Config) -> tuple[params.Tree, params.Tree]:
     """Returns the abstract weights of the model of `config`, on one device, and the role of each."""
-    _, declarations = params.abstract(functools.partial(Decoder, model_spec(config)))
+    spec = model_spec(config.model, config.step, config.batch.max_target_length)
+    _, declarations = params.abstract(functools.partial(Decoder, spec))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     tree = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), params.values(declarations)

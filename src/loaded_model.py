@@ -58,7 +58,7 @@ def inference_plan(config: Mapping[str, Any], layout: Layout, length: int, packe
     Raises:
         UserError: as `make_plan` does, or rows are longer than the model's table of positions.
     """
-    spec = model_spec(config)
+    spec = model_spec(config.model, config.step, config.batch.max_target_length)
     if 0 < spec.trainable_position_size < length:
         raise UserError(f"rows of {length} tokens are longer than the model's {spec.trainable_position_size} positions")
     config = config.replace(max_target_length=length, packing=packed, lora_rank=0, trainable_parameters=[])

@@ -16,9 +16,9 @@ from src import command_line, convert, inspect_data
 from src.config.key_help import help_for
 from src.convert_check import Agreement
 from src.model.flops import count_active_params, count_params
-from src.model.spec import model_spec
 from tests.hf import saved
 from tests.runs import BASE, ROOT
+from tests.tiny import spec_of
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "end_to_end" / "README.md"]
 DATA = ROOT / "docs" / "data.md"
@@ -174,7 +174,7 @@ def test_programs_answer_help(program):
 
 def test_the_small_model_is_as_small_as_the_readme_says():
     said = re.search(r"small\.yml.* ([\d.]+) million parameters", (ROOT / "README.md").read_text())
-    count = count_params(model_spec(command_line.load([str(ROOT / "configs" / "small.yml")])))
+    count = count_params(spec_of(command_line.load([str(ROOT / "configs" / "small.yml")])))
     assert f"{count / 1e6:.1f}" == said[1]
 
 
@@ -193,7 +193,7 @@ def test_the_table_of_models_has_each_file_and_its_numbers():
     assert len(rows) == len(files)
     expected = set()
     for name in files:
-        spec = model_spec(command_line.load([BASE, f"model_name={name}"]))
+        spec = spec_of(command_line.load([BASE, f"model_name={name}"]))
         count = count_params(spec)
         sparse = spec.has_experts
         active = f"{count_active_params(spec):,}" if sparse else "all"

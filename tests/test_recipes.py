@@ -10,12 +10,12 @@ import pytest
 from scripts.recipes import FOLDER, read
 from src.aot.devices import abstract_devices
 from src.model.flops import count_params, flops_per_token
-from src.model.spec import model_spec
 from src.parallel.mesh import describe_mesh, global_batch_size, make_layout
 from src.parallel.topology import peak_flops
 from src.step.build import build
 from src.step.plan import make_plan
 from tests.compilers import needs_cuda, needs_libtpu
+from tests.tiny import spec_of
 
 PATHS = sorted(FOLDER.glob("*.yml"))
 NAMES = [path.stem for path in PATHS]
@@ -38,7 +38,7 @@ def on_topology(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_it_loads_and_is_of_the_size_it_says(name):
     said, config = recipe(name), recipe(name).load()
-    assert count_params(model_spec(config)) == said.parameters
+    assert count_params(spec_of(config)) == said.parameters
     topology = said.topology()
     devices = "GPUs" if topology.platform == "gpu" else "chips"
     assert said.hardware == f"{topology.slices} x {topology.name}, {topology.num_devices} {devices}"
@@ -75,7 +75,7 @@ def test_its_mesh_multiplies_out(name):
     rows = global_batch_size(layout, config.per_device_batch_size, config.gradient_accumulation_steps, "")
     assert rows == said.rows
     # A device has its share of the weights, and more only of what is as small as norms and a table of positions.
-    plan = make_plan(config, model_spec(config), layout)
+    plan = make_plan(config, spec_of(config), layout)
     parts = jax.tree.map(lambda leaf, at: math.prod(at.shard_shape(leaf.shape)), plan.shapes, plan.shardings)
     share = said.parameters / (layout.mesh.size / layout.mesh.shape["data"])
     assert sum(jax.tree.leaves(parts)) < 1.15 * share
@@ -93,7 +93,7 @@ def test_published_figures_agree_with_each_other(name):
     said = recipe(name)
     config, chip = said.load(), said.topology().chip
     peak = peak_flops(chip.kind, config.dtype) / 1e12
-    counted = getattr(flops_per_token(model_spec(config), config.max_target_length), said.attention_flops) / 1e12
+    counted = getattr(flops_per_token(spec_of(config), config.max_target_length), said.attention_flops) / 1e12
     for figures in said.published.values():
         rates = []  # TFLOP/s, and how far rounding takes it off
         if figures.tflops:

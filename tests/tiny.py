@@ -52,10 +52,14 @@ def load(**overrides):
     return command_line.load([BASE, *(f"{key.replace('__', '.')}={value}" for key, value in keys.items())])
 
 
+def spec_of(config):
+    return model_spec(config.model, config.step, config.batch.max_target_length)
+
+
 def make(devices=1, **overrides):
     """A config and its plan on the first `devices` devices."""
     config = load(**overrides)
-    return config, make_plan(config, model_spec(config), make_layout(config.mesh, jax.devices()[:devices]))
+    return config, make_plan(config, spec_of(config), make_layout(config.mesh, jax.devices()[:devices]))
 
 
 class Trainer:

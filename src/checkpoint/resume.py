@@ -211,7 +211,7 @@ def _same_arrays(old: Config, plan: StepPlan, abstract: TrainState) -> bool:
         return {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
     try:
-        old_plan = make_plan(old, model_spec(old), plan.layout)
+        old_plan = make_plan(old, model_spec(old.model, old.step, old.batch.max_target_length), plan.layout)
         return shapes(abstract_state(old_plan)) == shapes(abstract)
     except UserError:  # it does not divide over this mesh
         return False

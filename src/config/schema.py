@@ -274,7 +274,7 @@ def keys_of(section: str) -> tuple[str, ...]:
 
 def model_of(keys: Mapping[str, Any]) -> Model:
     """Returns the model that flat keys describe."""
-    return SECTIONS["model"](**{name: keys[name] for name in keys_of("model")})
+    return SECTIONS["model"](**{name: frozen(keys[name]) for name in keys_of("model")})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from typing import Any
 from src.config.keys import frozen
 from src.config.model_checks import check_model
 from src.config.schema import KEYS, defaults, keys_of, model_of
+from src.config.step_keys import Numerics
 from src.config.values import check_value
 from src.config.yaml import dump
 from src.errors import UserError, first_few
@@ -14,7 +15,7 @@ from src.hf.families import FAMILIES
 from src.hf.family import Family
 from src.hf.fields import Json, Keys, LayerKeys, entry
 from src.hf.folder import HfFolder, open_folder
-from src.model.spec import group_layers, layer_facts, model_spec
+from src.model.spec import ModelSpec, group_layers, layer_models, model_spec
 
 
 def read_model_keys(path: str | os.PathLike[str]) -> Keys:
@@ -62,7 +63,7 @@ def find_family(config: Mapping[str, Any]) -> tuple[Family, Json]:
     Raises:
         UserError: no family has it.
     """
-    spec, layers = model_spec(config), _layer_keys(config)
+    spec, layers = _spec(config), _layer_keys(config)
     # Keys that alter no logits are the run's, and in no config.json.
     of_run = {key: config[key] for key in config if key not in keys_of("model") or key == "dropout_rate"}
     missing: dict[str, list[str]] = {}  # by family
@@ -73,7 +74,7 @@ def find_family(config: Mapping[str, Any]) -> tuple[Family, Json]:
         except UserError:
             continue
         unloadable = _unloadable(family, layers)
-        if model_spec(read) == spec and not unloadable:
+        if _spec(read) == spec and not unloadable:
             return family, hf
         rest = unloadable or "weights that layers share (decoder_segments)"
         missing[family.architecture] = _differences(layers, _layer_keys(read)) or [rest]
@@ -102,9 +103,9 @@ def _differences(layers: LayerKeys, read: LayerKeys) -> list[str]:
     one_layer = {"decoder_segments": [], "base_num_decoder_layers": 1, "global_parameter_scale": 1}
     differing: dict[str, Any] = {}
     for layer, other in zip(layers, read, strict=True):
-        spec = model_spec({**layer, **one_layer})
+        spec = _spec({**layer, **one_layer})
         for key in keys_of("model"):
-            if layer[key] != other[key] and model_spec({**layer, key: other[key], **one_layer}) != spec:
+            if layer[key] != other[key] and _spec({**layer, key: other[key], **one_layer}) != spec:
                 differing.setdefault(key, layer[key])
     return [f"{key}={dump(value)}" for key, value in differing.items()]
 
@@ -113,9 +114,14 @@ def _layer_keys(config: Mapping[str, Any]) -> list[Keys]:
     """Returns the keys of each layer, with `global_parameter_scale` in the sizes."""
     sizes = [key for key in keys_of("model") if key.startswith("base_")]
     return [
-        {**keys, **{key: getattr(model_of(keys), key.removeprefix("base_")) for key in sizes}}
-        for keys, _ in layer_facts(config)
+        {**config, **vars(layer), **{key: getattr(layer, key.removeprefix("base_")) for key in sizes}}
+        for layer, _ in layer_models(model_of(config))
     ]
+
+
+def _spec(keys: Mapping[str, Any]) -> ModelSpec:
+    """Returns the model of these keys in the default dtypes, which config.json does not tell apart."""
+    return model_spec(model_of(keys), Numerics(), keys["max_target_length"])
 
 
 def _text_config(folder: HfFolder) -> Mapping[str, Any]:
@@ -158,7 +164,7 @@ def model_yaml(keys: Mapping[str, Any]) -> str:
 def _with_repeats(keys: Keys) -> Sequence[Mapping[str, Any]]:
     """Returns the decoder_segments of `keys`, of one layer each, as repeated patterns."""
     layers, result, start = _patterns(keys), [], 0
-    for group in group_layers(model_spec({**defaults(), **keys}).layers):
+    for group in group_layers(_spec({**defaults(), **keys}).layers):
         period = len(group.pattern)
         result.append({"repeats": group.repeats, "pattern": layers[start : start + period]})
         start += period * group.repeats

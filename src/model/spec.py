@@ -5,35 +5,40 @@ F feed-forward hidden, N query heads, K key/value heads, H head size, A factors 
 M tokens sorted by expert, Q compressed query, R compressed keys and values, V vocabulary, L layers.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
+from src.config.keys import frozen
 from src.config.model_keys import FeedForwardFacts, Model, PositionFacts
-from src.config.schema import KEYS, keys_of, model_of
+from src.config.schema import KEYS, keys_of
+from src.config.step_keys import Numerics
 
 VOCAB_MULTIPLE = 128  # the physical vocabulary is a multiple of this: it shards over powers of two up to it
 
-LATENT_FACTS = (
-    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon"),
+PER_LAYER = tuple(key for key in keys_of("model") if KEYS[key].per_layer)
+OF_MODEL = (  # with what layers and the model both have
+    *(key for key in keys_of("model") if key not in PER_LAYER),
+    *("normalization", "normalization_layer_epsilon", "normalization_scale_offset", "dropout_rate"),
 )
-STRETCH_FACTS = {  # of each rope_type
-    "default": (),
-    "linear": ("rope_factor",),
-    "llama3.1": (
-        *("rope_factor", "original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor"),
-    ),
-    "yarn": (
-        *("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "rope_truncate"),
-        *("mscale", "mscale_all_dim"),
-    ),
-}
-ROPE_FACTS = {each.name for each in fields(PositionFacts)} - {"position_type", "trainable_position_size"}
-EXPERT_FACTS = {each.name for each in fields(FeedForwardFacts) if not each.name.startswith("mlp_")}
-MODEL_FACTS = (  # facts of layers that the model itself has too
-    *("normalization", "normalization_layer_epsilon", "normalization_scale_offset", "dropout_rate", "position_type"),
+ROPE_FACTS = {each.name for each in dataclasses.fields(PositionFacts)} - {"position_type", "trainable_position_size"}
+EXPERT_FACTS = {each.name for each in dataclasses.fields(FeedForwardFacts) if not each.name.startswith("mlp_")}
+# Facts, and the values of another fact without which they say nothing of a layer.
+CONDITIONS = (
+    (["sliding_window_size"], "attention_type", ["local_sliding"]),
+    (["chunk_attn_window_size"], "attention_type", ["chunk"]),
+    (["base_num_kv_heads", "head_dim"], "attention_type", ["global", "local_sliding", "chunk"]),
+    (["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"], "attention_type", ["mla"]),
+    (["v_head_dim", "latent_norm_epsilon"], "attention_type", ["mla"]),
+    (["attention_out_bias"], "attention_bias", [True]),
+    (ROPE_FACTS, "position_type", ["rope"]),
+    (["rope_factor"], "rope_type", ["linear", "llama3.1", "yarn"]),
+    (["original_max_position_embeddings"], "rope_type", ["llama3.1", "yarn"]),
+    (["rope_low_freq_factor", "rope_high_freq_factor"], "rope_type", ["llama3.1"]),
+    (["beta_fast", "beta_slow", "rope_truncate", "mscale", "mscale_all_dim"], "rope_type", ["yarn"]),
+    (EXPERT_FACTS, "num_experts", range(2, 2**20)),
+    (["base_mlp_dim"], "num_experts", [1]),
 )
 
 
@@ -65,11 +70,15 @@ class LayerSpec(Model):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """A pattern of layers, run `repeats` times; with `shared` every repeat uses the same weights."""
+    """A pattern of layers, run `repeats` times."""
 
     pattern: tuple[LayerSpec, ...]
     repeats: int
-    shared: bool
+
+    @property
+    def shared(self) -> bool:
+        """Returns whether every repeat uses the same weights."""
+        return bool(self.pattern[0].shared_weights)
 
 
 @dataclass(frozen=True)
@@ -91,13 +100,13 @@ class ModelSpec(Model):
         groups = group_layers(self.layers)
         if self.stacked:
             return groups
-        return tuple(g if g.shared else LayerGroup(g.pattern * g.repeats, 1, shared=False) for g in groups)
+        return tuple(group if group.shared else LayerGroup(group.pattern * group.repeats, 1) for group in groups)
 
     @property
     def largest_group(self) -> int:
         """Returns the index of the first group with the most layers: the one that pipeline stages split."""
-        groups = self.layer_groups
-        return max(range(len(groups)), key=lambda index: len(groups[index].pattern) * groups[index].repeats)
+        sizes = [len(group.pattern) * group.repeats for group in self.layer_groups]
+        return sizes.index(max(sizes))
 
     @property
     def has_experts(self) -> bool:
@@ -110,54 +119,46 @@ class ModelSpec(Model):
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def model_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """Returns the model that the config describes."""
-    model = model_of(config)
-    table = model.position_type if model.position_type in ("learned", "sinusoidal") else "none"
-    rows = model.trainable_position_size
-    resolved = {
-        **{key: getattr(model, key) for key in keys_of("model") if key in MODEL_FACTS or not KEYS[key].per_layer},
+def model_spec(model: Model, numerics: Numerics, max_target_length: int) -> ModelSpec:
+    """Returns the model that the section describes; rows have at most `max_target_length` tokens."""
+    resolved = {key: getattr(model, key) for key in OF_MODEL} | {
+        "global_parameter_scale": 1,
         "base_emb_dim": model.emb_dim,
-        "position_type": table,
-        "trainable_position_size": (config["max_target_length"] if rows == -1 else rows) if table == "learned" else -1,
+        "base_num_decoder_layers": model.num_decoder_layers,
+        "decoder_segments": (),
+        "position_type": "none" if model.position_type == "rope" else model.position_type,
     }
-    for name in ("global_parameter_scale", "base_num_decoder_layers", "decoder_segments"):
-        del resolved[name]
-    return ModelSpec(**resolved, layers=layer_specs(config), weight_dtype=config["weight_dtype"], dtype=config["dtype"])
+    if model.position_type != "learned":
+        resolved["trainable_position_size"] = -1
+    elif model.trainable_position_size == -1:
+        resolved["trainable_position_size"] = max_target_length
+    layers = tuple(_layer_spec(layer, shared_weights) for layer, shared_weights in layer_models(model))
+    return ModelSpec(**resolved, layers=layers, weight_dtype=numerics.weight_dtype, dtype=numerics.dtype)
 
 
-def layer_specs(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
-    """Returns one spec per layer, first to last: the config's facts, overridden by `decoder_segments`' patterns."""
-    return tuple(_layer(facts, shared_weights) for facts, shared_weights in layer_facts(config))
-
-
-def layer_facts(config: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:
-    """Returns each layer's keys, and the name of the weights it shares; "": it has its own."""
-    num_layers = model_of(config).num_decoder_layers
-    if not config["decoder_segments"]:
-        return [(config, "")] * num_layers
-    lengths = [entry.get("repeats", 1) * len(entry["pattern"]) for entry in config["decoder_segments"]]
-    rest = num_layers - sum(length for length in lengths if length > 0)
-    layers: list[tuple[Mapping[str, Any], str]] = []
-    for index, entry in enumerate(config["decoder_segments"]):
+def layer_models(model: Model) -> list[tuple[Model, str]]:
+    """Returns each layer's facts, first to last, and the name of the weights it shares; "": it has its own."""
+    count = model.num_decoder_layers
+    if not model.decoder_segments:
+        return [(model, "")] * count
+    given = sum(max(entry.get("repeats", 1), 0) * len(entry["pattern"]) for entry in model.decoder_segments)
+    layers: list[tuple[Model, str]] = []
+    for index, entry in enumerate(model.decoder_segments):
         pattern, repeats = entry["pattern"], entry.get("repeats", 1)
         if repeats == -1:
-            repeats = rest // len(pattern)
-        shared = entry.get("shared", False)
+            repeats = (count - given) // len(pattern)
         layers += repeats * [
-            ({**config, **facts}, f"{index}.{position}" if shared else "") for position, facts in enumerate(pattern)
+            (dataclasses.replace(model, **frozen(facts)), f"{index}.{position}" if entry.get("shared", False) else "")
+            for position, facts in enumerate(pattern)
         ]
-    assert len(layers) == num_layers, "config.load checks that decoder_segments add up"
+    assert len(layers) == count, "config.load checks that decoder_segments add up"
     return layers
 
 
-def _layer(facts: Mapping[str, Any], shared_weights: str) -> LayerSpec:
-    layer = model_of(facts)
-    idle = set(_without_effect(layer))
+def _layer_spec(layer: Model, shared_weights: str) -> LayerSpec:
+    idle = {fact for facts, key, values in CONDITIONS if getattr(layer, key) not in values for fact in facts}
     head_dim = layer.qk_nope_head_dim + layer.qk_rope_head_dim if layer.attention_type == "mla" else layer.head_dim
-    resolved = {
-        **{key: getattr(layer, key) for key in keys_of("model") if KEYS[key].per_layer},
-        "mlp_activations": tuple(layer.mlp_activations),
+    resolved = {key: getattr(layer, key) for key in PER_LAYER} | {
         "base_emb_dim": layer.emb_dim,
         "base_mlp_dim": layer.mlp_dim,
         "base_moe_mlp_dim": layer.moe_mlp_dim,
@@ -167,24 +168,8 @@ def _layer(facts: Mapping[str, Any], shared_weights: str) -> LayerSpec:
         "query_pre_attn_scalar": layer.query_pre_attn_scalar or float(head_dim),
         "position_type": "rope" if layer.position_type == "rope" else "none",
     }
-    return LayerSpec(
-        **{key: value for key, value in resolved.items() if key not in idle}, shared_weights=shared_weights
-    )
-
-
-def _without_effect(layer: Model) -> Iterator[str]:
-    """Yields the facts that say nothing of a layer, whatever their values."""
-    if layer.attention_type != "local_sliding":
-        yield "sliding_window_size"
-    if layer.attention_type != "chunk":
-        yield "chunk_attn_window_size"
-    yield from ("base_num_kv_heads", "head_dim") if layer.attention_type == "mla" else LATENT_FACTS
-    if not layer.attention_bias:
-        yield "attention_out_bias"
-    if layer.position_type != "rope":
-        yield from ROPE_FACTS
-    yield from {fact for facts in STRETCH_FACTS.values() for fact in facts}.difference(STRETCH_FACTS[layer.rope_type])
-    yield from EXPERT_FACTS if layer.num_experts == 1 else ("base_mlp_dim",)
+    facts = {key: value for key, value in resolved.items() if key not in idle}
+    return LayerSpec(**facts, shared_weights=shared_weights)
 
 
 @functools.cache  # a hundred layers take a second
@@ -196,7 +181,7 @@ def group_layers(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
     count = len(layers)
     number_of = {layer: number for number, layer in enumerate(layers)}
     if len(number_of) == 1:
-        return (LayerGroup((layers[0],), count, shared=bool(layers[0].shared_weights)),)
+        return (LayerGroup(layers[:1], count),)
     kinds = [number_of[layer] for layer in layers]  # numbers compare faster than specs
     # best[i] describes layers[i:]: (pattern layers, number of groups, ((period, repeats), the rest's))
     best: list[tuple[int, int, tuple[tuple[int, int], ...]]] = [(0, 0, ())] * (count + 1)
@@ -213,7 +198,6 @@ def group_layers(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
         best[start] = min(candidates, key=lambda candidate: (*candidate[:2], -math.prod(candidate[2][0])))
     result, start = [], 0
     for period, repeats in best[0][2]:
-        pattern = tuple(layers[start : start + period])
-        result.append(LayerGroup(pattern, repeats, shared=bool(pattern[0].shared_weights)))
+        result.append(LayerGroup(layers[start : start + period], repeats))
         start += period * repeats
     return tuple(result)

@@ -56,7 +56,7 @@ def build(
         UserError: what was asked for does not fit the devices or the mesh.
     """
     layout = make_layout(config.mesh, devices)
-    plan = make_plan(config, model_spec(config), layout)
+    plan = make_plan(config, model_spec(config.model, config.step, config.batch.max_target_length), layout)
     rows = global_batch_size(
         layout, config["per_device_batch_size"], config["gradient_accumulation_steps"], "per_device_batch_size"
     )

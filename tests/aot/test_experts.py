@@ -15,12 +15,11 @@ from src.model.forward_context import ForwardContext
 from src.model.moe.grouped_gpu import TILE
 from src.model.moe.grouped_tpu import row_tile, tile_sizes
 from src.model.moe.layer import Experts
-from src.model.spec import model_spec
 from src.parallel.mesh import make_layout, weight_shardings
 from src.parallel.topology import parse_topology
 from src.step.compiler_flags import compiler_options
 from tests.compilers import needs_cuda, needs_libtpu
-from tests.tiny import load
+from tests.tiny import load, spec_of
 
 TOKENS = 4096  # of a device
 MIXTRAL = {
@@ -48,7 +47,7 @@ def lowered(overrides, topology, experts):
     """A layer's gradients to weights and input, for a device's `TOKENS`."""
     config = load(**overrides, ici_expert_parallelism=experts, matmul_precision="default")
     devices = abstract_devices(parse_topology(topology, 1))
-    layout, spec = make_layout(config.mesh, devices), model_spec(config)
+    layout, spec = make_layout(config.mesh, devices), spec_of(config)
     graphdef, declarations = params.abstract(lambda rngs: Experts(spec.layers[0], 1.0, "float32", rngs))
     shapes = params.values(declarations)
     at = weight_shardings(layout, shapes, params.field(declarations, "out_sharding"))

@@ -14,9 +14,8 @@ from src.aot.hlo import Collective
 from src.aot.roofline import Work, predict, step_work, work_of
 from src.model.flops import FlopsPerToken
 from src.model.layers import Execution
-from src.model.spec import model_spec
 from src.step.build import build
-from tests.tiny import BASE, load
+from tests.tiny import BASE, load, spec_of
 
 CHIP = SimpleNamespace(memory_bandwidth=1e12, ici_bandwidth=1e11, dcn_bandwidth=1e9)
 PEAK = 1e14
@@ -66,7 +65,7 @@ def test_what_a_step_asks_of_a_device_is_its_share_of_the_mesh():
 
 
 def test_what_is_computed_again_moves_through_memory_again():
-    spec = model_spec(load())
+    spec = spec_of(load())
     arguments = {"tokens": 64, "length": 16, "sharing": 1, "state_bytes": 0}
     kept = step_work(spec, Execution(remat_policy="none"), "flash", **arguments)
     again = step_work(spec, Execution(remat_policy="full"), "flash", **arguments)
@@ -124,7 +123,7 @@ def test_the_closed_form_is_what_compiled_programs_move(published, keys, mesh, s
     config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
     execution = Execution(remat_policy=config.remat_policy)
     tokens = config.per_device_batch_size * 2048
-    moved = published.step_collectives(model_spec(config), execution, tokens, mesh, {}, slices)
+    moved = published.step_collectives(spec_of(config), execution, tokens, mesh, {}, slices)
     sums = dict.fromkeys(compiled, 0.0)
     for each in moved:
         kind, times = (each.kind, 1) if each.kind != "reduce-scatter" or slices == 1 else ("all-reduce", 2)

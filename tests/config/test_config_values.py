@@ -11,10 +11,9 @@ from src.config.schema import KEYS, defaults
 from src.config.values import check_value
 from src.config.yaml import MAX_DEPTH, MAX_NODES
 from src.errors import UserError
-from src.model.spec import model_spec
 from src.parallel.mesh import global_batch_size, make_layout
 from src.step.plan import make_plan
-from tests.tiny import BASE, TINY
+from tests.tiny import BASE, TINY, spec_of
 
 VALUES = ("-1", "0", "1e30", "2147483648", "1e-300", "nan", "inf", "word", "", "[]", "{}")
 PLANNED = ("-1", "0")  # what is accepted of the others differs little, and planning takes most of the time
@@ -31,7 +30,7 @@ def plan_of(config):
     """The abstract weights, shardings and batch of a config on 8 devices."""
     layout = make_layout(config.mesh, jax.devices())
     global_batch_size(layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size")
-    return make_plan(config, model_spec(config), layout)
+    return make_plan(config, spec_of(config), layout)
 
 
 def accept(argument, is_planned=True):
@@ -41,7 +40,7 @@ def accept(argument, is_planned=True):
     try:
         config = load([BASE, *(f"{key}={value}" for key, value in keys.items()), argument])
         assert from_yaml(to_yaml(config)) == config
-        plan_of(config) if is_planned else model_spec(config)
+        plan_of(config) if is_planned else spec_of(config)
     except UserError as error:
         message = str(error)
     assert not message or argument.partition("=")[0].partition(".")[0] in message, argument

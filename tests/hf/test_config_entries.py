@@ -22,11 +22,10 @@ from src.hf.load import load_weights
 from src.hf.model_keys import read_model_keys
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
-from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
 from src.step.plan import make_plan
 from tests.hf import saved
-from tests.tiny import BASE
+from tests.tiny import BASE, spec_of
 
 torch.set_num_threads(1)
 LENGTH = 13
@@ -70,7 +69,7 @@ def our_model(folder):
     """The spec of the model in a folder, and a function that computes its logits, mostly without compiling them."""
     settings = {"dtype": "float32", "matmul_precision": "highest", "remat_policy": "none", "max_target_length": LENGTH}
     config = Config.of({**read_model_keys(folder), **settings})
-    spec = model_spec(config)
+    spec = spec_of(config)
 
     def logits():
         plan = make_plan(config, spec, make_layout(config.mesh, jax.devices()[:1]))

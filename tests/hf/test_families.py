@@ -5,15 +5,14 @@ import pytest
 import transformers
 
 from src import command_line
-from src.config.schema import defaults
+from src.config.schema import Config, defaults
 from src.config.yaml import CONFIGS
 from src.errors import UserError
 from src.hf import common_fields
 from src.hf.families import FAMILIES
 from src.hf.model_keys import find_family, read_model_keys
-from src.model.spec import model_spec
 from tests.hf import saved
-from tests.tiny import BASE
+from tests.tiny import BASE, spec_of
 
 # How the names of a family's model files begin.
 FILES_OF = {
@@ -37,7 +36,7 @@ FILES_OF = {
 def facts(hf):
     """The model that a config.json describes, as far as nothing but its keys says."""
     family = next(family for family in FAMILIES if family.model_type == hf["model_type"])
-    return model_spec({**defaults(), **family.read_config(hf)})
+    return spec_of(Config.of(family.read_config(hf)))
 
 
 LLAMA31 = {

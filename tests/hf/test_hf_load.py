@@ -10,18 +10,17 @@ from src.errors import UserError
 from src.hf.load import load_weights
 from src.hf.model_keys import read_model_keys
 from src.hf.safetensors import StoredTensor
-from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
 from src.step.plan import make_plan
 from tests.hf import saved
-from tests.tiny import BASE
+from tests.tiny import BASE, spec_of
 
 
 def abstract(folder, devices=1, **keys):
     """The weights by role of the folder's model, on a mesh of so many devices."""
     keys = {"dataset_type": "synthetic", "max_target_length": 16, "model_name": folder, **keys}
     config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
-    plan = make_plan(config, model_spec(config), make_layout(config.mesh, jax.devices()[:devices]))
+    plan = make_plan(config, spec_of(config), make_layout(config.mesh, jax.devices()[:devices]))
     leaves = jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), plan.shapes, plan.shardings
     )

@@ -22,11 +22,10 @@ from src.hf.model_keys import find_family
 from src.hf.save import save_folder
 from src.loaded_model import inference_plan
 from src.model import params
-from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
 from src.scoring import compute_logits
 from tests.hf import saved
-from tests.tiny import BASE
+from tests.tiny import BASE, spec_of
 
 LENGTH = 16
 ROPE = {"original_max_position_embeddings": 8, "rope_max_timescale": 50.0}
@@ -174,11 +173,11 @@ NAMES = [name for name in saved.CONFIGS if name not in ("llama", "deepseek_v2_li
 @pytest.mark.parametrize("name", NAMES)
 def test_an_odd_model_is_exported_as_it_is_or_refused_by_name(tmp_path, name):
     keys = family_keys(name)
-    config = dict(loaded(tmp_path, keys))
-    spec, own = model_spec(config), find_family(config)[0].model_type
+    config = loaded(tmp_path, keys)
+    spec, own = spec_of(config), find_family(config)[0].model_type
     together, others = [{}], {}  # models of the family's own, and one for each other family
     for odd in variations(keys):
-        if model_spec({**config, **odd}) == spec:
+        if spec_of(config.replace(**odd)) == spec:
             continue
         kind, refusal = family_or_refusal({**config, **odd})
         if refusal:

@@ -11,7 +11,7 @@ from src.config.model_keys import AttentionFacts
 from src.config.schema import KEYS
 from src.errors import UserError
 from src.model.params import Weights
-from src.model.spec import layer_facts
+from src.model.spec import layer_models
 from src.step.loss import next_token_loss
 from tests.tiny import load, make
 
@@ -88,7 +88,7 @@ def test_a_layer_has_its_own_value_of_a_fact(key):
     value = other_value(key, load(**layered(key))[key])
     segments = f"[{{pattern: [{{}}, {{{key}: {str(value).lower()}}}]}}]"
     config = load(decoder_segments=segments, **layered(key))
-    assert [facts[key] for facts, _ in layer_facts(config)] == [config[key], value]
+    assert [getattr(layer, key) for layer, _ in layer_models(config.model)] == [config[key], value]
 
 
 def layered(key):

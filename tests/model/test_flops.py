@@ -12,13 +12,12 @@ from src.model.attention import Attention
 from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
 from src.model.layers import Execution
 from src.model.params import Weights, matmul, weight
-from src.model.spec import model_spec
 from src.step.loss import next_token_loss
-from tests.tiny import BASE, load, make
+from tests.tiny import BASE, load, make, spec_of
 
 
 def published(name):
-    return model_spec(command_line.load([BASE, f"model_name={name}"]))
+    return spec_of(command_line.load([BASE, f"model_name={name}"]))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ def test_published_parameter_counts(name, parameters):
 
 def test_base_yml_is_a_model_of_about_1b_at_scale_1_and_of_about_its_scale_above():
     for scale in (1, 2, 4, 8, 16):
-        parameters = count_params(model_spec(command_line.load([BASE, f"global_parameter_scale={scale}"])))
+        parameters = count_params(spec_of(command_line.load([BASE, f"global_parameter_scale={scale}"])))
         assert 0.8 < parameters / scale / 1.1e9 < 1.25
 
 
@@ -44,8 +43,8 @@ def test_shared_layers_are_parameters_once_and_operations_each_time():
     once = load(base_num_decoder_layers=1)
     shared = load(base_num_decoder_layers=3, decoder_segments="[{repeats: 3, shared: true, pattern: [{}]}]")
     apart = load(base_num_decoder_layers=3)
-    assert count_params(model_spec(shared)) == count_params(model_spec(once))
-    assert flops_per_token(model_spec(shared), 16) == flops_per_token(model_spec(apart), 16)
+    assert count_params(spec_of(shared)) == count_params(spec_of(once))
+    assert flops_per_token(spec_of(shared), 16) == flops_per_token(spec_of(apart), 16)
 
 
 def test_operations_of_llama_2_7b():
@@ -61,7 +60,7 @@ def test_operations_of_llama_2_7b():
 
 def test_operations_with_grouped_queries():
     weights = 2 * (32 * 8 * (4 + 2 + 2 + 4) + 32 * 64 * 3) + 32 * 97
-    assert flops_per_token(model_spec(load()), 16).palm == 6 * weights + 12 * 2 * 4 * 8 * 16
+    assert flops_per_token(spec_of(load()), 16).palm == 6 * weights + 12 * 2 * 4 * 8 * 16
 
 
 # Wide enough that what is no matrix product is little beside the smallest of them.
@@ -185,5 +184,5 @@ def test_tiles_of_the_loss_compute_logits_again():
 
 
 def test_nothing_is_computed_again_where_all_is_kept():
-    spec = model_spec(load())
+    spec = spec_of(load())
     assert recomputed_flops(spec, 16, Execution(remat_policy="none"), 1) == FlopsPerToken(0.0, 0.0)

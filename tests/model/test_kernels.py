@@ -19,10 +19,9 @@ from src.model.attention_kernels.scores import ScoreSpec
 from src.model.attention_kernels.splash import ZigzagCausalMask, splash
 from src.model.decoder import attention_scores
 from src.model.forward_context import ForwardContext
-from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
 from src.parallel.sequence import zigzag_order
-from tests.tiny import assert_close, load, make
+from tests.tiny import assert_close, load, make, spec_of
 
 ROWS, LENGTH = 4, 256
 CUBE = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
@@ -46,20 +45,20 @@ def context_of(plan, cuts, length=LENGTH, packed=True):
     )
 
 
-def spec_of(q, **facts):
+def scores_of(q, **facts):
     return ScoreSpec(q.shape[2], q.shape[3], q.shape[3], 1 / math.sqrt(q.shape[3]), **facts)
 
 
 def model_of(**overrides):
     """What choosing a kernel needs to know of a model."""
-    spec = model_spec(load(**overrides))
+    spec = spec_of(load(**overrides))
     return attention_scores(spec), spec.dtype
 
 
 def output_and_gradients(kernel, q, k, v, direction, context, sinks=None, **facts):
     @jax.jit
     def run(q, k, v, sinks):
-        spec = spec_of(q, **facts)
+        spec = scores_of(q, **facts)
 
         def attention(q, k, v, sinks):
             k, v = (repeat_kv(x, q.shape[2], context.layout) for x in (k, v))
@@ -87,7 +86,7 @@ def test_dot_product_is_causal_attention_within_each_segment(kv_heads):
     plan = make()[1]
     q, k, v, _ = inputs(kv_heads=kv_heads, length=12)
     context = context_of(plan, cuts=(3, 7), length=12)
-    out = np.asarray(jax.jit(lambda q, k, v: dot_product(q, k, v, spec_of(q), None, context))(q, k, v))
+    out = np.asarray(jax.jit(lambda q, k, v: dot_product(q, k, v, scores_of(q), None, context))(q, k, v))
     for row in range(ROWS):
         for start, end in ((0, 3 + row), (3 + row, 7 + row)):
             alone = [torch.tensor(np.asarray(x[row, start:end])).transpose(0, 1) for x in (q, k, v)]

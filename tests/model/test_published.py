@@ -11,12 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from src import command_line
-from src.config.schema import defaults
+from src.config.schema import Config
 from src.hf.families import FAMILIES
 from src.model.flops import count_active_params, count_params
-from src.model.spec import model_spec
 from tests.model.published import PUBLISHED
-from tests.tiny import BASE
+from tests.tiny import BASE, spec_of
 
 # Of each size of GPT-3: layers, D, heads, head size (arXiv:2005.14165, table 2.1), parameters in millions (table D.1).
 # The 1.3B's heads and the 13B's width are those that fit together; in table 2.1 they do not.
@@ -50,7 +49,7 @@ ACTIVE = {
 
 def published(name, **overrides):
     """The spec of configs/models/NAME.yml."""
-    return model_spec(command_line.load([BASE, f"model_name={name}", *(f"{k}={v}" for k, v in overrides.items())]))
+    return spec_of(command_line.load([BASE, f"model_name={name}", *(f"{k}={v}" for k, v in overrides.items())]))
 
 
 def test_every_model_file_is_tested():
@@ -72,7 +71,7 @@ def test_facts_are_those_of_config_json(name):
     config_json = PUBLISHED[name]
     family = next(family for family in FAMILIES if family.model_type == config_json["model_type"])
     predicted = config_json.get("num_nextn_predict_layers", 0)  # The file leaves these out of training by default.
-    expected = model_spec({**defaults(), **family.read_config(config_json)})
+    expected = spec_of(Config.of(family.read_config(config_json)))
     assert published(name, mtp_num_layers=predicted) == expected
 
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.model.spec import LayerGroup, group_layers, model_spec
-from tests.tiny import load
+from src.model.spec import LayerGroup, group_layers
+from tests.tiny import load, spec_of
 
 
 def layers_of(**overrides):
-    return model_spec(load(**overrides)).layers
+    return spec_of(load(**overrides)).layers
 
 
 LAYER = layers_of()[0]
@@ -102,7 +102,8 @@ def renumbered(labels):
 def test_two_equal_layers_of_a_shared_pattern_keep_two_sets_of_weights():
     original = layers_of(base_num_decoder_layers=6, decoder_segments="[{repeats: 3, shared: true, pattern: [{}, {}]}]")
     (segment,) = group_layers(original)
-    assert segment == LayerGroup(original[:2], repeats=3, shared=True)
+    assert segment == LayerGroup(original[:2], repeats=3)
+    assert segment.shared
 
 
 def test_the_facts_of_a_segment_replace_the_models_in_its_layers_alone():

@@ -35,11 +35,19 @@ MESHES = {
         **{"ici_expert_parallelism": 2, "ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 2},
     },
 }
+# Each axis beside experts once, and each model.
 CASES = [
-    *(("mixtral", mesh) for mesh in MESHES if mesh != "context 4 x fsdp 2"),
-    *(("deepseek", mesh) for mesh in ("expert 8", "expert 2 x fsdp 2 x tensor 2", "expert 4 x context 2")),
+    ("mixtral", "expert 2 x fsdp 2 x tensor 2"),
+    ("mixtral", "expert 2 x data 4"),
+    ("mixtral", "expert 2 x stage 2 x fsdp 2"),
+    ("deepseek", "expert 8"),
     # Where devices share rows, whole rows choose who is dropped.
-    *(("capacity", mesh) for mesh in ("expert 4 x fsdp 2", "expert 4 x context 2", "context 4 x fsdp 2")),
+    ("capacity", "expert 4 x context 2"),
+]
+FURTHER = [
+    *(("mixtral", mesh) for mesh in ("expert 8", "expert 4 x fsdp 2", "expert 4 x context 2")),
+    *(("deepseek", mesh) for mesh in ("expert 2 x fsdp 2 x tensor 2", "expert 4 x context 2")),
+    *(("capacity", mesh) for mesh in ("expert 4 x fsdp 2", "context 4 x fsdp 2")),
 ]
 
 
@@ -55,7 +63,9 @@ def computed(model, mesh):
     return jax.tree.map(np.subtract, before, after), metrics, jax.device_get(trainer.state.weights.stats)
 
 
-@pytest.mark.parametrize(("model", "mesh"), CASES)
+@pytest.mark.parametrize(
+    ("model", "mesh"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in FURTHER)]
+)
 def test_any_mesh_computes_what_one_device_does(model, mesh):
     update, metrics, stats = computed(model, "")
     found_update, found_metrics, found_stats = computed(model, mesh)
@@ -121,18 +131,30 @@ def uneven(k):
     return np.array([[rng.choice(8, k, replace=False, p=odds) for _ in range(16)] for _ in range(8)])
 
 
-@pytest.mark.parametrize("experts", [2, 4, 8])
-@pytest.mark.parametrize("choices", [one_peers(1), one_peers(3), uneven(2)], ids=["one of one", "three", "uneven"])
+CHOICES = {"one of one": one_peers(1), "three": one_peers(3), "uneven": uneven(2)}
+
+
+@functools.cache
+def output_and_gradients(choices, **mesh):
+    """Of these choices' layer, with its output by numpy."""
+    run, inputs, expected = routed(CHOICES[choices], **mesh)
+
+    def summed(*inputs):
+        out = run(*inputs)
+        return jnp.sum(jnp.sin(out)), out
+
+    gradients, out = jax.jit(jax.grad(summed, argnums=(0, 1, 2), has_aux=True))(*inputs)
+    return out, gradients, expected
+
+
+@pytest.mark.parametrize("experts", [2, pytest.param(4, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize("choices", CHOICES)
 def test_no_token_is_lost_however_they_choose(choices, experts):
     """Also where more windows than one are needed: the output, and gradients as one device's."""
-    run, inputs, expected = routed(choices, ici_expert_parallelism=experts)
-    alone, _, _ = routed(choices, devices=1)
-    np.testing.assert_allclose(jax.jit(run)(*inputs), expected, atol=1e-5 * np.abs(expected).max())
-
-    def gradients(run):
-        return jax.jit(jax.grad(lambda *inputs: jnp.sum(jnp.sin(run(*inputs))), argnums=(0, 1, 2)))(*inputs)
-
-    assert_close(gradients(run), gradients(alone), 1e-5)
+    out, gradients, expected = output_and_gradients(choices, ici_expert_parallelism=experts)
+    _, gradients_of_one, _ = output_and_gradients(choices, devices=1)
+    np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
+    assert_close(gradients, gradients_of_one, 1e-5)
 
 
 def test_balanced_experts_take_one_window_and_a_single_one_many():

@@ -67,14 +67,20 @@ def test_an_adapted_latent_attention_decodes_from_its_cache_as_the_merged_model_
     prompt = np.array([5, 11, 7], np.int32)
     drawn = itertools.islice(generator.tokens(*generator.padded([prompt], 1), np.zeros(1, np.int32)), 8)
 
-    merged = nnx.merge(plan.graphdef, lora.merge(jax.device_put(weights_of(plan)), adapters, plan.lora))
-    text = list(prompt)
-    for _ in range(8):
-        ids = np.array([text])
-        context = ForwardContext(np.arange(len(text))[None], np.ones_like(ids), plan.layout, plan.kernel, packed=False)
-        hidden_BTD, _, _ = merged(ids, context, plan.execution)
-        text.append(int(np.argmax(merged.logits(hidden_BTD, context)[0, -1])))
-    assert [int(tokens[0]) for tokens in drawn] == text[len(prompt) :]
+    text = np.array([[*prompt, *(tokens[0] for tokens in drawn)]])
+
+    @jax.jit
+    def logits(weights):
+        merged = nnx.merge(plan.graphdef, weights)
+        positions = np.arange(text.size)[None]
+        context = ForwardContext(positions, np.ones_like(text), plan.layout, plan.kernel, packed=False)
+        hidden_BTD, _, _ = merged(text, context, plan.execution)
+        return merged.logits(hidden_BTD, context)
+
+    likeliest = np.argmax(logits(lora.merge(jax.device_put(weights_of(plan)), adapters, plan.lora)), axis=-1)
+    # What follows each token from the prompt's last one on: of greedy drawing, the next token of the text.
+    np.testing.assert_array_equal(likeliest[0, len(prompt) - 1 : -1], text[0, len(prompt) :])
+    assert text.shape == (1, len(prompt) + 8)
 
 
 def weights_of(plan):

@@ -49,10 +49,14 @@ def layer(kind):
 
 
 def run(module, x_BTD, segment_ids_BT):
-    context = ForwardContext(
-        jnp.zeros((ROWS, T), jnp.int32), segment_ids_BT, make()[1].layout, "dot_product", packed=True
-    )
-    return jax.device_get(module(jnp.asarray(x_BTD), context))
+    layout = make()[1].layout
+
+    @nnx.jit
+    def apply(module, x_BTD, segment_ids_BT):
+        zeros_BT = jnp.zeros((ROWS, T), jnp.int32)
+        return module(x_BTD, ForwardContext(zeros_BT, segment_ids_BT, layout, "dot_product", packed=True))
+
+    return jax.device_get(apply(module, jnp.asarray(x_BTD), segment_ids_BT))
 
 
 def figures(report, tokens=ROWS * T):

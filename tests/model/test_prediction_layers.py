@@ -80,7 +80,8 @@ def by_document(plan, weights, batch, hidden_BTD):
 def test_the_metric_is_nats_per_token_that_an_extra_layer_predicts(micro_batches):
     trainer = Trainer(initial=False, **SETTINGS, mtp_loss_scaling_factor=0.0, gradient_accumulation_steps=micro_batches)
     batch, weights = packed_rows(0), jax.device_get(trainer.state.weights.trainable)
-    hidden_BTD, _, _ = hidden_states(trainer.plan.decoder(Weights(weights)), batch, trainer.plan)
+    hidden_of = jax.jit(lambda weights: hidden_states(trainer.plan.decoder(Weights(weights)), batch, trainer.plan)[0])
+    hidden_BTD = hidden_of(weights)
     sums, counts = by_document(trainer.plan, weights, batch, np.asarray(hidden_BTD)).T
     assert counts[1] < counts[0] < batch["loss_mask"].sum()
     np.testing.assert_allclose(trainer.step(batch, 0)["mtp_loss"], np.mean(sums / counts), rtol=1e-5)

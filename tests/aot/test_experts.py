@@ -79,9 +79,10 @@ def tiles_computed(sizes, tile):
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("overrides", "topology", "experts"), LAYERS.values(), ids=LAYERS)
-def test_experts_cost_what_their_rows_do(overrides, topology, experts):
+@pytest.mark.parametrize("layer", [pytest.param("deepseek on sixteen", marks=pytest.mark.long), "mixtral on four"])
+def test_experts_cost_what_their_rows_do(layer):
     """A window for balanced experts: within 15% of three products forward and six backward a token and choice."""
+    overrides, topology, experts = LAYERS[layer]
     D, F, E, k = (overrides[f] for f in ("base_emb_dim", "base_moe_mlp_dim", "num_experts", "num_experts_per_tok"))
     program = lowered(overrides, topology, experts).compile()
     text = program.as_text()
@@ -106,7 +107,7 @@ def test_experts_cost_what_their_rows_do(overrides, topology, experts):
 
 
 @needs_cuda
-@pytest.mark.parametrize("experts", [1, 8])
+@pytest.mark.parametrize("experts", [pytest.param(1, marks=pytest.mark.long), 8])
 def test_experts_on_gpus_cost_what_their_rows_do(experts):
     """No kernel computes more tiles than the rows have and one for each expert, and nothing has all rows for each."""
     D, F, k = (SMALL_DEEPSEEK[f] for f in ("base_emb_dim", "base_moe_mlp_dim", "num_experts_per_tok"))
@@ -121,7 +122,10 @@ def test_experts_on_gpus_cost_what_their_rows_do(experts):
 
 
 @needs_cuda
-@pytest.mark.parametrize("settings", [{}, {"capacity_factor": 1.25}], ids=["dropless", "capacity"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, marks=pytest.mark.long, id="dropless"), pytest.param({"capacity_factor": 1.25}, id="capacity")],
+)
 def test_shared_experts_compute_while_rows_are_on_their_way(settings):
     """On GPUs, by the preset's flags: the program starts an exchange of rows, runs them, and then waits for its end."""
     D, F = (SMALL_DEEPSEEK[f] for f in ("base_emb_dim", "base_moe_mlp_dim"))

@@ -15,7 +15,7 @@ from src.step.build import build
 from tests.compilers import needs_libtpu
 from tests.tiny import GPT3, load
 
-pytestmark = needs_libtpu
+pytestmark = [needs_libtpu, pytest.mark.usefixtures("little_effort")]
 
 LAYERS, LENGTH, D, N, K, H = 3, 1024, 512, 4, 4, 128
 KEYS = {
@@ -70,7 +70,9 @@ def test_without_sequence_sharding_a_layer_sums_twice():
     assert of_stream(moved(False, **MODELS["llama"], **TENSOR)[0]) == {"all-reduce": 2}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", ["llama", *(pytest.param(model, marks=pytest.mark.long) for model in ("gpt", "latent"))]
+)
 def test_with_sequence_sharding_a_layer_gathers_twice_and_scatters_twice_each_way(model):
     assert of_stream(moved(False, **MODELS[model], **SEQUENCE)[0]) == {"all-gather": 2, "reduce-scatter": 2}
     # A latent's gradient is summed before its projection, and so needs no scatter behind that.
@@ -102,6 +104,7 @@ def over_context(found):
     return {key: times for key, times in found.items() if key[1] == ("context",) and key[2] > 2**14}
 
 
+@pytest.mark.long
 def test_over_the_context_axis_a_layer_of_latents_moves_them_and_their_rotary_key_alone():
     """And their gradients, which come in one sum, or with JAX 0.11 in two scatters of the same bytes."""
     latent, rotary = (16 // 4 // 4 * LENGTH * size * 2 for size in (128, 64))

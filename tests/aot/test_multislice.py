@@ -33,7 +33,7 @@ def between_slices(topology, slices, **keys):
 
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather")
-MESHES = [
+MESHES = PLAIN, MICRO_BATCHES, TENSOR, STAGES = [
     {},
     {"gradient_accumulation_steps": 4},
     {"ici_tensor_parallelism": 2, "gradient_accumulation_steps": 2},
@@ -42,8 +42,15 @@ MESHES = [
 
 
 @needs_libtpu
-@pytest.mark.parametrize("keys", MESHES, ids=str)
-@pytest.mark.parametrize("slices", [2, 4])
+@pytest.mark.parametrize(
+    ("slices", "keys"),
+    [
+        *((4, PLAIN), (2, TENSOR), (2, STAGES)),
+        *(pytest.param(2, keys, marks=pytest.mark.long) for keys in (PLAIN, MICRO_BATCHES)),
+        *(pytest.param(4, keys, marks=pytest.mark.long) for keys in (MICRO_BATCHES, TENSOR, STAGES)),
+    ],
+    ids=str,
+)
 def test_a_step_sends_its_gradients_between_slices_once_and_nothing_else(slices, keys):
     found, gradients = between_slices("v5e-8", slices, **keys)
     assert {(each.kind, each.axes) for each in found} == {("all-reduce", ("data",))}
@@ -56,7 +63,11 @@ def test_a_step_sends_its_gradients_between_slices_once_and_nothing_else(slices,
 
 
 @needs_libtpu
-@pytest.mark.parametrize("keys", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [PLAIN, MICRO_BATCHES, *(pytest.param(keys, marks=pytest.mark.long) for keys in (TENSOR, STAGES))],
+    ids=str,
+)
 def test_where_each_slice_updates_its_part_it_gets_sums_of_that_part_alone(keys):
     found, gradients = between_slices("v5e-8", 2, base_emb_dim=1024, shard_optimizer_over_data="true", **keys)
     sent = {kind: sum(each.times * each.sent_bytes for each in found if each.kind == kind) for kind in KINDS}
@@ -79,7 +90,9 @@ EXPERTS = {
 
 
 @needs_libtpu
-@pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    "keys", [pytest.param({}, marks=pytest.mark.long), {"gradient_accumulation_steps": 2}], ids=str
+)
 def test_experts_add_no_more_than_their_loads(keys):
     """The loads, of which the load-balance loss is made, are all that goes with the gradients."""
     found, gradients = between_slices("v5e-8", 2, **EXPERTS, **keys)
@@ -108,7 +121,9 @@ def test_experts_of_other_slices_get_rows_and_send_them_back():
 
 
 @needs_cuda
-@pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 4}], ids=str)
+@pytest.mark.parametrize(
+    "keys", [pytest.param({}, marks=pytest.mark.long), {"gradient_accumulation_steps": 4}], ids=str
+)
 def test_so_does_one_on_hosts_of_gpus(keys):
     found, gradients = between_slices("a3", 2, **keys)
     assert {each.kind for each in found} == {"all-reduce"}

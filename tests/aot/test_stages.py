@@ -18,7 +18,7 @@ MESH = ("ici_pipeline_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_para
 
 
 @needs_libtpu
-@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("repeats", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_stages_pass_on_activations_and_no_weights(repeats, capfd):
     micro_batches = 4
     keys = (f"num_pipeline_repeats={repeats}", f"num_pipeline_microbatches={micro_batches}", "per_device_batch_size=2")

@@ -18,6 +18,15 @@ RUNS = {
     **{f"{name}-unrolled": (name, UNROLLED) for name in ("gemma3", "deepseek3")},
     **{f"{name}-mesh": (name, MESH) for name in ("mixtral", "deepseek3")},
 }
+# What another run has too: experts on a mesh, latents unrolled, latents and experts otherwise chosen, biases.
+LONG = ("mixtral-mesh", "deepseek3-unrolled", "deepseek2-lite", "llama4-maverick", "llama-biases")
+
+
+def runs(names):
+    """The names of runs for a test's parameters, those of `LONG` marked as long."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in names]
+
+
 # Four texts: three fill a row each, the last row is packed with two documents of these lengths and padding.
 DOCUMENTS = (15, 10)
 PROMPTS, STEPS = (9, 3, 14, 1), 16
@@ -83,7 +92,7 @@ def assert_equal_to(expected, actual, tolerance):
     assert np.max(np.abs(actual - expected)) <= tolerance * np.std(expected)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", runs(RUNS))
 def test_logits(loaded, run):
     model, plan, weights = loaded(run)
     batch = rows(model.config.vocab_size)
@@ -94,7 +103,7 @@ def test_logits(loaded, run):
     assert_equal_to(expected, real(np.asarray(logits)), 2e-4)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", runs(RUNS))
 def test_cached_decoding(loaded, run):
     """Past windows, chunks and the length before positions were stretched; prompts of different lengths together."""
     model, plan, weights = loaded(run)
@@ -110,7 +119,9 @@ def test_cached_decoding(loaded, run):
         assert list(row_tokens) == list(np.argmax(expected, axis=-1))
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "gpt3", "gemma2", "llama4-scout", "mixtral", "gpt-oss", "deepseek3"])
+@pytest.mark.parametrize(
+    "name", runs(["llama-biases", "gpt3", "gemma2", "llama4-scout", "mixtral", "gpt-oss", "deepseek3"])
+)
 def test_gradients(loaded, name, tmp_path):
     """Of a random linear function of the logits; transformers' are saved in the weights' place and read as they are."""
     model, plan, weights = loaded(name)

@@ -1,5 +1,6 @@
 """Every remat_policy computes the same, and keeps for the backward pass what base.yml says it does."""
 
+import functools
 import re
 from collections import Counter
 
@@ -127,14 +128,31 @@ def exact_of_eight_layers():
     return batch, weights, loss_and_gradients(plan, weights, batch)
 
 
-@pytest.mark.parametrize("scan_layers", ["true", "false"])
-@pytest.mark.parametrize("overrides", [*POLICIES, {"remat_policy": "none"}], ids=str)
+# Nothing kept, all in host memory, some here and some there, and nothing computed again; the rest are of these kinds.
+STAGED = [
+    *(({"remat_policy": policy}, "true") for policy in ("full", "minimal_offloaded", "none")),
+    *((CUSTOM, scan_layers) for scan_layers in ("true", "false")),
+]
+FURTHER = [
+    (overrides, scan_layers)
+    for overrides in [*POLICIES, {"remat_policy": "none"}]
+    for scan_layers in ("true", "false")
+    if (overrides, scan_layers) not in STAGED
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scan_layers"),
+    [*STAGED, *(pytest.param(*case, marks=pytest.mark.long) for case in FURTHER)],
+    ids=str,
+)
 def test_policies_give_the_same_loss_and_gradients_in_a_pipeline(exact_of_eight_layers, overrides, scan_layers):
     batch, weights, expected = exact_of_eight_layers
     _, plan = make(2, scan_layers=scan_layers, **STAGES, **overrides)
     assert_close(loss_and_gradients(plan, jax.device_put(weights, plan.shardings), batch), expected, 1e-5)
 
 
+@functools.cache
 def backward(devices=1, **overrides):
     """The program of the gradients, as a jaxpr."""
     _, plan = make(devices, **overrides)
@@ -166,7 +184,7 @@ def stacked(jaxpr):
 @pytest.mark.parametrize("policy", [*KEPT, *ON_HOST])
 @pytest.mark.parametrize("scan_layers", ["true", "false"])
 def test_turns_of_a_pipeline_keep_what_their_blocks_keep_and_no_weights(policy, scan_layers):
-    jaxpr = backward(2, remat_policy=policy, scan_layers=scan_layers, **STAGES)
+    jaxpr = backward(2, **STAGES, remat_policy=policy, scan_layers=scan_layers)
     dims = f"{ITERATIONS},{TURN}" if scan_layers == "true" else f"{ITERATIONS}"
     times = 1 if scan_layers == "true" else TURN
     kept = [f"f32[{dims},{INPUTS[0]}]"]

@@ -14,7 +14,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +27,24 @@ from src.checkpoint.load_weights import folder_fingerprint
 from src.checkpoint.load_weights import load_weights as load_any_weights
 from src.cli import run_command
 from src.config.load import from_yaml
-from src.config.schema import KEYS, Config
+from src.config.schema import KEYS, Config, Data
 from src.config.source_spec import all_synthetic
 from src.config.yaml import file_name
 from src.convert_check import compare, describe_agreement
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
 from src.errors import UserError
-from src.hf.folder import HfFolder, open_folder, read_json
+from src.hf.folder import open_folder, read_json
 from src.hf.load import load_weights, match_tensors
-from src.hf.model_keys import find_family, folder_family, folder_keys, model_yaml
+from src.hf.model_keys import find_family, folder_model, model_yaml
 from src.hf.save import save_folder
 from src.hf.tokenizer_json import save_tokenizer
 from src.model import params
 from src.model.decoder import Decoder
 from src.model.flops import count_params
-from src.model.spec import model_spec
+from src.model.spec import ModelSpec, model_spec
 from src.startup import say
 
-USAGE = """python -m src.convert from-hf HF_DIR OUT_DIR
-python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16]
-python -m src.convert check HF_DIR CKPT_OR_RUN"""
+USAGE = "\n".join(line.strip() for line in __doc__.splitlines() if line.startswith("    python"))
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -85,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _folder(text: str) -> Path:
-    """Returns the folder that an argument names; raises UserError where no folder of this machine has such a name."""
+    """Returns the folder of an argument; raises UserError where no folder of this machine has such a name."""
     if "://" in text:
         raise UserError(f"{text}: expected a folder on this machine, or of a file system that is mounted on it")
     return Path(file_name(text)).expanduser()
@@ -98,9 +96,14 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
         UserError: the folder does not hold a model that is supported, or `out_dir` is not empty.
     """
     folder = open_folder(hf_dir)
-    keys, family = folder_keys(folder), folder_family(folder)
+    family, keys = folder_model(folder)
     config = Config.of(keys)
-    tree, roles = _as_stored(folder, config)
+    spec = model_spec(config.model, config.step, config.max_target_length)
+    tree, roles = declared_weights(spec)
+    dtypes: dict[Any, Any] = {}  # of the folder's tensors
+    for piece, tensor in match_tensors(folder, tree):
+        dtypes[piece.weight] = jnp.promote_types(dtypes.get(piece.weight, tensor.dtype), tensor.dtype)
+    tree = params.nested({path: leaf.update(dtype=dtypes[path]) for path, leaf in params.by_path(tree).items()})
     _make_empty(out_dir)
     comment = f"# {family.architecture}, from {hf_dir.name}: what differs from base.yml.\n"
     (out_dir / "model.yml").write_text(comment + model_yaml(keys), encoding="utf-8")
@@ -108,23 +111,20 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     _copy_companions(hf_dir, out_dir)
 
     notes: list[str] = []
-    arrays = load_weights(hf_dir, {"weights": tree}, notes)["weights"]
-    meta = {"vocab_size": config["vocab_size"], "tokenizer": folder_fingerprint(hf_dir, config["vocab_size"], notes)}
+    arrays = load_weights(hf_dir, tree, notes)
+    meta = {"vocab_size": spec.vocab_size, "tokenizer": folder_fingerprint(hf_dir, spec.vocab_size, notes)}
     checkpointer = Checkpointer(out_dir / "checkpoint", max_to_keep=-1, async_save=False, compress=False)
     checkpointer.save(0, vars(params.Weights.split(arrays, roles)), meta)
     checkpointer.close()
     say(notes)
-    count = count_params(model_spec(config.model, config.step, config.batch.max_target_length))
-    say([f"{count:,} parameters: model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint"])
+    keys_to_type = f"model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint"
+    say([f"{count_params(spec):,} parameters: {keys_to_type}"])
 
 
 def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
-    """Writes a checkpoint as a Hugging Face folder.
+    """Writes a checkpoint as a Hugging Face folder, its tensors in `dtype` or in those of the checkpoint.
 
-    Args:
-        source: what `from_hf` wrote, or a run's folder or one of its checkpoints.
-        out_dir: a new or empty folder.
-        dtype: of the tensors; empty: that of each weight in the checkpoint.
+    `source` is what `from_hf` wrote, or a run's folder or one of its checkpoints.
 
     Raises:
         UserError: there is no checkpoint, no family has its model, or `out_dir` is not empty.
@@ -132,45 +132,41 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
     if dtype and dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is none of {', '.join(DTYPES)}")
     config, checkpoint, model_folder = _find(source)
-    family, hf = find_family(config)
-    tree, _ = _declared(config)
+    family, hf = find_family(config.model, config.max_target_length)
+    tree, _ = declared_weights(model_spec(config.model, config.step, config.max_target_length))
     _make_empty(out_dir)  # before the weights are read, which takes minutes
     arrays, _, messages = load_any_weights(str(checkpoint), tree, keep_dtypes=True)
     say(messages)
     notes: list[str] = []
-    entries = _write_tokenizer(config, model_folder, out_dir, notes)
+    entries = _write_tokenizer(config.data, model_folder, out_dir, notes)
     save_folder(
         out_dir,
         family,
         {**hf, **_original_entries(model_folder), **entries},
         {weight: np.asarray(leaf) for weight, leaf in params.by_path(arrays).items()},
-        config["vocab_size"],
+        config.vocab_size,
         jnp.dtype(dtype) if dtype else None,
     )
     say([*notes, f"wrote {out_dir}"])
 
 
-def _write_tokenizer(
-    config: Mapping[str, Any], model_folder: Path | None, out_dir: Path, notes: list[str]
-) -> dict[str, Any]:
+def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes: list[str]) -> dict[str, Any]:
     """Writes a tokenizer's files and returns its entries of config.json, if not the model's folder has them.
 
     Adds a line to `notes` where there is no tokenizer to write.
     """
-    if config["tokenizer_type"] == "huggingface" or all_synthetic(config):
-        path = Path(config["tokenizer_path"]).expanduser()
-        own = config["tokenizer_path"] and (path if path.is_dir() else path.parent)
-        for folder in (model_folder, own):  # the run's own tokenizer wins
-            if folder:
-                _copy_companions(folder, out_dir)
+    if data.tokenizer_type == "huggingface" or all_synthetic(data):
+        path = Path(data.tokenizer_path).expanduser()
+        own = data.tokenizer_path and (path if path.is_dir() else path.parent)
+        for folder in filter(None, (model_folder, own)):  # the run's own tokenizer wins
+            _copy_companions(folder, out_dir)
         if path.is_file():
             shutil.copyfile(path, out_dir / "tokenizer.json")
         if not has_tokenizer(out_dir):
             notes.append(f"{out_dir} has no tokenizer: there is none at {own or model_folder or 'hand'}")
         return {}
     try:
-        kind, path = config["tokenizer_type"], config["tokenizer_path"]
-        tokenizer = ByteTokenizer() if kind == "byte" else SentencePieceTokenizer(path)
+        tokenizer = ByteTokenizer() if data.tokenizer_type == "byte" else SentencePieceTokenizer(data.tokenizer_path)
         save_tokenizer(out_dir, tokenizer)
     except UserError as error:
         notes.append(f"{out_dir} has no tokenizer, and config.json not its bos and eos: {error}")
@@ -178,31 +174,12 @@ def _write_tokenizer(
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": None}
 
 
-def _declared(config: Config) -> tuple[params.Tree, params.Tree]:
-    """Returns the abstract weights of the model of `config`, on one device, and the role of each."""
-    spec = model_spec(config.model, config.step, config.batch.max_target_length)
+def declared_weights(spec: ModelSpec) -> tuple[params.Tree, params.Tree]:
+    """Returns the abstract weights of a model, on one device, and the role of each."""
     _, declarations = params.abstract(functools.partial(Decoder, spec))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    tree = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), params.values(declarations)
-    )
+    tree = jax.tree.map(lambda leaf: leaf.update(sharding=device), params.values(declarations))
     return tree, params.roles(declarations)
-
-
-def _as_stored(folder: HfFolder, config: Mapping[str, Any]) -> tuple[params.Tree, params.Tree]:
-    """Returns what `_declared` does, in the dtypes that the folder's tensors have."""
-    tree, roles = _declared(config)
-    leaves = params.by_path(tree)
-    pieces, tensors = match_tensors(folder, {weight: leaf.shape for weight, leaf in leaves.items()}, [])
-    stored: dict[Any, Any] = {}
-    for piece in pieces:
-        dtype = tensors[piece.file].dtype
-        stored[piece.weight] = jnp.promote_types(stored.get(piece.weight, dtype), dtype)
-    typed = {
-        weight: jax.ShapeDtypeStruct(leaf.shape, stored[weight], sharding=leaf.sharding)
-        for weight, leaf in leaves.items()
-    }
-    return params.nested(typed), roles
 
 
 def _find(source: Path) -> tuple[Config, Path, Path | None]:
@@ -215,18 +192,15 @@ def _find(source: Path) -> tuple[Config, Path, Path | None]:
         if (run / "config.yml").is_file():
             keys = from_yaml((run / "config.yml").read_text(encoding="utf-8"))
             config = Config.of({key: keys[key] for key in keys if key in KEYS})
-            model = Path(config["model_name"]).expanduser()
+            model = Path(config.model_name).expanduser()
+            if config.model_name and model.is_dir():
+                return config, source, model
             # A name alone is a file of configs/models, beside which there is nothing to copy.
-            named = not config["model_name"] or not (model.is_dir() or model.suffix == ".yml")
-            return config, source, None if named else model if model.is_dir() else model.parent
+            return config, source, model.parent if model.suffix == ".yml" else None
+    expected = "expected what from-hf wrote, or a run's folder or one of its checkpoints"
     if not source.exists():
-        raise UserError(
-            f"there is no folder {source}: expected what from-hf wrote, or a run's folder or one of its checkpoints"
-        )
-    raise UserError(
-        f"there is no model.yml in {source}, and no config.yml in it or above it: expected what from-hf wrote, or a "
-        "run's folder or one of its checkpoints"
-    )
+        raise UserError(f"there is no folder {source}: {expected}")
+    raise UserError(f"there is no model.yml in {source}, and no config.yml in it or above it: {expected}")
 
 
 def _original_entries(model_folder: Path | None) -> dict[str, Any]:

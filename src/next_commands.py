@@ -40,7 +40,7 @@ def _has_family(config: Config) -> bool:
     from src.hf.model_keys import find_family  # imports every family
 
     try:
-        find_family(config)
+        find_family(config.model, config.max_target_length)
     except UserError:
         return False
     return True

@@ -85,13 +85,8 @@ def _wraps(shape: tuple[int, ...]) -> tuple[bool, bool, bool]:
 
 def _gpus(topology: Topology) -> list[jax.Device]:
     _installed("jax-cuda12-plugin", topology)
-    versions = {
-        field: _installed(package, topology).split(".")[:3]
-        for field, package in (
-            ("dnn_version_info", "nvidia-cudnn-cu12"),
-            ("runtime_version", "nvidia-cuda-runtime-cu12"),
-        )
-    }
+    packages = {"dnn_version_info": "nvidia-cudnn-cu12", "runtime_version": "nvidia-cuda-runtime-cu12"}
+    versions = {field: _installed(package, topology).split(".")[:3] for field, package in packages.items()}
     chip = topology.chip
     target = f"""
         platform_name: "CUDA"

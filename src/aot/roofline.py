@@ -110,16 +110,9 @@ def step_work(
 ) -> Work:
     """Returns the work of one device in a step.
 
-    Args:
-        spec: the model.
-        execution: says what layers keep for the backward pass, and the pipeline's schedule.
-        kernel: of attention.
-        tokens: of the step, divided by the devices.
-        length: of a row.
-        sharing: devices that compute the same tokens together, each with its part of heads and hidden units.
-        state_bytes: of weights and optimizer on the device.
-        vocab_tiles: tiles of the loss.
-        micro_batches: passes per step, each of which reads the weights.
+    Each device has `tokens` of the step in rows of `length`, and computes them together with `sharing` devices, each
+    with its part of heads and hidden units. `kernel` is attention's; `state_bytes` are of weights and optimizer on the
+    device; the loss has `vocab_tiles`; the weights are read in `micro_batches` passes.
     """
     model = flops_per_token(spec, length)
     again = recomputed_flops(spec, length, execution, vocab_tiles)

@@ -64,11 +64,12 @@ def _wanted(tree: Tree, keep_dtypes: bool, meta: Mapping[str, Any], saved: Mappi
 
 
 def _load_hf_weights(path: str, tree: Tree) -> tuple[Tree, dict[str, Any], list[str]]:
-    from src.hf import folder, load, model_keys
+    from src.hf.load import load_weights as load_folder
+    from src.hf.model_keys import read_model_keys
 
     notes: list[str] = []
-    arrays = load.load_weights(path, {"trainable": tree}, notes)["trainable"]
-    vocab_size = model_keys.folder_keys(folder.open_folder(path))["vocab_size"]
+    arrays = load_folder(path, tree, notes)
+    vocab_size = read_model_keys(path)["vocab_size"]
     meta = {"vocab_size": vocab_size, "tokenizer": folder_fingerprint(Path(path).expanduser(), vocab_size, notes)}
     return arrays, meta, [*notes, f"read the weights of {path}."]
 

@@ -2,8 +2,10 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
+from src.config.schema import Model
 from src.errors import UserError
 from src.hf.fields import (
     UNSET,
@@ -11,10 +13,9 @@ from src.hf.fields import (
     FieldGroup,
     Json,
     Keys,
-    LayerKeys,
+    Layers,
     count_entry,
     entry,
-    first_layer,
     read_fields,
     require,
     write_fields,
@@ -65,8 +66,9 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "squared_relu",
 }
-GATED = {theirs: [ours, "linear"] for theirs, ours in ACTIVATIONS.items()}
+GATED = {theirs: (ours, "linear") for theirs, ours in ACTIVATIONS.items()}
 HIDDEN_ACT = Field("hidden_act", "mlp_activations", absent=GATED["silu"], values=GATED)
+DECODER = (*SIZES, *HEADS, HIDDEN_ACT)
 
 # ---- Layers that differ
 
@@ -78,24 +80,18 @@ def layer_pattern(layers: Sequence[Keys]) -> Keys:
     return {"decoder_segments": [{"repeats": 1, "pattern": [keys]} for keys in layers]} if any(layers) else {}
 
 
-def layer_with(layers: LayerKeys, key: str, value: Any) -> Mapping[str, Any]:
+def layer_with(layers: Layers, key: str, value: Any) -> Model:
     """Returns the first layer whose `key` has this value, or else the model's first."""
-    return next((layer for layer in layers if layer[key] == value), layers[0])
+    return next((layer for layer in layers if getattr(layer, key) == value), layers[0])
 
 
-def windowed_layer(layers: LayerKeys) -> Mapping[str, Any]:
-    """Returns the first layer with a sliding window, or else the model's first."""
-    return layer_with(layers, "attention_type", "local_sliding")
+windowed_layer = functools.partial(layer_with, key="attention_type", value="local_sliding")
+dense_layer = functools.partial(layer_with, key="num_experts", value=1)
 
 
-def dense_layer(layers: LayerKeys) -> Mapping[str, Any]:
-    """Returns the first layer without experts, or else the model's first."""
-    return layer_with(layers, "num_experts", 1)
-
-
-def sparse_layer(layers: LayerKeys) -> Mapping[str, Any]:
+def sparse_layer(layers: Layers) -> Model:
     """Returns the first layer with experts, or else the model's first."""
-    return next((layer for layer in layers if layer["num_experts"] > 1), layers[0])
+    return next((layer for layer in layers if layer.num_experts > 1), layers[0])
 
 
 DENSE_SIZE = Field("intermediate_size", "base_mlp_dim", layer=dense_layer)
@@ -107,10 +103,10 @@ def read_window(hf: Mapping[str, Any], keys: Keys) -> Keys:
     return {"attention_type": "local_sliding", **window} if window else {}
 
 
-def write_window(layers: LayerKeys) -> Json:
+def write_window(layers: Layers) -> Json:
     """Reverses `read_window`."""
-    windowed = layers[0]["attention_type"] == "local_sliding"
-    return {"sliding_window": layers[0]["sliding_window_size"] if windowed else None}
+    windowed = layers[0].attention_type == "local_sliding"
+    return {"sliding_window": layers[0].sliding_window_size if windowed else None}
 
 
 def read_layer_types(hf: Mapping[str, Any], default: Sequence[str], *known: str) -> list[str]:
@@ -128,24 +124,18 @@ def read_layer_types(hf: Mapping[str, Any], default: Sequence[str], *known: str)
 
 
 def read_windowed_layers(hf: Mapping[str, Any], keys: Keys, global_every: int, **windowed: Any) -> Keys:
-    """Returns the layer pattern of a family in which some layers have windows.
+    """Returns the pattern of layers of which some have windows, and then the further keys `windowed`.
 
-    Args:
-        hf: config.json, which may name each layer's kind.
-        keys: those read so far.
-        global_every: without such names, every so many layers one has no window.
-        windowed: further keys of layers that have one.
+    Where config.json does not name each layer's kind, one in `global_every` has no window.
     """
     default = [WINDOWED if (i + 1) % global_every else GLOBAL for i in range(keys["base_num_decoder_layers"])]
-    kinds = read_layer_types(hf, default, WINDOWED, GLOBAL)
-    return layer_pattern(
-        [{"attention_type": "local_sliding", **windowed} if kind == WINDOWED else {} for kind in kinds]
-    )
+    of_kind = {WINDOWED: {"attention_type": "local_sliding", **windowed}, GLOBAL: {}}
+    return layer_pattern([of_kind[kind] for kind in read_layer_types(hf, default, WINDOWED, GLOBAL)])
 
 
-def write_layer_types(layers: LayerKeys, kind: str = "local_sliding", name: str = WINDOWED) -> Json:
+def write_layer_types(layers: Layers, kind: str = "local_sliding", name: str = WINDOWED) -> Json:
     """Returns layer_types; `name` is config.json's for layers whose attention_type is `kind`."""
-    return {"layer_types": [name if layer["attention_type"] == kind else GLOBAL for layer in layers]}
+    return {"layer_types": [name if layer.attention_type == kind else GLOBAL for layer in layers]}
 
 
 ALTERNATING_WINDOWS = FieldGroup(
@@ -180,13 +170,8 @@ _ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "atte
 ROPE_ENTRIES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", ORIGINAL)
 
 
-def rope(theta: float = 10_000.0, layer: Callable[[LayerKeys], Mapping[str, Any]] = first_layer) -> FieldGroup:
-    """Returns the row of rotary positions.
-
-    Args:
-        theta: the family's, where config.json has none.
-        layer: picks the layer whose positions are written.
-    """
+def rope(theta: float = 10_000.0, layer: Callable[[Layers], Model] = itemgetter(0)) -> FieldGroup:
+    """Returns the row of rotary positions: `theta` where config.json has none; `layer` picks the one written."""
     return FieldGroup(ROPE_ENTRIES, functools.partial(read_rope, theta=theta), lambda layers: write_rope(layer(layers)))
 
 
@@ -223,17 +208,16 @@ def read_rope(hf: Mapping[str, Any], keys: Keys, theta: float = 10_000.0) -> Key
     }
 
 
-def write_rope(keys: Mapping[str, Any]) -> Json:
+def write_rope(layer: Model) -> Json:
     """Reverses `read_rope`, in the older style, which every version of transformers reads."""
-    kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == keys["rope_type"])
+    kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == layer.rope_type)
     # A zero stands for an mscale that is not given.
-    written = write_fields(ROPE_PARAMETERS[kind], [keys]).items()
+    written = write_fields(ROPE_PARAMETERS[kind], [layer]).items()
     parameters = {name: value for name, value in written if value or name == "truncate"}
-    longest = keys["max_target_length"]
-    if ORIGINAL in parameters:
-        longest = round(keys[ORIGINAL] * keys["rope_factor"])
-    return {
-        "rope_theta": keys["rope_max_timescale"],
+    entries = {
+        "rope_theta": layer.rope_max_timescale,
         "rope_scaling": None if kind == "default" else {"rope_type": kind, **parameters},
-        "max_position_embeddings": longest,
     }
+    if ORIGINAL in parameters:
+        entries["max_position_embeddings"] = round(layer.original_max_position_embeddings * layer.rope_factor)
+    return entries

@@ -29,6 +29,7 @@ NORMS_BEFORE = (
     TensorMap("layer.attention_norm.scale", LAYER + "input_layernorm.weight", "D -> D"),
     TensorMap("layer.feed_forward_norm.scale", LAYER + "post_attention_layernorm.weight", "D -> D"),
 )
+DECODER = (*OUTER, *NORMS_BEFORE, *ATTENTION, *ATTENTION_BIASES)  # all but the feed-forward layers
 NORMS_BOTH = (  # Gemma's names, from its second version on
     TensorMap("layer.attention_norm.scale", LAYER + "input_layernorm.weight", "D -> D"),
     TensorMap("layer.attention_out_norm.scale", LAYER + "post_attention_layernorm.weight", "D -> D"),

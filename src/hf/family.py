@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from src.hf.common_fields import INERT, ONLY
-from src.hf.fields import Json, Keys, LayerKeys, Table, read_fields, require, require_known, write_fields
+from src.hf.fields import Json, Keys, Layers, Table, read_fields, require, require_known, write_fields
 from src.hf.tensor_map import TensorMap
 
 # What multi-modal folders have beside the text model, and how they prefix the text model's names.
@@ -17,39 +17,25 @@ TEXT_HEAD = re.compile(r"^language_model\.")
 
 @dataclass(frozen=True)
 class Family:
-    """A family: one small module of families/ each.
+    """A family of models, with its table of fields and its table of tensors."""
 
-    Attributes:
-        model_type: config.json's name for it.
-        architecture: the class that transformers loads it with.
-        fields: its table of fields.
-        tensors: its table of tensors.
-        defaults: entries that transformers' class adds to a config.json that lacks them.
-        keys: what all of its models have and no entry says, beside RMS norms and rotary positions.
-        constants: entries that are written whatever the model.
-        only: entries of which one value is here, beside `common_fields.ONLY`.
-        inert: entries that alter no logits in transformers, beside `common_fields.INERT`. Any other entry is refused.
-        aliases: transformers' other names of entries -> theirs above.
-        prefix: of all its tensors but the output projection's; a folder of a bare model has them without it.
-        skipped: patterns of names of tensors that hold no weights, or none that another does not hold too.
-        whole_heads: whether transformers loads only models whose width is a multiple of their number of heads.
-        copied: rows of tensors that repeat a weight for each extra prediction layer; they are written, not read.
-    """
-
-    model_type: str
-    architecture: str
+    model_type: str  # config.json's name for it
+    architecture: str  # the class that transformers loads it with
     fields: Table
     tensors: tuple[TensorMap, ...]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # entries that transformers adds where they are absent
+    # What all of its models have and no entry says, beside RMS norms and rotary positions.
     keys: Mapping[str, Any] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    only: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)  # entries that are written whatever the model
+    only: Mapping[str, Any] = field(default_factory=dict)  # entries of which one value is here, beside ONLY
+    # Entries that alter no logits in transformers, beside INERT. Any other entry is refused.
     inert: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)  # transformers' other names of entries -> theirs above
+    # Of all its tensors but the output projection's; a folder of a bare model has them without it.
     prefix: str = "model."
-    skipped: tuple[str, ...] = ()
-    whole_heads: bool = False
-    copied: tuple[TensorMap, ...] = ()
+    skipped: tuple[str, ...] = ()  # patterns of tensors that hold no weights, or none that another does not hold too
+    whole_heads: bool = False  # transformers loads only models whose width is a multiple of their number of heads
+    copied: tuple[TensorMap, ...] = ()  # rows of tensors, written and not read, that repeat a weight for each MTP layer
 
     def read_config(self, hf: Mapping[str, Any]) -> Keys:
         """Returns the keys of base.yml that a config.json says; layers that differ are segments of a layer each.
@@ -66,9 +52,11 @@ class Family:
         read = read_fields(self.fields, {"tie_word_embeddings": False, **self.defaults, **named})
         return {"normalization": "rms", "position_type": "rope", **self.keys, **read}
 
-    def write_config(self, layers: LayerKeys) -> Json:
+    def write_config(self, layers: Layers, max_target_length: int) -> Json:
         """Returns the config.json that `read_config` reads as these layers' keys, if the family has such a model."""
-        return {**write_fields(self.fields, layers), **self.constants}
+        longest = "max_position_embeddings"
+        length = {} if longest in self.aliases else {longest: max_target_length}
+        return {**length, **write_fields(self.fields, layers), **self.constants}
 
     @property
     def known(self) -> set[str]:

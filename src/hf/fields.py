@@ -7,16 +7,17 @@ only together. Both read and write. Where two rows have the same entry or key, t
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
-from src.config.schema import KEYS
+from src.config.schema import KEYS, Model
 from src.config.values import check_value
 from src.config.yaml import type_name
 from src.errors import UserError
 
 Keys = dict[str, Any]
 Json = dict[str, Any]
-LayerKeys = Sequence[Mapping[str, Any]]  # every key of each layer
+Layers = Sequence[Model]  # the facts of each layer, first to last
 
 REQUIRED, UNSET = object(), object()  # values of `Field.absent`
 
@@ -29,32 +30,20 @@ NOT_IN_JSON = {
 }
 
 
-def first_layer(layers: LayerKeys) -> Mapping[str, Any]:
-    """Returns the keys of the model's first layer."""
-    return layers[0]
-
-
 @dataclass(frozen=True)
 class Field:
-    """An entry of config.json and the key of base.yml with its meaning.
+    """An entry of config.json and the key of base.yml with its meaning."""
 
-    Attributes:
-        name: config.json's.
-        key: base.yml's.
-        absent: the key's value where the entry is absent or null, or a function that computes it from the keys read so
-            far. REQUIRED: there must be an entry. UNSET: base.yml's default stays.
-        values: config.json's values -> the key's, where they differ. Of several with one meaning the first is written,
-            for a value that none means the first of all.
-        layer: picks the layer whose key is written.
-        written: computes the entry from that layer's keys, where that is more than reading it backwards.
-    """
-
-    name: str
-    key: str
+    name: str  # config.json's
+    key: str  # base.yml's
+    # The key's value where the entry is absent or null, or a function that computes it from the keys read so far.
+    # REQUIRED: there must be an entry. UNSET: base.yml's default stays.
     absent: Any = REQUIRED
+    # config.json's values -> the key's, where they differ. Of several with one meaning the first is written, for a
+    # value that none means the first of all.
     values: Mapping[str, Any] | None = None
-    layer: Callable[[LayerKeys], Mapping[str, Any]] = first_layer
-    written: Callable[[Mapping[str, Any]], Any] | None = None
+    layer: Callable[[Layers], Model] = itemgetter(0)  # picks the layer whose key is written
+    written: Callable[[Model], Any] | None = None  # computes the entry from it, if not by reading backwards
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,14 +73,13 @@ class Field:
             raise UserError(f"config.json has {self.name} {value}, which is not here: expected more")
         return {self.key: value}
 
-    def write(self, layers: LayerKeys) -> Json:
+    def write(self, layers: Layers) -> Json:
         """Returns the entry that `read` reads as the layer's key."""
         layer = self.layer(layers)
-        value = layer[self.key]
+        value = getattr(layer, self.key)
         if self.written:
             value = self.written(layer)
         elif self.values:
-            value = list(value) if isinstance(value, tuple) else value  # as a frozen config has it
             value = next((name for name, other in self.values.items() if other == value), next(iter(self.values)))
         elif self.absent is UNSET and value == NOT_IN_JSON.get(self.key):
             value = None
@@ -100,17 +88,11 @@ class Field:
 
 @dataclass(frozen=True)
 class FieldGroup:
-    """Entries of config.json that mean something only together.
-
-    Attributes:
-        names: the entries.
-        read: config.json and the keys of the rows above to keys; raises UserError for what is not here.
-        write: the reverse.
-    """
+    """Entries of config.json that mean something only together."""
 
     names: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], Keys], Keys]
-    write: Callable[[LayerKeys], Json] = lambda layers: {}
+    read: Callable[[Mapping[str, Any], Keys], Keys]  # of config.json and the keys above; UserError for what is not here
+    write: Callable[[Layers], Json] = lambda layers: {}
 
 
 Table = tuple[Field | FieldGroup, ...]
@@ -131,18 +113,16 @@ def read_fields(table: Table, hf: Mapping[str, Any]) -> Keys:
     return keys
 
 
-def write_fields(table: Table, layers: LayerKeys) -> Json:
+def write_fields(table: Table, layers: Layers) -> Json:
     """Returns the entries of config.json that `read_fields` reads as the layers' keys."""
     return {name: value for row in table for name, value in row.write(layers).items()}
 
 
 def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns an entry of config.json of the type of `default`, which stands in for one that is absent or null.
-
-    A null where true or false belongs is false, as it is to transformers.
+    """Returns an entry of config.json, or `default` for one that is absent or null (false to transformers).
 
     Raises:
-        UserError: it is of another type, such as a number in quotes.
+        UserError: it is not of the type of `default`, such as a number in quotes.
     """
     value = hf.get(name)
     if value is None:

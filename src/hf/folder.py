@@ -59,27 +59,27 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
 
 def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
     """Returns the file of each tensor, if an index says so, and the names of the folder's safetensors files."""
-    if (path / INDEX).exists():
-        file_of = read_json(path / INDEX).get("weight_map")
+    index = path / INDEX
+    if index.exists():
+        file_of = read_json(index).get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
-            raise UserError(f'{path / INDEX} has no "weight_map", which says what tensor is in which file')
+            raise UserError(f'{index} has no "weight_map", which says what tensor is in which file')
         for tensor, name in file_of.items():
             if not isinstance(name, str):
-                raise UserError(f"{path / INDEX} places {tensor} in {name!r}: expected the name of a file")
+                raise UserError(f"{index} places {tensor} in {name!r}: expected the name of a file")
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise UserError(f"{path / INDEX} places {tensor} in {name}, which is outside the folder")
+                raise UserError(f"{index} places {tensor} in {name}, which is outside the folder")
         files = sorted(set(file_of.values()))
         if missing := [name for name in files if not os.path.isfile(path / name)]:
             raise UserError(f"{path} lacks {first_few(missing)}, which its {INDEX} names: fetch the whole folder")
         return file_of, files
     if (path / SINGLE).is_file():
         return {}, [SINGLE]
-    pickled = sorted(file.name for file in path.glob("*.bin"))
-    has = f"only {first_few(pickled)}, pickled by PyTorch" if pickled else "neither"
-    raise UserError(
-        f"{path} has {has}: expected {SINGLE}, or {INDEX} and the files it names"
-        + ("; transformers' save_pretrained(..., safe_serialization=True) writes them" if pickled else "")
-    )
+    expected = f"expected {SINGLE}, or {INDEX} and the files it names"
+    if pickled := sorted(file.name for file in path.glob("*.bin")):
+        how = "transformers' save_pretrained(..., safe_serialization=True) writes them"
+        raise UserError(f"{path} has only {first_few(pickled)}, pickled by PyTorch: {expected}; {how}")
+    raise UserError(f"{path} has neither: {expected}")
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,103 +11,79 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from src.config.schema import defaults
 from src.errors import UserError, first_few
 from src.hf.folder import HfFolder, open_folder
-from src.hf.model_keys import folder_family, folder_keys
+from src.hf.model_keys import folder_model
 from src.hf.rearrange import Range
 from src.hf.safetensors import DTYPES, UNREADABLE, Tensor
 from src.hf.tensor_map import Piece, WeightPath, lay_out
+from src.model.params import Tree, by_path, nested
 
 T = TypeVar("T")
 
 ROWS = 4096  # in memory of tensors that are compared
 
 
-def load_weights(
-    path: str | os.PathLike[str], abstract: Mapping[str, Any], notes: list[str] | None = None
-) -> dict[str, Any]:
-    """Returns `abstract` with the folder's weights for its leaves.
+def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | None = None) -> Tree:
+    """Returns `tree`, nested dicts of `jax.ShapeDtypeStruct`s with shardings, with the folder's weights for its leaves.
 
     They go to the devices tensor by tensor, so host memory holds no more than one. Rows that pad the vocabulary are
-    zeros.
-
-    Args:
-        path: the folder.
-        abstract: the state's parts that hold weights, nested dicts of `jax.ShapeDtypeStruct`s with shardings.
-        notes: takes a line for each kind of tensor in the folder that is left out.
+    zeros. `notes` takes a line for each kind of tensor in the folder that is left out.
 
     Raises:
         UserError: the folder cannot be read (folder.py), or its tensors are not those of the model.
     """
-    leaves = weight_leaves(abstract)
-    pieces, tensors = match_tensors(
-        open_folder(path), {weight: leaf.shape for weight, leaf in leaves.items()}, [] if notes is None else notes
-    )
-    arrays: dict[WeightPath, _PartialArray] = {}
-    for piece in progress(pieces, f"reading {path}"):
+    leaves, arrays = by_path(tree), dict[WeightPath, _PartialArray]()
+    for piece, tensor in progress(match_tensors(open_folder(path), tree, notes), f"reading {path}"):
         if piece.weight not in arrays:
             arrays[piece.weight] = _PartialArray(leaves[piece.weight])
-        arrays[piece.weight].put(piece, tensors[piece.file])
-    return jax.tree.unflatten(jax.tree.structure(dict(abstract)), [arrays[weight].whole() for weight in leaves])
+        arrays[piece.weight].put(piece, tensor)
+    return nested({weight: array.whole() for weight, array in arrays.items()})
 
 
-def weight_leaves(parts: Mapping[str, Any]) -> dict[WeightPath, Any]:
-    """Returns the leaves of a state's parts by their path within their part."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(dict(parts))
-    return {tuple(key.key for key in path[1:]): leaf for path, leaf in leaves}
-
-
-def match_tensors(
-    folder: HfFolder, shapes: Mapping[WeightPath, tuple[int, ...]], notes: list[str]
-) -> tuple[list[Piece], dict[str, Tensor]]:
-    """Returns the pieces of the weights of these shapes, weight by weight, and the folder's tensors by table name.
+def match_tensors(folder: HfFolder, tree: Tree, notes: list[str] | None = None) -> list[tuple[Piece, Tensor]]:
+    """Returns the pieces of the weights in `tree`, weight by weight, each with the tensor that it lies in.
 
     Raises:
         UserError: a tensor is missing, unknown or of another shape; all such are named.
     """
-    family, keys = folder_family(folder), {**defaults(), **folder_keys(folder)}
+    family, keys = folder_model(folder)
+    is_tied, num_layers = keys["logits_via_embedding"], keys["base_num_decoder_layers"]
+    shapes = {weight: leaf.shape for weight, leaf in by_path(tree).items()}
     pieces = lay_out(family.tensors, shapes, keys["vocab_size"], str(folder.path))
     on_disk = family.table_names(folder.tensors)
-    expected = {piece.file: piece.file_shape for piece in pieces}
-    unknown = [name for name in on_disk if name not in expected and not family.is_skipped(name)]
+    expected = {piece.file: piece.rearrangement.file_shape for piece in pieces}
     embedding, output = family.file_name("embedding"), family.file_name("output")
-    tied = {embedding, output} <= on_disk.keys() and keys["logits_via_embedding"]
-    if keys["logits_via_embedding"]:  # Some folders hold the tied output projection a second time.
-        unknown = [name for name in unknown if name != output]
-    mtp = [name for name in unknown if family.is_mtp_layer(name, keys["base_num_decoder_layers"])]
-    tensors = {name: folder.tensors[on_disk[name]] for name in expected if name in on_disk}
-    problems = [
-        *(f"{name} is missing" for name in expected if name not in tensors),
-        *(f"{on_disk[name]} is unknown" for name in unknown if name not in mtp),
-        *(
-            f"{on_disk[name]} has the shape {list(tensor.shape)}, not {list(expected[name])}"
-            for name, tensor in tensors.items()
-            if tensor.shape != expected[name]
-        ),
-        *(
-            f"{on_disk[name]} is of a dtype that is none of {', '.join(DTYPES)}"
-            for name, tensor in tensors.items()
-            if tensor.dtype == UNREADABLE
-        ),
-        *(
-            f"{on_disk[name]} is stored as {tensor.dtype}, and no scales belong to it"
-            for name, tensor in tensors.items()
-            if tensor.dtype.itemsize == 1 and tensor.dtype != UNREADABLE
-        ),
+    unknown = [
+        name
+        for name in on_disk
+        # Some folders hold the tied output projection a second time.
+        if name not in expected and not family.is_skipped(name) and not (is_tied and name == output)
     ]
-    if not problems and tied and _differ(*(folder.tensors[on_disk[name]] for name in (embedding, output))):
-        problems.append(
-            f"{on_disk[output]} is not {on_disk[embedding]}: write tie_word_embeddings false in config.json"
-        )
+    mtp = [name for name in unknown if family.is_mtp_layer(name, num_layers)]
+    tensors = {name: folder.tensors[on_disk[name]] for name in expected if name in on_disk}
+    problems = [f"{name} is missing" for name in expected if name not in tensors]
+    problems += [f"{on_disk[name]} is unknown" for name in unknown if name not in mtp]
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name]:
+            problems.append(f"{on_disk[name]} has the shape {list(tensor.shape)}, not {list(expected[name])}")
+        if tensor.dtype == UNREADABLE:
+            problems.append(f"{on_disk[name]} is of a dtype that is none of {', '.join(DTYPES)}")
+        elif tensor.dtype.itemsize == 1:
+            problems.append(f"{on_disk[name]} is stored as {tensor.dtype}, and no scales belong to it")
+    has_both = is_tied and {embedding, output} <= on_disk.keys()
+    if has_both and not problems and _differ(*(folder.tensors[on_disk[name]] for name in (embedding, output))):
+        wanted = "write tie_word_embeddings false in config.json"
+        problems.append(f"{on_disk[output]} is not {on_disk[embedding]}: {wanted}")
     if problems:
         listed = first_few(problems, "\n  ")
         raise UserError(f"the tensors of {folder.path} are not those of this model:\n  {listed}")
+    notes = [] if notes is None else notes
     if other := len(folder.tensors) - len(on_disk):
         notes.append(f"{folder.path}: {other} tensors of the vision or audio model are left out")
     if mtp:
         notes.append(f"{folder.path}: the {len(mtp)} tensors of extra prediction layers are left out")
-    return pieces, tensors
+    return [(piece, tensors[piece.file]) for piece in pieces]
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

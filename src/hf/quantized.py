@@ -39,13 +39,11 @@ class BlockScaledTensor:
 
     def read(self, index: Index) -> np.ndarray:
         """Returns the part at `index`, dequantised."""
-        factors = self.scales.read(
-            tuple(slice(at.start // n, -(-at.stop // n)) for at, n in zip(index, self.block, strict=True))
-        ).astype(np.float32)
-        for dim, (at, n) in enumerate(zip(index, self.block, strict=True)):
-            first = at.start // n * n  # where the first block that was read begins
-            factors = np.repeat(factors, n, axis=dim)
-            factors = factors.take(range(at.start - first, at.stop - first), axis=dim)
+        spans = [(at.start // n * n, at, n) for at, n in zip(index, self.block, strict=True)]
+        factors = self.scales.read(tuple(slice(first // n, -(-at.stop // n)) for first, at, n in spans))
+        factors = factors.astype(np.float32)
+        for dim, (first, at, n) in enumerate(spans):  # the first block that was read begins at `first`
+            factors = np.repeat(factors, n, axis=dim).take(range(at.start - first, at.stop - first), axis=dim)
         return (self.values.read(index).astype(np.float32) * factors).astype(self.dtype)
 
 
@@ -82,10 +80,7 @@ class Mxfp4Tensor:
 def dequantized(stored: Mapping[str, Tensor], quantization: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     """Returns `stored` with one tensor in place of each pair of quantised values and their scales.
 
-    Args:
-        stored: the files' tensors by name.
-        quantization: config.json's `quantization_config`; empty: nothing is quantised.
-        path: of the folder, for messages.
+    `quantization` is config.json's `quantization_config`; empty: nothing is quantised.
 
     Raises:
         UserError: the format is neither DeepSeek V3's nor gpt-oss's; values or scales are missing or do not fit.
@@ -116,10 +111,8 @@ def dequantized(stored: Mapping[str, Tensor], quantization: Mapping[str, Any], p
 
 def _pairs(stored: Mapping[str, Tensor], values: str, scales: str, path: Path) -> list[tuple[str, Tensor, Tensor]]:
     """Returns (weight, values, scales) of each weight stored under its name and these two endings."""
-    weights = [name.removesuffix(scales) for name in stored if name.endswith(scales)]
-    if values:
-        weights += [name.removesuffix(values) for name in stored if name.endswith(values)]
-    weights = list(dict.fromkeys(weights))
+    stems = {end: [name.removesuffix(end) for name in stored if name.endswith(end)] for end in (scales, values) if end}
+    weights = list(dict.fromkeys(weight for of_end in stems.values() for weight in of_end))
     if missing := [weight + end for weight in weights for end in (values, scales) if weight + end not in stored]:
         raise UserError(f"the quantised weights in {path} are not whole: {first_few(missing)} missing")
     return [(weight, stored[weight + values], stored[weight + scales]) for weight in weights]

@@ -9,7 +9,6 @@ are split over several tensors, one for each index.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,94 +17,59 @@ from src.hf.safetensors import Tensor
 Range = tuple[int, int]  # start, stop
 
 
-@dataclass(frozen=True)
 class Rearrangement:
-    """A parsed pattern."""
+    """A pattern, and the size of each of its letters.
 
-    file_dims: tuple[tuple[str, ...], ...]  # the factors of each dim of the file's tensor, outermost first
-    dims: tuple[str, ...]  # the weight's
+    Attributes:
+        dims: the weight's letters.
+        split: those that are split over several tensors.
+        file_shape: of the file's tensor.
+    """
 
-    @property
-    def factors(self) -> tuple[str, ...]:
-        """All factors of the file's dims in order."""
-        return tuple(factor for dim in self.file_dims for factor in dim)
+    def __init__(self, pattern: str, sizes: Mapping[str, int]) -> None:
+        file_side, _, weight_side = pattern.partition(" -> ")
+        groups = re.findall(r"\(([^)]*)\)|(\S+)", file_side)
+        self._file_dims = [(group or single).split() for group, single in groups]  # factors, outermost first
+        self._factors = [factor for dim in self._file_dims for factor in dim]
+        parts = {factor: tuple(map(int, factor.split("/"))) for factor in self._factors if "/" in factor}
+        self._parts: dict[str, Range] = {factor: (part, part + 1) for factor, (part, _) in parts.items()}
+        self.sizes = {**sizes, **{factor: count for factor, (_, count) in parts.items()}}
+        self.dims = weight_side.split()
+        self.split = [letter for letter in self.dims if letter not in self._factors]
+        self.file_shape = tuple(math.prod(self.sizes[factor] for factor in dim) for dim in self._file_dims)
 
-    @property
-    def split(self) -> tuple[str, ...]:
-        """The weight's dims that are split over several tensors."""
-        return tuple(letter for letter in self.dims if letter not in self.factors)
+    def read(self, tensor: Tensor, wanted: Mapping[str, Range]) -> np.ndarray:
+        """Returns the part of the weight in the range `wanted` of each letter, split dims of size 1.
 
-    def file_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the shape of the file's tensor."""
-        return tuple(math.prod(_size(factor, sizes) for factor in dim) for dim in self.file_dims)
-
-    def read(self, tensor: Tensor, sizes: Mapping[str, int], wanted: Mapping[str, Range]) -> np.ndarray:
-        """Returns the part of the weight that `wanted` spans, split dims of size 1; reads little else of the file.
-
-        Args:
-            tensor: the file's.
-            sizes: of each letter.
-            wanted: the range of each letter.
+        Of each dim of the file it reads the shortest run of whole inner factors that holds the ranges.
         """
+        ranges = {**wanted, **self._parts}
         index, shape, cut = [], [], []
-        for dim in self.file_dims:
-            at, dim_shape, dim_cut = _enclose(dim, sizes, wanted)
-            index.append(at)
-            shape += dim_shape
-            cut += dim_cut
-        block = tensor.read(tuple(index)).reshape(shape)[tuple(cut)]
-        return self._to_weight(block)
+        for dim in self._file_dims:
+            start, length = 0, 1  # in elements of the factors so far
+            for factor in dim:
+                size, (first, last) = self.sizes[factor], ranges[factor]
+                start *= size
+                if length == 1:  # one index of all factors further out: this one's range is contiguous
+                    start, length = start + first, last - first
+                    shape.append(length)
+                    cut.append(slice(None))
+                else:
+                    length *= size
+                    shape.append(size)
+                    cut.append(slice(first, last))
+            index.append(slice(start, start + length))
+        return self._to_weight(tensor.read(tuple(index)).reshape(shape)[tuple(cut)])
 
-    def write(self, part: np.ndarray, tensor: np.ndarray, sizes: Mapping[str, int]) -> None:
+    def write(self, part: np.ndarray, tensor: np.ndarray) -> None:
         """Copies `part` of a weight, with split dims of size 1, into the file's `tensor`."""
-        by_factor = tensor.reshape([_size(factor, sizes) for factor in self.factors])  # a view
-        taken = tuple(slice(*_range(factor, {})) if "/" in factor else slice(None) for factor in self.factors)
+        by_factor = tensor.reshape([self.sizes[factor] for factor in self._factors])  # a view
+        taken = tuple(slice(*self._parts.get(factor, (None,))) for factor in self._factors)
         self._to_weight(by_factor[taken])[...] = part
 
     def _to_weight(self, block: np.ndarray) -> np.ndarray:
         """Returns a view of `block`, whose dims are the file's factors, with the weight's dims."""
-        parts = tuple(place for place, factor in enumerate(self.factors) if "/" in factor)
-        letters = [factor for factor in self.factors if "/" not in factor]
-        block = block.squeeze(parts).transpose([letters.index(letter) for letter in self.dims if letter in letters])
+        letters = [factor for factor in self._factors if factor not in self._parts]
+        block = block.squeeze(tuple(place for place, factor in enumerate(self._factors) if factor in self._parts))
+        block = block.transpose([letters.index(letter) for letter in self.dims if letter in letters])
         return np.expand_dims(block, tuple(self.dims.index(letter) for letter in self.split))
-
-
-def parse(pattern: str) -> Rearrangement:
-    """Parses a pattern (see above)."""
-    file_side, _, weight_side = pattern.partition(" -> ")
-    file_dims = [tuple((group or single).split()) for group, single in re.findall(r"\(([^)]*)\)|(\S+)", file_side)]
-    return Rearrangement(tuple(file_dims), tuple(weight_side.split()))
-
-
-def _enclose(
-    factors: tuple[str, ...], sizes: Mapping[str, int], wanted: Mapping[str, Range]
-) -> tuple[slice, list[int], list[slice]]:
-    """Returns the shortest run of whole inner factors of one file dim that holds the wanted ranges of its letters.
-
-    Beside the run are its shape by factor and the slices that cut the wanted part out of that.
-    """
-    start, length = 0, 1  # in elements of the factors so far
-    shape, cut = [], []
-    for factor in factors:
-        size, (first, last) = _size(factor, sizes), _range(factor, wanted)
-        start *= size
-        if length == 1:  # One index of all factors further out: this one's range is contiguous.
-            start, length = start + first, last - first
-            shape.append(length)
-            cut.append(slice(None))
-        else:
-            length *= size
-            shape.append(size)
-            cut.append(slice(first, last))
-    return slice(start, start + length), shape, cut
-
-
-def _size(factor: str, sizes: Mapping[str, int]) -> int:
-    return int(factor.partition("/")[2]) if "/" in factor else sizes[factor]
-
-
-def _range(factor: str, wanted: Mapping[str, Range]) -> Range:
-    if "/" in factor:
-        part = int(factor.partition("/")[0])
-        return part, part + 1
-    return wanted[factor]

@@ -14,15 +14,15 @@ weights whose module has one of this name too.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from src.errors import UserError, first_few
-from src.hf.rearrange import Range, Rearrangement, parse
+from src.hf.rearrange import Range, Rearrangement
 from src.hf.safetensors import Tensor
 
-WeightPath = tuple[str | int, ...]  # in the model's nested dict, without its part of the state
+WeightPath = tuple[str | int, ...]  # in the model's nested dict
 Shapes = Mapping[WeightPath, tuple[int, ...]]
 
 
@@ -42,43 +42,36 @@ class Piece:
     weight: WeightPath
     file: str  # the tensor's name
     rearrangement: Rearrangement
-    sizes: Mapping[str, int]  # of each letter
-    layer_index: tuple[int, ...]  # along the dim of stacked layers; empty where there is none
-    split_index: Mapping[str, int]  # along each dim that is split over several tensors
-
-    @property
-    def file_shape(self) -> tuple[int, ...]:
-        """The whole tensor's shape."""
-        return self.rearrangement.file_shape(self.sizes)
+    layer_index: tuple[int, ...] = ()  # along the dim of stacked layers; empty where there is none
+    split_index: Mapping[str, int] | None = None  # along each dim that is split over several tensors
 
     def region(self) -> tuple[Range, ...]:
         """Returns the range of each dim of the weight that the piece covers."""
         ranges = [(at, at + 1) for at in self.layer_index]
         for letter in self.rearrangement.dims:
-            at = self.split_index.get(letter)
-            ranges.append((0, self.sizes[letter]) if at is None else (at, at + 1))
+            at = (self.split_index or {}).get(letter)
+            ranges.append((0, self.rearrangement.sizes[letter]) if at is None else (at, at + 1))
         return tuple(ranges)
 
     def read(self, tensor: Tensor, region: Sequence[Range]) -> np.ndarray:
         """Returns the values of a region of the weight, which lies within the piece's."""
         ranges = region[len(self.layer_index) :]
-        block = self.rearrangement.read(tensor, self.sizes, dict(zip(self.rearrangement.dims, ranges, strict=True)))
+        block = self.rearrangement.read(tensor, dict(zip(self.rearrangement.dims, ranges, strict=True)))
         return block.reshape([stop - start for start, stop in region])
 
     def write(self, weight: np.ndarray, tensor: np.ndarray) -> None:
         """Copies the piece of the whole `weight` into the file's `tensor`."""
         part = weight[tuple(slice(*span) for span in self.region())]
-        self.rearrangement.write(part.reshape(part.shape[len(self.layer_index) :]), tensor, self.sizes)
+        self.rearrangement.write(part.reshape(part.shape[len(self.layer_index) :]), tensor)
 
 
-def lay_out(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int, family: str) -> list[Piece]:
+def lay_out(
+    rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int, family: str, copied: Sequence[TensorMap] = ()
+) -> list[Piece]:
     """Returns all pieces of a model's weights, weight by weight.
 
-    Args:
-        rows: the family's table.
-        shapes: of each weight.
-        vocab_size: the vocabulary in the files; the model's is padded.
-        family: its name, for messages.
+    The files have `vocab_size` rows, the model's weights more. `copied` are rows of tensors that repeat a weight for
+    each extra prediction layer; `family` is the name for messages.
 
     Raises:
         UserError: the model has weights that are in no row.
@@ -92,12 +85,15 @@ def lay_out(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int, family: 
         if row is None:
             unmapped.append(f"{'.'.join(map(str, weight))} {list(shape)}")
             continue
-        rearrangement = parse(row.dims)
-        sizes = dict(zip(rearrangement.dims, shape[stacked:], strict=True)) | {"V": vocab_size}
+        dims = row.dims.partition(" -> ")[2].split()
+        sizes = dict(zip(dims, shape[stacked:], strict=True)) | {"V": vocab_size}
+        rearrangement = Rearrangement(row.dims, sizes)
         for at, number in enumerate(numbers):
             for file, split_index in _files(row.file.replace("{layer}", str(number)), sizes):
-                layer_index = (at,) if stacked else ()
-                pieces.append(Piece(weight, file, rearrangement, sizes, layer_index, split_index))
+                pieces.append(Piece(weight, file, rearrangement, (at,) if stacked else (), split_index))
+        for copy in (copy for copy in copied if copy.weight == name):
+            files = [copy.file.replace("{layer}", str(at[0][0])) for (kind, _), at in layers.items() if kind == "mtp"]
+            pieces += [Piece(weight, file, Rearrangement(copy.dims, sizes)) for file in files]
     if unmapped:
         raise UserError(
             f"{family}'s files have no tensor for {first_few(unmapped)}: the model is described otherwise than "
@@ -106,31 +102,13 @@ def lay_out(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int, family: 
     return pieces
 
 
-def mtp_copies(rows: Sequence[TensorMap], shapes: Shapes, vocab_size: int) -> list[Piece]:
-    """Returns the pieces of tensors that repeat a weight for each extra prediction layer."""
-    pieces = []
-    for (kind, _), positions in _layer_numbers(shapes).items():
-        for row in rows if kind == "mtp" else ():
-            weight, rearrangement = (row.weight,), parse(row.dims)
-            if weight not in shapes:  # a tied output projection
-                continue
-            sizes = dict(zip(rearrangement.dims, shapes[weight], strict=True)) | {"V": vocab_size}
-            file = row.file.replace("{layer}", str(positions[0][0]))
-            pieces.append(Piece(weight, file, rearrangement, sizes, (), {}))
-    return pieces
-
-
 def _layer_numbers(shapes: Shapes) -> dict[tuple[str, int], list[list[int]]]:
     """Returns by ("segments", i) and ("mtp", i) the numbers of the layers at each position of its pattern."""
-    repeats: dict[int, int] = {}
-    periods: dict[int, int] = {}
-    for weight, shape in shapes.items():
-        if weight[0] == "segments":
-            repeats[weight[1]] = shape[0]
-            periods[weight[1]] = max(periods.get(weight[1], 0), weight[2] + 1)
+    repeats = {weight[1]: shape[0] for weight, shape in shapes.items() if weight[0] == "segments"}
     numbers, first = {}, 0
     for segment in sorted(repeats):
-        period, last = periods[segment], first + periods[segment] * repeats[segment]
+        period = 1 + max(weight[2] for weight in shapes if weight[:2] == ("segments", segment))
+        last = first + period * repeats[segment]
         numbers["segments", segment] = [list(range(first + position, last, period)) for position in range(period)]
         first = last
     for index in {weight[1] for weight in shapes if weight[0] == "mtp"}:
@@ -138,7 +116,7 @@ def _layer_numbers(shapes: Shapes) -> dict[tuple[str, int], list[list[int]]]:
     return numbers
 
 
-def _place(weight: WeightPath, layers: Mapping[Any, list[list[int]]]) -> tuple[str, list[int]]:
+def _place(weight: WeightPath, layers: Mapping[tuple[str, int], list[list[int]]]) -> tuple[str, list[int]]:
     """Returns the weight's name in a table and the numbers of the layers that it is stacked over."""
     match weight:
         case ("segments", segment, position, *rest):
@@ -165,8 +143,7 @@ def _files(template: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, dict[
     if match is None:
         yield template, {}
         return
-    letter = match[1]
-    values = match[2].split(",") if match[2] else map(str, range(sizes[letter]))
+    values = match[2].split(",") if match[2] else map(str, range(sizes[match[1]]))
     for index, value in enumerate(values):
         for name, rest in _files(template[: match.start()] + value + template[match.end() :], sizes):
-            yield name, {letter: index, **rest}
+            yield name, {match[1]: index, **rest}

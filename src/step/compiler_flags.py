@@ -81,12 +81,9 @@ def parse_flags(text: str) -> dict[str, str]:
 
 
 def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, str]:
-    """Returns the options of a device's compiler that `compile_xla_flags` means.
+    """Returns the options of the compiler of `device` that `compile_xla_flags` means, on so many slices or hosts.
 
-    Args:
-        text: flags, or `auto`: a preset for this kind of device; empty: none.
-        device: one of this machine or of a topology.
-        slices: TPU slices or hosts that the program runs on.
+    `text` has flags, or is `auto`: a preset for this kind of device. The device may be one that is not here.
 
     Raises:
         UserError: `text` is no list of flags, or the compiler does not take one of them.

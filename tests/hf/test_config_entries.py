@@ -76,7 +76,7 @@ def our_model(folder):
         shapes = jax.tree.map(
             lambda shape, at: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=at), plan.shapes, plan.shardings
         )
-        weights = load_weights(folder, {"all": shapes})["all"]
+        weights = load_weights(folder, shapes)
 
         def forward(weights):
             ones, positions = jnp.ones((1, LENGTH), jnp.int32), jnp.arange(LENGTH)[None]

@@ -18,7 +18,7 @@ from src.hf.model_keys import find_family
 from src.hf.save import save_folder
 from src.model.params import by_path
 from tests.hf import saved
-from tests.tiny import BASE
+from tests.tiny import BASE, spec_of
 
 
 def there_and_back(folder, tmp_path):
@@ -86,15 +86,15 @@ def test_quantised_weights_come_back_as_bfloat16(tmp_path):
 def test_the_copies_that_extra_prediction_layers_have_are_written(tmp_path):
     """V3's files repeat the embedding and the output projection for each of them."""
     config = command_line.load([BASE, "dataset_type=synthetic", f"model_name={deepseek_yaml(tmp_path)}"])
-    tree, _ = convert._declared(config)
+    tree, _ = convert.declared_weights(spec_of(config))
     rng = np.random.default_rng(0)
     weights = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in by_path(tree).items()}
     (tmp_path / "out").mkdir()
-    save_folder(tmp_path / "out", *find_family(config), weights, saved.VOCAB)
+    save_folder(tmp_path / "out", *find_family(config.model, config.max_target_length), weights, saved.VOCAB)
     files = saved.tensors(tmp_path / "out")
     assert torch.equal(files["model.layers.3.embed_tokens.weight"], files["model.embed_tokens.weight"])
     assert torch.equal(files["model.layers.3.shared_head.head.weight"], files["lm_head.weight"])
-    arrays = load_weights(tmp_path / "out", {"weights": tree})["weights"]
+    arrays = load_weights(tmp_path / "out", tree)
     for path, array in by_path(arrays).items():
         rows = saved.VOCAB if path[0] == "embedding" else None
         columns = saved.VOCAB if path[0] == "output" else None
@@ -116,11 +116,11 @@ def deepseek_yaml(tmp_path):
 def test_a_file_is_full_when_the_next_tensor_does_not_fit(tmp_path):
     folder = saved.save(tmp_path / "hf", "llama3")
     config = command_line.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
-    tree, _ = convert._declared(config)
+    tree, _ = convert.declared_weights(spec_of(config))
     weights = {path: np.zeros(leaf.shape, np.float32) for path, leaf in by_path(tree).items()}
     out = tmp_path / "out"
     out.mkdir()
-    save_folder(out, *find_family(config), weights, saved.VOCAB, shard_bytes=12_000)
+    save_folder(out, *find_family(config.model, config.max_target_length), weights, saved.VOCAB, shard_bytes=12_000)
     files = sorted(out.glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
     assert all(file.stat().st_size < 12_000 + 4_000 for file in files)  # and the header
@@ -169,9 +169,9 @@ def test_a_runs_checkpoint_is_written_in_the_dtype_asked_for(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yml").write_text(to_yaml(config))
-    tree, _ = convert._declared(config)
+    tree, _ = convert.declared_weights(spec_of(config))
     checkpointer = Checkpointer(run / "checkpoints", max_to_keep=-1, async_save=False)
-    checkpointer.save(3, {"trainable": load_weights(folder, {"weights": tree})["weights"]}, {})
+    checkpointer.save(3, {"trainable": load_weights(folder, tree)}, {})
     checkpointer.close()
     for source in (run, run / "checkpoints" / "3"):
         out = tmp_path / f"out-{source.name}"

@@ -5,7 +5,7 @@ import pytest
 import transformers
 
 from src import command_line
-from src.config.schema import Config, defaults
+from src.config.schema import Config, defaults, model_of
 from src.config.yaml import CONFIGS
 from src.errors import UserError
 from src.hf import common_fields
@@ -98,7 +98,7 @@ def test_what_transformers_5_writes_and_what_is_written_here_describe_the_same_m
     layers = [{**keys, **layer} for entry in keys["decoder_segments"] for layer in entry["pattern"]]
     layers = layers or [keys] * keys["base_num_decoder_layers"]
     layers = [{**layer, "base_moe_mlp_dim": layer["base_moe_mlp_dim"] or layer["base_mlp_dim"]} for layer in layers]
-    written = family.write_config(layers)
+    written = family.write_config([model_of(layer) for layer in layers], keys["max_target_length"])
     again = json.loads(type(config)(**written).to_json_string())
     assert facts({**again, "num_nextn_predict_layers": 0}) == facts(hf)
 
@@ -190,6 +190,6 @@ def test_layers_that_repeat_are_one_pattern(tmp_path):
 @pytest.mark.parametrize("file", sorted((CONFIGS / "models").glob("*.yml")), ids=lambda file: file.stem)
 def test_every_model_file_describes_a_model_that_can_be_written(file):
     config = command_line.load([BASE, f"model_name={file}", "dataset_type=synthetic", "max_target_length=16"])
-    family, hf = find_family(config)
+    family, hf = find_family(config.model, config.max_target_length)
     assert file.stem.startswith(FILES_OF[family.model_type])
     assert config.base_emb_dim in (hf.get("hidden_size"), hf.get("n_embd"))

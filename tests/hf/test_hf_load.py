@@ -17,14 +17,13 @@ from tests.tiny import BASE, spec_of
 
 
 def abstract(folder, devices=1, **keys):
-    """The weights by role of the folder's model, on a mesh of so many devices."""
+    """The weights of the folder's model, on a mesh of so many devices."""
     keys = {"dataset_type": "synthetic", "max_target_length": 16, "model_name": folder, **keys}
     config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
     plan = make_plan(config, spec_of(config), make_layout(config.mesh, jax.devices()[:devices]))
-    leaves = jax.tree.map(
+    return jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), plan.shapes, plan.shardings
     )
-    return vars(plan.split(leaves))
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss", "gpt2"])
@@ -44,7 +43,7 @@ def test_weights_on_eight_devices_are_those_on_one(tmp_path, name):
 
 def test_values_are_the_files_own_and_rows_of_padding_are_zero(tmp_path):
     folder = saved.save(tmp_path, "llama3", torch.bfloat16)
-    weights = load_weights(folder, abstract(folder))["trainable"]
+    weights = load_weights(folder, abstract(folder))
     files = {name: tensor.float().numpy() for name, tensor in saved.tensors(folder).items()}
     assert weights["embedding"].dtype == np.float32
     np.testing.assert_array_equal(weights["embedding"][: saved.VOCAB], files["model.embed_tokens.weight"])
@@ -135,12 +134,11 @@ def test_extra_prediction_layers_are_read_or_left_out_with_a_line(tmp_path):
     saved.edit_config(folder, num_nextn_predict_layers=1)
     assert read_model_keys(folder)["mtp_num_layers"] == 1
     files = {name: tensor.numpy() for name, tensor in saved.tensors(folder).items()}
-    parts = load_weights(folder, abstract(folder))
-    extra = parts["trainable"]["mtp"][0]
+    extra = load_weights(folder, abstract(folder))["mtp"][0]
     np.testing.assert_array_equal(extra["projection"], files["model.layers.3.eh_proj.weight"].T)
     np.testing.assert_array_equal(extra["embedding_norm"]["scale"], files["model.layers.3.enorm.weight"])
     np.testing.assert_array_equal(
-        parts["stats"]["mtp"][0]["block"]["feed_forward"]["correction_bias"],
+        extra["block"]["feed_forward"]["correction_bias"],
         files["model.layers.3.mlp.gate.e_score_correction_bias"],
     )
     notes = []

@@ -128,13 +128,13 @@ def loaded(folder, keys):
 def family_or_refusal(config):
     """(the family's model_type, "") where the model can be exported, else ("", why it can't)."""
     try:
-        return find_family(config)[0].model_type, ""
+        return find_family(config.model, LENGTH)[0].model_type, ""
     except UserError as error:
         return "", str(error)
 
 
 def assert_transformers_computes_the_same(folder, config):
-    family, hf = find_family(config)
+    family, hf = find_family(config.model, LENGTH)
     plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:1]), LENGTH, packed=False)
     rng = np.random.default_rng(0)
     arrays = {path: rng.normal(scale=0.3, size=leaf.shape) for path, leaf in params.by_path(plan.shapes).items()}
@@ -178,12 +178,12 @@ SHORT = ("llama3", "gemma2", "qwen3_moe", "deepseek_v3", "gpt2")
 def test_an_odd_model_is_exported_as_it_is_or_refused_by_name(tmp_path, name):
     keys = family_keys(name)
     config = loaded(tmp_path, keys)
-    spec, own = spec_of(config), find_family(config)[0].model_type
+    spec, own = spec_of(config), find_family(config.model, LENGTH)[0].model_type
     together, others = [{}], {}  # models of the family's own, and one for each other family
     for odd in variations(keys):
         if spec_of(config.replace(**odd)) == spec:
             continue
-        kind, refusal = family_or_refusal({**config, **odd})
+        kind, refusal = family_or_refusal(config.replace(**odd))
         if refusal:
             assert re.search(rf"cannot say .*\b({'|'.join(keys_of('model'))})\b", refusal)
         elif loaded(tmp_path, {**keys, **odd}) is None:
@@ -193,7 +193,7 @@ def test_an_odd_model_is_exported_as_it_is_or_refused_by_name(tmp_path, name):
         else:
             for group in together:
                 joined = {**group, **odd}
-                if group.keys() & odd.keys() or family_or_refusal({**config, **joined})[0] != own:
+                if group.keys() & odd.keys() or family_or_refusal(config.replace(**joined))[0] != own:
                     continue
                 if loaded(tmp_path, {**keys, **joined}):
                     group.update(odd)

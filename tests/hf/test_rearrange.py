@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.hf.rearrange import parse
+from src.hf.rearrange import Rearrangement
 
 
 class Counted:
@@ -35,27 +35,28 @@ CASES = {
 
 
 def numbered(pattern):
-    rearrangement, sizes = parse(pattern), {**SIZES, "V": 7}
-    shape = rearrangement.file_shape(sizes)
-    return rearrangement, sizes, np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    rearrangement = Rearrangement(pattern, {**SIZES, "V": 7})
+    shape = rearrangement.file_shape
+    return rearrangement, np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
 
-def whole(rearrangement, sizes):
+def whole(rearrangement):
+    sizes = rearrangement.sizes
     return {letter: (0, 1 if letter in rearrangement.split else sizes[letter]) for letter in rearrangement.dims}
 
 
 @pytest.mark.parametrize("pattern", CASES)
 def test_reads_the_weight_that_numpy_makes_of_the_tensor(pattern):
-    rearrangement, sizes, array = numbered(pattern)
-    weight = rearrangement.read(Counted(array), sizes, whole(rearrangement, sizes))
+    rearrangement, array = numbered(pattern)
+    weight = rearrangement.read(Counted(array), whole(rearrangement))
     np.testing.assert_array_equal(weight, CASES[pattern](array))
 
 
 @pytest.mark.parametrize("pattern", CASES)
 def test_writing_a_weight_puts_back_what_was_read_and_nothing_else(pattern):
-    rearrangement, sizes, array = numbered(pattern)
+    rearrangement, array = numbered(pattern)
     written = np.full_like(array, -1)
-    rearrangement.write(CASES[pattern](array), written, sizes)
+    rearrangement.write(CASES[pattern](array), written)
     untouched = written == -1
     np.testing.assert_array_equal(written[~untouched], array[~untouched])
     assert untouched.sum() == array.size - CASES[pattern](array).size
@@ -64,12 +65,12 @@ def test_writing_a_weight_puts_back_what_was_read_and_nothing_else(pattern):
 @pytest.mark.parametrize("pattern", CASES)
 @given(data=st.data())
 def test_a_slice_read_is_the_slice_of_the_whole(pattern, data):
-    rearrangement, sizes, array = numbered(pattern)
+    rearrangement, array = numbered(pattern)
     wanted = {}
-    for letter, (_, size) in whole(rearrangement, sizes).items():
+    for letter, (_, size) in whole(rearrangement).items():
         start = data.draw(st.integers(0, size - 1))
         wanted[letter] = (start, data.draw(st.integers(start + 1, size)))
-    part = rearrangement.read(Counted(array), sizes, wanted)
+    part = rearrangement.read(Counted(array), wanted)
     np.testing.assert_array_equal(part, CASES[pattern](array)[tuple(slice(*span) for span in wanted.values())])
 
 
@@ -85,7 +86,7 @@ def test_a_slice_read_is_the_slice_of_the_whole(pattern, data):
     ],
 )
 def test_little_else_than_a_slice_is_read(pattern, wanted, elements):
-    rearrangement, sizes, array = numbered(pattern)
+    rearrangement, array = numbered(pattern)
     tensor = Counted(array)
-    rearrangement.read(tensor, sizes, {**whole(rearrangement, sizes), **wanted})
+    rearrangement.read(tensor, {**whole(rearrangement), **wanted})
     assert tensor.elements == elements

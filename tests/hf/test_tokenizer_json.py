@@ -16,7 +16,7 @@ from src.errors import UserError
 from src.hf.tokenizer_json import save_tokenizer
 from src.model import params
 from src.train_tokenizer import train
-from tests.tiny import BASE
+from tests.tiny import BASE, spec_of
 
 CORPUS = [
     "def add(a, b):\n    return a + b\n\n\tthe quick brown fox jumps over the lazy dog, then the others do\n",
@@ -111,7 +111,7 @@ def run_folder(folder, **keys):
     config = command_line.load([BASE, *(f"{key}={value}" for key, value in {**sizes, **heads, **keys}.items())])
     folder.mkdir()
     (folder / "config.yml").write_text(to_yaml(config))
-    tree, _ = convert._declared(config)
+    tree, _ = convert.declared_weights(spec_of(config))
     rng = np.random.default_rng(0)
     arrays = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in params.by_path(tree).items()}
     checkpointer = Checkpointer(folder / "checkpoints", max_to_keep=-1, async_save=False)

@@ -226,7 +226,7 @@ def weights_of(folder, plan):
     def placed(shape, sharding):
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    return load_weights(folder, {"all": jax.tree.map(placed, plan.shapes, plan.shardings)})["all"]
+    return load_weights(folder, jax.tree.map(placed, plan.shapes, plan.shardings))
 
 
 def logits_of(plan, weights, tokens_BT, segment_ids_BT, positions_BT):

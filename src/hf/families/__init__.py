@@ -1,18 +1,14 @@
 """Lists the families in the order in which an export tries them."""
 
 from src.hf.families.deepseek import DEEPSEEK2, DEEPSEEK3
-from src.hf.families.gemma import GEMMA
-from src.hf.families.gemma2 import GEMMA2
-from src.hf.families.gemma3 import GEMMA3
+from src.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from src.hf.families.gpt2 import GPT2
 from src.hf.families.gpt_oss import GPT_OSS
 from src.hf.families.llama import LLAMA
 from src.hf.families.llama4 import LLAMA4
-from src.hf.families.mistral import MISTRAL
-from src.hf.families.mixtral import MIXTRAL
+from src.hf.families.mistral import MISTRAL, MIXTRAL
 from src.hf.families.olmo2 import OLMO2
-from src.hf.families.qwen3 import QWEN3
-from src.hf.families.qwen3_moe import QWEN3_MOE
+from src.hf.families.qwen3 import QWEN3, QWEN3_MOE
 from src.hf.family import Family
 
 # fmt: off

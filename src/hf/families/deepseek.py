@@ -1,14 +1,14 @@
 """DeepSeek V2 and V3: multi-head latent attention, shared and routed experts, in V3 extra prediction layers."""
 
 from collections.abc import Mapping
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
 from src.hf.common_fields import sparse_layer
 from src.hf.family import Family
-from src.hf.fields import Field, FieldGroup, Json, Keys, LayerKeys, entry, read_fields, require, write_fields
+from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, entry, read_fields, require, write_fields
 from src.hf.tensor_map import TensorMap
 
 # transformers leaves the norms of the latents at this, whatever rms_norm_eps says.
@@ -29,8 +29,8 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     )
 
 
-def _write_layers(layers: LayerKeys) -> Json:
-    return {"first_k_dense_replace": sum(layer["num_experts"] == 1 for layer in layers)}
+def _write_layers(layers: Layers) -> Json:
+    return {"first_k_dense_replace": sum(layer.num_experts == 1 for layer in layers)}
 
 
 FIELDS = (
@@ -39,13 +39,13 @@ FIELDS = (
         "num_key_value_heads",
         "base_num_kv_heads",
         absent=itemgetter("base_num_query_heads"),
-        written=itemgetter("base_num_query_heads"),
+        written=attrgetter("base_num_query_heads"),
     ),
     FieldGroup((), _check_attention),
     fields.rope(),
     fields.HIDDEN_ACT,
     fields.DENSE_SIZE,
-    Field("q_lora_rank", "q_lora_rank", absent=0, written=lambda keys: keys["q_lora_rank"] or None),
+    Field("q_lora_rank", "q_lora_rank", absent=0, written=lambda layer: layer.q_lora_rank or None),
     *(Field(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
     Field("n_shared_experts", "shared_experts", absent=0, layer=sparse_layer),
     Field("n_routed_experts", "num_experts", layer=sparse_layer),
@@ -67,7 +67,7 @@ def _read_v2_groups(hf: Mapping[str, Any], keys: Keys) -> Keys:
     return {}
 
 
-def _write_v2_groups(layers: LayerKeys) -> Json:
+def _write_v2_groups(layers: Layers) -> Json:
     groups = write_fields(GROUPS, layers)
     return {**groups, "topk_method": "group_limited_greedy" if groups["n_group"] > 1 else "greedy"}
 
@@ -77,8 +77,8 @@ def _check_v3_head_dim(hf: Mapping[str, Any], keys: Keys) -> Keys:
     return {}
 
 
-def _write_head_dim(layers: LayerKeys) -> Json:
-    return {"head_dim": layers[0]["qk_rope_head_dim"]}
+def _write_head_dim(layers: Layers) -> Json:
+    return {"head_dim": layers[0].qk_rope_head_dim}
 
 
 ATTENTION = tensors.LAYER + "self_attn."
@@ -153,9 +153,7 @@ DEEPSEEK3 = Family(
         **{"rope_interleave": True, "norm_topk_prob": True},
     },
     keys={
-        "attention_type": "mla",
-        "routed_score_func": "sigmoid",
-        "routing_group_score": "top2",
+        **{"attention_type": "mla", "routed_score_func": "sigmoid", "routing_group_score": "top2"},
         "routed_bias": True,
     },
     constants={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},

@@ -5,7 +5,7 @@ from src.hf.family import Family
 from src.hf.fields import Field, FieldGroup
 from src.hf.tensor_map import TensorMap
 
-ACTIVATIONS = {name: [fields.ACTIVATIONS[name]] for name in ("gelu_new", *fields.ACTIVATIONS)}
+ACTIVATIONS = {name: (fields.ACTIVATIONS[name],) for name in ("gelu_new", *fields.ACTIVATIONS)}
 
 
 def _with_bias(ours: str, theirs: str, weight: str, bias: str) -> tuple[TensorMap, TensorMap]:

@@ -1,22 +1,18 @@
 """gpt-oss: biases everywhere, attention sinks, windows in every other layer, a clipped activation, experts."""
 
 from collections.abc import Mapping
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
 from src.hf.family import Family
-from src.hf.fields import Field, FieldGroup, Json, Keys, LayerKeys
+from src.hf.fields import Field, FieldGroup, Json, Keys, Layers
 from src.hf.tensor_map import TensorMap
 
 # transformers' positions where config.json has none, or a null.
 YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "original_max_position_embeddings": 4096,
 }
 EXPERTS = tensors.LAYER + "mlp.experts."
@@ -29,7 +25,7 @@ def _read_rope(hf: Mapping[str, Any], keys: Keys) -> Keys:
     return fields.read_rope(hf, keys, theta=150_000.0)
 
 
-def _write_rope(layers: LayerKeys) -> Json:
+def _write_rope(layers: Layers) -> Json:
     rope = fields.write_rope(layers[0])
     return {**rope, "rope_scaling": rope["rope_scaling"] or {"rope_type": "default"}}
 
@@ -38,22 +34,17 @@ GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     fields=(
-        *fields.SIZES,
-        *fields.HEADS,
+        *(*fields.SIZES, *fields.HEADS, fields.ALTERNATING_WINDOWS),
         FieldGroup(fields.ROPE_ENTRIES, _read_rope, _write_rope),
-        Field("intermediate_size", "base_mlp_dim", written=itemgetter("base_moe_mlp_dim")),
+        Field("intermediate_size", "base_mlp_dim", written=attrgetter("base_moe_mlp_dim")),
         Field("num_local_experts", "num_experts"),
         Field("num_experts_per_tok", "num_experts_per_tok"),
         Field("swiglu_limit", "mlp_activations_limit"),
         Field("attention_bias", "attention_bias"),
         Field("sliding_window", "sliding_window_size", layer=fields.windowed_layer),
-        fields.ALTERNATING_WINDOWS,
     ),
     tensors=(
-        *tensors.OUTER,
-        *tensors.NORMS_BEFORE,
-        *tensors.ATTENTION,
-        *tensors.ATTENTION_BIASES,
+        *tensors.DECODER,
         TensorMap("layer.attention.sinks", tensors.LAYER + "self_attn.sinks", "N -> N"),
         TensorMap("layer.feed_forward.router", ROUTER + "weight", "E D -> D E"),
         TensorMap("layer.feed_forward.router_bias", ROUTER + "bias", "E -> E"),
@@ -68,10 +59,7 @@ GPT_OSS = Family(
     },
     keys={
         "mlp_activations": ["quick_gelu", "plus_one"],
-        "mlp_bias": True,
-        "attention_sink": True,
-        "router_bias": True,
-        "norm_topk_prob": True,
+        **{"mlp_bias": True, "attention_sink": True, "router_bias": True, "norm_topk_prob": True},
     },
     constants={"swiglu_alpha": 1.702},
     only={"swiglu_alpha": 1.702, "hidden_act": "silu"},

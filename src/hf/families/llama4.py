@@ -1,5 +1,6 @@
 """Llama 4's text models: chunked attention with every fourth layer global and without positions, and experts."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
 from src.hf.common_fields import dense_layer, layer_with, sparse_layer
 from src.hf.family import Family
-from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, LayerKeys, count_entry, entry, read_fields
+from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, read_fields
 from src.hf.tensor_map import TensorMap
 
 CHUNKED = "chunked_attention"
@@ -21,12 +22,9 @@ LAYER_ENTRIES = (
     *("interleave_moe_layer_step", "moe_layers", "no_rope_layer_interval", "no_rope_layers", "layer_types"),
     *("use_qk_norm", "attn_temperature_tuning", "attn_scale", "floor_scale"),
 )
+_chunked_layer = functools.partial(layer_with, key="attention_type", value="chunk")
 FEED_FORWARD = tensors.LAYER + "feed_forward."
 PROJECTIONS = "{A:gate_proj,up_proj}.weight"
-
-
-def _chunked_layer(layers: LayerKeys) -> Mapping[str, Any]:
-    return layer_with(layers, "attention_type", "chunk")
 
 
 def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
@@ -54,16 +52,16 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     return fields.layer_pattern(layers)
 
 
-def _write_layers(layers: LayerKeys) -> Json:
+def _write_layers(layers: Layers) -> Json:
     without_positions = layer_with(layers, "position_type", "none")
     return {
         **fields.write_layer_types(layers, "chunk", CHUNKED),
-        "use_qk_norm": _chunked_layer(layers)["qk_norm"] == "l2",
-        "no_rope_layers": [int(layer["position_type"] == "rope") for layer in layers],
-        "moe_layers": [i for i, layer in enumerate(layers) if layer["num_experts"] > 1],
-        "attn_temperature_tuning": without_positions["attn_temperature_scale"] > 0,
-        "attn_scale": without_positions["attn_temperature_scale"] or 0.1,
-        "floor_scale": without_positions["attn_temperature_floor"],
+        "use_qk_norm": _chunked_layer(layers).qk_norm == "l2",
+        "no_rope_layers": [int(layer.position_type == "rope") for layer in layers],
+        "moe_layers": [i for i, layer in enumerate(layers) if layer.num_experts > 1],
+        "attn_temperature_tuning": without_positions.attn_temperature_scale > 0,
+        "attn_scale": without_positions.attn_temperature_scale or 0.1,
+        "floor_scale": without_positions.attn_temperature_floor,
     }
 
 
@@ -71,11 +69,7 @@ LLAMA4 = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
     fields=(
-        *fields.SIZES,
-        *fields.HEADS,
-        fields.rope(theta=500_000.0, layer=_chunked_layer),
-        fields.HIDDEN_ACT,
-        fields.ATTENTION_BIAS,
+        *(*fields.DECODER, fields.rope(theta=500_000.0, layer=_chunked_layer), fields.ATTENTION_BIAS),
         Field("intermediate_size", "base_moe_mlp_dim", layer=sparse_layer),
         Field("intermediate_size_mlp", "base_mlp_dim", layer=dense_layer),
         Field("num_local_experts", "num_experts", layer=sparse_layer),
@@ -83,16 +77,13 @@ LLAMA4 = Family(
         Field(
             "attention_chunk_size",
             "chunk_attn_window_size",
-            written=lambda keys: keys["chunk_attn_window_size"] or 8192,
+            written=lambda layer: layer.chunk_attn_window_size or 8192,
             layer=_chunked_layer,
         ),
         FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers),
     ),
     tensors=(
-        *tensors.OUTER,
-        *tensors.NORMS_BEFORE,
-        *tensors.ATTENTION,
-        *tensors.ATTENTION_BIASES,
+        *tensors.DECODER,
         TensorMap("layer.feed_forward.wi", FEED_FORWARD + PROJECTIONS, "F D -> D A F"),
         TensorMap("layer.feed_forward.wo", FEED_FORWARD + "down_proj.weight", "D F -> F D"),
         TensorMap("layer.feed_forward.router", FEED_FORWARD + "router.weight", "E D -> D E"),
@@ -105,10 +96,5 @@ LLAMA4 = Family(
         **{"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "num_experts_per_tok": 1},
         **{"attention_chunk_size": 8192, "attn_scale": 0.1, "floor_scale": 8192},
     },
-    keys={
-        "rope_interleave": True,
-        "shared_experts": 1,
-        "routed_score_func": "sigmoid",
-        "scale_expert_inputs": True,
-    },
+    keys={"rope_interleave": True, "shared_experts": 1, "routed_score_func": "sigmoid", "scale_expert_inputs": True},
 )

@@ -5,19 +5,18 @@ from src.hf import common_tensors as tensors
 from src.hf.family import Family
 from src.hf.tensor_map import TensorMap
 
+LAYER = tensors.LAYER
+
 OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
-    fields=(*fields.SIZES, *fields.HEADS, fields.rope(), fields.HIDDEN_ACT, fields.ATTENTION_BIAS),
+    fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS),
     tensors=(
-        *tensors.OUTER,
-        *tensors.ATTENTION,
-        *tensors.ATTENTION_BIASES,
-        TensorMap("layer.attention.query_norm.scale", tensors.LAYER + "self_attn.q_norm.weight", "(N H) -> N H"),
-        TensorMap("layer.attention.key_norm.scale", tensors.LAYER + "self_attn.k_norm.weight", "(K H) -> K H"),
-        TensorMap("layer.attention_out_norm.scale", tensors.LAYER + "post_attention_layernorm.weight", "D -> D"),
-        *tensors.FEED_FORWARD,
-        TensorMap("layer.feed_forward_out_norm.scale", tensors.LAYER + "post_feedforward_layernorm.weight", "D -> D"),
+        *(*tensors.OUTER, *tensors.ATTENTION, *tensors.ATTENTION_BIASES, *tensors.FEED_FORWARD),
+        TensorMap("layer.attention.query_norm.scale", LAYER + "self_attn.q_norm.weight", "(N H) -> N H"),
+        TensorMap("layer.attention.key_norm.scale", LAYER + "self_attn.k_norm.weight", "(K H) -> K H"),
+        TensorMap("layer.attention_out_norm.scale", LAYER + "post_attention_layernorm.weight", "D -> D"),
+        TensorMap("layer.feed_forward_out_norm.scale", LAYER + "post_feedforward_layernorm.weight", "D -> D"),
     ),
     defaults={"rms_norm_eps": 1e-5},
     keys={"qk_norm": "all_heads", "normalization_placement": "after"},

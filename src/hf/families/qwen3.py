@@ -1,12 +1,14 @@
-"""Qwen 3: Llama with a norm on the queries and keys of each head."""
+"""Qwen 3, a Llama with a norm on the queries and keys of each head, and its models with experts in most layers."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from src.errors import UserError
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
+from src.hf.common_fields import sparse_layer
 from src.hf.family import Family
-from src.hf.fields import FieldGroup, Keys
+from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, count_entry, entry
 
 
 def _check_layer_types(hf: Mapping[str, Any], keys: Keys) -> Keys:
@@ -17,24 +19,46 @@ def _check_layer_types(hf: Mapping[str, Any], keys: Keys) -> Keys:
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    fields=(
-        *fields.SIZES,
-        *fields.HEADS,
-        fields.rope(),
-        fields.HIDDEN_ACT,
-        fields.ATTENTION_BIAS,
-        FieldGroup(("layer_types",), _check_layer_types),
-    ),
-    tensors=(
-        *tensors.OUTER,
-        *tensors.NORMS_BEFORE,
-        *tensors.ATTENTION,
-        *tensors.ATTENTION_BIASES,
-        *tensors.HEAD_NORMS,
-        *tensors.FEED_FORWARD,
-    ),
+    fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, FieldGroup(("layer_types",), _check_layer_types)),
+    tensors=(*tensors.DECODER, *tensors.HEAD_NORMS, *tensors.FEED_FORWARD),
     defaults={"head_dim": 128, "num_key_value_heads": 32, "rms_norm_eps": 1e-6},
     keys={"qk_norm": "head"},
     only={"use_sliding_window": False},
     inert=("sliding_window", "max_window_layers"),  # of windows that are not used
+)
+
+
+def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    if hf.get("head_dim", 0) is None:
+        raise UserError("config.json: head_dim is null, with which transformers makes no such model: give its size")
+    dense, step = entry(hf, "mlp_only_layers", []), count_entry(hf, "decoder_sparse_step", 1)
+    layers = range(keys["base_num_decoder_layers"])
+    return fields.layer_pattern([{"num_experts": 1} if i in dense or (i + 1) % step else {} for i in layers])
+
+
+def _write_layers(layers: Layers) -> Json:
+    dense = [i for i, layer in enumerate(layers) if layer.num_experts == 1]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    fields=(
+        *(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, fields.DENSE_SIZE),
+        Field("num_experts_per_tok", "num_experts_per_tok", layer=sparse_layer),
+        Field("moe_intermediate_size", "base_moe_mlp_dim", layer=sparse_layer),
+        Field("num_experts", "num_experts", layer=sparse_layer),
+        Field("norm_topk_prob", "norm_topk_prob", absent=False, layer=sparse_layer),
+        FieldGroup(("decoder_sparse_step", "mlp_only_layers"), _read_layers, _write_layers),
+    ),
+    tensors=(*QWEN3.tensors, *tensors.EXPERTS),
+    defaults={
+        **{"num_key_value_heads": 4, "rms_norm_eps": 1e-6},
+        **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_experts": 128},
+    },
+    keys=QWEN3.keys,
+    only=QWEN3.only,
+    inert=QWEN3.inert,
+    aliases={"num_local_experts": "num_experts"},  # which transformers 5 writes
 )

@@ -17,7 +17,7 @@ from src.config.key_help import Usage
 from src.config.schema import Decoding
 from src.data.conversations import read_message
 from src.data.tokenizer import make_tokenizer
-from src.data.types import Message, Tokenizer
+from src.data.types import Message, Tokenizer, missing_template
 from src.errors import UserError
 from src.generate import Generator, Model, in_training, sampling, unrolled
 from src.json_text import parse_json, read_lines, well_formed
@@ -59,8 +59,6 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
         raise UserError("a prompt needs a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
     # A mistake in a prompt is reported before the weights are read, which takes minutes.
     if config.use_chat_template and tokenizer.chat_template is None:
-        from src.data.chat_template import missing_template  # which imports Jinja2
-
         raise missing_template()
     decoding, length = config.decoding, config.max_target_length
     prompts = [] if config.interactive else read_prompts(decoding) if config.prompt_path else [config.prompt]

@@ -1,9 +1,4 @@
-"""Shows what a run would read: `python -m src.inspect_data CONFIG.yml key=value`.
-
-Prints batches as text, with where documents begin and end, what of the rows is padding, and what counts in the loss;
-checks that ids decode to text that encodes to the same ids; and measures how fast batches are made. No model is made
-and no other process is needed: `process_count` and `process_index` choose whose rows are shown.
-"""
+"""Shows a run's batches as text, checks them, and measures how fast they are made. No model is made."""
 
 import itertools
 import time
@@ -49,7 +44,7 @@ class Segment(NamedTuple):
 
     start, stop: its columns in the row.
     ids: int32 [stop - start + 1], its tokens and the last one's target.
-    loss_mask: bool [stop - start], True for targets that count in the loss.
+    loss_mask: bool [stop - start], which targets count in the loss.
     """
 
     start: int
@@ -70,29 +65,29 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     tokenizer = make_tokenizer(config.data, config.vocab_size)
     inputs = InputSpec.of(config, tokenizer)
     data, _ = open_sources(inputs, config.evaluation)
-    global_batch, rows = rows_of_process(
-        config.per_device_batch_size,
-        config.gradient_accumulation_steps,
-        config.process_count,
-        config.process_index,
-    )
-    length = config.max_target_length
+    count, process, length = config.process_count, config.process_index, config.max_target_length
+    micro_batches = config.gradient_accumulation_steps
+    global_batch, rows = rows_of_process(config.per_device_batch_size, micro_batches, count, process)
     print_header(
         [
-            ("data", "\n".join(describe_data(train_specs(config), data))),
+            ("data", "\n".join(describe_data(train_specs(config.data), data))),
             ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
             ("step", f"{global_batch} rows x {length} = {global_batch * length:,} tokens"),
-            ("rows", f"{rows[0]} to {rows[-1]}, of process {config.process_index} of {config.process_count}"),
+            ("rows", f"{rows[0]} to {rows[-1]}, of process {process} of {count}"),
             *([("conversations", describe_conversations(inputs, data))] if config.use_sft else []),
         ]
     )
-    batches = _from_step(config.tools.inspect_first_step, inputs, data, rows, global_batch)
-    shown = list(itertools.islice(batches, config.inspect_num_steps))
+    # Where packing streams keep a position, all batches before the first one shown are made too.
+    first = config.inspect_first_step
+    computed = all(rows_per_epoch(inputs, source) is not None for source in data.sources)
+    batches = train_batches(inputs, data, rows, global_batch, first * global_batch if computed else 0)
+    made = 0 if computed else first
+    shown = list(itertools.islice(batches, made, made + config.inspect_num_steps))
     mixture = Mixture(data.weights)
-    for step, batch in enumerate(shown, start=config.inspect_first_step):
+    for step, batch in enumerate(shown, start=first):
         assigned = mixture.assign(step * global_batch, rows, global_batch, config.data_shuffle_seed)
-        for index, row in enumerate(rows):
-            name = data.names[assigned[index][0]]
+        for index, (row, (source, _)) in enumerate(zip(rows, assigned, strict=True)):
+            name = data.names[source]
             title = f"step {step}, row {row}" + f" ({name})" * bool(name)
             cuts = batch.cuts[index] if config.use_sft else None
             print("\n".join(_row_lines(title, batch.arrays, index, tokenizer, cuts)))
@@ -131,17 +126,6 @@ def segments(batch: Batch, row: int) -> list[Segment]:
         tokens = np.append(batch["tokens"][row, start:stop], batch["targets"][row, stop - 1])
         found.append(Segment(start, stop, tokens, batch["loss_mask"][row, start:stop] == 1))
     return found
-
-
-def _from_step(
-    step: int, inputs: InputSpec, data: TrainData, rows: np.ndarray, global_batch: int
-) -> Iterator[HostBatch]:
-    """Returns batches from a step on. Where packing streams keep a position, all before it are made too."""
-    computed = all(rows_per_epoch(inputs, source) is not None for source in data.sources)
-    batches = train_batches(inputs, data, rows, global_batch, step * global_batch if computed else 0)
-    if not computed:
-        next(itertools.islice(batches, step, step), None)
-    return batches
 
 
 def _row_lines(title: str, batch: Batch, row: int, tokenizer: Tokenizer | None, cuts: np.ndarray | None) -> list[str]:
@@ -198,10 +182,9 @@ def _round_trip(inputs: InputSpec, data: TrainData) -> str:
     tokenizer, checked, different = inputs.tokenizer, 0, []
     for name, source in zip(data.names, data.sources, strict=True):
         stream = DocumentStream(inputs, source, name)
-        if isinstance(source, RowSource):
-            found = [document.ids for n in range(_CHECKED_BATCHES) for document in stream.row(n)]
-        else:
-            found = [document.ids for n in range(_CHECKED_DOCUMENTS) for document in stream.documents(n)]
+        has_rows = isinstance(source, RowSource)
+        read, count = (stream.row, _CHECKED_BATCHES) if has_rows else (stream.documents, _CHECKED_DOCUMENTS)
+        found = [document.ids for n in range(count) for document in read(n)]
         whole = [ids for ids in found if len(ids) and ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos]
         checked += len(whole)
         different += [ids for ids in whole if not np.array_equal(tokenizer.encode(tokenizer.decode(ids)), ids)]

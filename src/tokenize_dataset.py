@@ -1,12 +1,7 @@
-"""Writes the data of a config as token ids, to train on with dataset_type=tokens without tokenizing again.
+"""Writes the documents that a config would train on or hold out as token ids, for dataset_type=tokens.
 
-    python -m src.tokenize_dataset configs/base.yml dataset_path=TEXT tokenized_path=FOLDER
-
-Takes a run's config and writes every document that it would train on or hold out, in the data's own order and by its
-tokenizer, into the local folder `tokenized_path`; src/data/readers/tokens.py says what is in it. A run on the folder
-holds out a part of it as of any other data. Every core works on a shard of its own. Which documents a shard has depends
-on the data alone, so the same command writes the same bytes on any machine, and goes on after its finished shards if it
-was killed.
+Every core works on a shard of its own (src/data/readers/tokens.py). Which documents a shard has depends on the data
+alone, so the same command writes the same bytes on any machine, and goes on after its finished shards if it was killed.
 """
 
 import array
@@ -35,7 +30,7 @@ from src import command_line
 from src.cli import run_command
 from src.config import load as configuration
 from src.config.key_help import Usage
-from src.config.schema import Config
+from src.config.schema import Config, Data
 from src.config.source_spec import train_specs
 from src.data.document_stream import encode
 from src.data.fingerprint import differences
@@ -55,7 +50,7 @@ python -m src.tokenize_dataset --help KEY         what a key does, and its defau
     ("Tools for data", "Data"),
 )
 
-# Enough shards for the cores of a machine, none too small to be worth its files, nor so large that it takes more than a
+# Enough shards for a machine's cores, none too small to be worth its files, nor so large that it takes more than a
 # minute or so: progress is counted in shards, and a killed command loses the unfinished ones.
 _SHARDS = 64
 _MIN_SHARD_IDS = 1 << 20
@@ -76,7 +71,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     config = command_line.of_command(argv, USAGE)
     if config is None:
         return
-    _check(config)
+    _check(config.data, config.tokenized_path)
     items = Items(config)
     folder = Path(config.tokenized_path).expanduser()
     try:
@@ -85,7 +80,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             if "shards" in summary:
                 print(f"{folder} is finished already", flush=True)
             else:
-                summary = _write(config, folder, items, summary)
+                summary = _write(configuration.to_yaml(config), folder, len(items), summary)
             for note in (folder / UNFINISHED, *folder.glob("[0-9]*.json")):  # tokens.json has it all
                 note.unlink(missing_ok=True)
     except OSError as error:
@@ -106,38 +101,33 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     )
 
 
-def _check(config: Config) -> None:
-    """Raises UserError for a config whose data can't be written as tokens, or not there."""
-    if not config.tokenized_path:
+def _check(data: Data, tokenized_path: str) -> None:
+    """Raises UserError for data that can't be written as tokens, or not there."""
+    if not tokenized_path:
         raise UserError("tokenized_path is empty: expected the folder to write the tokens into")
-    if "://" in config.tokenized_path:
+    if "://" in tokenized_path:
         raise UserError(
-            f"tokenized_path={config.tokenized_path}: expected a local folder. Copy it to the store once it is "
-            "written; dataset_path may then name it there"
+            f"tokenized_path={tokenized_path}: expected a local folder. Copy it to the store once it is written; "
+            "dataset_path may then name it there"
         )
-    if len(config.datasets) > 1:
-        names = ", ".join(entry["name"] for entry in config.datasets)
+    if len(data.datasets) > 1:
+        names = ", ".join(entry["name"] for entry in data.datasets)
         raise UserError(
             f"datasets has {names}: they are tokenized one at a time, each into a folder of its own. Give one with "
             "datasets=[] and its dataset_path, then mix the folders"
         )
-    if config.use_sft:
+    if data.use_sft:
         raise UserError("use_sft=true: a folder of tokens does not keep which of them are learned; set use_sft=false")
-    if (kind := train_specs(config)[0].type) in ("tokens", "synthetic"):
+    if (kind := train_specs(data)[0].type) in ("tokens", "synthetic"):
         raise UserError(f"dataset_type={kind} has token ids already: expected data of another type")
 
 
 class Items:
-    """Reads the items of a config's data as ids.
-
-    Raises:
-        UserError: the data or the tokenizer can't be read.
-    """
+    """Reads the items of a run's data as ids."""
 
     def __init__(self, config: Config) -> None:
-        tokenizer = make_tokenizer(config.data, config.vocab_size)
-        self._inputs = InputSpec.of(config, tokenizer)
-        self._spec = train_specs(config)[0]
+        self._inputs = InputSpec.of(config, make_tokenizer(config.data, config.vocab_size))
+        self._spec = train_specs(config.data)[0]
         self._source = open_source(self._spec, self._inputs)
         self.dtype = "uint16" if config.vocab_size <= _MAX_UINT16_VOCABULARY else "uint32"
 
@@ -151,15 +141,24 @@ class Items:
 
     def facts(self) -> dict[str, Any]:
         """Returns what the tokens depend on, as tokens.json has it."""
-        settings = self._spec.settings
         return {
             "format": FORMAT,
             "dtype": self.dtype,
             "vocab_size": self._inputs.vocab_size,
             "tokenizer": self._inputs.tokenizer.fingerprint() if isinstance(self._source[0], str) else None,
             "source": self._source.fingerprint(),
-            "settings": {name: value for name, value in settings.items() if value and name != "dataset_path"},
+            "settings": {
+                name: value for name, value in self._spec.settings.items() if value and name != "dataset_path"
+            },
         }
+
+    def per_shard(self) -> int:
+        """Estimates how many items to put into a shard, by the mean size of a few."""
+        count = len(self)
+        sampled = min(count, _SAMPLED_ITEMS)
+        ids = sum(len(self[count * k // sampled]) for k in range(sampled)) * count // sampled
+        shards = max(ids // min(max(ids // _SHARDS, _MIN_SHARD_IDS), _MAX_SHARD_IDS), 1)
+        return -(-count // shards)
 
 
 @contextlib.contextmanager
@@ -181,11 +180,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _plan(folder: Path, items: Items) -> dict[str, Any]:
-    """Returns the content of tokens.json; where the folder is not finished, without `shards`.
-
-    Raises:
-        UserError: the folder was begun with something else, or has other files.
-    """
+    """Returns the content of tokens.json, without `shards` if the folder is unfinished; checks what else is there."""
     facts = items.facts()
     for path in (folder / SUMMARY, folder / UNFINISHED):
         if path.exists():
@@ -199,57 +194,43 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
             return plan
     if others := sorted(path.name for path in folder.iterdir() if path.suffix != ".part"):
         raise UserError(f"tokenized_path={folder} has other files ({first_few(others)}): name a new folder")
-    plan = facts | {"items_per_shard": _items_per_shard(items)}
+    plan = facts | {"items_per_shard": items.per_shard()}
     _write_json(folder / UNFINISHED, plan)
     return plan
 
 
-def _items_per_shard(items: Items) -> int:
-    """Estimates how many items to put into a shard, by the mean size of a few."""
-    count = len(items)
-    sampled = min(count, _SAMPLED_ITEMS)
-    ids = sum(len(items[count * k // sampled]) for k in range(sampled)) * count // sampled
-    shards = max(ids // min(max(ids // _SHARDS, _MIN_SHARD_IDS), _MAX_SHARD_IDS), 1)
-    return -(-count // shards)
-
-
-def _write(config: Config, folder: Path, items: Items, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes the shards that are not there yet, on all cores, then tokens.json, and returns what that has."""
-    size = plan["items_per_shard"]
-    parts = [range(len(items))[start : start + size] for start in range(0, len(items), size)]
-    shards = _finished_shards(folder)
+def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes the shards that lack a whole NUMBER.json, on all cores, then tokens.json, and returns what that has."""
+    parts = [
+        range(items)[start : start + plan["items_per_shard"]] for start in range(0, items, plan["items_per_shard"])
+    ]
+    written = {int(path.stem): _read_json(path, ShardFacts) for path in folder.glob("[0-9]*.json")}
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    shards = {number: shard for number, shard in written.items() if not missing_files({number: shard}, sizes)}
     going_on = f"going on: {len(shards)} of {len(parts)} shards are finished"
-    print(going_on if shards else f"{len(items):,} items in {len(parts)} shards", flush=True)
+    print(going_on if shards else f"{items:,} items in {len(parts)} shards", flush=True)
     done, ids = sum(len(parts[number]) for number in shards), 0
     start = last_line = time.monotonic()
     terminal = sys.stdout.isatty()  # not rich's own guess: it would draw in a notebook too
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    bar = Progress(*columns, disable=not terminal)
-    with _processes(len(parts) - len(shards)) as pool, bar:
-        task = bar.add_task("", total=len(items), completed=done)
-        arguments = [(configuration.to_yaml(config), folder, number, part) for number, part in enumerate(parts)]
-        pending = {pool.submit(_write_shard, *arguments[n]): n for n in range(len(parts)) if n not in shards}
+    with _processes(len(parts) - len(shards)) as pool, Progress(*columns, disable=not terminal) as bar:
+        task = bar.add_task("", total=items, completed=done)
+        missing = [number for number in range(len(parts)) if number not in shards]
+        pending = {pool.submit(_write_shard, config_text, folder, number, parts[number]): number for number in missing}
         for future in concurrent.futures.as_completed(pending):
             number = pending[future]
             shards[number] = future.result()
             done, ids, now = done + len(parts[number]), ids + shards[number].ids, time.monotonic()
             speed = f"{ids:,} tokens, {ids / (now - start):,.0f} tokens/s"
             bar.update(task, completed=done, description=speed)
-            if not terminal and (done == len(items) or now - last_line > _LINE_SECONDS):
+            if not terminal and (done == items or now - last_line > _LINE_SECONDS):
                 last_line = now
-                print(f"{done:,} of {len(items):,} items ({done / len(items):.0%}), {speed}", flush=True)
+                print(f"{done:,} of {items:,} items ({done / items:.0%}), {speed}", flush=True)
     if not any(shard.documents for shard in shards.values()):
         raise UserError("the data have no text: there is nothing to write")
     summary = {**plan, "shards": [shards[number]._asdict() for number in range(len(parts))]}
     _write_json(folder / SUMMARY, summary)
     return summary
-
-
-def _finished_shards(folder: Path) -> dict[int, ShardFacts]:
-    """Returns the finished shards by number: each has a NUMBER.json, written last."""
-    shards = {int(path.stem): _read_json(path, ShardFacts) for path in folder.glob("[0-9]*.json")}
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    return {number: shard for number, shard in shards.items() if not missing_files({number: shard}, sizes)}
 
 
 @contextlib.contextmanager
@@ -273,14 +254,12 @@ def _processes(most: int) -> Iterator[concurrent.futures.Executor]:
 
 
 def _start_process() -> None:
+    def end_with_parent() -> None:
+        multiprocessing.parent_process().join()  # however it ends, be it by a kill
+        os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process too, which then kills this one
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Ends this process when the one that started it has ended, be it by a kill."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 @functools.cache

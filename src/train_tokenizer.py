@@ -1,12 +1,7 @@
-"""Trains a SentencePiece tokenizer on a run's text.
+"""Trains a SentencePiece tokenizer on a run's text, but for what the run holds out. It writes the same files each time.
 
-    python -m src.train_tokenizer configs/base.yml dataset_path=TEXT tokenizer_type=sentencepiece \
-        tokenizer_path=OUT.model vocab_size=8000
-
-Takes a run's config and uses its data keys, `vocab_size` and `tokenizer_path`, the file it writes. With
-tokenizer_type=huggingface that is a folder, with the model as tokenizer.model and as the tokenizer.json that other
-programs read. Documents that the run holds out for evaluation are left out here too. The same command writes the same
-files.
+With tokenizer_type=huggingface `tokenizer_path` is a folder, with the model as tokenizer.model and as the
+tokenizer.json that other programs read.
 """
 
 import io

@@ -12,15 +12,9 @@ MAX_WEIGHT = 1e30  # of a token in the loss, either way
 
 
 def apply_transform(function: Callable[[Batch], Batch], vocab_size: int, batch: Batch) -> Batch:
-    """Returns what the function `batch_transform` makes of a batch.
+    """Returns what the function `batch_transform` makes of this host's rows, `packing.empty_batch`'s arrays.
 
-    Args:
-        function: takes the rows of this host, may change them in place, and returns them.
-        vocab_size: V.
-        batch: {tokens, targets, segment_ids, positions: int32 [rows, T], loss_mask: float32 [rows, T]}.
-
-    Returns:
-        The same names, shapes and dtypes.
+    It may change them in place, and returns the same names, shapes and dtypes.
 
     Raises:
         UserError: the function raises, or returns others, or values that the model can't take: ids outside the

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import json
 import math
 import resource
@@ -37,10 +38,8 @@ class ChatTemplate:
     strings of gigabytes. So a separate process renders them, which the kernel limits to `CPU_SECONDS` for a
     conversation and to `MEMORY_BYTES`. It starts with the first conversation; any thread may call `render`.
 
-    Args:
-        source: the template.
-        tokens: the special tokens by the names that templates use: bos_token, eos_token and so on.
-        where: its file, for messages.
+    `tokens` are the special tokens by the names that templates use: bos_token, eos_token and so on; `where` is the
+    template's file, for messages.
 
     Raises:
         UserError: it is not a Jinja2 template.
@@ -64,17 +63,13 @@ class ChatTemplate:
     ) -> list[str]:
         """Renders parts of a conversation, each as a text.
 
-        Args:
-            messages: the conversation.
-            parts: of each how many messages it has, from the first on, and whether it ends with the beginning of an
-                answer (`add_generation_prompt`).
-            now: the time that the template is shown; None: the present.
+        Of each part `parts` says how many messages it has, from the first on, and whether it ends with the beginning
+        of an answer (`add_generation_prompt`). The template is shown the time `now`; None: the present.
 
         Raises:
             UserError: the template refuses the conversation, fails, or takes too long or too much memory.
         """
-        now = now or datetime.datetime.now()
-        request = {"messages": messages, "parts": parts, "now": now.isoformat()}
+        request = {"messages": messages, "parts": parts, "now": (now or datetime.datetime.now()).isoformat()}
         with self._lock:
             try:
                 reply = self._ask(request)
@@ -101,11 +96,10 @@ class ChatTemplate:
         self._send(request)
         if line := self._process.stdout.readline():
             return json.loads(line)
-        signal_number = -self._process.wait()
+        number = -self._process.wait()
         self._end()
-        if signal_number == signal.SIGXCPU:
-            return {"error": f"it was not done after {CPU_SECONDS} seconds"}
-        return {"error": f"its process ended (signal {signal_number})"}
+        took_long = f"it was not done after {CPU_SECONDS} seconds"
+        return {"error": took_long if number == signal.SIGXCPU else f"its process ended (signal {number})"}
 
     def _send(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # `_ask` finds that it has ended
@@ -156,19 +150,12 @@ def serve() -> None:
         print(json.dumps(reply), flush=True)
 
 
-def missing_template() -> UserError:
-    """Makes the error that answers a conversation where the tokenizer has no chat template."""
-    return UserError(
-        "messages are written by a chat template, and this tokenizer has none: set tokenizer_type=huggingface, and "
-        "tokenizer_path to a folder that has one in chat_template.jinja or as chat_template in tokenizer_config.json"
-    )
-
-
 def _environment() -> jinja2.Environment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    # Plain JSON, where Jinja2's own filter would escape it for HTML.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     return environment
 
@@ -187,17 +174,6 @@ class _Generation(jinja2.ext.Extension):
         """Returns the block as a scope, so that its assignments stay inside."""
         line = next(parser.stream).lineno
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Writes plain JSON, where Jinja2's own filter would escape it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -1,6 +1,8 @@
-"""Turns conversations into ids for supervised finetuning, and marks the tokens that count in the loss."""
+"""Reads .jsonl files of conversations, and turns them into ids with a mark on those that count: `use_sft=true`."""
 
+import itertools
 import json
+import operator
 import textwrap
 from collections.abc import Sequence
 from datetime import datetime
@@ -8,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from src.data.readers.files import line_name
-from src.data.types import Conversation, Document, Message, Tokenizer
+from src.data.readers import files
+from src.data.readers.records import parse_json
+from src.data.readers.text import DocumentFiles, is_jsonl
+from src.data.types import Conversation, Document, Fingerprint, Message, Source, Tokenizer
 from src.errors import UserError
 from src.json_text import well_formed
 
@@ -21,6 +25,73 @@ if TYPE_CHECKING:
 NOW = datetime(2024, 7, 26)
 
 ROLES = ("system", "user", "assistant", "tool")
+_EXPECTED = 'expected {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
+
+
+class ConversationSource(Source):
+    """Reads .jsonl files of conversations, or of prompts with their completions. Opening checks all lines.
+
+    The arguments are those of `DocumentFiles`.
+
+    Raises:
+        UserError: nothing there, or a line that is neither.
+    """
+
+    def __init__(self, path: str, key: str) -> None:
+        self._files = DocumentFiles(path, key)
+        for file in self._files.paths:
+            if not is_jsonl(file):
+                raise UserError(f"{key}: {file} is no .jsonl file; use_sft=true reads lines of JSON: {_EXPECTED}")
+        for file, lines in itertools.groupby(map(self._files.locate, range(len(self))), operator.itemgetter(0)):
+            extents = [extent for _, *extent in lines]
+            content = b"".join(files.chunks(file, extents[-1][1]))  # at once: of a remote file a line is a request
+            for start, stop in extents:
+                _read_line(content[start:stop], file, start)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, i: int) -> Conversation:
+        file, start, stop = self._files.locate(i)
+        return _read_line(files.read(file, start, stop), file, start)
+
+    def document_keys(self) -> np.ndarray:
+        return self._files.keys()
+
+    def fingerprint(self) -> Fingerprint:
+        return {**self._files.fingerprint(), "type": "conversations"}
+
+
+def _read_line(line: bytes, file: str, start: int) -> Conversation:
+    """Parses the line that begins at byte `start` of a file; raises UserError where it is no conversation."""
+    try:
+        record = parse_json(line)
+        return Conversation(_messages(record), "messages" not in record, file, start)
+    except ValueError as error:
+        raise UserError(f"{files.line_name(file, start)}: {error}") from None
+
+
+def _messages(record: Any) -> tuple[Message, ...]:
+    """Returns the messages of a line, or a prompt and its completion as two; raises ValueError for neither."""
+    if not isinstance(record, dict):
+        raise ValueError(_EXPECTED)
+    if "messages" in record:
+        messages = record["messages"]
+        if not isinstance(messages, list):
+            raise ValueError(f'"messages" is no list: {_EXPECTED}')
+        messages = tuple(read_message(message, number) for number, message in enumerate(messages, start=1))
+        if all(message["role"] != "assistant" for message in messages):
+            raise ValueError("no message is the assistant's: there is nothing to learn")
+        return messages
+    completion = "response" if "response" in record else "completion"
+    for field in ("prompt", completion):
+        if not isinstance(record.get(field), str):
+            fault = f'"{field}" is no string' if field in record else f'there is no "{field}"'
+            raise ValueError(f"{fault}: {_EXPECTED}")
+    if not record[completion].strip():
+        raise ValueError(f'"{completion}" is empty: there is nothing to learn')
+    roles = {"user": "prompt", "assistant": completion}
+    return tuple({"role": role, "content": well_formed(record[field])} for role, field in roles.items())
 
 
 def read_message(message: Any, number: int) -> Message:
@@ -34,29 +105,26 @@ def read_message(message: Any, number: int) -> Message:
     for field in ("role", "content"):
         if field not in message:
             raise ValueError(f'message {number} has no "{field}"')
-    if message["role"] not in ROLES:
-        raise ValueError(f"message {number} has the role {message['role']!r}: expected one of {', '.join(ROLES)}")
-    if not isinstance(message["content"], str):
-        found = textwrap.shorten(json.dumps(message["content"], ensure_ascii=False), 40, placeholder="...")
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise ValueError(f"message {number} has the role {role!r}: expected one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        found = textwrap.shorten(json.dumps(content, ensure_ascii=False), 40, placeholder="...")
         raise ValueError(
             f'message {number} has "content": {found}, expected a string. '
             "Calls of tools and parts that are no text are not read: write them out as text, or leave the line out"
         )
-    if message["role"] == "assistant" and not message["content"].strip():
+    if role == "assistant" and not content.strip():
         raise ValueError(f"message {number}, of the assistant, is empty: there is nothing to learn")
-    return {**message, "content": well_formed(message["content"])}
+    return {**message, "content": well_formed(content)}
 
 
 def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, completion_only: bool) -> list[Document]:
     """Tokenizes a conversation, and marks which ids count in the loss.
 
     The tokenizer's chat template writes it. Without one, a prompt and its completion are bos, prompt, completion, eos.
-    With `completion_only` a template that rewrites earlier turns gives a document for each turn of the assistant.
-
-    Args:
-        tokenizer: any.
-        conversation: any.
-        completion_only: count the assistant's tokens alone, with the token after each turn that ends it.
+    With `completion_only` the assistant's tokens count alone, with the token after each turn that ends it, and a
+    template that rewrites earlier turns gives a document for each turn of the assistant.
 
     Raises:
         UserError: messages without a template, or a template that does not show what the assistant says.
@@ -71,7 +139,7 @@ def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, comple
             return _encode_turns(tokenizer, conversation.messages)
         return [Document(tokenizer.encode_text(tokenizer.render_chat(conversation.messages, False, NOW)))]
     except UserError as error:
-        raise UserError(f"{line_name(conversation.file, conversation.start)}: {error}") from None
+        raise UserError(f"{files.line_name(conversation.file, conversation.start)}: {error}") from None
 
 
 def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ...]) -> list[Document]:
@@ -81,10 +149,6 @@ def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ..
     longer than the prompt for it. A template that rewrites earlier turns gives a document for each turn: the prompt for
     it, as the model will be shown it, and the turn.
     """
-    if tokenizer.chat_template is None:
-        from src.data.chat_template import missing_template  # which imports Jinja2
-
-        raise missing_template()
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     parts = [(len(messages), False), *((turn, True) for turn in turns), *((turn + 1, False) for turn in turns)]
     text, *rendered = tokenizer.render_parts(messages, parts, NOW)
@@ -100,14 +164,12 @@ def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ..
     return documents
 
 
-def _turn_begin(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ...], prompt: str, text: str) -> int:
+def _turn_begin(tokenizer: Tokenizer, messages: tuple[Message, ...], prompt: str, text: str) -> int:
     """Finds where the last message, the assistant's, begins in the template's `text` of a conversation.
 
     Some templates write earlier messages differently once the answer is there: Mistral's leaves out the system message.
-    Then the message before the answer, and what follows that in the prompt, show where the answer begins.
-
-    Raises:
-        UserError: the text and the prompt do not share these.
+    Then the message before the answer, and what follows that in the prompt, show where the answer begins. Raises
+    UserError where the text and the prompt do not share these.
     """
 
     def content_begin(messages: Sequence[Message], add_generation_prompt: bool) -> int:
@@ -129,11 +191,7 @@ def _turn_begin(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ...]
 
 
 def _document(tokenizer: "HuggingFaceTokenizer", text: str, turns: list[tuple[int, int]]) -> Document:
-    """Tokenizes a text; the ids of characters in a turn count in the loss, and each turn is [begin, end) in the text.
-
-    Raises:
-        UserError: a turn has more text after the token that ends it.
-    """
+    """Tokenizes a text; the ids of characters in a turn, [begin, end) in the text, count in the loss."""
     ids, spans = tokenizer.encode_with_spans(text)
     stops = np.isin(ids, list(tokenizer.stop_ids))
     loss_mask = np.zeros(len(ids), bool)

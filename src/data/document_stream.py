@@ -18,10 +18,7 @@ from src.errors import UserError
 class DocumentStream:
     """Reads a source's items endlessly: all of them in a random order, then all in another, and so on.
 
-    Args:
-        spec: the run's.
-        source: the documents, or rows.
-        name: of the source in a mixture, whose order depends on it; empty for one that is alone.
+    The order depends on the `name` of the source in a mixture, which is empty for one that is alone.
     """
 
     def __init__(self, spec: InputSpec, source: Source | RowSource, name: str = "") -> None:
@@ -51,16 +48,12 @@ class DocumentStream:
 
 
 class RowFiller:
-    """Fills this host's rows from one source. Different rows may be filled at the same time.
+    """Fills this host's rows, ascending, of the global batch from one source. Threads may fill different rows at once.
 
     Sources without `rows_per_epoch` need a packing stream for each row, which keeps a position. Any other row is a
     function of its number.
 
     Args:
-        spec: the run's.
-        source: the documents, or rows.
-        rows: the host's rows of the global batch, ascending.
-        global_batch: B.
         name: of the source in a mixture.
         rows_before: how many rows of the source came before the run's rows are counted; packing streams ignore it.
         positions: int32 [rows, 2], where packing streams resume, as `position` gave each; None: at the start.
@@ -82,23 +75,19 @@ class RowFiller:
         self._documents = DocumentStream(spec, source, name)
         self._rows_before = rows_before
         row_count = rows_per_epoch(spec, source)
-        self._end = row_count if one_epoch and row_count is not None else math.inf
         self._streams: list[PackingStream] | None = None
+        self._end = math.inf
+        if one_epoch:
+            self._end = len(source) if row_count is None else row_count
         if row_count is None:
-            end = len(source) if one_epoch else math.inf
-            layout = layout_of(spec)
-            if positions is None:
-                positions = np.zeros((len(rows), 2), np.int32)
+            positions = np.zeros((len(rows), 2), np.int32) if positions is None else positions
             self._streams = [
-                PackingStream(self._documents.documents, row, global_batch, layout, position, end)
+                PackingStream(self._documents.documents, row, global_batch, layout_of(spec), position, self._end)
                 for row, position in zip(rows, positions, strict=True)
             ]
 
     def fill(self, batch: Batch, row: int, ordinal: int) -> Cuts:
-        """Writes the next row from the source into row `row` of this host's batch, which is still padding.
-
-        `ordinal` is how many rows of the run before it are from this source.
-        """
+        """Writes row `ordinal` of those from the source into row `row` of this host's batch, which is still padding."""
         if self._streams is not None:
             return self._streams[row].fill(batch, row)
         return fill_row(batch, row, self._documents.row(self._rows_before + ordinal) if ordinal < self._end else [])
@@ -123,13 +112,10 @@ def rows_per_epoch(spec: InputSpec, source: Source | RowSource) -> float | None:
 
 
 def encode(spec: InputSpec, item: Item) -> list[Document]:
-    """Tokenizes an item: one document, or for some conversations one for each turn of the assistant.
-
-    An empty text has no ids: only its own end could be learned from it.
-    """
+    """Tokenizes an item: one document, or for some conversations one for each turn of the assistant."""
     if isinstance(item, Conversation):
         return encode_conversation(spec.tokenizer, item, spec.data.sft_train_on_completion_only)
-    if isinstance(item, str):
+    if isinstance(item, str):  # of an empty one only its own end could be learned
         return [Document(spec.tokenizer.encode(item) if item else np.empty(0, np.int32))]
     if len(item) and item.max() >= spec.vocab_size:
         raise UserError(f"a document has id {item.max()}: vocab_size={spec.vocab_size} is too small for these data")

@@ -7,19 +7,20 @@ from src.data.types import Document, Fingerprint, Item, RowSource, Source
 from src.errors import UserError
 
 
-class Subset(Source):
-    """Selects some items of another source.
+class _Subset:
+    """Selects items of another source by their numbers, ascending; `name` tells it from the source's other subsets."""
 
-    Args:
-        source: the whole.
-        items: the numbers of those items, ascending.
-        name: tells the subset from the source's other ones.
-    """
-
-    def __init__(self, source: Source, items: np.ndarray | range, name: str) -> None:
+    def __init__(self, source: Source | RowSource, items: np.ndarray | range, name: str) -> None:
         self._source = source
         self._items = items
         self._name = name
+
+    def fingerprint(self) -> Fingerprint:
+        return {**self._source.fingerprint(), "part": self._name}
+
+
+class Subset(_Subset, Source):
+    """Selects some items of another source."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -39,30 +40,16 @@ class Subset(Source):
         bounds = np.concatenate([[0], np.cumsum(sizes)])
         return np.diff(np.clip(bounds, self._items[0], self._items[-1] + 1))
 
-    def fingerprint(self) -> Fingerprint:
-        return {**self._source.fingerprint(), "part": self._name}
 
+class RowSubset(_Subset, RowSource):
+    """Selects consecutive rows of another source of rows."""
 
-class RowSubset(RowSource):
-    """Selects consecutive rows of another source of rows.
-
-    Args:
-        source: the whole.
-        rows: the numbers of those rows.
-        name: tells the subset from the source's other ones.
-    """
-
-    def __init__(self, source: RowSource, rows: range, name: str) -> None:
-        self.row_count = len(rows)
-        self._source = source
-        self._rows = rows
-        self._name = name
+    @property
+    def row_count(self) -> int:
+        return len(self._items)
 
     def row(self, i: int) -> list[Document]:
-        return self._source.row(self._rows[i])
-
-    def fingerprint(self) -> Fingerprint:
-        return {**self._source.fingerprint(), "part": self._name}
+        return self._source.row(self._items[i])
 
 
 def train_validation_split(
@@ -75,39 +62,26 @@ def train_validation_split(
     out and the highest is not. Of other sources, and of the pieces of a single document, the last items are held out:
     that fraction of them, and at least one.
 
-    Returns:
-        The subset to train on, the subset held out.
-
     Raises:
-        UserError: there is only one document, in one piece.
+        UserError: there is only one document, in one piece, or the source has no end.
     """
     train, held_out = f"all but {fraction} of the documents", f"{fraction} of the documents"
-    if isinstance(source, RowSource):
-        if source.row_count is None:
-            raise UserError("rows without an end have no part to hold out: name data with eval_dataset_path=PATH")
-        count = _train_count(source.row_count, fraction)
-        return RowSubset(source, range(count), train), RowSubset(source, range(count, source.row_count), held_out)
-    keys = source.document_keys()
-    if keys is None:
-        count = _train_count(len(source), fraction)
-        return Subset(source, range(count), train), Subset(source, range(count, len(source)), held_out)
-    keys = order.mix64(keys)
-    if keys.min() == keys.max():
-        count = _train_count(len(keys), fraction)
-        train, held_out = "all but the end of the document", "the document's end"
-        return Subset(source, np.arange(count), train), Subset(source, np.arange(count, len(keys)), held_out)
-    mask = ((keys < int(fraction * 2**64)) | (keys == keys.min())) & (keys != keys.max())
-    return Subset(source, np.flatnonzero(~mask), train), Subset(source, np.flatnonzero(mask), held_out)
-
-
-def _train_count(count: int, fraction: float) -> int:
+    has_rows = isinstance(source, RowSource)
+    subset, count = (RowSubset, source.row_count) if has_rows else (Subset, len(source))
+    if count is None:
+        raise UserError("rows without an end have no part to hold out: name data with eval_dataset_path=PATH")
     if count < 2:
-        raise _nothing_to_hold_out()
-    return count - min(max(int(fraction * count), 1), count - 1)
-
-
-def _nothing_to_hold_out() -> UserError:
-    return UserError(
-        "nothing can be held out of training data that are one document in one piece: name other data with "
-        "eval_dataset_path=PATH, or turn evaluation off with eval_interval=-1"
-    )
+        raise UserError(
+            "nothing can be held out of training data that are one document in one piece: name other data with "
+            "eval_dataset_path=PATH, or turn evaluation off with eval_interval=-1"
+        )
+    first = count - min(max(int(fraction * count), 1), count - 1)
+    items = range(first), range(first, count)
+    if not has_rows and (keys := source.document_keys()) is not None:
+        keys = order.mix64(keys)
+        if keys.min() == keys.max():
+            train, held_out = "all but the end of the document", "the document's end"
+        else:
+            mask = ((keys < int(fraction * 2**64)) | (keys == keys.min())) & (keys != keys.max())
+            items = np.flatnonzero(~mask), np.flatnonzero(mask)
+    return subset(source, items[0], train), subset(source, items[1], held_out)

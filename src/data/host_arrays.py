@@ -23,13 +23,10 @@ def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> n
 def to_global(
     batch: Batch, shardings: Mapping[str, jax.sharding.Sharding], rows: Sequence[int], global_batch: int
 ) -> dict[str, jax.Array]:
-    """Makes global arrays [B, ...] on the devices of all hosts.
+    """Makes global arrays [B, ...] on the devices of all hosts of this host's rows, [rows, ...].
 
-    Args:
-        batch: this host's rows, [rows, ...].
-        shardings: of each array of the batch; its other dims may be sharded too.
-        rows: the rows of the global batch that `batch` has, ascending: at least `host_rows` of every sharding.
-        global_batch: B.
+    `rows` are those of the global batch that `batch` has, ascending: at least `host_rows` of every sharding. The
+    shardings may shard other dims too.
     """
     return {name: rows_to_global(array, shardings[name], rows, global_batch) for name, array in batch.items()}
 
@@ -38,18 +35,13 @@ def rows_to_global(
     array: np.ndarray, sharding: jax.sharding.Sharding, rows: Sequence[int], global_batch: int
 ) -> jax.Array:
     """Makes one global array [B, ...] of this host's rows; the arguments are as for `to_global`."""
-    return jax.make_array_from_callback(
-        (global_batch, *array.shape[1:]),
-        sharding,
-        lambda index: array[(_local_rows(index[0], rows, global_batch), *index[1:])],
-    )
 
+    def local(index: tuple[slice, ...]) -> np.ndarray:
+        first, last, _ = index[0].indices(global_batch)
+        start = int(np.searchsorted(rows, first))
+        return array[(slice(start, start + last - first), *index[1:])]
 
-def _local_rows(global_rows: slice, rows: Sequence[int], global_batch: int) -> slice:
-    """Returns where a range of global rows lies among this host's `rows`, which contain it."""
-    first, last, _ = global_rows.indices(global_batch)
-    start = int(np.searchsorted(rows, first))
-    return slice(start, start + last - first)
+    return jax.make_array_from_callback((global_batch, *array.shape[1:]), sharding, local)
 
 
 def max_over_hosts(value: np.ndarray) -> np.ndarray:
@@ -67,12 +59,12 @@ def check_same_data(fingerprint: Mapping[str, str | int]) -> None:
     others = np.flatnonzero((contents != contents[0]).any(axis=1)).tolist()
     if others:
         first, other = (json.loads(contents[process].tobytes()) for process in (0, others[0]))
-        differences = "\n".join(
+        listed = "\n".join(
             f"  {name}: {first.get(name)} in process 0, {other.get(name)} in process {others[0]}"
             for name in {**first, **other}
             if first.get(name) != other.get(name)
         )
         raise UserError(
             f"the data of process {', '.join(map(str, others))} are not those of process 0: give all hosts the same "
-            f"files, tokenizer and keys.\n{differences}"
+            f"files, tokenizer and keys.\n{listed}"
         )

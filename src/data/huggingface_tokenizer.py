@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from src.data.chat_template import ChatTemplate, missing_template
-from src.data.types import Fingerprint, Message, Tokenizer
+from src.data.chat_template import ChatTemplate
+from src.data.types import Fingerprint, Message, Tokenizer, missing_template
 from src.errors import UserError
 from src.json_text import parse_json
 
@@ -29,12 +29,8 @@ class HuggingFaceTokenizer(Tokenizer):
     bos and eos are, in this order, what tokenizer_config.json, special_tokens_map.json, generation_config.json and
     config.json beside it say; a null is passed over. A tokenizer without bos starts documents with its eos. The bos
     that a post-processor would add is left out, so that there is never a second one. Special tokens that a text spells
-    out are read as such: chat templates write them.
-
-    Args:
-        file: tokenizer.json.
-        model_vocab_size: V. Added tokens at or beyond it are an error where a text has one, not before: Gemma 3 lists
-            an image token that its text models have no weights for.
+    out are read as such: chat templates write them. Added tokens at or beyond `model_vocab_size` are an error where a
+    text has one, not before: Gemma 3 lists an image token that its text models have no weights for.
 
     Raises:
         UserError: the file is no tokenizer, or no eos is named.
@@ -80,19 +76,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
-    def render_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime.datetime | None = None
-    ) -> str:
-        return self.render_parts(messages, [(len(messages), add_generation_prompt)], now)[0]
-
     def render_parts(
         self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], now: datetime.datetime | None = None
     ) -> list[str]:
-        """Writes parts of a conversation. The arguments are those of `ChatTemplate.render`.
-
-        Raises:
-            UserError: the tokenizer has no template, or the template refuses the conversation.
-        """
         if self._template is None:
             raise missing_template()
         return self._template.render(messages, parts, now)
@@ -117,9 +103,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _special_id(self, kind: str, tokens: dict[str, str], named: dict[str, dict[str, Any]]) -> int | None:
         """Returns the id of bos or eos; None if no file names it."""
-        if f"{kind}_token" not in tokens:
+        if (token := tokens.get(f"{kind}_token")) is None:
             return next(iter(_ids(named, f"{kind}_token_id")), None)
-        token = tokens[f"{kind}_token"]
         if (found := self._tokenizer.token_to_id(token)) is None:
             raise UserError(f"tokenizer_path: {self._file} has no token {token!r}, which is said to be its {kind}")
         return found
@@ -140,22 +125,19 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _special_tokens(named: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Returns the texts of the special tokens that the files name: bos_token, eos_token, unk_token and so on."""
-    tokens: dict[str, str] = {}
-    for name in _TOKEN_FILES:
-        for key, value in named[name].items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                tokens.setdefault(key, text)
-    return tokens
+    return {
+        key: text
+        for name in reversed(_TOKEN_FILES)  # the first takes precedence
+        for key, value in named[name].items()
+        if key.endswith("_token")
+        and isinstance(text := value.get("content") if isinstance(value, dict) else value, str)
+    }
 
 
 def _ids(named: dict[str, dict[str, Any]], key: str) -> list[int]:
     """Returns the ids under a key in the first file that has any."""
-    for name in _ID_FILES:
-        value = named[name].get(key)
-        if value is not None:
-            return value if isinstance(value, list) else [value]
-    return []
+    value = next((named[name][key] for name in _ID_FILES if named[name].get(key) is not None), [])
+    return value if isinstance(value, list) else [value]
 
 
 def _chat_template(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[str | None, Path]:

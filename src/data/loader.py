@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,6 @@ from src.data.packing import empty_batch, remap_position, rows_needed
 from src.data.types import Batch, EvalSet, InputSpec, RowSource, Source, TrainData
 from src.errors import UserError
 from src.user_code import load_function
-
-T = TypeVar("T", Batch, "HostBatch")
 
 _PREFETCHED_BATCHES = 2
 _BEGUN_BATCHES = 4  # beside the prefetched ones, so that threads need not keep step
@@ -55,10 +53,7 @@ def train_batches(
     """Yields endless batches, made ahead of time in a thread. Errors there are raised here; closing ends the thread.
 
     Args:
-        spec: the run's.
-        data: the sources and their weights.
         rows: the rows of the global batch to make, ascending: see `host_rows`.
-        global_batch: B.
         rows_taken: rows of the run, over all hosts, that came before.
         position: `positions` of the batch before; None: from the start of every source.
         rows_before: rows of each source by name that came before `rows_taken` was counted, of sources of rows.
@@ -68,29 +63,26 @@ def train_batches(
     """
     fillers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
-        _check_length(spec, name, source)
+        length, of = spec.batch.max_target_length, f" of {name}" if name else ""
+        if (targets := _count_targets(spec, source, length)) < length:
+            raise UserError(
+                f"the training data{of} have {targets} tokens, fewer than one row of max_target_length={length}: set "
+                "max_target_length to less, or give a dataset_path with more text"
+            )
         positions = None if position is None else position[:, index]
         before = (rows_before or {}).get(name, 0)
         fillers.append(RowFiller(spec, source, rows, global_batch, name=name, rows_before=before, positions=positions))
-    maker = BatchMaker(spec, fillers, Mixture(data.weights), rows, global_batch)
-    return _prefetch(maker.batches(rows_taken), maker.closing)
+    return BatchMaker(spec, fillers, Mixture(data.weights), rows, global_batch).batches(rows_taken)
 
 
 class EvalBatches:
-    """Makes the batches of one evaluation set.
+    """Makes the batches of one evaluation set, as the rows `rows` of global batches of `global_batch`.
 
     With `steps` = N an evaluation is N batches of an endless stream, which repeats the data if they are fewer: the
-    first N each time, or of a rolling set the N after those of the last evaluation. With -1 it is one epoch:
-    each document once, the rest of the last rows padded, and the same number of batches on every host. For that each
-    host counts its rows the first time, which reads and tokenizes its documents once more.
-
-    Args:
-        spec: the run's.
-        data: the set.
-        rows: the rows of the global batch to make, ascending.
-        global_batch: B of the evaluation.
-        rolls: whether the set is a rolling one (`eval_mode`).
-        position: of a rolling set, as `position` gave it; None: from the start.
+    first N each time, or if it `rolls` (`eval_mode`) the N after those of the last evaluation, or at first after
+    `position`. With -1 it is one epoch: each document once, the rest of the last rows padded, and the same number of
+    batches on every host. For that each host counts its rows the first time, which reads and tokenizes its documents
+    once more.
 
     Raises:
         UserError: the source has no text, or has no end (synthetic) and one epoch is asked for.
@@ -105,20 +97,19 @@ class EvalBatches:
         rolls: bool = False,
         position: Mapping[str, Any] | None = None,
     ) -> None:
-        source, one_epoch = data.source, data.steps == -1
+        self._one_epoch = data.steps == -1
         of = f" of {data.name}" if data.name else ""
-        if one_epoch and rows_per_epoch(spec, source) == math.inf:
+        if self._one_epoch and rows_per_epoch(spec, data.source) == math.inf:
             raise UserError(
                 f"the evaluation data{of} have no end to evaluate to: set eval_steps to a number of batches"
             )
-        if not _count_targets(spec, source, 1):
+        if not _count_targets(spec, data.source, 1):
             raise UserError(f"the evaluation data{of} have no text: give other data with eval_dataset_path=PATH")
         self._spec = spec
-        self._source = source
+        self._source = data.source
         self._rows = rows
         self._global_batch = global_batch
-        self._steps = None if one_epoch else data.steps
-        self._one_epoch = one_epoch
+        self._steps = None if self._one_epoch else data.steps
         self._rolls = rolls
         self._start(position)
 
@@ -129,7 +120,7 @@ class EvalBatches:
         count, before = self.steps(), self._rows_taken
         self._rows_taken += count * self._global_batch
         maker = BatchMaker(self._spec, [self._filler], Mixture([1]), self._rows, self._global_batch)
-        return _prefetch((batch.arrays for batch in maker.batches(before, count)), maker.closing)
+        return (batch.arrays for batch in maker.batches(before, count))
 
     def steps(self) -> int:
         """Counts the batches of an evaluation. The first call, also by `iter`, waits for that of other hosts."""
@@ -148,16 +139,14 @@ class EvalBatches:
         return {"rows_taken": self._rows_taken, "lanes": max_over_hosts(positions).tolist()}
 
     def _start(self, position: Mapping[str, Any] | None) -> None:
-        positions = None
+        self._rows_taken, positions = 0, None
         if position is not None:
-            positions = np.array(position["lanes"], np.int32)
+            self._rows_taken, positions = position["rows_taken"], np.array(position["lanes"], np.int32)
             if len(positions) != self._global_batch:
                 positions = remap_position(positions, self._global_batch)
             positions = positions[list(self._rows)]
-        self._rows_taken = 0 if position is None else position["rows_taken"]
-        self._filler = RowFiller(
-            *(self._spec, self._source, self._rows, self._global_batch), positions=positions, one_epoch=self._one_epoch
-        )
+        place = (self._rows, self._global_batch)
+        self._filler = RowFiller(self._spec, self._source, *place, positions=positions, one_epoch=self._one_epoch)
 
     def _count_steps(self) -> int:
         """Counts the batches of one epoch: as many as the host with the most rows needs."""
@@ -173,40 +162,42 @@ class EvalBatches:
 
 
 class BatchMaker:
-    """Makes batches with `data_threads` threads, each of which fills its share of a batch's rows.
+    """Makes batches of `rows` from the mixture's sources, which have a filler each.
 
-    Rows differ in how long they take: a thread waits for the others only when it is some batches ahead of them.
-
-    Args:
-        spec: the run's.
-        fillers: of each source.
-        mixture: of the sources.
-        rows: this host's rows of the global batch.
-        global_batch: B.
-
-    Attributes:
-        closing: once it is set, threads begin no further row.
+    `data_threads` threads fill a share of a batch's rows each. Rows differ in how long they take: a thread waits for
+    the others only when it is some batches ahead of them.
     """
 
     def __init__(
-        self,
-        spec: InputSpec,
-        fillers: Sequence[RowFiller],
-        mixture: Mixture,
-        rows: Sequence[int],
-        global_batch: int,
+        self, spec: InputSpec, fillers: Sequence[RowFiller], mixture: Mixture, rows: Sequence[int], global_batch: int
     ) -> None:
-        self.closing = threading.Event()
         self._spec = spec
         self._fillers = fillers
         self._mixture = mixture
         self._rows = rows
         self._global_batch = global_batch
+        self._closing = threading.Event()  # once it is set, threads begin no further row
         name = spec.batch.batch_transform
         self._transform = load_function(name, "batch_transform") if name else None
 
     def batches(self, rows_taken: int, count: int | None = None) -> Iterator[HostBatch]:
-        """Yields the batches that come after so many rows of the run: `count` of them, or without end."""
+        """Yields the batches after so many rows of the run, `count` or without end, while a thread makes the next ones.
+
+        An error there is raised here at its batch. The thread ends with the iterator (its `close`, or being collected),
+        which waits for no more than the rows that are being made.
+        """
+        batches = self._made(rows_taken, count)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+        try:
+            ahead = collections.deque(thread.submit(next, batches, None) for _ in range(_PREFETCHED_BATCHES))
+            while (batch := ahead.popleft().result()) is not None:
+                ahead.append(thread.submit(next, batches, None))
+                yield batch
+        finally:
+            self._closing.set()
+            thread.shutdown(cancel_futures=True)
+
+    def _made(self, rows_taken: int, count: int | None) -> Iterator[HostBatch]:
         threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(self._spec.data.data_threads)]
         try:
             starts = itertools.islice(itertools.count(rows_taken, self._global_batch), count)
@@ -228,51 +219,22 @@ class BatchMaker:
     def _begin(self, threads: Sequence[ThreadPoolExecutor], rows_before: int) -> tuple[HostBatch, list[Future[None]]]:
         """Hands out the batch after `rows_before` rows of the run: thread n of N fills rows n, n + N, ..."""
         count = len(self._rows)
-        batch = HostBatch(
-            empty_batch(count, self._spec.batch.max_target_length),
-            np.empty((count, len(self._fillers), 2), np.int32),
-            np.empty((count, 2), np.int32),
-        )
+        arrays = empty_batch(count, self._spec.batch.max_target_length)
+        positions = np.empty((count, len(self._fillers), 2), np.int32)
+        batch = HostBatch(arrays, positions, np.empty((count, 2), np.int32))
         assigned = self._mixture.assign(rows_before, self._rows, self._global_batch, self._spec.data.data_shuffle_seed)
-        shares = [range(n, count, len(threads)) for n in range(len(threads))]
         return batch, [
-            thread.submit(self._fill, batch, assigned, share) for thread, share in zip(threads, shares, strict=True)
+            thread.submit(self._fill, batch, assigned, range(n, count, len(threads)))
+            for n, thread in enumerate(threads)
         ]
 
     def _fill(self, batch: HostBatch, assigned: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
         for row in rows:
-            if self.closing.is_set():
+            if self._closing.is_set():
                 return
             source, ordinal = assigned[row]
             batch.cuts[row] = self._fillers[source].fill(batch.arrays, row, ordinal)
             batch.positions[row] = [filler.position(row) for filler in self._fillers]
-
-
-def _prefetch(batches: Iterator[T], closing: threading.Event) -> Iterator[T]:
-    """Yields the same batches, while a thread makes the next ones.
-
-    An error there is raised here at its batch. The thread ends with the iterator (its `close`, or being collected),
-    which sets `closing` and waits for no more than the rows that are being made.
-    """
-    thread = ThreadPoolExecutor(1, thread_name_prefix="data")
-    try:
-        ahead = collections.deque(thread.submit(next, batches, None) for _ in range(_PREFETCHED_BATCHES))
-        while (batch := ahead.popleft().result()) is not None:
-            ahead.append(thread.submit(next, batches, None))
-            yield batch
-    finally:
-        closing.set()
-        thread.shutdown(cancel_futures=True)
-
-
-def _check_length(spec: InputSpec, name: str, source: Source | RowSource) -> None:
-    length = spec.batch.max_target_length
-    if (targets := _count_targets(spec, source, length)) < length:
-        of = f" of {name}" if name else ""
-        raise UserError(
-            f"the training data{of} have {targets} tokens, fewer than one row of max_target_length={length}: set "
-            "max_target_length to less, or give a dataset_path with more text"
-        )
 
 
 def _count_targets(spec: InputSpec, source: Source | RowSource, enough: int) -> int:

@@ -15,20 +15,16 @@ class Mixture:
     Weights count rows. The schedule is that of proportionately fair scheduling (Baruah, Cohen, Plaxton and Varvel,
     "Proportionate Progress", 1996): row number k of a source with share w belongs between rows floor(k / w) and
     ceil((k + 1) / w), and of the sources whose next row may come that with the earliest end is taken. That keeps every
-    source's count after n rows within one of n w.
-
-    Args:
-        weights: whole numbers or decimal fractions, such as [7, 2, 1] or [0.7, 0.2, 0.1]; a 0 is never taken.
+    source's count after n rows within one of n w. Weights are whole numbers or decimal fractions; a 0 is never taken.
 
     Raises:
         UserError: one is negative, all are 0, or they have too many digits.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        shares = whole_numbers(weights)
-        self._shares = shares
-        self._period = sum(shares)
-        self._source, self._before = _schedule(shares)
+        self._shares = whole_numbers(weights)
+        self._period = sum(self._shares)
+        self._source, self._before = _schedule(self._shares)
 
     def at(self, row: int) -> tuple[int, int]:
         """Returns the source of a row of the run, and how many earlier rows have the same one."""
@@ -42,16 +38,10 @@ class Mixture:
         return turns * self._shares[source] + int(np.count_nonzero(self._source[:place] == source))
 
     def assign(self, before: int, rows: Sequence[int], global_batch: int, seed: int) -> list[tuple[int, int]]:
-        """Returns `at` of the rows j of a batch that comes after `before` rows of the run.
+        """Returns `at` of the rows of this host in a batch of `global_batch` that comes after `before` rows of the run.
 
         Inside a batch rows are assigned in random order: where the schedule's period and the batch have a common
         divisor, row j of every batch would otherwise have the same few sources.
-
-        Args:
-            before: rows of the run before the batch.
-            rows: j, of this host.
-            global_batch: B.
-            seed: `data_shuffle_seed`.
         """
         if len(self._shares) == 1:
             return [(0, before + int(row)) for row in rows]

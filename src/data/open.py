@@ -51,7 +51,7 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
         case "text" if inputs.data.use_sft:
             if not spec.path:
                 raise UserError(f"use_sft=true reads .jsonl files of conversations: set {spec.key('dataset_path')}")
-            from src.data.readers.conversations import ConversationSource
+            from src.data.conversations import ConversationSource
 
             return ConversationSource(spec.path, spec.key("dataset_path"))
         case "text":

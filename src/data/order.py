@@ -34,14 +34,8 @@ def permute(i: int, n: int, seed: int, source: int | str, epoch: int) -> int:
 
     A Feistel network permutes the words of as many bits as n - 1 has; results outside [0, n) are permuted again until
     they fall inside ("cycle walking", Black and Rogaway 2002), which is again a bijection. That takes less than two
-    passes on average, as fewer than half of the words are outside.
-
-    Args:
-        i: which element, in [0, n).
-        n: how many documents the source has.
-        seed: `data_shuffle_seed`.
-        source: the name of the source in a mixture; 0 for one that is alone.
-        epoch: how many epochs of the source came before.
+    passes on average, as fewer than half of the words are outside. `source` is the name of the source in a mixture; 0
+    for one that is alone.
     """
     low_bits = (n - 1).bit_length() // 2
     low_mask = (1 << low_bits) - 1
@@ -58,16 +52,10 @@ def permute(i: int, n: int, seed: int, source: int | str, epoch: int) -> int:
 
 
 class Shuffle:
-    """Orders a source's items endlessly: all of them in a random order, then all in another, and so on.
+    """Orders the `count` items of a source endlessly: all in a random order, then all in another, and so on.
 
-    Items that are stored together (the rows of a Parquet row group) stay together: the groups are shuffled, and the
-    items of each. So each group is read about once an epoch.
-
-    Args:
-        count: N, how many items there are.
-        seed: `data_shuffle_seed`.
-        source: the name of the source in a mixture; 0 for one that is alone.
-        group_sizes: int64, how many items are stored together, in order; None: each is alone.
+    Items that are stored together (the rows of a Parquet row group; `group_sizes` says how many, in order) stay
+    together: the groups are shuffled, and the items of each. So each group is read about once an epoch.
     """
 
     def __init__(self, count: int, seed: int, source: int | str, group_sizes: np.ndarray | None = None) -> None:

@@ -24,17 +24,15 @@ MAX_EMPTY_DOCUMENTS = 10_000  # in succession, before it is an error
 WINDOW = 20  # items that `best_fit` chooses from
 _MAX_ROWS = (1 << 32 - WINDOW) - 1  # with the window's bits they fill the 31 of a positive int32
 
+# Maps an ordinal (an item's place in the endless stream over all epochs) to the item's documents: one, or for some
+# conversations one for each turn of the assistant.
 Items = Callable[[int], Sequence[Document]]
-"""Maps an ordinal (the item's place in the endless stream over all epochs) to its documents.
 
-An item is one document, except for conversations that give one for each turn of the assistant.
-"""
-
+# Maps item k of a stream to the number of targets of each of its documents: () if it has none, None past the end.
 Sizes = Callable[[int], Sequence[int] | None]
-"""Maps item k of a stream to the number of targets of each of its documents: () if it has none, None past the end."""
 
+# Where a stream resumes: (items finished, targets taken of the next one); `best_fit` has another second one.
 Position = tuple[int, int]
-"""Says where a stream resumes: (items finished, targets taken of the next one); `best_fit` has another second one."""
 
 
 class Segment(NamedTuple):
@@ -46,8 +44,8 @@ class Segment(NamedTuple):
     length: int
 
 
+# Plans the next row of `length` tokens: its segments (none past the end), and the position after it.
 Layout = Callable[[Sizes, Position, int], tuple[list[Segment], Position]]
-"""Plans the next row of `length` tokens: its segments (none past the end), and the position after it."""
 
 
 class Cuts(NamedTuple):
@@ -58,14 +56,13 @@ class Cuts(NamedTuple):
 
 
 def empty_batch(rows: int, length: int) -> Batch:
-    """Makes rows of padding.
+    """Makes rows of padding: arrays [rows, T], int32 but for the last.
 
-    Returns:
-        tokens: int32 [rows, T], inputs.
-        targets: int32 [rows, T], the id that follows each input in its document.
-        segment_ids: int32 [rows, T], 1 and up for the documents of a row, 0 for padding.
-        positions: int32 [rows, T], from 0 in each segment.
-        loss_mask: float32 [rows, T], 1 where the target counts in the loss; 0 on padding.
+    tokens: inputs.
+    targets: the id that follows each input in its document.
+    segment_ids: 1 and up for the documents of a row, 0 for padding.
+    positions: from 0 in each segment.
+    loss_mask: float32, 1 where the target counts in the loss; 0 on padding.
     """
     batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
     return batch | {"loss_mask": np.zeros((rows, length), np.float32)}
@@ -188,15 +185,14 @@ def _oldest(sizes_of: Sizes, item: int, placed: int) -> tuple[int, int]:
     return item, placed
 
 
-def _leading(item: int, sizes: Sequence[int], offset: int, length: int) -> list[Segment]:
+def _leading(item: int, sizes: Sequence[int], offset: int, free: int) -> list[Segment]:
     """Returns the segments of an item after `offset` targets that begin a row; a document too long for it is cut."""
     segments: list[Segment] = []
-    free = length
     for document, first, rest in _remaining(sizes, offset):
         if rest > free and segments:
             break
         segments.append(Segment(item, document, first, min(rest, free)))
-        free -= min(rest, free)
+        free -= segments[-1].length
     return segments
 
 
@@ -224,16 +220,8 @@ def _remaining(sizes: Sequence[int], offset: int) -> list[tuple[int, int, int]]:
 class PackingStream:
     """Packs the items with ordinals `first`, `first + stride`, ... into rows.
 
-    Args:
-        items: the documents of an ordinal.
-        first: the stream's number, j.
-        stride: the number of streams, B.
-        layout: how documents become rows.
-        position: where to resume, as `PackingStream.position` was.
-        end: ordinals from here on don't exist; past them the stream's rows are padding.
-
-    Attributes:
-        position: where it resumes after the rows so far.
+    `first` is the stream's number j, `stride` the number of streams B. Ordinals from `end` on don't exist; past them
+    the stream's rows are padding. `position` says where it resumes after the rows so far.
     """
 
     def __init__(
@@ -252,13 +240,12 @@ class PackingStream:
         self._end = end
         self._unfinished: dict[int, tuple[Sequence[Document], tuple[int, ...]]] = {}  # documents of items, their sizes
         self._empty_items = 0  # in succession
-        item, state = position
-        self.position: Position = (int(item), int(state))
+        self.position: Position = (int(position[0]), int(position[1]))
 
     def fill(self, batch: Batch, row: int) -> Cuts:
         """Writes the stream's next row into row `row` of `batch`, which is still padding."""
         self._empty_items = 0
-        segments, position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])
+        segments, self.position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])
         filled, begins_cut, ends_cut = 0, False, False
         for segment_id, (item, document, first, length) in enumerate(segments, start=1):
             documents, sizes = self._unfinished[item]
@@ -266,11 +253,9 @@ class PackingStream:
             filled += length
             begins_cut |= first > 0
             ends_cut |= first + length < sizes[document]
-        for item in {segment.item for segment in segments} - {position[0]}:
+        oldest, written = self.position[0], {segment.item for segment in segments}
+        for item in [item for item in self._unfinished if item < oldest or (item > oldest and item in written)]:
             del self._unfinished[item]
-        while (item := next(iter(self._unfinished), position[0])) < position[0]:
-            del self._unfinished[item]  # an item without documents, which no segment names
-        self.position = position
         return Cuts(begins_cut, ends_cut)
 
     def _sizes(self, item: int) -> Sequence[int] | None:
@@ -279,18 +264,14 @@ class PackingStream:
             ordinal = self._first + item * self._stride
             if ordinal >= self._end:
                 return None
-            documents = self._items(ordinal)
-            sizes = tuple([len(document.ids) - 1 for document in documents])
-            if min(sizes, default=0) < 1:
-                documents = [document for document in documents if len(document.ids) > 1]
-                sizes = tuple(size for size in sizes if size > 0)
+            documents = [document for document in self._items(ordinal) if len(document.ids) > 1]
             self._empty_items = 0 if documents else self._empty_items + 1
             if self._empty_items > MAX_EMPTY_DOCUMENTS and self._end == math.inf:
                 raise UserError(
                     f"the last {self._empty_items:,} documents that a row read have no text: the data have come to an "
                     "end, or what reads them no longer does"
                 )
-            self._unfinished[item] = documents, sizes
+            self._unfinished[item] = documents, tuple([len(document.ids) - 1 for document in documents])
         return self._unfinished[item][1]
 
 
@@ -312,16 +293,10 @@ def documents_consumed(positions: np.ndarray) -> np.ndarray:
 
 
 def remap_position(positions: np.ndarray, rows: int) -> np.ndarray:
-    """Converts positions to another number of streams, which go on after as many documents as were consumed.
+    """Converts positions, int32 [B, 2], to another number of streams: int32 [rows, 2].
 
-    Documents by which some streams were ahead of the others come again, and those by which they were behind are missed.
-
-    Args:
-        positions: int32 [B, 2], of each stream.
-        rows: the new number of streams.
-
-    Returns:
-        int32 [rows, 2].
+    They go on after as many documents as were consumed. Documents by which some streams were ahead of the others come
+    again, and those by which they were behind are missed.
     """
     consumed = documents_consumed(positions).sum()
     # Stream j has the documents j, j + rows, ...: of the first n it has ceil((n - j) / rows).

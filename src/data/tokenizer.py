@@ -1,28 +1,17 @@
 """Translates text to token ids and back: bytes, and SentencePiece models. Opens the tokenizer of a config."""
 
 import hashlib
-from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 
 from src.config.schema import Data
 from src.config.source_spec import all_synthetic
-from src.data.types import Fingerprint, Message, Tokenizer
+from src.data.types import Fingerprint, Tokenizer
 from src.errors import UserError
 
 
-class _WithoutTemplate(Tokenizer):
-    chat_template = None
-
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime | None = None) -> str:
-        from src.data.chat_template import missing_template  # which imports Jinja2
-
-        raise missing_template()
-
-
-class ByteTokenizer(_WithoutTemplate):
+class ByteTokenizer(Tokenizer):
     """Takes the bytes of UTF-8 as ids 0 to 255; bos is 256, eos 257."""
 
     vocab_size = 258
@@ -33,9 +22,7 @@ class ByteTokenizer(_WithoutTemplate):
     def encode(self, text: str) -> np.ndarray:
         data = np.frombuffer(text.encode(), np.uint8)
         ids = np.empty(len(data) + 2, np.int32)
-        ids[0] = self.bos
-        ids[1:-1] = data
-        ids[-1] = self.eos
+        ids[0], ids[1:-1], ids[-1] = self.bos, data, self.eos
         return ids
 
     def decode(self, ids: np.ndarray) -> str:
@@ -46,7 +33,7 @@ class ByteTokenizer(_WithoutTemplate):
         return {"type": "byte", "vocab_size": self.vocab_size}
 
 
-class SentencePieceTokenizer(_WithoutTemplate):
+class SentencePieceTokenizer(Tokenizer):
     """Reads a SentencePiece model file. A model without a bos, such as T5's, starts documents with its eos.
 
     Raises:
@@ -92,12 +79,13 @@ def make_tokenizer(data: Data, vocab_size: int) -> Tokenizer | None:
     """
     if all_synthetic(data):
         return None
-    if data.tokenizer_type == "byte":
-        tokenizer = ByteTokenizer()
-    elif data.tokenizer_type == "sentencepiece":
-        tokenizer = SentencePieceTokenizer(data.tokenizer_path)
-    else:
-        tokenizer = folder_tokenizer(Path(data.tokenizer_path).expanduser(), vocab_size)
+    match data.tokenizer_type:
+        case "byte":
+            tokenizer = ByteTokenizer()
+        case "sentencepiece":
+            tokenizer = SentencePieceTokenizer(data.tokenizer_path)
+        case _:
+            tokenizer = folder_tokenizer(Path(data.tokenizer_path).expanduser(), vocab_size)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"vocab_size={vocab_size} is less than the {tokenizer.vocab_size} ids of the "

@@ -7,34 +7,25 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 import numpy as np
 
 from src.config import schema
+from src.errors import UserError
 
-Batch = dict[str, np.ndarray]
-"""Rows of a batch as `packing.empty_batch` describes them."""
-
-Fingerprint = dict[str, str | int]
-"""Facts on which data depend, by name. Two fingerprints are equal exactly where the data are."""
-
-Message = Mapping[str, Any]
-"""{"role": ..., "content": ..., and any other field that a chat template reads}."""
+Batch = dict[str, np.ndarray]  # rows as `packing.empty_batch` describes them
+Fingerprint = dict[str, str | int]  # facts on which data depend, by name: equal exactly where the data are
+Message = Mapping[str, Any]  # {"role": ..., "content": ..., and any other field that a chat template reads}
 
 
 class Document(NamedTuple):
-    """Holds a document in ids.
-
-    ids: int32 [n]; n may be 0.
-    loss_mask: bool [n], True for each id that counts in the loss as a target; None: all of them count.
-    """
+    """Holds a document in ids, int32 [n], where n may be 0, and bool [n]: which count in the loss; None: all do."""
 
     ids: np.ndarray
     loss_mask: np.ndarray | None = None
 
 
 class Conversation(NamedTuple):
-    """Holds one line of a .jsonl file.
+    """Holds the line of a .jsonl file that begins at byte `start`.
 
     messages: at least one is the assistant's.
     is_pair: it was given as prompt and completion, which are then the two messages.
-    file, start: the path of the file, and the byte in it where the line begins.
     """
 
     messages: tuple[Message, ...]
@@ -43,8 +34,8 @@ class Conversation(NamedTuple):
     start: int
 
 
+# A document before it is tokenized: a text, a conversation, or ids as int32 [n]. Texts and ids may be empty.
 Item = str | Conversation | np.ndarray
-"""A document before it is tokenized: a text, a conversation, or ids as int32 [n]. Texts and ids may be empty."""
 
 
 class Source(Protocol):
@@ -72,8 +63,7 @@ class Source(Protocol):
 class RowSource(Protocol):
     """Numbers rows from 0, each of T targets and complete in itself, so that no position has to be kept.
 
-    Attributes:
-        row_count: rows in an epoch, which come in a random order; None: endless, and they come as they are numbered.
+    `row_count` rows of an epoch come in a random order; None: they are endless, and come as they are numbered.
     """
 
     row_count: int | None
@@ -86,11 +76,7 @@ class RowSource(Protocol):
 
 
 class TrainData(NamedTuple):
-    """Holds what a run trains on.
-
-    names: of the sources, as the config has them; one without a name is alone.
-    weights: rows of each, in proportion.
-    """
+    """Holds what a run trains on: sources by their names in the config ("" for one alone), and each one's share."""
 
     names: tuple[str, ...]
     sources: tuple[Source | RowSource, ...]
@@ -98,11 +84,7 @@ class TrainData(NamedTuple):
 
 
 class EvalSet(NamedTuple):
-    """Holds what a run evaluates on.
-
-    name: as the config has it; empty where there is one set without a name.
-    steps: batches per evaluation; -1: one epoch.
-    """
+    """Holds what a run evaluates on: a set's name in the config ("" for one alone), and batches, -1 for one epoch."""
 
     name: str
     source: Source | RowSource
@@ -122,7 +104,7 @@ class Tokenizer(Protocol):
     bos: int
     eos: int
     stop_ids: frozenset[int]
-    chat_template: str | None
+    chat_template: str | None = None
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the int32 ids of a document, with bos and eos."""
@@ -138,20 +120,33 @@ class Tokenizer(Protocol):
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime | None = None) -> str:
         """Writes a conversation as the chat template does, special tokens included, for `encode_text`.
 
-        Args:
-            messages: the conversation.
-            add_generation_prompt: end where the assistant's next turn begins.
-            now: the time that the template is shown; None: the present.
+        With `add_generation_prompt` it ends where the assistant's next turn begins. The template is shown the time
+        `now`; None: the present.
 
         Raises:
             UserError: there is no template, or it refuses the conversation.
         """
+        return self.render_parts(messages, [(len(messages), add_generation_prompt)], now)[0]
+
+    def render_parts(
+        self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], now: datetime | None = None
+    ) -> list[str]:
+        """Writes parts of a conversation as `render_chat` does: of each its number of messages, and how it ends."""
+        raise missing_template()
 
     def decode(self, ids: np.ndarray) -> str:
         """Returns the text of ids. Special ids, and ids beyond the vocabulary, give none."""
 
     def fingerprint(self) -> Fingerprint:
         """Returns facts that are equal for tokenizers that give the same ids."""
+
+
+def missing_template() -> UserError:
+    """Makes the error that answers a conversation where the tokenizer has no chat template."""
+    return UserError(
+        "messages are written by a chat template, and this tokenizer has none: set tokenizer_type=huggingface, and "
+        "tokenizer_path to a folder that has one in chat_template.jinja or as chat_template in tokenizer_config.json"
+    )
 
 
 class InputSpec(NamedTuple):

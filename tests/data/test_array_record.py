@@ -244,7 +244,7 @@ def test_a_package_that_is_not_installed_is_an_error_that_says_what_installs_it(
     monkeypatch.setitem(sys.modules, package, None)
     from src.data.readers import records
 
-    records._example_message.cache_clear()
+    records._example_class.cache_clear()
     with pytest.raises(UserError, match=r"is not installed.*bash setup\.sh data"):
         source(file, "example")
 

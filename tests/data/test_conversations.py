@@ -13,9 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from src.data import loader
-from src.data.conversations import encode_conversation
+from src.data.conversations import ConversationSource, encode_conversation
 from src.data.huggingface_tokenizer import HuggingFaceTokenizer
-from src.data.readers.conversations import ConversationSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import EvalSet
 from src.errors import UserError

@@ -116,33 +116,43 @@ def test_each_row_group_is_read_once_an_epoch_and_only_its_column(tmp_path, open
     assert reads == [["text"]] * 50
 
 
-def test_the_cache_keeps_what_was_used_last_within_its_bytes():
-    column = pa.chunked_array([pa.array(["x" * 96])])  # and two offsets of 4 bytes
-    reads = []
-    cache = parquet._Cache(lambda group: reads.append(group) or column, 3 * column.nbytes)
+@pytest.fixture
+def counted_reads(monkeypatch):
+    """The numbers of the row groups read, and a function to be called at each read."""
+    reads, at_each, read = [], [lambda: None], pq.ParquetFile.read_row_group
+
+    def counted(self, number, **keys):
+        reads.append(number)
+        at_each[0]()
+        return read(self, number, **keys)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
+    return reads, at_each
+
+
+def test_the_cache_keeps_what_was_used_last_within_its_bytes(tmp_path, open_parquet, counted_reads, monkeypatch):
+    pq.write_table(pa.table({"text": ["x" * 96] * 4}), tmp_path / "a.parquet", row_group_size=1)
+    reads, _ = counted_reads
+    source = open_parquet(tmp_path)
+    monkeypatch.setattr(parquet, "_CACHE_BYTES", 3 * (96 + 2 * 4))  # two offsets of 4 bytes
     for group in (0, 1, 2, 0, 3, 0, 1, 3, 2):
-        cache.get(group)
+        source[group]
     # 3 puts 1 out, 1 puts 2 out, 2 puts 0 out.
     assert reads == [0, 1, 2, 3, 1, 2]
 
 
-def test_threads_that_want_one_row_group_wait_for_one_read():
-    column = pa.chunked_array([pa.array(["x"])])
-    started, may_end, reads = threading.Event(), threading.Event(), []
-
-    def load(group):
-        reads.append(group)
-        started.set()
-        assert may_end.wait(60)
-        return column
-
-    cache = parquet._Cache(load, 1000)
+def test_threads_that_want_one_row_group_wait_for_one_read(tmp_path, open_parquet, counted_reads):
+    pq.write_table(pa.table({"text": ["x"] * 4}), tmp_path / "a.parquet")
+    started, may_end = threading.Event(), threading.Event()
+    reads, at_each = counted_reads
+    at_each[0] = lambda: (started.set(), may_end.wait(60))
+    source = open_parquet(tmp_path)
     with ThreadPoolExecutor(4) as threads:
-        waiting = [threads.submit(cache.get, 7) for _ in range(4)]
+        waiting = [threads.submit(source.__getitem__, i) for i in range(4)]
         assert started.wait(60)
         may_end.set()
-        assert all(future.result() is column for future in waiting)
-    assert reads == [7]
+        assert [future.result() for future in waiting] == ["x"] * 4
+    assert reads == [0]
 
 
 def test_many_threads_read_what_one_reads(tmp_path, open_parquet, monkeypatch):

@@ -52,14 +52,8 @@ class RecordSource(Source):
     """Reads documents that are records of ArrayRecord files.
 
     The first is read at once, so that data of another form are an error at the start. A file is opened when it is first
-    read from, and only some are open at a time.
-
-    Args:
-        spec: of the source.
-        ranges: where the records are, in order.
-        record_format: what a record is, as for `read_record`.
-        listing: the files.
-        facts: what else goes into the fingerprint.
+    read from, and only some are open at a time. `record_format` is that of `read_record`; `facts` go into the
+    fingerprint.
 
     Raises:
         UserError: there is no record, or the first can't be read.
@@ -88,8 +82,8 @@ class RecordSource(Source):
 
     def __getitem__(self, i: int) -> str | np.ndarray:
         place, offset = self._index.find(i)
-        file = self._ranges[place].file
-        number = self._ranges[place].first + offset
+        file, first, _ = self._ranges[place]
+        number = first + offset
         try:
             # A range is found at once; of a list of numbers the package goes through all the chunks of the file.
             (record,) = self._reader(file).read(number, number + 1)
@@ -110,9 +104,6 @@ class ArrayRecordSource(RecordSource):
 
     Of a folder these are the files with array_record in their names.
 
-    Args:
-        spec: of the source.
-
     Raises:
         UserError: no ArrayRecord file is there, one of a numbered set is missing or damaged, or none has a record; or
             the first record is not what `array_record_format` and `dataset_column` say.
@@ -120,16 +111,16 @@ class ArrayRecordSource(RecordSource):
 
     def __init__(self, spec: SourceSpec) -> None:
         listing = _list_record_files(spec)
-        counts = count_records(listing.files(), spec)
+        counts = count_records(listing.paths, spec)
         if not sum(counts):
             raise UserError(f"{spec.setting('dataset_path')}: the {len(counts)} ArrayRecord files there have no record")
         record_format = spec.settings["array_record_format"]
-        ranges = [RecordRange(file, 0, count) for file, count in zip(listing.files(), counts, strict=True)]
+        ranges = [RecordRange(file, 0, count) for file, count in zip(listing.paths, counts, strict=True)]
         super().__init__(spec, ranges, record_format, listing, {"type": "array_record", "format": record_format})
 
 
-def refuse_remote(spec: SourceSpec) -> None:
-    """Raises UserError for a path that the package array_record can't read."""
+def check_local(spec: SourceSpec) -> None:
+    """Raises UserError for a remote path, which the package array_record can't read."""
     if files.is_remote(spec.path):
         raise UserError(
             f"{spec.setting('dataset_path')}: ArrayRecord files are read through this machine's file system. Mount the "
@@ -156,6 +147,22 @@ def count_records(names: Sequence[str], spec: SourceSpec) -> list[int]:
         return list(threads.map(_count, names))
 
 
+def _list_record_files(spec: SourceSpec) -> files.Listing:
+    check_local(spec)
+    listing, setting = files.list_files(spec.path, spec.key("dataset_path")), spec.setting("dataset_path")
+    if not Path(spec.path.removeprefix("file://")).expanduser().is_dir():
+        return listing
+    if any(Path(name).name == "dataset_info.json" for name in listing.sizes):
+        raise UserError(
+            f"{setting} has a TFDS dataset (dataset_info.json), maybe of several splits: dataset_type=tfds reads it, "
+            "and a glob such as FOLDER/*-train.array_record* names one split's files"
+        )
+    sizes = {name: size for name, size in listing.sizes.items() if _NAME.search(name)}
+    if not sizes:
+        raise UserError(f"{setting} has no ArrayRecord file: none with array_record in its name. A glob names others")
+    return files.Listing(listing.folder, sizes)
+
+
 def _open_reader(file: str) -> "ArrayRecordReader":
     """Opens a reader that several threads may use at a time."""
     from array_record.python.array_record_module import ArrayRecordReader
@@ -167,23 +174,6 @@ def _open_reader(file: str) -> "ArrayRecordReader":
     except RuntimeError as error:
         raise UserError(f"{file} is no whole ArrayRecord file ({error}): restore it, or leave it out") from error
     return reader
-
-
-def _list_record_files(spec: SourceSpec) -> files.Listing:
-    setting = spec.setting("dataset_path")
-    refuse_remote(spec)
-    listing = files.list_files(spec.path, spec.key("dataset_path"))
-    if not Path(spec.path.removeprefix("file://")).expanduser().is_dir():
-        return listing
-    if any(Path(name).name == "dataset_info.json" for name in listing.names):
-        raise UserError(
-            f"{setting} has a TFDS dataset (dataset_info.json), maybe of several splits: dataset_type=tfds reads it, "
-            "and a glob such as FOLDER/*-train.array_record* names one split's files"
-        )
-    sizes = {name: size for name, size in zip(listing.names, listing.sizes, strict=True) if _NAME.search(name)}
-    if not sizes:
-        raise UserError(f"{setting} has no ArrayRecord file: none with array_record in its name. A glob names others")
-    return files.Listing(listing.folder, list(sizes), list(sizes.values()))
 
 
 def _count(file: str) -> int:

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from src.data.types import Fingerprint
-from src.errors import TransientError, UserError
+from src.errors import TransientError, UserError, first_few
 from src.storage_errors import Failure, failure_of, retried
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-# A fingerprint of so many files or fewer names each, so that an error can say which of them is another.
-_MAX_NAMED = 100
+_MAX_NAMED = 100  # files that a fingerprint names one by one, so that an error can say which of them is another
 _CHUNK_BYTES = 1 << 24
 # What a fingerprint reads of the files: all of them, or so many blocks spread evenly over their bytes.
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 256, 1 << 16
@@ -40,20 +39,17 @@ Result = TypeVar("Result")
 class Listing:
     """Lists files in a folder.
 
-    Attributes:
-
-        folder: as the user wrote it, with its protocol if it is remote.
-        names: relative to the folder, sorted.
-        sizes: in bytes.
+    folder: as the user wrote it, with its protocol if it is remote.
+    sizes: in bytes, by the files' names relative to the folder, sorted.
     """
 
     folder: str
-    names: list[str]
-    sizes: list[int]
+    sizes: dict[str, int]
 
-    def files(self) -> list[str]:
-        """Returns the files' paths, as the functions here take them."""
-        return [os.path.join(self.folder, name) for name in self.names]
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """The files' paths, as the functions here take them."""
+        return [os.path.join(self.folder, name) for name in self.sizes]
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
@@ -66,11 +62,34 @@ class Listing:
         Raises:
             UserError: a file can't be read.
         """
-        names = sorted(zip(self.names, self.sizes, strict=True))
-        digest = hashlib.sha256(os.fsencode("\n".join(f"{size} {name}" for name, size in names))).hexdigest()[:16]
-        named = {f"file {name}": size for name, size in names} if len(names) <= _MAX_NAMED else {}
-        counts = {"files": len(names), "bytes": sum(self.sizes)}
-        return {**counts, "digest": digest, "contents": _contents_digest(self), **named}
+        files = sorted(self.sizes.items())
+        listed = "\n".join(f"{size} {name}" for name, size in files)
+        return {
+            "files": len(files),
+            "bytes": sum(self.sizes.values()),
+            "digest": hashlib.sha256(os.fsencode(listed)).hexdigest()[:16],
+            "contents": self._contents_digest(),
+        } | {f"file {name}": size for name, size in files if len(files) <= _MAX_NAMED}
+
+    def _contents_digest(self) -> str:
+        """Digests the files' bytes in order, or blocks of them at even distances."""
+        sizes = list(self.sizes.values())
+        ends = list(itertools.accumulate(sizes))
+        total = sum(sizes)
+        if total <= _SAMPLED_BLOCKS * _BLOCK_BYTES:
+            blocks = [(path, 0, size) for path, size in zip(self.paths, sizes, strict=True)]
+        else:
+            blocks = []
+            for number in range(_SAMPLED_BLOCKS):
+                at = number * (total - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1)
+                file = bisect.bisect_right(ends, at)  # a block ends with its file
+                begin = at - (ends[file] - sizes[file])
+                blocks.append((self.paths[file], begin, min(begin + _BLOCK_BYTES, sizes[file])))
+        digest = hashlib.sha256()
+        with ThreadPoolExecutor(16) as pool:  # of a remote file each read is a request, which mostly waits
+            for data in pool.map(lambda block: read(*block), blocks):
+                digest.update(data)
+        return digest.hexdigest()[:16]
 
 
 def is_remote(path: str) -> bool:
@@ -81,20 +100,19 @@ def is_remote(path: str) -> bool:
 def list_files(path: str, key: str) -> Listing:
     """Lists the files of a config's path: a file, a folder (its files at any depth, but for hidden ones) or a glob.
 
-    Args:
-        path: local or remote.
-        key: the config key that gave `path`, for messages.
-
     Raises:
         UserError: nothing is there, nothing here can read such a path, or a file of a numbered set (x-00000-of-00010
             and so on) is missing that a folder or a glob would have.
     """
     if not path:
         raise UserError(f"{key} is empty: expected a file, a folder or a glob")
-    listing, pattern = (_list_remote if is_remote(path) else _list_local)(path, f"{key}={path}")
-    if pattern:
-        _refuse_gaps(listing.names, pattern, f"{key}={path}")
-    return listing
+    setting = f"{key}={path}"
+    folder, pattern, sizes = _find_remote(path, setting) if is_remote(path) else _find_local(path)
+    if pattern and not sizes:
+        raise UserError(f"{setting}: there is no such file or folder, and no file that matches")
+    if pattern is not None:
+        _check_no_gaps(sizes, pattern or "*", setting)
+    return Listing(folder, dict(sorted(sizes.items())))
 
 
 def walk(folder: str, without: Collection[str] = ()) -> list[str]:
@@ -108,10 +126,8 @@ def walk(folder: str, without: Collection[str] = ()) -> list[str]:
 
 
 def size(file: str) -> int:
-    """Returns the size of a file in bytes; raises as `attempted`."""
-    if is_remote(file):
-        return _remote(file, file, lambda fs, place: fs.size(place))
-    return attempted(file, lambda: os.stat(_local(file)).st_size)
+    """Returns the size of a local file in bytes; raises as `attempted`."""
+    return attempted(file, lambda: os.stat(file).st_size)
 
 
 def read(file: str, begin: int, end: int) -> bytes:
@@ -123,7 +139,7 @@ def read(file: str, begin: int, end: int) -> bytes:
         return _remote(file, file, lambda fs, place: fs.cat_file(place, begin, end)) if begin < end else b""
 
     def read_local() -> bytes:
-        with open(_local(file), "rb") as opened:
+        with open(file.removeprefix("file://"), "rb") as opened:
             opened.seek(begin)
             return opened.read(end - begin)
 
@@ -141,20 +157,11 @@ def line_name(file: str, start: int) -> str:
     return f"{file}, line {lines_before + 1}"
 
 
-def openable(file: str, size: int) -> "str | RemoteFile":
-    """Returns what a library opens that takes paths and open files: the path of a local file, or a remote one, open."""
-    return RemoteFile(file, size) if is_remote(file) else file
-
-
 class RemoteFile(io.RawIOBase):
-    """Opens a remote file for a library. Each read is a request, and nothing is read ahead.
+    """Opens a remote file of `length` bytes for a library. Each read is a request, and nothing is read ahead.
 
     fsspec's own would read ahead megabytes that a reader of columns skips, and the one of memory:// is shared by all
     that open it.
-
-    Args:
-        file: its path.
-        length: its size in bytes.
     """
 
     def __init__(self, file: str, length: int) -> None:
@@ -182,66 +189,43 @@ class RemoteFile(io.RawIOBase):
         return data
 
 
-def _contents_digest(listing: Listing) -> str:
-    """Digests the files' bytes in order, or blocks of them at even distances."""
-    ends = list(itertools.accumulate(listing.sizes))
-    total, paths = ends[-1] if ends else 0, listing.files()
-    if total <= _SAMPLED_BLOCKS * _BLOCK_BYTES:
-        blocks = [(path, 0, size) for path, size in zip(paths, listing.sizes, strict=True)]
-    else:
-        blocks = []
-        for number in range(_SAMPLED_BLOCKS):
-            at = number * (total - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1)
-            file = bisect.bisect_right(ends, at)  # a block ends with its file
-            begin = at - (ends[file] - listing.sizes[file])
-            blocks.append((paths[file], begin, min(begin + _BLOCK_BYTES, listing.sizes[file])))
-    digest = hashlib.sha256()
-    with ThreadPoolExecutor(16) as pool:  # of a remote file each read is a request, which mostly waits
-        for data in pool.map(lambda block: read(*block), blocks):
-            digest.update(data)
-    return digest.hexdigest()[:16]
+# A folder, what the names of files in it match ("" for all of them, None for one file), and their sizes by name.
+_Found = tuple[str, str | None, dict[str, int]]
 
 
-def _list_local(path: str, setting: str) -> tuple[Listing, str]:
-    """Returns the files, and the pattern that names belonging to them match; empty for a file by itself."""
-    place = Path(_local(path)).expanduser()
+def _find_local(path: str) -> _Found:
+    place, pattern = Path(path.removeprefix("file://")).expanduser(), None
     if place.is_dir():
-        folder, pattern, names = place, "*", walk(str(place))
+        folder, pattern, names = place, "", walk(str(place))
     elif place.is_file():
-        folder, pattern, names = place.parent, "", [place.name]
+        folder, names = place.parent, [place.name]
     else:
         folder, pattern = Path(_fixed_part(str(place))), place.name
         found = glob.glob(str(place.relative_to(folder)), root_dir=folder, recursive=True)
         names = [name for name in found if (folder / name).is_file()]
-        if not names:
-            raise _nothing_there(setting)
-    names.sort()
-    return Listing(str(folder), names, [size(os.path.join(folder, name)) for name in names]), pattern
+    return str(folder), pattern, {name: size(os.path.join(folder, name)) for name in names}
 
 
-def _list_remote(path: str, setting: str) -> tuple[Listing, str]:
-    def find(fs: "AbstractFileSystem", place: str) -> tuple[str, str, dict[str, dict]]:
+def _find_remote(path: str, setting: str) -> _Found:
+    def find(fs: "AbstractFileSystem", place: str) -> tuple[str, str | None, dict[str, dict]]:
         fs.invalidate_cache()  # of listings: the files may be newer
         try:
             info = fs.info(place)
         except FileNotFoundError:
             return _fixed_part(path), os.path.basename(path), fs.glob(place, detail=True)
         if info["type"] == "directory":
-            return path, "*", fs.find(place, detail=True)
-        return path.removesuffix(os.path.basename(path)), "", {place: info}
+            return path, "", fs.find(place, detail=True)
+        return path.removesuffix(os.path.basename(path)), None, {place: info}
 
     folder, pattern, found = _remote(path, setting, find)
     top = _remote(folder, setting, lambda _, place: place)
     sizes = {name.removeprefix(top).lstrip("/"): info["size"] for name, info in found.items() if info["type"] == "file"}
-    if pattern:
-        # Hidden files, and the empty object "folder/" that a store without folders may have in the place of one.
+    if pattern is not None:
+        # Not hidden files, nor the empty object "folder/" that a store without folders may have in the place of one.
         sizes = {
-            name: size for name, size in sizes.items() if all(part[:1] not in (".", "") for part in name.split("/"))
+            name: size for name, size in sizes.items() if not any(part[:1] in (".", "") for part in name.split("/"))
         }
-        if not sizes and pattern != "*":
-            raise _nothing_there(setting)
-    names = sorted(sizes)
-    return Listing(folder, names, [sizes[name] for name in names]), pattern
+    return folder, pattern, sizes
 
 
 def _fixed_part(path: str) -> str:
@@ -252,11 +236,7 @@ def _fixed_part(path: str) -> str:
     return protocol + colon + (fixed or ("/" if place.startswith("/") else ""))
 
 
-def _nothing_there(setting: str) -> UserError:
-    return UserError(f"{setting}: there is no such file or folder, and no file that matches")
-
-
-def _refuse_gaps(names: list[str], pattern: str, setting: str) -> None:
+def _check_no_gaps(names: Collection[str], pattern: str, setting: str) -> None:
     """Raises UserError where a numbered set lacks a file whose name would match `pattern`."""
     sets: dict[tuple[str, str, str], dict[int, str]] = {}
     for name in names:
@@ -266,25 +246,16 @@ def _refuse_gaps(names: list[str], pattern: str, setting: str) -> None:
             sets.setdefault(kind, {})[int(match["number"])] = match["after"]
     for (before, total, _), numbers in sets.items():
         first = int(0 not in numbers and int(total) in numbers)  # some count from 1
-        (after, *more) = set(numbers.values())
-        missing = (
-            f"{before}{number:0{len(total)}}-of-{total}{after if not more else ''}"
-            for number in range(first, first + int(total))
-            if number not in numbers
-            and fnmatch.fnmatch(os.path.basename(f"{before}{number:0{len(total)}}-of-{total}{after}"), pattern)
-        )
-        shown = list(itertools.islice(missing, 5))
-        if shown:
-            more_missing = sum(1 for _ in missing)
-            listed = ", ".join(shown) + (f" and {more_missing} more" if more_missing else "")
+        (after, *others) = set(numbers.values())
+        unlisted = set(range(first, first + int(total))) - set(numbers)
+        begins = [f"{before}{number:0{len(total)}}-of-{total}" for number in sorted(unlisted)]
+        missing = [begin for begin in begins if fnmatch.fnmatch(os.path.basename(begin + after), pattern)]
+        if missing:
+            listed = first_few(begin if others else begin + after for begin in missing)
             raise UserError(
-                f"{setting}: of {int(total)} files {listed} {'is' if len(shown) == 1 else 'are'} missing. Restore what "
-                "is missing, or leave it out on purpose by a glob that does not match it, such as x-0000[0-4]-of-*"
+                f"{setting}: of {int(total)} files {listed} {'is' if len(missing) == 1 else 'are'} missing. Restore "
+                "what is missing, or leave it out on purpose by a glob that does not match it, such as x-0000[0-4]-of-*"
             )
-
-
-def _local(path: str) -> str:
-    return path.removeprefix("file://")
 
 
 def attempted(what: str, use: Callable[[], Result], otherwise: str = "can't be read") -> Result:

@@ -6,10 +6,7 @@ import numpy as np
 
 
 class Index:
-    """Finds the group of an item.
-
-    Args:
-        counts: how many items each group has.
+    """Finds the group of an item, of groups with these counts of items.
 
     Attributes:
         starts: int64 [groups + 1], how many items there are before each group, and in all.
@@ -25,8 +22,3 @@ class Index:
         """Returns the group of item `i`, and the item's number in the group."""
         group = int(np.searchsorted(self.starts, i, side="right")) - 1
         return group, i - int(self.starts[group])
-
-    def range_of(self, group: int) -> tuple[int, int]:
-        """Returns the numbers of a group's first item and of the one after its last."""
-        first, end = self.starts[group : group + 2].tolist()
-        return first, end

@@ -2,7 +2,6 @@
 
 import collections
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -28,12 +27,11 @@ class ParquetSource(Source):
     """Reads the rows of Parquet files, in the order of the files' names: each a text, or a list of ids.
 
     Opening reads the files' footers alone. A row group's column is decoded whole when one of its rows is read, and the
-    groups used last are kept: 512 MiB of them, or a single larger one.
+    groups used last are kept: 512 MiB of them, or a single larger one. Threads that want the same one share one read.
 
-    Args:
-        spec: `dataset_path` is a file, a folder (its files at any depth, but for hidden ones) or a glob, local or
-            remote. `dataset_column` has strings, where null is an empty text, or lists of whole numbers; `a.b` is the
-            field `b` of the structs in column `a`.
+    `dataset_path` is a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote.
+    `dataset_column` has strings, where null is an empty text, or lists of whole numbers; `a.b` is the field `b` of the
+    structs in column `a`.
 
     Raises:
         UserError: nothing there, no row in it, a file that is missing or damaged, or no such column in one.
@@ -43,26 +41,31 @@ class ParquetSource(Source):
         self._column = spec.column
         self._column_setting = spec.setting("dataset_column")
         self._listing = files.list_files(spec.path, spec.key("dataset_path"))
-        self._files = self._listing.files()
+        self._files = list(zip(self._listing.paths, self._listing.sizes.values(), strict=True))
         with ThreadPoolExecutor(_OPENING_THREADS) as threads:
-            rows = list(threads.map(self._count_rows, self._files, self._listing.sizes))
+            rows = list(threads.map(lambda file: self._count_rows(*file), self._files))
         self._groups = Index([len(counts) for counts in rows])  # the row groups of each file
         self._sizes = np.array([count for counts in rows for count in counts], np.int64)
         self._rows = Index(self._sizes)
         if not len(self._rows):
             raise UserError(f"{spec.setting('dataset_path')} has no row: expected Parquet files that have some")
-        self._cache = _Cache(self._read_group, _CACHE_BYTES)
+        # Columns of row groups, those used last at the end; and the bytes of those that are read.
+        self._cached: collections.OrderedDict[int, Future[pa.ChunkedArray]] = collections.OrderedDict()
+        self._bytes: dict[int, int] = {}
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, i: int) -> str | np.ndarray:
         group, row = self._rows.find(i)
-        value = self._cache.get(group)[row]
+        value = self._group(group)[row]
         try:
-            if isinstance(value, pa.ListScalar):
-                return _ids(value)
-            return value.as_py() or ""
+            if not isinstance(value, pa.ListScalar):
+                return value.as_py() or ""
+            if value.is_valid and value.values.null_count:
+                raise ValueError("there is a null among the ids")
+            return as_ids(value.values) if value.is_valid else np.empty(0, np.int32)
         except ValueError as error:  # UnicodeDecodeError is one
             raise UserError(f"{self._name(group)}, row {row} of the group, {self._column}: {error}") from None
 
@@ -70,8 +73,7 @@ class ParquetSource(Source):
         return self._sizes
 
     def fingerprint(self) -> Fingerprint:
-        column = {"type": "parquet", "documents": len(self), "column": self._column}
-        return {**self._listing.fingerprint, **column}
+        return {**self._listing.fingerprint, "type": "parquet", "documents": len(self), "column": self._column}
 
     def _count_rows(self, file: str, size: int) -> list[int]:
         """Counts the rows of each row group of a file, and checks that it has the column."""
@@ -86,18 +88,41 @@ class ParquetSource(Source):
         if kind is None:
             columns = first_few(schema.names, near=self._column)
             raise UserError(f"{self._column_setting}: {file} has no such column; it has {columns}")
-        if not _is_text(kind) and not (_is_list(kind) and pa.types.is_integer(kind.value_type)):
+        if not _is_text(kind) and not _is_ids(kind):
             raise UserError(
                 f"{self._column_setting}: in {file} the column is of type {kind}; expected strings, or lists of whole "
                 "numbers (ids)"
             )
         return rows
 
+    def _group(self, group: int) -> pa.ChunkedArray:
+        """Returns the column of a row group, read by the first thread that asks for it."""
+        with self._lock:
+            is_new = group not in self._cached
+            column = self._cached.setdefault(group, Future())
+            self._cached.move_to_end(group)
+        if not is_new:
+            return column.result()
+        try:
+            column.set_result(self._read_group(group))
+        except Exception as error:
+            column.set_exception(error)
+            with self._lock:
+                del self._cached[group]
+            raise
+        with self._lock:
+            self._bytes[group] = column.result().nbytes
+            for oldest in [other for other in self._cached if other in self._bytes and other != group]:
+                if sum(self._bytes.values()) <= _CACHE_BYTES:
+                    break
+                del self._cached[oldest], self._bytes[oldest]
+        return column.result()
+
     def _read_group(self, group: int) -> pa.ChunkedArray:
         file, number = self._groups.find(group)
 
         def read_column() -> pa.Table:
-            with _open(self._files[file], self._listing.sizes[file]) as opened:
+            with _open(*self._files[file]) as opened:
                 return opened.read_row_group(number, columns=[self._column], use_threads=False)
 
         table = files.attempted(self._name(group), read_column, "can't be read, the file is damaged")
@@ -108,52 +133,12 @@ class ParquetSource(Source):
 
     def _name(self, group: int) -> str:
         file, number = self._groups.find(group)
-        return f"{self._files[file]}, row group {number}"
-
-
-class _Cache:
-    """Keeps the columns of row groups that were used last. Threads that want the same missing one share one read.
-
-    Args:
-        load: reads a row group's column.
-        max_bytes: of all that are kept; the newest is kept whatever its size.
-    """
-
-    def __init__(self, load: Callable[[int], pa.ChunkedArray], max_bytes: int) -> None:
-        self._load = load
-        self._max_bytes = max_bytes
-        self._columns: collections.OrderedDict[int, Future[pa.ChunkedArray]] = collections.OrderedDict()
-        self._bytes: dict[int, int] = {}  # of those that are read
-        self._lock = threading.Lock()
-
-    def get(self, group: int) -> pa.ChunkedArray:
-        with self._lock:
-            column = self._columns.get(group)
-            if is_new := column is None:
-                column = self._columns[group] = Future()
-            self._columns.move_to_end(group)
-        if is_new:
-            self._fill(group, column)
-        return column.result()
-
-    def _fill(self, group: int, column: "Future[pa.ChunkedArray]") -> None:
-        try:
-            column.set_result(self._load(group))
-        except Exception as error:
-            column.set_exception(error)
-            with self._lock:
-                del self._columns[group]
-            return
-        with self._lock:
-            self._bytes[group] = column.result().nbytes
-            for oldest in [other for other in self._columns if other in self._bytes and other != group]:
-                if sum(self._bytes.values()) <= self._max_bytes:
-                    break
-                del self._columns[oldest], self._bytes[oldest]
+        return f"{self._files[file][0]}, row group {number}"
 
 
 def _open(file: str, size: int) -> pq.ParquetFile:
-    return pq.ParquetFile(files.openable(file, size), page_checksum_verification=True)
+    place = files.RemoteFile(file, size) if files.is_remote(file) else file
+    return pq.ParquetFile(place, page_checksum_verification=True)
 
 
 def _type(schema: pa.Schema, column: str) -> pa.DataType | None:
@@ -169,20 +154,11 @@ def _type(schema: pa.Schema, column: str) -> pa.DataType | None:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        return _is_text(kind.value_type)
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     # A file with nothing but nulls may have them without a type.
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def _ids(value: pa.ListScalar) -> np.ndarray:
-    """Returns int32 [n], where n is 0 for null; raises ValueError for what are no ids."""
-    if not value.is_valid:
-        return np.empty(0, np.int32)
-    if value.values.null_count:
-        raise ValueError("there is a null among the ids")
-    return as_ids(value.values)
+def _is_ids(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return is_list and pa.types.is_integer(kind.value_type)

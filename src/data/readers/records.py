@@ -13,15 +13,12 @@ _EXPECTED = "expected a text, or a list of ids"
 
 
 def read_record(record: bytes, record_format: str, column: str) -> str | np.ndarray:
-    """Reads the document in a stored record.
+    """Reads the document in a stored record: its text, or its ids as int32 [n].
 
     Args:
         record: as it is stored.
         record_format: example (a tf.train.Example), json (an object) or text (UTF-8), as `array_record_format` has it.
         column: the field that has the document; a text has none.
-
-    Returns:
-        Its text, or its ids as int32 [n].
 
     Raises:
         ValueError: the record is of another format, or has no such field, or neither a text nor ids in it. The message
@@ -34,7 +31,7 @@ def read_record(record: bytes, record_format: str, column: str) -> str | np.ndar
         case "json":
             return from_json(record, column)
         case _:
-            return from_fields(_features(record), column, _from_feature)
+            return _from_example(record, column)
 
 
 def from_json(data: bytes, column: str) -> str | np.ndarray:
@@ -57,11 +54,7 @@ def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], st
 
 
 def as_document(value: Any, vocab_size: int = 1 << 31) -> str | np.ndarray:
-    """Converts a text, or a list or an array of ids, to a text or int32 [n].
-
-    Raises:
-        ValueError: the value is neither, or the ids are not those of `as_ids`.
-    """
+    """Converts a text, or a list or an array of ids, to a text or int32 [n]; raises ValueError for anything else."""
     if isinstance(value, str):
         return json_text.well_formed(value)
     if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
@@ -97,20 +90,21 @@ def parse_json(data: bytes) -> Any:
         raise ValueError(f"not JSON ({error})") from None
 
 
-def _features(record: bytes) -> Any:
-    """Returns the features of a tf.train.Example by their names."""
+def _from_example(record: bytes, column: str) -> str | np.ndarray:
+    example = _example_class()
     from google.protobuf.message import DecodeError
 
     try:
-        return _example_message().FromString(record).features.feature
+        features = example.FromString(record).features.feature
     except DecodeError:
         raise ValueError(
             f"it is no tf.train.Example, but {record[:80]!r}: array_record_format says what a record is"
         ) from None
+    return from_fields(features, column, _from_feature)
 
 
 @functools.cache
-def _example_message() -> Any:
+def _example_class() -> Any:
     """Returns the class tf.train.Example, as TFDS has it without TensorFlow."""
     try:
         from tensorflow_datasets.proto import tf_example_pb2

@@ -7,7 +7,7 @@ module takes a piece for a document.
 import functools
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,13 +39,10 @@ class DocumentFiles:
     Files are taken in the order of their names. Each .jsonl file is read through once to find its lines: of a remote
     one, all of it is fetched for that.
 
-    Args:
-        path: a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote. Empty: the
-            source code of the running Python's standard library.
-        key: the config key that gave `path`, for messages.
+    `path` is a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote; empty: the
+    source code of the running Python's standard library. Messages name `key`, the config key that gave it.
 
     Attributes:
-        listing: the files.
         paths: of the files.
         file: int [documents], the number of each document's file.
         extent: int64 [documents, 2], where in its file each begins and ends, in bytes.
@@ -55,9 +52,9 @@ class DocumentFiles:
     """
 
     def __init__(self, path: str, key: str) -> None:
-        self.listing = list_text_files(path, key)
-        self.paths = self.listing.files()
-        extents = [_extents(file, size) for file, size in zip(self.paths, self.listing.sizes, strict=True)]
+        self._listing = list_text_files(path, key)
+        self.paths = self._listing.paths
+        extents = [_extents(file, size) for file, size in zip(self.paths, self._listing.sizes.values(), strict=True)]
         self.file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
         self.extent = np.concatenate([*extents, np.empty((0, 2), np.int64)])
         if not len(self.file):
@@ -71,21 +68,14 @@ class DocumentFiles:
         start, stop = self.extent[document].tolist()
         return self.paths[self.file[document]], start, stop
 
-    def extents(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields each file that has documents, with its part of `extent`."""
-        bounds = np.searchsorted(self.file, np.arange(len(self.paths) + 1))
-        for file, first, end in zip(self.paths, bounds, bounds[1:], strict=False):
-            if first < end:
-                yield file, self.extent[first:end]
-
     def keys(self) -> np.ndarray:
         """Returns uint64 [documents]: a hash of file name and place in the file, which other files don't change."""
-        names = np.array([order.keys("file", name)[0] for name in self.listing.names], np.uint64)
+        names = np.array([order.keys("file", name)[0] for name in self._listing.sizes], np.uint64)
         return order.mix64(names[self.file] + self.extent[:, 0].astype(np.uint64))
 
     def fingerprint(self) -> Fingerprint:
         """Returns that of the files, and how many documents are in them."""
-        return {**self.listing.fingerprint, "documents": len(self)}
+        return {**self._listing.fingerprint, "documents": len(self)}
 
 
 class TextSource(Source):
@@ -95,11 +85,8 @@ class TextSource(Source):
     The first piece of every file is read at once, so that an unfit file is an error at the start; a later piece is an
     error when it is reached. Of remote files, where that would be a request for each, only the first is checked so.
 
-    Args:
-        path: as for DocumentFiles.
-        max_document_bytes: longer documents are cut into pieces, each a document of its own from there on.
-        key: the config key that gave `path`, for messages.
-        column: the field of a .jsonl file's objects that has the document.
+    `path` and `key` are those of `DocumentFiles`. Documents longer than `max_document_bytes` are cut into pieces, each
+    a document of its own from there on. `column` is the field of a .jsonl file's objects that has the document.
 
     Raises:
         UserError: nothing there, no document in it, or a file that is not text.
@@ -109,7 +96,6 @@ class TextSource(Source):
         self._column = column
         self._max_bytes = max_document_bytes
         self._files = DocumentFiles(path, key)
-        self._read_line = functools.partial(_read_line, column=column)
         # Each piece of a line takes parsing all of it: the documents of some long lines are kept.
         self._read_long_line = functools.lru_cache(maxsize=_KEPT_LINES)(self._read_line)
         self._index = Index(_count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes))
@@ -125,13 +111,18 @@ class TextSource(Source):
         document, piece = self._index.find(i)
         file, start, stop = self._files.locate(document)
         if not is_jsonl(file):
-            return _decode(_piece(piece, stop, self._max_bytes, functools.partial(files.read, file)), file)
+            data = _piece(piece, stop, self._max_bytes, functools.partial(files.read, file))
+            if flaw := _flaw(data):
+                raise UserError(
+                    f"{file} is not a text file: {flaw}. dataset_type=text reads UTF-8; leave other files out with a "
+                    "glob, as in dataset_path='FOLDER/**/*.txt'"
+                )
+            return data.decode()
         is_long = stop - start > _LONG_LINE_PIECES * self._max_bytes
         content = (self._read_long_line if is_long else self._read_line)(file, start, stop)
         if isinstance(content, bytes):
             return _piece(piece, len(content), self._max_bytes, lambda begin, end: content[begin:end]).decode()
-        first, end = self._index.range_of(document)
-        count = end - first
+        count = int(self._index.starts[document + 1] - self._index.starts[document])
         return content[piece * len(content) // count : (piece + 1) * len(content) // count]
 
     def document_keys(self) -> np.ndarray:
@@ -142,48 +133,38 @@ class TextSource(Source):
         column = {} if self._column == "text" else {"column": self._column}  # which old checkpoints don't name
         return {**self._files.fingerprint(), **cuts, **column}
 
+    def _read_line(self, file: str, start: int, stop: int) -> bytes | np.ndarray:
+        """Reads the document in the line at bytes [start, stop) of a .jsonl file: a text in UTF-8, or ids."""
+        try:
+            document = from_json(files.read(file, start, stop), self._column)
+        except ValueError as error:
+            place = files.line_name(file, start)
+            raise UserError(f"{place}: {error} (dataset_column={self._column} names the field)") from None
+        return document.encode() if isinstance(document, str) else document
+
 
 def list_text_files(path: str, key: str) -> files.Listing:
     """Lists the files that a config's path names, or the running Python's standard library where it is empty.
 
     Raises:
-        UserError: there is nothing at `path`, or it is data of another type.
+        UserError: there is nothing at `path`, or it is data of another type, which would be read as text or refused one
+            binary file at a time.
     """
     if not path:
         return _standard_library()
-    listing = files.list_files(path, key)
-    _refuse_other_types(listing, f"{key}={path}")
-    return listing
-
-
-def _standard_library() -> files.Listing:
-    """Lists the standard library's .py files, but for those that are not UTF-8 (tests of source encodings)."""
-    folder = sysconfig.get_path("stdlib")
-    sizes = {}
-    for name in files.walk(folder, ("site-packages", "dist-packages", "__pycache__")):
-        if name.endswith(".py") and _flaw(data := (Path(folder) / name).read_bytes()) is None:
-            sizes[name] = len(data)
-    if not sizes:
-        raise UserError(f"this Python has no source of its standard library in {folder}: give dataset_path=PATH")
-    return files.Listing(folder, sorted(sizes), [sizes[name] for name in sorted(sizes)])
-
-
-def _refuse_other_types(listing: files.Listing, setting: str) -> None:
-    """Raises UserError for data of another type, which would be read as text or refused one binary file at a time."""
+    listing, setting = files.list_files(path, key), f"{key}={path}"
     expected = "dataset_type=text reads text files and .jsonl"
-    names = set(listing.names)
-    for name in listing.names:
+    for name in listing.sizes:
         folder, file = os.path.split(name)
-        if file == "dataset_info.json" and os.path.join(folder, "features.json") in names:
+        if file == "dataset_info.json" and os.path.join(folder, "features.json") in listing.sizes:
             place = os.path.join(listing.folder, folder).rstrip("/")
             raise UserError(
                 f"{setting}: {place} is a TFDS dataset (dataset_info.json, features.json): data of type tfds, "
                 f"not text. {expected}"
             )
-    for name, file in zip(listing.names, listing.files(), strict=True):
-        for mark, kind in _OTHER_TYPES.items():
-            if mark in name:
-                raise UserError(f"{setting}: {file} is data of type {kind}, not text. {expected}")
+    for name, file in zip(listing.sizes, listing.paths, strict=True):
+        if kind := next((kind for mark, kind in _OTHER_TYPES.items() if mark in name), None):
+            raise UserError(f"{setting}: {file} is data of type {kind}, not text. {expected}")
         if name.endswith(_COMPRESSED):
             raise UserError(f"{setting}: {file} is compressed. {expected}, as they are: unpack it first")
         if name.lower().endswith((".json", ".jsonl", ".ndjson")) and not is_jsonl(name) and _has_json_lines(file):
@@ -191,6 +172,24 @@ def _refuse_other_types(listing: files.Listing, setting: str) -> None:
                 f"{setting}: {file} has JSON lines, which would be read as they stand, braces and all. {expected}: "
                 "rename it to end with .jsonl"
             )
+    return listing
+
+
+def is_jsonl(file: str) -> bool:
+    """Says whether each line of the file is a document."""
+    return file.endswith(".jsonl")
+
+
+def _standard_library() -> files.Listing:
+    """Lists the standard library's .py files, but for those that are not UTF-8 (tests of source encodings)."""
+    folder = sysconfig.get_path("stdlib")
+    sizes = {}
+    for name in sorted(files.walk(folder, ("site-packages", "dist-packages", "__pycache__"))):
+        if name.endswith(".py") and not _flaw(data := (Path(folder) / name).read_bytes()):
+            sizes[name] = len(data)
+    if not sizes:
+        raise UserError(f"this Python has no source of its standard library in {folder}: give dataset_path=PATH")
+    return files.Listing(folder, sizes)
 
 
 def _has_json_lines(file: str) -> bool:
@@ -200,11 +199,6 @@ def _has_json_lines(file: str) -> bool:
         return bool(line_end and rest.strip()) and isinstance(parse_json(first), dict)
     except ValueError:
         return False
-
-
-def is_jsonl(file: str) -> bool:
-    """Says whether each line of the file is a document."""
-    return file.endswith(".jsonl")
 
 
 def _extents(file: str, size: int) -> np.ndarray:
@@ -219,15 +213,6 @@ def _extents(file: str, size: int) -> np.ndarray:
     stops = np.concatenate([*line_ends, [at]])
     starts = np.concatenate([[0], stops[:-1] + 1])
     return np.stack([starts, stops], axis=1)[stops - starts >= len("{}")]  # a shorter line holds no object
-
-
-def _read_line(file: str, start: int, stop: int, column: str) -> bytes | np.ndarray:
-    """Reads the document in the line at bytes [start, stop) of a .jsonl file: a text in UTF-8, or ids."""
-    try:
-        document = from_json(files.read(file, start, stop), column)
-    except ValueError as error:
-        raise UserError(f"{files.line_name(file, start)}: {error} (dataset_column={column} names the field)") from None
-    return document.encode() if isinstance(document, str) else document
 
 
 def _count_pieces(sizes: np.ndarray, max_bytes: int) -> np.ndarray:
@@ -261,21 +246,12 @@ def _cut(data: bytes, at: int, window: int) -> int:
     return at
 
 
-def _flaw(data: bytes) -> str | None:
-    """Says why bytes are not text; None if they are."""
+def _flaw(data: bytes) -> str:
+    """Says why bytes are not text; empty if they are."""
     if b"\0" in data:
         return "it has a NUL byte"
     try:
         data.decode()
     except UnicodeDecodeError as error:
         return f"it is not UTF-8: {error.reason}"
-    return None
-
-
-def _decode(data: bytes, file: str) -> str:
-    if (flaw := _flaw(data)) is not None:
-        raise UserError(
-            f"{file} is not a text file: {flaw}. dataset_type=text reads UTF-8; leave other files out with a glob, "
-            "as in dataset_path='FOLDER/**/*.txt'"
-        )
-    return data.decode()
+    return ""

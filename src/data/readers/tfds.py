@@ -14,7 +14,7 @@ import numpy as np
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
-from src.data.readers.array_record import RecordRange, RecordSource, count_records, missing_package, refuse_remote
+from src.data.readers.array_record import RecordRange, RecordSource, check_local, count_records, missing_package
 from src.errors import UserError, first_few
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class TfdsSource(RecordSource):
     """
 
     def __init__(self, spec: SourceSpec) -> None:
-        refuse_remote(spec)
+        check_local(spec)
         folder = _find(spec)
         info = _read_info(spec, folder)
         _check_feature(spec, info.features)
@@ -57,32 +57,19 @@ def _find(spec: SourceSpec) -> str:
     root = os.path.expanduser(spec.path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     full_name = spec.settings["dataset_name"]
     name, _, version = full_name.partition(":")
-    versions = _versions(os.path.join(root, name))
+    found = [Path(info).parent.name for info in glob.glob(f"{glob.escape(os.path.join(root, name))}/*/{_INFO}")]
+    versions = list(filter(_VERSION.fullmatch, found))
     if versions and version in ("", *versions):
-        return os.path.join(root, name, version or versions[-1])
-    raise _not_prepared(spec, root, name.split("/")[0], full_name)
-
-
-def _versions(folder: str) -> list[str]:
-    """Lists the versions of a dataset in its folder, the newest last."""
-    found = [Path(info).parent.name for info in glob.glob(f"{glob.escape(folder)}/*/{_INFO}")]
-    return sorted(filter(_VERSION.fullmatch, found), key=lambda version: [int(part) for part in version.split(".")])
-
-
-def _not_prepared(spec: SourceSpec, root: str, name: str, full_name: str) -> UserError:
-    inside = glob.escape(root)
-    found = [
-        os.path.relpath(os.path.dirname(path), root).split("/")
-        for within in (glob.escape(name), "*")
-        for path in sorted(glob.glob(f"{inside}/{within}/*/{_INFO}") + glob.glob(f"{inside}/{within}/*/*/{_INFO}"))
-    ]
-    prepared = list(dict.fromkeys(f"{'/'.join(parts[:-1])}:{parts[-1]}" for parts in found))
-    listed = f"There: {first_few(prepared, near=full_name)}"
+        newest = max(versions, key=lambda version: [int(part) for part in version.split(".")])
+        return os.path.join(root, name, version or newest)
+    infos = [info for depth in ("*/*", "*/*/*") for info in Path(root).glob(f"{depth}/{_INFO}")]
+    folders = sorted(info.parent.relative_to(root) for info in infos)
+    prepared = [f"{folder.parent}:{folder.name}" for folder in folders]
     where = spec.setting("dataset_path") if spec.path else f"{root}, TFDS's own data folder"
-    return UserError(
-        f"{spec.setting('dataset_name')} is not prepared in {where}. "
-        f"{listed if prepared else 'No dataset is'}. On a machine with TensorFlow, this prepares the version that its "
-        f"TFDS has: tfds build {full_name.partition(':')[0]} --file_format={_FORMAT} --data_dir={root}"
+    listed = f"There: {first_few(prepared, near=full_name)}" if prepared else "No dataset is"
+    raise UserError(
+        f"{spec.setting('dataset_name')} is not prepared in {where}. {listed}. On a machine with TensorFlow, this "
+        f"prepares the version that its TFDS has: tfds build {name} --file_format={_FORMAT} --data_dir={root}"
     )
 
 
@@ -154,8 +141,7 @@ def _check_files(spec: SourceSpec, info: "DatasetInfo", slices: "list[FileInstru
     """Lists the files of a split, each of which is there and has as many records as TFDS wrote into it."""
     expected = {each.filename: each.examples_in_shard for each in slices}
     names = list(expected)
-    missing = [Path(name).name for name in names if not os.path.isfile(name)]
-    if missing:
+    if missing := [Path(name).name for name in names if not os.path.isfile(name)]:
         raise UserError(
             f"{spec.setting('dataset_name')}: {len(missing)} of {len(names)} files are missing in {info.data_dir}: "
             f"{first_few(missing)}"
@@ -165,4 +151,4 @@ def _check_files(spec: SourceSpec, info: "DatasetInfo", slices: "list[FileInstru
             raise UserError(
                 f"{name} has {count:,} records, and {_INFO} beside it says {expected[name]:,}: restore the file"
             )
-    return files.Listing(str(info.data_dir), [Path(name).name for name in names], [files.size(name) for name in names])
+    return files.Listing(str(info.data_dir), {Path(name).name: files.size(name) for name in names})

@@ -27,7 +27,7 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +61,11 @@ class ShardFacts(NamedTuple):
     ids_bytes: int
     index_bytes: int
 
+    @property
+    def pairs(self) -> int:
+        """How many targets there are: each document has one fewer than ids."""
+        return self.ids - self.documents
+
 
 def ids_name(shard: int) -> str:
     """Names the file with a shard's ids."""
@@ -73,12 +78,7 @@ def index_name(shard: int) -> str:
 
 
 def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) -> list[str]:
-    """Says which files of these shards are missing or of another size, a sentence each.
-
-    Args:
-        shards: by their numbers.
-        sizes: of the existing files, in bytes.
-    """
+    """Says which files of these shards, by number, are missing or not as long as in `sizes`, a sentence each."""
     problems = []
     for number, shard in shards.items():
         for name, size in ((ids_name(number), shard.ids_bytes), (index_name(number), shard.index_bytes)):
@@ -99,10 +99,9 @@ class _TokenFolder:
     def __init__(self, spec: SourceSpec) -> None:
         self._setting = spec.setting("dataset_path")
         listing = files.list_files(spec.path, spec.key("dataset_path"))
-        self._folder = listing.folder
-        self._sizes = dict(zip(listing.names, listing.sizes, strict=True))
+        self._folder, self._sizes = listing.folder, listing.sizes
         if SUMMARY not in self._sizes:
-            raise _no_summary(self._setting, listing.names)
+            raise _no_summary(self._setting, self._sizes)
         summary = files.read(self._path(SUMMARY), 0, self._sizes[SUMMARY])
         facts = _parse(summary, f"{self._setting}: {SUMMARY}")
         self._shards: list[ShardFacts] = facts["shards"]
@@ -113,7 +112,7 @@ class _TokenFolder:
                 "again, or write it again into a new folder"
             )
         self._documents = Index([shard.documents for shard in self._shards])
-        self._pairs = Index([shard.ids - shard.documents for shard in self._shards])
+        self._pairs = Index([shard.pairs for shard in self._shards])
         if not len(self._documents):
             raise UserError(f"{self._setting} has no document")
         self._dtype = np.dtype(facts["dtype"]).newbyteorder("<")
@@ -133,9 +132,7 @@ class _TokenFolder:
                 f"{self._setting} has ids up to {largest_id}, and vocab_size={vocab_size} has none from "
                 f"{vocab_size} on: set vocab_size={largest_id + 1} or more"
             )
-        if tokenizer is None or self._tokenizer is None:
-            return
-        if changes := differences(self._tokenizer, tokenizer):
+        if tokenizer and self._tokenizer and (changes := differences(self._tokenizer, tokenizer)):
             raise UserError(
                 f"{self._setting} was written with another tokenizer ({'; '.join(changes)}): set tokenizer_type "
                 "and tokenizer_path to that one, or write the tokens again with this one"
@@ -148,9 +145,8 @@ class _TokenFolder:
 
     def _verify(self) -> None:
         """Compares digests of some shards' ids, and looks through their indexes, before anything is read."""
-        spread = np.argsort(order.mix64(np.arange(len(self._shards), dtype=np.uint64))).tolist()
         chosen, budget = [], _VERIFIED_BYTES
-        for number in spread:
+        for number in np.argsort(order.mix64(np.arange(len(self._shards), dtype=np.uint64))).tolist():
             if (size := self._shards[number].ids_bytes + self._shards[number].index_bytes) <= budget:
                 chosen.append(number)
                 budget -= size
@@ -195,16 +191,15 @@ class _TokenFolder:
 
     def _map_index(self, shard: int) -> np.ndarray:
         """Maps int64 [documents + 1]: the pairs of a shard before each of its documents, and in all."""
-        path, facts = self._path(index_name(shard)), self._shards[shard]
-        count, pairs = facts.documents + 1, facts.ids - facts.documents
+        name, facts = index_name(shard), self._shards[shard]
+        count = facts.documents + 1
+        place = self._copied(name) if self._copies else self._path(name)
         # The array ends the file. numpy reads what is before it with `ast`, which in Python 3.11 fails now and then
         # where threads are at it together (SystemError, python/cpython issue 106905).
-        place = self._copied(index_name(shard)) if self._copies else path
-        index = files.attempted(
-            path, lambda: np.memmap(place, np.uint8, "r").view(np.ndarray)[-8 * count :].view("<i8")
-        )
-        if (index[0], index[-1]) != (0, pairs):
-            raise self._damaged(index_name(shard), f"by {SUMMARY} it is int64 [{count}] from 0 to {pairs}")
+        data = files.attempted(self._path(name), lambda: np.memmap(place, np.uint8, "r").view(np.ndarray))
+        index = data[-8 * count :].view("<i8")
+        if (index[0], index[-1]) != (0, facts.pairs):
+            raise self._damaged(name, f"by {SUMMARY} it is int64 [{count}] from 0 to {facts.pairs}")
         return index
 
     def _copied(self, name: str) -> Path:
@@ -226,12 +221,7 @@ class TokenRows(_TokenFolder):
 
     So each pair comes once an epoch, and a row is found by two searches in the indexes: no position is needed.
 
-    Args:
-        spec: its `dataset_path` is the folder.
-        length: T, pairs per row.
-
-    Raises:
-        UserError: it is no such folder, or its files are not those that its tokens.json describes.
+    `length` is T, and the spec's `dataset_path` the folder.
     """
 
     def __init__(self, spec: SourceSpec, length: int) -> None:
@@ -245,8 +235,7 @@ class TokenRows(_TokenFolder):
         first, end = i * self._length, min((i + 1) * self._length, len(self._pairs))
         while first < end:
             shard, offset = self._pairs.find(first)
-            facts = self._shards[shard]
-            last = min(end, first - offset + facts.ids - facts.documents)
+            last = min(end, first - offset + self._shards[shard].pairs)
             documents.extend(self._documents_at(shard, offset, offset + last - first))
             first = last
         return documents
@@ -265,7 +254,7 @@ class TokenRows(_TokenFolder):
 
 
 class TokenDocuments(_TokenFolder, Source):
-    """Reads the documents one by one, for rows of one document each. The argument and errors are those of TokenRows."""
+    """Reads the documents one by one, for rows of one document each."""
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -297,7 +286,7 @@ def _parse(summary: bytes, name: str) -> dict[str, Any]:
     return facts
 
 
-def _no_summary(setting: str, names: list[str]) -> UserError:
+def _no_summary(setting: str, names: Collection[str]) -> UserError:
     """Makes the error for a folder without tokens.json."""
     if UNFINISHED in names:
         return UserError(

@@ -166,13 +166,13 @@ def _summary(shown: list[HostBatch], batches: Iterator[HostBatch]) -> list[tuple
     looked_at = made[: len(shown) + _CHECKED_BATCHES]
     filled = np.concatenate([batch["segment_ids"] > 0 for batch in looked_at])
     in_loss = np.concatenate([batch["loss_mask"] for batch in looked_at])
-    documents = [found for batch in looked_at for row in range(len(batch["tokens"])) for found in segments(batch, row)]
+    documents = sum(batch["segment_ids"].max(axis=1).sum() for batch in looked_at)
     tokens = sum(batch["tokens"].size for batch in made[len(shown) :])
     return [
         ("looked at", f"{len(looked_at)} batches, {len(shown)} of them shown"),
         ("filled", f"{filled.mean():.2%} of their tokens; the rest is padding"),
         ("in the loss", f"{in_loss.mean():.2%} of their tokens"),
-        ("documents", f"{len(documents) / len(filled):.2f} per row"),
+        ("documents", f"{documents / len(filled):.2f} per row"),
         ("speed", f"{tokens / seconds:,.0f} tokens per second on this machine"),
     ]
 

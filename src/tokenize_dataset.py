@@ -65,8 +65,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     """Writes the tokens of the config that `argv` gives, or answers --help.
 
     Raises:
-        UserError: the config names no data to tokenize or no folder, the folder has other files or tokens of other
-            data, an item can't be read, or the folder can't be written.
+        UserError: no data, tokens of other data in the folder, an item that can't be read, or a folder to write.
     """
     config = command_line.of_command(argv, USAGE)
     if config is None:

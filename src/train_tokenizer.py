@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     """Trains a tokenizer for the config that `argv` gives and writes it to `tokenizer_path`, or answers --help.
 
     Raises:
-        UserError: the config isn't one of a text run, `tokenizer_path` has something else in it, the text has too few
-            different words for `vocab_size`, or the file can't be written.
+        UserError: no text run, something else at `tokenizer_path`, too few different words, or no place to write.
     """
     config = command_line.of_command(argv, USAGE)
     if config is None:
@@ -79,9 +78,7 @@ def train(texts: Sequence[str], vocab_size: int) -> bytes:
 
     Text is neither normalised nor trimmed, runs of spaces may become pieces (indentation), and characters without a
     piece are spelled in bytes. One character is not kept: U+2581, SentencePiece's own sign for a space, becomes one.
-
-    Raises:
-        UserError: `vocab_size` doesn't suit the texts.
+    Raises UserError where `vocab_size` doesn't suit the texts.
     """
     import sentencepiece
 

@@ -32,17 +32,12 @@ _ROOT = str(Path(__file__).parents[2])
 
 
 class ChatTemplate:
-    """Renders a template with what `transformers` shows it: messages, special tokens and a few functions.
+    """Renders a template with what `transformers` shows it: messages, special tokens by name, a few functions.
 
     Templates come with downloaded weights. Jinja2's sandbox keeps them to strings, but not from endless loops or
     strings of gigabytes. So a separate process renders them, which the kernel limits to `CPU_SECONDS` for a
-    conversation and to `MEMORY_BYTES`. It starts with the first conversation; any thread may call `render`.
-
-    `tokens` are the special tokens by the names that templates use: bos_token, eos_token and so on; `where` is the
-    template's file, for messages.
-
-    Raises:
-        UserError: it is not a Jinja2 template.
+    conversation and to `MEMORY_BYTES`. It starts with the first conversation; any thread may call `render`. Messages
+    name `where`, the template's file. Raises UserError where it is no Jinja2 template.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
@@ -61,13 +56,10 @@ class ChatTemplate:
     def render(
         self, messages: "Sequence[Message]", parts: Sequence[tuple[int, bool]], now: datetime.datetime | None = None
     ) -> list[str]:
-        """Renders parts of a conversation, each as a text.
+        """Renders parts of a conversation, shown the time `now` (None: the present), each as a text.
 
-        Of each part `parts` says how many messages it has, from the first on, and whether it ends with the beginning
-        of an answer (`add_generation_prompt`). The template is shown the time `now`; None: the present.
-
-        Raises:
-            UserError: the template refuses the conversation, fails, or takes too long or too much memory.
+        A part is how many messages it has, from the first on, and its `add_generation_prompt`. Raises UserError where
+        the template refuses the conversation, fails, or takes too long or too much memory.
         """
         request = {"messages": messages, "parts": parts, "now": (now or datetime.datetime.now()).isoformat()}
         with self._lock:

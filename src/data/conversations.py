@@ -31,10 +31,7 @@ _EXPECTED = 'expected {"prompt": ..., "completion": ...} or {"messages": [{"role
 class ConversationSource(Source):
     """Reads .jsonl files of conversations, or of prompts with their completions. Opening checks all lines.
 
-    The arguments are those of `DocumentFiles`.
-
-    Raises:
-        UserError: nothing there, or a line that is neither.
+    The arguments are those of `DocumentFiles`. Raises UserError where nothing is there, or a line is neither.
     """
 
     def __init__(self, path: str, key: str) -> None:
@@ -95,11 +92,7 @@ def _messages(record: Any) -> tuple[Message, ...]:
 
 
 def read_message(message: Any, number: int) -> Message:
-    """Checks that a message has a role and a text; other fields go to the chat template as they are.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Checks that a message has a role and a text, else raises ValueError; other fields go to the chat template."""
     if not isinstance(message, dict):
         raise ValueError(f'message {number} is no object: expected {{"role": ..., "content": ...}}')
     for field in ("role", "content"):
@@ -124,10 +117,8 @@ def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, comple
 
     The tokenizer's chat template writes it. Without one, a prompt and its completion are bos, prompt, completion, eos.
     With `completion_only` the assistant's tokens count alone, with the token after each turn that ends it, and a
-    template that rewrites earlier turns gives a document for each turn of the assistant.
-
-    Raises:
-        UserError: messages without a template, or a template that does not show what the assistant says.
+    template that rewrites earlier turns gives a document for each turn of the assistant. Raises UserError for messages
+    without a template, or a template that does not show what the assistant says.
     """
     if conversation.is_pair and tokenizer.chat_template is None:
         prompt, completion = (message["content"] for message in conversation.messages)
@@ -168,8 +159,7 @@ def _turn_begin(tokenizer: Tokenizer, messages: tuple[Message, ...], prompt: str
     """Finds where the last message, the assistant's, begins in the template's `text` of a conversation.
 
     Some templates write earlier messages differently once the answer is there: Mistral's leaves out the system message.
-    Then the message before the answer, and what follows that in the prompt, show where the answer begins. Raises
-    UserError where the text and the prompt do not share these.
+    Then the message before the answer, and what follows that in the prompt, show where the answer begins.
     """
 
     def content_begin(messages: Sequence[Message], add_generation_prompt: bool) -> int:

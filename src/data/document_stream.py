@@ -50,14 +50,9 @@ class DocumentStream:
 class RowFiller:
     """Fills this host's rows, ascending, of the global batch from one source. Threads may fill different rows at once.
 
-    Sources without `rows_per_epoch` need a packing stream for each row, which keeps a position. Any other row is a
-    function of its number.
-
-    Args:
-        name: of the source in a mixture.
-        rows_before: how many rows of the source came before the run's rows are counted; packing streams ignore it.
-        positions: int32 [rows, 2], where packing streams resume, as `position` gave each; None: at the start.
-        one_epoch: each document comes once, and then padding; else the rows never end.
+    Sources without `rows_per_epoch` need a packing stream for each row, which keeps a position: `positions`, int32
+    [rows, 2], says where they resume. Any other row is a function of its number, and `rows_before` of them came before
+    the run's are counted. With `one_epoch` each document comes once, and then padding; else the rows never end.
     """
 
     def __init__(

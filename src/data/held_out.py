@@ -60,10 +60,7 @@ def train_validation_split(
     Of files whose documents are known one by one, a document is held out where its hash falls in the lowest `fraction`
     of all values, so that documents added to the source later move none. However few there are, the lowest hash is held
     out and the highest is not. Of other sources, and of the pieces of a single document, the last items are held out:
-    that fraction of them, and at least one.
-
-    Raises:
-        UserError: there is only one document, in one piece, or the source has no end.
+    that fraction of them, and at least one. Raises UserError if there is one item alone, or no end.
     """
     train, held_out = f"all but {fraction} of the documents", f"{fraction} of the documents"
     has_rows = isinstance(source, RowSource)

@@ -31,9 +31,7 @@ class HuggingFaceTokenizer(Tokenizer):
     that a post-processor would add is left out, so that there is never a second one. Special tokens that a text spells
     out are read as such: chat templates write them. Added tokens at or beyond `model_vocab_size` are an error where a
     text has one, not before: Gemma 3 lists an image token that its text models have no weights for.
-
-    Raises:
-        UserError: the file is no tokenizer, or no eos is named.
+    Raises UserError where the file is no tokenizer, or no eos is named.
     """
 
     def __init__(self, file: Path, model_vocab_size: int) -> None:

@@ -52,14 +52,9 @@ def train_batches(
 ) -> Iterator[HostBatch]:
     """Yields endless batches, made ahead of time in a thread. Errors there are raised here; closing ends the thread.
 
-    Args:
-        rows: the rows of the global batch to make, ascending: see `host_rows`.
-        rows_taken: rows of the run, over all hosts, that came before.
-        position: `positions` of the batch before; None: from the start of every source.
-        rows_before: rows of each source by name that came before `rows_taken` was counted, of sources of rows.
-
-    Raises:
-        UserError: a source has less text than one row.
+    `rows` are those of the global batch to make, ascending (see `host_rows`). `rows_taken` rows of the run, over all
+    hosts, came before; `position` is `positions` of the batch before, None at the start of every source. Of sources of
+    rows, `rows_before` (by name) came before `rows_taken` was counted. Raises UserError if a source lacks a row's text.
     """
     fillers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
@@ -76,16 +71,13 @@ def train_batches(
 
 
 class EvalBatches:
-    """Makes the batches of one evaluation set, as the rows `rows` of global batches of `global_batch`.
+    """Makes the batches of one evaluation set: rows `rows` of global batches of `global_batch`.
 
     With `steps` = N an evaluation is N batches of an endless stream, which repeats the data if they are fewer: the
     first N each time, or if it `rolls` (`eval_mode`) the N after those of the last evaluation, or at first after
     `position`. With -1 it is one epoch: each document once, the rest of the last rows padded, and the same number of
     batches on every host. For that each host counts its rows the first time, which reads and tokenizes its documents
-    once more.
-
-    Raises:
-        UserError: the source has no text, or has no end (synthetic) and one epoch is asked for.
+    once more. Raises UserError where the source has no text, or no end and one epoch is asked for.
     """
 
     def __init__(

@@ -15,10 +15,7 @@ class Mixture:
     Weights count rows. The schedule is that of proportionately fair scheduling (Baruah, Cohen, Plaxton and Varvel,
     "Proportionate Progress", 1996): row number k of a source with share w belongs between rows floor(k / w) and
     ceil((k + 1) / w), and of the sources whose next row may come that with the earliest end is taken. That keeps every
-    source's count after n rows within one of n w. Weights are whole numbers or decimal fractions; a 0 is never taken.
-
-    Raises:
-        UserError: one is negative, all are 0, or they have too many digits.
+    source's count after n rows within one of n w. Raises UserError as `whole_numbers` does.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

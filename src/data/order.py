@@ -34,8 +34,7 @@ def permute(i: int, n: int, seed: int, source: int | str, epoch: int) -> int:
 
     A Feistel network permutes the words of as many bits as n - 1 has; results outside [0, n) are permuted again until
     they fall inside ("cycle walking", Black and Rogaway 2002), which is again a bijection. That takes less than two
-    passes on average, as fewer than half of the words are outside. `source` is the name of the source in a mixture; 0
-    for one that is alone.
+    passes on average. `source` is the name of the source in a mixture; 0 for one that is alone.
     """
     low_bits = (n - 1).bit_length() // 2
     low_mask = (1 << low_bits) - 1

@@ -94,10 +94,9 @@ class EvalSet(NamedTuple):
 class Tokenizer(Protocol):
     """Translates text to ids and back. A document's ids are [bos, ..., eos].
 
-    Attributes:
-        vocab_size: a model's vocabulary has at least as many ids.
-        stop_ids: the ids that end the model's turn, eos among them.
-        chat_template: the source of the template that `render_chat` follows; None if there is none.
+    vocab_size: a model's vocabulary has at least as many ids.
+    stop_ids: the ids that end the model's turn, eos among them.
+    chat_template: the source of the template that `render_chat` follows; None if there is none.
     """
 
     vocab_size: int
@@ -121,10 +120,7 @@ class Tokenizer(Protocol):
         """Writes a conversation as the chat template does, special tokens included, for `encode_text`.
 
         With `add_generation_prompt` it ends where the assistant's next turn begins. The template is shown the time
-        `now`; None: the present.
-
-        Raises:
-            UserError: there is no template, or it refuses the conversation.
+        `now`, None for the present. Raises UserError where there is no template, or it refuses the conversation.
         """
         return self.render_parts(messages, [(len(messages), add_generation_prompt)], now)[0]
 

@@ -53,10 +53,7 @@ class RecordSource(Source):
 
     The first is read at once, so that data of another form are an error at the start. A file is opened when it is first
     read from, and only some are open at a time. `record_format` is that of `read_record`; `facts` go into the
-    fingerprint.
-
-    Raises:
-        UserError: there is no record, or the first can't be read.
+    fingerprint. Raises UserError where the first record can't be read.
     """
 
     def __init__(
@@ -100,13 +97,10 @@ class RecordSource(Source):
 
 
 class ArrayRecordSource(RecordSource):
-    """Reads the records of ArrayRecord files, in the order of the files' names.
+    """Reads the records of ArrayRecord files, in the order of names; of a folder those with array_record in theirs.
 
-    Of a folder these are the files with array_record in their names.
-
-    Raises:
-        UserError: no ArrayRecord file is there, one of a numbered set is missing or damaged, or none has a record; or
-            the first record is not what `array_record_format` and `dataset_column` say.
+    Raises UserError where no ArrayRecord file is there, one of a numbered set is missing or damaged, none has a record,
+    or the first record is not what `array_record_format` and `dataset_column` say.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
@@ -134,11 +128,7 @@ def missing_package(spec: SourceSpec, error: ImportError) -> UserError:
 
 
 def count_records(names: Sequence[str], spec: SourceSpec) -> list[int]:
-    """Counts the records of each file.
-
-    Raises:
-        UserError: a file is no whole ArrayRecord file, or what reads them is not installed.
-    """
+    """Counts the records of each file; raises UserError for one that is not whole, or without what reads them."""
     try:
         import array_record  # noqa: F401
     except ImportError as error:

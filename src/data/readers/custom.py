@@ -33,8 +33,7 @@ class CustomSource(Source):
     - An iterable. Every host goes through it once, at the start, and keeps its documents in memory. So it must end,
       have the same documents each time, and no more than five million, which take 8 GiB at most.
 
-    Raises:
-        UserError: there is no such function, it raises, or it returns something else, or no document.
+    Raises UserError where there is no such function, it raises, or it returns something else, or no document.
     """
 
     def __init__(self, spec: SourceSpec, inputs: InputSpec) -> None:

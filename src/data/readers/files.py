@@ -57,10 +57,7 @@ class Listing:
 
         Of more than 16 MiB in all, contents are sampled: 256 blocks of 64 KiB, so that the time is bounded whatever the
         size (of a store that is hundreds of requests). A hundred files or fewer are named one by one too, as
-        `file NAME`: SIZE.
-
-        Raises:
-            UserError: a file can't be read.
+        `file NAME`: SIZE. Raises UserError where one can't be read.
         """
         files = sorted(self.sizes.items())
         listed = "\n".join(f"{size} {name}" for name, size in files)
@@ -100,9 +97,8 @@ def is_remote(path: str) -> bool:
 def list_files(path: str, key: str) -> Listing:
     """Lists the files of a config's path: a file, a folder (its files at any depth, but for hidden ones) or a glob.
 
-    Raises:
-        UserError: nothing is there, nothing here can read such a path, or a file of a numbered set (x-00000-of-00010
-            and so on) is missing that a folder or a glob would have.
+    Raises UserError where nothing is there, nothing here can read such a path, or a file of a numbered set
+    (x-00000-of-00010 and so on) is missing that a folder or a glob would have. `key` is the path's, for messages.
     """
     if not path:
         raise UserError(f"{key} is empty: expected a file, a folder or a glob")
@@ -174,9 +170,6 @@ class RemoteFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
@@ -261,10 +254,8 @@ def _check_no_gaps(names: Collection[str], pattern: str, setting: str) -> None:
 def attempted(what: str, use: Callable[[], Result], otherwise: str = "can't be read") -> Result:
     """Returns `use()`, which reads from a disk or a store; several attempts are made where failures may pass.
 
-    Raises:
-        TransientError: such a failure stayed. Its message begins with `what`, as the other's does.
-        UserError: anything else went wrong, which stores and libraries each have errors of their own for; `otherwise`
-            is what to say of it.
+    Raises TransientError where such a failure stayed, and UserError for anything else, which stores and libraries each
+    have errors of their own for. Messages begin with `what`; `otherwise` is what to say of it.
     """
     try:
         return retried(use)

@@ -28,13 +28,8 @@ class ParquetSource(Source):
 
     Opening reads the files' footers alone. A row group's column is decoded whole when one of its rows is read, and the
     groups used last are kept: 512 MiB of them, or a single larger one. Threads that want the same one share one read.
-
-    `dataset_path` is a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote.
     `dataset_column` has strings, where null is an empty text, or lists of whole numbers; `a.b` is the field `b` of the
-    structs in column `a`.
-
-    Raises:
-        UserError: nothing there, no row in it, a file that is missing or damaged, or no such column in one.
+    structs in column `a`. Raises UserError where no row is there, a file is damaged, or has no such column.
     """
 
     def __init__(self, spec: SourceSpec) -> None:

@@ -15,15 +15,9 @@ _EXPECTED = "expected a text, or a list of ids"
 def read_record(record: bytes, record_format: str, column: str) -> str | np.ndarray:
     """Reads the document in a stored record: its text, or its ids as int32 [n].
 
-    Args:
-        record: as it is stored.
-        record_format: example (a tf.train.Example), json (an object) or text (UTF-8), as `array_record_format` has it.
-        column: the field that has the document; a text has none.
-
-    Raises:
-        ValueError: the record is of another format, or has no such field, or neither a text nor ids in it. The message
-            continues a sentence that begins with the record's name.
-        UserError: what reads a tf.train.Example is not installed.
+    `record_format` is example (a tf.train.Example), json (an object) or text (UTF-8), as `array_record_format` has it;
+    `column` is the field that has the document. Raises ValueError, which continues a sentence that begins with the
+    record's name, where there is none, and UserError where what reads a tf.train.Example is not installed.
     """
     match record_format:
         case "text":
@@ -63,11 +57,7 @@ def as_document(value: Any, vocab_size: int = 1 << 31) -> str | np.ndarray:
 
 
 def as_ids(values: Any, vocab_size: int = 1 << 31) -> np.ndarray:
-    """Converts a list or an array of ids to int32 [n].
-
-    Raises:
-        ValueError: they are no whole numbers in [0, vocab_size), or in more than one dim.
-    """
+    """Converts a list or an array of ids to int32 [n]; raises ValueError unless they are in [0, vocab_size)."""
     try:
         ids = np.asarray(values)
     except ValueError:

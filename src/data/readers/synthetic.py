@@ -7,13 +7,7 @@ from src.data.types import Document, Fingerprint, RowSource
 
 
 class SyntheticSource(RowSource):
-    """Makes rows of random tokens: row n is a pure function of (seed, n).
-
-    Args:
-        vocab_size: V; ids are in [0, V).
-        length: T; a row has T + 1 ids.
-        seed: of the hash.
-    """
+    """Makes rows of `length` + 1 random ids in [0, vocab_size): row n is a pure function of (seed, n)."""
 
     row_count = None
 

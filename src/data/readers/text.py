@@ -34,21 +34,15 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z")
 
 
 class DocumentFiles:
-    """Numbers the documents in files: each file is one, or in a .jsonl file each line.
-
-    Files are taken in the order of their names. Each .jsonl file is read through once to find its lines: of a remote
-    one, all of it is fetched for that.
+    """Numbers the documents in files, by the files' names: each file is one, or in a .jsonl file each line.
 
     `path` is a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote; empty: the
-    source code of the running Python's standard library. Messages name `key`, the config key that gave it.
+    source code of the running Python's standard library. Messages name `key`, the config key that gave it. Each .jsonl
+    file is read through once to find its lines: of a remote one, all of it is fetched. Raises UserError for none.
 
-    Attributes:
-        paths: of the files.
-        file: int [documents], the number of each document's file.
-        extent: int64 [documents, 2], where in its file each begins and ends, in bytes.
-
-    Raises:
-        UserError: nothing there, or no document in it.
+    paths: of the files.
+    file: int [documents], the number of each document's file.
+    extent: int64 [documents, 2], where in its file each begins and ends, in bytes.
     """
 
     def __init__(self, path: str, key: str) -> None:
@@ -79,17 +73,12 @@ class DocumentFiles:
 
 
 class TextSource(Source):
-    """Reads text files, each a document, and .jsonl files, each line of which is a JSON object with the document in
-    one field: its text, or a list of ids.
+    """Reads text files, each a document, and .jsonl files, each line's `column` of which has one: a text, or ids.
 
     The first piece of every file is read at once, so that an unfit file is an error at the start; a later piece is an
     error when it is reached. Of remote files, where that would be a request for each, only the first is checked so.
-
-    `path` and `key` are those of `DocumentFiles`. Documents longer than `max_document_bytes` are cut into pieces, each
-    a document of its own from there on. `column` is the field of a .jsonl file's objects that has the document.
-
-    Raises:
-        UserError: nothing there, no document in it, or a file that is not text.
+    Documents longer than `max_document_bytes` are cut into pieces, each a document of its own from there on. Raises
+    UserError where no document is there, or a file is not text.
     """
 
     def __init__(self, path: str, max_document_bytes: int, key: str = "dataset_path", column: str = "text") -> None:
@@ -146,9 +135,7 @@ class TextSource(Source):
 def list_text_files(path: str, key: str) -> files.Listing:
     """Lists the files that a config's path names, or the running Python's standard library where it is empty.
 
-    Raises:
-        UserError: there is nothing at `path`, or it is data of another type, which would be read as text or refused one
-            binary file at a time.
+    Raises UserError for data of another type, which would be read as text or refused one binary file at a time.
     """
     if not path:
         return _standard_library()

@@ -28,16 +28,11 @@ _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 
 class TfdsSource(RecordSource):
-    """Reads a split of a prepared dataset, or slices of splits, in TFDS's order.
+    """Reads a split of a prepared dataset, or slices of splits (train[:10%]), in TFDS's order.
 
-    Args:
-        spec: of the source. `dataset_name` is NAME, NAME/CONFIG, or one of them with :VERSION; without one it is the
-            newest there. `dataset_path` is the data folder, in which NAME is; empty: TFDS's own. `split` is in TFDS's
-            syntax, as train[:10%].
-
-    Raises:
-        UserError: there is no such dataset or split, it is not stored as ArrayRecord, a file is missing or damaged, or
-            `dataset_column` is no feature of texts or ids.
+    `dataset_name` is NAME, NAME/CONFIG, or one of them with :VERSION; without one it is the newest there.
+    `dataset_path` is the data folder, in which NAME is; empty: TFDS's own. Raises UserError where there is no such
+    dataset or split, it is not ArrayRecord, a file is missing or damaged, or `dataset_column` is no texts or ids.
     """
 
     def __init__(self, spec: SourceSpec) -> None:

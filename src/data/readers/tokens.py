@@ -220,8 +220,6 @@ class TokenRows(_TokenFolder):
     """Cuts the pairs of all documents at T: row i has the pairs [i T, (i + 1) T), the last row fewer.
 
     So each pair comes once an epoch, and a row is found by two searches in the indexes: no position is needed.
-
-    `length` is T, and the spec's `dataset_path` the folder.
     """
 
     def __init__(self, spec: SourceSpec, length: int) -> None:

@@ -46,17 +46,30 @@ class HuggingFaceTokenizer(Tokenizer):
         self._file = file
         self._model_vocab_size = model_vocab_size
         named = {name: _read_json(file.parent / name) for name in (*_TOKEN_FILES, *_ID_FILES)}
-        tokens = _special_tokens(named)
-        eos = self._special_id("eos", tokens, named)
+        # The texts of bos_token, eos_token, unk_token and so on, and the ids; the first file takes precedence.
+        tokens = {
+            key: text
+            for name in reversed(_TOKEN_FILES)
+            for key, value in named[name].items()
+            if key.endswith("_token")
+            and isinstance(text := value.get("content") if isinstance(value, dict) else value, str)
+        }
+        ids = {
+            key: value if isinstance(value, list) else [value]
+            for name in reversed(_ID_FILES)
+            for key, value in named[name].items()
+            if key.endswith("_token_id") and value is not None
+        }
+        eos = self._special_id("eos", tokens, ids)
         if eos is None:
             raise UserError(
                 f"tokenizer_path: no file beside {file} names its eos token, so documents can't be told apart: give "
                 f'"eos_token" in {file.parent / _TOKEN_FILES[0]}'
             )
-        bos = self._special_id("bos", tokens, named)
+        bos = self._special_id("bos", tokens, ids)
         self.eos: int = eos
         self.bos: int = eos if bos is None else bos
-        self.stop_ids = frozenset({eos, *_ids(named, "eos_token_id")})
+        self.stop_ids = frozenset({eos, *ids.get("eos_token_id", ())})
         words = self._tokenizer.get_vocab(with_added_tokens=False).values()
         self.vocab_size: int = max(*words, self.bos, *self.stop_ids) + 1
         self._digest = hashlib.sha256(data).hexdigest()[:16]
@@ -99,10 +112,10 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         return array
 
-    def _special_id(self, kind: str, tokens: dict[str, str], named: dict[str, dict[str, Any]]) -> int | None:
+    def _special_id(self, kind: str, tokens: dict[str, str], ids: dict[str, list[int]]) -> int | None:
         """Returns the id of bos or eos; None if no file names it."""
         if (token := tokens.get(f"{kind}_token")) is None:
-            return next(iter(_ids(named, f"{kind}_token_id")), None)
+            return next(iter(ids.get(f"{kind}_token_id", ())), None)
         if (found := self._tokenizer.token_to_id(token)) is None:
             raise UserError(f"tokenizer_path: {self._file} has no token {token!r}, which is said to be its {kind}")
         return found
@@ -119,23 +132,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object")
     return content
-
-
-def _special_tokens(named: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Returns the texts of the special tokens that the files name: bos_token, eos_token, unk_token and so on."""
-    return {
-        key: text
-        for name in reversed(_TOKEN_FILES)  # the first takes precedence
-        for key, value in named[name].items()
-        if key.endswith("_token")
-        and isinstance(text := value.get("content") if isinstance(value, dict) else value, str)
-    }
-
-
-def _ids(named: dict[str, dict[str, Any]], key: str) -> list[int]:
-    """Returns the ids under a key in the first file that has any."""
-    value = next((named[name][key] for name in _ID_FILES if named[name].get(key) is not None), [])
-    return value if isinstance(value, list) else [value]
 
 
 def _chat_template(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[str | None, Path]:

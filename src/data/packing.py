@@ -133,7 +133,12 @@ def best_fit(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Seg
     Raises:
         UserError: an item has more rows than a position can count.
     """
-    item, offset, placed = _unpack(sizes_of, position, length)
+    item, offset, placed = position[0], max(position[1], 0), 0  # bit i of placed is for the item i after the oldest
+    if position[1] < 0:
+        rows, placed = divmod(-position[1], 1 << WINDOW - 1)
+        placed <<= 1
+        ends = _row_ends(sizes_of(item) or (), length) if rows else [0]
+        offset = ends[min(rows, len(ends) - 1)]
     item, placed = _oldest(sizes_of, item, placed)
     if (sizes := sizes_of(item)) is None:
         return [], (item, 0)
@@ -166,16 +171,6 @@ def best_fit(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Seg
             "max_target_length, or set packing=false"
         )
     return segments, (item, -(rows << WINDOW - 1 | placed >> 1))
-
-
-def _unpack(sizes_of: Sizes, position: Position, length: int) -> tuple[int, int, int]:
-    """Returns (oldest item, targets taken of it, placed items: bit i for the item i after the oldest)."""
-    item, state = position
-    if state >= 0:
-        return item, state, 0
-    rows, placed = divmod(-state, 1 << WINDOW - 1)
-    ends = _row_ends(sizes_of(item) or (), length) if rows else [0]
-    return item, ends[min(rows, len(ends) - 1)], placed << 1
 
 
 def _oldest(sizes_of: Sizes, item: int, placed: int) -> tuple[int, int]:

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     """Writes the tokens of the config that `argv` gives, or answers --help.
 
     Raises:
-        UserError: no data, tokens of other data in the folder, an item that can't be read, or a folder to write.
+        UserError: the data can't be tokenized, or the folder has tokens of other data or can't be written.
     """
     config = command_line.of_command(argv, USAGE)
     if config is None:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     """Trains a tokenizer for the config that `argv` gives and writes it to `tokenizer_path`, or answers --help.
 
     Raises:
-        UserError: no text run, something else at `tokenizer_path`, too few different words, or no place to write.
+        UserError: the run has no text or too little, or `tokenizer_path` is taken or can't be written.
     """
     config = command_line.of_command(argv, USAGE)
     if config is None:

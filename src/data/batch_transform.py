@@ -15,7 +15,7 @@ def apply_transform(function: Callable[[Batch], Batch], vocab_size: int, batch: 
     """Returns what the function `batch_transform` makes of this host's rows, `packing.empty_batch`'s arrays.
 
     It may change them in place, and returns the same names, shapes and dtypes. Raises UserError where it raises,
-    returns others, or values that the model can't take: ids outside the vocabulary, positions below 0, NaN in weights.
+    returns others, or values that the model can't take: ids outside the vocabulary, positions below 0, or NaN.
     """
     expected = {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}
     changed = call("batch_transform", function, dict(batch))

@@ -54,7 +54,10 @@ def train_batches(
 
     `rows` are those of the global batch to make, ascending (see `host_rows`). `rows_taken` rows of the run, over all
     hosts, came before; `position` is `positions` of the batch before, None at the start of every source. Of sources of
-    rows, `rows_before` (by name) came before `rows_taken` was counted. Raises UserError if a source lacks a row's text.
+    rows, `rows_before` (by name) came before `rows_taken` was counted.
+
+    Raises:
+        UserError: a source has less text than one row.
     """
     fillers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
@@ -71,7 +74,7 @@ def train_batches(
 
 
 class EvalBatches:
-    """Makes the batches of one evaluation set: rows `rows` of global batches of `global_batch`.
+    """Makes the batches of one evaluation set: this host's `rows` of global batches of `global_batch` rows.
 
     With `steps` = N an evaluation is N batches of an endless stream, which repeats the data if they are fewer: the
     first N each time, or if it `rolls` (`eval_mode`) the N after those of the last evaluation, or at first after

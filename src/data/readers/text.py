@@ -38,7 +38,7 @@ class DocumentFiles:
 
     `path` is a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote; empty: the
     source code of the running Python's standard library. Messages name `key`, the config key that gave it. Each .jsonl
-    file is read through once to find its lines: of a remote one, all of it is fetched. Raises UserError for none.
+    file is read through once to find its lines: a remote one is fetched whole. Raises UserError if none is there.
 
     paths: of the files.
     file: int [documents], the number of each document's file.

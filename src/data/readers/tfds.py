@@ -32,7 +32,7 @@ class TfdsSource(RecordSource):
 
     `dataset_name` is NAME, NAME/CONFIG, or one of them with :VERSION; without one it is the newest there.
     `dataset_path` is the data folder, in which NAME is; empty: TFDS's own. Raises UserError where there is no such
-    dataset or split, it is not ArrayRecord, a file is missing or damaged, or `dataset_column` is no texts or ids.
+    dataset or split, it is not ArrayRecord, a file is missing or damaged, or `dataset_column` is neither text nor ids.
     """
 
     def __init__(self, spec: SourceSpec) -> None:

@@ -1,11 +1,9 @@
 """Rows of the families' tables of fields that many of them share."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from src.config.schema import Model
 from src.errors import UserError
 from src.hf.fields import (
     UNSET,
@@ -16,6 +14,7 @@ from src.hf.fields import (
     Layers,
     count_entry,
     entry,
+    layer_with,
     read_fields,
     require,
     write_fields,
@@ -80,23 +79,6 @@ def layer_pattern(layers: Sequence[Keys]) -> Keys:
     return {"decoder_segments": [{"repeats": 1, "pattern": [keys]} for keys in layers]} if any(layers) else {}
 
 
-def layer_with(layers: Layers, key: str, value: Any) -> Model:
-    """Returns the first layer whose `key` has this value, or else the model's first."""
-    return next((layer for layer in layers if getattr(layer, key) == value), layers[0])
-
-
-windowed_layer = functools.partial(layer_with, key="attention_type", value="local_sliding")
-dense_layer = functools.partial(layer_with, key="num_experts", value=1)
-
-
-def sparse_layer(layers: Layers) -> Model:
-    """Returns the first layer with experts, or else the model's first."""
-    return next((layer for layer in layers if layer.num_experts > 1), layers[0])
-
-
-DENSE_SIZE = Field("intermediate_size", "base_mlp_dim", layer=dense_layer)
-
-
 def read_window(hf: Mapping[str, Any], keys: Keys) -> Keys:
     """Returns the attention of a family whose layers all have a sliding window, or none."""
     window = Field("sliding_window", "sliding_window_size", UNSET).read(hf, keys)
@@ -145,24 +127,16 @@ ALTERNATING_WINDOWS = FieldGroup(
 # ---- Rotary positions
 
 ORIGINAL = "original_max_position_embeddings"
+_FACTOR, _ORIGINAL_LENGTH = Field("factor", "rope_factor"), Field(ORIGINAL, ORIGINAL)
 # Kinds of scaled rotary positions: their name -> ours, and the fields of each. transformers requires some of them.
 ROPE_TYPES = {"default": "default", "linear": "linear", "llama3": "llama3.1", "yarn": "yarn"}
-_FACTOR, _ORIGINAL_LENGTH = Field("factor", "rope_factor"), Field(ORIGINAL, ORIGINAL)
+_FREQUENCIES = tuple(Field(name, f"rope_{name}") for name in ("low_freq_factor", "high_freq_factor"))
+_YARN = tuple(Field(name, name, UNSET) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
 ROPE_PARAMETERS: dict[str, tuple[Field, ...]] = {
     "default": (),
     "linear": (_FACTOR,),
-    "llama3": (
-        _ORIGINAL_LENGTH,
-        _FACTOR,
-        Field("low_freq_factor", "rope_low_freq_factor"),
-        Field("high_freq_factor", "rope_high_freq_factor"),
-    ),
-    "yarn": (
-        _ORIGINAL_LENGTH,
-        _FACTOR,
-        *(Field(name, name, UNSET) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
-        Field("truncate", "rope_truncate", UNSET),
-    ),
+    "llama3": (_ORIGINAL_LENGTH, _FACTOR, *_FREQUENCIES),
+    "yarn": (_ORIGINAL_LENGTH, _FACTOR, *_YARN, Field("truncate", "rope_truncate", UNSET)),
 }
 _ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attention_factor"}.union(
     row.name for rows in ROPE_PARAMETERS.values() for row in rows
@@ -170,9 +144,9 @@ _ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "atte
 ROPE_ENTRIES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", ORIGINAL)
 
 
-def rope(theta: float = 10_000.0, layer: Callable[[Layers], Model] = itemgetter(0)) -> FieldGroup:
-    """Returns the row of rotary positions: `theta` where config.json has none; `layer` picks the one written."""
-    return FieldGroup(ROPE_ENTRIES, functools.partial(read_rope, theta=theta), lambda layers: write_rope(layer(layers)))
+def rope(theta: float = 10_000.0) -> FieldGroup:
+    """Returns the row of rotary positions, with `theta` where config.json has none."""
+    return FieldGroup(ROPE_ENTRIES, functools.partial(read_rope, theta=theta), write_rope)
 
 
 def read_rope(hf: Mapping[str, Any], keys: Keys, theta: float = 10_000.0) -> Keys:
@@ -208,8 +182,9 @@ def read_rope(hf: Mapping[str, Any], keys: Keys, theta: float = 10_000.0) -> Key
     }
 
 
-def write_rope(layer: Model) -> Json:
+def write_rope(layers: Layers) -> Json:
     """Reverses `read_rope`, in the older style, which every version of transformers reads."""
+    layer = layer_with(layers, "rope_max_timescale")
     kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == layer.rope_type)
     # A zero stands for an mscale that is not given.
     written = write_fields(ROPE_PARAMETERS[kind], [layer]).items()

@@ -70,15 +70,14 @@ class Family:
     def is_mtp_layer(self, name: str, layers: int) -> bool:
         """Returns whether a tensor is of an extra prediction layer; they follow the model's `layers`."""
         match = re.match(r"model\.layers\.(\d+)\.", name)
-        has_mtp = any(row.weight.startswith("mtp.") for row in self.tensors)
-        return has_mtp and match is not None and int(match[1]) >= layers
+        return bool(self.copied and match) and int(match[1]) >= layers
 
     @property
     def has_dense_layers(self) -> bool:
         """Returns whether the family's models may have layers without experts."""
         return any(row.weight == "layer.feed_forward.wi" and "E" not in row.dims.split() for row in self.tensors)
 
-    def is_skipped(self, name: str) -> bool:
+    def skips(self, name: str) -> bool:
         """Returns whether a tensor of this name holds no weights."""
         return any(re.search(pattern, name) for pattern in self.skipped)
 

@@ -7,13 +7,13 @@ only together. Both read and write. Where two rows have the same entry or key, t
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 from src.config.schema import KEYS, Model
 from src.config.values import check_value
 from src.config.yaml import type_name
 from src.errors import UserError
+from src.model.spec import CONDITIONS
 
 Keys = dict[str, Any]
 Json = dict[str, Any]
@@ -42,8 +42,7 @@ class Field:
     # config.json's values -> the key's, where they differ. Of several with one meaning the first is written, for a
     # value that none means the first of all.
     values: Mapping[str, Any] | None = None
-    layer: Callable[[Layers], Model] = itemgetter(0)  # picks the layer whose key is written
-    written: Callable[[Model], Any] | None = None  # computes the entry from it, if not by reading backwards
+    written: Callable[[Model], Any] | None = None  # computes the entry from a layer, if not by reading backwards
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,8 +73,8 @@ class Field:
         return {self.key: value}
 
     def write(self, layers: Layers) -> Json:
-        """Returns the entry that `read` reads as the layer's key."""
-        layer = self.layer(layers)
+        """Returns the entry that `read` reads as the key of the first layer that it says something of."""
+        layer = layer_with(layers, self.key)
         value = getattr(layer, self.key)
         if self.written:
             value = self.written(layer)
@@ -91,11 +90,19 @@ class FieldGroup:
     """Entries of config.json that mean something only together."""
 
     names: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], Keys], Keys]  # of config.json and the keys above; UserError for what is not here
+    # Of config.json and the keys above, to further keys; raises UserError for what is not here.
+    read: Callable[[Mapping[str, Any], Keys], Keys | None] = lambda hf, keys: None
     write: Callable[[Layers], Json] = lambda layers: {}
 
 
 Table = tuple[Field | FieldGroup, ...]
+
+
+def layer_with(layers: Layers, key: str) -> Model:
+    """Returns the first layer on which a fact has effect, or else the model's first."""
+    conditions = [(other, values) for facts, other, values in CONDITIONS if key in facts]
+    effective = (layer for layer in layers if all(getattr(layer, other) in values for other, values in conditions))
+    return next(effective, layers[0])
 
 
 def read_fields(table: Table, hf: Mapping[str, Any]) -> Keys:
@@ -109,7 +116,7 @@ def read_fields(table: Table, hf: Mapping[str, Any]) -> Keys:
         raise UserError(f"config.json lacks {', '.join(dict.fromkeys(missing))}")
     keys: Keys = {}
     for row in table:
-        keys.update(row.read(hf, keys))
+        keys.update(row.read(hf, keys) or {})
     return keys
 
 

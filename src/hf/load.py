@@ -54,12 +54,9 @@ def match_tensors(folder: HfFolder, tree: Tree, notes: list[str] | None = None) 
     on_disk = family.table_names(folder.tensors)
     expected = {piece.file: piece.rearrangement.file_shape for piece in pieces}
     embedding, output = family.file_name("embedding"), family.file_name("output")
-    unknown = [
-        name
-        for name in on_disk
-        # Some folders hold the tied output projection a second time.
-        if name not in expected and not family.is_skipped(name) and not (is_tied and name == output)
-    ]
+    # Some folders hold the tied output projection a second time.
+    passed_over = {*expected, output} if is_tied else set(expected)
+    unknown = [name for name in on_disk if name not in passed_over and not family.skips(name)]
     mtp = [name for name in unknown if family.is_mtp_layer(name, num_layers)]
     tensors = {name: folder.tensors[on_disk[name]] for name in expected if name in on_disk}
     problems = [f"{name} is missing" for name in expected if name not in tensors]

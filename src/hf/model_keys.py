@@ -71,7 +71,7 @@ def find_family(model: Model, max_target_length: int) -> tuple[Family, Json]:
     Raises:
         UserError: no family has it.
     """
-    layers = _layers(model)
+    spec, layers = _spec(model, max_target_length), _layers(model)
     missing: dict[str, list[str]] = {}  # by family
     for family in FAMILIES:
         hf = family.write_config(layers, max_target_length)
@@ -81,7 +81,7 @@ def find_family(model: Model, max_target_length: int) -> tuple[Family, Json]:
         except UserError:
             continue
         unloadable = _unloadable(family, layers)
-        if _spec(read, max_target_length) == _spec(model, max_target_length) and not unloadable:
+        if _spec(read, max_target_length) == spec and not unloadable:
             return family, hf
         rest = unloadable or "weights that layers share (decoder_segments)"
         missing[family.architecture] = _differences(layers, _layers(read), max_target_length) or [rest]
@@ -108,11 +108,11 @@ def _differences(layers: Layers, read: Layers, max_target_length: int) -> list[s
     if len(layers) != len(read):
         return [f"base_num_decoder_layers={len(layers)}"]
     differing: dict[str, Any] = {}
-    for layer, other in zip(layers, read, strict=True):
+    for layer, other in dict.fromkeys(zip(layers, read, strict=True)):
         spec = _spec(replace(layer, base_num_decoder_layers=1), max_target_length)
-        for key in keys_of("model"):
+        for key in (key for key in keys_of("model") if getattr(layer, key) != getattr(other, key)):
             changed = replace(layer, **{key: getattr(other, key), "base_num_decoder_layers": 1})
-            if getattr(layer, key) != getattr(other, key) and _spec(changed, max_target_length) != spec:
+            if _spec(changed, max_target_length) != spec:
                 differing.setdefault(key, getattr(layer, key))
     return [f"{key}={dump(value)}" for key, value in differing.items()]
 

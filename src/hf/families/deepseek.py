@@ -6,7 +6,6 @@ from typing import Any
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.common_fields import sparse_layer
 from src.hf.family import Family
 from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, entry, read_fields, require, write_fields
 from src.hf.tensor_map import TensorMap
@@ -17,16 +16,13 @@ LATENT_EPSILON = 1e-6
 
 def _check_attention(hf: Mapping[str, Any], keys: Keys) -> Keys:
     require({"num_key_value_heads": keys["base_num_kv_heads"]}, num_key_value_heads=keys["base_num_query_heads"])
-    if keys["normalization_layer_epsilon"] == LATENT_EPSILON:  # which the key's default means then
-        return {}
-    return {"latent_norm_epsilon": LATENT_EPSILON}
+    is_default = keys["normalization_layer_epsilon"] == LATENT_EPSILON
+    return {} if is_default else {"latent_norm_epsilon": LATENT_EPSILON}
 
 
 def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
-    dense = entry(hf, "first_k_dense_replace", 0)
-    return fields.layer_pattern(
-        [{"num_experts": 1} if i < dense else {} for i in range(keys["base_num_decoder_layers"])]
-    )
+    dense, layers = entry(hf, "first_k_dense_replace", 0), range(keys["base_num_decoder_layers"])
+    return fields.layer_pattern([{"num_experts": 1} if layer < dense else {} for layer in layers])
 
 
 def _write_layers(layers: Layers) -> Json:
@@ -44,27 +40,21 @@ FIELDS = (
     FieldGroup((), _check_attention),
     fields.rope(),
     fields.HIDDEN_ACT,
-    fields.DENSE_SIZE,
     Field("q_lora_rank", "q_lora_rank", absent=0, written=lambda layer: layer.q_lora_rank or None),
     *(Field(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
-    Field("n_shared_experts", "shared_experts", absent=0, layer=sparse_layer),
-    Field("n_routed_experts", "num_experts", layer=sparse_layer),
-    Field("num_experts_per_tok", "num_experts_per_tok", layer=sparse_layer),
-    Field("moe_intermediate_size", "base_moe_mlp_dim", layer=sparse_layer),
-    Field("routed_scaling_factor", "routed_scaling_factor", layer=sparse_layer),
+    Field("n_shared_experts", "shared_experts", absent=0),
+    Field("n_routed_experts", "num_experts"),
+    Field("moe_intermediate_size", "base_moe_mlp_dim"),
+    *(Field(name, name) for name in ("num_experts_per_tok", "routed_scaling_factor")),
     FieldGroup(("first_k_dense_replace",), _read_layers, _write_layers),
 )
-GROUPS = (
-    Field("n_group", "n_routing_groups", layer=sparse_layer),
-    Field("topk_group", "topk_routing_group", layer=sparse_layer),
-)
+GROUPS = (Field("n_group", "n_routing_groups"), Field("topk_group", "topk_routing_group"))
 
 
-def _read_v2_groups(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _read_v2_groups(hf: Mapping[str, Any], keys: Keys) -> Keys | None:
     if hf["topk_method"] == "group_limited_greedy":
         return read_fields(GROUPS, hf)
-    require(hf, topk_method="greedy")
-    return {}
+    return require(hf, topk_method="greedy")
 
 
 def _write_v2_groups(layers: Layers) -> Json:
@@ -72,9 +62,8 @@ def _write_v2_groups(layers: Layers) -> Json:
     return {**groups, "topk_method": "group_limited_greedy" if groups["n_group"] > 1 else "greedy"}
 
 
-def _check_v3_head_dim(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _check_v3_head_dim(hf: Mapping[str, Any], keys: Keys) -> None:
     require(hf, head_dim=keys["qk_rope_head_dim"])  # transformers rotates so many
-    return {}
 
 
 def _write_head_dim(layers: Layers) -> Json:
@@ -121,7 +110,7 @@ DEEPSEEK2 = Family(
     fields=(
         *FIELDS,
         FieldGroup(("topk_method", "n_group", "topk_group"), _read_v2_groups, _write_v2_groups),
-        FieldGroup(("head_dim",), lambda hf, keys: {}, _write_head_dim),
+        FieldGroup(("head_dim",), write=_write_head_dim),
     ),
     tensors=V2_TENSORS,
     defaults={**DEFAULTS, "n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy"},
@@ -143,7 +132,7 @@ DEEPSEEK3 = Family(
         *GROUPS,
         FieldGroup(("head_dim",), _check_v3_head_dim, _write_head_dim),
         Field("rope_interleave", "rope_interleave", absent=False),
-        Field("norm_topk_prob", "norm_topk_prob", absent=False, layer=sparse_layer),
+        Field("norm_topk_prob", "norm_topk_prob", absent=False),
         Field("num_nextn_predict_layers", "mtp_num_layers", absent=1),
     ),
     tensors=V3_TENSORS,

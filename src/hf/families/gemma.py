@@ -46,7 +46,7 @@ FIELDS = (
     ),
     Field("final_logit_softcapping", "final_logits_soft_cap", UNSET),
     Field("hidden_activation", "mlp_activations", fields.GATED["gelu_new"], fields.GATED),
-    Field("sliding_window", "sliding_window_size", layer=fields.windowed_layer),
+    Field("sliding_window", "sliding_window_size"),
 )
 LATER_DEFAULTS = {**DEFAULTS, "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256}
 KEYS = {**GEMMA.keys, "normalization_placement": "both"}
@@ -89,8 +89,8 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
 
 def _write_layers(layers: Layers) -> Json:
     return {
-        **fields.write_rope(fields.layer_with(layers, "attention_type", "global")),
-        "rope_local_base_freq": fields.windowed_layer(layers).rope_max_timescale,
+        **fields.write_rope([layer for layer in layers if layer.attention_type == "global"] or layers),
+        "rope_local_base_freq": fields.layer_with(layers, "sliding_window_size").rope_max_timescale,
         **fields.write_layer_types(layers),
     }
 

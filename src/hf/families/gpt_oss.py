@@ -26,7 +26,7 @@ def _read_rope(hf: Mapping[str, Any], keys: Keys) -> Keys:
 
 
 def _write_rope(layers: Layers) -> Json:
-    rope = fields.write_rope(layers[0])
+    rope = fields.write_rope(layers)
     return {**rope, "rope_scaling": rope["rope_scaling"] or {"rope_type": "default"}}
 
 
@@ -41,7 +41,7 @@ GPT_OSS = Family(
         Field("num_experts_per_tok", "num_experts_per_tok"),
         Field("swiglu_limit", "mlp_activations_limit"),
         Field("attention_bias", "attention_bias"),
-        Field("sliding_window", "sliding_window_size", layer=fields.windowed_layer),
+        Field("sliding_window", "sliding_window_size"),
     ),
     tensors=(
         *tensors.DECODER,

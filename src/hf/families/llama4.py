@@ -1,15 +1,13 @@
 """Llama 4's text models: chunked attention with every fourth layer global and without positions, and experts."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 from src.errors import UserError
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.common_fields import dense_layer, layer_with, sparse_layer
 from src.hf.family import Family
-from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, read_fields
+from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, read_fields
 from src.hf.tensor_map import TensorMap
 
 CHUNKED = "chunked_attention"
@@ -22,7 +20,6 @@ LAYER_ENTRIES = (
     *("interleave_moe_layer_step", "moe_layers", "no_rope_layer_interval", "no_rope_layers", "layer_types"),
     *("use_qk_norm", "attn_temperature_tuning", "attn_scale", "floor_scale"),
 )
-_chunked_layer = functools.partial(layer_with, key="attention_type", value="chunk")
 FEED_FORWARD = tensors.LAYER + "feed_forward."
 PROJECTIONS = "{A:gate_proj,up_proj}.weight"
 
@@ -53,10 +50,10 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
 
 
 def _write_layers(layers: Layers) -> Json:
-    without_positions = layer_with(layers, "position_type", "none")
+    without_positions = next((layer for layer in layers if layer.position_type == "none"), layers[0])
     return {
         **fields.write_layer_types(layers, "chunk", CHUNKED),
-        "use_qk_norm": _chunked_layer(layers).qk_norm == "l2",
+        "use_qk_norm": layer_with(layers, "chunk_attn_window_size").qk_norm == "l2",
         "no_rope_layers": [int(layer.position_type == "rope") for layer in layers],
         "moe_layers": [i for i, layer in enumerate(layers) if layer.num_experts > 1],
         "attn_temperature_tuning": without_positions.attn_temperature_scale > 0,
@@ -69,16 +66,13 @@ LLAMA4 = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
     fields=(
-        *(*fields.DECODER, fields.rope(theta=500_000.0, layer=_chunked_layer), fields.ATTENTION_BIAS),
-        Field("intermediate_size", "base_moe_mlp_dim", layer=sparse_layer),
-        Field("intermediate_size_mlp", "base_mlp_dim", layer=dense_layer),
-        Field("num_local_experts", "num_experts", layer=sparse_layer),
-        Field("num_experts_per_tok", "num_experts_per_tok", layer=sparse_layer),
+        *(*fields.DECODER, fields.rope(theta=500_000.0), fields.ATTENTION_BIAS),
+        Field("intermediate_size", "base_moe_mlp_dim"),
+        Field("intermediate_size_mlp", "base_mlp_dim"),
+        Field("num_local_experts", "num_experts"),
+        Field("num_experts_per_tok", "num_experts_per_tok"),
         Field(
-            "attention_chunk_size",
-            "chunk_attn_window_size",
-            written=lambda layer: layer.chunk_attn_window_size or 8192,
-            layer=_chunked_layer,
+            "attention_chunk_size", "chunk_attn_window_size", written=lambda layer: layer.chunk_attn_window_size or 8192
         ),
         FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers),
     ),

@@ -6,14 +6,12 @@ from typing import Any
 from src.errors import UserError
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.common_fields import sparse_layer
 from src.hf.family import Family
 from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, count_entry, entry
 
 
-def _check_layer_types(hf: Mapping[str, Any], keys: Keys) -> Keys:
+def _check_layer_types(hf: Mapping[str, Any], keys: Keys) -> None:
     fields.read_layer_types(hf, [fields.GLOBAL] * keys["base_num_decoder_layers"], fields.GLOBAL)
-    return {}
 
 
 QWEN3 = Family(
@@ -45,11 +43,11 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     fields=(
-        *(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, fields.DENSE_SIZE),
-        Field("num_experts_per_tok", "num_experts_per_tok", layer=sparse_layer),
-        Field("moe_intermediate_size", "base_moe_mlp_dim", layer=sparse_layer),
-        Field("num_experts", "num_experts", layer=sparse_layer),
-        Field("norm_topk_prob", "norm_topk_prob", absent=False, layer=sparse_layer),
+        *(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS),
+        Field("num_experts_per_tok", "num_experts_per_tok"),
+        Field("moe_intermediate_size", "base_moe_mlp_dim"),
+        Field("num_experts", "num_experts"),
+        Field("norm_topk_prob", "norm_topk_prob", absent=False),
         FieldGroup(("decoder_sparse_step", "mlp_only_layers"), _read_layers, _write_layers),
     ),
     tensors=(*QWEN3.tensors, *tensors.EXPERTS),

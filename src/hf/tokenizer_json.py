@@ -31,13 +31,8 @@ def save_tokenizer(folder: Path, tokenizer: ByteTokenizer | SentencePieceTokeniz
         single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, made.token_to_id(bos))]
     )
     made.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
-        "split_special_tokens": True,
-        "clean_up_tokenization_spaces": False,
-    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
+    settings |= {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
@@ -81,15 +76,8 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[tokenizers.Tok
     unknown = model.pieces[trainer.unk_id].piece
     made = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token=unknown, byte_fallback=True))
     prefix = normalizer.add_dummy_prefix
-    made.normalizer = normalizers.Sequence(
-        [*([normalizers.Prepend(_SPACE)] if prefix else []), normalizers.Replace(" ", _SPACE)]
-    )
+    made.normalizer = normalizers.Sequence([*[normalizers.Prepend(_SPACE)] * prefix, normalizers.Replace(" ", _SPACE)])
     made.decoder = decoders.Sequence(
-        [
-            decoders.Replace(_SPACE, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            *([decoders.Strip(" ", 1, 0)] if prefix else []),
-        ]
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *[decoders.Strip(" ", 1, 0)] * prefix]
     )
     return made, model.pieces[tokenizer.bos].piece, model.pieces[tokenizer.eos].piece

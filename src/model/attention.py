@@ -1,8 +1,8 @@
 """Grouped-query attention: projections, positions, and the call of a kernel."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention_kernels.choose import attend, repeat_kv
@@ -59,9 +59,7 @@ class Attention(nnx.Module):
         shape = (rows, spec.num_kv_heads, slots, spec.head_dim)
         return dict.fromkeys(("key", "value"), CacheArray(shape, ("batch", "kv_heads", None, "head_dim")))
 
-    def __call__(
-        self, x_BTD: jax.Array, context: ForwardContext, cache: Cache | None
-    ) -> tuple[jax.Array, Cache | None]:
+    def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
         """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
         constrain = context.layout.constrain
         q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD)
@@ -85,7 +83,7 @@ class Attention(nnx.Module):
             out_BTD += self.out_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "out_proj"), cache
 
-    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project(self, x_BTD: Array) -> tuple[Array, Array, Array]:
         q_BTNH = matmul(x_BTD, self.query[...], "BTD,DNH->BTNH")
         k_BTKH = matmul(x_BTD, self.key[...], "BTD,DKH->BTKH")
         v_BTKH = matmul(x_BTD, self.value[...], "BTD,DKH->BTKH")
@@ -95,7 +93,7 @@ class Attention(nnx.Module):
             v_BTKH += self.value_bias[...].astype(x_BTD.dtype)
         return q_BTNH, k_BTKH, v_BTKH
 
-    def _position(self, q_BTNH: jax.Array, k_BTKH: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _position(self, q_BTNH: Array, k_BTKH: Array, positions_BT: Array) -> tuple[Array, Array]:
         """Normalises queries and keys, rotates them to their positions, and scales queries by their temperature."""
         spec = self.spec
         if spec.qk_norm in ("head", "all_heads"):

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from src.model.attention_kernels.scores import ScoreSpec
 from src.model.forward_context import ForwardContext
 
-Cache = dict[str, jax.Array]
+Cache = dict[str, Array]
 
 
 class CacheArray(NamedTuple):
@@ -33,7 +34,7 @@ def update(cache: Cache, new: Cache, context: ForwardContext) -> Cache:
     if context.decoding:
         slot_B = context.positions_BT[:, 0] % S
 
-        def write(old_BKSH: jax.Array, new_BKTH: jax.Array) -> jax.Array:
+        def write(old_BKSH: Array, new_BKTH: Array) -> Array:
             # One slot per head, though a row's are all the same: XLA's CPU backend copies the whole cache to write a
             # single slot, and writes several in place.
             slot_BK = jnp.broadcast_to(slot_B[:, None], old_BKSH.shape[:2])
@@ -43,18 +44,18 @@ def update(cache: Cache, new: Cache, context: ForwardContext) -> Cache:
         last_B1 = jnp.sum(context.segment_ids_BT > 0, axis=1, keepdims=True) - 1
         position_BS = last_B1 - (last_B1 - jnp.arange(S)) % S  # the slot's newest; negative: none yet
 
-        def write(_: jax.Array, new_BKTH: jax.Array) -> jax.Array:
+        def write(_: Array, new_BKTH: Array) -> Array:
             return jnp.take_along_axis(new_BKTH, jnp.maximum(position_BS, 0)[:, None, :, None], axis=2)
 
     return {name: write(old, jnp.swapaxes(new[name], 1, 2).astype(old.dtype)) for name, old in cache.items()}
 
 
-def in_order(cached_BKSH: jax.Array) -> jax.Array:
+def in_order(cached_BKSH: Array) -> Array:
     """Returns a cache's array as attention reads it, [B, S, K, H]."""
     return jnp.swapaxes(cached_BKSH, 1, 2)
 
 
-def decode_mask(spec: ScoreSpec, positions_BT: jax.Array, S: int) -> jax.Array:
+def decode_mask(spec: ScoreSpec, positions_BT: Array, S: int) -> Array:
     """Returns bool [B, T, S]: the cache slots that each row's newest token attends to, its own included; T is 1."""
     key_BTS = positions_BT[:, :, None] - (positions_BT[:, :, None] - jnp.arange(S)) % S
     first_BTS = (positions_BT - positions_BT % spec.chunk if spec.chunk else jnp.zeros_like(positions_BT))[:, :, None]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention import Attention
@@ -64,8 +65,8 @@ class Block(nnx.Module):
         self.feed_forward_out_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_after else None
 
     def __call__(
-        self, x_BTD: jax.Array, context: ForwardContext, cache: Cache | None, layer: jax.Array
-    ) -> tuple[jax.Array, Cache | None, Tree]:
+        self, x_BTD: Array, context: ForwardContext, cache: Cache | None, layer: Array
+    ) -> tuple[Array, Cache | None, Tree]:
         """Maps [B, T, D] to [B, T, D] as block number `layer` of the model; returns the cache and a report too."""
         context = replace(context, layer=layer)
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
@@ -79,7 +80,7 @@ class Block(nnx.Module):
             x_BTD = self._add(x_BTD, _normalise(self.feed_forward_out_norm, out_BTD), context, 2 * layer + 1)
         return x_BTD, cache, {"feed_forward": report}
 
-    def _add(self, x_BTD: jax.Array, out_BTD: jax.Array, context: ForwardContext, site: jax.Array) -> jax.Array:
+    def _add(self, x_BTD: Array, out_BTD: Array, context: ForwardContext, site: Array) -> Array:
         x_BTD = x_BTD + dropout(out_BTD, self.dropout_rate, context, site)
         return context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
 
@@ -96,8 +97,8 @@ class MtpLayer(nnx.Module):
         self.final_norm = Norm(spec, (D,), dtype, rngs)
 
     def __call__(
-        self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: ForwardContext, layer: jax.Array
-    ) -> tuple[jax.Array, Tree]:
+        self, hidden_BTD: Array, embedded_BTD: Array, context: ForwardContext, layer: Array
+    ) -> tuple[Array, Tree]:
         """Maps hidden states [B, T, D] and the embeddings of the tokens one further on to hidden states [B, T, D]."""
         joined_BTD = jnp.concatenate([self.embedding_norm(embedded_BTD), self.hidden_norm(hidden_BTD)], axis=-1)
         x_BTD = matmul(joined_BTD, self.projection[...], "BTC,CD->BTD")
@@ -112,36 +113,24 @@ class Decoder(nnx.Module):
         self.spec = spec
         V, D, dtype = spec.padded_vocab_size, spec.emb_dim, spec.weight_dtype
         # As an input its values are of size 1, as a norm's output is; tied, it is also a projection that sums over D.
-        self.embedding = weight(
-            rngs, (V, D), ("vocab", "embed"), dtype, fan_in=(1,) if spec.logits_via_embedding else ()
-        )
+        fan_in = (1,) if spec.logits_via_embedding else ()
+        self.embedding = weight(rngs, (V, D), ("vocab", "embed"), dtype, fan_in=fan_in)
         if spec.position_type == "learned":
             shape = (spec.trainable_position_size, D)
             self.position_embedding = weight(rngs, shape, ("position", "embed"), dtype, fan_in=(1,))
-        self.segments = nnx.List([self._group_weights(index, rngs) for index in range(len(spec.layer_groups))])
+        self.segments = nnx.List([_group_blocks(spec, index, rngs) for index in range(len(spec.layer_groups))])
         self.final_norm = Norm(spec, (D,), dtype, rngs)
         if not spec.logits_via_embedding:
             self.output = weight(rngs, (D, V), ("embed", "vocab"), dtype, fan_in=(0,))
         self.mtp = nnx.List([MtpLayer(spec.layers[-1], spec, rngs) for _ in range(spec.mtp_num_layers)])
 
-    def _group_weights(self, index: int, rngs: nnx.Rngs) -> nnx.Module:
-        group = self.spec.layer_groups[index]
-
-        def pattern(rngs: nnx.Rngs) -> nnx.List:
-            return nnx.List([Block(layer, self.spec, rngs) for layer in group.pattern])
-
-        if group.shared:
-            return pattern(rngs)
-        return stack(pattern, rngs, group.repeats, "layers" if index == self.spec.largest_group else "other_layers")
-
     def __call__(
-        self, tokens_BT: jax.Array, context: ForwardContext, execution: Execution, caches: Any = None
-    ) -> tuple[jax.Array, Any, Tree]:
+        self, tokens_BT: Array, context: ForwardContext, execution: Execution, caches: Any = None
+    ) -> tuple[Array, Any, Tree]:
         """Maps token ids [B, T] to hidden states [B, T, D] after the final norm.
 
-        Returns:
-            The hidden states, the caches (of `empty_caches`; None in training) with these tokens in them, and the
-            layers' reports, nested as weights are.
+        Returns also the caches (of `empty_caches`; None in training) with these tokens in them, and the layers'
+        reports, nested as weights are.
         """
         with jax.named_scope("embedding"):
             x_BTD = self._embed(tokens_BT, context)
@@ -155,25 +144,21 @@ class Decoder(nnx.Module):
             x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
         reports, new_caches, first_layer = {}, [], 0
         for index, (group, blocks) in enumerate(zip(self.spec.layer_groups, self.segments, strict=True)):
-            group_caches = None if caches is None else caches[index]
-            staged = index == self.spec.largest_group
-            x_BTD, group_caches, reports[index] = run_layer_group(
-                group, blocks, x_BTD, context, group_caches, first_layer, execution, staged
+            old, staged = None if caches is None else caches[index], index == self.spec.largest_group
+            x_BTD, new, reports[index] = run_layer_group(
+                group, blocks, x_BTD, context, old, first_layer, execution, staged
             )
-            new_caches.append(group_caches)
+            new_caches.append(new)
             first_layer += len(group.pattern) * group.repeats
         return self.final_norm(x_BTD), None if caches is None else new_caches, {"segments": reports}
 
     def mtp_hidden_states(
-        self, hidden_BTD: jax.Array, mtp_tokens: Sequence[jax.Array], context: ForwardContext, execution: Execution
-    ) -> tuple[list[jax.Array], Tree]:
+        self, hidden_BTD: Array, mtp_tokens: Sequence[Array], context: ForwardContext, execution: Execution
+    ) -> tuple[list[Array], Tree]:
         """Runs the multi-token prediction layers on `__call__`'s hidden states [B, T, D].
 
-        Each takes the tokens [B, T] that stand 1, 2, ... further on than the states' own.
-
-        Returns:
-            Hidden states for `logits`, whose entry k - 1 at position t predicts token t + k + 1 of the same segment,
-            and the layers' reports.
+        Each takes the tokens [B, T] that stand 1, 2, ... further on than the states' own. Returns hidden states for
+        `logits`, whose entry k - 1 at position t predicts token t + k + 1 of the same segment, and the layers' reports.
         """
         predicted, reports = [], {}
         for index, (layer, tokens_BT) in enumerate(zip(self.mtp, mtp_tokens, strict=True)):
@@ -184,7 +169,7 @@ class Decoder(nnx.Module):
         return predicted, {"mtp": reports}
 
     @jax.named_scope("output_projection")
-    def logits(self, hidden_BTD: jax.Array, context: ForwardContext) -> jax.Array:
+    def logits(self, hidden_BTD: Array, context: ForwardContext) -> Array:
         """Maps hidden states [B, T, D] to float32 logits [B, T, V]; those past the vocabulary's end are about -1e38."""
         hidden_BTD = context.all_gather_sequence(hidden_BTD)
         if self.spec.logits_via_embedding:
@@ -197,7 +182,7 @@ class Decoder(nnx.Module):
         in_vocabulary = jnp.arange(self.spec.padded_vocab_size) < self.spec.vocab_size
         return jnp.where(in_vocabulary, logits_BTV, MASKED)
 
-    def _embed(self, tokens_BT: jax.Array, context: ForwardContext) -> jax.Array:
+    def _embed(self, tokens_BT: Array, context: ForwardContext) -> Array:
         # Gathered over fsdp before the lookup, as every weight is: otherwise XLA replicates the result.
         table_VD = context.layout.constrain(self.embedding[...].astype(self.spec.dtype), "vocab", None)
         x_BTD = embed_tokens(table_VD, tokens_BT, context.layout)
@@ -221,11 +206,22 @@ def cache_arrays(spec: ModelSpec, rows: int, length: int) -> list[list[dict[str,
 
 def empty_caches(spec: ModelSpec, rows: int, length: int) -> list[list[Cache]]:
     """Makes the caches that `cache_arrays` declares, of zeros in the compute dtype."""
-    declared = cache_arrays(spec, rows, length)
-    return jax.tree.map(
-        lambda array: jnp.zeros(array.shape, spec.dtype), declared, is_leaf=lambda node: isinstance(node, CacheArray)
-    )
+    return [
+        [{name: jnp.zeros(array.shape, spec.dtype) for name, array in layer.items()} for layer in pattern]
+        for pattern in cache_arrays(spec, rows, length)
+    ]
 
 
-def _normalise(norm: Norm | None, x: jax.Array) -> jax.Array:
+def _group_blocks(spec: ModelSpec, index: int, rngs: nnx.Rngs) -> nnx.Module:
+    group = spec.layer_groups[index]
+
+    def pattern(rngs: nnx.Rngs) -> nnx.List:
+        return nnx.List([Block(layer, spec, rngs) for layer in group.pattern])
+
+    if group.shared:
+        return pattern(rngs)
+    return stack(pattern, rngs, group.repeats, "layers" if index == spec.largest_group else "other_layers")
+
+
+def _normalise(norm: Norm | None, x: Array) -> Array:
     return x if norm is None else norm(x)

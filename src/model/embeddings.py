@@ -6,12 +6,13 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from src.model.spec import LayerSpec
 from src.parallel.mesh import Layout
 
 
-def embed_tokens(table_VD: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.Array:
+def embed_tokens(table_VD: Array, tokens_BT: Array, layout: Layout) -> Array:
     """Looks up the tokens' rows [B, T, D] of the vocabulary's table.
 
     Where the table is sharded, each device looks up what its part has, and the sum over devices has the rest (Shoeybi
@@ -27,14 +28,14 @@ def embed_tokens(table_VD: jax.Array, tokens_BT: jax.Array, layout: Layout) -> j
         in_specs=(layout.spec(("vocab", None)), layout.spec(("batch", "length"))),
         out_specs=layout.spec(("vocab", "batch", "length", None)),
     )
-    def on_device(part_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    def on_device(part_VD: Array, tokens_BT: Array) -> Array:
         row_BT = tokens_BT - jax.lax.axis_index(sharing) * len(part_VD)
         return part_VD.at[row_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)[None]
 
     return jax.lax.reduce_sum(on_device(table_VD, tokens_BT), axes=(0,))
 
 
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, spec: LayerSpec) -> jax.Array:
+def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
     """Rotates pairs of a head's first `partial_rotary_factor` by position (Su et al. 2021, section 3.4.2).
 
     Pair i turns by position * frequencies[i] radians; it is (i, i + dim / 2), as in Llama's Hugging Face checkpoints,
@@ -95,7 +96,7 @@ def _frequencies(spec: LayerSpec, dim: int) -> tuple[np.ndarray, float]:
     return frequencies, size(spec.mscale) / size(spec.mscale_all_dim) if both else size(1.0)
 
 
-def sinusoidal(positions_BT: jax.Array, emb_dim: int) -> jax.Array:
+def sinusoidal(positions_BT: Array, emb_dim: int) -> Array:
     """Returns fixed positions, float32 [B, T, D] (Vaswani et al. 2017, section 3.5).
 
     Sines are in the first half of D, cosines in the second; wavelengths run from 2 pi to 10,000 times that.

@@ -6,6 +6,7 @@ import operator
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from src.model.costs import Costs
@@ -46,7 +47,7 @@ class FeedForward(nnx.Module):
         width = (len(spec.mlp_activations) + 1) * mlp_dim  # the factors and their product
         return Costs(width, {"mlp": (mlp_dim,)}, {"wi": ("mlpwi",), "wo": ("mlpwo",)}, last="wo")
 
-    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(self, x_BTD: Array, context: ForwardContext) -> tuple[Array, dict[str, Array]]:
         """Maps [B, T, D] to [B, T, D]; reports nothing."""
         hidden_BTAF = matmul(x_BTD, self.wi[...], "BTD,DAF->BTAF")
         if self.spec.mlp_bias:
@@ -61,7 +62,7 @@ class FeedForward(nnx.Module):
         return checkpoint_name(out_BTD, "mlpwo"), {}
 
 
-def activated(hidden_AF: jax.Array, spec: LayerSpec) -> jax.Array:
+def activated(hidden_AF: Array, spec: LayerSpec) -> Array:
     """Multiplies the activated factors: [..., A, F] to [..., F]."""
     factors = [hidden_AF[..., index, :] for index in range(len(spec.mlp_activations))]
     if limit := spec.mlp_activations_limit:  # the gate, the first factor, is clipped from above only

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention_kernels.choose import attend
@@ -58,9 +58,7 @@ class LatentAttention(nnx.Module):
         shape = (rows, 1, _scores(spec).cache_slots(length), spec.kv_lora_rank + spec.qk_rope_head_dim)
         return {"latent": CacheArray(shape, ("batch", None, None, None))}
 
-    def __call__(
-        self, x_BTD: jax.Array, context: ForwardContext, cache: Cache | None
-    ) -> tuple[jax.Array, Cache | None]:
+    def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
         """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
         constrain = context.layout.constrain
         query_BTQ = x_BTD
@@ -82,18 +80,16 @@ class LatentAttention(nnx.Module):
         out_BTD = context.reduce_scatter_sequence(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
         return checkpoint_name(out_BTD, "out_proj"), cache
 
-    def _rotate(self, x_BTNH: jax.Array, context: ForwardContext) -> jax.Array:
+    def _rotate(self, x_BTNH: Array, context: ForwardContext) -> Array:
         return rope(x_BTNH, context.positions_BT, self.spec) if self.spec.position_type == "rope" else x_BTNH
 
-    def _compress(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, jax.Array]:
+    def _compress(self, x_BTD: Array, context: ForwardContext) -> tuple[Array, Array]:
         """Returns the normalised latent [B, T, 1, R] and the rotary key that all heads share, [B, T, 1, H]."""
         down_BT1R = matmul(x_BTD, self.kv_down[...], "BTD,DR->BTR")[:, :, None]
         latent_BT1R, shared_BT1H = jnp.split(down_BT1R, [self.spec.kv_lora_rank], axis=-1)
         return self.kv_down_norm(latent_BT1R), self._rotate(shared_BT1H, context)
 
-    def _expand(
-        self, latent_BT1R: jax.Array, shared_BT1H: jax.Array, context: ForwardContext
-    ) -> tuple[jax.Array, jax.Array]:
+    def _expand(self, latent_BT1R: Array, shared_BT1H: Array, context: ForwardContext) -> tuple[Array, Array]:
         """Returns keys and values of every head, [B, n S, N, H] each for n devices that share a row.
 
         Devices that share rows gather the latent, and each expands whole rows: that takes less time than gathering
@@ -114,8 +110,8 @@ class LatentAttention(nnx.Module):
         return checkpoint_name(k_BSNH, "key_proj"), checkpoint_name(v_BSNH, "value_proj")
 
     def _attend_to_latents(
-        self, nope_BTNH: jax.Array, rope_BTNH: jax.Array, cache_BS1R: jax.Array, context: ForwardContext
-    ) -> jax.Array:
+        self, nope_BTNH: Array, rope_BTNH: Array, cache_BS1R: Array, context: ForwardContext
+    ) -> Array:
         """Attends to cached latents, which serve as one head's keys and, without their rotary part, its values."""
         R, nope_dim = self.spec.kv_lora_rank, self.spec.qk_nope_head_dim
         kv_up = self.kv_up[...]

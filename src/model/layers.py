@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from src.model.forward_context import ForwardContext
 from src.model.pipeline import Schedule, run_stages
@@ -42,10 +43,8 @@ class Execution:
         """Returns the names of the arrays that a policy other than none keeps on the device, and in host memory."""
         if self.remat_policy != "custom":
             return POLICIES[self.remat_policy]
-        on_device, on_host = (
-            tuple(name for name, place in self.remat_custom.items() if place == kind) for kind in ("device", "offload")
-        )
-        return on_device, on_host
+        places = self.remat_custom.items()
+        return tuple(tuple(name for name, at in places if at == place) for place in ("device", "offload"))
 
     def remat(self, block: Callable, repeats: int) -> Callable:
         """Wraps a block of a pattern that runs `repeats` times, to keep for the backward pass what the policy names."""
@@ -56,10 +55,7 @@ class Execution:
         return jax.checkpoint(block, policy=self._policy(), prevent_cse=not (self.scan_layers and repeats > 1))
 
     def remat_turn(self, run_turn: Callable) -> Callable:
-        """Wraps a pipeline stage's turn, to keep what each of its blocks keeps but not the weights it takes.
-
-        With remat_policy=none a stage of several turns keeps the weights of each.
-        """
+        """Wraps a pipeline stage's turn, to keep what its blocks keep, but (unless remat_policy=none) no weights."""
         if self.remat_policy == "none":
             return run_turn
         return jax.checkpoint(run_turn, policy=self._policy("decoder_layer_input"), prevent_cse=False)
@@ -81,13 +77,13 @@ class Execution:
 def run_layer_group(
     group: LayerGroup,
     blocks: nnx.List,
-    x: jax.Array,
+    x: Array,
     context: ForwardContext,
     caches: Any,
     first_layer: int,
     execution: Execution,
     staged: bool,
-) -> tuple[jax.Array, Any, dict[int, Any]]:
+) -> tuple[Array, Any, dict[int, Any]]:
     """Runs the group's pattern `repeats` times on [B, T, D], with blocks numbered from `first_layer`.
 
     Weights (unless shared) and caches (None in training) have a leading dim of `repeats`; caches are a list of one per
@@ -99,7 +95,7 @@ def run_layer_group(
     graphdef, weights = nnx.split(blocks)
     layers = first_layer + len(group.pattern) * jnp.arange(group.repeats)
 
-    def run_pattern(x: jax.Array, repeat: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
+    def run_pattern(x: Array, repeat: Any, context: ForwardContext) -> tuple[Array, Any]:
         repeat_weights, caches, layer = repeat
         reports, new_caches = {}, []
         for position, block in enumerate(nnx.merge(graphdef, weights if group.shared else repeat_weights)):
@@ -111,7 +107,7 @@ def run_layer_group(
             reports[position] = report
         return x, (None if caches is None else new_caches, reports)
 
-    def run_repeats(x: jax.Array, repeats: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
+    def run_repeats(x: Array, repeats: Any, context: ForwardContext) -> tuple[Array, Any]:
         """Runs consecutive repeats, given their weights, caches and first layers; returns x, caches and reports."""
         if execution.scan_layers:
             return jax.lax.scan(lambda x, repeat: run_pattern(x, repeat, context), x, repeats)
@@ -123,7 +119,7 @@ def run_layer_group(
 
     if execution.schedule and staged and caches is None:
 
-        def run_chunk(x: jax.Array, weights: Any, layers: jax.Array, context: ForwardContext) -> tuple[jax.Array, Any]:
+        def run_chunk(x: Array, weights: Any, layers: Array, context: ForwardContext) -> tuple[Array, Any]:
             x, (_, reports) = run_repeats(x, (weights, None, layers), context)
             return x, reports
 

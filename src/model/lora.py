@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from src.errors import UserError, first_few
 from src.model.params import Adapted, Tree, by_path, dotted, field, matches, nested, values, weight
@@ -46,12 +47,8 @@ def declare(spec: LoraSpec, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
             raise UserError(f"lora_parameters: {pattern} fits no weight that is multiplied by: {known}")
 
     def make(rngs: nnx.Rngs) -> Tree:
-        pairs = {
-            path: _pair(rngs, sizes[path].shape, axes[path], fan_ins[path], spec.rank)
-            for path in multiplied
-            if matches(path, spec.patterns)
-        }
-        return nested(pairs)
+        adapted = [path for path in multiplied if matches(path, spec.patterns)]
+        return nested({path: _pair(rngs, sizes[path].shape, axes[path], fan_ins[path], spec.rank) for path in adapted})
 
     return make
 
@@ -62,12 +59,9 @@ def _pair(
     stacked = sum(axis in STACKED for axis in axes)
     end = stacked + len(fan_in)
     assert fan_in == tuple(range(stacked, end)), "weights have the dims that are summed over first"
-    down_shape, down_axes = (*shape[:end], rank), (*axes[:end], None)
+    down = weight(rngs, (*shape[:end], rank), (*axes[:end], None), ADAPTER_DTYPE, fan_in=fan_in)
     up_shape, up_axes = (*shape[:stacked], rank, *shape[end:]), (*axes[:stacked], None, *axes[end:])
-    return {
-        "down": weight(rngs, down_shape, down_axes, ADAPTER_DTYPE, fan_in=fan_in),
-        "up": weight(rngs, up_shape, up_axes, ADAPTER_DTYPE, fan_in=(stacked,), constant=0.0),
-    }
+    return {"down": down, "up": weight(rngs, up_shape, up_axes, ADAPTER_DTYPE, fan_in=(stacked,), constant=0.0)}
 
 
 def attach(weights: Tree, adapters: Tree, spec: LoraSpec) -> Tree:
@@ -78,17 +72,16 @@ def attach(weights: Tree, adapters: Tree, spec: LoraSpec) -> Tree:
 def merge(weights: Tree, adapters: Tree, spec: LoraSpec) -> Tree:
     """Adds the adapters to their weights, in the weights' dtypes and shardings; the weights are donated."""
 
-    def add(base: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
+    def add(base: Array, down: Array, up: Array) -> Array:
         stacked = up.ndim - 1 - (base.ndim - down.ndim + 1)
         down, up = down.astype(jnp.float32), up.astype(jnp.float32)
         product = down.reshape(*down.shape[:stacked], -1, spec.rank) @ up.reshape(*up.shape[: stacked + 1], -1)
         return (base.astype(jnp.float32) + spec.alpha / spec.rank * product.reshape(base.shape)).astype(base.dtype)
 
-    def add_in_place(base: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
-        # Compiled, so that no device makes the whole product of a sharded weight.
-        return jax.jit(add, out_shardings=base.sharding, donate_argnums=0)(base, down, up)
-
-    return _with_adapters(weights, adapters, add_in_place)
+    # Compiled, so that no device makes the whole product of a sharded weight.
+    return _with_adapters(
+        weights, adapters, lambda base, *pair: jax.jit(add, out_shardings=base.sharding, donate_argnums=0)(base, *pair)
+    )
 
 
 def _with_adapters(weights: Tree, adapters: Tree, change: Callable[..., Any]) -> Tree:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from src.config.model_keys import Model
 from src.model.params import weight
@@ -27,7 +28,7 @@ class Norm(nnx.Module):
             self.bias = weight(rngs, shape, axes, dtype, constant=0.0, decays=False)
 
     @jax.named_scope("norm")
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """Normalises [..., *shape], in `x`'s dtype."""
         y = x.astype(jnp.float32)
         if self.spec.normalization == "layer":
@@ -39,7 +40,7 @@ class Norm(nnx.Module):
         return y.astype(x.dtype)
 
 
-def root_mean_square(x: jax.Array, epsilon: float, dims: tuple[int, ...] = (-1,)) -> jax.Array:
+def root_mean_square(x: Array, epsilon: float, dims: tuple[int, ...] = (-1,)) -> Array:
     """Divides `x` by the root of the mean of its squares along `dims`, in `x`'s dtype, without a scale."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=dims, keepdims=True) + epsilon)).astype(x.dtype)

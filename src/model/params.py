@@ -14,6 +14,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
+from jax import Array
 
 # Arrays are placed by src/parallel/mesh.py's rules alone, not by Flax from a Variable's axis names.
 nnx.use_eager_sharding(False)
@@ -36,7 +37,8 @@ class Weights:
     @classmethod
     def split(cls, tree: Tree, roles: Tree) -> Self:
         """Sorts the entries of a nested dict of all weights by their roles."""
-        return cls(*(select(tree, roles, role) for role in ROLES))
+        flat, role_of = by_path(tree), by_path(roles)
+        return cls(*(nested({path: flat[path] for path in flat if role_of[path] == role}) for role in ROLES))
 
     def merged(self) -> Tree:
         """Returns one nested dict of all weights."""
@@ -61,18 +63,11 @@ def weight(
     constant: float | None = None,
     decays: bool = True,
 ) -> nnx.Param:
-    """Declares one weight.
+    """Declares one weight, without the dim of the layers that share its declaration (`stack` prepends that).
 
-    Args:
-        rngs: the source of randomness of the module that owns it.
-        shape: its dims, without the layers that share its declaration (`stack` prepends those).
-        axes: the logical axis of each dim; None: never sharded.
-        dtype: of the stored weight.
-        fan_in: the dims it is summed over. Values are normal, cut at two standard deviations, with variance
-            `scale**2` over the product of these dims (LeCun et al., Efficient BackProp, section 4.6).
-        scale: multiplies the standard deviation.
-        constant: every value, in place of random ones.
-        decays: whether weight decay applies to it.
+    Values are `constant`, or normal, cut at two standard deviations, with variance `scale**2` over the product of the
+    dims `fan_in`, which it is summed over (LeCun et al., Efficient BackProp, section 4.6). `axes` are the dims' logical
+    axes (None: never sharded); `decays`: weight decay applies to it.
     """
     if constant is not None:
         value = jnp.full(shape, constant, dtype)
@@ -86,21 +81,18 @@ def weight(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Adapted:
-    """A weight plus `down` times `up`, two thin matrices (LoRA, Hu et al. 2021, section 4.1).
+    """A weight plus `down` times `up`, two thin matrices (LoRA, Hu et al. 2021); no product forms the sum."""
 
-    It takes the weight's place; a projection that multiplies by it never forms the sum.
-    """
-
-    base: jax.Array
-    down: jax.Array  # the dims that are summed over, then the rank
-    up: jax.Array  # the rank, then the other dims; it carries alpha / rank
+    base: Array
+    down: Array  # the dims that are summed over, then the rank
+    up: Array  # the rank, then the other dims; it carries alpha / rank
 
     def __getitem__(self, index: Any) -> "Adapted":
-        """Returns all of it for `...`, or for `[..., part]` that part of the weight's last dim, which `up` has too."""
+        """Returns all of it for `...`, or for `[..., part]` that part of the last dim, which `up` has too."""
         return self if index is Ellipsis else Adapted(self.base[index], self.down, self.up[index])
 
 
-def matmul(x: jax.Array, kernel: jax.Array | Adapted, einsum: str, precision: str | None = None) -> jax.Array:
+def matmul(x: Array, kernel: Array | Adapted, einsum: str, precision: str | None = None) -> Array:
     """Multiplies `x` by a weight in `x`'s dtype, as `einsum` says: every projection of the model."""
     if isinstance(kernel, Adapted):
         inputs, out = einsum.split("->")
@@ -130,9 +122,7 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, repeats: int, 
         axes, fan_in = metadata["out_sharding"], metadata["fan_in"]
         return variable.copy(out_sharding=(axis, *axes), fan_in=tuple(dim + 1 for dim in fan_in))
 
-    state = jax.tree.map(prepend_axis, state, is_leaf=_is_variable)
-    graphdef, _ = abstract(make)
-    return nnx.merge(graphdef, state)
+    return nnx.merge(abstract(make)[0], jax.tree.map(prepend_axis, state, is_leaf=_is_variable))
 
 
 def abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
@@ -160,12 +150,6 @@ def matches(path: tuple[Any, ...], patterns: Sequence[str]) -> bool:
     """Returns whether a pattern fits a weight's dotted path or its last components; * stands for anything."""
     name = dotted(path)
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
-
-
-def select(tree: Tree, roles: Tree, role: str) -> Tree:
-    """Returns the entries of a nested dict whose role is `role`, without the dicts that have none."""
-    role_of = by_path(roles)
-    return nested({path: leaf for path, leaf in by_path(tree).items() if role_of[path] == role})
 
 
 def join(*trees: Tree) -> Tree:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from src.config.schema import Mesh
@@ -55,9 +56,8 @@ class Schedule:
 
     def describe(self) -> str:
         """Describes it, such as `2 stages x 1 turn, 8 micro-batches: idle 11% of the time`."""
-        turns = "1 turn" if self.repeats == 1 else f"{self.repeats} turns"
-        idle = f"idle {self.bubble:.0%} of the time"
-        return f"{self.stages} stages x {turns}, {self.micro_batches} micro-batches: {idle}"
+        turns = f"{self.repeats} turn{'s' * (self.repeats > 1)}"
+        return f"{self.stages} stages x {turns}, {self.micro_batches} micro-batches: idle {self.bubble:.0%} of the time"
 
     def turn(self, item: Any) -> Any:
         """Returns the turn of an item (or of an array of items)."""
@@ -98,9 +98,7 @@ def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule | Non
     if repeats == -1:
         repeats = max(group.repeats // stages, 1)
     if group.repeats % (stages * repeats):
-        raise UserError(
-            _uneven(max(mesh.num_pipeline_repeats, 1), group, stages, has_groups=len(spec.layer_groups) > 1)
-        )
+        raise _uneven(max(mesh.num_pipeline_repeats, 1), group, stages, has_groups=len(spec.layer_groups) > 1)
     if repeats > 1 and micro_batches != -1 and micro_batches % stages:
         raise UserError(
             f"num_pipeline_microbatches={micro_batches} must be a multiple of the {stages} pipeline stages where "
@@ -109,8 +107,7 @@ def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule | Non
     return Schedule(stages, repeats, stages if micro_batches == -1 else micro_batches)
 
 
-def _uneven(repeats: int, group: LayerGroup, stages: int, has_groups: bool) -> str:
-    """Says that stages and turns do not divide a group's repeats, and which numbers do."""
+def _uneven(repeats: int, group: LayerGroup, stages: int, has_groups: bool) -> UserError:
     count, period = group.repeats, len(group.pattern)
     if has_groups or period > 1:
         of_pattern = f" of a pattern of {period} layers" if period > 1 else ""
@@ -125,31 +122,27 @@ def _uneven(repeats: int, group: LayerGroup, stages: int, has_groups: bool) -> s
         without = " without num_pipeline_repeats" if repeats > 1 and not numbers else ""
         sizes = any_of(numbers or divisors(count))
         advice = f"ici_pipeline_parallelism x dcn_pipeline_parallelism may be {sizes}{without}"
-    return (
-        f"{has}, which do not divide into {stages} pipeline stages{turns}: {advice}, or {key} a multiple of "
-        f"{stages * repeats}"
-    )
+    whole = f"{key} a multiple of {stages * repeats}"
+    return UserError(f"{has}, which do not divide into {stages} pipeline stages{turns}: {advice}, or {whole}")
 
 
 def run_stages(
-    run_chunk: Callable[[jax.Array, Any, jax.Array, ForwardContext], tuple[jax.Array, Any]],
-    x_BTD: jax.Array,
+    run_chunk: Callable[[Array, Any, Array, ForwardContext], tuple[Array, Any]],
+    x_BTD: Array,
     weights: Any,
-    layers_L: jax.Array,
+    layers_L: Array,
     context: ForwardContext,
     schedule: Schedule,
     remat: Callable[[Callable], Callable],
-) -> tuple[jax.Array, Any]:
-    """Runs the repeats of a layer group, split over stages.
-
-    Idle stages compute on zeros, and nothing reads their output.
+) -> tuple[Array, Any]:
+    """Runs the repeats of a layer group, split over stages; those that idle compute on zeros.
 
     The one collective over `stage` in each iteration passes a micro-batch's activations on. Weights are gathered over
     fsdp in each turn. The backward pass keeps what the blocks of a chunk keep, in each of the M R + P - 1 iterations.
     With remat_policy=full that is an input [B, T, D] per block and iteration, L / (P R) (M R + P - 1) of them for L
-    layers: GPipe's memory (Huang et al. 2019).
-    Where R > 1, each weight goes to the stage that runs it before the schedule (`_chunks`), and its gradient comes
-    back, once for each of gradient_accumulation_steps. After the schedule, all stages get the hidden states.
+    layers: GPipe's memory (Huang et al. 2019). Where R > 1, each weight goes to the stage that runs it before the
+    schedule (`_chunks`), and its gradient comes back, once for each of gradient_accumulation_steps. After the
+    schedule, all stages get the hidden states.
 
     Args:
         run_chunk: (x, weights, layers, context) -> (x, reports), of consecutive repeats, on rows of one micro-batch.
@@ -169,12 +162,12 @@ def run_stages(
     of_tokens = jax.tree.map(lambda x: layout.split_rows(x, schedule.micro_batches, *[None] * (x.ndim - 1)), of_tokens)
     pass_on = [(stage, (stage + 1) % P) for stage in range(P if R > 1 else P - 1)]
 
-    def on_stage(weights: Any, x_1MBTD: jax.Array, of_tokens: Any, layers_L: jax.Array) -> tuple[jax.Array, Any]:
+    def on_stage(weights: Any, x_1MBTD: Array, of_tokens: Any, layers_L: Array) -> tuple[Array, Any]:
         stage = jax.lax.axis_index(AXIS)
         chunks = _chunks(weights, stage, schedule)
         layers_RL = layers_L.reshape(R, P, -1)[:, stage]
 
-        def run_turn(x_BTD: jax.Array, chunks: Any, item: jax.Array) -> tuple[jax.Array, Any]:
+        def run_turn(x_BTD: Array, chunks: Any, item: Array) -> tuple[Array, Any]:
             micro_batch = schedule.micro_batch(item)
             turn = schedule.turn(item) if R > 1 else 0  # a constant: the weights are then the same in all iterations
             positions_BT, segment_ids_BT, keys_BTW = jax.tree.map(lambda x: x[micro_batch], of_tokens)
@@ -183,7 +176,7 @@ def run_stages(
 
         run_turn = remat(run_turn)
 
-        def iterate(carry: tuple[jax.Array, jax.Array], iteration: jax.Array) -> tuple[Any, Any]:
+        def iterate(carry: tuple[Array, Array], iteration: Array) -> tuple[Any, Any]:
             received_BTD, rows_MBTD = carry
             item = jnp.clip(iteration - stage, 0, schedule.items - 1)
             works = item == iteration - stage
@@ -198,21 +191,13 @@ def run_stages(
         start = (jnp.zeros_like(x_1MBTD[0, 0]), x_1MBTD[0])
         (_, rows_MBTD), reports = jax.lax.scan(iterate, start, jnp.arange(schedule.iterations))
         items_RM = schedule.item(np.arange(R)[:, None], np.arange(schedule.micro_batches))
-
-        def over_micro_batches(report: jax.Array) -> jax.Array:
-            """Sums [iterations, chunk, ...] to [R, 1, chunk, ...]."""
-            return jnp.sum(report[items_RM + stage], axis=1)[:, None]
-
         last_1MBTD = jnp.where(stage == P - 1, rows_MBTD, 0)[None]
-        return last_1MBTD, jax.tree.map(over_micro_batches, reports)
+        # Each is [iterations, chunk, ...]; its sums over micro-batches are [R, 1, chunk, ...].
+        return last_1MBTD, jax.tree.map(lambda report: jnp.sum(report[items_RM + stage], axis=1)[:, None], reports)
 
     by_stage, everywhere = PartitionSpec(AXIS), PartitionSpec()
-    mapped = layout.shard_map(
-        on_stage,
-        in_specs=(by_stage, by_stage, everywhere, everywhere),
-        out_specs=(by_stage, PartitionSpec(None, AXIS)),
-        over=(AXIS,),
-    )
+    in_specs, out_specs = (by_stage, by_stage, everywhere, everywhere), (by_stage, PartitionSpec(None, AXIS))
+    mapped = layout.shard_map(on_stage, in_specs, out_specs, over=(AXIS,))
     # Each stage's rows are an entry of one array, all but the last stage's zeros, so that the compiler adds them up, as
     # it does the first's gradients. (A sum within would be computed again in the backward pass.)
     x_PMBTD, reports = mapped(weights, jnp.broadcast_to(x_MBTD, (P, *x_MBTD.shape)), of_tokens, layers_L)
@@ -221,7 +206,7 @@ def run_stages(
     return x_BTD, jax.tree.map(lambda report: report.reshape(-1, *report.shape[3:]), reports)
 
 
-def _chunks(weights: Any, stage: jax.Array, schedule: Schedule) -> Any:
+def _chunks(weights: Any, stage: Array, schedule: Schedule) -> Any:
     """Returns the chunks that this stage runs, [R, chunk, ...], given the weights stored on it, [R chunk, ...].
 
     Chunk c is stored on stage c // R and run by stage c % P: one exchange of P - 1 permutations over `stage` brings it
@@ -236,7 +221,7 @@ def _chunks(weights: Any, stage: jax.Array, schedule: Schedule) -> Any:
     chunk_R = jnp.arange(R) * P + stage
     place_R = (stage - chunk_R // R) % P * slots + chunk_R % R // P
 
-    def exchange(chunks: jax.Array) -> jax.Array:
+    def exchange(chunks: Array) -> Array:
         received = []
         for distance in range(P):
             sent = chunks[jnp.minimum((stage + distance - stage * R) % P + P * jnp.arange(slots), R - 1)]
@@ -247,20 +232,17 @@ def _chunks(weights: Any, stage: jax.Array, schedule: Schedule) -> Any:
     return jax.tree.map(exchange, chunks)
 
 
-@jax.custom_vjp
-def _read(rows_MBTD: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the array and its entry `index`.
-
-    The derivative adds the entry's gradient in place; that of plain indexing would add a whole array of zeros.
-    """
+@jax.custom_vjp  # adds the entry's gradient in place; that of plain indexing would add a whole array of zeros
+def _read(rows_MBTD: Array, index: Array) -> tuple[Array, Array]:
+    """Returns the array and its entry `index`."""
     return rows_MBTD, rows_MBTD[index]
 
 
-def _read_forward(rows_MBTD: jax.Array, index: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+def _read_forward(rows_MBTD: Array, index: Array) -> tuple[tuple[Array, Array], Array]:
     return _read(rows_MBTD, index), index
 
 
-def _read_backward(index: jax.Array, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+def _read_backward(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, None]:
     rows_MBTD, entry_BTD = gradients
     return jax.lax.dynamic_update_index_in_dim(rows_MBTD, rows_MBTD[index] + entry_BTD, index, 0), None
 

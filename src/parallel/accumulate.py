@@ -6,32 +6,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from src.parallel.mesh import Layout, add_mesh_axes, mesh_axes_of
 
-Rows = dict[str, jax.Array]
+Rows = dict[str, Array]
 
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How the gradients of a step add up over micro-batches and devices.
-
-    Args:
-        layout: of the mesh.
-        micro_batches: a divisor of the rows over the shards of the batch.
-        replica_axes: see below.
-        pipelined: whether rows go through in the loop of a pipeline.
-        weights: the sharding of each trainable weight.
-        updates: the sharding that each gradient's sum is to have: its weight's, or one dim cut by replica axes too.
-    """
+    """How the gradients of a step add up over micro-batches and devices."""
 
     layout: Layout
-    micro_batches: int
+    micro_batches: int  # a divisor of the rows over the shards of the batch
     replica_axes: tuple[str, ...]
-    pipelined: bool
-    weights: Any
-    updates: Any
+    pipelined: bool  # rows go through in the loop of a pipeline
+    weights: Any  # the sharding of each trainable weight
+    updates: Any  # the sharding of each gradient's sum: its weight's, or with a dim cut by replica axes too
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
@@ -57,18 +49,12 @@ def shard_over(axes: tuple[str, ...], shapes: Any, shardings: Any) -> Any:
 def accumulate(
     gradient: Callable[[Any, Rows], tuple[Any, Any]], inputs: Any, rows: Rows, how: Accumulation
 ) -> tuple[Any, Any]:
-    """Returns the sums over micro-batches of what `gradient(inputs, rows)` returns; of several in float32.
+    """Sums over micro-batches what `gradient(inputs, rows)` returns (gradients, other sums); several in float32.
 
-    A reduction over `manual_axes` waits for the last micro-batch. (Between slices that is the step's one large
-    transfer.) Over the other axes each micro-batch's gradients are reduced at once, to the shards that their weights
-    have. A device that updates only a part of a weight receives no more of its gradient: half of an all-reduce's bytes
-    (Rajbhandari et al. 2020, section 7.2.1).
-
-    Args:
-        gradient: of a micro-batch: the gradients of weights, and other sums over its rows.
-        inputs: what it takes beside the rows, replicated along `manual_axes`.
-        rows: arrays [B, ...].
-        how: the layout and the shardings.
+    A reduction over `manual_axes`, along which `inputs` are replicated, waits for the last micro-batch. (Between slices
+    that is the step's one large transfer.) Over the other axes each micro-batch's gradients are reduced at once, to the
+    shards that their weights have. A device that updates only a part of a weight receives no more of its gradient: half
+    of an all-reduce's bytes (Rajbhandari et al. 2020, section 7.2.1).
     """
     if not how.manual_axes:
         gradients, sums = _over_micro_batches(gradient, inputs, rows, how)
@@ -85,16 +71,13 @@ def accumulate(
         return jax.tree.map(lambda x: x[None], gradients), jax.lax.psum(sums, how.manual_axes)
 
     whole, by_replica = PartitionSpec(), PartitionSpec(how.manual_axes)
-    gradients, sums = how.layout.shard_map(
-        on_replica, in_specs=(whole, by_replica), out_specs=(by_replica, whole), over=how.manual_axes
-    )(inputs, rows)
+    mapped = how.layout.shard_map(on_replica, (whole, by_replica), (by_replica, whole), over=how.manual_axes)
+    gradients, sums = mapped(inputs, rows)
     reduced = jax.tree.map(lambda x, *at: _reduce(x, *at, how), gradients, how.weights, how.updates)
     return reduced, sums
 
 
-def _over_micro_batches(
-    gradient: Callable[[Any, Rows], tuple[Any, Any]], inputs: Any, rows: Rows, how: Accumulation
-) -> tuple[Any, Any]:
+def _over_micro_batches(gradient: Callable, inputs: Any, rows: Rows, how: Accumulation) -> tuple[Any, Any]:
     if how.micro_batches == 1:
         return gradient(inputs, rows)
 
@@ -107,10 +90,10 @@ def _over_micro_batches(
     return jax.lax.scan(add_micro_batch, zeros, split)[0]
 
 
-def _reduce(gradients: jax.Array, weight: NamedSharding, update: NamedSharding, how: Accumulation) -> jax.Array:
+def _reduce(gradients: Array, weight: NamedSharding, update: NamedSharding, how: Accumulation) -> Array:
     """Sums a weight's gradients [replicas, ...] over its replicas, to the shards that its update is made in."""
 
-    def of_shards(gradient_1: jax.Array) -> jax.Array:
+    def of_shards(gradient_1: Array) -> Array:
         for dim, (before, after) in enumerate(zip(weight.spec, update.spec, strict=True)):
             if before != after:
                 return jax.lax.psum_scatter(gradient_1[0], how.manual_axes, scatter_dimension=dim, tiled=True)

@@ -1,13 +1,14 @@
 """The device mesh, and where each array lies on it: named axes, logical-axis rules, shardings."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -46,29 +47,36 @@ class Layout:
 
         Within `shard_map` an array is one device's part along the axes that it maps over, and those shard it no more.
         """
-        if axis is None:
-            return ()
-        mapped = _traced_mesh().manual_axes
-        return tuple(name for name in self.rules[axis] if self.mesh.shape[name] > 1 and name not in mapped)
+        mapped = jax.sharding.get_abstract_mesh().manual_axes
+        rule = () if axis is None else self.rules[axis]
+        return tuple(name for name in rule if self.mesh.shape[name] > 1 and name not in mapped)
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """Returns the partition of an array whose dims have these logical axes; None is not sharded."""
         used = [mesh_axis for axis in axes if axis is not None for mesh_axis in self.rules[axis]]
-        clash = sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1})
-        if clash:
-            named = ", ".join(str(axis) for axis in axes)
+        if clash := sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1}):
             raise UserError(
                 f"logical_axis_rules shard two dims of one array over mesh axis {clash[0]}: the array's logical axes "
-                f"are [{named}]. Give one of them another mesh axis, or [] for none."
+                f"are [{', '.join(map(str, axes))}]. Give one of them another mesh axis, or [] for none."
             )
         return PartitionSpec(*(self.axes(axis) or None for axis in axes))
 
     def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
         """Returns the sharding of an array whose dims have these logical axes; no axes: a copy on every device."""
-        traced = _traced_mesh()
-        return NamedSharding(self.mesh if traced.empty else traced, self.spec(axes))
+        return NamedSharding(self._traced_mesh, self.spec(axes))
 
-    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    @property
+    def _traced_mesh(self) -> Mesh | AbstractMesh:
+        """Returns the mesh of the `shard_map` that is being traced, which knows its manual axes, or this one."""
+        traced = jax.sharding.get_abstract_mesh()
+        return self.mesh if traced.empty else traced
+
+    @property
+    def platform(self) -> str:
+        """Returns tpu, gpu or cpu."""
+        return self.mesh.devices.flat[0].platform
+
+    def constrain(self, x: Array, *axes: str | None) -> Array:
         """Shards `x` by its dims' logical axes, inside a compiled function.
 
         Raises:
@@ -79,21 +87,20 @@ class Layout:
 
     def check(self, shape: Sequence[int], axes: Sequence[str | None]) -> None:
         """Raises UserError where a dim is not divisible by the mesh axes that shard it."""
+        for axis, problem in self.indivisible(shape, axes):
+            raise UserError(f"{problem}: change that size, or logical_axis_rules.{axis}")
+
+    def indivisible(self, shape: Sequence[int], axes: Sequence[str | None]) -> Iterator[tuple[str, str]]:
+        """Yields the logical axes of dims that their mesh axes do not divide, each with a description."""
         for size, axis in zip(shape, axes, strict=True):
             if axis is not None and size % self.shards(axis):
-                raise UserError(
-                    f"{self.describe_indivisible(size, axis)}: change that size, or logical_axis_rules.{axis}"
-                )
+                key = f" ({SIZE_KEYS[axis]})" if axis in SIZE_KEYS else ""
+                yield axis, f"{axis} = {size}{key} is not divisible by {self.sharded_by(axis)}"
 
-    def split_rows(self, x: jax.Array, parts: int, *axes: str | None) -> jax.Array:
+    def split_rows(self, x: Array, parts: int, *axes: str | None) -> Array:
         """[B, ...] to [parts, B / parts, ...], every row on the device where it is; `axes` are the further dims'."""
         x = jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
         return self.constrain(x, None, "batch", *axes)
-
-    def describe_indivisible(self, size: int, axis: str) -> str:
-        """Says that a dim of logical axis `axis` and this size is not divisible by its mesh axes."""
-        key = f" ({SIZE_KEYS[axis]})" if axis in SIZE_KEYS else ""
-        return f"{axis} = {size}{key} is not divisible by {self.sharded_by(axis)}"
 
     def sharded_by(self, axis: str) -> str:
         """Writes the mesh axes that shard logical axis `axis` with their sizes, such as `data=2 x fsdp=4`."""
@@ -118,35 +125,22 @@ class Layout:
         return tuple(name for name, ids in along.items() if (ids == ids[:1]).all())
 
     def shard_map(
-        self, function: Callable, in_specs: Any, out_specs: Any, over: Sequence[str] | None = None
+        self, function: Callable, in_specs: Any, out_specs: Any, over: Collection[str] | None = None
     ) -> Callable:
         """Maps `function` over device shards along the mesh axes `over`; None: all that no outer `shard_map` maps over.
 
         The other axes go on as ever: within, `constrain` and another `shard_map` take care of them.
         """
-        traced = _traced_mesh()
-        free = [name for name in self.mesh.axis_names if name not in traced.manual_axes]
-        return jax.shard_map(
-            function,
-            mesh=self.mesh if traced.empty else traced,
-            axis_names=set(free if over is None else over),
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
-
-
-def _traced_mesh() -> AbstractMesh:
-    """Returns the mesh of the `shard_map` that is being traced, which knows its manual axes; outside, an empty mesh."""
-    return jax.sharding.get_abstract_mesh()
+        if over is None:
+            over = {*self.mesh.axis_names}.difference(jax.sharding.get_abstract_mesh().manual_axes)
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(function, mesh=self._traced_mesh, axis_names={*over}, check_vma=False, **specs)
 
 
 def make_layout(section: MeshSection, devices: Sequence[jax.Device]) -> Layout:
     """Makes the mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them."""
-    names = section.mesh_axes
-    groups = count_slices(devices)
-    ici = _fill("ici", section, names, len(devices) // groups, groups)
-    dcn = _fill("dcn", section, names, len(devices) // groups, groups)
+    names, groups = section.mesh_axes, count_slices(devices)
+    ici, dcn = (_sizes(kind, section, len(devices) // groups, groups) for kind in ("ici", "dcn"))
     if groups == 1:
         device_array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     else:
@@ -178,17 +172,12 @@ def _joined_by_process(device: jax.Device) -> bool:
     return device.platform != "tpu"
 
 
-def _fill(kind: str, section: MeshSection, names: Sequence[str], devices: int, groups: int) -> list[int]:
-    """Returns the sizes of one kind for these mesh axes, with the one -1 replaced by what the others leave.
+def _sizes(kind: str, section: MeshSection, devices: int, groups: int) -> list[int]:
+    """Returns the mesh axes' sizes of one kind (ici or dcn), with the one -1 replaced by what the others leave.
 
-    Args:
-        kind: ici or dcn.
-        section: the sizes.
-        names: the mesh axes.
-        devices: in each slice or host.
-        groups: how many slices or hosts.
+    There are `devices` in each of the `groups`, slices or hosts.
     """
-    sizes = {key: getattr(section, key) for key in (size_key(kind, name) for name in names)}
+    sizes = {key: getattr(section, key) for key in (size_key(kind, name) for name in section.mesh_axes)}
     total = devices if kind == "ici" else groups
     given = math.prod(size for size in sizes.values() if size != -1)
     filled = [total // given if size == -1 else size for size in sizes.values()]
@@ -200,20 +189,18 @@ def _fill(kind: str, section: MeshSection, names: Sequence[str], devices: int, g
     what = f"device{plural} in each slice or host" if kind == "ici" else f"slice{plural} or host{plural}"
     if -1 in sizes.values():
         product += f" = {given}" if len(larger) > 1 else ""
-        said = f"{product} does not divide {total} {what}: {any_of(divisors(total))} {'do' if total > 1 else 'does'}."
+        problem = f"{product} does not divide {total} {what}: {any_of(divisors(total))} do{'es' * (total == 1)}."
     else:
-        said = (
-            f"{product} against {total} {what}. Set one of the sizes to -1 (what is left), or sizes whose product is "
-            f"{total}."
-        )
+        advice = f"Set one of the sizes to -1 (what is left), or sizes whose product is {total}."
+        problem = f"{product} against {total} {what}. {advice}"
     if kind == "dcn" and groups == 1:
-        said += (
+        problem += (
             " Larger dcn sizes need a job on more slices or hosts, which JAX did not find (docs/launch.md), or with "
             "compile_topology, compile_topology_num_slices."
         )
     if kind == "ici" and groups > 1 and given > devices:
-        said += f" Between the {groups} slices or hosts sizes are dcn_*_parallelism."
-    raise UserError(f"The mesh does not multiply out: {said}")
+        problem += f" Between the {groups} slices or hosts sizes are dcn_*_parallelism."
+    raise UserError(f"The mesh does not multiply out: {problem}")
 
 
 def divisors(number: int) -> list[int]:
@@ -257,22 +244,19 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
     Raises:
         UserError: a dim is not divisible by the mesh axes that shard it; all such are named.
     """
-    problems: dict[str, None] = {}
-    keys: dict[str, None] = {}
-    rules: dict[str, None] = {}
+    problems: dict[str, str] = {}  # and the logical axis of each
 
-    def place(path: Any, shape: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
-        for size, axis in zip(shape.shape, dims, strict=True):
-            if axis is not None and size % layout.shards(axis):
-                problems[layout.describe_indivisible(size, axis)] = None
-                keys.update((size_key(kind, name), None) for name in layout.axes(axis) for kind in ("ici", "dcn"))
-                rules[f"logical_axis_rules.{axis}=[]"] = None
+    def place(shape: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
+        problems.update((problem, axis) for axis, problem in layout.indivisible(shape.shape, dims))
         return layout.sharding(dims)
 
-    shardings = jax.tree.map_with_path(place, shapes, axes)
+    shardings = jax.tree.map(place, shapes, axes)
     if problems:
+        names = [name for axis in problems.values() for name in layout.axes(axis)]
+        keys = list(dict.fromkeys(size_key(kind, name) for name in names for kind in ("ici", "dcn")))
+        rules = dict.fromkeys(f"logical_axis_rules.{axis}=[]" for axis in problems.values())
         raise UserError(
-            f"Weights do not divide over the mesh: {'; '.join(problems)}. Change these sizes, or {any_of(list(keys))}, "
+            f"Weights do not divide over the mesh: {'; '.join(problems)}. Change these sizes, or {any_of(keys)}, "
             f"or leave such a dim whole on each device: {', '.join(rules)}."
         )
     return shardings

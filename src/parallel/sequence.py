@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from src.config.schema import size_key
 from src.errors import UserError
@@ -45,7 +46,7 @@ def zigzag_parts(n: int) -> int:
     return 2 * n if n > 1 else 1
 
 
-def to_zigzag(x_BT: jax.Array, layout: Layout) -> jax.Array:
+def to_zigzag(x_BT: Array, layout: Layout) -> Array:
     """Reorders [B, T, ...] from the text's order into zigzag order, each part placed on its device."""
     if layout.shards("length") == 1:
         return x_BT
@@ -53,7 +54,7 @@ def to_zigzag(x_BT: jax.Array, layout: Layout) -> jax.Array:
     return layout.constrain(ordered_BT, "batch", "length", *[None] * (x_BT.ndim - 2))
 
 
-def from_zigzag(x_BT: jax.Array, n: int) -> jax.Array:
+def from_zigzag(x_BT: Array, n: int) -> Array:
     """Reorders [B, T, ...] from the zigzag order of n devices into the text's; T must be whole on every device."""
     if n == 1:
         return x_BT
@@ -62,28 +63,22 @@ def from_zigzag(x_BT: jax.Array, n: int) -> jax.Array:
     return jnp.concatenate([parts[:, :, 0], parts[:, ::-1, 1]], axis=1).reshape(x_BT.shape)
 
 
-def replicate_rows(x_BT: jax.Array, layout: Layout, *axes: str | None) -> jax.Array:
+def replicate_rows(x_BT: Array, layout: Layout, *axes: str | None) -> Array:
     """Gathers [B, T, ...] in zigzag order into whole rows in the text's order on each device: [B, n T, ...].
 
     The n devices that share a row each have a copy of it, side by side along T. What a device computes from its copy
-    is therefore an array of its own, and the gradient is summed and sharded again here.
-
-    Args:
-        x_BT: the array.
-        layout: the mesh.
-        axes: the logical axes of the dims after T.
+    is therefore an array of its own, and the gradient is summed and sharded again here. `axes` are of the dims after T.
     """
     sharing, n = layout.axes("length"), layout.shards("length")
     if n == 1:
         return x_BT
     sharded = layout.spec(("batch", "length", *axes))
     # XLA for CPUs aborts on a bfloat16 sum, here the gradient's, within a map over some of the axes.
-    on_cpus = layout.mesh.devices.flat[0].platform == "cpu" and x_BT.dtype == jnp.bfloat16
-    sent = jnp.float32 if on_cpus else x_BT.dtype
+    sent = jnp.float32 if layout.platform == "cpu" and x_BT.dtype == jnp.bfloat16 else x_BT.dtype
 
     # Mapped over all axes that shard it: XLA would gather it over the others too.
     @functools.partial(layout.shard_map, in_specs=sharded, out_specs=sharded, over=mesh_axes_of(sharded))
-    def gather(x_BT: jax.Array) -> jax.Array:
+    def gather(x_BT: Array) -> Array:
         return from_zigzag(jax.lax.all_gather(x_BT.astype(sent), sharing, axis=1, tiled=True), n).astype(x_BT.dtype)
 
     return gather(x_BT)

@@ -7,49 +7,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from src.errors import UserError
+from src.parallel.mesh import divisors
 
 
 @dataclass(frozen=True)
 class Chip:
     """Published figures of one JAX device: a TPU chip, half of one where JAX shows two devices a chip, or a GPU.
 
-    Attributes:
-        kind: `jax.Device.device_kind`.
-        peaks: Floating-point operations per second, by dtype, as `peak_flops` has them.
-        memory: Bytes. On a TPU what the compiler grants a program. On a GPU all that the driver reports, of which JAX
-            takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-        memory_bandwidth: Bytes per second.
-        ici_bandwidth: Bytes per second that the device sends over all its links to the rest of its slice or host.
-        dcn_bandwidth: Bytes per second that it sends to other slices or hosts: its share of its host's network cards.
+    `memory` is in bytes: on a TPU what the compiler grants a program, on a GPU all that the driver reports, of which
+    JAX takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. Bandwidths are in bytes per second.
     """
 
-    kind: str
-    peaks: Mapping[str, float]
+    kind: str  # `jax.Device.device_kind`
     memory: int
     memory_bandwidth: float
-    ici_bandwidth: float
-    dcn_bandwidth: float
+    ici_bandwidth: float  # that the device sends over all its links to the rest of its slice or host
+    dcn_bandwidth: float  # that it sends to other slices or hosts: its share of its host's network cards
+
+    @property
+    def peaks(self) -> Mapping[str, float]:
+        """Floating-point operations per second, by dtype, as `peak_flops` has them."""
+        return _PEAK_FLOPS[self.kind]
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The devices that a program is compiled for.
+    """The devices that a program is compiled for."""
 
-    Attributes:
-        name: As it was typed, in lower case.
-        platform: tpu, gpu or cpu.
-        chip: None for a CPU, which has no published figures.
-        shape: Chips of a slice along each of its dims; for GPUs and CPUs the devices of a host.
-        devices_per_chip: JAX devices.
-        slices: TPU slices, or hosts of GPUs; 1 for CPUs.
-    """
-
-    name: str
-    platform: str
-    chip: Chip | None
-    shape: tuple[int, ...]
+    name: str  # as it was typed, in lower case
+    platform: str  # tpu, gpu or cpu
+    chip: Chip | None  # None for a CPU, which has no published figures
+    shape: tuple[int, ...]  # chips of a slice along each of its dims; for GPUs and CPUs the devices of a host
     devices_per_chip: int
-    slices: int
+    slices: int  # TPU slices, or hosts of GPUs; 1 for CPUs
 
     @property
     def num_devices(self) -> int:
@@ -114,11 +104,11 @@ _MIB = 2**20
 # Supercomputer" (Jouppi and others, 2023) has six links of 50 GB/s, "How to Scale Your Model" (jax-ml.github.io/
 # scaling-book/tpus) the card. v5e's is its page's 6.4 Tbit/s for a pod of 256. Memory is what libtpu's compiler says it
 # has when a program needs more, the least of the versions pinned in requirements/: all but 0.25 to 1.25 GiB.
-_TPU_V4 = Chip("TPU v4", _PEAK_FLOPS["TPU v4"], 31_485 * _MIB, 1200e9, 300e9, 6.25e9)
-_TPU_V5E = Chip("TPU v5 lite", _PEAK_FLOPS["TPU v5 lite"], 16_126 * _MIB, 819e9, 200e9, 3.125e9)
-_TPU_V5P = Chip("TPU v5", _PEAK_FLOPS["TPU v5"], 98_025 * _MIB, 2765e9, 600e9, 6.25e9)
-_TPU_V6E = Chip("TPU v6 lite", _PEAK_FLOPS["TPU v6 lite"], 31_992 * _MIB, 1638e9, 400e9, 12.5e9)
-_TPU_7X = Chip("TPU7x", _PEAK_FLOPS["TPU7x"], 97_012 * _MIB, 3690e9, 300e9, 6.25e9)  # half a chip
+_TPU_V4 = Chip("TPU v4", 31_485 * _MIB, 1200e9, 300e9, 6.25e9)
+_TPU_V5E = Chip("TPU v5 lite", 16_126 * _MIB, 819e9, 200e9, 3.125e9)
+_TPU_V5P = Chip("TPU v5", 98_025 * _MIB, 2765e9, 600e9, 6.25e9)
+_TPU_V6E = Chip("TPU v6 lite", 31_992 * _MIB, 1638e9, 400e9, 12.5e9)
+_TPU_7X = Chip("TPU7x", 97_012 * _MIB, 3690e9, 300e9, 6.25e9)  # half a chip
 
 # GPUs, eight to a host. Memory is what the driver reports (xla/backends/gpu/target_config/specs of openxla/xla);
 # its bandwidth and NVLink, one direction of it, are from NVIDIA's data sheets. The network cards are those for GPUs
@@ -126,10 +116,10 @@ _TPU_7X = Chip("TPU7x", _PEAK_FLOPS["TPU7x"], 97_012 * _MIB, 3690e9, 300e9, 6.25
 # a3-ultragpu-8g and a4-highgpu-8g 8 x 400 Gbit/s; for the A100 of NVIDIA's DGX A100, 8 x 200 Gbit/s.
 _GPUS_PER_HOST = 8
 _GPU_HOSTS = {
-    "a100": Chip("NVIDIA A100-SXM4-80GB", _PEAK_FLOPS["NVIDIA A100-SXM4-80GB"], 85_100_068_864, 2039e9, 300e9, 25e9),
-    "a3": Chip("NVIDIA H100 80GB HBM3", _PEAK_FLOPS["NVIDIA H100 80GB HBM3"], 84_942_979_072, 3350e9, 450e9, 12.5e9),
-    "a3-ultra": Chip("NVIDIA H200", _PEAK_FLOPS["NVIDIA H200"], 151_397_597_184, 4800e9, 450e9, 50e9),
-    "a4": Chip("NVIDIA B200", _PEAK_FLOPS["NVIDIA B200"], 191_514_411_008, 8000e9, 900e9, 50e9),
+    "a100": Chip("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2039e9, 300e9, 25e9),
+    "a3": Chip("NVIDIA H100 80GB HBM3", 84_942_979_072, 3350e9, 450e9, 12.5e9),
+    "a3-ultra": Chip("NVIDIA H200", 151_397_597_184, 4800e9, 450e9, 50e9),
+    "a4": Chip("NVIDIA B200", 191_514_411_008, 8000e9, 900e9, 50e9),
 }
 
 
@@ -166,10 +156,7 @@ _LONGEST = 64 * _CUBE
 def parse_topology(name: str, slices: int) -> Topology:
     """Parses the keys `compile_topology` and `compile_topology_num_slices`.
 
-    Args:
-        name: a TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3), or cpu-N, in
-            lower case or capitals.
-        slices: the number of slices or hosts.
+    A name is a TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3), or cpu-N.
 
     Raises:
         UserError: there is no such slice or host, or no such number of them.
@@ -191,23 +178,24 @@ def parse_topology(name: str, slices: int) -> Topology:
     if family not in _GENERATIONS:
         raise _unknown(name)
     generation = _GENERATIONS[family]
-    sizes = tuple(int(size) for size in shape.split("x")) if shape else ()
-    chips = _check_shape(name, family, sizes) if shape else _counted_shape(name, family, int(count))
+    if shape:
+        chips = _check_shape(name, family, tuple(map(int, shape.split("x"))))
+    else:
+        chips = _counted_shape(name, family, int(count))
     return Topology(name, "tpu", generation.chip, chips, generation.devices_per_chip, slices)
 
 
 def _counted_shape(name: str, family: str, count: int) -> tuple[int, ...]:
     generation = _GENERATIONS[family]
     chips, rest = divmod(count, generation.counted_per_chip)
-    shape = None if rest else _slice_shape(chips, generation)
-    if shape is not None:
+    if not rest and (shape := _slice_shape(chips, generation)):
         return shape
     sizes = [n for n in range(1, generation.largest + 1) if _slice_shape(n, generation)]
     names = [n * generation.counted_per_chip for n in sizes]
-    nearest = [max((n for n in names if n < count), default=None), min((n for n in names if n > count), default=None)]
+    nearest = [*[n for n in names if n < count][-1:], *[n for n in names if n > count][:1]]
     raise UserError(
         f"compile_topology={name}: no {family} slice has {count} {generation.counted}. The nearest: "
-        + ", ".join(f"{family}-{n}" for n in nearest if n is not None)
+        + ", ".join(f"{family}-{n}" for n in nearest)
     )
 
 
@@ -240,8 +228,7 @@ def _factors(product: int, count: int) -> tuple[int, ...]:
     """Factors `product` into `count` whole numbers with the least sum."""
     if count == 1:
         return (product,)
-    divisors = [n for n in range(1, product + 1) if product % n == 0]
-    return min(((n, *_factors(product // n, count - 1)) for n in divisors), key=sum)
+    return min(((n, *_factors(product // n, count - 1)) for n in divisors(product)), key=sum)
 
 
 def _unknown(name: str) -> UserError:
@@ -266,21 +253,14 @@ def _unknown(name: str) -> UserError:
 def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Returns the published peak rate of one JAX device in matrix products, in floating-point operations per second.
 
-    Args:
-        device_kind: `jax.Device.device_kind`, exactly: a variant that is not listed may have another rate.
-        dtype: what is multiplied: "bfloat16", "float32", or "tensorfloat32", which is what XLA makes of float32 on an
-            NVIDIA GPU unless `matmul_precision` is highest.
-
-    Returns:
-        A multiplication and its addition count as two. None where no source states the rate (a CPU, an unlisted
-        device, float32 on a TPU): no MFU is better than a guessed one.
+    A multiplication and its addition count as two. `dtype` is bfloat16, float32, or tensorfloat32, which is what XLA
+    makes of float32 on an NVIDIA GPU unless `matmul_precision` is highest. None where no source states the rate (a CPU,
+    an unlisted device, float32 on a TPU): no MFU is better than a guessed one.
     """
     return _PEAK_FLOPS.get(device_kind, {}).get(dtype)
 
 
 def run_peak(device_kind: str, dtype: str, matmul_precision: str) -> float | None:
     """Returns `peak_flops` of a run that computes in `dtype` under the key `matmul_precision`."""
-    if dtype == "float32" and matmul_precision != "highest":
-        rounded = peak_flops(device_kind, "tensorfloat32")  # which NVIDIA's GPUs alone have
-        return rounded or peak_flops(device_kind, dtype)
-    return peak_flops(device_kind, dtype)
+    is_rounded = dtype == "float32" and matmul_precision != "highest"  # on NVIDIA's GPUs alone
+    return (is_rounded and peak_flops(device_kind, "tensorfloat32")) or peak_flops(device_kind, dtype)

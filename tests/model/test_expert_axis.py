@@ -163,7 +163,9 @@ def test_balanced_experts_take_one_window_and_a_single_one_many():
     layout = make_layout(load(**EXPERTS, ici_expert_parallelism=8).mesh, jax.devices())
     even, one = np.full((8, 8), 100 // 8 + 1), np.eye(8, dtype=int)[[0] * 8] * 100
     windows = [
-        layout.shard_map(lambda rows=rows: dispatch._windows(jnp.asarray(rows), 125, peers), (), layout.spec(()))()
+        layout.shard_map(
+            lambda rows=rows: dispatch.Windows(None, 125, peers).count(jnp.asarray(rows)), (), layout.spec(())
+        )()
         for rows in (even, one)
     ]
     assert list(map(int, windows)) == [1, 7]
@@ -174,14 +176,14 @@ def test_padding_causes_no_second_window(monkeypatch):
     real_BT = np.broadcast_to(np.arange(16) < 4, (8, 16))
     balanced = np.arange(8 * 16 * 2).reshape(8, 16, 2) % 8
     choices = np.where(real_BT[..., None], balanced, [0, 1])
-    counts, windows = [], dispatch._windows
+    counts, windows = [], dispatch.Windows.count
 
     def counted(*arguments):
         found = windows(*arguments)
         jax.debug.callback(lambda count: counts.append(int(count)), found)
         return found
 
-    monkeypatch.setattr(dispatch, "_windows", counted)
+    monkeypatch.setattr(dispatch.Windows, "count", counted)
     for real, expected in ((real_BT, 1), (np.ones_like(real_BT), 3)):
         run, inputs, _ = routed(choices, real_BT=real, ici_expert_parallelism=8)
         jax.block_until_ready(jax.jit(run)(*inputs))

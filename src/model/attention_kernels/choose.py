@@ -11,8 +11,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from src.errors import UserError
 from src.model.attention_kernels.reference import dot_product
@@ -25,13 +25,8 @@ PLATFORMS = {"flash": "tpu", "cudnn_flash": "gpu"}  # of the fused kernels
 
 
 def attend(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    spec: ScoreSpec,
-    sinks_N: jax.Array | None,
-    context: ForwardContext,
-) -> jax.Array:
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
+) -> Array:
     """Computes attention by `context.kernel`: q [B, T, N, H] on k, v [B, n S, K, H] to [B, T, N, H].
 
     Keys and values come from `replicate_rows`: all S = T tokens for each of the n devices that share a row.
@@ -52,7 +47,7 @@ def attend(
     return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
 
 
-def repeat_kv(x_BTKH: jax.Array, num_query_heads: int, layout: Layout) -> jax.Array:
+def repeat_kv(x_BTKH: Array, num_query_heads: int, layout: Layout) -> Array:
     """Replicates the rows of keys or values [B, T, K, H], with the heads that each device's queries read."""
     if layout.axes("kv_heads") != layout.axes("heads"):
         # So many neighbouring queries of a device read the same head.

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+from jax import Array
 
 from src.model.attention_kernels.reference import causal_mask
 from src.model.attention_kernels.scores import ScoreSpec
@@ -11,13 +12,8 @@ from src.model.forward_context import ForwardContext
 
 
 def cudnn(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    spec: ScoreSpec,
-    sinks_N: jax.Array | None,
-    context: ForwardContext,
-) -> jax.Array:
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
+) -> Array:
     """Attends with q [B, T, N, H] to k, v [B, S, K, H] on each device's rows and heads.
 
     Packed rows pass their segments as a mask [B, 1, T, S] in the compute dtype. No devices share rows here, so the
@@ -30,7 +26,7 @@ def cudnn(
     @functools.partial(
         layout.shard_map, in_specs=(sharded, sharded, sharded, layout.spec(("batch", None))), out_specs=sharded
     )
-    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+    def on_device(q: Array, k: Array, v: Array, segments: Array) -> Array:
         local = dataclasses.replace(context, segment_ids_BT=segments)
         return jax.nn.dot_product_attention(
             q,

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from src.model.attention_kernels.scores import ScoreSpec
 from src.model.forward_context import ForwardContext
@@ -11,13 +12,8 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding al
 
 
 def dot_product(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    spec: ScoreSpec,
-    sinks_N: jax.Array | None,
-    context: ForwardContext,
-) -> jax.Array:
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
+) -> Array:
     """Attends with q [B, T, N, H] to k, v [B, n S, K, H]; holds the scores [B, N, T, S] in float32."""
     B, T, N, _ = q_BTNH.shape
     by_device = (x.reshape(B, context.layout.shards("length"), -1, *x.shape[2:]) for x in (q_BTNH, k_BSKH, v_BSKH))
@@ -25,7 +21,7 @@ def dot_product(
     return out_BntNH.reshape(B, T, N, -1)
 
 
-def causal_mask(context: ForwardContext, window: int) -> jax.Array:
+def causal_mask(context: ForwardContext, window: int) -> Array:
     """Returns bool [B, n, t, S]: which of a row's S tokens each of t queries on each of n devices attends to."""
     B, S = context.segment_ids_BT.shape
     n = context.layout.shards("length")
@@ -38,13 +34,8 @@ def causal_mask(context: ForwardContext, window: int) -> jax.Array:
 
 
 def masked_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    mask_BTS: jax.Array,
-    spec: ScoreSpec,
-    sinks_N: jax.Array | None,
-) -> jax.Array:
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array, spec: ScoreSpec, sinks_N: Array | None
+) -> Array:
     """Attends with T queries to the S keys where `mask_BTS` is true; B may be several dims.
 
     The head size of values may differ from that of keys.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental.pallas.ops.tpu import splash_attention as sa
 from jax.sharding import NamedSharding
 
@@ -23,7 +24,7 @@ class CausalWindow:
 
     window: int
 
-    def __call__(self, query: jax.Array, key: jax.Array) -> jax.Array:
+    def __call__(self, query: Array, key: Array) -> Array:
         """Compares indices of one shape; the kernel calls this on its blocks."""
         return (query >= key) & (query - self.window < key) if self.window else query >= key
 
@@ -64,14 +65,14 @@ class ZigzagCausalMask(sa.Mask):
 
 
 def splash(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
     spec: ScoreSpec,
-    sinks_N: jax.Array | None,
+    sinks_N: Array | None,
     context: ForwardContext,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Attends with q [B, T, N, H] to k, v [B, n S, K, H] on each device's rows, heads and queries.
 
     Blocks that are masked wholly are skipped. `interpret` runs the kernel without a TPU, slowly, for tests.
@@ -110,16 +111,8 @@ def splash(
         ),
         out_specs=sharded,
     )
-    def on_device(
-        kernel: Callable,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        q_ids: jax.Array,
-        kv_ids: jax.Array,
-        *sinks: jax.Array,
-    ) -> jax.Array:
-        def of_row(q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+    def on_device(kernel: Callable, q: Array, k: Array, v: Array, q_ids: Array, kv_ids: Array, *sinks: Array) -> Array:
+        def of_row(q: Array, k: Array, v: Array, *ids: Array) -> Array:
             return kernel(q, k, v, sa.SegmentIds(*ids), *sinks)
 
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * spec.scale, k, v))

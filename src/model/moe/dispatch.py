@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 BUFFER_SLACK = 1.25  # rows that an exchange's buffer has, over those that arrive when all experts are chosen as often
 
@@ -34,23 +35,19 @@ class ExchangePlan(NamedTuple):
     each of this one's experts.
     """
 
-    sent_from: jax.Array  # the first row, on this device
-    sent: jax.Array  # rows
-    sent_to: jax.Array  # the first row, on the receiver
-    received: jax.Array  # rows
+    sent_from: Array  # the first row, on this device
+    sent: Array  # rows
+    sent_to: Array  # the first row, on the receiver
+    received: Array  # rows
 
 
-Rows = tuple[jax.Array, jax.Array | None]  # of tokens, and factors of their hidden units; None: no factors
+Rows = tuple[Array, Array | None]  # of tokens, and factors of their hidden units; None: no factors
 
 
 @jax.named_scope("dispatch")
 def dropless(
-    tokens: Rows,
-    experts_Xk: jax.Array,
-    kernels: Any,
-    feed: Callable[[Rows, Any, jax.Array], jax.Array],
-    group: ExpertGroup,
-) -> jax.Array:
+    tokens: Rows, experts_Xk: Array, kernels: Any, feed: Callable[[Rows, Any, Array], Array], group: ExpertGroup
+) -> Array:
     """Sums the outputs of each token's experts, [X, D] to [X, D]; no choice is dropped, however uneven.
 
     Choices are sorted by expert, so that each of a device's experts finds its rows in one block. Across devices, the
@@ -72,7 +69,7 @@ def dropless(
         group: the devices that have the other experts.
     """
     X, k = experts_Xk.shape
-    chosen_M, experts = experts_Xk.reshape(-1), _expert_count(kernels) * group.count
+    chosen_M, experts = experts_Xk.reshape(-1), len(jax.tree.leaves(kernels)[0]) * group.count
     order_R = jnp.argsort(chosen_M)
     rows_E = jnp.bincount(chosen_M, length=experts).astype(jnp.int32)
     # Rows past the last expert's belong to none: their outputs and gradients are undefined.
@@ -83,74 +80,74 @@ def dropless(
         out_RD = feed(rows, kernels, rows_E)
     else:
         most = group.count * X * min(k, experts // group.count)
-        room = min(most, math.ceil(BUFFER_SLACK * X * k))
+        windows = Windows(feed, min(most, math.ceil(BUFFER_SLACK * X * k)), group)
         rows_PE = jax.lax.all_gather(rows_E, group.axes)
-        out_RD = _window(rows, kernels, rows_PE, 0, feed, room, group)
-        if room < most:
-            out_RD = _later_windows(out_RD, rows, kernels, rows_PE, feed, room, group)
+        out_RD = windows.run(rows, kernels, rows_PE, 0)
+        if windows.room < most:
+            out_RD = _later_windows(windows, out_RD, rows, kernels, rows_PE)
     return combine(out_RD, row_M, choice_R, k)
 
 
-def _fill_buffers(tokens: Rows, choice_R: jax.Array, row_M: jax.Array, k: int) -> Rows:
+def _fill_buffers(tokens: Rows, choice_R: Array, row_M: Array, k: int) -> Rows:
     x_XD, weights_Xk = tokens
     weights_R1 = None if weights_Xk is None else fill_buffer(weights_Xk.reshape(-1, 1), choice_R, row_M, 1)
     return fill_buffer(x_XD, choice_R, row_M, k), weights_R1
 
 
-def _window(
-    rows: Rows, kernels: Any, rows_PE: jax.Array, window: jax.Array | int, feed: Callable, room: int, group: ExpertGroup
-) -> jax.Array:
-    """Returns the experts' outputs for this device's sorted rows that are in their receivers' windows, 0 for others."""
-    send_plan, return_plan, rows_e = exchange_plans(rows_PE, window, room, jax.lax.axis_index(group.axes))
-    arrived = jax.tree.map(lambda each: exchange(each, send_plan, return_plan, room, group), rows)
-    return exchange(feed(arrived, kernels, rows_e), return_plan, send_plan, len(rows[0]), group)
+@dataclass(frozen=True)
+class Windows:
+    """How rows go to a group's experts and back in windows of `room` rows each; `rows_PE`: each device's per expert."""
+
+    feed: Callable[[Rows, Any, Array], Array]
+    room: int
+    group: ExpertGroup
+
+    def run(self, rows: Rows, kernels: Any, rows_PE: Array, window: Array | int) -> Array:
+        """Returns the experts' outputs for this device's sorted rows that are in the window, 0 for others."""
+        device = jax.lax.axis_index(self.group.axes)
+        send_plan, return_plan, rows_e = exchange_plans(rows_PE, window, self.room, device)
+        arrived = jax.tree.map(lambda each: exchange(each, send_plan, return_plan, self.room, self.group), rows)
+        return exchange(self.feed(arrived, kernels, rows_e), return_plan, send_plan, len(rows[0]), self.group)
+
+    def count(self, rows_PE: Array) -> Array:
+        """Returns how many windows devices run: those of one slice run as many, since they meet in collectives."""
+        most = jnp.max(jnp.sum(rows_PE.reshape(self.group.count, self.group.count, -1), axis=(0, 2)))
+        return jax.lax.pmax(-(-most // self.room), tuple(dict.fromkeys(self.group.axes + self.group.in_step)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _later_windows(
-    out_RD: jax.Array, rows: Rows, kernels: Any, rows_PE: jax.Array, feed: Callable, room: int, group: ExpertGroup
-) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _later_windows(windows: Windows, out_RD: Array, rows: Rows, kernels: Any, rows_PE: Array) -> Array:
     """Adds the windows after the first to `out_RD`: as many as the device with the most rows needs."""
 
-    def add(window: jax.Array, out_RD: jax.Array) -> jax.Array:
-        return out_RD + _window(rows, kernels, rows_PE, window, feed, room, group)
+    def add(window: Array, out_RD: Array) -> Array:
+        return out_RD + windows.run(rows, kernels, rows_PE, window)
 
-    return jax.lax.fori_loop(1, _windows(rows_PE, room, group), add, out_RD)
-
-
-def _windows_forward(
-    out_RD: jax.Array, rows: Rows, kernels: Any, rows_PE: jax.Array, feed: Callable, room: int, group: ExpertGroup
-) -> tuple[jax.Array, Any]:
-    return _later_windows(out_RD, rows, kernels, rows_PE, feed, room, group), (rows, kernels, rows_PE)
+    return jax.lax.fori_loop(1, windows.count(rows_PE), add, out_RD)
 
 
-def _windows_backward(
-    feed: Callable, room: int, group: ExpertGroup, residuals: Any, gradient_RD: jax.Array
-) -> tuple[Any, ...]:
-    rows, kernels, rows_PE = residuals
+def _windows_forward(windows: Windows, out_RD: Array, *inputs: Any) -> tuple[Array, Any]:
+    return _later_windows(windows, out_RD, *inputs), inputs
 
-    def add(window: jax.Array, sums: Any) -> Any:
-        _, to_inputs = jax.vjp(lambda x, w: _window(x, w, rows_PE, window, feed, room, group), rows, kernels)
+
+def _windows_backward(windows: Windows, inputs: Any, gradient_RD: Array) -> tuple[Any, ...]:
+    rows, kernels, rows_PE = inputs
+
+    def add(window: Array, sums: Any) -> Any:
+        _, to_inputs = jax.vjp(lambda x, w: windows.run(x, w, rows_PE, window), rows, kernels)
         return jax.tree.map(jnp.add, sums, to_inputs(gradient_RD))
 
     # Weights' too are summed in the compute dtype, which a window's gradients have: sums in float32 would take their
     # memory even without later windows (docs/log.md).
     zeros = jax.tree.map(jnp.zeros_like, (rows, kernels))
-    return gradient_RD, *jax.lax.fori_loop(1, _windows(rows_PE, room, group), add, zeros), None
+    return gradient_RD, *jax.lax.fori_loop(1, windows.count(rows_PE), add, zeros), None
 
 
 _later_windows.defvjp(_windows_forward, _windows_backward)
 
 
-def _windows(rows_PE: jax.Array, room: int, group: ExpertGroup) -> jax.Array:
-    """Returns how many windows devices run: those of one slice run as many, since they meet in collectives."""
-    most = jnp.max(jnp.sum(rows_PE.reshape(group.count, group.count, -1), axis=(0, 2)))
-    return jax.lax.pmax(-(-most // room), tuple(dict.fromkeys(group.axes + group.in_step)))
-
-
 def exchange_plans(
-    rows_PE: jax.Array, window: jax.Array | int, room: int, device: jax.Array
-) -> tuple[ExchangePlan, ExchangePlan, jax.Array]:
+    rows_PE: Array, window: Array | int, room: int, device: Array
+) -> tuple[ExchangePlan, ExchangePlan, Array]:
     """Plans which rows each device sends where in a window.
 
     `rows_PE` is how many rows each device has for each expert, `room` a window's rows, `device` this one's number.
@@ -168,10 +165,10 @@ def exchange_plans(
     sent_EP, from_EP = end_EP - first_EP, leaves_EP + first_EP
     to_EP = jnp.clip(arrives_EP + first_EP - begin, 0, room)
 
-    def sender(x_EP: jax.Array) -> jax.Array:
+    def sender(x_EP: Array) -> Array:
         return jnp.take(x_EP, device, axis=1)
 
-    def receiver(x_EP: jax.Array) -> jax.Array:
+    def receiver(x_EP: Array) -> Array:
         return jnp.take(x_EP.reshape(P, -1, P), device, axis=0).T.reshape(-1)
 
     send_plan = ExchangePlan(sender(from_EP), sender(sent_EP), sender(to_EP), receiver(sent_EP))
@@ -185,7 +182,7 @@ def _linear(transpose: Callable, static: tuple[int, ...]) -> Callable[[Callable]
     def decorate(function: Callable) -> Callable:
         differentiable = functools.wraps(function)(jax.custom_vjp(function, nondiff_argnums=static))
 
-        def forward(x: jax.Array, indices: Any, inverse: Any, *more: Any) -> tuple[jax.Array, Any]:
+        def forward(x: Array, indices: Any, inverse: Any, *more: Any) -> tuple[Array, Any]:
             return differentiable(x, indices, inverse, *more), (indices, inverse)
 
         def backward(*arguments: Any) -> tuple[Any, None, None]:
@@ -198,7 +195,7 @@ def _linear(transpose: Callable, static: tuple[int, ...]) -> Callable[[Callable]
     return decorate
 
 
-def exchange(rows_RD: jax.Array, plan: ExchangePlan, reverse: ExchangePlan, room: int, group: ExpertGroup) -> jax.Array:
+def exchange(rows_RD: Array, plan: ExchangePlan, reverse: ExchangePlan, room: int, group: ExpertGroup) -> Array:
     """Returns the `room` rows that a device gets when each sends by `plan`; 0 where it gets none.
 
     `reverse` sends each row back to where it came from, as the gradient does.
@@ -208,8 +205,8 @@ def exchange(rows_RD: jax.Array, plan: ExchangePlan, reverse: ExchangePlan, room
 
 @_linear(lambda x, plan, reverse, sizes, group: _exchange(x, plan, reverse, sizes[::-1], group), static=(3, 4))
 def _exchange(
-    rows_RD: jax.Array, plan: ExchangePlan, reverse: ExchangePlan, sizes: tuple[int, int], group: ExpertGroup
-) -> jax.Array:
+    rows_RD: Array, plan: ExchangePlan, reverse: ExchangePlan, sizes: tuple[int, int], group: ExpertGroup
+) -> Array:
     room = sizes[1]
     if group.platform == "cpu":
         return _exchange_by_gathering(rows_RD, plan, room, group)
@@ -217,12 +214,12 @@ def _exchange(
     return jax.lax.ragged_all_to_all(rows_RD, into_RD, *plan, axis_name=group.axes)
 
 
-def _exchange_by_gathering(rows_RD: jax.Array, plan: ExchangePlan, room: int, group: ExpertGroup) -> jax.Array:
+def _exchange_by_gathering(rows_RD: Array, plan: ExchangePlan, room: int, group: ExpertGroup) -> Array:
     """Does `ragged_all_to_all` on CPUs, for which XLA has none: every device gathers all rows and takes its own."""
     device = jax.lax.axis_index(group.axes)
     all_PRD = jax.lax.all_gather(rows_RD, group.axes)
 
-    def to_device(each: jax.Array) -> jax.Array:
+    def to_device(each: Array) -> Array:
         return jax.lax.all_gather(each, group.axes).reshape(group.count, group.count, -1, 1)[:, device]
 
     begin_Pe1, sent_Pe1, to_Pe1 = to_device(plan.sent_from), to_device(plan.sent), to_device(plan.sent_to)
@@ -236,15 +233,15 @@ def _exchange_by_gathering(rows_RD: jax.Array, plan: ExchangePlan, room: int, gr
 
 @jax.named_scope("dispatch")
 def with_capacity(
-    tokens: Rows, slots: "CapacitySlots", kernels: Any, feed: Callable[[Rows, Any], jax.Array], group: ExpertGroup
-) -> jax.Array:
+    tokens: Rows, slots: "CapacitySlots", kernels: Any, feed: Callable[[Rows, Any], Array], group: ExpertGroup
+) -> Array:
     """Sums the outputs of those of each token's experts in which it has a slot, [X, D] to [X, D].
 
     A token moves 2 k D numbers of the compute dtype, times the capacity factor, forward and as many backward, less the
     1 / P of them that stay.
     """
 
-    def to_experts(rows: jax.Array) -> jax.Array:
+    def to_experts(rows: Array) -> Array:
         rows = rows.reshape(slots.experts, -1, rows.shape[1])
         return jax.lax.all_to_all(rows, group.axes, 0, 1, tiled=True) if group.count > 1 else rows
 
@@ -259,16 +256,16 @@ def with_capacity(
 class CapacitySlots(NamedTuple):
     """Which choice has which row of a buffer [E, B, C]."""
 
-    choice_R: jax.Array  # M: none
-    row_M: jax.Array  # R: none
+    choice_R: Array  # M: none
+    row_M: Array  # R: none
     experts: int
 
-    def kept_M(self) -> jax.Array:
+    def kept_M(self) -> Array:
         """Returns whether each choice has a row."""
         return self.row_M < len(self.choice_R)
 
 
-def assign_slots(experts_BTk: jax.Array, non_padding_BT: jax.Array, experts: int, capacity: int) -> CapacitySlots:
+def assign_slots(experts_BTk: Array, non_padding_BT: Array, experts: int, capacity: int) -> CapacitySlots:
     """Assigns the `capacity` slots that each expert has in each row of the batch to the choices that come first.
 
     First choices come before second ones, and among them tokens in their order (GShard, arXiv:2006.16668, algorithm 1).
@@ -298,7 +295,7 @@ def assign_slots(experts_BTk: jax.Array, non_padding_BT: jax.Array, experts: int
 
 
 @_linear(lambda *arguments: combine(*arguments), static=(3,))
-def fill_buffer(x_XD: jax.Array, choice_R: jax.Array, row_M: jax.Array, k: int) -> jax.Array:
+def fill_buffer(x_XD: Array, choice_R: Array, row_M: Array, k: int) -> Array:
     """Fills a buffer [R, D] with the tokens whose choices its rows are for, k choices each.
 
     Forward and backward are gathers, since adding to scattered rows is slow on every accelerator.
@@ -313,11 +310,7 @@ def fill_buffer(x_XD: jax.Array, choice_R: jax.Array, row_M: jax.Array, k: int) 
 
 
 @_linear(fill_buffer, static=(3,))
-def combine(rows_RD: jax.Array, row_M: jax.Array, choice_R: jax.Array, k: int) -> jax.Array:
+def combine(rows_RD: Array, row_M: Array, choice_R: Array, k: int) -> Array:
     """Sums each token's rows of a buffer [R, D] to [X, D]: the transpose of `fill_buffer`, with the same arguments."""
     rows_MD = rows_RD.at[row_M].get(mode="fill", fill_value=0)
     return jnp.sum(rows_MD.reshape(-1, k, rows_RD.shape[1]), axis=1)
-
-
-def _expert_count(kernels: Any) -> int:
-    return len(jax.tree.leaves(kernels)[0])

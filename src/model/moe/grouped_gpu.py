@@ -8,18 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 TILE = 128  # rows and columns of the output that one program computes
 SUMMED_BYTES = 128  # along the summed dim, that a program's loop takes per step
-Part = tuple[Any, jax.Array]  # indices along a dim, and which of them are in bounds
+Part = tuple[Any, Array]  # indices along a dim, and which of them are in bounds
 PARAMETERS = triton.CompilerParams(num_warps=8, num_stages=4)
 
 
-def rows_times_kernel(
-    x_RX: jax.Array, kernel: jax.Array, rows_G: jax.Array, interpret: bool, transposed: bool
-) -> jax.Array:
+def rows_times_kernel(x_RX: Array, kernel: Array, rows_G: Array, interpret: bool, transposed: bool) -> Array:
     """Multiplies [R, X] by [G, X, Y], or [G, Y, X] with `transposed`, to [R, Y]; undefined past the last group.
 
     Each group's rows are cut into tiles of their own: R / TILE of them, and at most one more per group.
@@ -43,7 +42,7 @@ def rows_times_kernel(
         def _() -> None:
             rows, columns = _part(first, TILE, end), _part(column, TILE, Y)
 
-            def add(index: jax.Array, sum_RY: jax.Array) -> jax.Array:
+            def add(index: Array, sum_RY: Array) -> Array:
                 summed = _part(index * step, step, X)
                 x_RX = _load(x_ref, rows, summed)
                 kernel_XY = _load(kernel_ref, *((columns, summed) if transposed else (summed, columns)), group)
@@ -57,7 +56,7 @@ def rows_times_kernel(
     return run(group_V, first_V, end_V, x_RX, kernel)
 
 
-def rows_times_rows(x_RX: jax.Array, y_RY: jax.Array, rows_G: jax.Array, interpret: bool) -> jax.Array:
+def rows_times_rows(x_RX: Array, y_RY: Array, rows_G: Array, interpret: bool) -> Array:
     """Multiplies each group's [rows, X], transposed, by its [rows, Y], to [G, X, Y]."""
     (_, X), Y, G = x_RX.shape, y_RY.shape[1], len(rows_G)
     step = SUMMED_BYTES // x_RX.dtype.itemsize
@@ -68,7 +67,7 @@ def rows_times_rows(x_RX: jax.Array, y_RY: jax.Array, rows_G: jax.Array, interpr
         first, end = first_ref[group], end_ref[group]
         made, columns = _part(pl.program_id(1) * TILE, TILE, X), _part(pl.program_id(0) * TILE, TILE, Y)
 
-        def add(index: jax.Array, sum_XY: jax.Array) -> jax.Array:
+        def add(index: Array, sum_XY: Array) -> Array:
             rows = _part(first + index * step, step, end)
             return sum_XY + triton.dot(_load(x_ref, rows, made), _load(y_ref, rows, columns), trans_a=True)
 
@@ -89,15 +88,15 @@ def _call(program: Callable, grid: tuple[int, ...], shape: tuple[int, ...], dtyp
     )
 
 
-def _part(first: jax.Array, size: int, end: jax.Array | int) -> Part:
+def _part(first: Array, size: int, end: Array | int) -> Part:
     """Returns `size` indices of a dim, and which of them are before `end`."""
     return pl.ds(first, size), first + jnp.arange(size) < end
 
 
-def _load(ref: Any, rows: Part, columns: Part, *before: jax.Array) -> jax.Array:
+def _load(ref: Any, rows: Part, columns: Part, *before: Array) -> Array:
     """Loads a tile of the matrix at the leading indices `before`; 0 out of bounds."""
     return triton.load(ref.at[*before, rows[0], columns[0]], mask=rows[1][:, None] & columns[1], other=0)
 
 
-def _store(ref: Any, tile: jax.Array, rows: Part, columns: Part, *before: jax.Array) -> None:
+def _store(ref: Any, tile: Array, rows: Part, columns: Part, *before: Array) -> None:
     triton.store(ref.at[*before, rows[0], columns[0]], tile.astype(ref.dtype), mask=rows[1][:, None] & columns[1])

@@ -8,13 +8,14 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from src.model.params import Adapted
 
 
 def grouped_matmul(
-    x_RX: jax.Array, kernel: jax.Array | Adapted, rows_G: jax.Array, platform: str, interpret: bool = False
-) -> jax.Array:
+    x_RX: Array, kernel: Array | Adapted, rows_G: Array, platform: str, interpret: bool = False
+) -> Array:
     """Multiplies rows of `x` by the weight of their group: [R, X] and [G, X, ...] to [R, ...].
 
     The first rows_G[0] rows are group 0's, the next rows_G[1] group 1's, and so on. Rows past the last group cost
@@ -35,7 +36,7 @@ def grouped_matmul(
     return out_RY.reshape(-1, *kernel.shape[2:])
 
 
-def batched_matmul(x_GRX: jax.Array, kernel: jax.Array | Adapted) -> jax.Array:
+def batched_matmul(x_GRX: Array, kernel: Array | Adapted) -> Array:
     """Multiplies each group's rows by its weight: [G, R, X] and [G, X, ...] to [G, R, ...]."""
     if isinstance(kernel, Adapted):
         return batched_matmul(x_GRX, kernel.base) + batched_matmul(batched_matmul(x_GRX, kernel.down), kernel.up)
@@ -43,7 +44,7 @@ def batched_matmul(x_GRX: jax.Array, kernel: jax.Array | Adapted) -> jax.Array:
     return jnp.matmul(x_GRX, kernel_GXY).reshape(*x_GRX.shape[:2], *kernel.shape[2:])
 
 
-def add_by_group(x: jax.Array, bias: jax.Array, factor_R1: jax.Array | None = None, *, rows_G: jax.Array) -> jax.Array:
+def add_by_group(x: Array, bias: Array, factor_R1: Array | None = None, *, rows_G: Array) -> Array:
     """Adds to rows [R, ...] their group's bias [G, ...] times the row's factor; 0 past the last group."""
     group_R = jnp.searchsorted(jnp.cumsum(rows_G), jnp.arange(len(x)), side="right", method="compare_all")
     # A product, since the gradient of a lookup would add to scattered rows.
@@ -55,19 +56,15 @@ def add_by_group(x: jax.Array, bias: jax.Array, factor_R1: jax.Array | None = No
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _product(x_RX: jax.Array, kernel_GXY: jax.Array, rows_G: jax.Array, platform: str, interpret: bool) -> jax.Array:
+def _product(x_RX: Array, kernel_GXY: Array, rows_G: Array, platform: str, interpret: bool) -> Array:
     return _kernels(platform).rows_times_kernel(x_RX, kernel_GXY, rows_G, interpret, transposed=False)
 
 
-def _forward(
-    x_RX: jax.Array, kernel_GXY: jax.Array, rows_G: jax.Array, platform: str, interpret: bool
-) -> tuple[jax.Array, tuple]:
+def _forward(x_RX: Array, kernel_GXY: Array, rows_G: Array, platform: str, interpret: bool) -> tuple[Array, tuple]:
     return _product(x_RX, kernel_GXY, rows_G, platform, interpret), (x_RX, kernel_GXY, rows_G)
 
 
-def _backward(
-    platform: str, interpret: bool, residuals: tuple, gradient_RY: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+def _backward(platform: str, interpret: bool, residuals: tuple, gradient_RY: Array) -> tuple[Array, Array, None]:
     x_RX, kernel_GXY, rows_G = residuals
     to_x_RX = _kernels(platform).rows_times_kernel(gradient_RY, kernel_GXY, rows_G, interpret, transposed=True)
     return to_x_RX, _kernels(platform).rows_times_rows(x_RX, gradient_RY, rows_G, interpret), None

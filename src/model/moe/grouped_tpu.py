@@ -7,8 +7,8 @@ import functools
 import itertools
 import math
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 MIN_ROWS = 128  # of a tile: what the TPU's matrix unit takes at once
@@ -19,9 +19,7 @@ STEP = 2**25  # multiplications that take as long as a step of a kernel's grid, 
 VMEM_BYTES = 12 * 2**20  # of a kernel's tiles, of the 16 MiB that the compiler grants
 
 
-def rows_times_kernel(
-    x_RX: jax.Array, kernel: jax.Array, rows_G: jax.Array, interpret: bool, transposed: bool
-) -> jax.Array:
+def rows_times_kernel(x_RX: Array, kernel: Array, rows_G: Array, interpret: bool, transposed: bool) -> Array:
     """Multiplies [R, X] by [G, X, Y], or [G, Y, X] with `transposed`, to [R, Y]; undefined past the last group."""
     R, X = x_RX.shape
     Y = kernel.shape[1 if transposed else 2]
@@ -31,7 +29,7 @@ def rows_times_kernel(
     return gmm(x_RX, kernel, rows_G, x_RX.dtype, tiles, transpose_rhs=transposed, interpret=interpret)[:R]
 
 
-def rows_times_rows(x_RX: jax.Array, y_RY: jax.Array, rows_G: jax.Array, interpret: bool) -> jax.Array:
+def rows_times_rows(x_RX: Array, y_RY: Array, rows_G: Array, interpret: bool) -> Array:
     """Multiplies each group's [rows, X], transposed, by its [rows, Y], to [G, X, Y]."""
     rows = row_tile(len(x_RX), len(rows_G))
     tiles = (rows, *tile_sizes(rows, x_RX.shape[1], y_RY.shape[1], x_RX.dtype.itemsize))
@@ -39,7 +37,7 @@ def rows_times_rows(x_RX: jax.Array, y_RY: jax.Array, rows_G: jax.Array, interpr
     return tgmm(x_XR, _whole_tiles(y_RY, rows), rows_G, x_RX.dtype, tiles, interpret=interpret)
 
 
-def _whole_tiles(x_RX: jax.Array, rows: int) -> jax.Array:
+def _whole_tiles(x_RX: Array, rows: int) -> Array:
     return jnp.pad(x_RX, ((0, -len(x_RX) % rows), (0, 0)))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from src.errors import UserError
@@ -19,7 +20,7 @@ from src.model.costs import Costs
 from src.model.feed_forward import FeedForward, activated
 from src.model.forward_context import ForwardContext
 from src.model.moe import dispatch, router
-from src.model.moe.dispatch import ExpertGroup, Rows
+from src.model.moe.dispatch import CapacitySlots, ExpertGroup, Rows
 from src.model.moe.grouped_matmul import add_by_group, batched_matmul, grouped_matmul
 from src.model.moe.router import Report
 from src.model.params import Adapted, Buffer, matmul, weight
@@ -62,7 +63,7 @@ class Experts(nnx.Module):
         width = (spec.num_experts_per_tok + spec.shared_experts) * expert.width
         return dataclasses.replace(expert, width=width, active=spec.num_experts_per_tok / spec.num_experts)
 
-    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Report]:
+    def __call__(self, x_BTD: Array, context: ForwardContext) -> tuple[Array, Report]:
         """Maps [B, T, D] to [B, T, D], and reports the router's sums over this batch."""
         with jax.named_scope("router"):
             logits_BTE = self._logits(x_BTD)
@@ -80,64 +81,68 @@ class Experts(nnx.Module):
             report = router.report(logits_BTE, scores_BTE, experts_BTk, kept_BTk, non_padding_BT, context.layout)
         return checkpoint_name(out_BTD, "mlpwo"), report
 
-    def _logits(self, x_BTD: jax.Array) -> jax.Array:
+    def _logits(self, x_BTD: Array) -> Array:
         """Returns the router's logits in float32: a choice between two close ones must not hang on rounding."""
         logits_BTE = matmul(x_BTD.astype(jnp.float32), self.router[...], "BTD,DE->BTE", precision="highest")
-        if self.spec.router_bias:
-            logits_BTE += self.router_bias[...].astype(jnp.float32)
-        return logits_BTE
+        return logits_BTE + self.router_bias[...].astype(jnp.float32) if self.spec.router_bias else logits_BTE
 
     def _run(
-        self,
-        x_BTD: jax.Array,
-        experts_BTk: jax.Array,
-        weights_BTk: jax.Array,
-        non_padding_BT: jax.Array,
-        layout: Layout,
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x_BTD: Array, experts_BTk: Array, weights_BTk: Array, non_padding_BT: Array, layout: Layout
+    ) -> tuple[Array, Array]:
         """Returns the weighted sums of the experts' outputs [B, T, D], and which choices have a slot [B, T, k].
 
         Each device has its tokens, whole, and its part of the experts' weights, which it gathers along D.
         """
         kernels = {name: getattr(self, name)[...] for name in AXES if hasattr(self, name)}
         axes = {name: _by_leaf(kernels[name], AXES[name]) for name in kernels}
-        platform = layout.mesh.devices.flat[0].platform
-        (_, T, k), factor, kept_BTk = experts_BTk.shape, self.spec.capacity_factor, jnp.ones(experts_BTk.shape, bool)
-        capacity = None if factor == -1 else math.ceil(T * k * factor / self.spec.num_experts)
+        spec, (_, T, k), kept_BTk, capacity = self.spec, experts_BTk.shape, jnp.ones(experts_BTk.shape, bool), 0
+        if spec.capacity_factor != -1:
+            capacity = math.ceil(T * k * spec.capacity_factor / spec.num_experts)
         if capacity and layout.shards("length") > 1:
             # A device may have any part of what its row keeps: buffers of a fixed size would each need room for all.
-            kept_BTk = _kept_in_rows(experts_BTk, non_padding_BT, self.spec.num_experts, capacity, layout)
-            capacity = None
-        on_device = functools.partial(
-            _on_device,
-            spec=self.spec,
-            capacity=capacity,
-            axes=axes,
-            gathered=layout.axes("expert_embed"),
-            summed=layout.axes("mlp"),
-            parts=layout.shards("mlp"),
-            group=ExpertGroup(layout.axes("expert"), layout.shards("expert"), layout.axes_within_slices(), platform),
+            kept_BTk = _kept_in_rows(experts_BTk, non_padding_BT, spec.num_experts, capacity, layout)
+            capacity = 0
+        group = ExpertGroup(
+            layout.axes("expert"), layout.shards("expert"), layout.axes_within_slices(), layout.platform
         )
-        tokens = layout.spec(("batch", "length", None))
-        specs = jax.tree.map(layout.spec, axes, is_leaf=lambda node: isinstance(node, tuple))
-        run = layout.shard_map(
-            on_device,
-            in_specs=(*[tokens] * 4, layout.spec(("batch", "length")), specs),
-            out_specs=(tokens, tokens),
-        )
-        return run(x_BTD, experts_BTk, kept_BTk, weights_BTk, non_padding_BT, kernels)
+        gathered, summed, parts = layout.axes("expert_embed"), layout.axes("mlp"), layout.shards("mlp")
+
+        def on_device(
+            x_BTD: Array, experts_BTk: Array, kept_BTk: Array, weights_BTk: Array, non_padding_BT: Array, kernels: Any
+        ) -> tuple[Array, Array]:
+            def run(x_BTD: Array, weights_BTk: Array, kernels: Any) -> Array:
+                gather = functools.partial(_gather, over=gathered, dtype=x_BTD.dtype)
+                kernels = jax.tree.map(gather, axes, kernels, is_leaf=_is_axes)
+                if spec.mlp_bias:
+                    kernels["wo_bias"] /= parts  # each device adds its part
+                x_XD = x_BTD.reshape(-1, x_BTD.shape[2])
+                tokens = x_XD, weights_BTk.reshape(-1, k).astype(x_XD.dtype)
+                # Padding goes to no expert: it is all alike, and would go to the same ones.
+                sent_BTk = jnp.where(non_padding_BT[..., None] & kept_BTk, experts_BTk, spec.num_experts)
+                out_XD = _run_experts(spec, tokens, sent_BTk.reshape(-1, k), slots, kernels, group)
+                return (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(x_BTD.shape)
+
+            slots = None
+            if capacity:
+                slots = dispatch.assign_slots(experts_BTk, non_padding_BT, spec.num_experts, capacity)
+                kept_BTk = slots.kept_M().reshape(experts_BTk.shape)
+            policy = jax.checkpoint_policies.save_anything_except_these_names("gathered_experts")
+            return jax.checkpoint(run, policy=policy)(x_BTD, weights_BTk, kernels), kept_BTk
+
+        tokens, of_tokens = layout.spec(("batch", "length", None)), layout.spec(("batch", "length"))
+        kernel_specs = jax.tree.map(layout.spec, axes, is_leaf=_is_axes)
+        mapped = layout.shard_map(on_device, (*[tokens] * 4, of_tokens, kernel_specs), (tokens, tokens))
+        return mapped(x_BTD, experts_BTk, kept_BTk, weights_BTk, non_padding_BT, kernels)
 
 
-def _kept_in_rows(
-    experts_BTk: jax.Array, non_padding_BT: jax.Array, experts: int, capacity: int, layout: Layout
-) -> jax.Array:
+def _kept_in_rows(experts_BTk: Array, non_padding_BT: Array, experts: int, capacity: int, layout: Layout) -> Array:
     """Returns which choices have a slot [B, T, k], where devices share rows: the same as on one device.
 
     A device gathers the choices of its rows, 4 k bytes per token, and sorts them all.
     """
     sharing, order = layout.axes("length"), zigzag_order(experts_BTk.shape[1], layout)
 
-    def kept(row_BTk: jax.Array, row_BT: jax.Array) -> jax.Array:
+    def kept(row_BTk: Array, row_BT: Array) -> Array:
         kept_M = dispatch.assign_slots(row_BTk, row_BT, experts, capacity).kept_M()
         kept_BTk = kept_M.reshape(row_BTk.shape)[:, order]
         size = len(order) // layout.size(sharing)
@@ -148,85 +153,51 @@ def _kept_in_rows(
     return run(replicate_rows(experts_BTk, layout, None), replicate_rows(non_padding_BT, layout))
 
 
-def _by_leaf(kernel: jax.Array | Adapted, axes: tuple[str | None, ...]) -> Any:
+def _by_leaf(kernel: Array | Adapted, axes: tuple[str | None, ...]) -> Any:
     """Returns the logical axes of an expert weight, or of an adapted one's parts."""
     if isinstance(kernel, Adapted):
         return Adapted(axes, (*axes[:2], None), (axes[0], None, *axes[2:]))
     return axes
 
 
-def _on_device(
-    x_BTD: jax.Array,
-    experts_BTk: jax.Array,
-    kept_BTk: jax.Array,
-    weights_BTk: jax.Array,
-    non_padding_BT: jax.Array,
-    kernels: Any,
-    *,
-    spec: LayerSpec,
-    capacity: int | None,
-    axes: Any,
-    gathered: tuple[str, ...],
-    summed: tuple[str, ...],
-    parts: int,
-    group: ExpertGroup,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs `Experts._run` on one device's tokens, with its parts of the weights and their logical axes `axes`.
-
-    With `capacity`, choices that have a slot (`kept_BTk`) lose it beyond that many. D of the weights is sharded over
-    the mesh axes `gathered`, and F over `summed`, into so many `parts`.
-    """
-
-    def gather(axes: tuple[str | None, ...], kernel: jax.Array) -> jax.Array:
-        kernel = kernel.astype(x_BTD.dtype)
-        if not gathered or "expert_embed" not in axes:
-            return kernel
-        # Its gradient is a reduce-scatter; on TPUs only of three dims, otherwise a sum of the whole.
-        matrices = kernel.reshape(*kernel.shape[:2], -1)
-        matrices = jax.lax.all_gather(matrices, gathered, axis=axes.index("expert_embed"), tiled=True)
-        # Named, so that no policy keeps whole weights for the backward pass.
-        return checkpoint_name(matrices, "gathered_experts").reshape(*matrices.shape[:2], *kernel.shape[2:-1], -1)
-
-    def run(x_BTD: jax.Array, weights_BTk: jax.Array, kernels: Any) -> jax.Array:
-        kernels = jax.tree.map(gather, axes, kernels, is_leaf=lambda node: isinstance(node, tuple))
-        if spec.mlp_bias:
-            kernels["wo_bias"] /= parts  # each device adds its part
-        (B, T, D), E, k = x_BTD.shape, spec.num_experts, spec.num_experts_per_tok
-        x_XD = x_BTD.reshape(B * T, D)
-        weights_Xk = weights_BTk.reshape(B * T, k).astype(x_XD.dtype)
-        # Padding goes to no expert: it is all alike, and would go to the same ones.
-        sent_BTk = jnp.where(non_padding_BT[..., None] & kept_BTk, experts_BTk, E)
-        tokens, experts_Xk = (x_XD, weights_Xk), sent_BTk.reshape(B * T, k)
-        if spec.scale_expert_inputs:  # as if each of a token's choices were a token
-            tokens = (x_XD[:, None] * weights_Xk[..., None]).reshape(-1, D), None
-            experts_Xk = experts_Xk.reshape(-1, 1)
-        if slots:
-            out_XD = dispatch.with_capacity(tokens, slots, kernels, functools.partial(_by_expert, spec), group)
-        else:
-            feed = functools.partial(_sorted_rows, spec, group.platform)
-            out_XD = dispatch.dropless(tokens, experts_Xk, kernels, feed, group)
-        if spec.scale_expert_inputs:
-            out_XD = jnp.sum(out_XD.reshape(B * T, k, D), axis=1)
-        return (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(B, T, D)
-
-    slots = None
-    if capacity:
-        slots = dispatch.assign_slots(experts_BTk, non_padding_BT, spec.num_experts, capacity)
-        kept_BTk = slots.kept_M().reshape(experts_BTk.shape)
-    policy = jax.checkpoint_policies.save_anything_except_these_names("gathered_experts")
-    return jax.checkpoint(run, policy=policy)(x_BTD, weights_BTk, kernels), kept_BTk
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple)
 
 
-def _sorted_rows(spec: LayerSpec, platform: str, rows: Rows, kernels: Any, rows_E: jax.Array) -> jax.Array:
-    """Runs the experts on rows that are sorted by expert."""
+def _gather(axes: tuple[str | None, ...], kernel: Array, over: tuple[str, ...], dtype: Any) -> Array:
+    kernel = kernel.astype(dtype)
+    if not over or "expert_embed" not in axes:
+        return kernel
+    # Its gradient is a reduce-scatter; on TPUs only of three dims, otherwise a sum of the whole.
+    matrices = kernel.reshape(*kernel.shape[:2], -1)
+    matrices = jax.lax.all_gather(matrices, over, axis=axes.index("expert_embed"), tiled=True)
+    # Named, so that no policy keeps whole weights for the backward pass.
+    return checkpoint_name(matrices, "gathered_experts").reshape(*matrices.shape[:2], *kernel.shape[2:-1], -1)
+
+
+def _run_experts(
+    spec: LayerSpec, tokens: Rows, experts_Xk: Array, slots: CapacitySlots | None, kernels: Any, group: ExpertGroup
+) -> Array:
+    """Returns the weighted sums [X, D] of the outputs of a device's tokens' experts."""
+    x_XD, weights_Xk = tokens
+    if spec.scale_expert_inputs:  # as if each of a token's choices were a token
+        tokens = (x_XD[:, None] * weights_Xk[..., None]).reshape(-1, x_XD.shape[1]), None
+        experts_Xk = experts_Xk.reshape(-1, 1)
+    if slots:
+        out_XD = dispatch.with_capacity(tokens, slots, kernels, functools.partial(_by_expert, spec), group)
+    else:
+        feed = functools.partial(_sorted_rows, spec, group.platform)
+        out_XD = dispatch.dropless(tokens, experts_Xk, kernels, feed, group)
+    return jnp.sum(out_XD.reshape(len(x_XD), -1, x_XD.shape[1]), axis=1) if spec.scale_expert_inputs else out_XD
+
+
+def _sorted_rows(spec: LayerSpec, platform: str, rows: Rows, kernels: Any, rows_E: Array) -> Array:
     product = functools.partial(grouped_matmul, rows_G=rows_E, platform=platform)
     return _feed_forward(spec, rows, kernels, product, functools.partial(add_by_group, rows_G=rows_E))
 
 
-def _by_expert(spec: LayerSpec, rows: Rows, kernels: Any) -> jax.Array:
-    """Runs the experts on as many rows each, [E, R, D]."""
-
-    def add(x_ER: jax.Array, bias_E: jax.Array, factor_ER: jax.Array | None = None) -> jax.Array:
+def _by_expert(spec: LayerSpec, rows: Rows, kernels: Any) -> Array:
+    def add(x_ER: Array, bias_E: Array, factor_ER: Array | None = None) -> Array:
         bias_ER = bias_E[:, None].astype(x_ER.dtype)
         return x_ER + (bias_ER if factor_ER is None else bias_ER * factor_ER)
 
@@ -234,7 +205,7 @@ def _by_expert(spec: LayerSpec, rows: Rows, kernels: Any) -> jax.Array:
 
 
 @jax.named_scope("experts")
-def _feed_forward(spec: LayerSpec, rows: Rows, kernels: Any, product: Callable, add: Callable) -> jax.Array:
+def _feed_forward(spec: LayerSpec, rows: Rows, kernels: Any, product: Callable, add: Callable) -> Array:
     """Computes `FeedForward` with each expert's weights; `product` and `add` know which rows are whose."""
     x, weights = rows
     hidden = product(x, kernels["wi"])

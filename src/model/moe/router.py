@@ -5,21 +5,22 @@ Tensor letters: src/model/spec.py. A token goes through k experts.
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from src.model.params import Tree
 from src.model.spec import LayerSpec
 from src.parallel.mesh import Layout
 
-Report = dict[str, jax.Array]
+Report = dict[str, Array]
 
 
-def scores(logits_BTE: jax.Array, spec: LayerSpec) -> jax.Array:
+def scores(logits_BTE: Array, spec: LayerSpec) -> Array:
     """Returns each expert's score."""
     return {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[spec.routed_score_func](logits_BTE)
 
 
-def choose(scores_BTE: jax.Array, correction_E: jax.Array | None, spec: LayerSpec) -> tuple[jax.Array, jax.Array]:
+def choose(scores_BTE: Array, correction_E: Array | None, spec: LayerSpec) -> tuple[Array, Array]:
     """Returns the k experts of each token, and their weights; both [B, T, k].
 
     `correction_E` moves the choice and not the weights (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
@@ -36,7 +37,7 @@ def choose(scores_BTE: jax.Array, correction_E: jax.Array | None, spec: LayerSpe
     return experts_BTk, weights_BTk * spec.routed_scaling_factor
 
 
-def _in_best_groups(choice_BTE: jax.Array, spec: LayerSpec) -> jax.Array:
+def _in_best_groups(choice_BTE: Array, spec: LayerSpec) -> Array:
     """Returns bool [B, T, E]: whether an expert is in one of its token's best groups (DeepSeek-V2, section 2.2.2)."""
     grouped_BTGe = choice_BTE.reshape(*choice_BTE.shape[:2], spec.n_routing_groups, -1)
     best = {"max": 1, "top2": 2}[spec.routing_group_score]
@@ -47,12 +48,7 @@ def _in_best_groups(choice_BTE: jax.Array, spec: LayerSpec) -> jax.Array:
 
 
 def report(
-    logits_BTE: jax.Array,
-    scores_BTE: jax.Array,
-    experts_BTk: jax.Array,
-    kept_BTk: jax.Array,
-    non_padding_BT: jax.Array,
-    layout: Layout,
+    logits_BTE: Array, scores_BTE: Array, experts_BTk: Array, kept_BTk: Array, non_padding_BT: Array, layout: Layout
 ) -> Report:
     """Sums over each device's non-padding tokens, [devices, ...]: `totals` adds them up, so no layer waits for others.
 
@@ -61,11 +57,7 @@ def report(
     """
 
     def sums(
-        logits_BTE: jax.Array,
-        scores_BTE: jax.Array,
-        experts_BTk: jax.Array,
-        kept_BTk: jax.Array,
-        non_padding_BT: jax.Array,
+        logits_BTE: Array, scores_BTE: Array, experts_BTk: Array, kept_BTk: Array, non_padding_BT: Array
     ) -> Report:
         each = {
             "expert_load": jnp.sum(jax.nn.one_hot(experts_BTk, scores_BTE.shape[-1]), axis=-2) / experts_BTk.shape[-1],
@@ -87,7 +79,7 @@ def totals(reports: Tree) -> Tree:
     return jax.tree.map(lambda sums: jnp.sum(sums, axis=-2), reports)
 
 
-def by_layer(reports: Tree, tokens: jax.Array) -> Report:
+def by_layer(reports: Tree, tokens: Array) -> Report:
     """Returns figures of each layer of experts in their order, [layers] each, from `totals` over so many tokens.
 
     `load_balance_loss`: E times the sum over experts of load and share, 1 when all is even (Switch Transformer,
@@ -105,7 +97,7 @@ def by_layer(reports: Tree, tokens: jax.Array) -> Report:
     return jax.tree.map(lambda *each: jnp.concatenate(each), *figures)
 
 
-def _figures(sums: Report, tokens: jax.Array) -> Report:
+def _figures(sums: Report, tokens: Array) -> Report:
     """Computes `by_layer`'s figures of layers that have the same number of experts."""
     means = {name: each / jnp.maximum(tokens, 1) for name, each in sums.items()}
     load_E, share_E = means["expert_load"], means["expert_share"]
@@ -118,13 +110,13 @@ def _figures(sums: Report, tokens: jax.Array) -> Report:
     }
 
 
-def update_router_bias(stats: Tree, reports: Tree, tokens: jax.Array, rate: float) -> Tree:
+def update_router_bias(stats: Tree, reports: Tree, tokens: Array, rate: float) -> Tree:
     """Moves the correction biases `stats` by `rate` towards an even load (DeepSeek-V3, section 2.1.2).
 
     `reports` is nested as they are, with the `totals` of each over a whole batch of so many tokens.
     """
 
-    def move(bias_E: jax.Array, load_E: jax.Array) -> jax.Array:
+    def move(bias_E: Array, load_E: Array) -> Array:
         # Layers that share their weights, and so the bias, report one by one.
         load_E = jnp.mean(load_E, axis=tuple(range(load_E.ndim - bias_E.ndim)))
         return bias_E + rate * jnp.sign(tokens / bias_E.shape[-1] - load_E)

@@ -129,7 +129,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Array, Any, Tree]:
         """Maps token ids [B, T] to hidden states [B, T, D] after the final norm.
 
-        Returns also the caches (of `empty_caches`; None in training) with these tokens in them, and the layers'
+        Returns also the caches (of `empty_caches`; no arrays in training) with these tokens in them, and the layers'
         reports, nested as weights are.
         """
         with jax.named_scope("embedding"):
@@ -144,13 +144,14 @@ class Decoder(nnx.Module):
             x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
         reports, new_caches, first_layer = {}, [], 0
         for index, (group, blocks) in enumerate(zip(self.spec.layer_groups, self.segments, strict=True)):
-            old, staged = None if caches is None else caches[index], index == self.spec.largest_group
+            old = caches[index] if caches else [None] * len(group.pattern)
+            staged = index == self.spec.largest_group
             x_BTD, new, reports[index] = run_layer_group(
                 group, blocks, x_BTD, context, old, first_layer, execution, staged
             )
             new_caches.append(new)
             first_layer += len(group.pattern) * group.repeats
-        return self.final_norm(x_BTD), None if caches is None else new_caches, {"segments": reports}
+        return self.final_norm(x_BTD), new_caches, {"segments": reports}
 
     def mtp_hidden_states(
         self, hidden_BTD: Array, mtp_tokens: Sequence[Array], context: ForwardContext, execution: Execution

@@ -86,11 +86,9 @@ def run_layer_group(
 ) -> tuple[Array, Any, dict[int, Any]]:
     """Runs the group's pattern `repeats` times on [B, T, D], with blocks numbered from `first_layer`.
 
-    Weights (unless shared) and caches (None in training) have a leading dim of `repeats`; caches are a list of one per
-    pattern position. With `staged`, pipeline stages, where there are any, split the repeats; with caches each runs all.
-
-    Returns:
-        x, the caches, and the blocks' reports by pattern position, with a leading dim of `repeats`.
+    Weights (unless shared), caches and the blocks' reports have a leading dim of `repeats`; caches are a list of one
+    per pattern position, each None in training. With `staged`, pipeline stages, where there are any, split the repeats;
+    with caches each runs all. Returns x, the caches, and the reports by pattern position.
     """
     graphdef, weights = nnx.split(blocks)
     layers = first_layer + len(group.pattern) * jnp.arange(group.repeats)
@@ -99,13 +97,11 @@ def run_layer_group(
         repeat_weights, caches, layer = repeat
         reports, new_caches = {}, []
         for position, block in enumerate(nnx.merge(graphdef, weights if group.shared else repeat_weights)):
-            cache = None if caches is None else caches[position]
             # Each block by itself: the backward pass then holds what one block computes again, not a whole pattern.
             run_block = execution.remat(functools.partial(block, context=context), group.repeats)
-            x, cache, report = run_block(x, cache=cache, layer=layer + position)
+            x, cache, reports[position] = run_block(x, cache=caches[position], layer=layer + position)
             new_caches.append(cache)
-            reports[position] = report
-        return x, (None if caches is None else new_caches, reports)
+        return x, (new_caches, reports)
 
     def run_repeats(x: Array, repeats: Any, context: ForwardContext) -> tuple[Array, Any]:
         """Runs consecutive repeats, given their weights, caches and first layers; returns x, caches and reports."""
@@ -117,13 +113,12 @@ def run_layer_group(
             outputs.append(output)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
-    if execution.schedule and staged and caches is None:
+    def run_chunk(x: Array, weights: Any, layers: Array, context: ForwardContext) -> tuple[Array, Any]:
+        return run_repeats(x, (weights, caches, layers), context)
 
-        def run_chunk(x: Array, weights: Any, layers: Array, context: ForwardContext) -> tuple[Array, Any]:
-            x, (_, reports) = run_repeats(x, (weights, None, layers), context)
-            return x, reports
-
-        x, reports = run_stages(run_chunk, x, weights, layers, context, execution.schedule, execution.remat_turn)
-        return x, None, reports
-    x, (caches, reports) = run_repeats(x, (None if group.shared else weights, caches, layers), context)
+    if execution.schedule and staged and not jax.tree.leaves(caches):
+        outputs = run_stages(run_chunk, x, weights, layers, context, execution.schedule, execution.remat_turn)
+    else:
+        outputs = run_chunk(x, None if group.shared else weights, layers, context)
+    x, (caches, reports) = outputs
     return x, caches, reports

@@ -146,15 +146,13 @@ def run_stages(
 
     Args:
         run_chunk: (x, weights, layers, context) -> (x, reports), of consecutive repeats, on rows of one micro-batch.
-        x_BTD: all rows, as many as `check_rows` allows.
+        x_BTD: all rows, as many as `check_rows` allows; `context` is of them all too.
         weights: arrays whose first dim is the repeats, in layer order, sharded over `stage`.
         layers_L: the number of each repeat's first layer in the model.
-        context: of all rows.
         schedule: of the stages.
         remat: wraps a turn, which takes its weights from those of all turns so that they are not kept for each.
 
-    Returns:
-        x, and the reports: sums over micro-batches, with a first dim of the repeats, sharded over `stage`.
+    Returns x, and the reports: sums over micro-batches, with a first dim of the repeats, sharded over `stage`.
     """
     layout, P, R = context.layout, schedule.stages, schedule.repeats
     x_MBTD = layout.split_rows(x_BTD, schedule.micro_batches, "norm_length", "activation_embed")

@@ -66,19 +66,19 @@ def choose_kernel(
         UserError: the kernel asked for does not run here, or only plain JAX's does and devices share rows.
     """
     shards = layout.shards("length")
-    if attention == "autoselected":
-        fused = next((kernel for kernel, home in PLATFORMS.items() if home == platform), "dot_product")
-        obstacle = _obstacle(fused, platform, scores, dtype, length, layout)
-        if obstacle and shards > 1:
-            raise UserError(
-                f"{shards} devices share a row ({layout.sharded_by('length')}), and attention={fused} {obstacle}. "
-                "attention=dot_product runs, but holds the scores of all pairs of tokens"
-            )
-        return "dot_product" if obstacle else fused
-    if obstacle := _obstacle(attention, platform, scores, dtype, length, layout):
-        other = "dot_product" if shards > 1 else "autoselected"
-        raise UserError(f"attention={attention} {obstacle}. Use attention={other}.")
-    return attention
+    if attention != "autoselected":
+        if obstacle := _obstacle(attention, platform, scores, dtype, length, layout):
+            other = "dot_product" if shards > 1 else "autoselected"
+            raise UserError(f"attention={attention} {obstacle}. Use attention={other}.")
+        return attention
+    fused = next((kernel for kernel, home in PLATFORMS.items() if home == platform), "dot_product")
+    obstacle = _obstacle(fused, platform, scores, dtype, length, layout)
+    if obstacle and shards > 1:
+        raise UserError(
+            f"{shards} devices share a row ({layout.sharded_by('length')}), and attention={fused} {obstacle}. "
+            "attention=dot_product runs, but holds the scores of all pairs of tokens"
+        )
+    return "dot_product" if obstacle else fused
 
 
 def _obstacle(kernel: str, platform: str, scores: Sequence[ScoreSpec], dtype: str, length: int, layout: Layout) -> str:

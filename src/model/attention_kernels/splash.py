@@ -1,6 +1,5 @@
 """JAX's Pallas attention kernel for TPUs (splash attention), on rows that devices may share."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -80,9 +79,7 @@ def splash(
     layout = context.layout
     T, N = q_BTNH.shape[1:3]
     shards = layout.shards("length")
-    block_q, block_kv = (
-        max(size for size in BLOCKS if length % size == 0) for length in (T // zigzag_parts(shards), T)
-    )
+    block_q, block_kv = (max(size for size in BLOCKS if n % size == 0) for n in (T // zigzag_parts(shards), T))
     blocks = sa.BlockSizes(
         **{f"block_q{of}": block_q for of in ("", "_dkv", "_dq")},
         **{f"block_kv{of}": block_kv for of in ("", "_compute", "_dkv", "_dkv_compute", "_dq")},
@@ -100,17 +97,7 @@ def splash(
     sharded, rows = layout.spec(("batch", "length", "heads", None)), layout.spec(("batch", "length"))
     # On the mesh itself: of one that an outer shard_map maps over, JAX does not know a part's shape.
     by_query = NamedSharding(layout.mesh, layout.spec((None, "length")))
-    sinks = () if sinks_N is None else (sinks_N.astype(jnp.float32),)
 
-    @functools.partial(
-        layout.shard_map,
-        in_specs=(
-            kernel.manual_sharding_spec(by_query),  # the mask of each device's queries
-            *(sharded, sharded, sharded, rows, rows),
-            *(layout.spec(("heads",)) for _ in sinks),
-        ),
-        out_specs=sharded,
-    )
     def on_device(kernel: Callable, q: Array, k: Array, v: Array, q_ids: Array, kv_ids: Array, *sinks: Array) -> Array:
         def of_row(q: Array, k: Array, v: Array, *ids: Array) -> Array:
             return kernel(q, k, v, sa.SegmentIds(*ids), *sinks)
@@ -118,5 +105,8 @@ def splash(
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * spec.scale, k, v))
         return jnp.swapaxes(jax.vmap(of_row)(q, k, v, q_ids, kv_ids), 1, 2)
 
-    segments_BT = context.segment_ids_BT
-    return on_device(kernel, q_BTNH, k_BSKH, v_BSKH, segments_BT, replicate_rows(segments_BT, layout), *sinks)
+    arrays = (q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT, replicate_rows(context.segment_ids_BT, layout))
+    specs = (kernel.manual_sharding_spec(by_query), sharded, sharded, sharded, rows, rows)  # first each device's mask
+    if sinks_N is not None:
+        arrays, specs = (*arrays, sinks_N.astype(jnp.float32)), (*specs, layout.spec(("heads",)))
+    return layout.shard_map(on_device, specs, sharded)(kernel, *arrays)

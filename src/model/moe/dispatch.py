@@ -61,12 +61,8 @@ def dropless(
     A token moves 2 k D numbers of the compute dtype forward and as many backward, less the 1 / P of them that stay.
     What rematerialisation computes again moves k D, and where more than the residual needs the output, k D more.
 
-    Args:
-        tokens: this device's [X, D], and the weights [X, k] of their choices.
-        experts_Xk: the experts of each; E: none, whose output is 0.
-        kernels: the weights of this device's experts.
-        feed: (rows, kernels, rows per expert) -> the experts' outputs, for rows sorted by expert.
-        group: the devices that have the other experts.
+    `tokens` have the weights [X, k] of their choices beside them; expert E in `experts_Xk` is none, whose output is 0.
+    `feed(rows, kernels, rows per expert)` returns the experts' outputs for rows sorted by expert.
     """
     X, k = experts_Xk.shape
     chosen_M, experts = experts_Xk.reshape(-1), len(jax.tree.leaves(kernels)[0]) * group.count
@@ -296,15 +292,10 @@ def assign_slots(experts_BTk: Array, non_padding_BT: Array, experts: int, capaci
 
 @_linear(lambda *arguments: combine(*arguments), static=(3,))
 def fill_buffer(x_XD: Array, choice_R: Array, row_M: Array, k: int) -> Array:
-    """Fills a buffer [R, D] with the tokens whose choices its rows are for, k choices each.
+    """Fills a buffer [R, D] with the tokens whose choices its rows are for, k choices each, one after the other.
 
-    Forward and backward are gathers, since adding to scattered rows is slow on every accelerator.
-
-    Args:
-        x_XD: the tokens.
-        choice_R: the choice that each row of the buffer is for; M: none, and the row is 0.
-        row_M: the inverse: the row of each choice; R: none.
-        k: choices of a token, which follow each other.
+    `choice_R` is the choice that each row is for (M: none, and the row is 0), `row_M` the inverse (R: none). Forward
+    and backward are gathers, since adding to scattered rows is slow on every accelerator.
     """
     return x_XD.at[choice_R // k].get(mode="fill", fill_value=0)
 

@@ -56,9 +56,8 @@ def report(
     `router_z` [1]: the squared logsumexp of its logits. `tokens_dropped` [1]: the share of choices without a slot.
     """
 
-    def sums(
-        logits_BTE: Array, scores_BTE: Array, experts_BTk: Array, kept_BTk: Array, non_padding_BT: Array
-    ) -> Report:
+    def sums(*arrays: Array) -> Report:
+        logits_BTE, scores_BTE, experts_BTk, kept_BTk, non_padding_BT = arrays
         each = {
             "expert_load": jnp.sum(jax.nn.one_hot(experts_BTk, scores_BTE.shape[-1]), axis=-2) / experts_BTk.shape[-1],
             "expert_share": scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True),
@@ -67,10 +66,9 @@ def report(
         }
         return {name: jnp.sum(each_BT * non_padding_BT[..., None], axis=(0, 1))[None] for name, each_BT in each.items()}
 
-    tokens, devices = layout.spec(("batch", "length", None)), layout.axes("batch") + layout.axes("length")
-    mapped = layout.shard_map(
-        sums, in_specs=(*[tokens] * 4, layout.spec(("batch", "length"))), out_specs=PartitionSpec(devices or None)
-    )
+    tokens, of_tokens = layout.spec(("batch", "length", None)), layout.spec(("batch", "length"))
+    by_device = PartitionSpec(layout.axes("batch") + layout.axes("length") or None)
+    mapped = layout.shard_map(sums, (*[tokens] * 4, of_tokens), by_device)
     return mapped(logits_BTE, scores_BTE, experts_BTk, kept_BTk, non_padding_BT)
 
 

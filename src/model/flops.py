@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 
-from src.model.costs import Costs
 from src.model.decoder import Block, Decoder, layer_costs
 from src.model.layers import Execution
 from src.model.params import abstract, by_path, field, values
@@ -49,11 +48,11 @@ def all_layers(spec: ModelSpec) -> collections.Counter[LayerSpec]:
 class BlockWeight(NamedTuple):
     """One weight of a block, as declared."""
 
-    part: str  # attention or feed_forward, which `layer_costs` names too, or a norm
-    name: str
     size: int  # elements
     used: float  # elements that a token goes through: of experts, those it is sent to
     multiplies: bool
+    ends_block: bool  # its product is only added to the residual stream
+    spared_by: tuple[str, ...]  # the arrays that spare its product in the backward pass; none: it is not spared
 
 
 def _weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
@@ -61,28 +60,48 @@ def _weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
     axes, fan_in = (by_path(field(declarations, name)) for name in ("out_sharding", "fan_in"))
     costs = layer_costs(layer)
     for path, leaf in by_path(values(declarations)).items():
-        size = math.prod(leaf.shape)
-        active = costs[path[0]].active if "expert" in axes[path] else 1.0
-        yield BlockWeight(path[0], path[-1], size, active * size, bool(fan_in[path]))
+        size, part, name = math.prod(leaf.shape), costs.get(path[0]), path[-1]
+        used = part.active * size if "expert" in axes[path] else 1.0 * size
+        ends_block = path[0] == "feed_forward" and name == part.last and not layer.norm_after
+        spared_by = part.spared_by.get(name, ()) if part else ()
+        yield BlockWeight(size, used, bool(fan_in[path]), ends_block, spared_by)
 
 
 def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
     """Counts the matrix products of a training step per token, forward and backward, in rows of `length` tokens.
-
-    Rematerialisation adds `recomputed_flops`.
 
     A product with a weight of n elements takes 2 n operations forward and twice that backward: 6 n. Attention's two
     products take 2 N H S each for a query that attends to S keys; S is `length` in PaLM's count, and under a causal
     mask the mean, half of `length` without window or chunk. Packing's shorter segments are not taken off.
     Multi-token prediction layers count with their own projection and logits.
     """
-    elements = _heads(spec) + spec.mtp_num_layers * 2 * spec.emb_dim**2
+    elements = _head_elements(spec) + spec.mtp_num_layers * 2 * spec.emb_dim**2
     for layer, count in all_layers(spec).items():
         elements += count * sum(weight.used for weight in _weights(layer, spec) if weight.multiplies)
     return _flops(3, elements, spec, length)
 
 
-def _heads(spec: ModelSpec) -> int:
+def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_tiles: int) -> FlopsPerToken:
+    """Counts the matrix products per token that the backward pass computes again, beside `flops_per_token`.
+
+    A block computes again what its derivatives need and its policy does not keep, and with more than one tile of the
+    loss the logits too. Attention's two products always are, in every kernel, since nothing within them has a name to
+    be kept by; a kernel that computes scores again by itself is not counted.
+    """
+    elements = _head_elements(spec) if vocab_tiles > 1 else 0
+    if execution.remat_policy == "none":
+        return FlopsPerToken(2.0 * elements, 2.0 * elements)
+    kept = {name for names in execution.kept for name in names}
+    if "decoder_layer_input" not in kept:
+        elements += spec.mtp_num_layers * 2 * spec.emb_dim**2
+    for layer, count in all_layers(spec).items():
+        products = [weight for weight in _weights(layer, spec) if weight.multiplies and not weight.ends_block]
+        again = [weight for weight in products if not weight.spared_by or not kept.issuperset(weight.spared_by)]
+        elements += count * sum(weight.used for weight in again)
+    return _flops(1, elements, spec, length)
+
+
+def _head_elements(spec: ModelSpec) -> int:
     return (1 + spec.mtp_num_layers) * spec.emb_dim * spec.vocab_size
 
 
@@ -95,34 +114,3 @@ def _flops(passes: int, elements: float, spec: ModelSpec, length: int) -> FlopsP
             causal += per_key * scores.mean_keys(length)
             palm += per_key * length
     return FlopsPerToken(causal, palm)
-
-
-def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_tiles: int) -> FlopsPerToken:
-    """Counts the matrix products per token that the backward pass computes again, beside `flops_per_token`.
-
-    A block computes again what its derivatives need and its policy does not keep. The product that ends it is not
-    needed where it is only added to the residual stream. Attention's two always are, in every kernel, since nothing
-    within them has a name to be kept by; a kernel that computes scores again by itself is not counted.
-
-    With more than one tile of the loss (`vocab_tiles`), the logits are computed again too.
-    """
-    elements = _heads(spec) if vocab_tiles > 1 else 0
-    if execution.remat_policy == "none":
-        return FlopsPerToken(2.0 * elements, 2.0 * elements)
-    kept = {name for names in execution.kept for name in names}
-    if "decoder_layer_input" not in kept:
-        elements += spec.mtp_num_layers * 2 * spec.emb_dim**2
-    for layer, count in all_layers(spec).items():
-        costs = layer_costs(layer)
-        elements += count * sum(
-            weight.used
-            for weight in _weights(layer, spec)
-            if weight.multiplies and _is_recomputed(weight, costs[weight.part], kept, layer)
-        )
-    return _flops(1, elements, spec, length)
-
-
-def _is_recomputed(weight: BlockWeight, costs: Costs, kept: set[str], layer: LayerSpec) -> bool:
-    if weight.part == "feed_forward" and weight.name == costs.last and not layer.norm_after:  # it ends the block
-        return False
-    return weight.name not in costs.spared_by or not kept.issuperset(costs.spared_by[weight.name])

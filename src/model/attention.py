@@ -62,7 +62,13 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
         """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
         constrain = context.layout.constrain
-        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD)
+        q_BTNH = matmul(x_BTD, self.query[...], "BTD,DNH->BTNH")
+        k_BTKH = matmul(x_BTD, self.key[...], "BTD,DKH->BTKH")
+        v_BTKH = matmul(x_BTD, self.value[...], "BTD,DKH->BTKH")
+        if self.spec.attention_bias:
+            q_BTNH += self.query_bias[...].astype(x_BTD.dtype)
+            k_BTKH += self.key_bias[...].astype(x_BTD.dtype)
+            v_BTKH += self.value_bias[...].astype(x_BTD.dtype)
         q_BTNH, k_BTKH = self._position(q_BTNH, k_BTKH, context.positions_BT)
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch", "length", "heads", "head_dim"), "query_proj")
         k_BTKH = checkpoint_name(constrain(k_BTKH, "batch", "length", "kv_heads", "head_dim"), "key_proj")
@@ -82,16 +88,6 @@ class Attention(nnx.Module):
         if self.spec.attention_bias and self.spec.attention_out_bias:
             out_BTD += self.out_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "out_proj"), cache
-
-    def _project(self, x_BTD: Array) -> tuple[Array, Array, Array]:
-        q_BTNH = matmul(x_BTD, self.query[...], "BTD,DNH->BTNH")
-        k_BTKH = matmul(x_BTD, self.key[...], "BTD,DKH->BTKH")
-        v_BTKH = matmul(x_BTD, self.value[...], "BTD,DKH->BTKH")
-        if self.spec.attention_bias:
-            q_BTNH += self.query_bias[...].astype(x_BTD.dtype)
-            k_BTKH += self.key_bias[...].astype(x_BTD.dtype)
-            v_BTKH += self.value_bias[...].astype(x_BTD.dtype)
-        return q_BTNH, k_BTKH, v_BTKH
 
     def _position(self, q_BTNH: Array, k_BTKH: Array, positions_BT: Array) -> tuple[Array, Array]:
         """Normalises queries and keys, rotates them to their positions, and scales queries by their temperature."""

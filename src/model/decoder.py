@@ -17,7 +17,6 @@ from src.model.attention_kernels.reference import MASKED
 from src.model.attention_kernels.scores import ScoreSpec
 from src.model.cache import Cache, CacheArray
 from src.model.costs import Costs
-from src.model.dropout import dropout
 from src.model.embeddings import embed_tokens, sinusoidal
 from src.model.feed_forward import FeedForward
 from src.model.forward_context import ForwardContext
@@ -81,7 +80,7 @@ class Block(nnx.Module):
         return x_BTD, cache, {"feed_forward": report}
 
     def _add(self, x_BTD: Array, out_BTD: Array, context: ForwardContext, site: Array) -> Array:
-        x_BTD = x_BTD + dropout(out_BTD, self.dropout_rate, context, site)
+        x_BTD = x_BTD + context.dropout(out_BTD, self.dropout_rate, site)
         return context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
 
 
@@ -140,7 +139,7 @@ class Decoder(nnx.Module):
             elif self.spec.position_type == "sinusoidal":
                 x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
             site = 2 * (len(self.spec.layers) + self.spec.mtp_num_layers)  # after those of all blocks
-            x_BTD = dropout(x_BTD, self.spec.dropout_rate, context, site)
+            x_BTD = context.dropout(x_BTD, self.spec.dropout_rate, site)
             x_BTD = context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
         reports, new_caches, first_layer = {}, [], 0
         for index, (group, blocks) in enumerate(zip(self.spec.layer_groups, self.segments, strict=True)):

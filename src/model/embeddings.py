@@ -1,6 +1,5 @@
 """Token embeddings and positions: rotary (with its extensions to longer contexts) and sinusoidal."""
 
-import functools
 import math
 
 import jax
@@ -23,23 +22,20 @@ def embed_tokens(table_VD: Array, tokens_BT: Array, layout: Layout) -> Array:
     if layout.size(sharing) == 1:
         return table_VD[tokens_BT]
 
-    @functools.partial(
-        layout.shard_map,
-        in_specs=(layout.spec(("vocab", None)), layout.spec(("batch", "length"))),
-        out_specs=layout.spec(("vocab", "batch", "length", None)),
-    )
     def on_device(part_VD: Array, tokens_BT: Array) -> Array:
         row_BT = tokens_BT - jax.lax.axis_index(sharing) * len(part_VD)
         return part_VD.at[row_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)[None]
 
-    return jax.lax.reduce_sum(on_device(table_VD, tokens_BT), axes=(0,))
+    in_specs = layout.spec(("vocab", None)), layout.spec(("batch", "length"))
+    mapped = layout.shard_map(on_device, in_specs, layout.spec(("vocab", "batch", "length", None)))
+    return jax.lax.reduce_sum(mapped(table_VD, tokens_BT), axes=(0,))
 
 
 def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
-    """Rotates pairs of a head's first `partial_rotary_factor` by position (Su et al. 2021, section 3.4.2).
+    """Rotates pairs of a head's first `partial_rotary_factor` by position (Su et al. 2021, section 3.4.2), in float32.
 
     Pair i turns by position * frequencies[i] radians; it is (i, i + dim / 2), as in Llama's Hugging Face checkpoints,
-    or (2i, 2i + 1) with `rope_interleave`. Computed in float32, returned in `x_BTNH`'s dtype.
+    or (2i, 2i + 1) with `rope_interleave`.
     """
     dim = int(x_BTNH.shape[-1] * spec.partial_rotary_factor)
     frequencies, size = _frequencies(spec, dim)
@@ -47,15 +43,11 @@ def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
     sin, cos = size * jnp.sin(angle_BT1P), size * jnp.cos(angle_BT1P)
     rotated, rest = jnp.split(x_BTNH, [dim], axis=-1)
     # Halves are split and concatenated, not stacked: on a TPU, XLA would lay out a dim of size 2 anew, in float32.
-    if spec.rope_interleave:
-        first, second = rotated[..., ::2], rotated[..., 1::2]
-    else:
-        first, second = jnp.split(rotated, 2, axis=-1)
-    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    interleaved = spec.rope_interleave
+    pairs = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else jnp.split(rotated, 2, axis=-1)
+    first, second = (half.astype(jnp.float32) for half in pairs)
     turned = (first * cos - second * sin, second * cos + first * sin)
-    joined = (
-        jnp.stack(turned, axis=-1).reshape(rotated.shape) if spec.rope_interleave else jnp.concatenate(turned, axis=-1)
-    )
+    joined = jnp.stack(turned, -1).reshape(rotated.shape) if interleaved else jnp.concatenate(turned, -1)
     return jnp.concatenate([joined.astype(x_BTNH.dtype), rest], axis=-1)
 
 
@@ -89,11 +81,14 @@ def _frequencies(spec: LayerSpec, dim: int) -> tuple[np.ndarray, float]:
     share = np.clip((pair - first) / ((last - first) or 1e-3), 0.0, 1.0)
     frequencies = (plain + share * (stretched - plain)).astype(np.float32)
 
-    def size(weight: float) -> float:
-        return 0.1 * weight * math.log(spec.rope_factor) + 1.0
+    if spec.mscale and spec.mscale_all_dim:
+        return frequencies, yarn_size(spec, spec.mscale) / yarn_size(spec, spec.mscale_all_dim)
+    return frequencies, yarn_size(spec, 1.0)
 
-    both = spec.mscale and spec.mscale_all_dim
-    return frequencies, size(spec.mscale) / size(spec.mscale_all_dim) if both else size(1.0)
+
+def yarn_size(spec: LayerSpec, weight: float) -> float:
+    """Returns YaRN's factor 1 + 0.1 weight log(rope_factor)."""
+    return 0.1 * weight * math.log(spec.rope_factor) + 1.0
 
 
 def sinusoidal(positions_BT: Array, emb_dim: int) -> Array:

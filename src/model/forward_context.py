@@ -1,7 +1,10 @@
 """ForwardContext: what all blocks of one forward pass share."""
 
+import functools
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
 from src.parallel.mesh import Layout
@@ -16,7 +19,7 @@ class ForwardContext:
     layout: Layout
     kernel: str  # of src/model/attention_kernels
     packed: bool  # False: rows hold one segment, then padding, and a causal kernel needs no segments
-    dropout_keys_BTW: Array | None = None  # of each token (src/model/dropout.py); None: no dropout
+    dropout_keys_BTW: Array | None = None  # of each token (`token_keys`); None: no dropout
     decoding: bool = False  # each row is one token, whose past is in the cache
     layer: Array | int = 0  # number of the block that runs, counted through the model
 
@@ -36,3 +39,24 @@ class ForwardContext:
         for axis in axes:
             x_BTD = self.layout.constrain(x_BTD, "batch", axis, "activation_embed")
         return x_BTD
+
+    def dropout(self, x_BTD: Array, rate: float, site: Array | int) -> Array:
+        """Applies inverted dropout (Srivastava et al. 2014, section 10) to [B, T, D] by the tokens' keys, if any.
+
+        Masks follow the tokens: they are the same on every mesh and for every order of rows. `site` numbers the place
+        in the model, so that each has its own mask.
+        """
+        if self.dropout_keys_BTW is None or rate == 0.0:
+            return x_BTD
+
+        def keep(key: Array) -> Array:
+            return jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate, x_BTD.shape[2:])
+
+        keep_BTD = jax.vmap(jax.vmap(keep))(jax.random.wrap_key_data(self.dropout_keys_BTW))
+        return jnp.where(keep_BTD, x_BTD / (1.0 - rate), 0.0).astype(x_BTD.dtype)
+
+
+def token_keys(key: Array, rows: int, length: int) -> Array:
+    """Returns a random key for each token of a batch, as key data [B, T, words] that moves with the token."""
+    token_BT = jnp.arange(rows * length).reshape(rows, length)
+    return jax.random.key_data(jax.vmap(jax.vmap(functools.partial(jax.random.fold_in, key)))(token_BT))

@@ -1,7 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come from one latent."""
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +12,7 @@ from src.model.attention_kernels.reference import masked_attention
 from src.model.attention_kernels.scores import ScoreSpec, score_spec
 from src.model.cache import Cache, CacheArray, decode_mask, in_order, update
 from src.model.costs import Costs
-from src.model.embeddings import rope
+from src.model.embeddings import rope, yarn_size
 from src.model.forward_context import ForwardContext
 from src.model.norm import Norm
 from src.model.params import matmul, weight
@@ -129,6 +128,5 @@ def _scores(spec: LayerSpec) -> ScoreSpec:
     scores = dataclasses.replace(score_spec(spec, _head_dim(spec)), value_dim=spec.v_head_dim)
     if spec.position_type == "rope" and spec.rope_type == "yarn" and spec.mscale_all_dim:
         # DeepSeek: mscale_all_dim scales the whole score here; embeddings.py scales the rotated part by mscale over it.
-        size = 0.1 * spec.mscale_all_dim * math.log(spec.rope_factor) + 1.0
-        return dataclasses.replace(scores, scale=scores.scale * size**2)
+        return dataclasses.replace(scores, scale=scores.scale * yarn_size(spec, spec.mscale_all_dim) ** 2)
     return scores

@@ -1,7 +1,5 @@
 """Rows that several devices share (context parallelism): how their tokens are ordered, and how they are gathered."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,9 +74,8 @@ def replicate_rows(x_BT: Array, layout: Layout, *axes: str | None) -> Array:
     # XLA for CPUs aborts on a bfloat16 sum, here the gradient's, within a map over some of the axes.
     sent = jnp.float32 if layout.platform == "cpu" and x_BT.dtype == jnp.bfloat16 else x_BT.dtype
 
-    # Mapped over all axes that shard it: XLA would gather it over the others too.
-    @functools.partial(layout.shard_map, in_specs=sharded, out_specs=sharded, over=mesh_axes_of(sharded))
     def gather(x_BT: Array) -> Array:
         return from_zigzag(jax.lax.all_gather(x_BT.astype(sent), sharing, axis=1, tiled=True), n).astype(x_BT.dtype)
 
-    return gather(x_BT)
+    # Mapped over all axes that shard it: XLA would gather it over the others too.
+    return layout.shard_map(gather, sharded, sharded, over=mesh_axes_of(sharded))(x_BT)

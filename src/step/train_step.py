@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from src.errors import UserError
-from src.model.dropout import token_keys
+from src.model.forward_context import token_keys
 from src.model.moe import router
 from src.model.params import Tree, Weights
 from src.parallel.accumulate import accumulate

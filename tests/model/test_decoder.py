@@ -10,9 +10,8 @@ import pytest
 from flax import nnx
 
 from src.model import decoder
-from src.model.dropout import token_keys
 from src.model.embeddings import sinusoidal
-from src.model.forward_context import ForwardContext
+from src.model.forward_context import ForwardContext, token_keys
 from tests.tiny import LENGTH, VOCAB, assert_close, loss_and_gradients, make, packed_rows, random_weights
 
 

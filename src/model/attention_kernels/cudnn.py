@@ -1,7 +1,6 @@
 """cuDNN's fused attention for NVIDIA GPUs, through JAX."""
 
 import dataclasses
-import functools
 
 import jax
 from jax import Array
@@ -23,15 +22,10 @@ def cudnn(
     layout = context.layout
     sharded = layout.spec(("batch", None, "heads", None))
 
-    @functools.partial(
-        layout.shard_map, in_specs=(sharded, sharded, sharded, layout.spec(("batch", None))), out_specs=sharded
-    )
     def on_device(q: Array, k: Array, v: Array, segments: Array) -> Array:
         local = dataclasses.replace(context, segment_ids_BT=segments)
         return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
+            *(q, k, v),
             mask=causal_mask(local, spec.window) if context.packed else None,
             is_causal=not context.packed,
             scale=spec.scale,
@@ -39,4 +33,5 @@ def cudnn(
             implementation="cudnn",
         )
 
-    return on_device(q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT)
+    mapped = layout.shard_map(on_device, (sharded, sharded, sharded, layout.spec(("batch", None))), sharded)
+    return mapped(q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT)

@@ -6,8 +6,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention_kernels.choose import attend, repeat_kv
-from src.model.attention_kernels.reference import masked_attention
-from src.model.attention_kernels.scores import score_spec
+from src.model.attention_kernels.scores import masked_attention, score_spec
 from src.model.cache import Cache, CacheArray, decode_mask, in_order, update
 from src.model.costs import Costs
 from src.model.embeddings import rope

@@ -13,8 +13,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention import Attention
-from src.model.attention_kernels.reference import MASKED
-from src.model.attention_kernels.scores import ScoreSpec
+from src.model.attention_kernels.scores import MASKED, ScoreSpec
 from src.model.cache import Cache, CacheArray
 from src.model.costs import Costs
 from src.model.embeddings import embed_tokens, sinusoidal

@@ -14,8 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from src.errors import UserError
 from src.model.attention_kernels import choose
 from src.model.attention_kernels.choose import attend, choose_kernel, repeat_kv
-from src.model.attention_kernels.reference import dot_product
-from src.model.attention_kernels.scores import ScoreSpec
+from src.model.attention_kernels.scores import ScoreSpec, dot_product
 from src.model.attention_kernels.splash import ZigzagCausalMask, splash
 from src.model.decoder import attention_scores
 from src.model.forward_context import ForwardContext

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from src.errors import UserError
-from src.model.attention_kernels.reference import dot_product
-from src.model.attention_kernels.scores import CUDNN_HEAD_DIM, FLASH_BLOCK, ScoreSpec
+from src.model.attention_kernels.scores import FLASH_BLOCK, ScoreSpec, cudnn, dot_product
 from src.model.forward_context import ForwardContext
 from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows, sharing_keys, zigzag_parts
 
 PLATFORMS = {"flash": "tpu", "cudnn_flash": "gpu"}  # of the fused kernels
+CUDNN_HEAD_DIM = 128  # largest that cuDNN takes on every GPU; Hopper's 256 is left out
 
 
 def attend(
@@ -36,13 +36,10 @@ def attend(
         blocks = -(-q_BTNH.shape[1] // spec.chunk) + 1
         segment_ids = context.segment_ids_BT * blocks + context.positions_BT // spec.chunk
         context = dataclasses.replace(context, segment_ids_BT=segment_ids, packed=True)
-    # Fused kernels are imported where they run: Pallas takes a second.
-    if context.kernel == "flash":
+    if context.kernel == "flash":  # imported where it runs: Pallas takes a second
         from src.model.attention_kernels.splash import splash as kernel
-    elif context.kernel == "cudnn_flash":
-        from src.model.attention_kernels.cudnn import cudnn as kernel
     else:
-        kernel = dot_product
+        kernel = cudnn if context.kernel == "cudnn_flash" else dot_product
     out_BTNH = kernel(q_BTNH, k_BSKH, v_BSKH, spec, sinks_N, context)
     return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
 

@@ -1,12 +1,19 @@
-"""ScoreSpec, what attention kernels compute, and the limits that choosing a kernel needs without importing it."""
+"""What attention kernels compute (ScoreSpec), and the two through JAX alone: plain, and cuDNN's on NVIDIA GPUs."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from src.model.forward_context import ForwardContext
 from src.model.spec import LayerSpec
+from src.parallel.sequence import replicate_rows, zigzag_order
 
 FLASH_BLOCK = 128  # least block of the TPU kernel, which takes whole blocks only
-CUDNN_HEAD_DIM = 128  # largest that cuDNN takes on every GPU; Hopper's 256 is left out
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding alone gives numbers, not NaN
 
 
 @dataclass(frozen=True)
@@ -56,3 +63,80 @@ def score_spec(layer: LayerSpec, head_dim: int) -> ScoreSpec:
         soft_cap=layer.attn_logits_soft_cap,
         sink=layer.attention_sink,
     )
+
+
+def dot_product(
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
+) -> Array:
+    """Attends with q [B, T, N, H] to k, v [B, n S, K, H]; holds the scores [B, N, T, S] in float32."""
+    B, T, N, _ = q_BTNH.shape
+    by_device = (x.reshape(B, context.layout.shards("length"), -1, *x.shape[2:]) for x in (q_BTNH, k_BSKH, v_BSKH))
+    out_BntNH = masked_attention(*by_device, causal_mask(context, spec.window), spec, sinks_N)
+    return out_BntNH.reshape(B, T, N, -1)
+
+
+def causal_mask(context: ForwardContext, window: int) -> Array:
+    """Returns bool [B, n, t, S]: which of a row's S tokens each of t queries on each of n devices attends to."""
+    B, S = context.segment_ids_BT.shape
+    n = context.layout.shards("length")
+    segments_Bnt = context.segment_ids_BT.reshape(B, n, -1)
+    segments_BnS = replicate_rows(context.segment_ids_BT, context.layout).reshape(B, n, S)
+    index_nt = jnp.asarray(zigzag_order(S, context.layout).reshape(n, -1), jnp.int32)
+    distance_ntS = index_nt[..., None] - jnp.arange(S)
+    same_BntS = segments_Bnt[..., None] == segments_BnS[:, :, None]
+    return same_BntS & (distance_ntS >= 0) & (distance_ntS < (window or S))
+
+
+def masked_attention(
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array, spec: ScoreSpec, sinks_N: Array | None
+) -> Array:
+    """Attends with T queries to the S keys where `mask_BTS` is true; B may be several dims.
+
+    The head size of values may differ from that of keys.
+    """
+    *B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[-2]
+    q_BTKGH = q_BTNH.reshape(*B, T, K, N // K, H)
+    scores = jnp.einsum("...TKGH,...SKH->...KGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * spec.scale
+    if spec.soft_cap:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+    scores = jnp.where(mask_BTS[..., None, None, :, :], scores, MASKED)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks_N is not None:
+        sinks = sinks_N.astype(jnp.float32).reshape(K, N // K, 1, 1)
+        largest = jnp.maximum(largest, sinks)
+    largest = jax.lax.stop_gradient(largest)
+    # Softmax divides last: [B, T, N, H] is smaller than the scores.
+    unnormalised = jnp.exp(scores - largest)
+    normaliser = jnp.sum(unnormalised, axis=-1, keepdims=True)
+    if sinks_N is not None:
+        normaliser += jnp.exp(sinks - largest)
+    out_BTKGH = jnp.einsum("...KGTS,...SKH->...TKGH", unnormalised.astype(v_BSKH.dtype), v_BSKH)
+    return (out_BTKGH / jnp.moveaxis(normaliser, -2, -4)).astype(v_BSKH.dtype).reshape(*B, T, N, -1)
+
+
+def cudnn(
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
+) -> Array:
+    """Attends with q [B, T, N, H] to k, v [B, S, K, H] on each device's rows and heads.
+
+    Packed rows pass their segments as a mask [B, 1, T, S] in the compute dtype. No devices share rows here, so the
+    mask's dim of those devices (n = 1) stands where cuDNN's mask has its dim of heads.
+    """
+    assert sinks_N is None, "choose_kernel"
+    layout = context.layout
+    sharded = layout.spec(("batch", None, "heads", None))
+
+    def on_device(q: Array, k: Array, v: Array, segments: Array) -> Array:
+        local = dataclasses.replace(context, segment_ids_BT=segments)
+        return jax.nn.dot_product_attention(
+            *(q, k, v),
+            mask=causal_mask(local, spec.window) if context.packed else None,
+            is_causal=not context.packed,
+            scale=spec.scale,
+            local_window_size=(spec.window - 1, 0) if spec.window and not context.packed else None,
+            implementation="cudnn",
+        )
+
+    mapped = layout.shard_map(on_device, (sharded, sharded, sharded, layout.spec(("batch", None))), sharded)
+    return mapped(q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT)

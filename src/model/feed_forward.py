@@ -53,10 +53,8 @@ class FeedForward(nnx.Module):
         if self.spec.mlp_bias:
             hidden_BTAF += self.wi_bias[...].astype(x_BTD.dtype)
         hidden_BTAF = context.layout.constrain(hidden_BTAF, "batch", "length", None, "mlp")
-        hidden_BTAF = checkpoint_name(hidden_BTAF, "mlpwi")
-        out_BTD = context.reduce_scatter_sequence(
-            matmul(activated(hidden_BTAF, self.spec), self.wo[...], "BTF,FD->BTD")
-        )
+        hidden_BTF = activated(checkpoint_name(hidden_BTAF, "mlpwi"), self.spec)
+        out_BTD = context.reduce_scatter_sequence(matmul(hidden_BTF, self.wo[...], "BTF,FD->BTD"))
         if self.spec.mlp_bias:
             out_BTD += self.wo_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "mlpwo"), {}

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from src.errors import UserError
-from src.parallel.mesh import divisors
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,8 @@ def _factors(product: int, count: int) -> tuple[int, ...]:
     """Factors `product` into `count` whole numbers with the least sum."""
     if count == 1:
         return (product,)
-    return min(((n, *_factors(product // n, count - 1)) for n in divisors(product)), key=sum)
+    divisors = [n for n in range(1, product + 1) if product % n == 0]
+    return min(((n, *_factors(product // n, count - 1)) for n in divisors), key=sum)
 
 
 def _unknown(name: str) -> UserError:

@@ -102,8 +102,9 @@ class Windows:
         """Returns the experts' outputs for this device's sorted rows that are in the window, 0 for others."""
         device = jax.lax.axis_index(self.group.axes)
         send_plan, return_plan, rows_e = exchange_plans(rows_PE, window, self.room, device)
-        arrived = jax.tree.map(lambda each: exchange(each, send_plan, return_plan, self.room, self.group), rows)
-        return exchange(self.feed(arrived, kernels, rows_e), return_plan, send_plan, len(rows[0]), self.group)
+        sizes = len(rows[0]), self.room
+        arrived = jax.tree.map(lambda each: exchange(each, send_plan, return_plan, sizes, self.group), rows)
+        return exchange(self.feed(arrived, kernels, rows_e), return_plan, send_plan, sizes[::-1], self.group)
 
     def count(self, rows_PE: Array) -> Array:
         """Returns how many windows devices run: those of one slice run as many, since they meet in collectives."""
@@ -178,8 +179,8 @@ def _linear(transpose: Callable, static: tuple[int, ...]) -> Callable[[Callable]
     def decorate(function: Callable) -> Callable:
         differentiable = functools.wraps(function)(jax.custom_vjp(function, nondiff_argnums=static))
 
-        def forward(x: Array, indices: Any, inverse: Any, *more: Any) -> tuple[Array, Any]:
-            return differentiable(x, indices, inverse, *more), (indices, inverse)
+        def forward(*arguments: Any) -> tuple[Array, Any]:
+            return differentiable(*arguments), arguments[1:3]
 
         def backward(*arguments: Any) -> tuple[Any, None, None]:
             *more, (indices, inverse), gradient = arguments
@@ -191,22 +192,18 @@ def _linear(transpose: Callable, static: tuple[int, ...]) -> Callable[[Callable]
     return decorate
 
 
-def exchange(rows_RD: Array, plan: ExchangePlan, reverse: ExchangePlan, room: int, group: ExpertGroup) -> Array:
-    """Returns the `room` rows that a device gets when each sends by `plan`; 0 where it gets none.
-
-    `reverse` sends each row back to where it came from, as the gradient does.
-    """
-    return _exchange(rows_RD, plan, reverse, (len(rows_RD), room), group)
-
-
-@_linear(lambda x, plan, reverse, sizes, group: _exchange(x, plan, reverse, sizes[::-1], group), static=(3, 4))
-def _exchange(
+@_linear(lambda x, plan, reverse, sizes, group: exchange(x, plan, reverse, sizes[::-1], group), static=(3, 4))
+def exchange(
     rows_RD: Array, plan: ExchangePlan, reverse: ExchangePlan, sizes: tuple[int, int], group: ExpertGroup
 ) -> Array:
-    room = sizes[1]
+    """Returns the rows that a device gets when each sends by `plan`; 0 where it gets none.
+
+    `reverse` sends each row back to where it came from, as the gradient does. `sizes` are the numbers of rows that a
+    device has before and after.
+    """
     if group.platform == "cpu":
-        return _exchange_by_gathering(rows_RD, plan, room, group)
-    into_RD = jnp.zeros((room, rows_RD.shape[1]), rows_RD.dtype)
+        return _exchange_by_gathering(rows_RD, plan, sizes[1], group)
+    into_RD = jnp.zeros((sizes[1], rows_RD.shape[1]), rows_RD.dtype)
     return jax.lax.ragged_all_to_all(rows_RD, into_RD, *plan, axis_name=group.axes)
 
 

@@ -44,16 +44,16 @@ def rows_times_kernel(x_RX: Array, kernel: Array, rows_G: Array, interpret: bool
 
             def add(index: Array, sum_RY: Array) -> Array:
                 summed = _part(index * step, step, X)
-                x_RX = _load(x_ref, rows, summed)
-                kernel_XY = _load(kernel_ref, *((columns, summed) if transposed else (summed, columns)), group)
+                kernel_part = (columns, summed) if transposed else (summed, columns)
+                x_RX, kernel_XY = _load(x_ref, rows, summed), _load(kernel_ref, *kernel_part, group)
                 return sum_RY + triton.dot(x_RX, kernel_XY, trans_b=transposed)
 
             sum_RY = jax.lax.fori_loop(0, pl.cdiv(X, step), add, jnp.zeros((TILE, TILE), jnp.float32))
             _store(out_ref, sum_RY, rows, columns)
 
     # Programs of one tile of rows follow each other, and share its rows in the cache.
-    run = _call(program, (pl.cdiv(Y, TILE), len(tile_V)), (R, Y), x_RX.dtype, interpret)
-    return run(group_V, first_V, end_V, x_RX, kernel)
+    grid = (pl.cdiv(Y, TILE), len(tile_V))
+    return _run(program, grid, (R, Y), interpret, group_V, first_V, end_V, x_RX, kernel)
 
 
 def rows_times_rows(x_RX: Array, y_RY: Array, rows_G: Array, interpret: bool) -> Array:
@@ -74,18 +74,13 @@ def rows_times_rows(x_RX: Array, y_RY: Array, rows_G: Array, interpret: bool) ->
         sum_XY = jax.lax.fori_loop(0, pl.cdiv(end - first, step), add, jnp.zeros((TILE, TILE), jnp.float32))
         _store(out_ref, sum_XY, made, columns, group)
 
-    run = _call(program, (pl.cdiv(Y, TILE), pl.cdiv(X, TILE), G), (G, X, Y), x_RX.dtype, interpret)
-    return run(end_G - rows_G, end_G, x_RX, y_RY)
+    grid = (pl.cdiv(Y, TILE), pl.cdiv(X, TILE), G)
+    return _run(program, grid, (G, X, Y), interpret, end_G - rows_G, end_G, x_RX, y_RY)
 
 
-def _call(program: Callable, grid: tuple[int, ...], shape: tuple[int, ...], dtype: Any, interpret: bool) -> Callable:
-    return pl.pallas_call(
-        program,
-        grid=grid,
-        out_shape=jax.ShapeDtypeStruct(shape, dtype),
-        compiler_params=PARAMETERS,
-        interpret=interpret,
-    )
+def _run(program: Callable, grid: tuple[int, ...], shape: tuple[int, ...], interpret: bool, *inputs: Array) -> Array:
+    out = jax.ShapeDtypeStruct(shape, inputs[-2].dtype)
+    return pl.pallas_call(program, out, grid=grid, compiler_params=PARAMETERS, interpret=interpret)(*inputs)
 
 
 def _part(first: Array, size: int, end: Array | int) -> Part:

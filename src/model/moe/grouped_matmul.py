@@ -5,6 +5,7 @@ Letters: R rows, G groups, X summed over, Y made.
 
 import functools
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +31,8 @@ def grouped_matmul(
         return product(x_RX, kernel.base) + product(product(x_RX, kernel.down), kernel.up)
     kernel_GXY = kernel.astype(x_RX.dtype).reshape(*kernel.shape[:2], -1)
     if platform == "cpu":
-        out_RY = jax.lax.ragged_dot(x_RX, kernel_GXY, rows_G)
-    else:
-        out_RY = _product(x_RX, kernel_GXY, rows_G, platform, interpret)
-    return out_RY.reshape(-1, *kernel.shape[2:])
+        return jax.lax.ragged_dot(x_RX, kernel_GXY, rows_G).reshape(-1, *kernel.shape[2:])
+    return _product(x_RX, kernel_GXY, rows_G, platform, interpret).reshape(-1, *kernel.shape[2:])
 
 
 def batched_matmul(x_GRX: Array, kernel: Array | Adapted) -> Array:
@@ -60,14 +59,15 @@ def _product(x_RX: Array, kernel_GXY: Array, rows_G: Array, platform: str, inter
     return _kernels(platform).rows_times_kernel(x_RX, kernel_GXY, rows_G, interpret, transposed=False)
 
 
-def _forward(x_RX: Array, kernel_GXY: Array, rows_G: Array, platform: str, interpret: bool) -> tuple[Array, tuple]:
-    return _product(x_RX, kernel_GXY, rows_G, platform, interpret), (x_RX, kernel_GXY, rows_G)
+def _forward(*arguments: Any) -> tuple[Array, tuple]:
+    return _product(*arguments), arguments[:3]
 
 
 def _backward(platform: str, interpret: bool, residuals: tuple, gradient_RY: Array) -> tuple[Array, Array, None]:
     x_RX, kernel_GXY, rows_G = residuals
-    to_x_RX = _kernels(platform).rows_times_kernel(gradient_RY, kernel_GXY, rows_G, interpret, transposed=True)
-    return to_x_RX, _kernels(platform).rows_times_rows(x_RX, gradient_RY, rows_G, interpret), None
+    kernels = _kernels(platform)
+    to_x_RX = kernels.rows_times_kernel(gradient_RY, kernel_GXY, rows_G, interpret, transposed=True)
+    return to_x_RX, kernels.rows_times_rows(x_RX, gradient_RY, rows_G, interpret), None
 
 
 _product.defvjp(_forward, _backward)

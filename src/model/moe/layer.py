@@ -102,9 +102,8 @@ class Experts(nnx.Module):
             # A device may have any part of what its row keeps: buffers of a fixed size would each need room for all.
             kept_BTk = _kept_in_rows(experts_BTk, non_padding_BT, spec.num_experts, capacity, layout)
             capacity = 0
-        group = ExpertGroup(
-            layout.axes("expert"), layout.shards("expert"), layout.axes_within_slices(), layout.platform
-        )
+        axis, within_slices = layout.axes("expert"), layout.axes_within_slices()
+        group = ExpertGroup(axis, layout.size(axis), within_slices, layout.platform)
         gathered, summed, parts = layout.axes("expert_embed"), layout.axes("mlp"), layout.shards("mlp")
 
         def on_device(
@@ -220,16 +219,15 @@ def _feed_forward(spec: LayerSpec, rows: Rows, kernels: Any, product: Callable, 
 
 def check_mesh(spec: ModelSpec, layout: Layout) -> None:
     """Raises UserError where the mesh shards experts and the model has none, or a number that does not divide."""
-    if layout.shards("expert") == 1:
-        return
-    if not spec.has_experts:
+    shards, by = layout.shards("expert"), layout.sharded_by("expert")
+    if shards > 1 and not spec.has_experts:
         raise UserError(
-            f"the mesh shards experts over {layout.sharded_by('expert')}, and this model has none (num_experts=1): set "
-            "ici_expert_parallelism=1 and dcn_expert_parallelism=1; fsdp, context and tensor shard other weights"
+            f"the mesh shards experts over {by}, and this model has none (num_experts=1): set ici_expert_parallelism=1 "
+            "and dcn_expert_parallelism=1; fsdp, context and tensor shard other weights"
         )
     for layer in spec.layers:
-        if layer.has_experts and layer.num_experts % layout.shards("expert"):
+        if layer.has_experts and layer.num_experts % shards:
             raise UserError(
-                f"num_experts={layer.num_experts} is not divisible by {layout.sharded_by('expert')}: change it, "
-                "or ici_expert_parallelism or dcn_expert_parallelism"
+                f"num_experts={layer.num_experts} is not divisible by {by}: change it, or ici_expert_parallelism or "
+                "dcn_expert_parallelism"
             )

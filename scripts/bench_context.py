@@ -1,7 +1,7 @@
 """Two ways to attend along rows that devices share, compiled for TPUs: `python scripts/bench_context.py`.
 
 `gather` is what MinText does: each device gathers the keys and values of its rows
-(src/model/attention_kernels/choose.py). `ring` is
+(`repeat_kv` of src/model/attention.py). `ring` is
 here alone: devices pass keys and values round, and attend to what they hold while it goes on to the next (Liu et al.
 2023, "Ring Attention with Blockwise Transformers"). Both are JAX's Pallas kernel, on rows in `zigzag_order`. What is
 compiled is one layer's attention, of Llama 3 8B's sizes, with its gradient. Needs libtpu (bash setup.sh aot).
@@ -28,7 +28,7 @@ from src import command_line
 from src.aot.devices import abstract_devices
 from src.aot.hlo import collectives
 from src.cli import run_command
-from src.model.attention_kernels.choose import repeat_kv
+from src.model.attention import repeat_kv
 from src.model.attention_kernels.scores import score_spec
 from src.model.attention_kernels.splash import BLOCKS, ZigzagCausalMask, splash
 from src.model.forward_context import ForwardContext

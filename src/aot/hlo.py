@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from src.parallel.mesh import slice_of
+from src.parallel.slices import slice_of
 
 # The share of the whole array that one of n devices sends, of which parts go round a ring (Patarasuk and Yuan 2009).
 RING_SHARE: dict[str, Callable[[int], float]] = {

@@ -26,7 +26,7 @@ from src.aot.outputs import write_output
 from src.config.schema import Batch, Mesh, Model, Step
 from src.config.yaml import dump
 from src.errors import UserError, first_few
-from src.parallel.mesh import count_slices
+from src.parallel.slices import count_slices
 from src.step.build import TracedStep, program_text
 from src.step.compiler_flags import environment_flags
 

@@ -1,12 +1,18 @@
-"""Grouped-query attention: projections, positions, and the call of a kernel."""
+"""Grouped-query attention: projections, positions, and the call of a kernel.
+
+All kernels compute the same: a token attends to the tokens of its own segment up to and including itself, within the
+layer's window, with weights softmax(scale q k). Scores may be capped, and a sink may take a part of the weight.
+"""
+
+import dataclasses
+import math
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from src.model.attention_kernels.choose import attend, repeat_kv
-from src.model.attention_kernels.scores import masked_attention, score_spec
+from src.model.attention_kernels.scores import ScoreSpec, cudnn, dot_product, masked_attention, score_spec
 from src.model.cache import Cache, CacheArray, decode_mask, in_order, update
 from src.model.costs import Costs
 from src.model.embeddings import rope
@@ -14,6 +20,8 @@ from src.model.forward_context import ForwardContext
 from src.model.norm import Norm, root_mean_square
 from src.model.params import matmul, weight
 from src.model.spec import LayerSpec
+from src.parallel.mesh import Layout
+from src.parallel.sequence import replicate_rows
 
 
 class Attention(nnx.Module):
@@ -104,3 +112,36 @@ class Attention(nnx.Module):
             temperature_BT = 1.0 + spec.attn_temperature_scale * jnp.log1p(floors_BT)
             q_BTNH = (q_BTNH * temperature_BT[:, :, None, None]).astype(q_BTNH.dtype)
         return q_BTNH, k_BTKH
+
+
+def attend(
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
+) -> Array:
+    """Computes attention by `context.kernel`: q [B, T, N, H] on k, v [B, n S, K, H] to [B, T, N, H].
+
+    Keys and values come from `replicate_rows`: all S = T tokens for each of the n devices that share a row.
+    """
+    if spec.chunk:
+        # Blocks of positions are separate as segments are, so each segment's blocks become segments.
+        blocks = -(-q_BTNH.shape[1] // spec.chunk) + 1
+        segment_ids = context.segment_ids_BT * blocks + context.positions_BT // spec.chunk
+        context = dataclasses.replace(context, segment_ids_BT=segment_ids, packed=True)
+    if context.kernel == "flash":  # imported where it runs: Pallas takes a second
+        from src.model.attention_kernels.splash import splash as kernel
+    else:
+        kernel = cudnn if context.kernel == "cudnn_flash" else dot_product
+    out_BTNH = kernel(q_BTNH, k_BSKH, v_BSKH, spec, sinks_N, context)
+    return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
+
+
+def repeat_kv(x_BTKH: Array, num_query_heads: int, layout: Layout) -> Array:
+    """Replicates the rows of keys or values [B, T, K, H], with the heads that each device's queries read.
+
+    With grouped heads these are small, and gathering them takes less time than the queries' scores do.
+    """
+    if layout.axes("kv_heads") != layout.axes("heads"):
+        # So many neighbouring queries of a device read the same head.
+        group = num_query_heads // x_BTKH.shape[2]
+        together = math.gcd(group, num_query_heads // layout.shards("heads"))
+        x_BTKH = jnp.repeat(x_BTKH, group // together, axis=2)
+    return replicate_rows(x_BTKH, layout, "heads", "head_dim")

@@ -7,7 +7,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from src.model.attention_kernels.choose import attend
+from src.model.attention import attend
 from src.model.attention_kernels.scores import ScoreSpec, masked_attention, score_spec
 from src.model.cache import Cache, CacheArray, decode_mask, in_order, update
 from src.model.costs import Costs

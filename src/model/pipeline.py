@@ -21,7 +21,8 @@ from src.config.schema import Mesh
 from src.errors import UserError
 from src.model.forward_context import ForwardContext
 from src.model.spec import LayerGroup, ModelSpec
-from src.parallel.mesh import Layout, any_of, divisors
+from src.parallel.mesh import Layout
+from src.parallel.slices import any_of, divisors
 
 AXIS = "stage"
 

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from src.config.schema import Mesh as MeshSection
 from src.config.schema import size_key
 from src.errors import UserError
+from src.parallel.slices import any_of, count_slices, joined_by_process, mesh_sizes, slice_of
 
 # The key that a weight's dim of a logical axis has its size from.
 SIZE_KEYS = {
@@ -140,78 +141,16 @@ class Layout:
 def make_layout(section: MeshSection, devices: Sequence[jax.Device]) -> Layout:
     """Makes the mesh of `ici_*_parallelism` within a slice or host and `dcn_*_parallelism` between them."""
     names, groups = section.mesh_axes, count_slices(devices)
-    ici, dcn = (_sizes(kind, section, len(devices) // groups, groups) for kind in ("ici", "dcn"))
+    ici, dcn = (mesh_sizes(kind, section, len(devices) // groups, groups) for kind in ("ici", "dcn"))
     if groups == 1:
         device_array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     else:
-        by_process = _joined_by_process(devices[0])
+        by_process = joined_by_process(devices[0])
         device_array = mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
         )
     mesh = Mesh(device_array, names, axis_types=(AxisType.Auto,) * len(names))
     return Layout(mesh, section.logical_axis_rules)
-
-
-def count_slices(devices: Sequence[jax.Device]) -> int:
-    """Counts the groups of devices that the fast interconnect joins: TPU slices, or else hosts."""
-    return len({slice_of(device) for device in devices})
-
-
-def slice_of(device: jax.Device) -> int:
-    """Returns the index of the TPU slice or host that the device belongs to."""
-    return device.process_index if _joined_by_process(device) else getattr(device, "slice_index", 0)
-
-
-def _joined_by_process(device: jax.Device) -> bool:
-    """Returns whether processes tell hosts apart: so for CPUs, and for GPUs to compile for, all in XLA's slice 0.
-
-    Of GPUs that are here, each of which may have a process of its own, JAX numbers the hosts as slices.
-    """
-    if device.platform == "gpu":
-        return device.client.runtime_type == "compile_only_runtime"
-    return device.platform != "tpu"
-
-
-def _sizes(kind: str, section: MeshSection, devices: int, groups: int) -> list[int]:
-    """Returns the mesh axes' sizes of one kind (ici or dcn), with the one -1 replaced by what the others leave.
-
-    There are `devices` in each of the `groups`, slices or hosts.
-    """
-    sizes = {key: getattr(section, key) for key in (size_key(kind, name) for name in section.mesh_axes)}
-    total = devices if kind == "ici" else groups
-    given = math.prod(size for size in sizes.values() if size != -1)
-    filled = [total // given if size == -1 else size for size in sizes.values()]
-    if math.prod(filled) == total:
-        return filled
-    larger = [f"{key}={size}" for key, size in sizes.items() if size not in (1, -1)]
-    product = " x ".join(larger) or f"every {kind} size=1"
-    plural = "s" * (total > 1)
-    what = f"device{plural} in each slice or host" if kind == "ici" else f"slice{plural} or host{plural}"
-    if -1 in sizes.values():
-        product += f" = {given}" if len(larger) > 1 else ""
-        problem = f"{product} does not divide {total} {what}: {any_of(divisors(total))} do{'es' * (total == 1)}."
-    else:
-        advice = f"Set one of the sizes to -1 (what is left), or sizes whose product is {total}."
-        problem = f"{product} against {total} {what}. {advice}"
-    if kind == "dcn" and groups == 1:
-        problem += (
-            " Larger dcn sizes need a job on more slices or hosts, which JAX did not find (docs/launch.md), or with "
-            "compile_topology, compile_topology_num_slices."
-        )
-    if kind == "ici" and groups > 1 and given > devices:
-        problem += f" Between the {groups} slices or hosts sizes are dcn_*_parallelism."
-    raise UserError(f"The mesh does not multiply out: {problem}")
-
-
-def divisors(number: int) -> list[int]:
-    """Returns all divisors, ascending."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def any_of(choices: Sequence[Any]) -> str:
-    """Joins choices in words, such as `1, 2 or 4`."""
-    *others, last = map(str, choices)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def mesh_axes_of(spec: PartitionSpec) -> set[str]:

@@ -12,8 +12,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from src.errors import UserError
-from src.model.attention_kernels import choose
-from src.model.attention_kernels.choose import attend, choose_kernel, repeat_kv
+from src.model import attention
+from src.model.attention import attend, repeat_kv
+from src.model.attention_kernels.choose import choose_kernel
 from src.model.attention_kernels.scores import ScoreSpec, dot_product
 from src.model.attention_kernels.splash import ZigzagCausalMask, splash
 from src.model.decoder import attention_scores
@@ -74,7 +75,7 @@ def attend_by(kernel):
 
     def run(q, k, v, spec, sinks, context):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(choose, "dot_product", kernel)
+            patch.setattr(attention, "dot_product", kernel)
             return attend(q, k, v, spec, sinks, dataclasses.replace(context, kernel="dot_product"))
 
     return run

@@ -1,57 +1,14 @@
-"""Chooses and calls an attention kernel: plain JAX (reference), cuDNN on NVIDIA GPUs, Pallas (splash) on TPUs.
+"""Chooses an attention kernel: plain JAX (dot_product), cuDNN on NVIDIA GPUs, Pallas (splash) on TPUs."""
 
-All compute the same: a token attends to the tokens of its own segment up to and including itself, within the layer's
-window, with weights softmax(scale q k). Scores may be capped, and a sink may take a part of the weight.
-
-Where devices share a row (the logical axis `length`), each has its own queries and replicated keys and values: with
-grouped heads these are small, and gathering them takes less time than the queries' scores do.
-"""
-
-import dataclasses
-import math
 from collections.abc import Sequence
 
-import jax.numpy as jnp
-from jax import Array
-
 from src.errors import UserError
-from src.model.attention_kernels.scores import FLASH_BLOCK, ScoreSpec, cudnn, dot_product
-from src.model.forward_context import ForwardContext
+from src.model.attention_kernels.scores import FLASH_BLOCK, ScoreSpec
 from src.parallel.mesh import Layout
-from src.parallel.sequence import replicate_rows, sharing_keys, zigzag_parts
+from src.parallel.sequence import sharing_keys, zigzag_parts
 
 PLATFORMS = {"flash": "tpu", "cudnn_flash": "gpu"}  # of the fused kernels
 CUDNN_HEAD_DIM = 128  # largest that cuDNN takes on every GPU; Hopper's 256 is left out
-
-
-def attend(
-    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
-) -> Array:
-    """Computes attention by `context.kernel`: q [B, T, N, H] on k, v [B, n S, K, H] to [B, T, N, H].
-
-    Keys and values come from `replicate_rows`: all S = T tokens for each of the n devices that share a row.
-    """
-    if spec.chunk:
-        # Blocks of positions are separate as segments are, so each segment's blocks become segments.
-        blocks = -(-q_BTNH.shape[1] // spec.chunk) + 1
-        segment_ids = context.segment_ids_BT * blocks + context.positions_BT // spec.chunk
-        context = dataclasses.replace(context, segment_ids_BT=segment_ids, packed=True)
-    if context.kernel == "flash":  # imported where it runs: Pallas takes a second
-        from src.model.attention_kernels.splash import splash as kernel
-    else:
-        kernel = cudnn if context.kernel == "cudnn_flash" else dot_product
-    out_BTNH = kernel(q_BTNH, k_BSKH, v_BSKH, spec, sinks_N, context)
-    return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
-
-
-def repeat_kv(x_BTKH: Array, num_query_heads: int, layout: Layout) -> Array:
-    """Replicates the rows of keys or values [B, T, K, H], with the heads that each device's queries read."""
-    if layout.axes("kv_heads") != layout.axes("heads"):
-        # So many neighbouring queries of a device read the same head.
-        group = num_query_heads // x_BTKH.shape[2]
-        together = math.gcd(group, num_query_heads // layout.shards("heads"))
-        x_BTKH = jnp.repeat(x_BTKH, group // together, axis=2)
-    return replicate_rows(x_BTKH, layout, "heads", "head_dim")
 
 
 def choose_kernel(

@@ -1,0 +1,72 @@
+"""TPU slices and GPU hosts: which devices the fast interconnect joins, and a mesh's sizes within and between them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from src.config.schema import Mesh, size_key
+from src.errors import UserError
+
+
+def count_slices(devices: Sequence[jax.Device]) -> int:
+    """Counts the groups of devices that the fast interconnect joins: TPU slices, or else hosts."""
+    return len({slice_of(device) for device in devices})
+
+
+def slice_of(device: jax.Device) -> int:
+    """Returns the index of the TPU slice or host that the device belongs to."""
+    return device.process_index if joined_by_process(device) else getattr(device, "slice_index", 0)
+
+
+def joined_by_process(device: jax.Device) -> bool:
+    """Returns whether processes tell hosts apart: so for CPUs, and for GPUs to compile for, all in XLA's slice 0.
+
+    Of GPUs that are here, each of which may have a process of its own, JAX numbers the hosts as slices.
+    """
+    if device.platform == "gpu":
+        return device.client.runtime_type == "compile_only_runtime"
+    return device.platform != "tpu"
+
+
+def mesh_sizes(kind: str, section: Mesh, devices: int, groups: int) -> list[int]:
+    """Returns the mesh axes' sizes of one kind (ici or dcn), with the one -1 replaced by what the others leave.
+
+    There are `devices` in each of the `groups`, slices or hosts.
+    """
+    sizes = {key: getattr(section, key) for key in (size_key(kind, name) for name in section.mesh_axes)}
+    total = devices if kind == "ici" else groups
+    given = math.prod(size for size in sizes.values() if size != -1)
+    filled = [total // given if size == -1 else size for size in sizes.values()]
+    if math.prod(filled) == total:
+        return filled
+    larger = [f"{key}={size}" for key, size in sizes.items() if size not in (1, -1)]
+    product = " x ".join(larger) or f"every {kind} size=1"
+    plural = "s" * (total > 1)
+    what = f"device{plural} in each slice or host" if kind == "ici" else f"slice{plural} or host{plural}"
+    if -1 in sizes.values():
+        product += f" = {given}" if len(larger) > 1 else ""
+        problem = f"{product} does not divide {total} {what}: {any_of(divisors(total))} do{'es' * (total == 1)}."
+    else:
+        advice = f"Set one of the sizes to -1 (what is left), or sizes whose product is {total}."
+        problem = f"{product} against {total} {what}. {advice}"
+    if kind == "dcn" and groups == 1:
+        problem += (
+            " Larger dcn sizes need a job on more slices or hosts, which JAX did not find (docs/launch.md), or with "
+            "compile_topology, compile_topology_num_slices."
+        )
+    if kind == "ici" and groups > 1 and given > devices:
+        problem += f" Between the {groups} slices or hosts sizes are dcn_*_parallelism."
+    raise UserError(f"The mesh does not multiply out: {problem}")
+
+
+def divisors(number: int) -> list[int]:
+    """Returns all divisors, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def any_of(choices: Sequence[Any]) -> str:
+    """Joins choices in words, such as `1, 2 or 4`."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last

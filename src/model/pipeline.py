@@ -29,11 +29,10 @@ AXIS = "stage"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which turn of which micro-batch each stage works on, iteration by iteration.
+    """Which turn of which micro-batch (an item) each stage works on, iteration by iteration.
 
-    Stage s takes the same items as stage 0, s iterations later. An item is a turn of a micro-batch: P micro-batches in
-    a row make their first turn, then their second and so on, then the next P come. So the first stage needs at once
-    what the last one passes back to it.
+    Stage s takes the same items as stage 0, s iterations later: P micro-batches in a row make their first turn, then
+    their second and so on, then the next P come. So the first stage needs at once what the last one passes back to it.
     """
 
     stages: int  # P
@@ -145,19 +144,15 @@ def run_stages(
     schedule (`_chunks`), and its gradient comes back, once for each of gradient_accumulation_steps. After the
     schedule, all stages get the hidden states.
 
-    Args:
-        run_chunk: (x, weights, layers, context) -> (x, reports), of consecutive repeats, on rows of one micro-batch.
-        x_BTD: all rows, as many as `check_rows` allows; `context` is of them all too.
-        weights: arrays whose first dim is the repeats, in layer order, sharded over `stage`.
-        layers_L: the number of each repeat's first layer in the model.
-        schedule: of the stages.
-        remat: wraps a turn, which takes its weights from those of all turns so that they are not kept for each.
-
-    Returns x, and the reports: sums over micro-batches, with a first dim of the repeats, sharded over `stage`.
+    `run_chunk(x, weights, layers, context)` runs consecutive repeats on rows of one micro-batch and returns x and
+    reports; `remat` wraps a turn, which takes its weights from those of all turns so that they are not kept for each.
+    `x_BTD` and `context` are of all rows. The first dim of the weights, in layer order and sharded over `stage`, and of
+    `layers_L` (the number of each one's first layer) is the repeats, and so is that of the reports, which are returned
+    as sums over micro-batches beside x.
     """
     layout, P, R = context.layout, schedule.stages, schedule.repeats
     x_MBTD = layout.split_rows(x_BTD, schedule.micro_batches, "norm_length", "activation_embed")
-    of_tokens = (context.positions_BT, context.segment_ids_BT, context.dropout_keys_BTW)
+    of_tokens = {name: getattr(context, name) for name in ("positions_BT", "segment_ids_BT", "dropout_keys_BTW")}
     of_tokens = jax.tree.map(lambda x: layout.split_rows(x, schedule.micro_batches, *[None] * (x.ndim - 1)), of_tokens)
     pass_on = [(stage, (stage + 1) % P) for stage in range(P if R > 1 else P - 1)]
 
@@ -169,8 +164,7 @@ def run_stages(
         def run_turn(x_BTD: Array, chunks: Any, item: Array) -> tuple[Array, Any]:
             micro_batch = schedule.micro_batch(item)
             turn = schedule.turn(item) if R > 1 else 0  # a constant: the weights are then the same in all iterations
-            positions_BT, segment_ids_BT, keys_BTW = jax.tree.map(lambda x: x[micro_batch], of_tokens)
-            rows = replace(context, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, dropout_keys_BTW=keys_BTW)
+            rows = replace(context, **jax.tree.map(lambda x: x[micro_batch], of_tokens))
             return run_chunk(x_BTD, jax.tree.map(lambda leaf: leaf[turn], chunks), layers_RL[turn], rows)
 
         run_turn = remat(run_turn)

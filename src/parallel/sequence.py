@@ -22,10 +22,10 @@ def zigzag_order(length: int, layout: Layout) -> np.ndarray:
     """
     n = layout.shards("length")
     if length % zigzag_parts(n):
-        keys = sharing_keys(layout, "length", "or")
         raise UserError(
             f"max_target_length={length} does not divide into {2 * n} parts, two for each device that shares a row "
-            f"({layout.sharded_by('length')}): use a multiple of {2 * n}, or another {keys}"
+            f"({layout.sharded_by('length')}): use a multiple of {2 * n}, or another "
+            + sharing_keys(layout, "length", "or")
         )
     if n == 1:
         return np.arange(length)

@@ -236,7 +236,7 @@ def test_gradients_are_those_of_every_expert_on_every_token(kind, capacity_facto
 
     def dense(state, x_BTD):
         module = nnx.merge(graphdef, state)
-        scores_BTE = router.scores(module._logits(x_BTD), module.spec)
+        scores_BTE = router.SCORE_FUNCTIONS[module.spec.routed_score_func](module._logits(x_BTD))
         experts_BTk, weights_BTk = router.choose(scores_BTE, None, module.spec)
         weights_BTE = jnp.sum(jax.nn.one_hot(experts_BTk, 8) * weights_BTk[..., None], axis=2)
         x_BTED = jnp.repeat(x_BTD[:, :, None], 8, axis=2)

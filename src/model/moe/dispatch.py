@@ -145,12 +145,9 @@ _later_windows.defvjp(_windows_forward, _windows_backward)
 def exchange_plans(
     rows_PE: Array, window: Array | int, room: int, device: Array
 ) -> tuple[ExchangePlan, ExchangePlan, Array]:
-    """Plans which rows each device sends where in a window.
+    """Plans which rows each device sends where in a window of `room` rows; `device` is this one's number.
 
-    `rows_PE` is how many rows each device has for each expert, `room` a window's rows, `device` this one's number.
-
-    Returns:
-        The plan to the experts, the plan back, and the rows [E / P] that this device's experts get.
+    Returns the plan to the experts, the plan back, and the rows [E / P] that this device's experts get.
     """
     P, E = rows_PE.shape
     rows_EP = rows_PE.T

@@ -21,9 +21,7 @@ VMEM_BYTES = 12 * 2**20  # of a kernel's tiles, of the 16 MiB that the compiler 
 
 def rows_times_kernel(x_RX: Array, kernel: Array, rows_G: Array, interpret: bool, transposed: bool) -> Array:
     """Multiplies [R, X] by [G, X, Y], or [G, Y, X] with `transposed`, to [R, Y]; undefined past the last group."""
-    R, X = x_RX.shape
-    Y = kernel.shape[1 if transposed else 2]
-    rows = row_tile(R, len(rows_G))
+    (R, X), Y, rows = x_RX.shape, kernel.shape[1 if transposed else 2], row_tile(len(x_RX), len(rows_G))
     tiles = (rows, *tile_sizes(rows, X, Y, x_RX.dtype.itemsize))
     x_RX = _whole_tiles(x_RX, rows)
     return gmm(x_RX, kernel, rows_G, x_RX.dtype, tiles, transpose_rhs=transposed, interpret=interpret)[:R]
@@ -60,9 +58,8 @@ def tile_sizes(rows: int, X: int, Y: int, itemsize: int) -> tuple[int, int]:
 
     def time(tile: tuple[int, int]) -> int:
         x, y = tile
-        steps = -(-X // x) * -(-Y // y)
-        fetched = itemsize * (rows * x + x * y)
-        return steps * (rows * (x + ADDITION) * y + OPERATIONS_PER_BYTE * fetched // 2 + STEP)
+        step = rows * (x + ADDITION) * y + OPERATIONS_PER_BYTE * itemsize * (rows * x + x * y) // 2 + STEP
+        return -(-X // x) * -(-Y // y) * step
 
     def fits(tile: tuple[int, int]) -> bool:
         x, y = tile

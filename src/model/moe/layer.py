@@ -67,7 +67,7 @@ class Experts(nnx.Module):
         """Maps [B, T, D] to [B, T, D], and reports the router's sums over this batch."""
         with jax.named_scope("router"):
             logits_BTE = self._logits(x_BTD)
-            scores_BTE = router.scores(logits_BTE, self.spec)
+            scores_BTE = router.SCORE_FUNCTIONS[self.spec.routed_score_func](logits_BTE)
             correction_E = self.correction_bias[...] if self.spec.routed_bias else None
             experts_BTk, weights_BTk = router.choose(scores_BTE, correction_E, self.spec)
         non_padding_BT = context.segment_ids_BT > 0

@@ -15,9 +15,7 @@ from src.parallel.mesh import Layout
 Report = dict[str, Array]
 
 
-def scores(logits_BTE: Array, spec: LayerSpec) -> Array:
-    """Returns each expert's score."""
-    return {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[spec.routed_score_func](logits_BTE)
+SCORE_FUNCTIONS = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
 
 
 def choose(scores_BTE: Array, correction_E: Array | None, spec: LayerSpec) -> tuple[Array, Array]:

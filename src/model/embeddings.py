@@ -79,11 +79,10 @@ def _frequencies(spec: LayerSpec, dim: int) -> tuple[np.ndarray, float]:
     first, last = max(first, 0), min(last, dim - 1)
     # As in transformers: where last < first, only the pairs before both stay.
     share = np.clip((pair - first) / ((last - first) or 1e-3), 0.0, 1.0)
-    frequencies = (plain + share * (stretched - plain)).astype(np.float32)
-
+    size = yarn_size(spec, 1.0)
     if spec.mscale and spec.mscale_all_dim:
-        return frequencies, yarn_size(spec, spec.mscale) / yarn_size(spec, spec.mscale_all_dim)
-    return frequencies, yarn_size(spec, 1.0)
+        size = yarn_size(spec, spec.mscale) / yarn_size(spec, spec.mscale_all_dim)
+    return (plain + share * (stretched - plain)).astype(np.float32), size
 
 
 def yarn_size(spec: LayerSpec, weight: float) -> float:

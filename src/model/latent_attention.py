@@ -65,7 +65,10 @@ class LatentAttention(nnx.Module):
         q_BTNH = matmul(query_BTQ, self.query[...], "BTQ,QNH->BTNH")
         nope_BTNH, rope_BTNH = jnp.split(q_BTNH, [self.spec.qk_nope_head_dim], axis=-1)
         rope_BTNH = self._rotate(rope_BTNH, context)
-        latent_BT1R, shared_BT1H = self._compress(x_BTD, context)
+        down_BT1R = matmul(x_BTD, self.kv_down[...], "BTD,DR->BTR")[:, :, None]
+        latent_BT1R, shared_BT1H = jnp.split(down_BT1R, [self.spec.kv_lora_rank], axis=-1)
+        # The latent, normalised, and the rotary key that all heads share.
+        latent_BT1R, shared_BT1H = self.kv_down_norm(latent_BT1R), self._rotate(shared_BT1H, context)
         if cache is not None:
             cache = update(cache, {"latent": jnp.concatenate([latent_BT1R, shared_BT1H], axis=-1)}, context)
         if context.decoding:
@@ -80,12 +83,6 @@ class LatentAttention(nnx.Module):
 
     def _rotate(self, x_BTNH: Array, context: ForwardContext) -> Array:
         return rope(x_BTNH, context.positions_BT, self.spec) if self.spec.position_type == "rope" else x_BTNH
-
-    def _compress(self, x_BTD: Array, context: ForwardContext) -> tuple[Array, Array]:
-        """Returns the normalised latent [B, T, 1, R] and the rotary key that all heads share, [B, T, 1, H]."""
-        down_BT1R = matmul(x_BTD, self.kv_down[...], "BTD,DR->BTR")[:, :, None]
-        latent_BT1R, shared_BT1H = jnp.split(down_BT1R, [self.spec.kv_lora_rank], axis=-1)
-        return self.kv_down_norm(latent_BT1R), self._rotate(shared_BT1H, context)
 
     def _expand(self, latent_BT1R: Array, shared_BT1H: Array, context: ForwardContext) -> tuple[Array, Array]:
         """Returns keys and values of every head, [B, n S, N, H] each for n devices that share a row.

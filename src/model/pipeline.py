@@ -153,7 +153,7 @@ def run_stages(
     layout, P, R = context.layout, schedule.stages, schedule.repeats
     x_MBTD = layout.split_rows(x_BTD, schedule.micro_batches, "norm_length", "activation_embed")
     of_tokens = {name: getattr(context, name) for name in ("positions_BT", "segment_ids_BT", "dropout_keys_BTW")}
-    of_tokens = jax.tree.map(lambda x: layout.split_rows(x, schedule.micro_batches, *[None] * (x.ndim - 1)), of_tokens)
+    of_tokens = jax.tree.map(lambda x: layout.split_rows(x, schedule.micro_batches), of_tokens)
     pass_on = [(stage, (stage + 1) % P) for stage in range(P if R > 1 else P - 1)]
 
     def on_stage(weights: Any, x_1MBTD: Array, of_tokens: Any, layers_L: Array) -> tuple[Array, Any]:

@@ -84,7 +84,7 @@ def _over_micro_batches(gradient: Callable, inputs: Any, rows: Rows, how: Accumu
     def add_micro_batch(total: Any, micro: Rows) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradient(inputs, micro)), None
 
-    split = {name: how.layout.split_rows(x, how.micro_batches, *[None] * (x.ndim - 1)) for name, x in rows.items()}
+    split = {name: how.layout.split_rows(x, how.micro_batches) for name, x in rows.items()}
     shapes = jax.eval_shape(gradient, inputs, jax.tree.map(lambda x: x[0], split))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
     return jax.lax.scan(add_micro_batch, zeros, split)[0]

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -15,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from src.config.schema import Mesh as MeshSection
 from src.config.schema import size_key
 from src.errors import UserError
-from src.parallel.slices import any_of, count_slices, joined_by_process, mesh_sizes, slice_of
+from src.parallel.slices import any_of, count_slices, joined_by_process, mesh_sizes
 
 # The key that a weight's dim of a logical axis has its size from.
 SIZE_KEYS = {
@@ -99,9 +98,9 @@ class Layout:
                 yield axis, f"{axis} = {size}{key} is not divisible by {self.sharded_by(axis)}"
 
     def split_rows(self, x: Array, parts: int, *axes: str | None) -> Array:
-        """[B, ...] to [parts, B / parts, ...], every row on the device where it is; `axes` are the further dims'."""
+        """[B, ...] to [parts, B / parts, ...], rows on the devices where they are; `axes` of further dims, or none."""
         x = jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
-        return self.constrain(x, None, "batch", *axes)
+        return self.constrain(x, None, "batch", *(axes or [None] * (x.ndim - 2)))
 
     def sharded_by(self, axis: str) -> str:
         """Writes the mesh axes that shard logical axis `axis` with their sizes, such as `data=2 x fsdp=4`."""
@@ -118,12 +117,6 @@ class Layout:
     def without(self, *axes: str) -> "Layout":
         """Returns this layout with dims of these logical axes unsharded."""
         return Layout(self.mesh, {**self.rules, **dict.fromkeys(axes, ())})
-
-    def axes_within_slices(self) -> tuple[str, ...]:
-        """Returns the mesh axes along which all devices are of one TPU slice or host."""
-        slices = np.vectorize(slice_of, otypes=[int])(self.mesh.devices)
-        along = {name: np.moveaxis(slices, dim, 0) for dim, name in enumerate(self.mesh.axis_names)}
-        return tuple(name for name, ids in along.items() if (ids == ids[:1]).all())
 
     def shard_map(
         self, function: Callable, in_specs: Any, out_specs: Any, over: Collection[str] | None = None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from src.config.schema import Mesh, size_key
 from src.errors import UserError
@@ -18,6 +19,13 @@ def count_slices(devices: Sequence[jax.Device]) -> int:
 def slice_of(device: jax.Device) -> int:
     """Returns the index of the TPU slice or host that the device belongs to."""
     return device.process_index if joined_by_process(device) else getattr(device, "slice_index", 0)
+
+
+def axes_within_slices(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    """Returns the mesh axes along which all devices are of one TPU slice or host."""
+    slices = np.vectorize(slice_of, otypes=[int])(mesh.devices)
+    along = {name: np.moveaxis(slices, dim, 0) for dim, name in enumerate(mesh.axis_names)}
+    return tuple(name for name, ids in along.items() if (ids == ids[:1]).all())
 
 
 def joined_by_process(device: jax.Device) -> bool:

@@ -27,6 +27,7 @@ from src.model.params import Adapted, Buffer, matmul, weight
 from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows, zigzag_order
+from src.parallel.slices import axes_within_slices
 
 # The logical axes of the experts' weights.
 AXES = {
@@ -102,7 +103,7 @@ class Experts(nnx.Module):
             # A device may have any part of what its row keeps: buffers of a fixed size would each need room for all.
             kept_BTk = _kept_in_rows(experts_BTk, non_padding_BT, spec.num_experts, capacity, layout)
             capacity = 0
-        axis, within_slices = layout.axes("expert"), layout.axes_within_slices()
+        axis, within_slices = layout.axes("expert"), axes_within_slices(layout.mesh)
         group = ExpertGroup(axis, layout.size(axis), within_slices, layout.platform)
         gathered, summed, parts = layout.axes("expert_embed"), layout.axes("mlp"), layout.shards("mlp")
 

@@ -87,8 +87,8 @@ def _messages(record: Any) -> tuple[Message, ...]:
             raise ValueError(f"{fault}: {_EXPECTED}")
     if not record[completion].strip():
         raise ValueError(f'"{completion}" is empty: there is nothing to learn')
-    roles = {"user": "prompt", "assistant": completion}
-    return tuple({"role": role, "content": well_formed(record[field])} for role, field in roles.items())
+    prompt, answer = well_formed(record["prompt"]), well_formed(record[completion])
+    return {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}
 
 
 def read_message(message: Any, number: int) -> Message:

@@ -93,8 +93,9 @@ class ParquetSource(Source):
     def _group(self, group: int) -> pa.ChunkedArray:
         """Returns the column of a row group, read by the first thread that asks for it."""
         with self._lock:
-            is_new = group not in self._cached
-            column = self._cached.setdefault(group, Future())
+            column = self._cached.get(group)
+            if is_new := column is None:
+                column = self._cached[group] = Future()
             self._cached.move_to_end(group)
         if not is_new:
             return column.result()

@@ -23,11 +23,7 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
     `| head`, silently with 141. A full disk exits with 2, a disk or store that may work again with 75, and anything
     else with 1: these three also write the traceback to a file, in the run's folder if there is one
     (`checkpoint.run_folder.in_run_folder`). An int that `main` returns is the exit code. However this process ends, it
-    tells the other processes of its job, which end too.
-
-    Args:
-        main: the command.
-        may_exit: `main` may raise SystemExit, as argparse does; without, that is a fault of the code it called.
+    tells the other processes of its job, which end too. `may_exit`: `main` may raise SystemExit, as argparse does.
     """
     try:
         code = main(sys.argv[1:])
@@ -84,8 +80,7 @@ def _print(message: str) -> None:
 
 
 def _kept_checkpoint(error: BaseException) -> str:
-    kept = getattr(error, "kept_checkpoint", "")
-    return f"; {kept}" if kept else ""
+    return f"; {error.kept_checkpoint}" if getattr(error, "kept_checkpoint", "") else ""
 
 
 def _code_and_message(error: BaseException) -> tuple[int, str]:

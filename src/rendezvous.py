@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
 from src.errors import MISTAKE, TRY_AGAIN, TransientError, UserError, first_few
@@ -26,114 +26,112 @@ Facts = Mapping[str, str]
 SAY_EVERY = 30.0  # seconds between two lines about who is missing
 GREETING = "MinText"
 MAX_MESSAGE_BYTES = 2**24
+HOW_LONG = "jax_distributed_initialization_timeout is how long processes wait"
 
 
 # ---- Joining
 
 
 @dataclass
-class _Gathering:
-    """Holds what a process knows while it waits for the others; the fields are arguments of `join`."""
+class Meeting:
+    """The processes of a job before they begin."""
 
-    address: str
+    address: str  # host:port of process 0
     count: int
-    facts: Facts
-    timeout: int
-    silence: int
-    say: Callable[[str], object]
-    begin: float = field(default_factory=time.monotonic)
-    last_line: float = field(default_factory=time.monotonic)
+    facts: Facts  # have to be the same in all processes
+    timeout: int  # seconds that process 0 waits for the others, and they for it
+    silence: int  # seconds after which a machine that does not answer counts as lost
+    disagree: str  # the message before a list of facts that differ
+    say: Callable[[str], object]  # gets a line each `SAY_EVERY` seconds about who is missing
 
-    def is_over(self) -> bool:
-        return time.monotonic() > self.begin + self.timeout
+    def join(self, process: int) -> dict[int, "Peer"]:
+        """Waits for all processes of the job as the one of this number; returns its connections, by process.
 
-    def say_rarely(self, text: str) -> None:
+        Raises TransientError: a process is missing, or process 0's port is in use. Raises UserError: the facts of the
+        processes differ, two have the same number, or process 0 cannot listen.
+        """
+        self._begin = self._last_line = time.monotonic()
+        return {0: self._connect(process)} if process else self._receive()
+
+    def _is_over(self, waiting: str) -> bool:
+        """Returns whether the time is over, and says now and then what this process is waiting for."""
         now = time.monotonic()
-        if now - self.last_line >= SAY_EVERY:
-            self.last_line = now
-            self.say(f"{text} (since {now - self.begin:.0f} s, for {self.timeout} s at most)")
+        if now - self._last_line >= SAY_EVERY:
+            self._last_line = now
+            self.say(f"{waiting} (since {now - self._begin:.0f} s, for {self.timeout} s at most)")
+        return now > self._begin + self.timeout
 
+    def _receive(self) -> dict[int, "Peer"]:
+        """Waits, as process 0, for the others at the port, which is free again afterwards."""
+        address, count = self.address, self.count
+        peers: dict[int, Peer] = {}
+        facts_of: dict[int, Facts] = {0: self.facts}
+        with _listen(address, count) as listener:
+            listener.settimeout(0.2)
+            while len(peers) < count - 1:
+                missing = f"process {_some(number for number in range(1, count) if number not in peers)} of {count}"
+                if self._is_over(f"waiting for {missing} at {address}"):
+                    message = f"{missing} did not come to {address} within {self.timeout} s: its log says why, or it "
+                    _end_all(peers.values(), TRY_AGAIN, f"{message}does not reach this address. {HOW_LONG}")
+                with contextlib.suppress(TimeoutError):
+                    self._admit(Peer(listener.accept()[0], self.silence), peers, facts_of)
+                peers = {number: peer for number, peer in peers.items() if not peer.is_gone()}
+        if lines := _differences([facts_of[number] for number in range(count)]):
+            _end_all(peers.values(), MISTAKE, "\n".join([self.disagree, *lines]))
+        for peer in peers.values():
+            peer.send({"begin": True})
+        return peers
 
-def join(
-    address: str,
-    count: int,
-    process: int,
-    facts: Facts,
-    *,
-    timeout: int,
-    silence: int,
-    disagree: str,
-    say: Callable[[str], object],
-) -> dict[int, "Peer"]:
-    """Waits for all processes of the job; returns this one's connections, by process.
+    def _admit(self, peer: "Peer", peers: dict[int, "Peer"], facts_of: dict[int, Facts]) -> None:
+        """Adds a connection to `peers` by its process, and the facts to `facts_of`, if it is one of the job's."""
+        peer.set_timeout(5)
+        hello = peer.read()
+        if hello.get("greeting") != GREETING:
+            peer.close()
+            return
+        peer.set_timeout(None)
+        number, count = hello["process"], self.count
+        taken = not 0 < number < count or (number in peers and not peers[number].is_gone())
+        if taken or hello["count"] != count:
+            _end_all(
+                [*peers.values(), peer],
+                MISTAKE,
+                f"a process came to {self.address} with process_id={number} num_processes={hello['count']}, and "
+                f"process 0 has num_processes={count}{f'; that is process {number} already' if taken else ''}"
+                f": expected the same num_processes everywhere, and each process_id from 0 to {count - 1} once",
+            )
+        peer.send({"greeting": GREETING})
+        peers[number] = peer
+        # Equal facts of thousands of processes are kept once.
+        facts_of[number] = self.facts if hello["facts"] == self.facts else hello["facts"]
 
-    Args:
-        address: host:port of process 0, the same for all.
-        count: number of processes.
-        process: number of this one.
-        facts: has to be the same in all processes.
-        timeout: seconds that process 0 waits for the others, and they for it.
-        silence: seconds after which a machine that does not answer counts as lost.
-        disagree: the message before a list of facts that differ.
-        say: gets a line each `SAY_EVERY` seconds about who is missing.
-
-    Raises:
-        TransientError: a process is missing, or process 0's port is in use.
-        UserError: the facts of the processes differ, two have the same number, or process 0 cannot listen.
-    """
-    gathering = _Gathering(address, count, facts, timeout, silence, say)
-    if process == 0:
-        return _receive(gathering, disagree)
-    return {0: _connect(gathering, process)}
-
-
-def _receive(gathering: _Gathering, disagree: str) -> dict[int, "Peer"]:
-    """Waits, as process 0, for the others at the port, which is free again afterwards."""
-    address, count = gathering.address, gathering.count
-    peers: dict[int, Peer] = {}
-    facts_of: dict[int, Facts] = {0: gathering.facts}
-    with _listen(address, count) as listener:
-        listener.settimeout(0.2)
-        while len(peers) < count - 1:
-            missing = _some(number for number in range(1, count) if number not in peers)
-            gathering.say_rarely(f"waiting for process {missing} of {count} at {address}")
-            if gathering.is_over():
-                _end_all(
-                    peers.values(),
-                    TRY_AGAIN,
-                    f"process {missing} of {count} did not come to {address} within {gathering.timeout} s: its log "
-                    "says why, or it does not reach this address. jax_distributed_initialization_timeout is how long "
-                    "processes wait",
+    def _connect(self, process: int) -> "Peer":
+        """Connects to process 0 as soon as it listens, and waits until all processes have come."""
+        host, _, port = self.address.rpartition(":")
+        hello = {"greeting": GREETING, "process": process, "count": self.count, "facts": dict(self.facts)}
+        while True:
+            try:
+                peer = Peer(socket.create_connection((host.strip("[]"), int(port)), timeout=5), self.silence)
+            except OSError as error:  # TimeoutError and gaierror too
+                reason = error.strerror or str(error)
+            else:
+                peer.send(hello)
+                reply = peer.read()
+                if reply.get("greeting") == GREETING:
+                    peer.set_timeout(None)  # process 0 knows how long to wait for the others
+                    reply = peer.read()
+                if reply.get("begin"):
+                    return peer
+                peer.close()
+                if "code" in reply:
+                    raise _error(reply["code"], reply["message"])
+                reason = reply.get("lost", "another program answers there")
+            if self._is_over(f"process 0 does not answer at {self.address} ({reason})"):
+                raise TransientError(
+                    f"process 0 of {self.count} did not answer at {self.address} within {self.timeout} s ({reason}): "
+                    f"its log says why, or this is not its address. {HOW_LONG}"
                 )
-            with contextlib.suppress(TimeoutError):
-                connection, _ = listener.accept()
-                peer = Peer(connection, gathering.silence)
-                peer.set_timeout(5)
-                hello = peer.read()
-                if hello.get("greeting") != GREETING:
-                    peer.close()
-                    continue
-                peer.set_timeout(None)
-                number = hello["process"]
-                taken = not 0 < number < count or (number in peers and not peers[number].is_gone())
-                if taken or hello["count"] != count:
-                    _end_all(
-                        [*peers.values(), peer],
-                        MISTAKE,
-                        f"a process came to {address} with process_id={number} num_processes={hello['count']}, and "
-                        f"process 0 has num_processes={count}{f'; that is process {number} already' if taken else ''}"
-                        f": expected the same num_processes everywhere, and each process_id from 0 to {count - 1} once",
-                    )
-                peer.send({"greeting": GREETING})
-                peers[number] = peer
-                # Equal facts of thousands of processes are kept once.
-                facts_of[number] = gathering.facts if hello["facts"] == gathering.facts else hello["facts"]
-            peers = {number: peer for number, peer in peers.items() if not peer.is_gone()}
-    if lines := _differences([facts_of[number] for number in range(count)]):
-        _end_all(peers.values(), MISTAKE, "\n".join([disagree, *lines]))
-    for peer in peers.values():
-        peer.send({"begin": True})
-    return peers
+            time.sleep(0.2)
 
 
 def _listen(address: str, count: int) -> socket.socket:
@@ -153,38 +151,6 @@ def _listen(address: str, count: int) -> socket.socket:
                 "that has not ended: wait for it, end it, or give all processes another port"
             ) from None
         raise UserError(f"process 0 cannot listen at {address}: {error.strerror}") from None
-
-
-def _connect(gathering: _Gathering, process: int) -> "Peer":
-    """Connects to process 0 as soon as it listens, and waits until all processes have come."""
-    address, count = gathering.address, gathering.count
-    host, _, port = address.rpartition(":")
-    hello = {"greeting": GREETING, "process": process, "count": count, "facts": dict(gathering.facts)}
-    while True:
-        try:
-            peer = Peer(socket.create_connection((host.strip("[]"), int(port)), timeout=5), gathering.silence)
-        except OSError as error:  # TimeoutError and gaierror too
-            reason = error.strerror or str(error)
-        else:
-            peer.send(hello)
-            reply = peer.read()
-            if reply.get("greeting") == GREETING:
-                peer.set_timeout(None)  # process 0 knows how long to wait for the others
-                reply = peer.read()
-            if reply.get("begin"):
-                return peer
-            peer.close()
-            if "code" in reply:
-                raise _error(reply["code"], reply["message"])
-            reason = reply.get("lost", "another program answers there")
-        gathering.say_rarely(f"process 0 does not answer at {address} ({reason})")
-        if gathering.is_over():
-            raise TransientError(
-                f"process 0 of {count} did not answer at {address} within {gathering.timeout} s ({reason}): its log "
-                "says why, or this is not its address. jax_distributed_initialization_timeout is how long processes "
-                "wait"
-            )
-        time.sleep(0.2)
 
 
 def _end_all(peers: Iterable["Peer"], code: int, message: str) -> NoReturn:
@@ -221,17 +187,13 @@ def _some(numbers: Iterable[int]) -> str:
 class Job:
     """Watches the other processes of a job, and tells them how this one ends.
 
-    Args:
-        process: number of this one.
-        peers: connections to the others: process 0 has one to each, the others have one to process 0.
-        end: called with an exit code and a message, from a thread, when another process ended and this one has to.
+    `peers`: process 0 has a connection to each other one, the others have one to process 0. `end` is called with an
+    exit code and a message, from a thread, when another process ended and this one has to.
     """
 
     def __init__(self, process: int, peers: Mapping[int, "Peer"], end: Callable[[int, str], object]) -> None:
-        self.process = process
-        self._peers, self._end = dict(peers), end
-        self._told = False
-        self._news = threading.Event()
+        self.process, self._peers, self._end = process, dict(peers), end
+        self._told, self._news = False, threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="job", daemon=True)
         self._watcher.start()
 
@@ -262,8 +224,7 @@ class Job:
                     time.sleep(0.01)
 
     def _watch(self) -> None:
-        watched = {peer.fileno(): number for number, peer in self._peers.items()}
-        poll = select.poll()
+        watched, poll = {peer.fileno(): number for number, peer in self._peers.items()}, select.poll()
         for descriptor in watched:
             poll.register(descriptor, select.POLLIN)
         while watched:
@@ -295,8 +256,8 @@ class Peer:
         """`silence`: seconds without an answer from the other's system until it counts as lost."""
         self._socket = connection
         self._file: BinaryIO = connection.makefile("rb")
-        options = {"TCP_KEEPIDLE": max(silence // 3, 1), "TCP_KEEPINTVL": max(silence // 6, 1), "TCP_KEEPCNT": 4}
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        options = {"TCP_KEEPIDLE": max(silence // 3, 1), "TCP_KEEPINTVL": max(silence // 6, 1), "TCP_KEEPCNT": 4}
         for name, value in {**options, "TCP_USER_TIMEOUT": 1000 * silence}.items():
             if hasattr(socket, name):  # macOS lacks some
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

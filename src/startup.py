@@ -1,6 +1,7 @@
 """Starts commands: reads their configuration, sets up JAX, and joins the processes of a job."""
 
 import atexit
+import functools
 import hashlib
 import importlib
 import os
@@ -18,7 +19,7 @@ from ml_collections import ConfigDict
 from src import command_line, rendezvous
 from src.cli import end_now
 from src.config.key_help import TRAIN, Usage, help_for
-from src.config.schema import KEYS, Config, Step
+from src.config.schema import KEYS, Config, Mesh, Step
 from src.config.yaml import dump
 from src.errors import UserError
 from src.step.compiler_flags import check_environment
@@ -37,16 +38,12 @@ def configured(
     """Returns the configuration of a command line and makes JAX ready for use; None if it only asked for help.
 
     Args:
-        argv: the command line, without the program's name; or a ConfigDict in its place.
-        usage: what help says.
         joins: this process joins its job, and JAX uses the devices of this machine. Otherwise JAX is not started, and
             the caller checks the environment's flags, as it alone knows which of them will be read.
         uses_weights: as for `config.load`.
 
-    Raises:
-        UserError: the command line or, with `joins`, a flag in the environment is wrong; or another process of the job
-            has another configuration, code or packages.
-        TransientError: another process of the job did not come.
+    Raises UserError: the command line or, with `joins`, a flag in the environment is wrong; or another process of the
+    job has another configuration, code or packages. Raises TransientError: another process of the job did not come.
     """
     if (help_text := help_for(argv, usage)) is not None:
         print(help_text)
@@ -58,7 +55,8 @@ def configured(
     if joins:
         platforms = jax.config.jax_platforms  # empty: whichever JAX finds
         check_environment(uses_tpu=not platforms or "tpu" in platforms)
-        start_distributed(config)
+        if not jax.distributed.is_initialized() and (place := _place_of(config.mesh)) and place.num_processes > 1:
+            start_distributed(place, config.mesh, shared_facts(config))
         say(notes)
     else:  # `say` would have JAX look for devices
         print("".join(f"{note}\n" for note in notes), end="", flush=True)
@@ -96,47 +94,36 @@ class Place(NamedTuple):
     process_id: int
 
 
-def start_distributed(config: Mapping[str, Any]) -> None:
-    """Joins the processes of a job; without a cluster this process is the job.
+def start_distributed(place: Place, mesh: Mesh, facts: Mapping[str, str]) -> None:
+    """Joins the processes of a job of several.
+
+    Raises UserError: the processes differ in `facts`, which have to be the same. Raises TransientError: not all
+    processes came, or the coordinator's port is in use.
+    """
+    timeout, silence = mesh.jax_distributed_initialization_timeout, mesh.jax_distributed_heartbeat_timeout_seconds
+    print(f"waiting for {place.num_processes} processes at {place.coordinator_address}", flush=True)
+    disagree = (
+        "the processes of this job were started with different configurations, code or packages: give all of them the "
+        f"same, but for {', '.join(PER_PROCESS_KEYS)}"
+    )
+    say_here = functools.partial(print, flush=True)
+    meeting = rendezvous.Meeting(*place[:2], facts, timeout, silence, disagree, say_here)
+    rendezvous.current_job = rendezvous.Job(place.process_id, meeting.join(place.process_id), end_now)
+    # Registered after JAX's exit handler, which waits for the other processes, and therefore run before it.
+    atexit.register(rendezvous.current_job.leave)
+    # JAX's own heartbeats abort a process, without a message: they are for failures that connections do not show.
+    jax.distributed.initialize(*place, initialization_timeout=timeout, heartbeat_timeout_seconds=3 * silence)
+
+
+def _place_of(mesh: Mesh) -> Place | None:
+    """Returns this process's place in a cluster; None where there is none, and this process is the job.
 
     JAX itself finds TPU pods, SLURM, Open MPI and, where the package `kubernetes` is installed, Kubernetes;
     `coordinator_address`, `num_processes` and `process_id` serve anything else.
-
-    Raises:
-        UserError: the processes differ in something that has to be the same.
-        TransientError: not all processes came, or the coordinator's port is in use.
     """
-    if jax.distributed.is_initialized():
-        return
-    timeout = config["jax_distributed_initialization_timeout"]
-    silence = config["jax_distributed_heartbeat_timeout_seconds"]
-    if address := config["coordinator_address"]:
-        place = Place(address, config["num_processes"], config["process_id"])
-    else:
-        place = find_place(timeout)
-    if place is None or place.num_processes == 1:
-        return
-    print(f"waiting for {place.num_processes} processes at {place.coordinator_address}", flush=True)
-    peers = rendezvous.join(
-        place.coordinator_address,
-        place.num_processes,
-        place.process_id,
-        shared_facts(config),
-        timeout=timeout,
-        silence=silence,
-        disagree="the processes of this job were started with different configurations, code or packages: give all of "
-        f"them the same, but for {', '.join(PER_PROCESS_KEYS)}",
-        say=lambda line: print(line, flush=True),
-    )
-    rendezvous.current_job = rendezvous.Job(place.process_id, peers, end_now)
-    # Registered after JAX's exit handler, which waits for the other processes, and therefore run before it.
-    atexit.register(rendezvous.current_job.leave)
-    jax.distributed.initialize(
-        *place,
-        initialization_timeout=timeout,
-        # JAX's own heartbeats abort a process, without a message: they are for failures that connections do not show.
-        heartbeat_timeout_seconds=3 * silence,
-    )
+    if mesh.coordinator_address:
+        return Place(mesh.coordinator_address, mesh.num_processes, mesh.process_id)
+    return find_place(mesh.jax_distributed_initialization_timeout)
 
 
 def find_place(timeout: int) -> Place | None:
@@ -144,8 +131,7 @@ def find_place(timeout: int) -> Place | None:
 
     `timeout`: seconds to wait for the cluster to name its coordinator.
     """
-    # JAX has no public call that asks whether there is a cluster, and one that joins it fails in the same way where
-    # there is none and where it is broken.
+    # JAX's public call that joins a cluster fails in the same way where there is none and where it is broken.
     try:
         detect = importlib.import_module("jax._src.clusters").ClusterEnv.auto_detect_unset_distributed_params
     except (ImportError, AttributeError):
@@ -165,18 +151,12 @@ def find_place(timeout: int) -> Place | None:
 
 def shared_facts(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns what all processes must share, by name: keys, versions, and a digest of each file of the code."""
-    source = _REPOSITORY / "src"
-    files = sorted(path for path in source.rglob("*") if path.suffix in (".py", ".yml"))
+    names = [path.relative_to(_REPOSITORY).as_posix() for path in sorted((_REPOSITORY / "src").rglob("*.py"))]
     return {
         **{key: dump(config[key]) for key in KEYS if key not in PER_PROCESS_KEYS},
-        "MinText": version(),
-        **_versions(),
-        **{f"src/{path.relative_to(source).as_posix()}": _short_hash(path) for path in files},
+        **{"MinText": version(), **_versions()},
+        **{name: hashlib.sha256((_REPOSITORY / name).read_bytes()).hexdigest()[:8] for name in names},
     }
-
-
-def _short_hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
 def version() -> str:
@@ -185,8 +165,7 @@ def version() -> str:
 
 
 def _versions() -> dict[str, str]:
-    packages = {package: metadata.version(package) for package in REPORTED_PACKAGES}
-    return {"Python": platform.python_version(), **packages}
+    return {"Python": platform.python_version()} | {name: metadata.version(name) for name in REPORTED_PACKAGES}
 
 
 def environment() -> dict[str, str]:

@@ -16,9 +16,7 @@ from tests import runs
 
 def join(address, count, process, facts=None, timeout=60, say=lambda line: None):
     """One process's connections."""
-    return rendezvous.join(
-        address, count, process, facts or {}, timeout=timeout, silence=30, disagree="they differ", say=say
-    )
+    return rendezvous.Meeting(address, count, facts or {}, timeout, 30, "they differ", say).join(process)
 
 
 def results(address, *processes, **options):

@@ -49,7 +49,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     config = command_line.load([str(BASE), f"model_name={hf_dir}", f"max_target_length={length}", *settings])
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)
 
-    plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:1]), length, packed=False)
+    plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:1]))
     weights, _, messages = load_weights(str(checkpoint), all_weights(abstract_state(plan)))
     for message in messages:
         print(message, flush=True)

@@ -4,7 +4,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,7 @@ WINDOW, CONTEXT = 128, 16
 def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     """Runs the command line `argv`; returns the generated texts without their prompts, None if it only asked for help.
 
-    Raises:
-        UserError: a mistake in the command, its prompts or its weights.
+    Raises UserError: a mistake in the command, its prompts or its weights.
     """
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
@@ -65,29 +63,27 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     completions = [Completion(decoding, length, tokenizer, prompt) for prompt in prompts]
     loaded = load_model(config, tokenizer)
     say(loaded.messages)
-    generator, speed = make_generator(decoding, length, unrolled(loaded.plan, loaded.weights)), Speed()
+    generator = make_generator(decoding, length, unrolled(loaded.plan, loaded.weights))
     if config.interactive:
-        texts = converse(decoding, length, tokenizer, generator, speed)
+        texts = converse(decoding, tokenizer, generator)
     else:
         rows = math.ceil(config.per_device_batch_size * loaded.plan.layout.mesh.size)
-        complete_all(generator, completions, rows, speed)
-        texts = [completion.text for completion in completions]
-    say(speed.lines())
+        texts = complete_all(generator, completions, rows)
+    say(generator.speed.lines())
     return texts
 
 
 def sample(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights, tokenizer: Tokenizer) -> str:
     """Returns the prompt and what a model in training generates after it, up to `sample_length` tokens, as text."""
     completion = Completion(decoding, max_target_length, tokenizer, decoding.prompt)
-    generator = make_generator(decoding, max_target_length, in_training(plan, weights))
-    generate(generator, [completion], 1, 0, Speed())
+    generate(make_generator(decoding, max_target_length, in_training(plan, weights)), [completion], 1, 0)
     return completion.prompt_text + completion.text
 
 
 def make_generator(decoding: Decoding, max_target_length: int, model: Model) -> Generator:
     """Returns a generator of the model with these keys."""
-    prefill_length = decoding.max_prefill_predict_length
-    return Generator(model, sampling(decoding), decoding.decode_seed, max_target_length, prefill_length)
+    lengths = max_target_length, decoding.max_prefill_predict_length
+    return Generator(model, sampling(decoding), decoding.decode_seed, *lengths)
 
 
 # ---- Prompts
@@ -96,8 +92,7 @@ def make_generator(decoding: Decoding, max_target_length: int, model: Model) -> 
 def read_prompts(decoding: Decoding) -> list[Prompt]:
     """Returns the prompts of `prompt_path`: the lines, or in a .jsonl file the `prompt` or `messages` of each line.
 
-    Raises:
-        UserError: the file can't be read or has no prompt, or a line of a .jsonl file has neither field.
+    Raises UserError: the file can't be read or has no prompt, or a line of a .jsonl file has neither field.
     """
     path = Path(decoding.prompt_path).expanduser()
     if prompts := read_lines(path, "prompt_path", _prompt_of_json):
@@ -118,17 +113,14 @@ def _prompt_of_json(line: str) -> Prompt:
 def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:
     """Returns the prompt's token ids, int32 [n].
 
-    The chat template renders a conversation and, with `use_chat_template`, also a text, as a user's message.
-
-    Raises:
-        UserError: the prompt is too long, or the tokenizer has no template.
+    The chat template renders a conversation and, with `use_chat_template`, also a text, as a user's message. Raises
+    UserError: the prompt is too long, or the tokenizer has no template.
     """
-    if isinstance(prompt, str):
-        prompt = well_formed(prompt)
+    text = well_formed(prompt) if isinstance(prompt, str) else prompt[-1]["content"]
     if isinstance(prompt, str) and not decoding.use_chat_template:
-        ids = tokenizer.encode_prompt(prompt)
+        ids = tokenizer.encode_prompt(text)
     else:
-        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        messages = ({"role": "user", "content": text},) if isinstance(prompt, str) else prompt
         ids = tokenizer.encode_text(tokenizer.render_chat(messages, add_generation_prompt=True))
     prefill = decoding.max_prefill_predict_length
     for key, value, limit in (
@@ -136,7 +128,6 @@ def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokeniz
         ("max_prefill_predict_length", prefill, prefill),
     ):
         if limit != -1 and len(ids) > limit:
-            text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
             raise UserError(
                 f"the prompt {text[:40]!r} has {len(ids)} tokens, more than the {limit} that {key}={value} has "
                 f"room for: raise {key}, or shorten the prompt"
@@ -150,14 +141,7 @@ def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokeniz
 class Completion:
     """Collects the text after one prompt until a stop token, a stop text (left out), or the limit of its length.
 
-    Args:
-        decoding: limits the length, `sample_length`, and has the stop texts, `decode_stop`.
-        max_target_length: the most tokens, including the prompt's.
-        tokenizer: its `stop_ids` are the stop tokens.
-        prompt: what is completed.
-
-    Raises:
-        UserError: as `encode_prompt` does.
+    There are `max_target_length` tokens at most, including the prompt's. Raises UserError as `encode_prompt` does.
     """
 
     def __init__(self, decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> None:
@@ -176,9 +160,8 @@ class Completion:
 
     def add(self, token: int) -> None:
         """Appends the next token."""
-        if token in self._tokenizer.stop_ids:
-            self.done = True
-        else:
+        self.done = token in self._tokenizer.stop_ids
+        if not self.done:
             self._ids.append(token)
             self.done = len(self._ids) == self._max_new_tokens
         if self.done or self._stop_texts:
@@ -223,53 +206,20 @@ class Completion:
             self._window, self._context = end - CONTEXT, context
 
 
-@dataclass
-class Speed:
-    """Counts seconds, and the tokens processed in them."""
-
-    compile_seconds: float = 0.0
-    prompt_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decoded_tokens: int = 0  # without each row's first, which the prefill gives
-    decode_seconds: float = 0.0
-
-    def lines(self) -> list[str]:
-        """Returns lines for the user; none where there was no prompt."""
-        if not self.prompt_tokens:
-            return []
-        rates = [("prefill", self.prompt_tokens, self.prefill_seconds)]
-        if self.decoded_tokens:
-            rates.append(("decode", self.decoded_tokens, self.decode_seconds))
-        return [
-            f"compiled in {self.compile_seconds:.1f} s",
-            *(f"{name}: {count} tokens in {took:.3f} s, {count / took:,.1f} tokens/s" for name, count, took in rates),
-        ]
-
-
 def generate(
-    generator: Generator,
-    completions: Sequence[Completion],
-    rows: int,
-    first_index: int,
-    speed: Speed,
-    stream: bool = False,
+    generator: Generator, completions: Sequence[Completion], rows: int, first_index: int, stream: bool = False
 ) -> None:
-    """Generates until all completions are done.
+    """Generates until all of the new completions are done.
 
     Args:
-        generator: computes the tokens.
-        completions: new ones.
         rows: the least number of rows computed, because batches of equal size share one compiled program.
         first_index: index of the first completion among all that are sampled with one seed.
-        speed: is added to.
         stream: the first completion is printed as it grows.
     """
     tokens_BT, lengths_B = generator.padded([completion.prompt for completion in completions], rows)
     indices_B = np.arange(first_index, first_index + len(lengths_B), dtype=np.int32)
-    speed.compile_seconds += generator.compile(*tokens_BT.shape)
-    start = time.perf_counter()
-    first_token = None
-    printed = 0
+    generator.compile(*tokens_BT.shape)
+    speed, start, first_token, printed = generator.speed, time.perf_counter(), None, 0
     for next_B in generator.tokens(tokens_BT, lengths_B, indices_B):
         if first_token is None:
             first_token = time.perf_counter()
@@ -291,23 +241,22 @@ def generate(
         _write("\n")
 
 
-def complete_all(generator: Generator, completions: Sequence[Completion], rows: int, speed: Speed) -> None:
-    """Generates `rows` completions at a time and prints them; a single one is printed as it grows."""
+def complete_all(generator: Generator, completions: Sequence[Completion], rows: int) -> list[str]:
+    """Generates `rows` completions at a time, prints them, a single one as it grows, and returns their texts."""
     if len(completions) == 1:
         _write(completions[0].prompt_text)
-        generate(generator, completions, 1, 0, speed, stream=True)
-        return
+        generate(generator, completions, 1, 0, stream=True)
+        return [completions[0].text]
     for first in range(0, len(completions), rows):
         batch = completions[first : first + rows]
-        generate(generator, batch, min(rows, len(completions)), first, speed)
+        generate(generator, batch, min(rows, len(completions)), first)
         for number, completion in enumerate(batch, start=first + 1):
             text = printable(completion.prompt_text + completion.text)
             say([f"prompt {number}:", *(f"  {line}" for line in text.splitlines())])
+    return [completion.text for completion in completions]
 
 
-def converse(
-    decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, generator: Generator, speed: Speed
-) -> list[str]:
+def converse(decoding: Decoding, tokenizer: Tokenizer, generator: Generator) -> list[str]:
     """Completes each line of the standard input until its end; returns the generated texts.
 
     With a chat template the lines are one conversation, which begins anew where it no longer fits; without, each line
@@ -315,26 +264,28 @@ def converse(
     """
     conversation: tuple[Any, ...] = ()
     texts: list[str] = []
-    while True:
-        _write("> ")
-        line = sys.stdin.readline()
-        if not line:
-            _write("\n")
-            return texts
+    for line in iter(_read_line, ""):
         line = line.rstrip("\n")
         if not line.strip():
             continue
         prompt: Prompt = (*conversation, {"role": "user", "content": line}) if decoding.use_chat_template else line
         try:
-            completion = Completion(decoding, max_target_length, tokenizer, prompt)
+            completion = Completion(decoding, generator.length, tokenizer, prompt)
         except UserError as error:
             conversation = ()
             say([f"error: {error}" + (" (the conversation begins anew)" if decoding.use_chat_template else "")])
             continue
-        generate(generator, [completion], 1, len(texts), speed, stream=True)
+        generate(generator, [completion], 1, len(texts), stream=True)
         texts.append(completion.text)
         if decoding.use_chat_template:
             conversation = (*prompt, {"role": "assistant", "content": completion.text})
+    _write("\n")
+    return texts
+
+
+def _read_line() -> str:
+    _write("> ")
+    return sys.stdin.readline()
 
 
 def _write(text: str) -> None:

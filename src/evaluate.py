@@ -10,13 +10,13 @@ import jax
 from ml_collections import ConfigDict
 
 from src.cli import run_command
+from src.config import schema
 from src.config.key_help import Usage
-from src.config.schema import Config
 from src.data.host_arrays import host_rows, to_global
 from src.data.loader import EvalBatches
 from src.data.open import open_eval_sets
 from src.data.tokenizer import make_tokenizer
-from src.data.types import EvalSet, InputSpec, Tokenizer
+from src.data.types import EvalSet, InputSpec
 from src.errors import UserError
 from src.loaded_model import load_model
 from src.model.params import Weights
@@ -43,40 +43,34 @@ class Evaluation:
     """Evaluates a model on one evaluation set.
 
     Args:
-        config: the run's.
+        section: of the config.
+        inputs: how the set's documents become rows.
         plan: the model's.
         eval_step: as `compile_steps` makes it.
         data: the set.
-        tokenizer: None where nothing is text.
         position: where a rolling set goes on, as a checkpoint has it; None: at the start.
     """
 
     def __init__(
         self,
-        config: Config,
+        section: schema.Evaluation,
+        inputs: InputSpec,
         plan: StepPlan,
         eval_step: jax.stages.Wrapped,
         data: EvalSet,
-        tokenizer: Tokenizer | None,
         position: Mapping[str, Any] | None = None,
     ) -> None:
-        self.name = data.name
-        self._eval_step = eval_step
-        self._global_batch = eval_batch_size(config.evaluation, config.batch, plan)
+        self.name, self._eval_step = data.name, eval_step
+        self._global_batch = eval_batch_size(section, inputs.batch, plan)
         self._sharding = batch_sharding(plan.layout)
-        self._rows = host_rows(self._sharding["tokens"], (self._global_batch, config.max_target_length))
-        inputs = InputSpec.of(config, tokenizer)
-        rolls = config.evaluation.eval_mode == "rolling"
+        self._rows = host_rows(self._sharding["tokens"], (self._global_batch, inputs.batch.max_target_length))
+        rolls = section.eval_mode == "rolling"
         self._batches = EvalBatches(inputs, data, self._rows, self._global_batch, rolls, position)
 
     def sums(self, weights: Weights) -> list[dict[str, Any]]:
         """Returns the sums of each batch, as `eval_step` computes them."""
-        return jax.device_get(
-            [
-                self._eval_step(weights, to_global(batch, self._sharding, self._rows, self._global_batch))
-                for batch in self._batches
-            ]
-        )
+        sharding, rows, B = self._sharding, self._rows, self._global_batch
+        return jax.device_get([self._eval_step(weights, to_global(it, sharding, rows, B)) for it in self._batches])
 
     def run(self, weights: Weights) -> dict[str, float]:
         """Returns the metrics of `means`, under names of this set (`eval_key`)."""
@@ -90,13 +84,8 @@ class Evaluation:
 def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Returns `eval_loss`, in nats per token, `eval_perplexity`, its exponential, and the metrics of `eval_metrics`.
 
-    Metrics that counted nothing have no value: they are left out, with a line for the user.
-
-    Args:
-        sums: of each batch, as `eval_step` gives them.
-
-    Raises:
-        UserError: no token of the batches counts in the loss.
+    Metrics that counted nothing have no value: they are left out, with a line for the user. `sums` are each batch's.
+    Raises UserError: no token of the batches counts in the loss.
     """
     tokens = counted_tokens(sums)
     if not tokens:
@@ -124,8 +113,7 @@ def counted_tokens(sums: Sequence[Mapping[str, Any]]) -> int:
 def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     """Runs the command line `argv`; returns the evaluation's metrics, None where it asked for something else.
 
-    Raises:
-        UserError: a mistake in the command, its data or its weights.
+    Raises UserError: a mistake in the command, its data or its weights.
     """
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
@@ -133,15 +121,16 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     loaded = load_model(config, make_tokenizer(config.data, config.vocab_size))
     say(loaded.messages)
     if config.texts_path or config.tokens_path:
+        sections = config.evaluation, config.batch
         if config.texts_path:
-            say([f"{score_texts(config, loaded)} texts scored: {config.scores_path}"])
+            say([f"{score_texts(*sections, loaded)} texts scored: {config.scores_path}"])
         if config.tokens_path:
-            say([f"logits of shape {list(write_logits(config, loaded))}: {config.logits_path}"])
+            say([f"logits of shape {list(write_logits(*sections, loaded))}: {config.logits_path}"])
         return None
-    step = compile_eval_step(loaded.plan)
+    step, inputs = compile_eval_step(loaded.plan), InputSpec.of(config, loaded.tokenizer)
     metrics: dict[str, float] = {}
-    for data in open_eval_sets(InputSpec.of(config, loaded.tokenizer), config.evaluation):
-        sums = Evaluation(config, loaded.plan, step, data, loaded.tokenizer).sums(loaded.weights)
+    for data in open_eval_sets(inputs, config.evaluation):
+        sums = Evaluation(config.evaluation, inputs, loaded.plan, step, data).sums(loaded.weights)
         set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
         say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())
         counts = {"eval_tokens": counted_tokens(sums), "eval_batches": len(sums)}

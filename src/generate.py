@@ -52,16 +52,9 @@ def sampling(decoding: Decoding) -> Sampling:
 def sample_tokens(
     logits_BV: jax.Array, sampling: Sampling, seed: int, indices_B: jax.Array, positions_B: jax.Array
 ) -> jax.Array:
-    """Samples a token for each row, int32 [B].
+    """Samples a token for each row of float32 logits, int32 [B].
 
-    The token depends on the seed, the row's index and the token's position, not on other rows or on the mesh.
-
-    Args:
-        logits_BV: float32.
-        sampling: which tokens are sampled.
-        seed: of all rows.
-        indices_B: an index for each row.
-        positions_B: the position of each new token in its row.
+    It depends on the seed, the row's index and the new token's position in it, not on other rows or on the mesh.
     """
     if sampling.temperature == 0.0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
@@ -176,67 +169,79 @@ def _unstaged(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
 # ---- Generation
 
 
-class Generator:
-    """Generates tokens after prompts, with one compiled prefill for each size of prompts and one compiled step.
+@dataclass
+class Speed:
+    """Counts seconds, and the tokens processed in them."""
 
-    Args:
-        model: the weights, and how they run.
-        sampling: which tokens are sampled.
-        seed: of the sampling.
-        length: the most tokens of a row, prompt included: the caches' length.
-        prefill_length: the length that prompts are padded to; -1: the power of two that holds the longest.
-    """
+    compile_seconds: float = 0.0
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decoded_tokens: int = 0  # without each row's first, which the prefill gives
+    decode_seconds: float = 0.0
 
-    def __init__(self, model: Model, sampling: Sampling, seed: int, length: int, prefill_length: int = -1) -> None:
-        self._model = model
-        self._sampling = sampling
-        self._seed = seed
-        self._length = length
-        self._prefill_length = prefill_length
-        self._replicated = model.layout.sharding(())
-        self._weight_shardings = jax.tree.map(lambda leaf: leaf.sharding, model.weights)
-        self._cache_shardings = [
-            [{name: model.layout.sharding(array.axes) for name, array in arrays.items()} for arrays in pattern]
-            for pattern in cache_arrays(model.spec, 1, length)
+    def lines(self) -> list[str]:
+        """Returns lines for the user; none where there was no prompt."""
+        if not self.prompt_tokens:
+            return []
+        rates = [
+            f"{name}: {count} tokens in {seconds:.3f} s, {count / seconds:,.1f} tokens/s"
+            for name, count, seconds in (
+                ("prefill", self.prompt_tokens, self.prefill_seconds),
+                ("decode", self.decoded_tokens, self.decode_seconds),
+            )
+            if count
         ]
-        self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
+        return [f"compiled in {self.compile_seconds:.1f} s", *rates]
+
+
+@dataclass(eq=False)
+class Generator:
+    """Generates tokens after prompts, with one compiled prefill for each size of prompts and one compiled step."""
+
+    model: Model
+    sampling: Sampling
+    seed: int  # of the sampling
+    length: int  # the most tokens of a row, prompt included: the caches' length
+    prefill_length: int = -1  # the length that prompts are padded to; -1: the power of two that holds the longest
+    speed: Speed = dataclasses.field(default_factory=Speed)  # so far; `compile` adds its seconds, callers the others
+    _compiled: dict[tuple[int, ...], jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     def padded(self, prompts: Sequence[np.ndarray], rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the prompts as an array [B, T] padded on the right, B at least `rows`, and their lengths [B]."""
-        shards = self._model.layout.shards("batch")
+        shards = self.model.layout.shards("batch")
         B = -(-max(rows, len(prompts)) // shards) * shards
         longest = max(map(len, prompts))
-        T = self._prefill_length
+        T = self.prefill_length
         if T == -1:
-            T = min(max(1 << (longest - 1).bit_length(), MIN_PREFILL), self._length)
+            T = min(max(1 << (longest - 1).bit_length(), MIN_PREFILL), self.length)
         tokens_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = prompt
             lengths_B[row] = len(prompt)
         return tokens_BT, lengths_B
 
-    def compile(self, B: int, T: int) -> float:
-        """Compiles the programs for prompts [B, T]; returns the seconds it took."""
+    def compile(self, B: int, T: int) -> None:
+        """Compiles the programs for prompts [B, T]."""
         start = time.perf_counter()
+        layout, weights = self.model.layout, self.model.weights
+        weight_shardings = jax.tree.map(lambda leaf: leaf.sharding, weights)
+        cache_shardings = [
+            [{name: layout.sharding(array.axes) for name, array in arrays.items()} for arrays in pattern]
+            for pattern in cache_arrays(self.model.spec, 1, self.length)
+        ]
+        replicated, one_B = layout.sharding(()), jax.ShapeDtypeStruct((B,), jnp.int32)
+        out_shardings = (cache_shardings, replicated, replicated)
         if (B, T) not in self._compiled:
-            tokens_BT, one_B = jnp.zeros((B, T), jnp.int32), jnp.zeros(B, jnp.int32)
-            prefill = jax.jit(
-                self._prefill,
-                in_shardings=(self._weight_shardings, *(self._replicated,) * 3),
-                out_shardings=(self._cache_shardings, self._replicated, self._replicated),
-            )
-            self._compiled[B, T] = prefill.lower(self._model.weights, tokens_BT, one_B, one_B).compile()
+            in_shardings = (weight_shardings, *(replicated,) * 3)
+            prefill = jax.jit(self._prefill, in_shardings=in_shardings, out_shardings=out_shardings)
+            tokens_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
+            self._compiled[B, T] = prefill.lower(weights, tokens_BT, one_B, one_B).compile()
         if (B,) not in self._compiled:
-            step = jax.jit(
-                self._step,
-                in_shardings=(self._weight_shardings, self._cache_shardings, *(self._replicated,) * 3),
-                out_shardings=(self._cache_shardings, self._replicated, self._replicated),
-                donate_argnums=1,
-            )
-            one_B = jax.ShapeDtypeStruct((B,), jnp.int32)
-            caches = jax.eval_shape(lambda: empty_caches(self._model.spec, B, self._length))
-            self._compiled[B,] = step.lower(self._model.weights, caches, one_B, one_B, one_B).compile()
-        return time.perf_counter() - start
+            in_shardings = (weight_shardings, cache_shardings, *(replicated,) * 3)
+            step = jax.jit(self._step, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=1)
+            caches = jax.eval_shape(lambda: empty_caches(self.model.spec, B, self.length))
+            self._compiled[B,] = step.lower(weights, caches, one_B, one_B, one_B).compile()
+        self.speed.compile_seconds += time.perf_counter() - start
 
     def tokens(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, indices_B: np.ndarray) -> Iterator[np.ndarray]:
         """Yields the tokens after each row's prompt, int32 [B] a step, without end; `indices_B` as `sample_tokens`'s.
@@ -246,18 +251,19 @@ class Generator:
         B, T = tokens_BT.shape
         self.compile(B, T)
         prefill, step = self._compiled[B, T], self._compiled[B,]
-        tokens_BT, lengths_B, indices_B = jax.device_put((tokens_BT, lengths_B, indices_B), self._replicated)
-        caches, next_B, positions_B = prefill(self._model.weights, tokens_BT, lengths_B, indices_B)
+        arrays = (tokens_BT, lengths_B, indices_B)
+        tokens_BT, lengths_B, indices_B = jax.device_put(arrays, self.model.layout.sharding(()))
+        caches, next_B, positions_B = prefill(self.model.weights, tokens_BT, lengths_B, indices_B)
         while True:
             last_B = next_B
-            caches, next_B, positions_B = step(self._model.weights, caches, last_B, positions_B, indices_B)
+            caches, next_B, positions_B = step(self.model.weights, caches, last_B, positions_B, indices_B)
             yield np.asarray(last_B)
 
     def _prefill(
         self, weights: Any, tokens_BT: jax.Array, lengths_B: jax.Array, indices_B: jax.Array
     ) -> tuple[Any, jax.Array, jax.Array]:
         """Returns caches that hold the prompts, the first new tokens [B] and their positions."""
-        model = self._model
+        model = self.model
         B, T = tokens_BT.shape
         tokens_BT = model.layout.constrain(tokens_BT, "batch", "length")
         positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
@@ -269,17 +275,17 @@ class Generator:
             kernel = choose_kernel("autoselected", platform, scores, model.spec.dtype, T, model.layout)
         context = ForwardContext(positions_BT, segment_ids_BT, model.layout, kernel, packed=False)
         decoder = model.decoder(weights)
-        caches = empty_caches(model.spec, B, self._length)
+        caches = empty_caches(model.spec, B, self.length)
         hidden_BTD, caches, _ = decoder(tokens_BT, context, model.execution, caches)
         last_B1D = jnp.take_along_axis(hidden_BTD, lengths_B[:, None, None] - 1, axis=1)
         logits_BV = decoder.logits(last_B1D, context)[:, 0]
-        return caches, sample_tokens(logits_BV, self._sampling, self._seed, indices_B, lengths_B), lengths_B
+        return caches, sample_tokens(logits_BV, self.sampling, self.seed, indices_B, lengths_B), lengths_B
 
     def _step(
         self, weights: Any, caches: Any, tokens_B: jax.Array, positions_B: jax.Array, indices_B: jax.Array
     ) -> tuple[Any, jax.Array, jax.Array]:
         """Returns caches that hold these tokens too, the tokens after them [B] and their positions."""
-        model = self._model
+        model = self.model
         tokens_B1 = model.layout.constrain(tokens_B[:, None], "batch", "length")
         positions_B1 = positions_B[:, None]
         ones_B1 = jnp.ones_like(tokens_B1)
@@ -287,5 +293,5 @@ class Generator:
         decoder = model.decoder(weights)
         hidden_B1D, caches, _ = decoder(tokens_B1, context, model.execution, caches)
         logits_BV = decoder.logits(hidden_B1D, context)[:, 0]
-        next_B = sample_tokens(logits_BV, self._sampling, self._seed, indices_B, positions_B + 1)
+        next_B = sample_tokens(logits_BV, self.sampling, self.seed, indices_B, positions_B + 1)
         return caches, next_B, positions_B + 1

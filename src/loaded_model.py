@@ -1,8 +1,7 @@
 """Loads a model for use without training: for decode.py and evaluate.py."""
 
-from collections.abc import Mapping
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -11,6 +10,8 @@ from src.checkpoint.resume import all_weights, check_tokenizer, check_vocabulary
 from src.config.schema import Config
 from src.data.types import Tokenizer
 from src.errors import UserError
+from src.model.attention_kernels.choose import choose_kernel
+from src.model.decoder import attention_scores
 from src.model.params import Weights
 from src.model.spec import model_spec
 from src.parallel.mesh import Layout, check_hardware, make_layout
@@ -31,12 +32,7 @@ class LoadedModel:
 def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
     """Loads the model that the config describes with the weights of `load_parameters_path`, merging adapters.
 
-    Args:
-        config: the command's.
-        tokenizer: of the model's texts; None: it has none.
-
-    Raises:
-        UserError: there are no such weights, or they are another model's or another tokenizer's.
+    Raises UserError: there are no such weights, or they are another model's or another tokenizer's.
     """
     if not config.load_parameters_path:
         raise UserError(
@@ -45,21 +41,28 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
         )
     check_hardware(config.run.hardware)
     layout = make_layout(config.mesh, jax.devices())
-    plan = inference_plan(config, layout, config.max_target_length, packed=config.packing)
+    plan = inference_plan(config, layout)
     weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract_state(plan)))
     check_vocabulary(config, meta)
     check_tokenizer(config, meta, tokenizer)
     return LoadedModel(plan, plan.split(weights), tokenizer, messages)
 
 
-def inference_plan(config: Mapping[str, Any], layout: Layout, length: int, packed: bool) -> StepPlan:
-    """Returns the plan of the config's model on rows of `length` tokens, without adapters or frozen weights.
+def inference_plan(config: Config, layout: Layout) -> StepPlan:
+    """Returns the plan of the config's model without adapters or frozen weights; raises UserError as `make_plan`."""
+    spec = model_spec(config.model, config.step, config.batch.max_target_length)
+    return make_plan(config.replace(lora_rank=0, trainable_parameters=[]), spec, layout)
+
+
+def whole_texts(plan: StepPlan, length: int) -> StepPlan:
+    """Returns the plan for rows of `length` tokens that each are one text.
 
     Raises:
-        UserError: as `make_plan` does, or rows are longer than the model's table of positions.
+        UserError: the attention kernel does not take such rows, or they are longer than the model's table of positions.
     """
-    spec = model_spec(config.model, config.step, config.batch.max_target_length)
+    spec, layout = plan.spec, plan.layout
     if 0 < spec.trainable_position_size < length:
         raise UserError(f"rows of {length} tokens are longer than the model's {spec.trainable_position_size} positions")
-    config = config.replace(max_target_length=length, packing=packed, lora_rank=0, trainable_parameters=[])
-    return make_plan(config, spec, layout)
+    platform = layout.mesh.devices.flat[0].platform
+    kernel = choose_kernel(plan.step.attention, platform, attention_scores(spec), spec.dtype, length, layout)
+    return dataclasses.replace(plan, kernel=kernel, packed=False)

@@ -3,19 +3,19 @@
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from src.config.schema import Batch, Config, Evaluation
+from src.config.schema import Batch, Evaluation
 from src.errors import UserError
 from src.json_text import parse_json, read_lines
-from src.loaded_model import LoadedModel, inference_plan
+from src.loaded_model import LoadedModel, whole_texts
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.model.pipeline import check_rows
@@ -25,41 +25,38 @@ from src.step.cross_entropy import token_log_probs
 from src.step.plan import StepPlan
 
 
-def score_texts(config: Config, loaded: LoadedModel) -> int:
+def score_texts(evaluation: Evaluation, batch: Batch, loaded: LoadedModel) -> int:
     """Writes a line of `scores_path` for each text of `texts_path`, in their order; returns how many.
 
     A line is a JSON object: `text`, `ids` (including the tokenizer's beginning of a text), `log_probs` of each id given
-    those before it, in nats (null for the first), and `log_prob`, their sum.
-
-    Raises:
-        UserError: a text is malformed, or has more tokens than a row; there is no text or no tokenizer.
+    those before it, in nats (null for the first), and `log_prob`, their sum. Raises UserError: a text is malformed, or
+    has more tokens than a row; there is no text or no tokenizer.
     """
     if loaded.tokenizer is None:
         raise UserError("texts_path needs a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
-    path = Path(config.texts_path).expanduser()
+    path, T = Path(evaluation.texts_path).expanduser(), batch.max_target_length
     texts = read_lines(path, "texts_path", _text_of_json)
     if not texts:
         raise UserError(f"texts_path={path} has no text")
     encoded = [loaded.tokenizer.encode_prompt(text) for text in texts]
     longest = max(map(len, encoded))
-    if longest > config.max_target_length:
+    if longest > T:
         text = texts[[len(ids) for ids in encoded].index(longest)]
         raise UserError(
-            f"texts_path: the text that begins {text[:40]!r} has {longest} tokens, and max_target_length="
-            f"{config.max_target_length} is a row's: raise it, or shorten the text"
+            f"texts_path: the text that begins {text[:40]!r} has {longest} tokens, and max_target_length={T} is a "
+            "row's: raise it, or shorten the text"
         )
-    compute = _compiled(loaded.plan, _log_probs)
-    B = eval_batch_size(config.evaluation, config.batch, loaded.plan)
+    compute, B = _compiled(loaded.plan, _log_probs), eval_batch_size(evaluation, batch, loaded.plan)
     # Every process computes, process 0 writes.
-    scores_path = Path(config.scores_path).expanduser() if jax.process_index() == 0 else os.devnull
+    scores_path = Path(evaluation.scores_path).expanduser() if jax.process_index() == 0 else os.devnull
     with open(scores_path, "w", encoding="utf-8") as file:
-        for batch in _row_batches(encoded, B, config.max_target_length):
-            log_probs_BT = compute(loaded.weights, batch.tokens_BT)
-            for row in range(batch.count):
-                ids = encoded[batch.first + row]
-                log_probs = [None, *map(float, log_probs_BT[row, : len(ids) - 1])]
-                line = {"text": texts[batch.first + row], "ids": ids.tolist(), "log_probs": log_probs}
-                file.write(json.dumps({**line, "log_prob": sum(log_probs[1:])}, ensure_ascii=False) + "\n")
+        for first in range(0, len(texts), B):
+            rows = encoded[first : first + B]
+            log_probs_BT = compute(loaded.weights, _padded(rows, B, T))
+            for text, ids, log_probs_T in zip(texts[first:], rows, log_probs_BT, strict=False):
+                log_probs = [None, *map(float, log_probs_T[: len(ids) - 1])]
+                line = {"text": text, "ids": ids.tolist(), "log_probs": log_probs, "log_prob": sum(log_probs[1:])}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return len(texts)
 
 
@@ -70,15 +67,13 @@ def _text_of_json(line: str) -> str:
     raise ValueError('expected {"text": "..."}')
 
 
-def write_logits(config: Config, loaded: LoadedModel) -> tuple[int, int, int]:
+def write_logits(evaluation: Evaluation, batch: Batch, loaded: LoadedModel) -> tuple[int, int, int]:
     """Writes `logits_path`, float32 [B, T, V], for the ids of `tokens_path`, int32 [B, T]; returns that shape.
 
-    Each row is one whole text; there is no mask but the model's own.
-
-    Raises:
-        UserError: the file is no such array, or an id is not in the vocabulary.
+    Each row is one whole text; there is no mask but the model's own. Raises UserError: the file is no such array, or an
+    id is not in the vocabulary.
     """
-    path = Path(config.evaluation.tokens_path).expanduser()
+    path = Path(evaluation.tokens_path).expanduser()
     try:
         tokens = np.load(path)
     except (OSError, ValueError) as error:
@@ -88,31 +83,27 @@ def write_logits(config: Config, loaded: LoadedModel) -> tuple[int, int, int]:
     vocab_size = loaded.plan.spec.vocab_size
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise UserError(f"tokens_path={path}: ids reach from {tokens.min()} to {tokens.max()}, vocab_size={vocab_size}")
-    B, T = tokens.shape
-    plan = inference_plan(config, loaded.plan.layout, T, packed=False)
-    compute = _compiled(plan, _logits)
+    shape = (*tokens.shape, vocab_size)
+    plan = whole_texts(loaded.plan, tokens.shape[1])
+    compute, B = _compiled(plan, _logits), eval_batch_size(evaluation, batch, plan)
     file = None
     if jax.process_index() == 0:
-        shape = (B, T, vocab_size)
-        file = np.lib.format.open_memmap(Path(config.logits_path).expanduser(), "w+", np.float32, shape)
-    for batch in _row_batches(tokens, eval_batch_size(config.evaluation, config.batch, plan), T):
-        logits_BTV = compute(loaded.weights, batch.tokens_BT)
+        file = np.lib.format.open_memmap(Path(evaluation.logits_path).expanduser(), "w+", np.float32, shape)
+    for first in range(0, len(tokens), B):
+        rows = tokens[first : first + B]
+        logits_BTV = compute(loaded.weights, _padded(rows, B, tokens.shape[1]))
         if file is not None:
-            file[batch.first : batch.first + batch.count] = logits_BTV[: batch.count]
-    return (B, T, vocab_size)
+            file[first : first + B] = logits_BTV[: len(rows)]
+    return shape
 
 
 def compute_logits(plan: StepPlan, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
     """Returns logits, float32 [B, T, V], of rows that each are one text; B divides over the mesh."""
-    return _compiled(plan, _logits)(weights, tokens_BT)
+    return _compiled(whole_texts(plan, tokens_BT.shape[1]), _logits)(weights, tokens_BT)
 
 
 def eval_batch_size(evaluation: Evaluation, batch: Batch, plan: StepPlan) -> int:
-    """Returns the global batch size of evaluation.
-
-    Raises:
-        UserError: it does not divide over the mesh.
-    """
+    """Returns the global batch size of evaluation; raises UserError where it does not divide over the mesh."""
     key = "eval_per_device_batch_size" if evaluation.eval_per_device_batch_size else "per_device_batch_size"
     rows = evaluation.eval_per_device_batch_size or batch.per_device_batch_size
     size = global_batch_size(plan.layout, rows, 1, key)
@@ -120,26 +111,19 @@ def eval_batch_size(evaluation: Evaluation, batch: Batch, plan: StepPlan) -> int
     return size
 
 
-class _RowBatch(NamedTuple):
-    first: int  # index of the first row
-    count: int  # rows that are not filling
-    tokens_BT: np.ndarray  # padded with zeros; B is the same for all batches
-
-
-def _row_batches(rows: Sequence[np.ndarray], B: int, length: int) -> Iterator[_RowBatch]:
-    for first in range(0, len(rows), B):
-        batch = rows[first : first + B]
-        tokens_BT = np.zeros((B, length), np.int32)
-        for index, ids in enumerate(batch):
-            tokens_BT[index, : len(ids)] = ids
-        yield _RowBatch(first, len(batch), tokens_BT)
+def _padded(rows: Sequence[np.ndarray], B: int, T: int) -> np.ndarray:
+    """Returns the rows padded with zeros, [B, T], so that all batches have one shape."""
+    tokens_BT = np.zeros((B, T), np.int32)
+    for row, ids in enumerate(rows):
+        tokens_BT[row, : len(ids)] = ids
+    return tokens_BT
 
 
 def _compiled(plan: StepPlan, function: Callable[..., jax.Array]) -> Callable[[Any, np.ndarray], np.ndarray]:
     """Compiles `function(weights, tokens_BT, plan)`; every process passes and gets whole host arrays."""
     row_sharding = plan.layout.sharding(("batch", None))
-    shardings = (plan.split(plan.shardings), row_sharding)
-    compiled = jax.jit(functools.partial(function, plan=plan), in_shardings=shardings)
+    in_shardings = (plan.split(plan.shardings), row_sharding)
+    compiled = jax.jit(functools.partial(function, plan=plan), in_shardings=in_shardings)
 
     def compute(weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
         placed = jax.make_array_from_callback(tokens_BT.shape, row_sharding, lambda index: tokens_BT[index])

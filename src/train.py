@@ -133,7 +133,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     batches = train_batches(inputs, data, rows, global_batch, rows_taken, position, rows_before)
     exits.callback(batches.close)
     evaluations = [
-        Evaluation(config, plan, built.eval, eval_set, tokenizer, start.eval_position.get(eval_set.name))
+        Evaluation(config.evaluation, inputs, plan, built.eval, eval_set, start.eval_position.get(eval_set.name))
         for eval_set in eval_sets
     ]
 

@@ -15,10 +15,11 @@ from src.config.schema import Decoding
 from src.convert_check import compare
 from src.data.readers.synthetic import SyntheticSource
 from src.data.tokenizer import ByteTokenizer
-from src.data.types import EvalSet
-from src.decode import Speed, encode_prompt, read_prompts
+from src.data.types import EvalSet, InputSpec
+from src.decode import encode_prompt, read_prompts
 from src.errors import UserError
 from src.evaluate import Evaluation
+from src.generate import Speed
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
 from src.step.train_step import eval_step
@@ -113,7 +114,11 @@ def test_an_evaluation_in_which_no_token_counts_is_no_perfect_one():
     config, plan = tiny.make(eval_steps=1, per_device_batch_size=1)
     nothing = {"loss_sum": np.float32(0), "tokens": np.float32(0)}
     evaluation = Evaluation(
-        config, plan, lambda parts, batch: nothing, EvalSet("", SyntheticSource(tiny.VOCAB, tiny.LENGTH, 0), 1), None
+        config.evaluation,
+        InputSpec.of(config, None),
+        plan,
+        lambda parts, batch: nothing,
+        EvalSet("", SyntheticSource(tiny.VOCAB, tiny.LENGTH, 0), 1),
     )
     with pytest.raises(UserError, match="no token of the evaluation counts"):
         evaluation.run(())

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from src import decode
 from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
-from src.decode import Completion, Speed, generate
+from src.decode import Completion, generate
 from src.errors import UserError
 from src.generate import Generator, Sampling, in_training, unrolled
 from src.loaded_model import inference_plan
@@ -276,15 +276,15 @@ def test_a_completion_ends_at_its_length_limit():
 def generated(devices, stacked, **keys):
     """Texts of a tiny random model for prompts of several lengths."""
     config = config_of(base_num_decoder_layers=4, decode_seed=5, **keys)
-    plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:devices]), LENGTH, packed=False)
+    plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:devices]))
     shardings = plan.shardings
     weights = jax.tree.map(jax.device_put, tiny.random_weights(plan), shardings)
     model = in_training(plan, plan.split(weights)) if stacked else unrolled(plan, plan.split(weights))
     generator = Generator(model, Sampling(1.0, 0, 0.9), config.decode_seed, LENGTH)
     completions = [Completion(config.decoding, LENGTH, BYTES, prompt) for prompt in PROMPTS]
-    generate(generator, completions, len(completions), 0, Speed())
+    generate(generator, completions, len(completions), 0)
     alone = Completion(config.decoding, LENGTH, BYTES, PROMPTS[3])
-    generate(generator, [alone], 1, 3, Speed())
+    generate(generator, [alone], 1, 3)
     assert alone.text == completions[3].text
     return [completion.text for completion in completions]
 

@@ -39,9 +39,7 @@ class HuggingFaceFolders:
 def load(argv: Sequence[str] | ConfigDict, notes: list[str] | None = None, *, uses_weights: bool = False) -> Config:
     """Returns the configuration of a command line, as `src.config.load.load` does.
 
-    Raises:
-        UserError: everything that is wrong, in one message.
-        OSError: a disk failed, maybe for a time.
+    Raises UserError: everything that is wrong, in one message. Raises OSError: a disk failed, maybe for a time.
     """
     try:
         return config_load.load(argv, notes, uses_weights=uses_weights, folders=HuggingFaceFolders())
@@ -54,14 +52,12 @@ def load(argv: Sequence[str] | ConfigDict, notes: list[str] | None = None, *, us
 def of_command(argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN) -> Config | None:
     """Returns the configuration of a command that needs no JAX and prints its notes; None if it only asked for help.
 
-    Raises:
-        UserError: a mistake in the command line.
+    Raises UserError: a mistake in the command line.
     """
     if (text := help_for(argv, usage)) is not None:
         print(text)
         return None
     notes: list[str] = []
     config = load(argv, notes)
-    for note in notes:
-        print(note)
+    print("".join(f"{note}\n" for note in notes), end="")
     return config

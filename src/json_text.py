@@ -13,8 +13,7 @@ T = TypeVar("T")
 def parse_json(text: str | bytes) -> Any:
     """Returns the value that the JSON `text` spells.
 
-    Raises:
-        ValueError: `text` is not JSON, is not UTF-8, or is nested deeper than Python's stack allows.
+    Raises ValueError: `text` is not JSON, is not UTF-8, or is nested deeper than Python's stack allows.
     """
     try:
         return json.loads(text)
@@ -25,8 +24,7 @@ def parse_json(text: str | bytes) -> Any:
 def read_lines(path: Path, key: str, of_json: Callable[[str], T]) -> list[str | T]:
     """Returns the lines of a text file, or `of_json(line)` of each line of a .jsonl file; empty lines are left out.
 
-    Raises:
-        UserError: the file, which `key` names, can't be read, or `of_json` raises ValueError for a line.
+    Raises UserError: the file, which `key` names, can't be read, or `of_json` raises ValueError for a line.
     """
     try:
         # Editors on Windows begin files with a mark. JSON's strings may contain what `splitlines` takes for line ends.

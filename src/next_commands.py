@@ -12,13 +12,7 @@ from src.errors import UserError
 
 
 def next_commands(config: Config, folder: os.PathLike[str], tokenizer: Tokenizer | None) -> list[str]:
-    """Returns a line for each command that would work: to ask the model, to measure it, to export it.
-
-    Args:
-        config: the run's.
-        folder: the run's.
-        tokenizer: of its data; None: the data is no text.
-    """
+    """Returns a line for each command that would work with a run: to ask the model, to measure it, to export it."""
     if not config.enable_checkpointing or jax.process_count() > 1:  # a mesh of several hosts may not fit one
         return []
     run, python = _from_here(folder), _from_here(sys.executable)

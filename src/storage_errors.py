@@ -81,9 +81,8 @@ def _tensorstore_failure(message: str) -> Failure | None:
 def tensorstore_result(future: Any) -> Any:
     """Returns the result of a TensorStore future.
 
-    Raises:
-        DamagedError: the contents cannot be decoded, or do not exist.
-        ValueError: anything else, which `failure_of` classifies.
+    Raises DamagedError: the contents cannot be decoded, or do not exist. Raises ValueError: anything else, which
+    `failure_of` classifies.
     """
     try:
         return future.result()

@@ -20,8 +20,7 @@ SLOW_SECONDS = 60
 def load_function(name: str, key: str) -> Callable[..., Any]:
     """Imports the function `name`, module:function, the value of `key`.
 
-    Raises:
-        UserError: there is none, or its module can't be imported.
+    Raises UserError: there is none, or its module can't be imported.
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
@@ -50,9 +49,8 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
 def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a user's function and returns its result; `what` names it in errors.
 
-    Raises:
-        UserError: the function raised, or tried to end the process, as by sys.exit.
-        TransientError: it raised because of something that may pass, such as a store that does not answer.
+    Raises UserError: the function raised, or tried to end the process, as by sys.exit. Raises TransientError: it raised
+    because of something that may pass, such as a store that does not answer.
     """
     try:
         return function(*arguments)

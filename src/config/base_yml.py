@@ -17,10 +17,16 @@ HEADER = """\
 
 def base_yml() -> str:
     """Returns the text of configs/base.yml: the keys of each group with their defaults and comments."""
-    groups: dict[str, list[str]] = {}
+    groups = {title: "\n".join(map(key_lines, keys)) for title, keys in keys_by_group().items()}
+    return HEADER + "".join(f"\n# ---- {title}\n{lines}\n" for title, lines in groups.items())
+
+
+def keys_by_group() -> dict[str, list[Key]]:
+    """Returns the keys by the titles of base.yml, in its order."""
+    groups: dict[str, list[Key]] = {}
     for key in KEYS.values():
-        groups.setdefault(key.group, []).append(key_lines(key))
-    return HEADER + "".join(f"\n# ---- {title}\n" + "\n".join(lines) + "\n" for title, lines in groups.items())
+        groups.setdefault(key.group, []).append(key)
+    return groups
 
 
 def key_lines(key: Key) -> str:

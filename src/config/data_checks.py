@@ -19,8 +19,7 @@ _NEEDED |= dict.fromkeys(("array_record", "parquet", "tokens"), "dataset_path")
 def read_entries(key: str, value: Any) -> tuple[Mapping[str, Any], ...]:
     """Returns the entries of a parsed `datasets` or `eval_datasets`, each setting of its type.
 
-    Raises:
-        ValueError: everything that is wrong with them.
+    Raises ValueError: everything that is wrong with them.
     """
     entries = read_list(value, "entry", functools.partial(_read_entry, source_spec.ENTRY_KEYS[key]))
     names = [entry["name"] for entry in entries]

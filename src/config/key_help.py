@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from src.config.base_yml import key_lines
+from src.config.base_yml import key_lines, keys_by_group
 from src.config.migration_hints import migration_hint, with_own_mesh_word
 from src.config.schema import KEYS
 from src.config.yaml import Plain
@@ -12,14 +12,10 @@ from src.errors import did_you_mean
 
 
 class Usage(NamedTuple):
-    """How a command is used.
+    """How a command is used."""
 
-    text: what it does, and its command lines.
-    groups: the groups of base.yml whose keys are its own, by how their titles begin.
-    """
-
-    text: str
-    groups: tuple[str, ...] = ()
+    text: str  # what it does, and its command lines
+    groups: tuple[str, ...] = ()  # how the titles of base.yml begin whose keys are its own
 
 
 TRAIN = Usage(
@@ -52,16 +48,12 @@ def help_text(key: str) -> str:
 
 
 def _overview(usage: Usage) -> str:
-    groups: dict[str, list[str]] = {}
-    for key in KEYS.values():
-        groups.setdefault(key.group, []).append(key.name)
-    own = [group for group in groups if group.startswith(usage.groups)]
-    explained = (f"\n{group}\n" + "\n".join(key_lines(KEYS[key]) for key in groups.pop(group)) for group in own)
-    return "\n".join(
-        [
-            usage.text,
-            *explained,
-            "\nKeys, with their defaults in configs/base.yml" if not own else "\nAll other keys",
-            *(f"\n{group}\n{textwrap.indent(textwrap.fill('  '.join(groups[group]), 118), '  ')}" for group in groups),
-        ]
-    )
+    own, others = [], []
+    for title, keys in keys_by_group().items():
+        if title.startswith(usage.groups):
+            own += [f"\n{title}", *map(key_lines, keys)]
+        else:
+            names = textwrap.fill("  ".join(key.name for key in keys), 118)
+            others.append(f"\n{title}\n{textwrap.indent(names, '  ')}")
+    heading = "\nAll other keys" if own else "\nKeys, with their defaults in configs/base.yml"
+    return "\n".join([usage.text, *own, heading, *others])

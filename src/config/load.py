@@ -73,9 +73,7 @@ def load(
         uses_weights: a folder that is named, as the run or as the model, is the default of `load_parameters_path`.
         folders: reads models' folders; None: `model_name` may not name one.
 
-    Raises:
-        UserError: everything that is wrong, in one message.
-        OSError: a file cannot be read.
+    Raises UserError: everything that is wrong, in one message. Raises OSError: a file cannot be read.
     """
     notes = [] if notes is None else notes
     if isinstance(argv, ConfigDict):
@@ -218,10 +216,8 @@ def _model_name(settings: Sequence[Setting]) -> str:
 def _model_settings(name: str, uses_weights: bool, folders: ModelFolders | None, problems: list[str]) -> list[Setting]:
     """Returns the settings of the model file that `name` names, or of the file, run or model folder at that path.
 
-    A tokenizer in the folder, or beside a file that is given by its path, is the model's.
-
-    Raises:
-        UserError: there is no such model.
+    A tokenizer in the folder, or beside a file that is given by its path, is the model's. Raises UserError: there is no
+    such model.
     """
     if not name:
         return []
@@ -298,8 +294,7 @@ def to_yaml(config: Mapping[str, Any]) -> str:
 def from_yaml(text: str) -> dict[str, Any]:
     """Returns the keys that `to_yaml` wrote, perhaps of another version: some may be missing, some unknown.
 
-    Raises:
-        UserError: malformed YAML, or a value that is not of its key's type.
+    Raises UserError: malformed YAML, or a value that is not of its key's type.
     """
     config = {}
     for key, value in parse_keys(text, "the run's config.yml").items():

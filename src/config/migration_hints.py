@@ -47,10 +47,10 @@ class Explained(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Holds the page's tables, by name; `values` are of keys that MaxText and MinText both have."""
+    """Holds the page's tables, by name."""
 
     names: dict[str, Renamed | Explained]
-    values: dict[tuple[str, str], str]
+    values: dict[tuple[str, str], str]  # of keys that MaxText and MinText both have
 
 
 @functools.cache

@@ -113,8 +113,7 @@ def _segments(config: Keys) -> Iterator[str]:
 def read_segments(value: Any) -> tuple[Mapping[str, Any], ...]:
     """Returns a parsed `decoder_segments` with the three keys of every entry, and every fact of its key's type.
 
-    Raises:
-        ValueError: everything that is wrong with them.
+    Raises ValueError: everything that is wrong with them.
     """
     return read_list(value, "segment", _read_segment)
 

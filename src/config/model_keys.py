@@ -1,7 +1,7 @@
 """The keys that describe a model: the section `config.model`."""
 
 import dataclasses
-import math
+from typing import Any
 
 from src.config.keys import ABOVE_0_OR_UNSET, FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, POWER_OF_2
 
@@ -13,7 +13,6 @@ from src.config.keys import SHARE_ABOVE_0, SHARE_BELOW_1, fact, group, key
 @group
 class ModelSize:
     """Model: its size"""
-
     global_parameter_scale: int = key(1,
         "a power of two that multiplies the parameters: heads and mlp, then embedding, then layers", POWER_OF_2, 2**20)
     base_emb_dim: int = key(2048, "D, width of the residual stream", FROM_1, 2**20)
@@ -28,14 +27,12 @@ class ModelSize:
 @group
 class LayerFacts:
     """Model: facts about its layers (most may differ from layer to layer: decoder_segments)"""
-
     decoder_segments: tuple = key((),
         "layers that differ: [{repeats: n, shared: false, pattern: [{fact: value, ...}, ...]}, ...]")
     normalization: str = fact("rms", "rms: RMSNorm, a scale; layer: LayerNorm, scale and bias", ("rms", "layer"))
     normalization_layer_epsilon: float = fact(1e-5, "added to the variance under the root", POSITIVE)
     normalization_scale_offset: float = fact(0.0, "added to a norm's stored scale (Gemma: 1)", FROM_0)
-    normalization_placement: str = fact("before",
-        "attention and feed-forward are normalised before, after (on their output) or both",
+    normalization_placement: str = fact("before", "attention and feed-forward: before, after (their output) or both",
         ("before", "after", "both"))
     dropout_rate: float = fact(0.0, "on the embedding's and on each residual branch's output", SHARE_BELOW_1)
     logits_via_embedding: bool = key(False, "the output projection is the embedding table, transposed")
@@ -47,9 +44,7 @@ class LayerFacts:
 @group
 class AttentionFacts:
     """Model: attention"""
-
-    attention_type: str = fact("global",
-        "global, local_sliding (a window), chunk (blocks of positions) or mla (multi-head latent)",
+    attention_type: str = fact("global", "global, local_sliding (a window), chunk (blocks) or mla (multi-head latent)",
         ("global", "local_sliding", "chunk", "mla"))
     sliding_window_size: int = fact(0, "local_sliding: tokens a token sees, itself among them", FROM_0, 2**24)
     chunk_attn_window_size: int = fact(0, "chunk: positions a block has; a token sees its own block", FROM_0, 2**24)
@@ -58,8 +53,7 @@ class AttentionFacts:
     attention_sink: bool = fact(False, "a learned logit per head: weight without a value (gpt-oss)", not_with="mla")
     attn_logits_soft_cap: float = fact(0.0, "c: scores become c * tanh(scores / c); 0: off", FROM_0, not_with="mla")
     query_pre_attn_scalar: float = fact(0.0, "scores are divided by its root; 0: that of a query head's size", FROM_0)
-    qk_norm: str = fact("none",
-        "of queries and keys: head (each head), all_heads (at once), l2 (after RoPE, no scale), none",
+    qk_norm: str = fact("none", "of queries and keys: head (each), all_heads (at once), l2 (after RoPE, no scale)",
         ("none", "head", "all_heads", "l2"), not_with="mla")
     attn_temperature_scale: float = fact(0.0,
         "s: queries times 1 + s * log(1 + floor(position / attn_temperature_floor)) (Llama 4)", FROM_0, not_with="mla")
@@ -75,7 +69,6 @@ class AttentionFacts:
 @group
 class PositionFacts:
     """Model: positions"""
-
     position_type: str = fact("rope", "rope, learned, sinusoidal or none", ("rope", "learned", "sinusoidal", "none"))
     trainable_position_size: int = key(-1, "learned: rows of the table; -1: max_target_length", FROM_1_OR_UNSET, 2**24)
     rope_max_timescale: int = fact(10_000, "rope: longest wavelength over 2 pi (theta)", POSITIVE, 2**40)
@@ -98,7 +91,6 @@ class PositionFacts:
 @group
 class FeedForwardFacts:
     """Model: feed-forward layers and experts"""
-
     mlp_activations: tuple = fact(("silu", "linear"),
         "the factors of the feed-forward layer: [silu, linear] is SwiGLU, [gelu] is plain")
     mlp_activations_limit: float = fact(0.0, "gate at most this, others within +- this, then activated; 0: off", FROM_0)
@@ -122,6 +114,16 @@ class FeedForwardFacts:
 # fmt: on
 
 
+def _scaled(base: str, turn: int) -> Any:
+    """Makes the property of a size, which every third doubling of the model's scale doubles."""
+
+    def size(model: "Model") -> int:
+        doublings = model.global_parameter_scale.bit_length() - 1
+        return getattr(model, base) * 2 ** ((doublings + turn) // 3)
+
+    return property(size)
+
+
 @dataclasses.dataclass(frozen=True)
 class Model(ModelSize, LayerFacts, AttentionFacts, PositionFacts, FeedForwardFacts):
     """Describes a model, or one layer of it with the facts that its pattern gives it in `decoder_segments`.
@@ -130,38 +132,14 @@ class Model(ModelSize, LayerFacts, AttentionFacts, PositionFacts, FeedForwardFac
     doubling of the scale doubles one of them in turn: mlp (and heads), then emb, then layers.
     """
 
-    @property
-    def _doublings(self) -> tuple[int, int, int]:
-        """How often the scale doubles layers, emb and mlp."""
-        scale = int(math.log2(self.global_parameter_scale))
-        return scale // 3, (scale + 1) // 3, (scale + 2) // 3
-
-    @property
-    def num_decoder_layers(self) -> int:
-        """L."""
-        return self.base_num_decoder_layers * 2 ** self._doublings[0]
-
-    @property
-    def emb_dim(self) -> int:
-        """D."""
-        return self.base_emb_dim * 2 ** self._doublings[1]
-
-    @property
-    def mlp_dim(self) -> int:
-        """F."""
-        return self.base_mlp_dim * 2 ** self._doublings[2]
+    num_decoder_layers = _scaled("base_num_decoder_layers", 0)
+    emb_dim = _scaled("base_emb_dim", 1)
+    mlp_dim = _scaled("base_mlp_dim", 2)
+    num_query_heads = _scaled("base_num_query_heads", 2)
+    num_kv_heads = _scaled("base_num_kv_heads", 2)
+    _expert_dim = _scaled("base_moe_mlp_dim", 2)
 
     @property
     def moe_mlp_dim(self) -> int:
         """F of an expert."""
-        return (self.base_moe_mlp_dim or self.base_mlp_dim) * 2 ** self._doublings[2]
-
-    @property
-    def num_query_heads(self) -> int:
-        """N."""
-        return self.base_num_query_heads * 2 ** self._doublings[2]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """K."""
-        return self.base_num_kv_heads * 2 ** self._doublings[2]
+        return self._expert_dim or self.mlp_dim

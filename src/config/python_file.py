@@ -16,8 +16,7 @@ from src.errors import UserError
 def read_python(path: Path) -> dict[str, Any]:
     """Returns the keys of the ConfigDict that the file's `get_config()` returns, as a YAML file's.
 
-    Raises:
-        UserError: the file cannot be run, has no get_config, or it raises or returns something else.
+    Raises UserError: the file cannot be run, has no get_config, or it raises or returns something else.
     """
     try:
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -43,14 +42,14 @@ def read_python(path: Path) -> dict[str, Any]:
 def config_dict_keys(config: ConfigDict, where: str) -> dict[str, Any]:
     """Returns the keys of a ConfigDict as `parse_keys` gives those of a YAML text.
 
-    Raises:
-        UserError: a value is none that a key may have, such as an array, or is required and not set.
+    Raises UserError: a value is none that a key may have, such as an array, or is required and not set.
     """
     keys = {}
     for key in config:
         try:
             keys[key] = parse(dump(config[key]), where)
-        except (RequiredValueError, yaml.YAMLError) as error:
-            reason = "its value is no number, text, list or mapping" if isinstance(error, yaml.YAMLError) else error
-            raise UserError(f"{where}: {key}: {reason}") from None
+        except yaml.YAMLError:
+            raise UserError(f"{where}: {key}: its value is no number, text, list or mapping") from None
+        except RequiredValueError as error:
+            raise UserError(f"{where}: {key}: {error}") from None
     return keys

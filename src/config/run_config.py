@@ -16,10 +16,9 @@ OF_ONE_START = ("coordinator_address", "num_processes", "process_id", "accept_ch
 
 
 def run_folder(path: str) -> Path | None:
-    """Returns the folder at `path`, on a disk or a store, if it is a run's: if it has a config.yml. Else None.
+    """Returns the folder at `path`, on a disk or a store, if it is a run's, with a config.yml; else None.
 
-    Raises:
-        UserError: the store gives no answer.
+    Raises UserError: the store gives no answer.
     """
     try:
         folder = Path(path).expanduser()
@@ -39,22 +38,14 @@ def runs_in(folder: Path) -> Iterator[str]:
 
 
 def run_keys(folder: Path) -> dict[str, Any]:
-    """Returns every key of a run, with which `src.train` goes on with it.
-
-    Raises:
-        UserError: its config.yml cannot be read.
-    """
+    """Returns every key of a run, to go on with it; raises UserError if its config.yml cannot be read."""
     folder = folder if folder.name else folder.resolve()
     keys = {key: value for key, value in read_file(folder / CONFIG).items() if key not in OF_ONE_START}
     return keys | {"base_output_directory": os.fspath(folder.parent), "run_name": folder.name}
 
 
 def model_keys(folder: Path) -> dict[str, Any]:
-    """Returns the keys of a run that describe its model and tokenizer, and the `model_name` it had.
-
-    Raises:
-        UserError: its config.yml cannot be read.
-    """
+    """Returns the keys of a run's model and tokenizer, and its `model_name`; raises UserError as `run_keys` does."""
     keys = read_file(folder / CONFIG)
     if keys.get("position_type") == "learned" and keys.get("trainable_position_size") == "-1":
         keys["trainable_position_size"] = keys["max_target_length"]  # which another command may have otherwise

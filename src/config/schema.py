@@ -42,7 +42,6 @@ LOGICAL_AXES = {
 @group
 class Run:
     """Run"""
-
     run_name: str = key("", "folder of the run below base_output_directory, such as a or sweep/a; empty: a dated name")
     base_output_directory: str = path("runs", "any path etils reads: a local folder, gs://bucket/dir, s3://bucket/dir")
     model_name: str = key("",
@@ -57,7 +56,6 @@ class Run:
 @group
 class Aot:
     """Compilation ahead of time (docs/aot.md)"""
-
     compile_topology: str = key("", "src.train_compile: a TPU slice (v5p-128, v5p:4x4x4), a GPU host (a3) or cpu-8")
     compile_topology_num_slices: int = key(1, "src.train_compile: how many such slices or hosts", FROM_1, 2**16)
     compile_report: str = path("", "src.train_compile: where its report goes as JSON")
@@ -68,13 +66,11 @@ class Aot:
 @group
 class Batch:
     """Batch"""
-
     per_device_batch_size: float = key(12.0,
         "rows per device and micro-batch; a fraction where devices share a row", POSITIVE, 2**20)
     max_target_length: int = key(2048, "T, tokens per row", FROM_1, 2**24, fixed=True)
     packing: bool = key(True, "true: documents fill rows, apart by segment; false: one a row, padded", fixed=True)
-    long_documents: str = key("split",
-        "packing=false: what a row has no room for goes on in the next (split), or is left out (truncate)",
+    long_documents: str = key("split", "packing=false: what does not fit goes on (split) or is left out (truncate)",
         ("split", "truncate"), fixed=True)
     batch_transform: str = key("", "module:function(rows) -> rows of the same shapes: alters batches", fixed=True)
 
@@ -82,9 +78,7 @@ class Batch:
 @group
 class DataSources:
     """Data"""
-
-    dataset_type: str = key("text",
-        "text (files, JSONL), tfds, array_record, parquet, tokens, synthetic or custom (docs/data.md)",
+    dataset_type: str = key("text", "text (files, JSONL), tfds, array_record, parquet, tokens, synthetic or custom",
         ("text", "tfds", "array_record", "parquet", "tokens", "synthetic", "custom"))
     dataset_path: str = path("", "a file, folder or glob; tfds: the data folder; text: empty is Python's own source")
     dataset_name: str = key("", "tfds: the dataset, such as c4/en:3.0.1")
@@ -111,7 +105,6 @@ class DataSources:
 @group
 class Conversations:
     """Finetuning: the data"""
-
     use_sft: bool = key(False, "dataset_path has .jsonl files of prompts and completions, or of chats (docs/data.md)")
     sft_train_on_completion_only: bool = key(True, "the loss counts what the assistant says alone; false: all tokens")
 
@@ -119,7 +112,6 @@ class Conversations:
 @group
 class Evaluation:
     """Evaluation"""
-
     eval_interval: int = key(-1, "steps between evaluations, and one at the end; -1: none", FROM_1_OR_UNSET)
     eval_steps: int = key(-1, "batches per evaluation; -1: one epoch of the evaluation data", FROM_1_OR_UNSET)
     eval_mode: str = key("reset",
@@ -135,7 +127,6 @@ class Evaluation:
 @group
 class Tools:
     """Tools for data"""
-
     tokenized_path: str = path("", "src.tokenize_dataset: the folder it writes, for dataset_type=tokens")
     inspect_first_step: int = key(0, "src.inspect_data: the first batch it shows", FROM_0)
     inspect_num_steps: int = key(1, "src.inspect_data: how many", FROM_1)
@@ -146,15 +137,13 @@ class Tools:
 @group
 class Decoding:
     """Decoding (src.decode, and the sample at the end of a run)"""
-
     prompt: str = key("def ", "the first text", any_text=True)
     prompt_path: str = path("", "src.decode: prompts, one a line, or JSONL with prompt or messages", is_local=True)
     interactive: bool = key(False, "src.decode: read prompts from the terminal, one after the other")
     use_chat_template: bool = key(False, "src.decode: prompts are a user's messages, in the tokenizer's chat template")
     sample_length: int = key(0, "tokens drawn at most; 0: none at the end, src.decode: fills the row", FROM_0, 2**24)
     max_prefill_predict_length: int = key(-1, "prompts are padded to it; -1: to a power of two", FROM_1_OR_UNSET, 2**24)
-    decode_sampling_strategy: str = key("weighted",
-        "greedy (the likeliest token), weighted (all), topk, nucleus, composite (topk, then nucleus)",
+    decode_sampling_strategy: str = key("weighted", "greedy, weighted (all tokens), topk, nucleus, composite (both)",
         ("greedy", "weighted", "topk", "nucleus", "composite"))
     decode_sampling_temperature: float = key(0.7, "logits are divided by it; 0: greedy", FROM_0)
     decode_sampling_top_k: int = key(0, "topk, composite: draw from so many tokens, the likeliest", FROM_0, 2**24)
@@ -168,7 +157,6 @@ class Decoding:
 @group
 class Checkpoint:
     """Checkpoints"""
-
     enable_checkpointing: bool = key(True, "save, and resume from the newest good one")
     async_checkpointing: bool = key(True, "training goes on while a checkpoint is written")
     checkpoint_period: int = key(1000, "steps between checkpoints; one is also saved at the end and on SIGTERM", FROM_1)
@@ -180,7 +168,6 @@ class Checkpoint:
 @group
 class Mesh:
     """Mesh (sizes multiply to the devices; one ici and one dcn size may be -1: what is left)"""
-
     mesh_axes: tuple = key(tuple(MESH_AXES), "outermost first")
     ici_data_parallelism: int = key(1, "copies of the weights; ici: within a TPU slice or a GPU host", AXIS_SIZE)
     ici_pipeline_parallelism: int = key(1, "stages of a pipeline, each with some layers: the axis stage", AXIS_SIZE)
@@ -212,7 +199,6 @@ class Mesh:
 @group
 class Diagnostics:
     """Diagnostics"""
-
     profiler: str = key("", "xplane: write a profile of some steps to the run's tensorboard folder", ("", "xplane"))
     skip_first_n_steps_for_profiler: int = key(1, "steps before the profile", FROM_0)
     profiler_steps: int = key(5, "steps in it", FROM_1)
@@ -230,51 +216,6 @@ class Data(DataSources, Conversations):
 def size_key(kind: str, mesh_axis: str) -> str:
     """Returns the key of a mesh axis's size within a slice (`kind` ici) or between slices (dcn)."""
     return f"{kind}_{MESH_AXES[mesh_axis]}_parallelism"
-
-
-# In base.yml's order; its titles are the docstrings.
-GROUPS: list[type] = [
-    *(Run, ModelSize, LayerFacts, AttentionFacts, PositionFacts, FeedForwardFacts, Numerics, Compilation, Aot),
-    *(Optimizer, Batch, DataSources, Tools, Conversations, Trainable, Evaluation, Decoding, Checkpoint, Mesh),
-    Diagnostics,
-]
-# A run resumed with another value of one of their keys is another run, but for those declared with fixed=False.
-FIXED_GROUPS = (DataSources, Conversations, Trainable)
-SECTIONS: dict[str, type] = {
-    "run": Run, "model": Model, "step": Step, "batch": Batch, "data": Data, "evaluation": Evaluation,
-    "decoding": Decoding, "checkpoint": Checkpoint, "mesh": Mesh, "aot": Aot, "tools": Tools,
-    "diagnostics": Diagnostics,
-}  # fmt: skip
-
-
-def collect(groups: Sequence[type], sections: Mapping[str, type]) -> dict[str, Key]:
-    """Returns the keys that the groups declare, by name, each with the section that its group is a part of."""
-    keys = {}
-    for title, (section, cls) in itertools.product(groups, sections.items()):
-        for field in dataclasses.fields(title) if issubclass(cls, title) else ():
-            declared: Key = field.metadata["key"]
-            fixed = title in FIXED_GROUPS if declared.fixed is None else declared.fixed
-            place = {"name": field.name, "section": section, "group": title.__doc__}
-            keys[field.name] = dataclasses.replace(declared, **place, fixed=fixed or section == "model")
-    return keys
-
-
-KEYS = collect(GROUPS, SECTIONS)
-
-
-def defaults() -> dict[str, Any]:
-    """Returns every key with its default, in base.yml's order."""
-    return {name: key.default for name, key in KEYS.items()}
-
-
-def keys_of(section: str) -> tuple[str, ...]:
-    """Returns the names of a section's keys, in base.yml's order."""
-    return tuple(name for name, key in KEYS.items() if key.section == section)
-
-
-def model_of(keys: Mapping[str, Any]) -> Model:
-    """Returns the model that flat keys describe."""
-    return SECTIONS["model"](**{name: frozen(keys[name]) for name in keys_of("model")})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -319,3 +260,44 @@ class Config(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(KEYS)
+
+
+SECTIONS: dict[str, type] = {field.name: field.type for field in dataclasses.fields(Config)}
+# In base.yml's order; its titles are the docstrings.
+GROUPS: list[type] = [
+    *(Run, ModelSize, LayerFacts, AttentionFacts, PositionFacts, FeedForwardFacts, Numerics, Compilation, Aot),
+    *(Optimizer, Batch, DataSources, Tools, Conversations, Trainable, Evaluation, Decoding, Checkpoint, Mesh),
+    Diagnostics,
+]
+# A run resumed with another value of one of their keys is another run, but for those declared with fixed=False.
+FIXED_GROUPS = (DataSources, Conversations, Trainable)
+
+
+def collect(groups: Sequence[type], sections: Mapping[str, type]) -> dict[str, Key]:
+    """Returns the keys that the groups declare, by name, each with the section that its group is a part of."""
+    keys = {}
+    for title, (section, cls) in itertools.product(groups, sections.items()):
+        for field in dataclasses.fields(title) if issubclass(cls, title) else ():
+            declared: Key = field.metadata["key"]
+            fixed = title in FIXED_GROUPS if declared.fixed is None else declared.fixed
+            place = {"name": field.name, "section": section, "group": title.__doc__}
+            keys[field.name] = dataclasses.replace(declared, **place, fixed=fixed or section == "model")
+    return keys
+
+
+KEYS = collect(GROUPS, SECTIONS)
+
+
+def defaults() -> dict[str, Any]:
+    """Returns every key with its default, in base.yml's order."""
+    return {name: key.default for name, key in KEYS.items()}
+
+
+def keys_of(section: str) -> tuple[str, ...]:
+    """Returns the names of a section's keys, in base.yml's order."""
+    return tuple(name for name, key in KEYS.items() if key.section == section)
+
+
+def model_of(keys: Mapping[str, Any]) -> Model:
+    """Returns the model that flat keys describe."""
+    return SECTIONS["model"](**{name: frozen(keys[name]) for name in keys_of("model")})

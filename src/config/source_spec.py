@@ -16,31 +16,21 @@ MAX_PERIOD = 100_000
 # `datasets` or `eval_datasets` gives it by its name here, and what it leaves out is taken from these keys.
 SETTINGS = {
     "dataset_type": ("dataset_type", "dataset_type"),
-    "dataset_path": ("dataset_path", "eval_dataset_path"),
-    "dataset_name": ("dataset_name", "eval_dataset_name"),
+    **{"dataset_path": ("dataset_path", "eval_dataset_path"), "dataset_name": ("dataset_name", "eval_dataset_name")},
     "split": ("train_split", "eval_split"),
-    "dataset_column": ("dataset_column", "dataset_column"),
-    "array_record_format": ("array_record_format", "array_record_format"),
-    "dataset_factory": ("dataset_factory", "dataset_factory"),
+    **{key: (key, key) for key in ("dataset_column", "array_record_format", "dataset_factory")},
 }
 ENTRY_KEYS = {"datasets": ("name", "weight", *SETTINGS), "eval_datasets": ("name", "eval_steps", *SETTINGS)}
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceSpec:
-    """One set of data.
+    """One set of data."""
 
-    Attributes:
-        name: of an entry of `datasets` or `eval_datasets`; empty for the one that the keys themselves describe.
-        settings: by the names of SETTINGS.
-        max_document_bytes: the config's.
-        is_eval: it is named by the keys for evaluation.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
+    name: str  # of an entry of `datasets` or `eval_datasets`; empty for the one that the keys themselves describe
+    settings: Mapping[str, Any]  # by the names of SETTINGS
     max_document_bytes: int
-    is_eval: bool = False
+    is_eval: bool = False  # it is named by the keys for evaluation
 
     @property
     def type(self) -> str:
@@ -96,8 +86,7 @@ def train_weights(data: Data) -> tuple[float, ...]:
 def whole_numbers(weights: Sequence[float]) -> list[int]:
     """Returns the weights as the smallest whole numbers in the same proportion.
 
-    Raises:
-        UserError: one is negative, all are 0, or they have too many digits.
+    Raises UserError: one is negative, all are 0, or they have too many digits.
     """
     # By way of their digits: 0.1 is a tenth, not the nearest binary fraction.
     fractions = [Fraction(str(weight)) for weight in weights]

@@ -31,11 +31,9 @@ on the device unless custom offloads it; a named array that no derivative needs 
 @group
 class Numerics:
     """Numerics"""
-
     dtype: str = key("bfloat16", "of activations and matrix products: bfloat16 or float32", DTYPES)
     weight_dtype: str = key("float32", "of the weights, and of Adam's second moment", DTYPES, fixed=True)
-    matmul_precision: str = key("default",
-        "default, high or highest: TPU and GPU multiply float32 in fewer bits unless highest",
+    matmul_precision: str = key("default", "default, high, highest: TPU and GPU round float32 but with highest",
         ("default", "high", "highest"))
     attention: str = key("autoselected", "autoselected, dot_product, flash (TPU) or cudnn_flash (NVIDIA GPU)",
         ("autoselected", "dot_product", "flash", "cudnn_flash"))
@@ -45,7 +43,6 @@ class Numerics:
 @group
 class Compilation:
     """Compilation and memory"""
-
     scan_layers: bool = key(True, "true: one compiled body for each repeated layer pattern; false: unrolled")
     remat_policy: str = key("full", "one of the above", tuple(REMAT_POLICIES), above=REMAT_COMMENT)
     remat_custom: Mapping = key({}, "custom: array: device or offload, for each array to keep")
@@ -55,7 +52,6 @@ class Compilation:
 @group
 class Optimizer:
     """Optimizer"""
-
     opt_type: str = key("adamw", "adamw, adafactor (learning_rate is then relative to a weight's size), muon or sgd",
         ("adamw", "adafactor", "muon", "sgd"), fixed=True)
     learning_rate: float = key(3e-4, "the schedule's highest", POSITIVE, 2**120)
@@ -88,7 +84,6 @@ class Optimizer:
 @group
 class Trainable:
     """Finetuning: the weights"""
-
     trainable_parameters: tuple = key((),
         "weights to train, by name (attention.query, segments.0.*); []: all, or with lora_rank none",
         example="[attention.*]")

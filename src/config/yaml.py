@@ -124,8 +124,7 @@ for _text_type in (str, Plain):
 def parse(text: str, where: str) -> Any:
     """Returns the YAML `text` as dicts, lists and strings, those without quotes as `Plain`.
 
-    Raises:
-        UserError: malformed YAML, with `where`, line and column.
+    Raises UserError: malformed YAML, with `where`, line and column.
     """
     try:
         value = yaml.load(text, _Loader)
@@ -186,10 +185,8 @@ def convert(value: Any, default: Any, name: str = "") -> Any:
     """Returns a parsed `value` as the type of `default`.
 
     An integer may be written `1e3`, a number as an integer. Nothing (`None`, `null`, empty) is the empty string, list
-    or mapping; no number stands for it.
-
-    Raises:
-        ValueError: `value` is of another type; the message names both, after `name`.
+    or mapping; no number stands for it. Raises ValueError: `value` is of another type; the message names both, after
+    `name`.
     """
     empty = isinstance(value, Plain) and value in NOTHING
     match default:
@@ -221,10 +218,7 @@ def type_name(value: Any) -> str:
 def parse_argument(text: str, default: Any, where: str) -> Any:
     """Parses the text after `key=` for a key with this default; None: of a key that is unknown.
 
-    It is YAML; but for a string it is the text itself, less quotes around all of it.
-
-    Raises:
-        UserError: malformed YAML.
+    It is YAML; but for a string it is the text itself, less quotes around all of it. Raises UserError: malformed YAML.
     """
     if isinstance(default, str):
         quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'" and text[0] not in text[1:-1]

@@ -149,13 +149,11 @@ class Completion:
         self.prompt_text = tokenizer.decode(self.prompt)
         self.text = ""  # without the prompt
         self.done = False
-        self._tokenizer = tokenizer
-        self._stop_texts = list(decoding.decode_stop)
-        longest = max_target_length - len(self.prompt)
-        self._max_new_tokens = min(decoding.sample_length or longest, longest)
-        self._ids: list[int] = []
+        self._tokenizer, self._stop_texts = tokenizer, list(decoding.decode_stop)
+        self._ids: list[int] = self.prompt.tolist()
+        self._max_tokens = min(len(self.prompt) + (decoding.sample_length or max_target_length), max_target_length)
         self._settled = ""  # text that no later token changes
-        self._window = 0  # index of the first token, prompt included, that is decoded again with each new one
+        self._window = 0  # index of the first token that is decoded again with each new one
         self._context = self.prompt_text  # the text of the window's tokens up to where `_settled` ends
 
     def add(self, token: int) -> None:
@@ -163,7 +161,7 @@ class Completion:
         self.done = token in self._tokenizer.stop_ids
         if not self.done:
             self._ids.append(token)
-            self.done = len(self._ids) == self._max_new_tokens
+            self.done = len(self._ids) == self._max_tokens
         if self.done or self._stop_texts:
             self._update()
 
@@ -190,14 +188,11 @@ class Completion:
             self._move_window(text)
 
     def _decode(self, first: int, end: int | None = None) -> str:
-        """Returns the text of the tokens [first, end), counted from the prompt's first."""
-        prompt = self.prompt[first:end]
-        generated = slice(max(first - len(self.prompt), 0), None if end is None else end - len(self.prompt))
-        return self._tokenizer.decode(np.concatenate([prompt, np.array(self._ids[generated], np.int32)]))
+        return self._tokenizer.decode(np.array(self._ids[first:end], np.int32))
 
     def _move_window(self, text: str) -> None:
         """Moves on a long window, whose text is given, if what follows is then decoded as before."""
-        end = len(self.prompt) + len(self._ids) - CONTEXT
+        end = len(self._ids) - CONTEXT
         if end < len(self.prompt) or end - self._window < WINDOW:
             return
         head, context = self._decode(self._window, end), self._decode(end - CONTEXT, end)

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from src import command_line, rendezvous
 from src.cli import end_now
 from src.config.key_help import TRAIN, Usage, help_for
-from src.config.schema import KEYS, Config, Mesh, Step
+from src.config.schema import Config, Mesh, Step
 from src.config.yaml import dump
 from src.errors import UserError
 from src.step.compiler_flags import check_environment
@@ -153,7 +153,7 @@ def shared_facts(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns what all processes must share, by name: keys, versions, and a digest of each file of the code."""
     names = [path.relative_to(_REPOSITORY).as_posix() for path in sorted((_REPOSITORY / "src").rglob("*.py"))]
     return {
-        **{key: dump(config[key]) for key in KEYS if key not in PER_PROCESS_KEYS},
+        **{key: dump(value) for key, value in config.items() if key not in PER_PROCESS_KEYS},
         **{"MinText": version(), **_versions()},
         **{name: hashlib.sha256((_REPOSITORY / name).read_bytes()).hexdigest()[:8] for name in names},
     }

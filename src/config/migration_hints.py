@@ -37,6 +37,15 @@ class Renamed(NamedTuple):
     program: str
     template: str | dict[str, str]
 
+    def hint(self, key: str, value: Any) -> Hint:
+        """Returns what to say to `key`=`value`."""
+        typed, certain = _fill(self.template, value)
+        words, _, note = typed.partition("  # ")
+        if not typed:
+            return Hint(True, f"{key}={_spell(value)}, of {self.program}, is what happens here anyway")
+        sentence = f"{key} is a name of {self.program}; type {words} instead{f' ({note})' if note else ''}"
+        return Hint(False, sentence, words if certain else "")
+
 
 class Explained(NamedTuple):
     """Explains what MinText does instead, and which value is accepted all the same: "..." is any, None none."""
@@ -44,6 +53,17 @@ class Explained(NamedTuple):
     program: str
     why: str
     accepted: Any
+
+    def hint(self, key: str, value: Any) -> Hint:
+        """Returns what to say to `key`=`value`."""
+        program, why, accepted = self
+        if accepted == "...":
+            return Hint(True, f"{key}, of {program}, has no effect here: {why}")
+        if accepted is None:
+            return Hint(False, f"{key}, of {program}: {why}")
+        if _same(value, accepted):
+            return Hint(True, f"{key}={_spell(value)}, of {program}, changes nothing: {why}")
+        return Hint(False, f"{key}={_spell(value)}, of {program}: {why} ({key}={_spell(accepted)} is accepted)")
 
 
 class Page(NamedTuple):
@@ -88,10 +108,7 @@ def migration_hint(key: str, value: Any) -> Hint | None:
     """Returns what to say to `key`=`value`, a parsed value, if `key` is a name of another trainer's; else None."""
     names = read_page().names
     name = key if key in names else next((name for name in names if fnmatch.fnmatchcase(key, name)), None)
-    if name is None:
-        return None
-    entry = names[name]
-    return _renamed(key, value, entry) if isinstance(entry, Renamed) else _explained(key, value, entry)
+    return names[name].hint(key, value) if name else None
 
 
 def with_own_mesh_word(key: str) -> str:
@@ -104,26 +121,6 @@ def value_hint(key: str, value: Any) -> str:
     """Returns what to type instead of MaxText's `value` for a `key` that both have; "" if there is nothing to say."""
     hint = read_page().values.get((key, str(value)), "")
     return f" (MaxText's {value}: {hint})" if hint else ""
-
-
-def _renamed(key: str, value: Any, entry: Renamed) -> Hint:
-    typed, certain = _fill(entry.template, value)
-    words, _, note = typed.partition("  # ")
-    if not typed:
-        return Hint(True, f"{key}={_spell(value)}, of {entry.program}, is what happens here anyway")
-    sentence = f"{key} is a name of {entry.program}; type {words} instead{f' ({note})' if note else ''}"
-    return Hint(False, sentence, words if certain else "")
-
-
-def _explained(key: str, value: Any, entry: Explained) -> Hint:
-    program, why, accepted = entry
-    if accepted == "...":
-        return Hint(True, f"{key}, of {program}, has no effect here: {why}")
-    if accepted is None:
-        return Hint(False, f"{key}, of {program}: {why}")
-    if _same(value, accepted):
-        return Hint(True, f"{key}={_spell(value)}, of {program}, changes nothing: {why}")
-    return Hint(False, f"{key}={_spell(value)}, of {program}: {why} ({key}={_spell(accepted)} is accepted)")
 
 
 def _fill(template: str | dict[str, str], value: Any) -> tuple[str, bool]:

@@ -17,7 +17,7 @@ from tests.tiny import GPT3, load
 
 pytestmark = [needs_libtpu, pytest.mark.usefixtures("little_effort")]
 
-LAYERS, LENGTH, D, N, K, H = 3, 1024, 512, 4, 4, 128
+LAYERS, LENGTH, D, N, K, H = 3, 256, 512, 4, 4, 128
 KEYS = {
     "base_num_decoder_layers": LAYERS,
     "base_emb_dim": D,
@@ -70,29 +70,45 @@ def test_without_sequence_sharding_a_layer_sums_twice():
     assert of_stream(moved(False, **MODELS["llama"], **TENSOR)[0]) == {"all-reduce": 2}
 
 
-@pytest.mark.parametrize(
+of_models = pytest.mark.parametrize(
     "model", ["llama", *(pytest.param(model, marks=pytest.mark.long) for model in ("gpt", "latent"))]
 )
-def test_with_sequence_sharding_a_layer_gathers_twice_and_scatters_twice_each_way(model):
+
+
+@of_models
+def test_with_sequence_sharding_a_layer_gathers_twice_and_scatters_twice(model):
     assert of_stream(moved(False, **MODELS[model], **SEQUENCE)[0]) == {"all-gather": 2, "reduce-scatter": 2}
+
+
+@of_models
+def test_backwards_it_does_so_again(model):
     # A latent's gradient is summed before its projection, and so needs no scatter behind that.
     backward = 1 if model == "latent" else 2
     found, _ = moved(True, remat_policy="none", **MODELS[model], **SEQUENCE)
     assert of_stream(found) == {"all-gather": 4, "reduce-scatter": 2 + backward}
 
 
-CONTEXT = {"ici_fsdp_parallelism": 4, "ici_context_parallelism": 4, "per_device_batch_size": 0.25}
-KEYS_OF_ROW = 16 // 4 // 4 * LENGTH * K * H * 2  # bytes of all keys of a device's rows, and of all values
+ROW = 1024  # tokens that devices share out
+CONTEXT = {
+    **{"ici_fsdp_parallelism": 4, "ici_context_parallelism": 4},
+    **{"per_device_batch_size": 0.25, "max_target_length": ROW},
+}
+KEYS_OF_ROW = 16 // 4 // 4 * ROW * K * H * 2  # bytes of all keys of a device's rows, and of all values
 
 
 def test_over_the_context_axis_a_layer_moves_keys_and_values_alone():
-    """And their gradients; beside them its weights, in whose gathers the axis has a part, and segments."""
+    """Beside them its weights, in whose gathers the axis has a part, and segments."""
     found, text = moved(False, **MODELS["llama"], **CONTEXT)
     assert "splash" in text
     large = {key: times for key, times in found.items() if "context" in key[1] and key[2] > 2**14}
     assert large.pop(("all-gather", ("context",), KEYS_OF_ROW)) == 2 * LAYERS
     weights = {(kind, axes) for kind, axes, _ in large}
     assert weights == {("all-gather", ("fsdp", "context"))}
+
+
+@pytest.mark.long
+def test_over_the_context_axis_a_layer_moves_gradients_of_keys_and_values_back():
+    """So it does with tiles of the loss, below."""
     found, _ = moved(True, remat_policy="none", **MODELS["llama"], **CONTEXT)
     assert over_context(found) == {
         (kind, ("context",), KEYS_OF_ROW): 2 * LAYERS for kind in ("all-gather", "reduce-scatter")
@@ -107,7 +123,7 @@ def over_context(found):
 @pytest.mark.long
 def test_over_the_context_axis_a_layer_of_latents_moves_them_and_their_rotary_key_alone():
     """And their gradients, which come in one sum, or with JAX 0.11 in two scatters of the same bytes."""
-    latent, rotary = (16 // 4 // 4 * LENGTH * size * 2 for size in (128, 64))
+    latent, rotary = (16 // 4 // 4 * ROW * size * 2 for size in (128, 64))
     gathers = {("all-gather", ("context",), size): LAYERS for size in (latent, rotary)}
     found, text = moved(False, **MODELS["latent"], **CONTEXT)
     assert "splash" in text
@@ -122,10 +138,10 @@ def test_over_the_context_axis_a_device_gathers_those_key_heads_that_its_queries
     """Of two heads that are copied over tensor 4, each device the one of its two query heads; the rest are weights."""
     axes = {"ici_fsdp_parallelism": 1, "ici_context_parallelism": 4, "ici_tensor_parallelism": 4}
     heads = {"base_num_query_heads": 8, "base_num_kv_heads": 2, "logical_axis_rules__kv_heads": "[]"}
-    found, text = moved(False, **{**KEYS, **axes, **heads, "per_device_batch_size": 0.25})
+    found, text = moved(False, **axes, **heads, per_device_batch_size=0.25, max_target_length=ROW)
     assert "splash" in text
     largest = max(over_context(found), key=lambda key: key[2])
-    assert largest == ("all-gather", ("context",), 4 * LENGTH * H * 2)
+    assert largest == ("all-gather", ("context",), 4 * ROW * H * 2)
     assert found[largest] == 2 * LAYERS
 
 

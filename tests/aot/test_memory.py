@@ -1,5 +1,7 @@
 """The parts of a step's memory, against real arrays, compiled programs and sums by hand."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ MESHES = [
 ]
 
 
+@functools.cache
 def built(devices=8, **overrides):
     config = load(**{**EVEN, **overrides})
     return config, build(config, jax.devices()[:devices])
@@ -54,7 +57,7 @@ def test_arguments_are_those_of_the_program_and_of_the_real_arrays_to_the_byte(m
     compiled = step.traced.lower().compile()
     assert sum(predicted.values()) == compiled.memory_analysis().argument_size_in_bytes
 
-    trainer = Trainer(devices=8, **EVEN, **mesh, mu_dtype="bfloat16")
+    trainer = Trainer(devices=8, initial=False, **EVEN, **mesh, mu_dtype="bfloat16")
     first = jax.devices()[0]
 
     def on_first(tree):

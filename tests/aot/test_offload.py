@@ -26,6 +26,7 @@ def compiled(**keys):
 
 
 @needs_libtpu
+@pytest.mark.usefixtures("little_effort")
 def test_the_optimizers_state_on_the_host_leaves_its_room_to_the_step():
     on_device, parts = compiled()
     on_host, host_parts = compiled(**ON_HOST)

@@ -18,6 +18,7 @@ MESH = ("ici_pipeline_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_para
 
 
 @needs_libtpu
+@pytest.mark.usefixtures("little_effort")
 @pytest.mark.parametrize("repeats", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_stages_pass_on_activations_and_no_weights(repeats, capfd):
     micro_batches = 4
@@ -54,6 +55,7 @@ def test_stages_pass_on_activations_and_no_weights(repeats, capfd):
 
 
 @needs_libtpu
+@pytest.mark.usefixtures("little_effort")
 def test_stages_in_slices_of_their_own_send_each_other_rows_and_no_weights():
     mesh = ("dcn_pipeline_parallelism=2", "dcn_data_parallelism=1", "num_pipeline_microbatches=4")
     keys = (f"base_num_decoder_layers={LAYERS}", "dataset_type=synthetic", "per_device_batch_size=2")

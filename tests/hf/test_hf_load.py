@@ -26,7 +26,9 @@ def abstract(folder, devices=1, **keys):
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "gpt_oss"))]
+)
 def test_weights_on_eight_devices_are_those_on_one(tmp_path, name):
     folder = saved.save(tmp_path, name)
     one = load_weights(folder, abstract(folder))

@@ -125,8 +125,8 @@ def test_what_trainable_parameters_leaves_out_stays_and_has_no_optimizer_state()
 
 def test_adapters_shard_as_their_weights_do():
     mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
-    sharded = Trainer(devices=4, lora_parameters="[attention.*, feed_forward.*]", **ADAPTED, **mesh)
-    single = Trainer(lora_parameters="[attention.*, feed_forward.*]", **ADAPTED)
+    keys = {"lora_parameters": "[attention.*, feed_forward.*]", "initial": False, **ADAPTED}
+    sharded, single = Trainer(devices=4, **keys, **mesh), Trainer(**keys)
     losses = [[trainer.step(packed_rows(step), step)["loss"] for step in range(4)] for trainer in (single, sharded)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
     query = sharded.state.weights.trainable["lora"]["segments"][0][0]["attention"]["query"]

@@ -120,7 +120,11 @@ def test_cached_decoding(loaded, run):
 
 
 @pytest.mark.parametrize(
-    "name", runs(["llama-biases", "gpt3", "gemma2", "llama4-scout", "mixtral", "gpt-oss", "deepseek3"])
+    "name",
+    [
+        *("gpt3", "gemma2", "gpt-oss", "deepseek3"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama-biases", "llama4-scout", "mixtral")),
+    ],
 )
 def test_gradients(loaded, name, tmp_path):
     """Of a random linear function of the logits; transformers' are saved in the weights' place and read as they are."""

@@ -181,8 +181,21 @@ def stacked(jaxpr):
             yield from stacked(inner)
 
 
-@pytest.mark.parametrize("policy", [*KEPT, *ON_HOST])
-@pytest.mark.parametrize("scan_layers", ["true", "false"])
+by_policy = pytest.mark.parametrize(
+    ("policy", "scan_layers"),
+    [
+        *((policy, "true") for policy in (*KEPT, *ON_HOST)),
+        *((policy, "false") for policy in ("save_qkv_proj", "minimal_offloaded")),
+        *(
+            pytest.param(policy, "false", marks=pytest.mark.long)
+            for policy in (*KEPT, *ON_HOST)
+            if policy not in ("save_qkv_proj", "minimal_offloaded")
+        ),
+    ],
+)
+
+
+@by_policy
 def test_turns_of_a_pipeline_keep_what_their_blocks_keep_and_no_weights(policy, scan_layers):
     jaxpr = backward(2, **STAGES, remat_policy=policy, scan_layers=scan_layers)
     dims = f"{ITERATIONS},{TURN}" if scan_layers == "true" else f"{ITERATIONS}"
@@ -193,8 +206,7 @@ def test_turns_of_a_pipeline_keep_what_their_blocks_keep_and_no_weights(policy, 
     assert Counter(array for array in stacked(jaxpr) if array.startswith("f32")) == Counter(kept * times)
 
 
-@pytest.mark.parametrize("policy", [*KEPT, *ON_HOST])
-@pytest.mark.parametrize("scan_layers", ["true", "false"])
+@by_policy
 def test_turns_of_a_pipeline_compute_again_what_blocks_do(policy, scan_layers):
     settings = {"remat_policy": policy, "scan_layers": scan_layers}
     rest = 3  # the output projection, and its two gradients

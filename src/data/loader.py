@@ -119,8 +119,15 @@ class EvalBatches:
 
     def steps(self) -> int:
         """Counts the batches of an evaluation. The first call, also by `iter`, waits for that of other hosts."""
-        if self._steps is None:
-            self._steps = self._count_steps()
+        if self._steps is None and (count := rows_per_epoch(self._spec, self._source)) is not None:
+            self._steps = math.ceil(count / self._global_batch)
+        elif self._steps is None:  # as many as the host with the most rows needs
+            stream, layout, most = DocumentStream(self._spec, self._source), layout_of(self._spec), 0
+            for row in self._rows:
+                ordinals = range(row, len(self._source), self._global_batch)
+                sizes = ([len(document.ids) for document in stream.documents(ordinal)] for ordinal in ordinals)
+                most = max(most, rows_needed(sizes, self._spec.batch.max_target_length, layout))
+            self._steps = int(max_over_hosts(np.int32(most)))
         return self._steps
 
     def position(self) -> dict[str, Any]:
@@ -142,18 +149,6 @@ class EvalBatches:
             positions = positions[list(self._rows)]
         place = (self._rows, self._global_batch)
         self._filler = RowFiller(self._spec, self._source, *place, positions=positions, one_epoch=self._one_epoch)
-
-    def _count_steps(self) -> int:
-        """Counts the batches of one epoch: as many as the host with the most rows needs."""
-        if (count := rows_per_epoch(self._spec, self._source)) is not None:
-            return math.ceil(count / self._global_batch)
-        stream = DocumentStream(self._spec, self._source)
-        most = 0
-        for row in self._rows:
-            ordinals = range(row, len(self._source), self._global_batch)
-            sizes = ([len(document.ids) for document in stream.documents(ordinal)] for ordinal in ordinals)
-            most = max(most, rows_needed(sizes, self._spec.batch.max_target_length, layout_of(self._spec)))
-        return int(max_over_hosts(np.int32(most)))
 
 
 class BatchMaker:

@@ -27,7 +27,7 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,7 +101,14 @@ class _TokenFolder:
         listing = files.list_files(spec.path, spec.key("dataset_path"))
         self._folder, self._sizes = listing.folder, listing.sizes
         if SUMMARY not in self._sizes:
-            raise _no_summary(self._setting, self._sizes)
+            if UNFINISHED in self._sizes:
+                again = "type the command of src.tokenize_dataset that began it again, and it goes on"
+                raise UserError(f"{self._setting} is not finished: {again}")
+            found = f"it has {first_few(self._sizes)}" if self._sizes else "it is empty"
+            raise UserError(
+                f"{self._setting} has no {SUMMARY} ({found}). dataset_type=tokens reads a folder of token ids, and "
+                "`python -m src.tokenize_dataset CONFIG tokenized_path=FOLDER` writes one from data of another type"
+            )
         summary = files.read(self._path(SUMMARY), 0, self._sizes[SUMMARY])
         facts = _parse(summary, f"{self._setting}: {SUMMARY}")
         self._shards: list[ShardFacts] = facts["shards"]
@@ -232,23 +239,18 @@ class TokenRows(_TokenFolder):
         documents: list[Document] = []
         first, end = i * self._length, min((i + 1) * self._length, len(self._pairs))
         while first < end:
-            shard, offset = self._pairs.find(first)
-            last = min(end, first - offset + self._shards[shard].pairs)
-            documents.extend(self._documents_at(shard, offset, offset + last - first))
-            first = last
+            shard, start = self._pairs.find(first)
+            stop = min(start + end - first, self._shards[shard].pairs)
+            index = self._index(shard)
+            begin = int(np.searchsorted(index, start, side="right")) - 1
+            after = int(np.searchsorted(index, stop, side="left"))
+            self._check_order(shard, index[begin : after + 1] if begin >= 0 else index[:0])
+            # Pair p of document d is ids p + d and p + d + 1 of the shard.
+            ids = self._ids(shard, start + begin, stop + after)
+            bounds = (np.clip(index[begin : after + 1], start, stop) - start).tolist()
+            documents += [Document(ids[bounds[d] + d : bounds[d + 1] + d + 1]) for d in range(after - begin)]
+            first += stop - start
         return documents
-
-    def _documents_at(self, shard: int, first: int, last: int) -> Iterator[Document]:
-        """Yields the documents of the pairs [first, last) of a shard, no further than these go."""
-        index = self._index(shard)
-        begin = int(np.searchsorted(index, first, side="right")) - 1
-        end = int(np.searchsorted(index, last, side="left"))
-        self._check_order(shard, index[begin : end + 1] if begin >= 0 else index[:0])
-        # Pair p of document d is ids p + d and p + d + 1 of the shard.
-        ids = self._ids(shard, first + begin, last + end)
-        bounds = (np.clip(index[begin : end + 1], first, last) - first).tolist()
-        for d in range(end - begin):
-            yield Document(ids[bounds[d] + d : bounds[d + 1] + d + 1])
 
 
 class TokenDocuments(_TokenFolder, Source):
@@ -282,16 +284,3 @@ def _parse(summary: bytes, name: str) -> dict[str, Any]:
             f"{name} is damaged ({type(error).__name__}: {error}): copy it again, or write the tokens again"
         ) from None
     return facts
-
-
-def _no_summary(setting: str, names: Collection[str]) -> UserError:
-    """Makes the error for a folder without tokens.json."""
-    if UNFINISHED in names:
-        return UserError(
-            f"{setting} is not finished: type the command of src.tokenize_dataset that began it again, and it goes on"
-        )
-    found = f"it has {first_few(names)}" if names else "it is empty"
-    return UserError(
-        f"{setting} has no {SUMMARY} ({found}). dataset_type=tokens reads a folder of token ids, and `python -m "
-        "src.tokenize_dataset CONFIG tokenized_path=FOLDER` writes one from data of another type"
-    )

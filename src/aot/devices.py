@@ -19,9 +19,7 @@ _EVERY_GPU = """
     thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
     shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
 """
-_HOPPER = """
-    fpus_per_core: 128 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-"""
+_HOPPER = "fpus_per_core: 128 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448"
 _H100 = f"""{_HOPPER}
     core_count: 132 l2_cache_size: 52428800 clock_rate_ghz: 1.98
     cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}

@@ -5,14 +5,15 @@ with the caller's values and each array's shape, dtype and digest, which src/che
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -28,16 +29,21 @@ from src.storage_errors import Failure, failure_of, one_line, retried
 AtomicityMode = ocp.options.AtomicityMode
 
 
+class Save(NamedTuple):
+    """One checkpoint to write."""
+
+    step: int
+    arrays: dict[str, jax.Array]
+    meta: dict[str, Any]
+
+
 class Checkpointer:
     """Saves and restores the checkpoints of one run.
 
     Nothing is created, renamed or deleted before the first `save`. All processes of a job make the same calls.
-
-    Args:
-        directory: the run's checkpoints/ folder, local or any other path that etils reads.
-        max_to_keep: how many checkpoints are kept; -1: all.
-        async_save: files are written while the caller goes on.
-        compress: makes files smaller by about a quarter; without it arrays in host memory are not copied.
+    `directory` is the run's checkpoints/ folder, local or any other path that etils reads; `max_to_keep` -1 keeps all;
+    with `async_save` files are written while the caller goes on; `compress` makes them smaller by about a quarter, and
+    without it arrays in host memory are not copied.
     """
 
     def __init__(self, directory: epath.PathLike, *, max_to_keep: int, async_save: bool, compress: bool = True) -> None:
@@ -53,35 +59,39 @@ class Checkpointer:
                 mode=AtomicityMode.COMMIT_FILE if is_remote(self._directory) else AtomicityMode.ATOMIC_RENAME
             ),
         )
-        self._handlers = {"meta": ocp.JsonCheckpointHandler(), "state": ocp.PyTreeCheckpointHandler()}
-        if not compress:
-            # As nothing is copied, arrays of any size can be written (the default limit is 96 GB at once).
-            self._handlers["state"] = ocp.PyTreeCheckpointHandler(use_compression=False, save_concurrent_gb=10**6)
+        # Where nothing is copied, arrays of any size can be written (the default limit is 96 GB at once).
+        uncompressed = {} if compress else {"use_compression": False, "save_concurrent_gb": 10**6}
+        self._handlers = {"meta": ocp.JsonCheckpointHandler(), "state": ocp.PyTreeCheckpointHandler(**uncompressed)}
         self._manager: ocp.CheckpointManager | None = None
         self._damaged_steps: list[int] = []
         self._saved_steps: list[int] = []
-        self._unwritten: tuple[int, dict[str, jax.Array], dict[str, Any]] | None = None  # until known to be complete
+        self._unwritten: Save | None = None  # until it is known to be complete
         self._last_was_missed = False
         self._deleter = ThreadPoolExecutor(max_workers=8)
         self._deletions: dict[int, Future[None]] = {}
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> list[str]:
-        """Saves a state and its `meta`, any JSON object. The state's arrays may be donated once this returns.
+        """Saves a state, whose arrays may be donated once this returns, and its `meta`, any JSON object.
 
         Deletes all but `max_to_keep` of the earlier checkpoints, in the background: the caller has seen that their
-        weights are good. So a running run has one more, whose weights have not been used yet.
-
-        Returns:
-            messages for the user.
+        weights are good. A transient failure of the save before this one is tolerated once, with a message.
 
         Raises:
             UserError: this checkpoint or the last one could not be written, or something is in its place.
             TransientError: this one could not be written after several attempts, or two in turn could not.
         """
-        messages = self._end_last_save(step)
+        messages, missed = [], self._unwritten
+        try:
+            self.wait(retry=False)
+        except TransientError as error:
+            if self._last_was_missed or jax.process_count() > 1:
+                raise
+            self._last_was_missed = True
+            reason = one_line(error.__cause__)
+            messages = [f"checkpoint {missed.step} could not be written ({reason}); {step} is written in its place"]
         arrays = flatten(state)
-        self._unwritten = (step, arrays, _encode_meta(meta, arrays))
-        self._explain(step, self._begin_save)
+        self._unwritten = Save(step, arrays, _encode_meta(meta, arrays))
+        self._attempt(self._begin_save, retry=True)
         self._saved_steps.append(step)
         return messages
 
@@ -89,18 +99,11 @@ class Checkpointer:
         """Restores the newest good checkpoint; returns None if there is no checkpoint at all.
 
         Damaged ones are skipped, each with a message, and renamed by the next `save`, as the run comes to their steps
-        again.
-
-        Args:
-            abstract_state: the state's parts, as pytrees of `jax.ShapeDtypeStruct`s with shardings.
-
-        Returns:
-            the arrays as `abstract_state` describes them, cast if it has another dtype than the saved one; a
-            `HostArray` becomes NumPy's.
+        again. Arrays come as `abstract_state` has them: pytrees of `jax.ShapeDtypeStruct`s with shardings, to whose
+        dtypes they are cast, and of `HostArray`s.
 
         Raises:
-            UserError: no checkpoint is good, one could not be read, or the arrays differ from `abstract_state` in name
-                or shape.
+            UserError: no checkpoint is good, one could not be read, or its arrays have other names or shapes.
             TransientError: one could not be read after several attempts.
         """
         steps = on_all_processes(lambda: steps_in(self._directory))
@@ -115,22 +118,16 @@ class Checkpointer:
         ]
         return Restored(state, meta, messages)
 
-    def wait(self) -> None:
-        """Waits until everything saved is complete on the disk or store; raises what `save` raises."""
+    def wait(self, retry: bool = True) -> None:
+        """Waits until everything saved is complete on the disk or store; raises what `save` raises.
+
+        With `retry`, a save that failed is made again, unless its arrays were donated meanwhile.
+        """
         if self._unwritten is None:
             return
-        step, arrays, _ = self._unwritten
-
-        def finish() -> None:
-            if self._manager is None:
-                self._begin_save()
-            try:
-                self._manager.wait_until_finished()
-            except Exception:
-                if not self._abandon_save():
-                    raise
-
-        self._explain(step, finish, again=not any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays.values()))
+        arrays = self._unwritten.arrays.values()
+        gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays)
+        self._attempt(self._finish_save, retry and not gone)
         self._unwritten, self._last_was_missed = None, False
 
     def prune(self, before: float = float("inf")) -> None:
@@ -142,19 +139,14 @@ class Checkpointer:
                 self._deletions[step] = self._deleter.submit((self._directory / str(step)).rmtree)
 
     def set_aside(self, first_step: int) -> list[str]:
-        """Renames the checkpoints that were saved at `first_step` or later, as no run can go on from them.
-
-        Returns:
-            the new names.
-        """
+        """Renames the checkpoints saved at `first_step` or later, as no run can go on from them; returns their names."""
         with contextlib.suppress(UserError, TransientError):  # a failed save leaves nothing to rename
             self.wait()
-        steps = [step for step in self._saved_steps if step >= first_step]
+        names = [self._rename(step, "nonfinite") for step in self._saved_steps if step >= first_step]
         self._saved_steps = []
-        names = [name for step in steps if (name := self._rename(step, "nonfinite"))]
         # The first process to end ends the others, so process 0 has to have renamed them before.
         multihost_utils.sync_global_devices("checkpoints set aside")
-        return names
+        return [name for name in names if name]
 
     def close(self) -> None:
         """Waits, then ends the threads that save and delete."""
@@ -166,71 +158,86 @@ class Checkpointer:
                 manager.close()
             self._deleter.shutdown()
 
-    def _end_last_save(self, step: int) -> list[str]:
-        """Waits for the save before that of `step`, and tolerates a single transient failure of it."""
-        if self._unwritten is None or self._manager is None:
-            return []
-        missed = self._unwritten[0]
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            if self._abandon_save():
-                return []
-            passes = failure_of(error) is Failure.TRANSIENT and jax.process_count() == 1
-            if self._last_was_missed or not passes:
-                raise self._explanation(missed, error) from error
-            self._last_was_missed = True
-            return [f"checkpoint {missed} could not be written ({one_line(error)}); {step} is written in its place"]
-        self._last_was_missed = False
-        return []
-
     def _begin_save(self) -> None:
         step, arrays, meta = self._unwritten
         if self._manager is None:
-            self._manager = self._open_manager()
+            for damaged in self._damaged_steps:
+                self._rename(damaged, "damaged")
+            self._damaged_steps = []
+            # The other processes list the folder only after that.
+            multihost_utils.sync_global_devices("damaged checkpoints renamed")
+            self._manager = ocp.CheckpointManager(self._directory, options=self._options, item_handlers=self._handlers)
         self.prune(before=step)
         if (self._directory / str(step)).exists():
             raise UserError(
                 f"{self._directory / str(step)} is there already, and this run has not written it. If another run "
                 "writes to this folder, end it or use another run_name; else move it away."
             )
-        items = {"state": ocp.args.PyTreeSave(arrays), "meta": ocp.args.JsonSave(meta)}
-        try:
-            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        except Exception:
-            if not self._abandon_save():
-                raise
-            self._manager = self._open_manager()  # without one `wait` would begin this save again
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta))
+        with self._abandoning():
+            self._manager.save(step, args=items, force=True)
 
-    def _open_manager(self) -> ocp.CheckpointManager:
-        for step in self._damaged_steps:
-            self._rename(step, "damaged")
-        self._damaged_steps = []
-        # The other processes list the folder only after that.
-        multihost_utils.sync_global_devices("damaged checkpoints renamed")
-        return ocp.CheckpointManager(self._directory, options=self._options, item_handlers=self._handlers)
+    def _finish_save(self) -> None:
+        if self._manager is None:  # a failed attempt closed it
+            self._begin_save()
+        if self._unwritten:
+            with self._abandoning():
+                self._manager.wait_until_finished()
 
-    def _abandon_save(self) -> bool:
-        """Removes the files of a failed save, and the manager, which would raise its error again.
+    @contextlib.contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """If the body fails, removes the save's files and the manager, which would raise its error again.
 
-        Returns:
-            whether the checkpoint is complete nonetheless, as the error came later, and the process may go on. One of
-            several may not: it would wait for the others, which are elsewhere.
+        A checkpoint that is complete nonetheless, as the error came later, is kept without an error in a job of one
+        process. One of several would then wait for the others, which are elsewhere.
         """
-        manager, self._manager = self._manager, None
-        with contextlib.suppress(Exception):
-            manager.close()
-        folder = self._directory / str(self._unwritten[0])
-        unfinished = [path for path in self._directory.iterdir() if path.name.startswith(f"{folder.name}.orbax")]
-        if is_unfinished(folder):
-            unfinished.append(folder)
-        for path in unfinished if jax.process_index() == 0 else ():
-            _remove_unfinished(path)
-        return jax.process_count() == 1 and folder not in unfinished and folder.exists()
+        try:
+            yield
+        except Exception:
+            manager, self._manager = self._manager, None
+            with contextlib.suppress(Exception):
+                manager.close()
+            folder = self._directory / str(self._unwritten.step)
+            unfinished = [path for path in self._directory.iterdir() if path.name.startswith(f"{folder.name}.orbax")]
+            if is_unfinished(folder):
+                unfinished.append(folder)
+            for path in unfinished if jax.process_index() == 0 else ():
+                _remove_unfinished(path)
+            if jax.process_count() > 1 or folder in unfinished or not folder.exists():
+                raise
+            self._unwritten = None
+
+    def _attempt(self, action: Callable[[], None], retry: bool) -> None:
+        """Calls `action`, which writes the unwritten save; turns what it raises into errors that a user can act on."""
+        try:
+            # One of several processes cannot begin again by itself: the others are elsewhere in the save.
+            retried(action) if retry and jax.process_count() == 1 else action()
+        except UserError:
+            raise
+        except Exception as error:
+            save, self._unwritten = self._unwritten, None
+            raise self._explanation(save, error) from error
+
+    def _explanation(self, save: Save, error: Exception) -> Exception:
+        kept = steps_in(self._directory)
+        stands = f"Checkpoint {kept[0]} stands" if kept else "No checkpoint was saved before"
+        failure = failure_of(error)
+        if failure is Failure.FULL:
+            free = "" if is_remote(self._directory) else _gib(shutil.disk_usage(self._directory).free)
+            return UserError(
+                f"no space is left in {self._directory}: checkpoint {save.step} has "
+                f"{_gib(sum(x.nbytes for x in save.arrays.values()))} of arrays"
+                f"{free and f', and {free} are free without it'}. {stands}. Make room, or keep fewer "
+                "checkpoints (max_num_checkpoints_to_keep); then the same command goes on."
+            )
+        message = f"checkpoint {save.step} could not be written to {self._directory}: {one_line(error)}. {stands}."
+        if failure is Failure.TRANSIENT:
+            return TransientError(f"{message} The same command goes on.")
+        return UserError(message) if isinstance(error, OSError | ValueError) else error
 
     def _name_aside(self, step: int, why: str) -> str:
         """Returns a name that is not a step's: `10.damaged`, or if that is taken `10.damaged-2` and so on."""
-        names = [f"{step}.{why}", *(f"{step}.{why}-{count}" for count in range(2, 100))]
+        names = itertools.chain([f"{step}.{why}"], (f"{step}.{why}-{count}" for count in itertools.count(2)))
         return next(name for name in names if not (self._directory / name).exists())
 
     def _rename(self, step: int, why: str) -> str:
@@ -242,36 +249,6 @@ class Checkpointer:
         if jax.process_index() == 0:
             folder.rmtree() if is_unfinished(folder) else folder.rename(self._directory / name)
         return name
-
-    def _explain(self, step: int, attempt: Callable[[], None], again: bool = True) -> None:
-        """Calls `attempt`, with `again` repeatedly, and raises errors that a user can act on."""
-        try:
-            # One of several processes cannot begin again by itself: the others are elsewhere in the save.
-            retried(attempt) if again and jax.process_count() == 1 else attempt()
-        except UserError:
-            raise
-        except Exception as error:
-            raise self._explanation(step, error) from error
-
-    def _explanation(self, step: int, error: Exception) -> Exception:
-        """Gives up the last save; returns the error to raise if saving `step` failed with `error`."""
-        (_, arrays, _), self._unwritten = self._unwritten, None
-        kept = steps_in(self._directory)
-        stands = f"Checkpoint {kept[0]} stands" if kept else "No checkpoint was saved before"
-        failure = failure_of(error)
-        if failure is Failure.FULL:
-            needed = _gib(sum(x.nbytes for x in arrays.values()))
-            free = ""
-            if not is_remote(self._directory):
-                free = f", and {_gib(shutil.disk_usage(self._directory).free)} are free without it"
-            return UserError(
-                f"no space is left in {self._directory}: checkpoint {step} has {needed} of arrays{free}. {stands}. "
-                "Make room, or keep fewer checkpoints (max_num_checkpoints_to_keep); then the same command goes on."
-            )
-        message = f"checkpoint {step} could not be written to {self._directory}: {one_line(error)}. {stands}."
-        if failure is Failure.TRANSIENT:
-            return TransientError(f"{message} The same command goes on.")
-        return UserError(message) if isinstance(error, OSError | ValueError) else error
 
 
 def _remove_unfinished(folder: epath.Path) -> None:

@@ -4,7 +4,6 @@ Orbax does not notice a flipped bit in a file, so the digest of every array is c
 docs/checkpoints.md says which failures are told apart.
 """
 
-import functools
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from src.storage_errors import DamagedError, Failure, failure_of, one_line, retr
 
 T = TypeVar("T")
 
-# Returns what to restore, given a checkpoint's meta, and the shape and dtype of each of its arrays by name.
+# Returns what to restore, given a checkpoint's meta, and the shape and dtype of each of its arrays by dotted name.
 AbstractOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -48,36 +47,20 @@ class HostArray:
     shape: tuple[int, ...] = ()
 
 
-def restore_step(
-    path: epath.PathLike, abstract_state: Mapping[str, Any], parts: tuple[str, ...] = params.ROLES
-) -> Restored:
+def restore_step(path: epath.PathLike, abstract_state: Mapping[str, Any]) -> Restored:
     """Restores parts of the state of any run's checkpoint.
 
-    Args:
-        path: a checkpoint's folder, or a run's or its checkpoints/ folder, of which the newest good one is taken.
-        abstract_state: the whole state, part by part, as pytrees of `jax.ShapeDtypeStruct`s with shardings.
-        parts: the parts to restore.
+    `path` is a checkpoint's folder, or a run's or its checkpoints/ folder, of which the newest good one is taken; the
+    parts are pytrees of `jax.ShapeDtypeStruct`s with shardings.
 
     Raises:
         UserError: there is no checkpoint, none is good, or the arrays of these parts differ in name or shape.
     """
-    wanted = {part: abstract_state[part] for part in parts}
-    return _restore_of_any_run(path, lambda meta, saved: wanted, ", ".join(parts))
+    return _restore_of_any_run(path, lambda meta, saved: abstract_state, ", ".join(abstract_state))
 
 
-def restore_weights(
-    path: epath.PathLike, tree_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
-) -> Restored:
-    """Restores the weights of any run's checkpoint, whichever part of its state each was in.
-
-    Args:
-        path: as for `restore_step`.
-        tree_of: returns what to restore, nested dicts of `jax.ShapeDtypeStruct`s with shardings, given the checkpoint's
-            meta, and the `shape` and `dtype` of each weight by dotted path.
-
-    Raises:
-        UserError: as `restore_step` does.
-    """
+def restore_weights(path: epath.PathLike, tree_of: AbstractOf) -> Restored:
+    """Restores the weights of any run's checkpoint, as `restore_step` does, whichever part of its state each was in."""
 
     def by_role(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
         role_of = {name.partition(".")[2]: role for name in saved if (role := name.partition(".")[0]) in params.ROLES}
@@ -86,7 +69,7 @@ def restore_weights(
         return vars(params.Weights.split(tree, roles))
 
     entries, meta, messages = _restore_of_any_run(path, by_role, "the weights")
-    return params.Weights(**entries).merged(), meta, messages
+    return Restored(params.Weights(**entries).merged(), meta, messages)
 
 
 def _restore_of_any_run(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Restored:
@@ -97,15 +80,11 @@ def _restore_of_any_run(path: epath.PathLike, abstract_of: AbstractOf, what: str
 
 
 def checkpoint_identity(path: epath.PathLike) -> str:
-    """Returns a text that identifies the newest readable checkpoint at `path`, as for `restore_step`.
-
-    Raises:
-        UserError: there is no checkpoint that can be read.
-    """
+    """Returns a text that identifies the newest readable checkpoint at `path`; raises UserError if there is none."""
     folder, steps = _find_steps(path)
     for step in steps:
         try:
-            meta, saved = on_all_processes(functools.partial(_read_meta, folder / str(step)))
+            meta, saved = _read_meta(folder / str(step))
         except DamagedError:
             continue
         return f"step {step}, {checksum_of({'meta': meta, 'arrays': saved}):08x}"
@@ -137,11 +116,9 @@ def restore_newest(
     problems = {}
     for step in steps:
         try:
-            state, meta = _restore(folder / str(step), abstract_of)
+            return step, *_restore(folder / str(step), abstract_of), problems
         except DamagedError as error:
             problems[step] = str(error)
-        else:
-            return step, state, meta, problems
     listed = "\n".join(f"  {step}: {problem}" for step, problem in problems.items())
     raise UserError(
         f"no checkpoint in {folder} can be restored:\n{listed}\n"
@@ -151,30 +128,25 @@ def restore_newest(
 
 def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str, Any], dict[str, Any]]:
     """Restores (state, meta) of one checkpoint. Raises DamagedError or UserError, on all processes alike."""
-    meta, saved = on_all_processes(lambda: _read_meta(step_folder))
+    meta, saved = _read_meta(step_folder)
     abstract_state = abstract_of(meta, saved)
     saved = {name: entry for name, entry in saved.items() if name.split(".")[0] in abstract_state}
     wanted = flatten(abstract_state)
-    names, host_arrays = list(wanted), [name for name, x in wanted.items() if isinstance(x, HostArray)]
+    host_arrays = [name for name, x in wanted.items() if isinstance(x, HostArray)]
     for name in saved.keys() & set(host_arrays):
         wanted[name] = jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=wanted[name].sharding)
     _check_shapes(step_folder, wanted, saved)
 
     arrays = on_all_processes(lambda: _read_arrays(step_folder, wanted, saved))
     digest_of = jax.device_get(digests(arrays))
-    changed = [name for name in arrays if digest_of[name] != saved[name]["digest"]]
-    if changed:
+    if changed := [name for name in arrays if digest_of[name] != saved[name]["digest"]]:
         raise DamagedError(f"values differ from those saved, in {first_few(changed)}")
-
-    arrays = {name: _as_wanted(x, wanted[name]) for name, x in arrays.items()}
-    arrays |= {name: np.asarray(arrays[name]) for name in host_arrays}
-    return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays.get(name) for name in names]), meta
-
-
-def _as_wanted(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    if x.dtype != wanted.dtype:  # nothing is computed in a host's memory
-        x = jax.device_put(x, x.sharding.with_memory_kind("device")).astype(wanted.dtype)
-    return jax.device_put(x, wanted.sharding)
+    for name, x in arrays.items():
+        if x.dtype != wanted[name].dtype:  # nothing is computed in a host's memory
+            x = jax.device_put(x, x.sharding.with_memory_kind("device")).astype(wanted[name].dtype)
+        x = jax.device_put(x, wanted[name].sharding)
+        arrays[name] = np.asarray(x) if name in host_arrays else x
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays.values()), meta
 
 
 def on_all_processes(read: Callable[[], T]) -> T:
@@ -203,15 +175,19 @@ def on_all_processes(read: Callable[[], T]) -> T:
 
 def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Returns the caller's meta, and the shape, dtype and digest of each array by name, from the item `meta`."""
-    if is_unfinished(step_folder):
-        raise DamagedError("the save did not end")
-    text = (step_folder / "meta" / "metadata").read_bytes()
-    try:
-        content = parse_json(text)
-    except ValueError as error:
-        raise DamagedError(f"meta/metadata is not JSON: {error}") from error
-    if not isinstance(content, dict) or content.pop("checksum", None) != checksum_of(content):
-        raise DamagedError("meta/metadata differs from what was saved")
+
+    def read() -> dict[str, Any]:
+        if is_unfinished(step_folder):
+            raise DamagedError("the save did not end")
+        try:
+            content = parse_json((step_folder / "meta" / "metadata").read_bytes())
+        except ValueError as error:
+            raise DamagedError(f"meta/metadata is not JSON: {error}") from error
+        if not isinstance(content, dict) or content.pop("checksum", None) != checksum_of(content):
+            raise DamagedError("meta/metadata differs from what was saved")
+        return content
+
+    content = on_all_processes(read)
     return content["meta"], content["arrays"]
 
 
@@ -244,31 +220,22 @@ def _read_arrays(
         )
         return jax.block_until_ready(array)  # otherwise the buffers that were read stay in memory beside it
 
+    # TensorStore holds an array up to three times while reading it, so the largest is read first, while memory is still
+    # empty, and then groups of at most half of its bytes at once.
+    size = {name: x.size * x.dtype.itemsize for name, x in wanted.items()}
+    groups: list[list[str]] = []
+    room = 0
+    for name in sorted(wanted, key=lambda name: -size[name]):
+        if room < size[name]:
+            groups.append([])
+            room = max(size.values()) // 2
+        groups[-1].append(name)
+        room -= size[name]
     arrays: dict[str, jax.Array] = {}
     with ThreadPoolExecutor(max_workers=8) as pool:
-        for names in _turns(wanted):
+        for names in groups:
             arrays.update(zip(names, pool.map(read, names), strict=True))
     return {name: arrays[name] for name in wanted}
-
-
-def _turns(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
-    """Groups names of arrays to read at once: the largest first, then groups of at most half of its bytes.
-
-    TensorStore holds an array up to three times while reading it, so the largest is read while memory is still empty.
-    """
-    turns: list[list[str]] = []
-    limit, room = max(map(_bytes, wanted.values()), default=0) // 2, 0
-    for name in sorted(wanted, key=lambda name: -_bytes(wanted[name])):
-        if room < _bytes(wanted[name]):
-            turns.append([])
-            room = limit
-        turns[-1].append(name)
-        room -= _bytes(wanted[name])
-    return turns
-
-
-def _bytes(x: jax.ShapeDtypeStruct) -> int:
-    return x.size * x.dtype.itemsize
 
 
 def _check_shapes(
@@ -294,8 +261,7 @@ def _check_shapes(
 
 def flatten(state: Any) -> dict[str, Any]:
     """Returns the leaves by dotted name, so that the files do not depend on the types of optax's containers."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {_dotted(path): leaf for path, leaf in leaves}
+    return {_dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
 
 
 def _dotted(path: Any) -> str:

@@ -69,7 +69,7 @@ def starting_state(
     if path := config.load_full_state_path:
         # src/config/checks.py refuses adapters here: load_parameters_path, which says where their base is, is not set.
         wanted = abstract_entries(plan, abstract)
-        entries, meta, messages = restore_step(path, wanted, tuple(wanted))
+        entries, meta, messages = restore_step(path, wanted)
         check_vocabulary(config, meta)
         return _resume_point(entries, meta, config, fingerprint, messages)
     if config.load_parameters_path:

@@ -23,8 +23,8 @@ from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
 from src.parallel.mesh import describe_mesh, global_batch_size, make_layout
 from src.parallel.topology import run_peak
+from src.step.build import plan_step
 from src.step.optimizer import hparams_at
-from src.step.plan import make_plan
 from src.step.state import abstract_state, batch_sharding, init_state
 from src.step.train_step import compile_steps
 
@@ -64,8 +64,8 @@ def bench_step(argv: list[str], steps: int) -> None:
     jax.config.update("jax_default_matmul_precision", config.matmul_precision)
     layout = make_layout(config.mesh, jax.devices())
     device = jax.devices()[0]
-    spec = model_spec(config.model, config.step, config.batch.max_target_length)
-    plan = make_plan(config, spec, layout)
+    spec = model_spec(config.model, config.step, config.max_target_length)
+    plan = plan_step(config, layout)
     rows = global_batch_size(
         layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size"
     )

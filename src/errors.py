@@ -1,7 +1,8 @@
 """Defines the errors whose message is all that a user needs, exit codes, and helpers for messages."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class UserError(Exception):
@@ -47,3 +48,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def counted(count: int, noun: str) -> str:
     """Returns "1 layer", "2,000 layers": a number and what it counts."""
     return f"{count:,} {noun}" + "s" * (count != 1)
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Returns the keys whose values differ; one that is missing has the value None."""
+    return [key for key in {**old, **new} if old.get(key) != new.get(key)]

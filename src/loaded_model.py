@@ -13,9 +13,9 @@ from src.errors import UserError
 from src.model.attention_kernels.choose import choose_kernel
 from src.model.decoder import attention_scores
 from src.model.params import Weights
-from src.model.spec import model_spec
 from src.parallel.mesh import Layout, check_hardware, make_layout
-from src.step.plan import StepPlan, make_plan
+from src.step.build import plan_step
+from src.step.plan import StepPlan
 from src.step.state import abstract_state
 
 
@@ -43,15 +43,14 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
     layout = make_layout(config.mesh, jax.devices())
     plan = inference_plan(config, layout)
     weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract_state(plan)))
-    check_vocabulary(config, meta)
-    check_tokenizer(config, meta, tokenizer)
+    check_vocabulary(config.vocab_size, meta)
+    check_tokenizer(config.accept_changes, meta, tokenizer)
     return LoadedModel(plan, plan.split(weights), tokenizer, messages)
 
 
 def inference_plan(config: Config, layout: Layout) -> StepPlan:
     """Returns the plan of the config's model without adapters or frozen weights; raises UserError as `make_plan`."""
-    spec = model_spec(config.model, config.step, config.batch.max_target_length)
-    return make_plan(config.replace(lora_rank=0, trainable_parameters=[]), spec, layout)
+    return plan_step(config.replace(lora_rank=0, trainable_parameters=[]), layout)
 
 
 def whole_texts(plan: StepPlan, length: int) -> StepPlan:

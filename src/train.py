@@ -80,7 +80,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     built = build(config, jax.devices(), options)  # before anything is written: what does not fit comes out here
     plan, global_batch = built.plan, built.rows
     train_step = built.train
-    check_same_program(built, config)
+    check_same_program(built, config.steps)
     if path := config.compiled_trainstep_file:
         from src.aot import program  # imports private modules of JAX, which another JAX may have elsewhere
 
@@ -95,7 +95,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
     fingerprint = data_fingerprint(inputs, data, global_batch)
     check_same_data(fingerprint)
-    meta = saved_meta(config, fingerprint, tokenizer)
+    meta = saved_meta(plan, config.load_parameters_path, fingerprint, tokenizer)
     if config.sample_length and tokenizer:
         # A prompt that is too long fails now rather than after the run.
         encode_prompt(config.decoding, config.max_target_length, tokenizer, config.prompt)

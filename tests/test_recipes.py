@@ -12,8 +12,7 @@ from src.aot.devices import abstract_devices
 from src.model.flops import count_params, flops_per_token
 from src.parallel.mesh import describe_mesh, global_batch_size, make_layout
 from src.parallel.topology import peak_flops
-from src.step.build import build
-from src.step.plan import make_plan
+from src.step.build import build, plan_step
 from tests.compilers import needs_cuda, needs_libtpu
 from tests.tiny import spec_of
 
@@ -75,7 +74,7 @@ def test_its_mesh_multiplies_out(name):
     rows = global_batch_size(layout, config.per_device_batch_size, config.gradient_accumulation_steps, "")
     assert rows == said.rows
     # A device has its share of the weights, and more only of what is as small as norms and a table of positions.
-    plan = make_plan(config, spec_of(config), layout)
+    plan = plan_step(config, layout)
     parts = jax.tree.map(lambda leaf, at: math.prod(at.shard_shape(leaf.shape)), plan.shapes, plan.shardings)
     share = said.parameters / (layout.mesh.size / layout.mesh.shape["data"])
     assert sum(jax.tree.leaves(parts)) < 1.15 * share

@@ -11,9 +11,9 @@ from src.checkpoint.resume import new_state
 from src.model.params import Weights
 from src.model.spec import model_spec
 from src.parallel.mesh import make_layout
+from src.step.build import plan_step
 from src.step.loss import next_token_loss
 from src.step.optimizer import hparams_at
-from src.step.plan import make_plan
 from src.step.state import abstract_state, batch_sharding
 from src.step.train_step import compile_steps
 
@@ -59,7 +59,7 @@ def spec_of(config):
 def make(devices=1, **overrides):
     """A config and its plan on the first `devices` devices."""
     config = load(**overrides)
-    return config, make_plan(config, spec_of(config), make_layout(config.mesh, jax.devices()[:devices]))
+    return config, plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
 
 
 class Trainer:

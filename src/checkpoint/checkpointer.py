@@ -139,7 +139,7 @@ class Checkpointer:
                 self._deletions[step] = self._deleter.submit((self._directory / str(step)).rmtree)
 
     def set_aside(self, first_step: int) -> list[str]:
-        """Renames the checkpoints saved at `first_step` or later, as no run can go on from them; returns their names."""
+        """Renames the checkpoints saved at `first_step` or later, as no run can go on from them; returns the names."""
         with contextlib.suppress(UserError, TransientError):  # a failed save leaves nothing to rename
             self.wait()
         names = [self._rename(step, "nonfinite") for step in self._saved_steps if step >= first_step]

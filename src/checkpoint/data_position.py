@@ -1,16 +1,16 @@
 """Carries a checkpoint's position in the data over to the data that the config describes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from src.config.schema import Config
+from src.config.schema import Data
 from src.config.source_spec import SETTINGS, train_specs, train_weights
 from src.data.fingerprint import Fact
 from src.data.mixture import Mixture
 from src.data.packing import documents_consumed, remap_position
-from src.errors import UserError, first_few
+from src.errors import UserError, changed_keys, first_few
 
 # The keys that alter an entry of the data's fingerprint: one of them in `accept_changes` accepts the change. The first
 # is recommended to a user whose configuration has not changed.
@@ -19,12 +19,9 @@ TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")
 HELD_OUT_KEYS = ("eval_interval", "eval_fraction", "eval_dataset_path", "eval_dataset_name", "eval_datasets")
 ACCEPTED_BY = {
     "global batch": ("per_device_batch_size", "gradient_accumulation_steps"),
-    "max_target_length": ("max_target_length",),
-    "packing": ("packing",),
     "packing of conversations": ("packing", *SOURCE_KEYS),
     "long_documents": ("long_documents", "packing"),
-    "batch_transform": ("batch_transform",),
-    "data_shuffle_seed": ("data_shuffle_seed",),
+    **{key: (key,) for key in ("max_target_length", "packing", "batch_transform", "data_shuffle_seed")},
     "source max_document_bytes": ("max_document_bytes", *SOURCE_KEYS),
     "source pieces": (*SOURCE_KEYS, "max_document_bytes"),
     "source part": (*HELD_OUT_KEYS, *SOURCE_KEYS),
@@ -38,53 +35,52 @@ ACCEPTED_BY = {
 
 
 class DataPosition(NamedTuple):
-    """Describes where a run goes on in its data; `rows_consumed` counts the rows."""
+    """Where a run goes on in its data."""
 
     streams: np.ndarray | None = None  # int32 [B, S, 2], of each row's documents in each source; None: at their start
-    rows_taken: int = 0
+    rows_taken: int = 0  # see `rows_consumed`
     rows_before: Mapping[str, int] = {}
 
 
 def data_position(
-    step: int, streams: np.ndarray, meta: Mapping[str, Any], config: Config, fingerprint: Mapping[str, Any]
+    step: int,
+    streams: np.ndarray,
+    meta: Mapping[str, Any],
+    data: Data,
+    accept_changes: Sequence[str],
+    fingerprint: Mapping[str, Any],
 ) -> tuple[DataPosition, list[str]]:
-    """Returns where a checkpoint's run goes on in the data that the config describes, and messages for the user.
+    """Returns where a checkpoint's run goes on in the data of `fingerprint`, and messages for the user.
 
-    Where the user accepts another global batch size, row length or mixture, each source goes on after as many
-    documents, or rows of tokens, as were taken from it.
-
-    Args:
-        step: the checkpoint's.
-        streams: its positions, int32 [B, S, 2].
-        meta: its meta.
-        config: of this run.
-        fingerprint: of this run's data.
+    `streams` are the checkpoint's positions, int32 [B, S, 2]. Where the user accepts another global batch size, row
+    length or mixture, each source goes on after as many documents, or rows of tokens, as were taken from it.
 
     Raises:
         UserError: the data differ, and `accept_changes` does not say that they may.
     """
-    messages = accepted_changes(meta, config, fingerprint)
-    streams, moved = remapped_streams(streams, meta, config, fingerprint["global batch"])
-    return DataPosition(streams, *rows_consumed(step, meta, config, fingerprint)), [*messages, *moved]
+    messages = accepted_changes(meta, data, accept_changes, fingerprint)
+    streams, moved = remapped_streams(streams, meta, data, fingerprint["global batch"])
+    return DataPosition(streams, *rows_consumed(step, meta, data, fingerprint)), [*messages, *moved]
 
 
-def accepted_changes(meta: Mapping[str, Any], config: Config, fingerprint: Mapping[str, Any]) -> list[str]:
+def accepted_changes(
+    meta: Mapping[str, Any], data: Data, accept_changes: Sequence[str], fingerprint: Mapping[str, Any]
+) -> list[str]:
     """Returns a line for each change of the data since the checkpoint; raises UserError unless all are accepted."""
     old = meta["data"]
-    sources = {*source_names(meta), *(spec.name for spec in train_specs(config))}
+    sources = {*source_names(meta), *(spec.name for spec in train_specs(data))}
     facts = {name: Fact.of(name, sources) for name in {**old, **fingerprint}}
     # Older checkpoints do not list files one by one. Where both lists exist they say which file has changed.
     lists_files = all(any(facts[name].is_file for name in listing) for listing in (old, fingerprint))
     changes = {
         name: f"{name}: {old.get(name)} -> {fingerprint.get(name)}"
-        for name, fact in facts.items()
-        if old.get(name) != fingerprint.get(name)
-        and (lists_files or not fact.is_file)
-        and (name in old or fact.source is None or fact.name != "contents")  # unknown to older checkpoints
+        for name in changed_keys(old, fingerprint)
+        if (lists_files or not facts[name].is_file)
+        # Older checkpoints know no contents.
+        and (name in old or facts[name].source is None or facts[name].name != "contents")
     }
     accepting = {name: accepted_by(name, facts[name]) for name in changes}
-    refused = [name for name in changes if not set(config.accept_changes).intersection(accepting[name])]
-    if refused:
+    if refused := [name for name in changes if not set(accept_changes).intersection(accepting[name])]:
         listed = first_few((f"  {changes[name]}" for name in refused), "\n")
         keys = ", ".join(dict.fromkeys(accepting[name][0] for name in refused))
         raise UserError(
@@ -96,16 +92,15 @@ def accepted_changes(meta: Mapping[str, Any], config: Config, fingerprint: Mappi
 
 def accepted_by(entry: str, fact: Fact) -> tuple[str, ...]:
     """Returns the keys of which `accept_changes` has to name one if this entry of the data's fingerprint changed."""
-    if entry in ACCEPTED_BY:
-        return ACCEPTED_BY[entry]
-    return ("datasets", *SOURCE_KEYS) if fact.source and not fact.is_file else SOURCE_KEYS
+    of_mixture = fact.source and not fact.is_file
+    return ACCEPTED_BY.get(entry) or (("datasets", *SOURCE_KEYS) if of_mixture else SOURCE_KEYS)
 
 
 def remapped_streams(
-    streams: np.ndarray, meta: Mapping[str, Any], config: Config, rows: int
+    streams: np.ndarray, meta: Mapping[str, Any], data: Data, rows: int
 ) -> tuple[np.ndarray, list[str]]:
     """Returns the packing streams' positions, int32 [B, S, 2], for the current sources and number of rows."""
-    old_names, names = source_names(meta), [spec.name for spec in train_specs(config)]
+    old_names, names = source_names(meta), [spec.name for spec in train_specs(data)]
     if old_names == names and len(streams) == rows:
         return streams, []
     new = [name for name in names if name not in old_names]
@@ -119,7 +114,7 @@ def remapped_streams(
 
 
 def rows_consumed(
-    step: int, meta: Mapping[str, Any], config: Config, fingerprint: Mapping[str, Any]
+    step: int, meta: Mapping[str, Any], data: Data, fingerprint: Mapping[str, Any]
 ) -> tuple[int, dict[str, int]]:
     """Counts the rows since weights, batch and row length were last changed; and those of each source before that.
 
@@ -128,16 +123,13 @@ def rows_consumed(
     """
     old = meta["data"]
     names, weights = source_names(meta), meta.get("mixture", {"weights": [1.0]})["weights"]
-    taken = meta.get("rows_taken", step * old["global batch"])
-    before = meta.get("rows_before", {})
-    current = ([spec.name for spec in train_specs(config)], list(train_weights(config)))
-    if (names, weights) == current and all(
-        old[size] == fingerprint[size] for size in ("global batch", "max_target_length")
-    ):
+    taken, before = meta.get("rows_taken", step * old["global batch"]), meta.get("rows_before", {})
+    same_sources = (names, weights) == ([spec.name for spec in train_specs(data)], list(train_weights(data)))
+    if same_sources and all(old[size] == fingerprint[size] for size in ("global batch", "max_target_length")):
         return taken, dict(before)
     mixture = Mixture(weights)
     rows = {name: before.get(name, 0) + mixture.count(index, taken) for index, name in enumerate(names)}
-    if config.packing:  # without packing a row is a document, whatever its length
+    if fingerprint["packing"]:  # without packing a row is a document, whatever its length
         lengths = old["max_target_length"], fingerprint["max_target_length"]
         rows = {name: count * lengths[0] // lengths[1] for name, count in rows.items()}
     return 0, rows

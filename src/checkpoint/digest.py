@@ -20,9 +20,9 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 @jax.jit
-def _digests_on_devices(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    on_device = jax.device_put(dict(arrays), jax.memory.Space.Device)  # nothing is computed in pinned host memory
-    return {name: digest(array) for name, array in on_device.items()}
+def _digests_on_devices(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    arrays = jax.device_put(arrays, jax.memory.Space.Device)  # nothing is computed in pinned host memory
+    return {name: digest(array) for name, array in arrays.items()}
 
 
 def _in_host_memory(x: jax.Array) -> bool:
@@ -47,24 +47,12 @@ def digest(x: jax.Array) -> jax.Array:
     given position the hash is a bijection of the bits, so a change of one element is always seen; any other change
     goes unseen with a probability of about 2**-32. Elements have 8, 16 or 32 bits.
     """
-    return jnp.sum(_scramble(_bits(x) ^ (_position(x.shape) * _GOLDEN)), dtype=jnp.uint32)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """Returns the elements' bit patterns, as uint32 of the same shape."""
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-
-
-def _position(shape: tuple[int, ...]) -> jax.Array:
-    """Returns each element's row-major index modulo 2**32, uint32 of `shape`, from iotas, which XLA shards for free."""
-    position = jnp.zeros(shape, jnp.uint32)
-    for dim in range(len(shape)):
-        stride = math.prod(shape[dim + 1 :]) % 2**32
-        position += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
-    return position
+    bits = x if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    position = jnp.zeros(x.shape, jnp.uint32)  # row-major, modulo 2**32, from iotas, which XLA shards for free
+    for dim in range(x.ndim):
+        stride = math.prod(x.shape[dim + 1 :]) % 2**32
+        position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) * jnp.uint32(stride)
+    return jnp.sum(_scramble(bits.astype(jnp.uint32) ^ (position * _GOLDEN)), dtype=jnp.uint32)
 
 
 def _scramble(x: Any) -> Any:

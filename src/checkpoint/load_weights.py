@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from src.checkpoint.restore import checkpoint_identity, restore_weights
 from src.data.tokenizer import folder_tokenizer, has_tokenizer
@@ -27,8 +28,7 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
         keep_dtypes: the weights get the dtypes they were saved in, not `tree`'s.
 
     Returns:
-        `tree` with arrays as leaves; the checkpoint's meta, of which a Hugging Face folder has only `vocab_size` and
-        `tokenizer`; and messages for the user.
+        the weights; a checkpoint's meta, of a Hugging Face folder `vocab_size` and `tokenizer`; messages for the user.
 
     Raises:
         UserError: there are no such weights, they are damaged, or they are another model's.
@@ -52,14 +52,16 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
 def _wanted(tree: Tree, keep_dtypes: bool, meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
     """Returns what to restore: all weights; of a run with adapters, these and the weights trained beside them."""
     leaves = {path: leaf for path, leaf in by_path(tree).items() if "lora" not in meta or dotted(path) in saved}
-    replicated = _replicated(jax.tree.leaves(tree)[0].sharding)
+    replicated = jax.tree.leaves(tree)[0].sharding
+    if isinstance(replicated, NamedSharding):
+        replicated = replicated.update(spec=PartitionSpec())
     for name in (name for name in saved if name.startswith("lora.")):
         path = tuple(int(word) if word.isdecimal() else word for word in name.split("."))
         leaves[path] = jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=replicated)
     if keep_dtypes:
         for path, leaf in leaves.items():
-            dtype = saved[dotted(path)]["dtype"] if dotted(path) in saved else leaf.dtype
-            leaves[path] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+            if dotted(path) in saved:
+                leaves[path] = leaf.update(dtype=saved[dotted(path)]["dtype"])
     return nested(leaves)
 
 
@@ -108,9 +110,3 @@ def check_base(adapters: Mapping[str, Any], path: str) -> None:
             "changed since (a run's folder means its newest checkpoint): adapters mean nothing without them. Restore "
             "them there."
         )
-
-
-def _replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    return sharding

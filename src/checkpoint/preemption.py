@@ -20,18 +20,12 @@ class Preemption:
 
     In a job of several processes JAX itself listens for SIGTERM in each, and its coordination service picks a step
     that none of them has passed; Ctrl-C is passed on as SIGTERM. A single process sets a flag here. Ctrl-C after
-    either ends the process at once. `close` restores the former handlers. Outside the main thread, where Python allows
-    no handlers, nothing is installed.
-
-    Args:
-        folder: the run's; the last line says which checkpoint it has.
-
-    Attributes:
-        signal: the signal that this process received; 0: none.
+    either ends the process at once, with a line about the checkpoint in `folder`. Outside the main thread, where Python
+    allows no handlers, nothing is installed.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.signal = 0
+        self.signal = 0  # the one that this process received
         self._folder = folder
         self._distributed = jax.distributed.is_initialized()
         self._former: dict[int, object] = {}

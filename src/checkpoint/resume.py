@@ -11,21 +11,21 @@ import numpy as np
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.data_position import TOKENIZER_KEYS, DataPosition, data_position
 from src.checkpoint.load_weights import check_base, identity, load_weights
-from src.checkpoint.restore import HostArray, restore_step
+from src.checkpoint.restore import HostArray, Restored, flatten, restore_step
 from src.checkpoint.run_folder import RunFolder, absolute
 from src.config.load import compare_runs, from_yaml
 from src.config.schema import KEYS, Config
 from src.data.host_arrays import rows_to_global
 from src.data.types import Tokenizer
-from src.errors import UserError
+from src.errors import UserError, changed_keys
 from src.model.params import Tree, Weights, join
-from src.model.spec import model_spec
-from src.step.plan import StepPlan, make_plan
+from src.step.build import plan_step
+from src.step.plan import StepPlan
 from src.step.state import TrainState, abstract_state, init_state
 
 
 class ResumePoint(NamedTuple):
-    """Describes where a run goes on, or begins."""
+    """Where a run goes on, or begins."""
 
     state: TrainState
     messages: list[str]  # for the user
@@ -43,52 +43,46 @@ def starting_state(
     fingerprint: Mapping[str, Any],
     tokenizer: Tokenizer | None,
 ) -> ResumePoint:
-    """Returns the state to go on from, its place in the data, and messages for the user.
+    """Returns the state to go on from, its place in the data of `fingerprint`, and messages for the user.
 
     Raises:
         UserError: the run has no good checkpoint, is resumed with another model or other data than it had, or begins
             with weights that were trained with another tokenizer.
     """
-    saved_config = folder.read_text("config.yml")
+    wanted = {**saved_entries(plan, abstract), "data_position": HostArray(plan.layout.sharding(()))}
     if (folder.path / "checkpoints").exists():
         if not config.enable_checkpointing:
             raise UserError(
                 f"{folder.path} has checkpoints, which a run with enable_checkpointing=false would neither use nor "
                 "keep up. Use another run_name."
             )
-        changes = ["the run's config.yml is missing or empty: nobody can tell what has changed since its last start"]
-        if saved_config:
-            changes = compare_configs(config, saved_config, plan, abstract)
-        restored = checkpointer.restore_latest(abstract_entries(plan, abstract))
-        if restored is not None:
-            entries, meta, messages = restored
-            if plan.lora:
-                entries["frozen"] = base_weights(plan, abstract, meta, config.load_parameters_path)
-            messages = [*changes, *messages, f"resumed from step {int(entries['step'])}"]
-            return _resume_point(entries, meta, config, fingerprint, messages, resumed=True)
+        changes = compare_configs(config, folder.read_text("config.yml"), plan, abstract)
+        if restored := checkpointer.restore_latest(wanted):
+            if plan.lora:  # a checkpoint of adapters leaves the weights under them out
+                check_base(restored.meta["lora"], config.load_parameters_path)
+                weights, _, _ = load_weights(config.load_parameters_path, all_weights(abstract))
+                restored.state["frozen"] = plan.split(weights).frozen
+            messages = [*changes, *restored.messages, f"resumed from step {int(restored.state['step'])}"]
+            return _resume_point(restored._replace(messages=messages), config, fingerprint, resumed=True)
     if path := config.load_full_state_path:
         # src/config/checks.py refuses adapters here: load_parameters_path, which says where their base is, is not set.
-        wanted = abstract_entries(plan, abstract)
-        entries, meta, messages = restore_step(path, wanted)
-        check_vocabulary(config, meta)
-        return _resume_point(entries, meta, config, fingerprint, messages)
-    if config.load_parameters_path:
-        weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract))
-        check_vocabulary(config, meta)
-        check_tokenizer(config, meta, tokenizer)
+        restored = restore_step(path, wanted)
+        check_vocabulary(config.vocab_size, restored.meta)
+        return _resume_point(restored, config, fingerprint)
+    if path := config.load_parameters_path:
+        weights, meta, messages = load_weights(path, all_weights(abstract))
+        check_vocabulary(config.vocab_size, meta)
+        check_tokenizer(config.accept_changes, meta, tokenizer)
         return ResumePoint(state_of(weights, plan, abstract), messages)
     return ResumePoint(new_state(plan, abstract), [])
 
 
 def _resume_point(
-    entries: Mapping[str, Any],
-    meta: Mapping[str, Any],
-    config: Config,
-    fingerprint: Mapping[str, Any],
-    messages: list[str],
-    resumed: bool = False,
+    restored: Restored, config: Config, fingerprint: Mapping[str, Any], resumed: bool = False
 ) -> ResumePoint:
-    position, moved = data_position(int(entries["step"]), entries["data_position"], meta, config, fingerprint)
+    entries, meta, messages = restored
+    step, streams = int(entries["step"]), entries["data_position"]
+    position, moved = data_position(step, streams, meta, config.data, config.accept_changes, fingerprint)
     eval_position = meta.get("eval_position", {})
     return ResumePoint(TrainState.of(entries), [*messages, *moved], position, eval_position, resumed)
 
@@ -99,58 +93,36 @@ def _resume_point(
 def checkpoint_entries(
     plan: StepPlan, state: TrainState, position: np.ndarray, rows: Sequence[int], global_batch: int
 ) -> dict[str, Any]:
-    """Returns what a checkpoint holds: the state, and beside it the data position of the rows of all hosts.
+    """Returns what a checkpoint holds: the state, and the data position after its last step of the rows of all hosts.
 
-    Args:
-        plan: the step's.
-        state: on the devices.
-        position: int32 [rows, S, 2], of this host's rows after the state's last step.
-        rows: which of the global batch they are.
-        global_batch: B.
+    `position`, int32 [rows, S, 2], has this host's `rows` of the global batch.
     """
     sharding = plan.layout.sharding(("batch", None, None))
-    return {**_saved_state(plan, state), "data_position": rows_to_global(position, sharding, rows, global_batch)}
+    return {**saved_entries(plan, state), "data_position": rows_to_global(position, sharding, rows, global_batch)}
 
 
-def abstract_entries(plan: StepPlan, abstract: TrainState) -> dict[str, Any]:
-    """Returns what to restore of a checkpoint; the data position whole on each host, with however many rows it has."""
-    return {**_saved_state(plan, abstract), "data_position": HostArray(plan.layout.sharding(()))}
-
-
-def _saved_state(plan: StepPlan, state: TrainState) -> dict[str, Any]:
+def saved_entries(plan: StepPlan, state: TrainState) -> dict[str, Any]:
     """Returns the entries of a state that are saved; with adapters, the weights under them are not."""
-    entries = state.by_name()
-    if plan.lora:
-        del entries["frozen"]
-    return entries
+    return {name: entry for name, entry in state.by_name().items() if not (plan.lora and name == "frozen")}
 
 
-def saved_meta(config: Config, fingerprint: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+def saved_meta(
+    plan: StepPlan, load_parameters_path: str, fingerprint: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """Returns what a checkpoint says about itself beside its arrays."""
-    meta = {
-        "data": fingerprint,
-        "vocab_size": config.vocab_size,
-        "tokenizer": tokenizer.fingerprint() if tokenizer else None,
-    }
-    if config.lora_rank:
-        base = str(absolute(config.load_parameters_path))
-        meta["lora"] = {"rank": config.lora_rank, "alpha": config.lora_alpha, "base": base}
-        meta["lora"]["base_identity"] = identity(config.load_parameters_path)
+    vocab_size, tokenizer_facts = plan.spec.vocab_size, tokenizer.fingerprint() if tokenizer else None
+    meta = {"data": fingerprint, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}
+    if plan.lora:
+        meta["lora"] = {
+            "rank": plan.lora.rank,
+            "alpha": plan.lora.alpha,
+            "base": str(absolute(load_parameters_path)),
+            "base_identity": identity(load_parameters_path),
+        }
     return meta
 
 
 # ---- States
-
-
-def base_weights(plan: StepPlan, abstract: TrainState, meta: Mapping[str, Any], path: str) -> Tree:
-    """Loads the frozen weights at `path`, which a checkpoint of adapters leaves out.
-
-    Raises:
-        UserError: the adapters were trained on other weights.
-    """
-    check_base(meta["lora"], path)
-    weights, _, _ = load_weights(path, all_weights(abstract))
-    return plan.split(weights).frozen
 
 
 def all_weights(abstract: TrainState) -> Tree:
@@ -163,33 +135,31 @@ def state_of(weights: Tree, plan: StepPlan, abstract: TrainState) -> TrainState:
 
     def complete(loaded: Weights) -> TrainState:
         adapters = {"lora": plan.init_adapters()} if plan.lora else {}
-        loaded = dataclasses.replace(loaded, trainable=join(loaded.trainable, adapters))
-        return init_state(plan, loaded)
+        return init_state(plan, dataclasses.replace(loaded, trainable=join(loaded.trainable, adapters)))
 
-    return jax.jit(complete, out_shardings=_shardings(abstract), donate_argnums=0)(plan.split(weights))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(complete, out_shardings=shardings, donate_argnums=0)(plan.split(weights))
 
 
 def new_state(plan: StepPlan, abstract: TrainState) -> TrainState:
     """Returns the state before the first step of a new run, created with its shardings, the same on every mesh."""
-    init = functools.partial(init_state, plan)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     # It runs once: XLA's CPU backend takes six times as long to optimise the random numbers as to compile them plainly.
     options = {"xla_backend_optimization_level": 0}
-    return jax.jit(init, out_shardings=_shardings(abstract), compiler_options=options)()
-
-
-def _shardings(abstract: TrainState) -> TrainState:
-    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(functools.partial(init_state, plan), out_shardings=shardings, compiler_options=options)()
 
 
 # ---- What may not have changed
 
 
-def compare_configs(config: Config, saved: str, plan: StepPlan, abstract: TrainState) -> list[str]:
-    """Returns a line for each change since the run's own config.yml.
+def compare_configs(config: Config, saved: str | None, plan: StepPlan, abstract: TrainState) -> list[str]:
+    """Returns a line for each change since `saved`, the run's own config.yml.
 
     Raises:
         UserError: a change alters weights or data, and `accept_changes` does not name it.
     """
+    if not saved:
+        return ["the run's config.yml is missing or empty: nobody can tell what has changed since its last start"]
     old = from_yaml(saved)
     harmless, breaking = compare_runs(old, config)
     if breaking:
@@ -206,37 +176,33 @@ def compare_configs(config: Config, saved: str, plan: StepPlan, abstract: TrainS
 
 def _same_arrays(old: Config, plan: StepPlan, abstract: TrainState) -> bool:
     """Returns whether the state of an old configuration has arrays of the same names and shapes."""
-
-    def shapes(state: TrainState) -> dict[str, tuple[int, ...]]:
-        return {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-
     try:
-        old_plan = make_plan(old, model_spec(old.model, old.step, old.batch.max_target_length), plan.layout)
-        return shapes(abstract_state(old_plan)) == shapes(abstract)
+        old_state = abstract_state(plan_step(old, plan.layout))
     except UserError:  # it does not divide over this mesh
         return False
+    shapes, old_shapes = ({name: x.shape for name, x in flatten(state).items()} for state in (abstract, old_state))
+    return shapes == old_shapes
 
 
-def check_vocabulary(config: Config, meta: Mapping[str, Any]) -> None:
+def check_vocabulary(vocab_size: int, meta: Mapping[str, Any]) -> None:
     """Raises UserError if a checkpoint has another vocabulary size, which padding would hide."""
-    if meta["vocab_size"] != config.vocab_size:
+    if meta["vocab_size"] != vocab_size:
         raise UserError(
-            f"the checkpoint's vocab_size is {meta['vocab_size']}, and this configuration's is {config.vocab_size}: "
+            f"the checkpoint's vocab_size is {meta['vocab_size']}, and this configuration's is {vocab_size}: "
             "set vocab_size to the checkpoint's"
         )
 
 
-def check_tokenizer(config: Config, meta: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
+def check_tokenizer(accept_changes: Sequence[str], meta: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
     """Raises UserError if a checkpoint was trained with another tokenizer, unless `accept_changes` allows it.
 
     Older checkpoints and those trained on synthetic data have no tokenizer on record.
     """
     old, new = meta.get("tokenizer"), tokenizer.fingerprint() if tokenizer else None
-    if not old or not new or set(config.accept_changes).intersection(TOKENIZER_KEYS):
+    if not old or not new or set(accept_changes).intersection(TOKENIZER_KEYS):
         return
-    different = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    if different:
-        listed = "\n".join(f"  {name}: {old.get(name)} -> {new.get(name)}" for name in different)
+    if names := changed_keys(old, new):
+        listed = "\n".join(f"  {name}: {old.get(name)} -> {new.get(name)}" for name in names)
         raise UserError(
             f"The checkpoint was trained with another tokenizer (old -> new):\n{listed}\n"
             "Set tokenizer_type and tokenizer_path to its own, or, where its ids mean the same in this one, accept it: "

@@ -21,22 +21,16 @@ FOLDERS = ("checkpoints", "tensorboard")
 
 
 class RunFolder:
-    """Reads and writes the files of one run.
+    """Reads and writes the files of one run, in `path`. Only process 0 writes; the others' calls do nothing.
 
     Files written whole (`write_text`) go straight to the folder. Files that grow (metrics.jsonl, TensorBoard's) are
     written under `local`: the folder itself if it is on a local disk, else a temporary folder whose files `sync`
-    uploads. A run syncs before each checkpoint, so that the store has all lines up to the checkpoint that the run is
-    resumed from. Only process 0 writes; the others' calls do nothing.
-
-    Attributes:
-        name: the run's.
-        path: the folder; other modules may read it and write to it.
-        local: where growing files are written.
+    uploads. A run syncs before each checkpoint, so that the store has all lines up to the one it is resumed from.
     """
 
     def __init__(self, base_output_directory: str, run_name: str) -> None:
         self.name = run_name
-        self._is_remote = "://" in base_output_directory
+        self._is_remote = is_remote(base_output_directory)
         # Orbax requires absolute paths; a store's are.
         base = base_output_directory if self._is_remote else os.path.abspath(os.path.expanduser(base_output_directory))
         self.path = epath.Path(base) / run_name
@@ -46,19 +40,18 @@ class RunFolder:
 
     def check_writable(self) -> None:
         """Raises UserError if the folder is not writable or has a folder in a file's place; leaves nothing behind."""
-        if not self._is_remote:
-            for name in FILES + FOLDERS:
-                kind, place = ("folder" if name in FOLDERS else "file"), Path(self.path / name)
-                # `lexists`, because a broken link would otherwise pass for an unused name.
-                if os.path.lexists(place) and not (place.is_dir() if name in FOLDERS else place.is_file()):
-                    raise UserError(
-                        f"{place} is no {kind}, and a run writes its own there: move it away, or use another run_name"
-                    )
+        for name in () if self._is_remote else FILES + FOLDERS:
+            kind, place = ("folder" if name in FOLDERS else "file"), Path(self.path / name)
+            # `lexists`, because a broken link would otherwise pass for an unused name.
+            if os.path.lexists(place) and not (place.is_dir() if name in FOLDERS else place.is_file()):
+                raise UserError(
+                    f"{place} is no {kind}, and a run writes its own there: move it away, or use another run_name"
+                )
         if jax.process_index() != 0:
             return
         try:
-            probe_folder = self.path if self._is_remote else _nearest_existing(self.path)
-            probe = probe_folder / f".mintext_write_test_{uuid.uuid4().hex}"  # its own for each run that starts now
+            folder = self.path if self._is_remote else _nearest_existing(self.path)
+            probe = folder / f".mintext_write_test_{uuid.uuid4().hex}"  # its own for each run that starts now
             probe.write_text("")
             probe.unlink()
         except Exception as error:  # each store's client has its own types
@@ -68,11 +61,7 @@ class RunFolder:
             ) from error
 
     def lock(self) -> None:
-        """Keeps other runs out of a folder on a local disk until `close`.
-
-        Raises:
-            UserError: another process is running in it.
-        """
+        """Keeps other runs out of a folder on a local disk until `close`; raises UserError if one is in it."""
         if jax.process_index() != 0 or self._is_remote:
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -80,9 +69,8 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with the process, however that ends
         except BlockingIOError:
-            raise UserError(
-                f"another process is running in {self.path}: wait for it, or use another run_name"
-            ) from None
+            message = f"another process is running in {self.path}: wait for it, or use another run_name"
+            raise UserError(message) from None
 
     def write_text(self, name: str, text: str) -> None:
         """Writes the file `name` in the folder atomically: readers find the old or the new content, whole."""
@@ -192,6 +180,6 @@ def is_unfinished(step_folder: epath.Path) -> bool:
     return is_remote(step_folder) and not (step_folder / "commit_success.txt").exists()
 
 
-def is_remote(path: epath.Path) -> bool:
+def is_remote(path: epath.PathLike) -> bool:
     """Returns whether the path is on an object store, which has neither rename nor append."""
     return "://" in str(path)

@@ -27,10 +27,7 @@ def scale_by_adafactor(matrices: Any) -> optax.GradientTransformation:
     """Gradients over the root of their second moment, clipped, times each weight's scale (algorithms 4 and 5).
 
     The learning rate is then relative to the weights' root mean square. Layers and experts that share an array have
-    rows, columns and scales of their own. There is no first moment.
-
-    Args:
-        matrices: a `Matrix` for each weight.
+    rows, columns and scales of their own, as each weight's `Matrix` says. There is no first moment.
     """
     kinds: dict[Any, Matrix] = by_path(matrices)
 

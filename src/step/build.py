@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from src.config.schema import Config
 from src.errors import UserError
 from src.model.spec import model_spec
-from src.parallel.mesh import global_batch_size, make_layout
+from src.parallel.mesh import Layout, global_batch_size, make_layout
 from src.step.loss import LossFunction, next_token_loss
 from src.step.optimizer import HParams, hparams_at
 from src.step.plan import Batch, StepPlan, make_plan
@@ -35,12 +35,12 @@ class TracedStep(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Returns the number of rows of the global batch."""
+        """Counts the rows of the global batch."""
         return self.batch["tokens"].shape[0]
 
     @property
     def tokens(self) -> int:
-        """Returns the number of tokens of the global batch, padding included."""
+        """Counts the tokens of the global batch, padding included."""
         return self.batch["tokens"].size
 
 
@@ -55,28 +55,37 @@ def build(
     Raises:
         UserError: what was asked for does not fit the devices or the mesh.
     """
-    layout = make_layout(config.mesh, devices)
-    plan = make_plan(config, model_spec(config.model, config.step, config.batch.max_target_length), layout)
-    rows = global_batch_size(
-        layout, config["per_device_batch_size"], config["gradient_accumulation_steps"], "per_device_batch_size"
-    )
-    state = abstract_state(plan)
-    batch = abstract_batch(plan, rows, config["max_target_length"])
+    plan = plan_step(config, make_layout(config.mesh, devices))
+    rows, micro_batches = config.per_device_batch_size, config.gradient_accumulation_steps
+    rows = global_batch_size(plan.layout, rows, micro_batches, "per_device_batch_size")
+    state, batch = abstract_state(plan), abstract_batch(plan, rows, config.max_target_length)
     hparams = hparams_at(config.step, config.steps, 0)
     train, evaluate = compile_steps(plan, state, compiler_options, loss)
-    return TracedStep(
-        plan, compiler_options or {}, state, batch, hparams, train, evaluate, train.trace(state, batch, hparams)
+    traced = train.trace(state, batch, hparams)
+    return TracedStep(plan, compiler_options or {}, state, batch, hparams, train, evaluate, traced)
+
+
+def plan_step(config: Config, layout: Layout) -> StepPlan:
+    """Returns the plan of a checked config's step; raises what `make_plan` raises."""
+    return make_plan(
+        model_spec(config.model, config.step, config.max_target_length),
+        layout,
+        config.step,
+        config.mesh,
+        max_target_length=config.max_target_length,
+        packing=config.packing,
+        eval_metrics=config.eval_metrics,
     )
 
 
-def check_same_program(built: TracedStep, config: Config) -> None:
-    """Raises UserError on every process where one would run another training step than process 0.
+def check_same_program(built: TracedStep, steps: int) -> None:
+    """Raises UserError on every process where one would run another training step, of `steps`, than process 0.
 
     Nor may what enters a step at run time differ: the hyper-parameters are compared at the ends and in the middle.
     """
     if jax.process_count() == 1:
         return
-    hparams = [hparams_at(config.step, config.steps, step) for step in (0, 1, config.steps // 2, config.steps - 1)]
+    hparams = [hparams_at(built.plan.step, steps, step) for step in (0, 1, steps // 2, steps - 1)]
     texts = {"the traced step": program_text(built.traced), "its hyper-parameters": str(hparams)}
     digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts.values()]
     mine = np.frombuffer(b"".join(digests), np.uint32).reshape(len(texts), 2)
@@ -97,22 +106,15 @@ def program_text(traced: jax.stages.Traced, kernel_text: Callable[[bytes], str] 
 
     Neither text has everything. StableHLO has shardings, donation and constants, but of kernels that XLA asks Python
     to partition (cuDNN's attention) only a Python object's address: what they were told, such as the scale, stands in
-    the jaxpr.
-
-    Args:
-        traced: the step.
-        kernel_text: what to write for a Pallas kernel, whose serialised form names the source files it is from.
+    the jaxpr. `kernel_text` writes a Pallas kernel, whose serialised form names the source files it is from.
     """
     lowered = traced.lower().as_text()
     lowered = re.sub(r'(@CustomSPMDPartitioning\(.*?backend_config = )"\d+"', r"\1", lowered)
     lowered = re.sub(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+", lambda body: kernel_text(b64decode(body[0])), lowered)
     lowered = re.sub(r'(?<=, ir = ")ML(?:[^"\\]|\\.)*', lambda body: kernel_text(_unescaped(body[0])), lowered)
-    return re.sub(r" at 0x[0-9a-f]+", "", _with_sorted_sets(str(traced.jaxpr))) + lowered
-
-
-def _with_sorted_sets(jaxpr: str) -> str:
-    """Sorts the names that a remat policy saves, which Python prints in another order at each start."""
-    return re.sub(r"frozenset\(\{(.*?)\}\)", lambda found: ", ".join(sorted(found[1].split(", "))), jaxpr)
+    # Python prints the names that a remat policy saves in another order at each start.
+    jaxpr = re.sub(r"frozenset\(\{(.*?)\}\)", lambda found: ", ".join(sorted(found[1].split(", "))), str(traced.jaxpr))
+    return re.sub(r" at 0x[0-9a-f]+", "", jaxpr) + lowered
 
 
 def _unescaped(text: str) -> bytes:

@@ -17,15 +17,9 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over the tokens whose mask is 1: of the loss, in nats, and of the squared log-normaliser.
 
-    The second times `z_loss_multiplier` is the z-loss of PaLM (Chowdhery et al. 2022, section 5).
-
-    Args:
-        logits_of: hidden states [B, t, D] to float32 logits [B, t, V].
-        hidden_BTD: the decoder's hidden states.
-        targets_BT: the tokens to predict.
-        mask_BT: 1 where a token counts, 0 elsewhere.
-        tiles: a divisor of T / shards. With more than one, the backward pass computes each tile's logits again.
-        shards: into how many parts devices share T.
+    The second times `z_loss_multiplier` is the z-loss of PaLM (Chowdhery et al. 2022, section 5). `logits_of` takes
+    hidden states [B, t, D] to float32 logits [B, t, V]. Devices share T in `shards` parts, each cut into `tiles`; with
+    more than one the backward pass computes each tile's logits again.
     """
 
     def sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, mask_Bt: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -41,8 +35,7 @@ def cross_entropy(
         return sums(hidden_BTD, targets_BT, mask_BT)
 
     def add_tile(totals: tuple[jax.Array, jax.Array], tile: tuple[jax.Array, ...]) -> tuple[tuple, None]:
-        loss, squares = jax.checkpoint(sums)(*tile)
-        return (totals[0] + loss, totals[1] + squares), None
+        return jax.tree.map(jnp.add, totals, jax.checkpoint(sums)(*tile)), None
 
     zeros = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
     return jax.lax.scan(add_tile, zeros, in_tiles((hidden_BTD, targets_BT, mask_BT), tiles, shards))[0]

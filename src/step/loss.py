@@ -48,10 +48,7 @@ LossFunction = Callable[[Decoder, Batch, StepPlan], LossSums]
 def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
     """Sums the cross-entropy of each next token, and with `mtp_num_layers` of the tokens after it.
 
-    Args:
-        model: with this step's weights.
-        batch: arrays [b, T] as src/data/packing.py has them, in the text's order; with `dropout_keys` for dropout.
-        plan: how the model is computed.
+    The batch has arrays [b, T] as src/data/packing.py makes them, in the text's order; with `dropout_keys` for dropout.
     """
     inputs = in_zigzag(batch, plan.layout)
     ahead = [in_zigzag(each, plan.layout) for each in mtp_batches(batch, plan)]
@@ -65,25 +62,12 @@ def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
 
 @jax.named_scope("loss")
 def objective(
-    trainable: Tree,
-    weights: Weights,
-    counts: TokenCounts,
-    batch: Batch,
-    plan: StepPlan,
-    loss: LossFunction,
+    trainable: Tree, weights: Weights, counts: TokenCounts, batch: Batch, plan: StepPlan, loss: LossFunction
 ) -> tuple[jax.Array, tuple[Metrics, Tree]]:
-    """Returns a micro-batch's contribution to what is descended, and to what is reported: they add up to means.
+    """Returns a micro-batch's contribution to what is descended, then to each reported loss, and the experts' buffers.
 
-    Args:
-        trainable: the weights to differentiate by.
-        weights: all of them; `trainable` takes the place of its own.
-        counts: of the whole batch.
-        batch: the micro-batch.
-        plan: the step's.
-        loss: the loss function.
-
-    Returns:
-        The objective; the contribution to each reported loss; the experts' buffers.
+    Contributions add up to means, as `counts` is of the whole batch. `trainable`, by which to differentiate, takes the
+    place of the `weights`' own.
     """
     model = plan.decoder(dataclasses.replace(weights, trainable=trainable))
     sums = loss(model, batch, plan)

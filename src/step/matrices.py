@@ -27,12 +27,7 @@ class Matrix:
 
 
 def matrices(declarations: Any, vocab_size: int) -> Any:
-    """Returns the `Matrix` of each weight, nested as the declarations (`nnx.Variable`s) are.
-
-    Args:
-        declarations: of the weights.
-        vocab_size: without the rows that pad the vocabulary.
-    """
+    """Returns the `Matrix` of each weight, nested as their declarations are; `vocab_size` is without padding."""
     axes, fan_in = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))
     return nested({path: _matrix(axes[path], fan_in[path], vocab_size) for path in axes})
 

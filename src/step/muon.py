@@ -21,24 +21,20 @@ UPDATE_RMS = 0.2  # AdamW's, so that one learning rate serves both (Liu et al. 2
 def orthogonal_updates(matrices: Any, shardings: Any) -> optax.GradientTransformation:
     """The nearest orthogonal matrix, about, of each hidden matrix, times 0.2 and the root of its longer side.
 
-    So updates have the root mean square 0.2 (Liu et al. 2025, equation 4). All other weights' pass as they are.
-
-    Args:
-        matrices: a `Matrix` for each weight.
-        shardings: of each update; on a mesh a device makes whole matrices, as many as another, and their shards
-            go there and back (all-to-all). Where that was left to XLA each device would make all of them.
+    So updates have the root mean square 0.2 (Liu et al. 2025, equation 4). All other weights' pass as they are. On a
+    mesh a device makes whole matrices, as many as another, and their shards go there and back (all-to-all). Where that
+    was left to XLA each device would make all of them.
     """
 
     def update(updates: Any, _: Any) -> Any:
-        def one(matrix: Matrix, at: NamedSharding, x: jax.Array) -> jax.Array:
-            return _orthogonal_update(x, matrix, at) if matrix.hidden else x
-
-        return jax.tree.map(one, matrices, shardings, updates)
+        return jax.tree.map(_update, matrices, shardings, updates)
 
     return optax.stateless(update)
 
 
-def _orthogonal_update(x: jax.Array, matrix: Matrix, at: NamedSharding) -> jax.Array:
+def _update(matrix: Matrix, at: NamedSharding, x: jax.Array) -> jax.Array:
+    if not matrix.hidden:
+        return x
     order = (*matrix.stacks, *matrix.inputs, *matrix.outputs)
     shape = [[x.shape[dim] for dim in dims] for dims in (matrix.stacks, matrix.inputs, matrix.outputs)]
     axes = [[axes_of_dim(at.spec[dim]) for dim in dims] for dims in (matrix.stacks, matrix.inputs, matrix.outputs)]

@@ -57,12 +57,8 @@ def hparams_at(keys: Step, steps: int, step: int) -> HParams:
 def transform(keys: Step, decays: Any, matrices: Any, shardings: Any, hparams: HParams) -> optax.GradientTransformation:
     """Returns the optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
 
-    Args:
-        keys: `opt_type` is `adamw`; `adafactor` (Shazeer and Stern 2018), without a first moment; `muon` (Jordan et al.
-            2024), which is adamw for what is no hidden matrix; or `sgd`, which has no state. `mu_dtype` is of first
-            moments.
-        decays, matrices, shardings: of each weight whether it decays, its `Matrix`, and where its update is made.
-        hparams: may hold traced arrays; the state depends on none of them.
+    Of each weight it is given whether it decays, its `Matrix`, and where its update is made. `hparams` may be traced
+    arrays; the state depends on none of them. Muon (Jordan et al. 2024) is adamw for what is no hidden matrix.
     """
     mu_dtype = keys.mu_dtype or keys.weight_dtype
     adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=mu_dtype)
@@ -85,13 +81,9 @@ def transform(keys: Step, decays: Any, matrices: Any, shardings: Any, hparams: H
 
 
 def state_shardings(opt: Any, shapes: Any, shardings: Any, copy: NamedSharding) -> Any:
-    """Returns where each array of an optimizer's state lies; `copy` where it belongs to no weight.
+    """Returns where each array of an optimizer's state, of shapes `opt`, lies; `copy` where it belongs to no weight.
 
-    Args:
-        opt: the state's shapes. An array belongs to the weight whose path stands in its own.
-        shapes: of each weight.
-        shardings: where each weight's update is made.
-        copy: a copy on every device.
+    It belongs to the weight whose path stands in its own. `shapes` and `shardings` are of the weights' updates.
     """
     sizes, placed = by_path(shapes), by_path(shardings)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from src.config.schema import Config, Step
+from src.config.schema import Mesh, Step
 from src.errors import UserError, first_few
 from src.model import lora, params
 from src.model.attention_kernels.choose import choose_kernel
@@ -35,18 +35,18 @@ class StepPlan:
     spec: ModelSpec
     lora: LoraSpec | None
     graphdef: nnx.GraphDef
-    roles: Any  # of each weight: trainable, frozen or stats; this and the next four are nested as all weights are
+    roles: Any  # of each weight: trainable, frozen or stats; this and the next five are nested as all weights are
     shapes: Any
     axes: Any  # the logical axis of each dim
     shardings: Any
     decays: Any
+    matrices: Any  # each a src/step/matrices.py Matrix
     layout: Layout
     execution: Execution
     kernel: str
     packed: bool
     eval_metrics: Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]] | None
     accumulation: Accumulation
-    matrices: Any  # of each weight, a src/step/matrices.py Matrix; nested as all weights are
 
     def init_weights(self) -> Weights:
         """Returns the initial weights."""
@@ -71,21 +71,30 @@ class StepPlan:
         return nnx.merge(self.graphdef, tree)
 
 
-def make_plan(config: Config, spec: ModelSpec, layout: Layout) -> StepPlan:
-    """Returns the plan of the config's step on this layout.
+def make_plan(
+    spec: ModelSpec,
+    layout: Layout,
+    step: Step,
+    mesh: Mesh,
+    *,
+    max_target_length: int,
+    packing: bool,
+    eval_metrics: str = "",
+) -> StepPlan:
+    """Returns the plan of a step on this layout.
 
     Raises:
         UserError: there is no function `eval_metrics`, sizes do not divide over the mesh or its pipeline stages, the
             attention kernel does not run on its devices, or a pattern of `trainable_parameters` or `lora_parameters`
             fits no weight.
     """
-    step = config.step
     moe.check_mesh(spec, layout)
-    schedule = make_schedule(config.mesh, spec, layout)
+    schedule = make_schedule(mesh, spec, layout)
     graphdef, declarations = params.abstract(functools.partial(Decoder, spec))
-    lora_spec = lora_of(step)
-    roles = weight_roles(declarations, step.trainable_parameters, lora_spec is not None)
-    if lora_spec:
+    roles = weight_roles(declarations, step.trainable_parameters, bool(step.lora_rank))
+    lora_spec = None
+    if step.lora_rank:
+        lora_spec = LoraSpec(step.lora_rank, step.lora_alpha, tuple(map(str, step.lora_parameters)))
         adapters = jax.eval_shape(lambda: lora.declare(lora_spec, declarations)(nnx.Rngs(params=0)))
         declarations = {**declarations, "lora": adapters}
         roles["lora"] = params.roles(adapters)
@@ -95,8 +104,7 @@ def make_plan(config: Config, spec: ModelSpec, layout: Layout) -> StepPlan:
     updates = trainable
     if step.shard_optimizer_over_data:
         updates = shard_over(replicas, Weights.split(shapes, roles).trainable, trainable)
-    micro_batches = step.gradient_accumulation_steps
-    platform = layout.mesh.devices.flat[0].platform
+    micro_batches, platform = step.gradient_accumulation_steps, layout.mesh.devices.flat[0].platform
     return StepPlan(
         step=step,
         spec=spec,
@@ -107,33 +115,22 @@ def make_plan(config: Config, spec: ModelSpec, layout: Layout) -> StepPlan:
         axes=axes,
         shardings=shardings,
         decays=params.field(declarations, "decays"),
+        matrices=matrices(declarations, spec.vocab_size),
         layout=layout,
         execution=Execution(step.scan_layers, step.remat_policy, dict(step.remat_custom), schedule),
-        kernel=choose_kernel(
-            step.attention, platform, attention_scores(spec), spec.dtype, config.batch.max_target_length, layout
-        ),
-        packed=config.batch.packing,
-        eval_metrics=load_function(metrics, "eval_metrics") if (metrics := config.evaluation.eval_metrics) else None,
+        kernel=choose_kernel(step.attention, platform, attention_scores(spec), spec.dtype, max_target_length, layout),
+        packed=packing,
+        eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
         accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),
-        matrices=matrices(declarations, spec.vocab_size),
     )
-
-
-def lora_of(step: Step) -> LoraSpec | None:
-    """Returns the adapters that the keys ask for; None where they ask for none."""
-    return LoraSpec(step.lora_rank, step.lora_alpha, tuple(map(str, step.lora_parameters))) if step.lora_rank else None
 
 
 def weight_roles(declarations: params.Tree, patterns: Sequence[str], adapted: bool) -> params.Tree:
     """Returns each weight's role: without patterns all are trained, or none where adapters are.
 
     What is not trained is frozen, a router's correction bias too: it moves where it is among the trained alone.
-
-    Raises:
-        UserError: a pattern fits no weight.
     """
-    roles = params.roles(declarations)
-    flat = params.by_path(roles)
+    flat = params.by_path(params.roles(declarations))
     patterns = list(map(str, patterns)) or ([] if adapted else ["*"])
     for pattern in patterns:
         if not any(params.matches(path, [pattern]) for path in flat):

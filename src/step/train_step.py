@@ -36,13 +36,9 @@ def compile_steps(
     compiler_options: Mapping[str, str] | None = None,
     loss: LossFunction = next_token_loss,
 ) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
-    """Returns the jitted `train_step(state, batch, hparams)` and `eval_step(weights, batch)`.
+    """Returns the jitted `train_step(state, batch, hparams)`, which minimises `loss`, and `eval_step(weights, batch)`.
 
-    Args:
-        plan: of the step.
-        state: gives the shardings.
-        compiler_options: XLA's, for the first.
-        loss: what the first minimises.
+    `state` gives the shardings; `compiler_options` are XLA's, for the first.
     """
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     batch, copy = batch_sharding(plan.layout), plan.layout.sharding(())
@@ -75,13 +71,11 @@ def train_step(
     updated weights are usable is reported and not undone: that would take a copy of them.
 
     Returns:
-        The next state, and scalars: `loss` (nats per token), `grad_norm` (before clipping), `tokens` (that count),
-        `finite` (whether the update was made), `usable` (whether the weights are now such that a layer can be
-        computed), and where the model has them `load_balance_loss` and `router_z_loss`
-        (sums over layers; means over micro-batches where one has a weight, else of the whole batch) and `mtp_loss` (the
-        mean over the extra prediction layers of their losses, each in nats per token that the layer predicts). With
-        experts also, of each layer that has some, `expert_load_max` (the busiest one's load over the mean) and
-        `tokens_dropped` (the fraction of choices).
+        The next state; and `loss` (nats per token), `grad_norm` (before clipping), `tokens` (that count), `finite`
+        (the update was made), `usable` (layers can be computed with the weights). Where the model has them also
+        `mtp_loss` (mean over the extra prediction layers), `load_balance_loss` and `router_z_loss` (sums over layers;
+        means over micro-batches where one has a weight, else of the whole batch), and of each layer of experts
+        `expert_load_max` (the busiest one's load over the mean) and `tokens_dropped` (the fraction of choices).
     """
     counts = count_tokens(batch, plan)
     rows = with_dropout_keys(batch, state.step, plan)
@@ -153,11 +147,9 @@ def update_on_device(
 
 
 def _usable(trainable: Tree) -> jax.Array:
-    """Returns whether a layer can be computed with the weights.
-
-    A gated feed-forward multiplies an input by three matrices and twice by the scale of a norm, and none of these five
-    can be more than the norm of all weights.
-    """
+    """Returns whether a layer can be computed with the weights."""
+    # A gated feed-forward multiplies an input by three matrices and twice by the scale of a norm, and none of these
+    # five can be more than the norm of all weights.
     return jnp.isfinite(_norm(trainable) ** 5)
 
 
@@ -170,10 +162,7 @@ def _where(condition: jax.Array, tree: Any, other: Any) -> Any:
 
 
 def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
-    """Returns the loss of a batch, without update: scalars `loss_sum` in nats and `tokens`, to be added over batches.
-
-    And `user_metrics`, where `eval_metrics` has some: each a sum and the number to divide it by.
-    """
+    """Returns sums over a batch: `loss_sum` in nats, `tokens`, and of `user_metrics` each a sum and its divisor."""
     model = plan.decoder(weights)
     inputs = in_zigzag(batch, plan.layout)
     hidden_BTD, context, _ = hidden_states(model, inputs, plan)

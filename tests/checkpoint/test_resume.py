@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import time
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -322,7 +321,7 @@ def test_what_an_entry_of_a_fingerprint_is_about_does_not_hang_on_the_words_in_n
 def test_rows_of_tokens_go_on_after_a_change_of_weights_batch_and_length():
     weights = {"names": ["a", "b"], "weights": [1.0, 1.0]}
     meta = {
-        "data": {"global batch": 8, "max_target_length": 64},
+        "data": {"global batch": 8, "max_target_length": 64, "packing": True},
         "mixture": weights,
         "rows_taken": 1000,
         "rows_before": {},
@@ -331,7 +330,7 @@ def test_rows_of_tokens_go_on_after_a_change_of_weights_batch_and_length():
     config = command_line.load(runs.arguments(datasets=entries))
 
     def so_far(meta, **facts):
-        return rows_consumed(125, meta, config, {**meta["data"], **facts})
+        return rows_consumed(125, meta, config.data, {**meta["data"], **facts})
 
     assert so_far(meta) == (0, {"a": 500, "b": 500})
     assert so_far(meta, **{"global batch": 16, "max_target_length": 32}) == (0, {"a": 1000, "b": 1000})
@@ -339,7 +338,7 @@ def test_rows_of_tokens_go_on_after_a_change_of_weights_batch_and_length():
     assert so_far(same) == (1000, {"a": 7})
     assert so_far(same, **{"global batch": 16}) == (0, {"b": 900, "a": 107})
     old = {"data": meta["data"]}  # of one source, before rows were counted
-    assert rows_consumed(125, old, command_line.load(runs.arguments()), meta["data"]) == (1000, {})
+    assert rows_consumed(125, old, command_line.load(runs.arguments()).data, meta["data"]) == (1000, {})
 
 
 # ---- Damaged checkpoints
@@ -436,8 +435,8 @@ def test_weights_that_know_another_tokenizer_are_refused_until_that_is_accepted(
 
 @pytest.mark.parametrize("meta", [{}, {"tokenizer": None}, {"tokenizer": ByteTokenizer().fingerprint()}])
 def test_weights_that_know_no_other_tokenizer_are_taken(meta):
-    check_tokenizer(SimpleNamespace(accept_changes=()), meta, ByteTokenizer())
-    check_tokenizer(SimpleNamespace(accept_changes=()), meta, None)
+    check_tokenizer((), meta, ByteTokenizer())
+    check_tokenizer((), meta, None)
 
 
 def test_the_whole_state_of_another_run_goes_on_as_that_run_did(whole, corpus, tmp_path):

@@ -12,7 +12,7 @@ from src.config.values import check_value
 from src.config.yaml import MAX_DEPTH, MAX_NODES
 from src.errors import UserError
 from src.parallel.mesh import global_batch_size, make_layout
-from src.step.plan import make_plan
+from src.step.build import plan_step
 from tests.tiny import BASE, TINY, spec_of
 
 VALUES = ("-1", "0", "1e30", "2147483648", "1e-300", "nan", "inf", "word", "", "[]", "{}")
@@ -30,7 +30,7 @@ def plan_of(config):
     """The abstract weights, shardings and batch of a config on 8 devices."""
     layout = make_layout(config.mesh, jax.devices())
     global_batch_size(layout, config.per_device_batch_size, config.gradient_accumulation_steps, "per_device_batch_size")
-    return make_plan(config, spec_of(config), layout)
+    return plan_step(config, layout)
 
 
 def accept(argument, is_planned=True):

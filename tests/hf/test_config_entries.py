@@ -23,7 +23,7 @@ from src.hf.model_keys import read_model_keys
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.parallel.mesh import make_layout
-from src.step.plan import make_plan
+from src.step.build import plan_step
 from tests.hf import saved
 from tests.tiny import BASE, spec_of
 
@@ -72,7 +72,7 @@ def our_model(folder):
     spec = spec_of(config)
 
     def logits():
-        plan = make_plan(config, spec, make_layout(config.mesh, jax.devices()[:1]))
+        plan = plan_step(config, make_layout(config.mesh, jax.devices()[:1]))
         shapes = jax.tree.map(
             lambda shape, at: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=at), plan.shapes, plan.shardings
         )

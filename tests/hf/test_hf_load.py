@@ -11,16 +11,16 @@ from src.hf.load import load_weights
 from src.hf.model_keys import read_model_keys
 from src.hf.safetensors import StoredTensor
 from src.parallel.mesh import make_layout
-from src.step.plan import make_plan
+from src.step.build import plan_step
 from tests.hf import saved
-from tests.tiny import BASE, spec_of
+from tests.tiny import BASE
 
 
 def abstract(folder, devices=1, **keys):
     """The weights of the folder's model, on a mesh of so many devices."""
     keys = {"dataset_type": "synthetic", "max_target_length": 16, "model_name": folder, **keys}
     config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
-    plan = make_plan(config, spec_of(config), make_layout(config.mesh, jax.devices()[:devices]))
+    plan = plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
     return jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), plan.shapes, plan.shardings
     )

@@ -19,8 +19,8 @@ from src.model.decoder import empty_caches
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.parallel.mesh import make_layout
-from src.step.plan import make_plan
-from tests.tiny import BASE, spec_of
+from src.step.build import plan_step
+from tests.tiny import BASE
 
 torch.set_num_threads(1)  # more only wait for each other in models as small as these
 transformers.logging.set_verbosity_error()
@@ -217,7 +217,7 @@ def plan_of(folder, devices=1, **overrides):
     settings = {"max_target_length": LENGTH, "dtype": "float32", "matmul_precision": "highest", "remat_policy": "none"}
     keys = {"model_name": folder, **settings, "dataset_type": "synthetic", **overrides}
     config = command_line.load([BASE, *(f"{key}={value}" for key, value in keys.items())])
-    return make_plan(config, spec_of(config), make_layout(config.mesh, jax.devices()[:devices]))
+    return plan_step(config, make_layout(config.mesh, jax.devices()[:devices]))
 
 
 def weights_of(folder, plan):

@@ -12,9 +12,9 @@ from src.generate import Generator, Sampling, in_training
 from src.parallel.mesh import make_layout
 from src.parallel.sequence import from_zigzag, zigzag_order
 from src.scoring import compute_logits
-from src.step.plan import make_plan
+from src.step.build import plan_step
 from src.step.state import abstract_batch
-from tests.tiny import GPT3, LENGTH, Trainer, assert_close, load, make, packed_rows, random_weights, spec_of
+from tests.tiny import GPT3, LENGTH, Trainer, assert_close, load, make, packed_rows, random_weights
 
 STEPS = 4
 SGD = {
@@ -166,7 +166,7 @@ def test_generation_where_devices_share_rows_draws_the_tokens_of_one():
 @pytest.mark.parametrize("length", [20, 18])
 def test_rows_that_do_not_divide_are_an_error(length):
     config = load(max_target_length=length, **MESHES["context 4"])
-    plan = make_plan(config, spec_of(config), make_layout(config.mesh, jax.devices()[:4]))
+    plan = plan_step(config, make_layout(config.mesh, jax.devices()[:4]))
     keys = "ici_context_parallelism or dcn_context_parallelism"
     expected = rf"max_target_length={length} does not divide into 8 parts.*\(context=4\).*{keys}"
     with pytest.raises(UserError, match=expected):
@@ -184,6 +184,6 @@ def test_rows_that_do_not_divide_between_blocks_are_an_error():
 
 def test_tiles_of_the_loss_that_do_not_divide_a_devices_part_are_an_error():
     config = load(num_vocab_tiling=8, **MESHES["context 4"])
-    plan = make_plan(config, spec_of(config), make_layout(config.mesh, jax.devices()[:4]))
+    plan = plan_step(config, make_layout(config.mesh, jax.devices()[:4]))
     with pytest.raises(UserError, match=r"num_vocab_tiling=8.*context=4"):
         abstract_batch(plan, 8, LENGTH)

@@ -163,7 +163,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     eval_metrics: dict[str, float] = {}
     stopped_by = 0
     with (
-        Recorder(config, log, printer, flops, built.tokens, plan.layout.mesh) as recorder,
+        Recorder(config.step, config.steps, log, printer, flops, built.tokens, plan.layout.mesh) as recorder,
         contextlib.closing(Profile(config.diagnostics, first_step, str(folder.local / "tensorboard"))) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
         sets_aside(checkpointer, recorder),

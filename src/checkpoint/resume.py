@@ -1,7 +1,5 @@
 """Finds where a run starts: at its own checkpoint, at another run's, or anew."""
 
-import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +16,7 @@ from src.config.schema import KEYS, Config
 from src.data.host_arrays import rows_to_global
 from src.data.types import Tokenizer
 from src.errors import UserError, changed_keys
-from src.model.params import Tree, Weights, join
+from src.model.params import Tree
 from src.step.build import plan_step
 from src.step.plan import StepPlan
 from src.step.state import TrainState, abstract_state, init_state
@@ -73,7 +71,7 @@ def starting_state(
         weights, meta, messages = load_weights(path, all_weights(abstract))
         check_vocabulary(config.vocab_size, meta)
         check_tokenizer(config.accept_changes, meta, tokenizer)
-        return ResumePoint(state_of(weights, plan, abstract), messages)
+        return ResumePoint(new_state(plan, abstract, weights), messages)
     return ResumePoint(new_state(plan, abstract), [])
 
 
@@ -130,23 +128,22 @@ def all_weights(abstract: TrainState) -> Tree:
     return {name: entry for name, entry in abstract.weights.merged().items() if name != "lora"}
 
 
-def state_of(weights: Tree, plan: StepPlan, abstract: TrainState) -> TrainState:
-    """Returns the state before the first step of a run that starts from these weights; donates them."""
+def new_state(plan: StepPlan, abstract: TrainState, weights: Tree | None = None) -> TrainState:
+    """Returns the state before the first step, created with its shardings, the same on every mesh.
 
-    def complete(loaded: Weights) -> TrainState:
+    It has these `weights`, which are donated, and initial adapters; or the initial weights.
+    """
+
+    def init(loaded: Tree | None) -> TrainState:
+        if loaded is None:
+            return init_state(plan)
         adapters = {"lora": plan.init_adapters()} if plan.lora else {}
-        return init_state(plan, dataclasses.replace(loaded, trainable=join(loaded.trainable, adapters)))
+        return init_state(plan, plan.split({**loaded, **adapters}))
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(complete, out_shardings=shardings, donate_argnums=0)(plan.split(weights))
-
-
-def new_state(plan: StepPlan, abstract: TrainState) -> TrainState:
-    """Returns the state before the first step of a new run, created with its shardings, the same on every mesh."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     # It runs once: XLA's CPU backend takes six times as long to optimise the random numbers as to compile them plainly.
-    options = {"xla_backend_optimization_level": 0}
-    return jax.jit(functools.partial(init_state, plan), out_shardings=shardings, compiler_options=options)()
+    options = None if weights else {"xla_backend_optimization_level": 0}
+    return jax.jit(init, out_shardings=shardings, donate_argnums=0, compiler_options=options)(weights)
 
 
 # ---- What may not have changed

@@ -17,18 +17,14 @@ _TRACES = Path("/tmp/debugging")
 
 
 @contextlib.contextmanager
-def stack_traces(config: Diagnostics) -> Iterator[None]:
-    """Writes all threads' stacks every `stack_trace_interval_seconds`, and on a crash, if `collect_stack_trace` is set.
-
-    They go to the console, or with `stack_trace_to_cloud` to a file in /tmp/debugging, which a Cloud TPU VM's agent
-    uploads.
-    """
-    if not config.collect_stack_trace:
+def stack_traces(keys: Diagnostics) -> Iterator[None]:
+    """Writes all threads' stacks now and then, and on a crash, if `collect_stack_trace` is set."""
+    if not keys.collect_stack_trace:
         yield
         return
     with contextlib.ExitStack() as exits:
         out = sys.stderr
-        if config.stack_trace_to_cloud:
+        if keys.stack_trace_to_cloud:
             # Processes of one host may start in the same second and, in containers, have the same pid.
             name = f"{time.strftime('stack_trace_%Y_%m_%d_%H_%M_%S')}_{os.getpid()}_{time.time_ns() % 10**9:09}.txt"
             try:
@@ -41,7 +37,7 @@ def stack_traces(config: Diagnostics) -> Iterator[None]:
                 ) from None
         faulthandler.enable(out)
         exits.callback(faulthandler.disable)
-        faulthandler.dump_traceback_later(config.stack_trace_interval_seconds, repeat=True, file=out)
+        faulthandler.dump_traceback_later(keys.stack_trace_interval_seconds, repeat=True, file=out)
         exits.callback(faulthandler.cancel_dump_traceback_later)
         yield
 
@@ -49,11 +45,11 @@ def stack_traces(config: Diagnostics) -> Iterator[None]:
 class Profile:
     """Profiles `profiler_steps` steps of process 0, after `skip_first_n_steps_for_profiler` steps."""
 
-    def __init__(self, config: Diagnostics, first_step: int, folder: str) -> None:
+    def __init__(self, keys: Diagnostics, first_step: int, folder: str) -> None:
         self._folder = folder
-        wanted = config.profiler and jax.process_index() == 0
-        self._begin = first_step + config.skip_first_n_steps_for_profiler if wanted else -1
-        self._end = self._begin + config.profiler_steps
+        wanted = keys.profiler and jax.process_index() == 0
+        self._begin = first_step + keys.skip_first_n_steps_for_profiler if wanted else -1
+        self._end = self._begin + keys.profiler_steps
         self._running = False
 
     def before_step(self, step: int) -> None:

@@ -2,12 +2,12 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from etils import epath
 
-from src.report.metrics import Entry, read_entry
+from src.report.metrics import PER_LAYER, TRAIN_KEYS, Entry, read_entry
 
 Point = tuple[int, float | None]  # step and value; None where the value is not finite, which leaves a gap
 
@@ -29,15 +29,11 @@ class Curve:
 
     Up to 2 * _BLOCKS points are kept as they are. Longer curves are blocks of 2, 4, 8, ... neighbours; the median of a
     block is the mean of its halves' medians.
-
-    Attributes:
-        stride: points in a block.
-        last: the last finite value; None where there is none.
     """
 
     def __init__(self) -> None:
-        self.stride = 1
-        self.last: float | None = None
+        self.stride = 1  # points in a block
+        self.last: float | None = None  # the last finite value
         self._blocks: list[Block] = []
         self._open: list[Point] = []  # points of the block that is not full yet
 
@@ -87,35 +83,16 @@ def _join(a: Block, b: Block) -> Block:
     return Block(low, high, median, a.total + b.total, a.count + b.count)
 
 
-_SCALARS = (
-    *("loss", "perplexity", "load_balance_loss", "grad_norm", "learning_rate"),
-    *("tokens_per_second", "tflops_per_device", "mfu", "mfu_palm"),
-)
-# Metrics with a value per layer, and how they become one number.
-_OVER_LAYERS: dict[str, Callable[[Sequence[float]], float]] = {
-    "expert_load_max": max,
-    "tokens_dropped": statistics.fmean,
-}
-
-
 class History:
-    """Holds the curves and totals of metrics.jsonl, in the memory of a few thousand steps however long the run.
-
-    Attributes:
-        train: the curves of training metrics by key; metrics with a value per layer are reduced to one number.
-        evals: the curves of evaluation metrics by key.
-        last_train, last_eval: the last line of each kind; empty before there is one.
-        tokens, seconds: totals over all steps.
-        invalid_lines: how many lines were not the metrics of a step.
-    """
+    """Holds the curves and totals of metrics.jsonl, in the memory of a few thousand steps however long the run."""
 
     def __init__(self) -> None:
-        self.train: dict[str, Curve] = defaultdict(Curve)
+        self.train: dict[str, Curve] = defaultdict(Curve)  # by key
         self.evals: dict[str, Curve] = defaultdict(Curve)
-        self.last_train: Entry = {}
+        self.last_train: Entry = {}  # the last line; empty before there is one
         self.last_eval: Entry = {}
-        self.tokens = self.seconds = 0.0
-        self.invalid_lines = 0
+        self.tokens = self.seconds = 0.0  # totals over all steps
+        self.invalid_lines = 0  # which were not the metrics of a step
         self._bytes_read = 0
 
     def read(self, metrics: epath.PathLike) -> None:
@@ -144,11 +121,15 @@ class History:
         if not train:
             return
         self.last_train = train[-1]
-        for key in _SCALARS:
-            self.train[key].extend([(entry["step"], entry.get(key)) for entry in train])
-        for key, reduce in _OVER_LAYERS.items():
-            finite = [(entry["step"], [x for x in entry[key] if x is not None]) for entry in train if key in entry]
-            self.train[key].extend([(step, reduce(values) if values else None) for step, values in finite])
+        for key in TRAIN_KEYS:
+            self.train[key].extend([(entry["step"], _number(key, entry.get(key))) for entry in train])
         times = [(entry.get("step_time_seconds") or 0.0, entry.get("tokens_per_second") or 0.0) for entry in train]
         self.seconds += sum(seconds for seconds, _ in times)
         self.tokens += sum(seconds * rate for seconds, rate in times)  # the batch size may have changed
+
+
+def _number(key: str, value: Any) -> float | None:
+    if not isinstance(value, list):
+        return value
+    finite = [x for x in value if x is not None]
+    return PER_LAYER[key](finite) if finite else None

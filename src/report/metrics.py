@@ -4,9 +4,10 @@ import json
 import math
 import mmap
 import os
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,26 +21,17 @@ from src.json_text import parse_json
 # whose peak rate is known, the losses of experts and MTP a model that has them, `conversations_cut` `use_sft`. An eval
 # line has `step`, EVAL_KEYS and the metrics of `eval_metrics`, with /NAME appended for a named set. Line k of the train
 # lines is of update k: steps count from 1.
-LOSSES_AND_LOADS = (
-    *("load_balance_loss", "router_z_loss", "expert_load_max", "tokens_dropped", "mtp_loss"),
-    "conversations_cut",
-)
 TRAIN_KEYS = (
-    "step",
-    "loss",
-    "perplexity",
-    *LOSSES_AND_LOADS,
-    "grad_norm",
-    "learning_rate",
-    "step_time_seconds",
-    "data_wait_seconds",
-    "tokens_per_second",
-    "tflops_per_device",
-    "mfu",
-    "mfu_palm",
+    *("step", "loss", "perplexity", "load_balance_loss", "router_z_loss", "expert_load_max", "tokens_dropped"),
+    *("mtp_loss", "conversations_cut", "grad_norm", "learning_rate", "step_time_seconds", "data_wait_seconds"),
+    *("tokens_per_second", "tflops_per_device", "mfu", "mfu_palm"),
 )
 EVAL_KEYS = ("eval_loss", "eval_perplexity")
-PER_LAYER = ("expert_load_max", "tokens_dropped")  # lists, with a number for each layer of experts
+# Lists, with a number for each layer of experts, and how a curve makes them one number.
+PER_LAYER: dict[str, Callable[[Sequence[float]], float]] = {
+    "expert_load_max": max,
+    "tokens_dropped": statistics.fmean,
+}
 Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, or None for what is not finite, and lists of such
 
 _NUMBERS = {int, float, type(None)}
@@ -77,27 +69,17 @@ class MetricsLog:
 
     A metric with a value per layer is a list in metrics.jsonl, and three scalars in TensorBoard. A number that is not
     finite becomes null in metrics.jsonl, because JSON has no NaN, and is left out of TensorBoard.
-
-    Attributes:
-        messages: for the user, about an existing file.
     """
 
     def __init__(self, path: Path, tensorboard_dir: Path, resume_step: int | None) -> None:
-        """Opens both; a new run overwrites an existing file.
-
-        Args:
-            path: of metrics.jsonl, on a local disk.
-            tensorboard_dir: a local folder.
-            resume_step: step of the restored checkpoint; later lines and an incomplete one are cut off. None: a new
-                run.
-        """
+        """Opens both, on a local disk, and cuts off the lines after `resume_step`; None: a new run, without any."""
         # Imported here because it takes 0.4 s. The package's SummaryWriter is avoided: its thread fails on a full disk,
         # and then it waits for that thread for ever.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import Summary, scalar
 
-        self.messages: list[str] = []
+        self.messages: list[str] = []  # for the user, about an existing file
         if resume_step is not None and path.exists() and (invalid := _cut_back(path, resume_step)):
             self.messages.append(
                 f"{path.name}: cut off {counted(invalid, 'line')} at its end without the metrics of a step"
@@ -114,19 +96,14 @@ class MetricsLog:
 
     def write(self, entry: Entry) -> None:
         """Adds a line: `step` with keys of TRAIN_KEYS, or with those of an evaluation after that step."""
-        ordered = [key for key in TRAIN_KEYS + EVAL_KEYS if key in entry]
-        ordered += user_metrics(entry)
+        ordered = [*(key for key in TRAIN_KEYS + EVAL_KEYS if key in entry), *user_metrics(entry)]
         assert len(ordered) == len(entry), f"metrics without a place in the line: {set(entry) - set(ordered)}"
         finite = {key: _or_null(entry[key]) for key in ordered}
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
-        values = []
-        for key, value in finite.items():
-            name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
-            for tag, number in _scalars(name, value).items():
-                if key != "step" and number is not None:
-                    values.extend(self._scalar(tag, number).value)
-        summary = self._summary(value=values)
+        del finite["step"]
+        scalars = [scalar for key, value in finite.items() for scalar in _scalars(key, value).items()]
+        summary = self._summary(value=[value for scalar in scalars for value in self._scalar(*scalar).value])
         self._tensorboard.write_event(self._event(wall_time=time.time(), step=entry["step"], summary=summary))
 
     def flush(self) -> None:
@@ -140,14 +117,14 @@ class MetricsLog:
         self._tensorboard.close()
 
 
-def _scalars(name: str, value: Any) -> dict[str, float | None]:
-    """Returns a number by its name; of a list, its least, mean and greatest number."""
+def _scalars(key: str, value: Any) -> dict[str, float]:
+    """Returns what TensorBoard shows of a metric: the number, or of a list the least, mean and greatest."""
+    name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
     if not isinstance(value, list):
-        return {name: value}
+        return {} if value is None else {name: value}
     finite = [each for each in value if each is not None]
-    if not finite:
-        return {}
-    return {f"{name}/min": min(finite), f"{name}/mean": sum(finite) / len(finite), f"{name}/max": max(finite)}
+    reductions = {"min": min, "mean": statistics.fmean, "max": max} if finite else {}
+    return {f"{name}/{reduction}": reduce(finite) for reduction, reduce in reductions.items()}
 
 
 def _or_null(value: float | list[float]) -> Any:
@@ -187,7 +164,11 @@ class _Output(Console):
 
 
 class StepPrinter:
-    """Prints an aligned line per step, with the remaining time; on a terminal, above a progress bar."""
+    """Prints an aligned line per step, with the remaining time; on a terminal, above a progress bar.
+
+    Of `steps`, `done` were before this start of the run. A line is printed every `log_period` steps and for the first
+    and last; with `quiet` for the last alone, and no bar. `clock` returns seconds.
+    """
 
     def __init__(
         self,
@@ -197,21 +178,8 @@ class StepPrinter:
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Shows the bar if standard output is a terminal.
-
-        Args:
-            steps: of the whole run.
-            done: steps before this start of the run.
-            log_period: steps between printed lines; the first and last step are always printed.
-            quiet: only the last step's lines are printed, and no bar.
-            clock: returns seconds, for the remaining time.
-        """
-        self._steps = steps
-        self._first_step = done + 1
-        self._log_period = log_period
-        self._quiet = quiet
-        self._clock = clock
-        self._first_time = math.nan
+        self._steps, self._first_step, self._log_period, self._quiet = steps, done + 1, log_period, quiet
+        self._clock, self._first_time = clock, math.nan
         # The stream itself decides: rich would also draw in a notebook, and in a log if FORCE_COLOR is set.
         terminal = sys.stdout.isatty()
         self._console = _Output(
@@ -237,7 +205,11 @@ class StepPrinter:
         self._bar.update(self._task, completed=step, refresh=True)
         periodic = step % self._log_period == 0 or step == self._first_step
         if step == self._steps or (periodic and not self._quiet):
-            self._console.print(train_line(entry, self._steps, self._seconds_left(step)))
+            seconds_left = None
+            if step > self._first_step:  # at the pace since the end of the first, which compiles; all else counts
+                pace = (self._clock() - self._first_time) / (step - self._first_step)
+                seconds_left = pace * (self._steps - step)
+            self._console.print(train_line(entry, self._steps, seconds_left))
 
     def evaluation(self, entry: Mapping[str, int | float]) -> None:
         """Prints an evaluation's metrics, `step` and EVAL_KEYS."""
@@ -248,19 +220,9 @@ class StepPrinter:
         """Prints a line of another kind."""
         self._console.print(line)
 
-    def _seconds_left(self, step: int) -> float | None:
-        """Extrapolates the pace since the end of the first step, which compiles; evaluations and saves count."""
-        if step == self._first_step:
-            return None
-        pace = (self._clock() - self._first_time) / (step - self._first_step)
-        return pace * (self._steps - step)
-
 
 def train_line(entry: Entry, steps: int, seconds_left: float | None) -> str:
-    """Formats a step's metrics in columns that stay in place from step to step.
-
-    Of layers of experts it shows the highest load over the mean and the largest share of dropped choices of any layer.
-    """
+    """Formats a step's metrics in columns that stay in place from step to step; of layers of experts, the worst."""
     grad_norm, seconds = entry["grad_norm"], entry["step_time_seconds"]
     columns = [
         _step_column(entry, steps),

@@ -68,10 +68,7 @@ def _read_history(folder: epath.Path) -> History:
 def page(folder: epath.Path, history: History, others: Mapping[str, History] | None = None) -> str:
     """Returns the page of the run in `folder`, from its metrics and its config.yml, environment.json and sample.txt.
 
-    Args:
-        folder: the run's.
-        history: its metrics.
-        others: metrics of other runs, by name, to be drawn beside it.
+    The metrics of `others`, by name, are drawn beside it.
 
     Raises:
         UserError: config.yml or environment.json is malformed.
@@ -94,7 +91,7 @@ def page(folder: epath.Path, history: History, others: Mapping[str, History] | N
         figures="".join(f"<div><span>{name}</span><b>{value}</b></div>" for name, value in key_figures(history)),
         nothing="" if history.last_train else '<p class="card">No step is recorded yet.</p>',
         sample=f"<h2>Sample, {html.escape(after)}</h2><pre>{html.escape(sample)}</pre>" if sample else "",
-        facts=_table((name, [str(value)]) for name, value in _facts(folder / "environment.json").items()),
+        facts=_table((name, str(value)) for name, value in _facts(folder / "environment.json").items()),
         changed=changed,
         config=html.escape(config_text),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),  # no "</script>"
@@ -129,18 +126,18 @@ def _config(text: str) -> tuple[int, str]:
     if type(steps) is not int or steps < 1:
         raise UserError(f"config.yml: steps is {dump(steps)}; expected the number of the run's steps")
     return steps, _table(
-        (key, [dump(value), f"default {dump(KEYS[key].default)}" if key in KEYS else "not in base.yml"])
+        (key, dump(value), f"default {dump(KEYS[key].default)}" if key in KEYS else "not in base.yml")
         for key, value in config.items()
         if key not in KEYS or dump(value) != dump(KEYS[key].default)
     )
 
 
-def _table(rows: Iterable[tuple[str, Sequence[str]]]) -> str:
-    cells = (
+def _table(rows: Iterable[tuple[str, ...]]) -> str:
+    lines = (
         f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
-        for name, values in rows
+        for name, *values in rows
     )
-    return f"<table>{''.join(cells)}</table>"
+    return f"<table>{''.join(lines)}</table>"
 
 
 def key_figures(history: History) -> list[tuple[str, str]]:

@@ -11,12 +11,12 @@ from jax.sharding import Mesh
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.run_folder import RunFolder
-from src.config.schema import Config
+from src.config.schema import Step
 from src.errors import UserError
 from src.model.flops import FlopsPerToken
 from src.parallel.topology import run_peak
 from src.report.history import History
-from src.report.metrics import LOSSES_AND_LOADS, Entry, MetricsLog, StepPrinter, perplexity
+from src.report.metrics import TRAIN_KEYS, Entry, MetricsLog, StepPrinter, perplexity
 from src.report.page import page
 from src.step.optimizer import learning_rate
 from src.step.train_step import Metrics
@@ -29,38 +29,27 @@ class NonFiniteError(UserError):
 
 
 class Recorder:
-    """Records each step while the next one runs, so that the devices never wait for the host.
+    """Records each of a run's `steps` while the next one runs, so that the devices never wait for the host.
 
-    Only process 0 writes and prints.
-
-    Args:
-        config: the run's.
-        log: metrics.jsonl and TensorBoard; None on other processes.
-        printer: the console; None on other processes.
-        flops: per token of a training step.
-        tokens: per step, B x T.
-        mesh: the devices.
-
-    Attributes:
-        last: the metrics of the step recorded last.
-        last_finite: the last step whose loss and gradient were finite, so that the weights before it are good.
-        skipped: number of steps recorded since then.
+    Process 0 alone has a `log` and a `printer`. A step trains `tokens`, B x T, each of so many `flops`.
     """
 
     def __init__(
         self,
-        config: Config,
+        keys: Step,
+        steps: int,
         log: MetricsLog | None,
         printer: StepPrinter | None,
         flops: FlopsPerToken,
         tokens: int,
         mesh: Mesh,
     ) -> None:
-        self.last: Entry = {}
-        self.last_finite = self.skipped = 0
-        self._config, self._log, self._printer = config, log, printer
+        self.last: Entry = {}  # the metrics of the step recorded last
+        self.last_finite = 0  # the last step whose loss and gradient were finite: the weights before it are good
+        self.skipped = 0  # steps recorded since then
+        self._keys, self._steps, self._log, self._printer = keys, steps, log, printer
         self._flops, self._tokens, self._devices = flops, tokens, mesh.size
-        self._peak = run_peak(mesh.devices.flat[0].device_kind, config.dtype, config.matmul_precision)
+        self._peak = run_peak(mesh.devices.flat[0].device_kind, keys.dtype, keys.matmul_precision)
         self._pending: tuple[int, Metrics, float] | None = None
         self._data_wait = 0.0
         self._clock = time.perf_counter()
@@ -113,11 +102,9 @@ class Recorder:
         self._check(step, metrics)
         self.last = {
             "step": step,
-            "loss": metrics["loss"],
             "perplexity": perplexity(metrics["loss"]),
-            **{name: metrics[name] for name in LOSSES_AND_LOADS if name in metrics},
-            "grad_norm": metrics["grad_norm"],
-            "learning_rate": learning_rate(self._config.step, self._config.steps, step - 1),
+            **{name: metrics[name] for name in TRAIN_KEYS if name in metrics},
+            "learning_rate": learning_rate(self._keys, self._steps, step - 1),
             "step_time_seconds": seconds,
             "data_wait_seconds": data_wait,
             "tokens_per_second": self._tokens / seconds,
@@ -133,11 +120,11 @@ class Recorder:
         advice = ""
         if not metrics["usable"]:
             problem = f"step {step}: the update made weights so large that no layer can be computed with them."
-        elif self.skipped and self._config.on_nonfinite == "stop":
+        elif self.skipped and self._keys.on_nonfinite == "stop":
             numbers = f"loss {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g}"
             problem = f"step {step}: {numbers} are not both finite. The update was not made."
             advice = ", or leave such updates out with on_nonfinite=skip"
-        elif self.skipped == MAX_SKIPPED or (self.skipped and step == self._config.steps):
+        elif self.skipped == MAX_SKIPPED or (self.skipped and step == self._steps):
             problem = f"step {step}: the last {self.skipped} updates were skipped, for none was finite."
         else:
             return
@@ -167,17 +154,10 @@ class Recorder:
 
 
 class LiveReport:
-    """Writes a running run's report.html in the background, in at most a fiftieth of the time.
-
-    Args:
-        folder: the run's; only process 0 writes.
-
-    Attributes:
-        history: the metrics that the page shows, as of the last time it was written.
-    """
+    """Writes a running run's report.html in the background, in at most a fiftieth of the time; only on process 0."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self.history = History()
+        self.history = History()  # what the page shows, as of the last time it was written
         self._folder = folder
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._writing: Future[None] | None = None

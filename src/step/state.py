@@ -54,20 +54,12 @@ def optimizer(plan: StepPlan, hparams: HParams) -> optax.GradientTransformation:
 def abstract_state(plan: StepPlan) -> TrainState:
     """Returns the state's shapes and shardings, without an array: `jax.ShapeDtypeStruct`s."""
     shapes = jax.eval_shape(functools.partial(init_state, plan))
-    shardings = TrainState(
-        step=plan.layout.sharding(()),
-        weights=plan.split(plan.shardings),
-        opt=optimizer_shardings(plan, shapes.opt),
-    )
-    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
-
-
-def optimizer_shardings(plan: StepPlan, opt: Any) -> Any:
-    """Returns where the optimizer's state lies between updates: as the weights' updates are cut, or copied."""
-    updates = plan.accumulation.updates
+    copy, updates = plan.layout.sharding(()), plan.accumulation.updates
     if plan.step.optimizer_memory_host_offload:
         updates = jax.tree.map(lambda at: at.with_memory_kind("pinned_host"), updates)
-    return state_shardings(opt, plan.split(plan.shapes).trainable, updates, plan.layout.sharding(()))
+    opt = state_shardings(shapes.opt, plan.split(plan.shapes).trainable, updates, copy)
+    shardings = TrainState(copy, plan.split(plan.shardings), opt)
+    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
 
 
 def batch_sharding(layout: Layout) -> dict[str, jax.sharding.NamedSharding]:

@@ -28,7 +28,9 @@ def mesh_of(device_kind, platform, count=4):
 
 def recorder_in(folder, mesh=None, done=0, **overrides):
     log = MetricsLog(folder / "metrics.jsonl", folder / "tensorboard", None)
-    return Recorder(load(**overrides), log, StepPrinter(20, done), FLOPS, TOKENS, mesh or mesh_of("cpu", "cpu"))
+    config = load(**overrides)
+    printer = StepPrinter(20, done)
+    return Recorder(config.step, config.steps, log, printer, FLOPS, TOKENS, mesh or mesh_of("cpu", "cpu"))
 
 
 def step_metrics(loss, grad_norm=0.5, usable=True):
@@ -140,7 +142,8 @@ def test_weights_that_nothing_can_be_computed_with_end_the_run(tmp_path, answer)
 
 
 def test_processes_without_log_and_printer_see_what_is_not_finite_too():
-    recorder = Recorder(load(), None, None, FLOPS, TOKENS, mesh_of("cpu", "cpu"))
+    config = load()
+    recorder = Recorder(config.step, config.steps, None, None, FLOPS, TOKENS, mesh_of("cpu", "cpu"))
     recorder.add(1, step_metrics(3.0))
     recorder.add_evaluation(1, {"eval_loss": 1.0, "eval_perplexity": math.e})
     recorder.add(2, step_metrics(math.inf))

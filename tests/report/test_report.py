@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from src.config import load as config
 from src.errors import UserError
 from src.report.history import Curve, History
-from src.report.metrics import EVAL_KEYS, LOSSES_AND_LOADS, TRAIN_KEYS, perplexity, read_entry
+from src.report.metrics import EVAL_KEYS, perplexity, read_entry
 from src.report.page import key_figures, main, show_number
 from tests.runs import ROOT
 
@@ -58,7 +58,16 @@ class Page(HTMLParser):
 
 def train_entry(step, loss=2.0, **others):
     values = [step, loss, loss and perplexity(loss), 0.5, 3e-4, 0.5, 2000.0, 1.5]
-    names = [key for key in TRAIN_KEYS if key not in LOSSES_AND_LOADS]  # which only some models have
+    names = [
+        "step",
+        "loss",
+        "perplexity",
+        "grad_norm",
+        "learning_rate",
+        "step_time_seconds",
+        "data_wait_seconds",
+        "tokens_per_second",
+    ]
     return {**dict(zip(names, values, strict=False)), **others}
 
 

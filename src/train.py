@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import json
-import math
 import signal
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -41,7 +40,7 @@ from src.report.diagnostics import Profile, stack_traces
 from src.report.metrics import MetricsLog, StepPrinter, print_header
 from src.report.recorder import LiveReport, Recorder, sets_aside
 from src.startup import configured, environment, printable, say
-from src.step.build import build, check_same_program
+from src.step.build import TracedStep, build, check_same_program
 from src.step.compiler_flags import compiler_options
 from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
@@ -138,7 +137,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     ]
 
     # ---- What the user sees
-    facts = environment()
     folder.lock()
     if not start.resumed and (aside := folder.set_aside("metrics.jsonl")):
         start.messages.append(f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}")
@@ -146,7 +144,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     flops = flops_per_token(plan.spec, config.max_target_length)
     log = printer = None
     if is_writer:
-        chosen = header(config, plan, facts, folder, flops, global_batch, data, eval_sets, tokenizer, first_step)
+        facts = environment()
+        chosen = header(config, built, inputs, data, eval_sets, folder, facts, flops, first_step)
         folder.write_text("environment.json", json.dumps(dated(folder, first_step) | dict(chosen[2:-1]) | facts))
         if not config.quiet:
             print_header(chosen)
@@ -257,19 +256,20 @@ def dated_name() -> str:
 
 def header(
     config: Config,
-    plan: StepPlan,
-    facts: dict[str, str],
-    folder: RunFolder,
-    flops: FlopsPerToken,
-    global_batch: int,
+    built: TracedStep,
+    inputs: InputSpec,
     data: TrainData,
     eval_sets: Sequence[EvalSet],
-    tokenizer: Tokenizer | None,
+    folder: RunFolder,
+    facts: dict[str, str],
+    flops: FlopsPerToken,
     first_step: int,
 ) -> list[tuple[str, str]]:
     """Returns everything that was chosen for this run, by name, so that a user need not guess."""
-    inputs = InputSpec.of(config, tokenizer)
-    tokens = global_batch * config.max_target_length
+    plan, tokenizer = built.plan, inputs.tokenizer
+    weights = plan.split(plan.shapes)
+    trained = f"{sum(leaf.size for leaf in jax.tree.leaves(weights.trainable)):,} parameters"
+    trained += f", with adapters of rank {plan.lora.rank}" if plan.lora else ""
     packed = "packed, none cut that fits a row" if config.use_sft else "packed"
     order = f"shuffled by seed {config.data_shuffle_seed}, {packed if config.packing else 'a document per row'}"
     return [
@@ -279,8 +279,8 @@ def header(
         ("mesh", describe_mesh(plan.layout.mesh.shape)),
         *([("pipeline", schedule.describe())] if (schedule := plan.execution.schedule) else []),
         ("model", f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}"),
-        ("trained", describe_trained(plan)),
-        ("step", f"{counted(global_batch, 'row')} x {config.max_target_length} = {tokens:,} tokens"),
+        ("trained", trained if weights.frozen else "all parameters"),
+        ("step", f"{counted(built.rows, 'row')} x {config.max_target_length} = {built.tokens:,} tokens"),
         ("FLOPs per token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
         ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
         ("attention", plan.kernel),
@@ -296,15 +296,6 @@ def header(
         ("TensorBoard", f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
     ]
-
-
-def describe_trained(plan: StepPlan) -> str:
-    """Says which of the model's parameters are trained."""
-    weights = plan.split(plan.shapes)
-    if not weights.frozen:
-        return "all parameters"
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights.trainable))
-    return f"{count:,} parameters" + (f", with adapters of rank {plan.lora.rank}" if plan.lora else "")
 
 
 def command(argv: Sequence[str]) -> int:

@@ -14,9 +14,8 @@ _GOLDEN = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, odd: positions s
 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the digest of each array, uint32[], which does not depend on its place or sharding."""
-    in_memory = {name: x for name, x in arrays.items() if _in_host_memory(x)}
-    on_devices = _digests_on_devices({name: x for name, x in arrays.items() if name not in in_memory})
-    return {**on_devices, **{name: _digest_in_pieces(np.asarray(x)) for name, x in in_memory.items()}}
+    in_memory = {name: _digest_in_pieces(np.asarray(x)) for name, x in arrays.items() if _in_host_memory(x)}
+    return in_memory | _digests_on_devices({name: x for name, x in arrays.items() if name not in in_memory})
 
 
 @jax.jit

@@ -121,29 +121,25 @@ def apply_update(
     weights = state.weights.trainable
     if plan.accumulation.updates != plan.accumulation.weights:
         weights = jax.lax.with_sharding_constraint(weights, plan.accumulation.updates)
+    updated = functools.partial(update, grad_norm=grad_norm, hparams=hparams, plan=plan)
     if not plan.step.optimizer_memory_host_offload:
-        updated = update(grads, weights, state.opt, grad_norm, hparams, plan)
-        return _where(keep_if, updated, (weights, state.opt))
+        return _where(keep_if, updated(grads, weights, state.opt), (weights, state.opt))
     # In a branch, which is taken when all gradients are there: elsewhere XLA would have the state on the device all
     # through the step.
-    on_device = functools.partial(update_on_device, grad_norm=grad_norm, hparams=hparams, plan=plan)
-    return jax.lax.cond(keep_if, on_device, lambda _, weights, opt: (weights, opt), grads, weights, state.opt)
+    return jax.lax.cond(keep_if, updated, lambda _, weights, opt: (weights, opt), grads, weights, state.opt)
 
 
 def update(
     grads: Tree, weights: Tree, opt: Any, grad_norm: jax.Array, hparams: HParams, plan: StepPlan
 ) -> tuple[Tree, Any]:
-    """Returns the weights and the optimizer's state after an update by clipped gradients."""
-    updates, opt = optimizer(plan, hparams).update(clip(grads, grad_norm, hparams["clip"]), opt, weights)
-    return optax.apply_updates(weights, updates), opt
-
-
-def update_on_device(
-    grads: Tree, weights: Tree, opt: Any, grad_norm: jax.Array, hparams: HParams, plan: StepPlan
-) -> tuple[Tree, Any]:
-    """Calls `update` with an optimizer state that lies in host memory, and puts it back there."""
-    weights, new = update(grads, weights, jax.device_put(opt, jax.memory.Space.Device), grad_norm, hparams, plan)
-    return weights, jax.tree.map(lambda new, old: jax.device_put(new, jax.typeof(old).memory_space), new, opt)
+    """Returns the weights and the optimizer's state, where it lay, after an update by clipped gradients."""
+    offloaded = plan.step.optimizer_memory_host_offload
+    on_device = jax.device_put(opt, jax.memory.Space.Device) if offloaded else opt
+    updates, new = optimizer(plan, hparams).update(clip(grads, grad_norm, hparams["clip"]), on_device, weights)
+    weights = optax.apply_updates(weights, updates)
+    if offloaded:
+        new = jax.tree.map(lambda new, old: jax.device_put(new, jax.typeof(old).memory_space), new, opt)
+    return weights, new
 
 
 def _usable(trainable: Tree) -> jax.Array:

@@ -100,6 +100,8 @@ class Recorder:
         else:
             self.skipped += 1
         self._check(step, metrics)
+        rate, flops, peak = self._tokens / seconds / self._devices, self._flops, self._peak  # rate: of one device
+        mfu = {} if peak is None else {"mfu": rate * flops.causal / peak, "mfu_palm": rate * flops.palm / peak}
         self.last = {
             "step": step,
             "perplexity": perplexity(metrics["loss"]),
@@ -108,7 +110,8 @@ class Recorder:
             "step_time_seconds": seconds,
             "data_wait_seconds": data_wait,
             "tokens_per_second": self._tokens / seconds,
-            **self._rates(self._tokens / seconds / self._devices),
+            "tflops_per_device": rate * flops.causal / 1e12,
+            **mfu,  # docs/performance.md explains both
         }
         if self._log and self._printer:
             self._log.write(self.last)
@@ -143,14 +146,6 @@ class Recorder:
         """Puts every recorded line on disk."""
         if self._log:
             self._log.flush()
-
-    def _rates(self, tokens_per_device: float) -> dict[str, float]:
-        """Returns `tflops_per_device` and, if the device's peak is known, both kinds of MFU (docs/performance.md)."""
-        rates = {"tflops_per_device": tokens_per_device * self._flops.causal / 1e12}
-        if self._peak is not None:
-            rates["mfu"] = tokens_per_device * self._flops.causal / self._peak
-            rates["mfu_palm"] = tokens_per_device * self._flops.palm / self._peak
-        return rates
 
 
 class LiveReport:

@@ -113,17 +113,17 @@ def in_zigzag(batch: Batch, layout: Layout) -> Batch:
 
 
 def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
-    """Returns what each multi-token prediction layer reads and predicts, the nearest first: arrays [B, T]."""
-    return [_shift(batch, distance) for distance in range(1, plan.spec.mtp_num_layers + 1)]
+    """Returns what each multi-token prediction layer reads and predicts, the nearest first: arrays [B, T].
 
-
-def _shift(batch: Batch, distance: int) -> Batch:
-    """Returns tokens, targets and mask of `distance` tokens on; masked where those are another segment's."""
-    names = ("tokens", "targets", "loss_mask", "segment_ids")
-    ahead = {name: jnp.roll(batch[name], -distance, axis=1) for name in names}
-    length = batch["tokens"].shape[1]
-    same_BT = (ahead.pop("segment_ids") == batch["segment_ids"]) & (jnp.arange(length) < length - distance)
-    return {**ahead, "loss_mask": ahead["loss_mask"] * same_BT}
+    They are of 1, 2, ... tokens on, masked where those are another segment's.
+    """
+    names, length = ("tokens", "targets", "loss_mask", "segment_ids"), batch["tokens"].shape[1]
+    batches = []
+    for distance in range(1, plan.spec.mtp_num_layers + 1):
+        ahead = {name: jnp.roll(batch[name], -distance, axis=1) for name in names}
+        same_BT = (ahead.pop("segment_ids") == batch["segment_ids"]) & (jnp.arange(length) < length - distance)
+        batches.append({**ahead, "loss_mask": ahead["loss_mask"] * same_BT})
+    return batches
 
 
 def batch_cross_entropy(

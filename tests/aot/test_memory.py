@@ -176,6 +176,7 @@ def test_a_change_is_estimated_by_what_can_be_told_and_a_rest_that_stays():
     config, step = built(remat_policy="minimal", dtype="bfloat16")
     needed = memory(step).total + 10**6
     found = offers(config, step, needed, PLENTY)
+    assert ("mu_dtype",) not in found  # of so much memory the state is little
     assert all(change.estimated < needed for change in found.values())
     halved = found["per_device_batch_size", "gradient_accumulation_steps"]
     _, then = built(remat_policy="minimal", dtype="bfloat16", **halved.keys)
@@ -208,7 +209,6 @@ def test_the_state_is_cut_where_it_decides():
     config, step = built(devices=4)
     needed = memory(step).total
     arguments = sum(memory(step).arguments.values())
-    assert ("mu_dtype",) not in offers(config, step, needed, 3 * arguments, devices=4)
     rounded = offers(config, step, needed, arguments, devices=4)["mu_dtype",]
     _, then = built(devices=4, mu_dtype="bfloat16")
     compiled = [each.traced.lower().compile().memory_analysis().argument_size_in_bytes for each in (step, then)]

@@ -103,8 +103,8 @@ def test_experts_add_no_more_than_their_loads(keys):
     assert sum(each.times * each.sent_bytes for each in found) <= 1.02 * gradients
 
 
+@pytest.mark.long
 @needs_libtpu
-@pytest.mark.usefixtures("little_effort")
 def test_experts_whose_losses_have_no_weight_wait_for_other_slices_once_a_step():
     keys = {**EXPERTS, "load_balance_loss_weight": 0.0, "gradient_accumulation_steps": 2}
     found, _ = between_slices("v5e-8", 2, **keys)

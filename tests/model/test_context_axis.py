@@ -67,8 +67,7 @@ MESHES = {
 }
 # Each model on the mesh that has all axes, and the plain one on further meshes.
 CASES = [(model, "data 2 x context 2 x tensor 2, sequence") for model in MODELS] + [
-    ("llama", mesh)
-    for mesh in ("context 4", "context 4 x fsdp 2", "context 4 x tensor 2", "fsdp 4 x tensor 2, sequence")
+    ("llama", mesh) for mesh in ("context 4 x fsdp 2", "context 4 x tensor 2", "fsdp 4 x tensor 2, sequence")
 ]
 FURTHER = [("llama", mesh) for mesh in MESHES if ("llama", mesh) not in CASES] + [
     (model, "context 4") for model in list(MODELS)[1:]

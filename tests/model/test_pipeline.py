@@ -91,7 +91,7 @@ def one_device(model):
         pytest.param("dense", keys_of(2, repeats=4, micro_batches=4), marks=pytest.mark.long),
         ("dense", keys_of(4, micro_batches=8)),
         pytest.param("dense", keys_of(4, repeats=2, micro_batches=8), marks=pytest.mark.long),
-        ("dense", keys_of(2, repeats=2, fsdp=2, micro_batches=4)),
+        pytest.param("dense", keys_of(2, repeats=2, fsdp=2, micro_batches=4), marks=pytest.mark.long),
         ("dense", keys_of(2, micro_batches=4, tensor=2, scan_layers="false")),
         ("dense", keys_of(2, data=2, gradient_accumulation_steps=2)),
         ("windowed", keys_of(2, repeats=2, fsdp=2)),

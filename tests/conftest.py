@@ -7,19 +7,16 @@ import os
 import hypothesis
 import jax
 import pytest
-from jaxlib import xla_client
+
+from tests import quick_compilation
 
 # A busy machine is not a failure.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-# What a test runs is tiny: compiling it takes most of its time, and less without optimisations that don't pay there.
 jax.config.update("jax_disable_most_optimizations", True)
-# Nor does XLA's newer emitter of fused loops, which compiles for three times as long. XLA reads flags once: now.
-os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
-xla_client.CompileOptions()
-del os.environ["XLA_FLAGS"]
+quick_compilation.in_this_process()
 # As train.py does, which says why.
 os.environ["PJRT_NPROC"] = "32"
 

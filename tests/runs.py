@@ -17,6 +17,7 @@ import tensorstore as ts
 
 from src import train
 from src.cli import run_command
+from tests import quick_compilation
 
 ROOT = Path(__file__).parents[1]
 BASE = str(ROOT / "configs" / "base.yml")
@@ -24,6 +25,7 @@ BASE = str(ROOT / "configs" / "base.yml")
 # One for all tests of a session, set before the first of them compiles: later JAX would not look at it.
 _CACHE = tempfile.TemporaryDirectory(prefix="mintext-test-programs-")
 jax.config.update("jax_compilation_cache_dir", _CACHE.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 GLOBAL_BATCH = 8
 TINY = {
@@ -94,9 +96,9 @@ def start(log, devices=1, root=ROOT, **keys):
 
 def start_command(command, log, devices=1, root=ROOT):
     """Starts any command from the repository's root, or that of a copy."""
-    # Without what this process was given for the tests, so that they run what users run.
+    # Without what this process was given for the tests, so that they run what users run, but for the compiler's haste.
     env = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "PJRT_"))}
-    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), **quick_compilation.ENVIRONMENT}
     with open(log, "w") as output:
         return subprocess.Popen(command, cwd=root, env=env, stdout=output, stderr=subprocess.STDOUT)
 

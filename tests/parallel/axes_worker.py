@@ -17,7 +17,6 @@ from tests.parallel.axes import Job, assert_same
 def main(address, devices, processes, process_id, expected, result, model, *meshes):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(devices) // int(processes))
-    jax.config.update("jax_disable_most_optimizations", True)
     jax.distributed.initialize(address, num_processes=int(processes), process_id=int(process_id))
     said = {}
     for keys in meshes:

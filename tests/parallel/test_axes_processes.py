@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests import runs
+from tests import quick_compilation, runs
 from tests.parallel.axes import MODELS, Job
 
 
@@ -85,7 +85,7 @@ def test_axes_between_processes_give_what_one_device_does(what, model, processes
     (tmp_path / "expected").write_bytes(pickle.dumps((job.first_gradients(), job.losses())))
     devices = processes if what == "each axis" else 8
     address, keys = runs.free_address(), list(map(json.dumps, CASES[what, model, processes]))
-    environment = {**os.environ, "PJRT_NPROC": "32"}
+    environment = {**os.environ, **quick_compilation.ENVIRONMENT, "PJRT_NPROC": "32"}
     workers = [
         subprocess.Popen(
             [

@@ -1,0 +1,22 @@
+"""What a test runs is tiny: compiling it takes most of its time, and less without optimisations that don't pay there.
+
+Of XLA's it is those of its middle, and the newer emitter of fused loops for CPUs, which takes three times as long.
+"""
+
+import os
+
+from jaxlib import xla_client
+
+# For processes of their own; with programs kept that took less than JAX's one second.
+ENVIRONMENT = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
+}
+
+
+def in_this_process():
+    """Before anything is compiled: XLA reads its flags once."""
+    os.environ["XLA_FLAGS"] = ENVIRONMENT["XLA_FLAGS"]
+    xla_client.CompileOptions()
+    del os.environ["XLA_FLAGS"]

@@ -94,6 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def move(self, name, target):
         with self.server.lock:
+            if name not in self.server.objects:  # gcsfs asks for folders too
+                return self.answer(404)
             self.server.objects[target] = self.server.objects.pop(name)
         return self.answer_json(self.describe(target))
 

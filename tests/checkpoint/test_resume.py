@@ -85,12 +85,12 @@ class Command:
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory, corpus):
-    return Command(tmp_path_factory.mktemp("command"), corpus, devices=1, steps=60, checkpoint_period=10)
+    return Command(tmp_path_factory.mktemp("command"), corpus, devices=1, steps=40, checkpoint_period=8)
 
 
 def test_killed_at_random_moments(command):
-    reached = command.kill_at_random(3, seed=1)
-    assert max(reached) > 10, "no kill came after a checkpoint"
+    reached = command.kill_at_random(2, seed=10)
+    assert max(reached) > 8, "no kill came after a checkpoint"
     assert "changed since" not in command.finish()
     assert_same_run(command.folder, command.whole, command.steps)
 

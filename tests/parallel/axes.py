@@ -1,4 +1,4 @@
-"""Four models and many meshes, and what one run of a model on a mesh gives: its first gradients and ten losses."""
+"""Four models and many meshes, and what one run of a model on a mesh gives: its first gradients and four losses."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from jax.tree_util import keystr
 from src.step.state import batch_sharding
 from tests.tiny import GPT3, Trainer, assert_close, packed_rows
 
-LENGTH, ROWS, STEPS = 32, 16, 10
+LENGTH, ROWS, STEPS = 32, 16, 4
 
 COMMON = {"max_target_length": LENGTH, "base_num_decoder_layers": 4, "base_num_kv_heads": 4, "learning_rate": 3e-3}
 WINDOW = "{attention_type: local_sliding, sliding_window_size: 7, rope_max_timescale: 100}"
@@ -65,7 +65,7 @@ class Job:
         return moment
 
     def losses(self):
-        """Of ten steps, each on rows of its own."""
+        """Of the first steps, each on rows of its own."""
         return [self.step(number)["loss"] for number in range(STEPS)]
 
     def evaluation(self, number):

@@ -49,12 +49,21 @@ CASES = [
     for model in MODELS
     if "expert" not in mesh or model == "latent experts"
 ]
-# One model for each mesh, in turn; the rest take minutes.
-ALWAYS = {(list(MODELS)[number % 4], mesh) for number, mesh in enumerate((*ALONE, *TWO, *THREE, *MORE))}
-ALWAYS |= {(model, mesh) for model, mesh in CASES if "expert" in mesh}
-# Long ones of the slowest model, for which another mesh has all the axes.
-COVERED = ("stage 2", "expert 2", "stage 2 expert 2", "context 2 expert 2", "expert 2 tensor 2")
-ALWAYS -= {("latent experts", mesh) for mesh in COVERED}
+# Each axis alone, and with each other one; of each model at least two meshes. The rest take an hour.
+SHORT = {
+    "dense": [
+        *("data 8", "context 4", "tensor 4", "stage 2 context 2", "stage 2 tensor 2"),
+        *("fsdp 2 context 2 tensor 2", "stage 2 data 2 fsdp 2"),
+        *("context 2 tensor 2, sequences too", "data 2 stage 2, in micro-batches"),
+    ],
+    "windowed": ["data 2 context 2", "fsdp 2 tensor 2, sequences too"],
+    "latent experts": ["expert 8", "fsdp 2 expert 2 tensor 2"],
+    "gpt3": [
+        *("stage 4", "fsdp 8", "data 2 fsdp 2 tensor 2"),
+        *("stage 2, layers in turns", "data 2 fsdp 2, in micro-batches"),
+        *("data 2 context 2, recomputed", "stage 2 fsdp 2, recomputed"),
+    ],
+}
 
 
 @functools.cache
@@ -73,7 +82,8 @@ def assert_agrees(expected, model, devices, keys, capfd):
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh"), [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.long) for case in CASES]
+    ("model", "mesh"),
+    [pytest.param(model, mesh, marks=() if mesh in SHORT[model] else pytest.mark.long) for model, mesh in CASES],
 )
 def test_a_mesh_gives_the_gradients_and_losses_of_one_device(model, mesh, capfd):
     devices, keys = devices_and_keys(mesh)
@@ -128,7 +138,9 @@ FACTS = {
 }
 
 
-@pytest.mark.parametrize("facts", FACTS)
+@pytest.mark.parametrize(
+    "facts", [pytest.param(each, marks=pytest.mark.long) if each == "biases" else each for each in FACTS]
+)
 def test_facts_that_a_mesh_has_code_for_give_the_gradients_and_losses_of_one_device(facts, capfd):
     mesh, alters = FACTS[facts]
     devices, keys = devices_and_keys(mesh)

@@ -36,6 +36,7 @@ def test_eight_devices_update_as_one_does(opt_type):
     np.testing.assert_allclose(losses(opt_type, 8, **several), expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_so_they_do_with_experts():
     opt_type = "muon"
     experts = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -45,7 +46,7 @@ def test_so_they_do_with_experts():
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("rounds", "layers"), [(1, 4), (1, 3), (2, 4)])
+@pytest.mark.parametrize(("rounds", "layers"), [pytest.param(1, 4, marks=pytest.mark.long), (1, 3), (2, 4)])
 def test_over_copies_gradients_send_what_a_reduce_scatter_of_float32_does(rounds, layers):
     """One round's in bfloat16, summed whole within its layer; several rounds' in float32, each device its part.
 

@@ -49,7 +49,12 @@ def one_device():
     return run()
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+LONG = ("data", "tensor")  # alone
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=pytest.mark.long) if mesh in LONG else mesh for mesh in MESHES]
+)
 def test_any_mesh_gives_the_losses_of_one_device(one_device, mesh, capfd):
     weights, losses, _ = one_device
     sharded_weights, sharded_losses, trainer = run(devices=8, **MESHES[mesh])

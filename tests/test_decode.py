@@ -275,7 +275,7 @@ def test_a_completion_ends_at_its_length_limit():
 
 def generated(devices, stacked, **keys):
     """Texts of a tiny random model for prompts of several lengths."""
-    config = config_of(base_num_decoder_layers=4, decode_seed=5, **keys)
+    config = config_of(decode_seed=5, **keys)
     plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:devices]))
     shardings = plan.shardings
     weights = jax.tree.map(jax.device_put, tiny.random_weights(plan), shardings)
@@ -283,9 +283,10 @@ def generated(devices, stacked, **keys):
     generator = Generator(model, Sampling(1.0, 0, 0.9), config.decode_seed, LENGTH)
     completions = [Completion(config.decoding, LENGTH, BYTES, prompt) for prompt in PROMPTS]
     generate(generator, completions, len(completions), 0)
-    alone = Completion(config.decoding, LENGTH, BYTES, PROMPTS[3])
-    generate(generator, [alone], 1, 3)
-    assert alone.text == completions[3].text
+    if devices == 1 or "decoder_segments" in keys:  # on a mesh, one case of a batch of another size is enough
+        alone = Completion(config.decoding, LENGTH, BYTES, PROMPTS[3])
+        generate(generator, [alone], 1, 3)
+        assert alone.text == completions[3].text
     return [completion.text for completion in completions]
 
 
@@ -295,8 +296,11 @@ WINDOWS = "[{repeats: 2, pattern: [{attention_type: local_sliding, sliding_windo
 @pytest.mark.parametrize(
     "keys",
     [
-        {"decoder_segments": WINDOWS, "ici_tensor_parallelism": 2},
-        {"decoder_segments": "[{repeats: 1, pattern: [{}]}, {repeats: 3, shared: true, pattern: [{}]}]"},
+        {"decoder_segments": WINDOWS, "base_num_decoder_layers": 4, "ici_tensor_parallelism": 2},
+        {
+            "decoder_segments": "[{repeats: 1, pattern: [{}]}, {repeats: 2, shared: true, pattern: [{}]}]",
+            "base_num_decoder_layers": 3,
+        },
         {"attention_type": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
         {"num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 16, "ici_expert_parallelism": 4},
     ],
@@ -308,10 +312,11 @@ def test_a_mesh_of_eight_and_unrolled_layers_draw_what_one_device_does(keys):
     assert generated(8, stacked=False, **keys) == expected
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-def test_stages_of_a_pipeline_all_run_all_layers(stacked):
+def test_stages_of_a_pipeline_all_run_all_layers():
     keys = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
-    assert generated(8, stacked, **keys) == generated(1, stacked=True)
+    expected = generated(1, stacked=True)
+    assert generated(8, stacked=True, **keys) == expected
+    assert generated(8, stacked=False, **keys) == expected
 
 
 @pytest.mark.parametrize("model", [in_training, unrolled])

@@ -1,6 +1,7 @@
 """The commands and links of README.md and the pages under docs/ are ones that work."""
 
 import gzip
+import importlib
 import json
 import re
 import runpy
@@ -165,11 +166,16 @@ def test_end_to_end_scripts_are_valid_shell(script):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_answer_help(program):
-    shown = subprocess.run([sys.executable, "-m", program, "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert shown.returncode == 0
-    assert f"python -m {program} CONFIG" in shown.stdout.partition("\n\n")[2].partition("\n\n")[0]
-    assert "vocab_size" in shown.stdout
+def test_programs_answer_help(program, capsys):
+    assert importlib.import_module(program).main(["--help"]) is None
+    shown = capsys.readouterr().out
+    assert f"python -m {program} CONFIG" in shown.partition("\n\n")[2].partition("\n\n")[0]
+    assert "vocab_size" in shown
+
+
+def test_a_programs_help_ends_well():
+    shown = subprocess.run([sys.executable, "-m", "src.train", "--help"], cwd=ROOT, capture_output=True, check=True)
+    assert b"vocab_size" in shown.stdout
 
 
 def test_the_small_model_is_as_small_as_the_readme_says():

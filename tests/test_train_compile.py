@@ -14,6 +14,7 @@ from src.aot import program
 from src.errors import UserError
 from src.parallel.topology import parse_topology
 from src.train_compile import _compile, command, main
+from tests import quick_compilation
 from tests.compilers import SMALL, needs_cuda, needs_libtpu
 
 ROOT = Path(__file__).parents[1]
@@ -23,11 +24,19 @@ BASE = str(ROOT / "configs" / "base.yml")
 def train_compile(*arguments, code=0):
     """What the command prints, in an environment that names no platform; it ends with this exit code."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    environment |= quick_compilation.ENVIRONMENT
     command = [sys.executable, "-m", "src.train_compile", BASE, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr
+
+
+@pytest.fixture
+def settings():
+    """Undoes what the command changes of JAX."""
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
 
 
 def test_any_machine_compiles_for_virtual_devices(tmp_path):
@@ -47,7 +56,10 @@ def test_any_machine_compiles_for_virtual_devices(tmp_path):
 @needs_libtpu
 def test_a_step_for_a_tpu_slice_fits(tmp_path):
     path = tmp_path / "report.json"
-    said = train_compile("compile_topology=v5e-4", *SMALL, "per_device_batch_size=1", f"compile_report={path}")
+    said = train_compile(
+        *("compile_topology=v5e-4", *SMALL, "base_num_decoder_layers=1", "per_device_batch_size=1"),
+        f"compile_report={path}",
+    )
     report = json.loads(path.read_text())
     assert report["memory"]["fits"]
     assert report["attention"] == "flash"
@@ -58,10 +70,12 @@ def test_a_step_for_a_tpu_slice_fits(tmp_path):
 
 
 @needs_libtpu
-def test_a_step_too_large_for_a_tpu_is_an_answer(tmp_path):
+def test_a_step_too_large_for_a_tpu_is_an_answer(tmp_path, monkeypatch, settings, capsys):
+    monkeypatch.setattr(sys.modules[main.__module__], "MAX_SECONDS_TO_TRY", 0)
     path, program = tmp_path / "report.json", tmp_path / "step"
-    arguments = ("compile_topology=v5e-4", *SMALL, "per_device_batch_size=16384")
-    said = train_compile(*arguments, f"compile_report={path}", f"compiled_trainstep_file={program}", code=3)
+    arguments = [BASE, "compile_topology=v5e-4", *SMALL, "base_num_decoder_layers=1", "per_device_batch_size=16384"]
+    assert command([*arguments, f"compile_report={path}", f"compiled_trainstep_file={program}"]) == 3
+    said = capsys.readouterr().out
     report = json.loads(path.read_text())
     memory = report["memory"]
     assert not memory["fits"]
@@ -69,7 +83,7 @@ def test_a_step_too_large_for_a_tpu_is_an_answer(tmp_path):
     assert "RESOURCE_EXHAUSTED" in report["compiler_message"], "the compiler's message is whole"
     keys = {key for change in report["changes"] for key in change["keys"]}
     assert "per_device_batch_size" in keys
-    assert all((change["compiled"] or change["estimated"]) < memory["needed"] for change in report["changes"])
+    assert all(change["estimated"] < memory["needed"] for change in report["changes"])
     assert "does not fit: at least" in said
     assert not program.exists()
 
@@ -93,13 +107,13 @@ def test_what_should_help_is_compiled_to_see(tmp_path):
 
 
 @needs_cuda
-def test_a_gpu_host_has_a_verdict_though_its_compiler_gives_none(tmp_path):
+def test_a_gpu_host_has_a_verdict_though_its_compiler_gives_none(tmp_path, monkeypatch, settings):
+    monkeypatch.setattr(sys.modules[main.__module__], "MAX_SECONDS_TO_TRY", 0)
     path = tmp_path / "report.json"
-    arguments = ("compile_topology=a3", *SMALL, f"compile_report={path}")
-    train_compile(*arguments, "per_device_batch_size=1")
-    assert json.loads(path.read_text())["attention"] == "cudnn_flash"
+    arguments = [BASE, "compile_topology=a3", *SMALL, "base_num_decoder_layers=1", f"compile_report={path}"]
+    assert main([*arguments, "per_device_batch_size=1"])["attention"] == "cudnn_flash"
 
-    train_compile(*arguments, "per_device_batch_size=16384", "attention=dot_product", "remat_policy=none", code=3)
+    assert command([*arguments, "per_device_batch_size=65536", "attention=dot_product", "remat_policy=none"]) == 3
     report = json.loads(path.read_text())
     assert report["compiler_message"] == ""
     assert report["memory"]["needed"] > report["memory"]["capacity"]
@@ -136,13 +150,6 @@ TINY = ("compile_topology=cpu-8", "base_emb_dim=8", "base_mlp_dim=8", "base_num_
 SHORT = ("head_dim=8", "base_num_decoder_layers=1", "vocab_size=128", "max_target_length=8", "per_device_batch_size=1")
 
 
-@pytest.fixture
-def settings():
-    """Undoes what the command changes of JAX."""
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-
-
 def failing(*arguments):
     raise UserError("the disk is full")
 
@@ -166,6 +173,7 @@ def test_a_report_that_cannot_be_written_leaves_the_program(tmp_path, monkeypatc
 
 def test_a_report_that_cannot_be_written_leaves_the_exit_code(tmp_path, monkeypatch, settings, capsys):
     monkeypatch.setattr(sys.modules[main.__module__], "write_output", failing)
+    monkeypatch.setattr(sys.modules[main.__module__], "MAX_SECONDS_TO_TRY", 0)
     monkeypatch.setattr("src.aot.report.device_capacity", lambda topology: 1)
     assert command([BASE, *TINY, *SHORT, f"compile_report={tmp_path / 'report'}"]) == 3
     assert "the disk is full" in capsys.readouterr().err
@@ -207,6 +215,11 @@ def test_long_compilations_are_not_tried(tmp_path, monkeypatch, settings, capsys
         (("compile_topology=cpu-8", "per_device_batch_size=0.3"), "does not divide"),
     ],
 )
-def test_a_mistake_is_answered(arguments, says):
-    said = train_compile(*arguments, code=2)
-    assert says in said
+def test_a_mistake_is_answered(arguments, says, settings):
+    with pytest.raises(UserError) as said:
+        main([BASE, *arguments])
+    assert says in str(said.value)
+
+
+def test_a_mistake_is_one_line_and_exit_code_2():
+    assert "error: compile_topology is empty" in train_compile(code=2)

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
-is_known = _STATUS.exists()
+_FORGET = Path("/proc/self/clear_refs")
+is_known = _STATUS.exists() and _FORGET.exists()
 
 
 def now():
@@ -16,8 +17,12 @@ def now():
 
 
 def peak():
-    """The most so far, in bytes."""
+    """The most since the start or `forget_peak`, in bytes."""
     return _bytes("VmHWM")
+
+
+def forget_peak():
+    _FORGET.write_text("5")
 
 
 def _bytes(name):

@@ -18,7 +18,7 @@ from src.data.conversations import read_message
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Message, Tokenizer, missing_template
 from src.errors import UserError
-from src.generate import Generator, Model, in_training, sampling, unrolled
+from src.generate import Generator, in_training, sampling, unrolled
 from src.json_text import parse_json, read_lines, well_formed
 from src.loaded_model import load_model
 from src.model.params import Weights
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     completions = [Completion(decoding, length, tokenizer, prompt) for prompt in prompts]
     loaded = load_model(config, tokenizer)
     say(loaded.messages)
-    generator = make_generator(decoding, length, unrolled(loaded.plan, loaded.weights))
+    generator = make_generator(decoding, length, *unrolled(loaded.plan, loaded.weights))
     if config.interactive:
         texts = converse(decoding, tokenizer, generator)
     else:
@@ -76,14 +76,14 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
 def sample(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights, tokenizer: Tokenizer) -> str:
     """Returns the prompt and what a model in training generates after it, up to `sample_length` tokens, as text."""
     completion = Completion(decoding, max_target_length, tokenizer, decoding.prompt)
-    generate(make_generator(decoding, max_target_length, in_training(plan, weights)), [completion], 1, 0)
+    generate(make_generator(decoding, max_target_length, *in_training(plan, weights)), [completion], 1, 0)
     return completion.prompt_text + completion.text
 
 
-def make_generator(decoding: Decoding, max_target_length: int, model: Model) -> Generator:
-    """Returns a generator of the model with these keys."""
+def make_generator(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights) -> Generator:
+    """Returns a generator with these keys."""
     lengths = max_target_length, decoding.max_prefill_predict_length
-    return Generator(model, sampling(decoding), decoding.decode_seed, *lengths)
+    return Generator(plan, weights, sampling(decoding), decoding.decode_seed, *lengths)
 
 
 # ---- Prompts

@@ -3,24 +3,22 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from src.config.schema import Decoding
 from src.model import params
-from src.model.attention_kernels.choose import choose_kernel
-from src.model.decoder import Decoder, attention_scores, cache_arrays, empty_caches
+from src.model.decoder import Decoder, cache_arrays, empty_caches, kernel_for
 from src.model.forward_context import ForwardContext
 from src.model.layers import Execution
 from src.model.params import Weights
-from src.model.spec import LayerGroup, ModelSpec
+from src.model.spec import LayerGroup
 from src.parallel.mesh import Layout, add_mesh_axes, axes_of_dim
 from src.step.plan import StepPlan
 
@@ -84,30 +82,18 @@ def filter_logits(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
     return logits_BV
 
 
-# ---- Weights, as generation uses them
+# ---- Plans and weights, as generation uses them
 
 
-@dataclass(frozen=True)
-class Model:
-    """Holds a model's weights, and makes a decoder of them inside a compiled function."""
-
-    spec: ModelSpec
-    layout: Layout
-    execution: Execution
-    kernel: str  # of the prefill
-    weights: Any
-    decoder: Callable[[Any], Decoder]
-
-
-def in_training(plan: StepPlan, weights: Weights) -> Model:
-    """Returns the model of a training step with its weights as they are; pipeline stages share out every layer."""
+def in_training(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
+    """Returns a training step's plan and weights to generate with; pipeline stages share out every layer."""
     if plan.execution.schedule:
         weights = _unstaged_weights(plan, weights)
-    return Model(plan.spec, _unsplit_rows(plan.layout), plan.execution, plan.kernel, weights, plan.decoder)
+    return dataclasses.replace(plan, layout=_unsplit_rows(plan.layout)), weights
 
 
-def unrolled(plan: StepPlan, weights: Weights) -> Model:
-    """Returns the same model with each layer's weights in arrays of their own, for speed; deletes arrays of `weights`.
+def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
+    """Returns both with each layer's weights in arrays of their own, for speed; deletes arrays of `weights`.
 
     A loop over stacked weights would copy each layer's out of the stack at every token: more than the token's own
     work, which reads every weight once.
@@ -121,7 +107,7 @@ def unrolled(plan: StepPlan, weights: Weights) -> Model:
         for index, group in enumerate(plan.spec.layer_groups)
     }
     layout, execution = _unsplit_rows(plan.layout), Execution(scan_layers=False)
-    return Model(spec, layout, execution, plan.kernel, tree, lambda tree: nnx.merge(graphdef, tree))
+    return dataclasses.replace(plan, spec=spec, graphdef=graphdef, layout=layout, execution=execution), Weights(tree)
 
 
 def _unsplit_rows(layout: Layout) -> Layout:
@@ -198,7 +184,8 @@ class Speed:
 class Generator:
     """Generates tokens after prompts, with one compiled prefill for each size of prompts and one compiled step."""
 
-    model: Model
+    plan: StepPlan
+    weights: Weights
     sampling: Sampling
     seed: int  # of the sampling
     length: int  # the most tokens of a row, prompt included: the caches' length
@@ -208,7 +195,7 @@ class Generator:
 
     def padded(self, prompts: Sequence[np.ndarray], rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the prompts as an array [B, T] padded on the right, B at least `rows`, and their lengths [B]."""
-        shards = self.model.layout.shards("batch")
+        shards = self.plan.layout.shards("batch")
         B = -(-max(rows, len(prompts)) // shards) * shards
         longest = max(map(len, prompts))
         T = self.prefill_length
@@ -223,11 +210,11 @@ class Generator:
     def compile(self, B: int, T: int) -> None:
         """Compiles the programs for prompts [B, T]."""
         start = time.perf_counter()
-        layout, weights = self.model.layout, self.model.weights
+        layout, weights = self.plan.layout, self.weights
         weight_shardings = jax.tree.map(lambda leaf: leaf.sharding, weights)
         cache_shardings = [
             [{name: layout.sharding(array.axes) for name, array in arrays.items()} for arrays in pattern]
-            for pattern in cache_arrays(self.model.spec, 1, self.length)
+            for pattern in cache_arrays(self.plan.spec, 1, self.length)
         ]
         replicated, one_B = layout.sharding(()), jax.ShapeDtypeStruct((B,), jnp.int32)
         out_shardings = (cache_shardings, replicated, replicated)
@@ -239,7 +226,7 @@ class Generator:
         if (B,) not in self._compiled:
             in_shardings = (weight_shardings, cache_shardings, *(replicated,) * 3)
             step = jax.jit(self._step, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=1)
-            caches = jax.eval_shape(lambda: empty_caches(self.model.spec, B, self.length))
+            caches = jax.eval_shape(lambda: empty_caches(self.plan.spec, B, self.length))
             self._compiled[B,] = step.lower(weights, caches, one_B, one_B, one_B).compile()
         self.speed.compile_seconds += time.perf_counter() - start
 
@@ -252,46 +239,44 @@ class Generator:
         self.compile(B, T)
         prefill, step = self._compiled[B, T], self._compiled[B,]
         arrays = (tokens_BT, lengths_B, indices_B)
-        tokens_BT, lengths_B, indices_B = jax.device_put(arrays, self.model.layout.sharding(()))
-        caches, next_B, positions_B = prefill(self.model.weights, tokens_BT, lengths_B, indices_B)
+        tokens_BT, lengths_B, indices_B = jax.device_put(arrays, self.plan.layout.sharding(()))
+        caches, next_B, positions_B = prefill(self.weights, tokens_BT, lengths_B, indices_B)
         while True:
             last_B = next_B
-            caches, next_B, positions_B = step(self.model.weights, caches, last_B, positions_B, indices_B)
+            caches, next_B, positions_B = step(self.weights, caches, last_B, positions_B, indices_B)
             yield np.asarray(last_B)
 
     def _prefill(
-        self, weights: Any, tokens_BT: jax.Array, lengths_B: jax.Array, indices_B: jax.Array
+        self, weights: Weights, tokens_BT: jax.Array, lengths_B: jax.Array, indices_B: jax.Array
     ) -> tuple[Any, jax.Array, jax.Array]:
         """Returns caches that hold the prompts, the first new tokens [B] and their positions."""
-        model = self.model
+        plan = self.plan
         B, T = tokens_BT.shape
-        tokens_BT = model.layout.constrain(tokens_BT, "batch", "length")
+        tokens_BT = plan.layout.constrain(tokens_BT, "batch", "length")
         positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
         segment_ids_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
-        platform = model.layout.mesh.devices.flat[0].platform
-        kernel = model.kernel
+        kernel = plan.kernel
         if kernel != "dot_product":  # fused kernels take rows of some lengths only, and prompts may have others
-            scores = attention_scores(model.spec)
-            kernel = choose_kernel("autoselected", platform, scores, model.spec.dtype, T, model.layout)
-        context = ForwardContext(positions_BT, segment_ids_BT, model.layout, kernel, packed=False)
-        decoder = model.decoder(weights)
-        caches = empty_caches(model.spec, B, self.length)
-        hidden_BTD, caches, _ = decoder(tokens_BT, context, model.execution, caches)
+            kernel = kernel_for("autoselected", plan.spec, T, plan.layout)
+        context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, kernel, packed=False)
+        decoder = plan.decoder(weights)
+        caches = empty_caches(plan.spec, B, self.length)
+        hidden_BTD, caches, _ = decoder(tokens_BT, context, plan.execution, caches)
         last_B1D = jnp.take_along_axis(hidden_BTD, lengths_B[:, None, None] - 1, axis=1)
         logits_BV = decoder.logits(last_B1D, context)[:, 0]
         return caches, sample_tokens(logits_BV, self.sampling, self.seed, indices_B, lengths_B), lengths_B
 
     def _step(
-        self, weights: Any, caches: Any, tokens_B: jax.Array, positions_B: jax.Array, indices_B: jax.Array
+        self, weights: Weights, caches: Any, tokens_B: jax.Array, positions_B: jax.Array, indices_B: jax.Array
     ) -> tuple[Any, jax.Array, jax.Array]:
         """Returns caches that hold these tokens too, the tokens after them [B] and their positions."""
-        model = self.model
-        tokens_B1 = model.layout.constrain(tokens_B[:, None], "batch", "length")
+        plan = self.plan
+        tokens_B1 = plan.layout.constrain(tokens_B[:, None], "batch", "length")
         positions_B1 = positions_B[:, None]
         ones_B1 = jnp.ones_like(tokens_B1)
-        context = ForwardContext(positions_B1, ones_B1, model.layout, model.kernel, packed=False, decoding=True)
-        decoder = model.decoder(weights)
-        hidden_B1D, caches, _ = decoder(tokens_B1, context, model.execution, caches)
+        context = ForwardContext(positions_B1, ones_B1, plan.layout, plan.kernel, packed=False, decoding=True)
+        decoder = plan.decoder(weights)
+        hidden_B1D, caches, _ = decoder(tokens_B1, context, plan.execution, caches)
         logits_BV = decoder.logits(hidden_B1D, context)[:, 0]
         next_B = sample_tokens(logits_BV, self.sampling, self.seed, indices_B, positions_B + 1)
         return caches, next_B, positions_B + 1

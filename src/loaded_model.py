@@ -1,6 +1,5 @@
 """Loads a model for use without training: for decode.py and evaluate.py."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -10,8 +9,6 @@ from src.checkpoint.resume import all_weights, check_tokenizer, check_vocabulary
 from src.config.schema import Config
 from src.data.types import Tokenizer
 from src.errors import UserError
-from src.model.attention_kernels.choose import choose_kernel
-from src.model.decoder import attention_scores
 from src.model.params import Weights
 from src.parallel.mesh import Layout, check_hardware, make_layout
 from src.step.build import plan_step
@@ -51,17 +48,3 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
 def inference_plan(config: Config, layout: Layout) -> StepPlan:
     """Returns the plan of the config's model without adapters or frozen weights; raises UserError as `make_plan`."""
     return plan_step(config.replace(lora_rank=0, trainable_parameters=[]), layout)
-
-
-def whole_texts(plan: StepPlan, length: int) -> StepPlan:
-    """Returns the plan for rows of `length` tokens that each are one text.
-
-    Raises:
-        UserError: the attention kernel does not take such rows, or they are longer than the model's table of positions.
-    """
-    spec, layout = plan.spec, plan.layout
-    if 0 < spec.trainable_position_size < length:
-        raise UserError(f"rows of {length} tokens are longer than the model's {spec.trainable_position_size} positions")
-    platform = layout.mesh.devices.flat[0].platform
-    kernel = choose_kernel(plan.step.attention, platform, attention_scores(spec), spec.dtype, length, layout)
-    return dataclasses.replace(plan, kernel=kernel, packed=False)

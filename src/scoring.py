@@ -1,5 +1,6 @@
 """Scores given tokens with a model: the log-probabilities of texts, and whole logits."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -15,7 +16,8 @@ from jax.experimental import multihost_utils
 from src.config.schema import Batch, Evaluation
 from src.errors import UserError
 from src.json_text import parse_json, read_lines
-from src.loaded_model import LoadedModel, whole_texts
+from src.loaded_model import LoadedModel
+from src.model.decoder import kernel_for
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.model.pipeline import check_rows
@@ -100,6 +102,17 @@ def write_logits(evaluation: Evaluation, batch: Batch, loaded: LoadedModel) -> t
 def compute_logits(plan: StepPlan, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
     """Returns logits, float32 [B, T, V], of rows that each are one text; B divides over the mesh."""
     return _compiled(whole_texts(plan, tokens_BT.shape[1]), _logits)(weights, tokens_BT)
+
+
+def whole_texts(plan: StepPlan, length: int) -> StepPlan:
+    """Returns the plan for rows of `length` tokens that each are one text.
+
+    Raises UserError: the attention kernel does not take such rows, or they are longer than the table of positions.
+    """
+    if 0 < (positions := plan.spec.trainable_position_size) < length:
+        raise UserError(f"rows of {length} tokens are longer than the model's {positions} positions")
+    kernel = kernel_for(plan.step.attention, plan.spec, length, plan.layout)
+    return dataclasses.replace(plan, kernel=kernel, packed=False)
 
 
 def eval_batch_size(evaluation: Evaluation, batch: Batch, plan: StepPlan) -> int:

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     if config is None:
         return
     _check(config.data, config.tokenized_path)
-    items = Items(config)
+    items = open_items(config_text := configuration.to_yaml(config))
     folder = Path(config.tokenized_path).expanduser()
     try:
         with _locked(folder):
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             if "shards" in summary:
                 print(f"{folder} is finished already", flush=True)
             else:
-                summary = _write(configuration.to_yaml(config), folder, len(items), summary)
+                summary = _write(config_text, folder, len(items), summary)
             for note in (folder / UNFINISHED, *folder.glob("[0-9]*.json")):  # tokens.json has it all
                 note.unlink(missing_ok=True)
     except OSError as error:
@@ -124,11 +124,10 @@ def _check(data: Data, tokenized_path: str) -> None:
 class Items:
     """Reads the items of a run's data as ids."""
 
-    def __init__(self, config: Config) -> None:
-        self._inputs = InputSpec.of(config, make_tokenizer(config.data, config.vocab_size))
-        self._spec = train_specs(config.data)[0]
-        self._source = open_source(self._spec, self._inputs)
-        self.dtype = "uint16" if config.vocab_size <= _MAX_UINT16_VOCABULARY else "uint32"
+    def __init__(self, inputs: InputSpec) -> None:
+        self._inputs, self._spec = inputs, train_specs(inputs.data)[0]
+        self._source = open_source(self._spec, inputs)
+        self.dtype = "uint16" if inputs.vocab_size <= _MAX_UINT16_VOCABULARY else "uint32"
 
     def __len__(self) -> int:
         return len(self._source)
@@ -261,15 +260,18 @@ def _start_process() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-@functools.cache
-def _open_items(config_text: str) -> Items:
-    """Opens the data once in a process; the config comes as text, as not all of it can be pickled."""
-    return Items(Config.of(configuration.from_yaml(config_text)))
+def open_items(config_text: str) -> Items:
+    """Opens the data of a config, which comes as text, as not all of it can be pickled."""
+    config = Config.of(configuration.from_yaml(config_text))
+    return Items(InputSpec.of(config, make_tokenizer(config.data, config.vocab_size)))
+
+
+_items_of_process = functools.cache(open_items)
 
 
 def _write_shard(config_text: str, folder: Path, number: int, part: range) -> ShardFacts:
     """Writes the shard with these items, its NUMBER.json last."""
-    items = _open_items(config_text)
+    items = _items_of_process(config_text)
     dtype = np.dtype(items.dtype).newbyteorder("<")
     pair_starts = array.array("q", [0])  # a list would take four times the memory
     digest, largest_id = hashlib.sha256(), 0

@@ -233,8 +233,9 @@ def conclude(
     folder.sync()
     if report:
         say([f"report: {report.finish()}"])
-    if not (stopped_by or config.quiet):
-        say(next_commands(config, folder.path, tokenizer))
+    if config.enable_checkpointing and not (stopped_by or config.quiet):
+        sections = config.model, config.data, config.decoding, config.evaluation
+        say(next_commands(folder.path, tokenizer, *sections, config.max_target_length))
 
 
 def dated(folder: RunFolder, first_step: int) -> dict[str, str]:

@@ -279,8 +279,8 @@ def generated(devices, stacked, **keys):
     plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:devices]))
     shardings = plan.shardings
     weights = jax.tree.map(jax.device_put, tiny.random_weights(plan), shardings)
-    model = in_training(plan, plan.split(weights)) if stacked else unrolled(plan, plan.split(weights))
-    generator = Generator(model, Sampling(1.0, 0, 0.9), config.decode_seed, LENGTH)
+    use = in_training if stacked else unrolled
+    generator = Generator(*use(plan, plan.split(weights)), Sampling(1.0, 0, 0.9), config.decode_seed, LENGTH)
     completions = [Completion(config.decoding, LENGTH, BYTES, prompt) for prompt in PROMPTS]
     generate(generator, completions, len(completions), 0)
     if devices == 1 or "decoder_segments" in keys:  # on a mesh, one case of a batch of another size is enough
@@ -319,12 +319,12 @@ def test_stages_of_a_pipeline_all_run_all_layers():
     assert generated(8, stacked=False, **keys) == expected
 
 
-@pytest.mark.parametrize("model", [in_training, unrolled])
-def test_stages_of_a_pipeline_keep_their_part_of_the_weights(model):
+@pytest.mark.parametrize("use", [in_training, unrolled])
+def test_stages_of_a_pipeline_keep_their_part_of_the_weights(use):
     keys = {"ici_pipeline_parallelism": 4, "ici_fsdp_parallelism": 1, "base_num_decoder_layers": 4}
     _, plan = tiny.make(4, **keys)
     weights = plan.split(jax.device_put(tiny.random_weights(plan), plan.shardings))
-    weights = jax.tree.leaves(model(plan, weights).weights)
+    weights = jax.tree.leaves(use(plan, weights)[1])
     held = [sum(x.addressable_shards[device].data.size for x in weights) for device in range(4)]
     assert max(held) <= 1.05 * sum(x.size for x in weights) / 4  # a norm's scales may be copies
 
@@ -335,7 +335,7 @@ def test_of_stages_only_the_weights_that_they_share_out_move_and_all_others_are_
     adapters = {"lora_rank": 4, "lora_parameters": "['*']", "load_parameters_path": "elsewhere"}
     _, plan = tiny.make(4, base_num_decoder_layers=9, decoder_segments=segments, **keys, **adapters)
     weights = plan.split(jax.device_put(tiny.random_weights(plan), plan.shardings))
-    before, after = (jax.tree.leaves_with_path(each) for each in (weights, in_training(plan, weights).weights))
+    before, after = (jax.tree.leaves_with_path(each) for each in (weights, in_training(plan, weights)[1]))
     for (path, old), (_, new) in zip(before, after, strict=True):
         if "['segments'][0]" in jax.tree_util.keystr(path):
             assert old.sharding.spec[0] == "stage"

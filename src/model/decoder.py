@@ -13,6 +13,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention import Attention
+from src.model.attention_kernels.choose import choose_kernel
 from src.model.attention_kernels.scores import MASKED, ScoreSpec
 from src.model.cache import Cache, CacheArray
 from src.model.costs import Costs
@@ -25,6 +26,7 @@ from src.model.moe.layer import Experts
 from src.model.norm import Norm
 from src.model.params import Tree, matmul, stack, weight
 from src.model.spec import LayerSpec, ModelSpec
+from src.parallel.mesh import Layout
 
 
 def mixer(layer: LayerSpec) -> type[Attention] | type[LatentAttention]:
@@ -45,6 +47,12 @@ def layer_costs(layer: LayerSpec) -> dict[str, Costs]:
 def attention_scores(spec: ModelSpec) -> list[ScoreSpec]:
     """Returns what the attention kernels of a model's layers compute."""
     return [scores for layer in dict.fromkeys(spec.layers) if (scores := layer_costs(layer)["attention"].scores)]
+
+
+def kernel_for(attention: str, spec: ModelSpec, length: int, layout: Layout) -> str:
+    """Returns the attention kernel for a model's rows of `length` tokens on a layout; raises as `choose_kernel`."""
+    platform = layout.mesh.devices.flat[0].platform
+    return choose_kernel(attention, platform, attention_scores(spec), spec.dtype, length, layout)
 
 
 class Block(nnx.Module):

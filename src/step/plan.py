@@ -11,8 +11,7 @@ from flax import nnx
 from src.config.schema import Mesh, Step
 from src.errors import UserError, first_few
 from src.model import lora, params
-from src.model.attention_kernels.choose import choose_kernel
-from src.model.decoder import Decoder, attention_scores
+from src.model.decoder import Decoder, kernel_for
 from src.model.layers import Execution
 from src.model.lora import LoraSpec
 from src.model.moe import layer as moe
@@ -104,7 +103,6 @@ def make_plan(
     updates = trainable
     if step.shard_optimizer_over_data:
         updates = shard_over(replicas, Weights.split(shapes, roles).trainable, trainable)
-    micro_batches, platform = step.gradient_accumulation_steps, layout.mesh.devices.flat[0].platform
     return StepPlan(
         step=step,
         spec=spec,
@@ -118,10 +116,12 @@ def make_plan(
         matrices=matrices(declarations, spec.vocab_size),
         layout=layout,
         execution=Execution(step.scan_layers, step.remat_policy, dict(step.remat_custom), schedule),
-        kernel=choose_kernel(step.attention, platform, attention_scores(spec), spec.dtype, max_target_length, layout),
+        kernel=kernel_for(step.attention, spec, max_target_length, layout),
         packed=packing,
         eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
-        accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),
+        accumulation=Accumulation(
+            layout, step.gradient_accumulation_steps, replicas, schedule is not None, trainable, updates
+        ),
     )
 
 

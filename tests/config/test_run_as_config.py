@@ -118,7 +118,9 @@ def test_a_run_that_is_not_there_names_those_beside_it(trained):
 @pytest.mark.parametrize(("chats", "asked"), [(True, "interactive=true use_chat_template=true"), (False, "prompt=hi")])
 def test_a_model_of_chats_is_asked_in_a_conversation(tmp_path, chats, asked):
     config = load(["prompt=hi", f"use_sft={chats}", "dataset_path=chats.jsonl"])
-    ask, *_ = next_commands(config, tmp_path, SimpleNamespace(chat_template="{{ messages }}"))
+    sections = config.model, config.data, config.decoding, config.evaluation
+    tokenizer = SimpleNamespace(chat_template="{{ messages }}")
+    ask, *_ = next_commands(tmp_path, tokenizer, *sections, config.max_target_length)
     assert ask.endswith(f"src.decode {tmp_path} {asked}")
 
 

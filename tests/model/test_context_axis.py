@@ -152,9 +152,9 @@ def test_generation_where_devices_share_rows_draws_the_tokens_of_one():
     for overrides in ({}, MESHES["context 4 x tensor 2, sequence"]):
         _, plan = make(devices_of(overrides), **overrides)
         weights = jax.device_put(random_weights(plan), plan.shardings)
-        model = in_training(plan, plan.split(weights))
+        used = in_training(plan, plan.split(weights))
         generator = Generator(
-            model, Sampling(temperature=0.0, top_k=0, nucleus_p=1.0), seed=0, length=LENGTH, prefill_length=7
+            *used, Sampling(temperature=0.0, top_k=0, nucleus_p=1.0), seed=0, length=LENGTH, prefill_length=7
         )
         tokens_BT, lengths_B = generator.padded(prompts, rows=2)
         tokens = generator.tokens(tokens_BT, lengths_B, np.arange(len(lengths_B)))

@@ -63,7 +63,7 @@ def test_an_adapted_latent_attention_decodes_from_its_cache_as_the_merged_model_
     _, plan = make(lora_parameters="[attention.query, attention.kv_up]", **ADAPTED, **LATENT)
     adapters = adapters_of(plan)
     adapted = plan.split(jax.device_put(weights_of(plan) | {"lora": adapters}, jax.devices()[0]))
-    generator = Generator(in_training(plan, adapted), Sampling(0.0, 0, 1.0), 0, LENGTH)
+    generator = Generator(*in_training(plan, adapted), Sampling(0.0, 0, 1.0), 0, LENGTH)
     prompt = np.array([5, 11, 7], np.int32)
     drawn = itertools.islice(generator.tokens(*generator.padded([prompt], 1), np.zeros(1, np.int32)), 8)
 

@@ -103,6 +103,7 @@ def make_plan(
     updates = trainable
     if step.shard_optimizer_over_data:
         updates = shard_over(replicas, Weights.split(shapes, roles).trainable, trainable)
+    micro_batches = step.gradient_accumulation_steps
     return StepPlan(
         step=step,
         spec=spec,
@@ -119,9 +120,7 @@ def make_plan(
         kernel=kernel_for(step.attention, spec, max_target_length, layout),
         packed=packing,
         eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
-        accumulation=Accumulation(
-            layout, step.gradient_accumulation_steps, replicas, schedule is not None, trainable, updates
-        ),
+        accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),
     )
 
 

@@ -14,12 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from src.config.schema import Decoding
 from src.model import params
-from src.model.decoder import Decoder, cache_arrays, empty_caches, kernel_for
+from src.model.block import kernel_for
+from src.model.decoder import Decoder
+from src.model.decoder_caches import cache_arrays, empty_caches
+from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
-from src.model.layers import Execution
 from src.model.params import Weights
 from src.model.spec import LayerGroup
-from src.parallel.mesh import Layout, add_mesh_axes, axes_of_dim
+from src.parallel.mesh import Layout, axes_of_dim
+from src.parallel.replicas import add_mesh_axes
 from src.step.plan import StepPlan
 
 MIN_PREFILL = 16  # tokens that prompts are padded to, at least: short ones share one program

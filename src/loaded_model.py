@@ -10,7 +10,8 @@ from src.config.schema import Config
 from src.data.types import Tokenizer
 from src.errors import UserError
 from src.model.params import Weights
-from src.parallel.mesh import Layout, check_hardware, make_layout
+from src.parallel.mesh import Layout, make_layout
+from src.parallel.slices import check_hardware
 from src.step.build import plan_step
 from src.step.plan import StepPlan
 from src.step.state import abstract_state

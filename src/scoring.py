@@ -17,7 +17,7 @@ from src.config.schema import Batch, Evaluation
 from src.errors import UserError
 from src.json_text import parse_json, read_lines
 from src.loaded_model import LoadedModel
-from src.model.decoder import kernel_for
+from src.model.block import kernel_for
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.model.pipeline import check_rows

@@ -34,8 +34,7 @@ from src.evaluate import Evaluation
 from src.json_text import parse_json
 from src.model.flops import FlopsPerToken, count_params, flops_per_token
 from src.next_commands import next_commands
-from src.parallel.mesh import check_hardware, describe_mesh
-from src.parallel.slices import count_slices
+from src.parallel.slices import check_hardware, count_slices, describe_mesh
 from src.report.diagnostics import Profile, stack_traces
 from src.report.metrics import MetricsLog, StepPrinter, print_header
 from src.report.recorder import LiveReport, Recorder, sets_aside

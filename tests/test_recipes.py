@@ -10,7 +10,8 @@ import pytest
 from scripts.recipes import FOLDER, read
 from src.aot.devices import abstract_devices
 from src.model.flops import count_params, flops_per_token
-from src.parallel.mesh import describe_mesh, global_batch_size, make_layout
+from src.parallel.mesh import global_batch_size, make_layout
+from src.parallel.slices import describe_mesh
 from src.parallel.topology import peak_flops
 from src.step.build import build, plan_step
 from tests.compilers import needs_cuda, needs_libtpu

@@ -22,7 +22,7 @@ COMMANDS = {
 }
 MAX_LEVELS = 11
 MAX_LINES = 400
-MAX_CORE_LINES = 5_700
+MAX_CORE_LINES = 4_800
 
 
 @functools.cache
@@ -131,5 +131,5 @@ def test_no_file_is_long():
 def test_the_core_that_the_architecture_lists_is_there_and_small():
     text = (ROOT / "docs" / "architecture.md").read_text().partition("## The core")[2]
     core = re.findall(r"src/[\w/]+\.py", text)
-    assert len(core) == len(set(core)) > 30
+    assert len(core) == len(set(core)) >= 24
     assert sum(len((ROOT / name).read_text().splitlines()) for name in core) <= MAX_CORE_LINES

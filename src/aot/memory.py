@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from src.model.decoder import layer_costs
+from src.model.block import layer_costs
 from src.model.moe.dispatch import BUFFER_SLACK
 from src.model.params import by_path
 from src.parallel.mesh import mesh_axes_of

@@ -17,7 +17,7 @@ from src.aot.roofline import predict, work_of
 from src.config.yaml import dump
 from src.errors import UserError
 from src.model.flops import count_active_params, count_params
-from src.parallel.mesh import describe_mesh
+from src.parallel.slices import describe_mesh
 from src.parallel.topology import Topology, run_peak
 from src.report.metrics import duration
 from src.step.build import TracedStep

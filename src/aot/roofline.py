@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from src.aot.hlo import Collective
 from src.aot.memory import device_bytes
-from src.model.decoder import layer_costs
+from src.model.block import layer_costs
+from src.model.execution import Execution
 from src.model.flops import FlopsPerToken, all_layers, count_params, flops_per_token, recomputed_flops
-from src.model.layers import Execution
 from src.model.spec import ModelSpec
 from src.parallel.topology import Chip
 from src.step.build import TracedStep

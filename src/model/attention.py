@@ -12,8 +12,8 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from src.model.attention_kernels.scores import ScoreSpec, cudnn, dot_product, masked_attention, score_spec
-from src.model.cache import Cache, CacheArray, decode_mask, in_order, update
+from src.model.attention_kernels.scores import ScoreSpec, dot_product, masked_attention, score_spec
+from src.model.cache import Cache, CacheArray, cache_slots, decode_mask, in_order, update
 from src.model.costs import Costs
 from src.model.embeddings import rope
 from src.model.forward_context import ForwardContext
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
     @staticmethod
     def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:
         """Declares the cache for `rows` texts of up to `length` tokens."""
-        slots = score_spec(spec, spec.head_dim).cache_slots(length)
+        slots = cache_slots(score_spec(spec, spec.head_dim), length)
         shape = (rows, spec.num_kv_heads, slots, spec.head_dim)
         return dict.fromkeys(("key", "value"), CacheArray(shape, ("batch", "kv_heads", None, "head_dim")))
 
@@ -128,8 +128,10 @@ def attend(
         context = dataclasses.replace(context, segment_ids_BT=segment_ids, packed=True)
     if context.kernel == "flash":  # imported where it runs: Pallas takes a second
         from src.model.attention_kernels.splash import splash as kernel
+    elif context.kernel == "cudnn_flash":
+        from src.model.attention_kernels.cudnn import cudnn as kernel
     else:
-        kernel = cudnn if context.kernel == "cudnn_flash" else dot_product
+        kernel = dot_product
     out_BTNH = kernel(q_BTNH, k_BSKH, v_BSKH, spec, sinks_N, context)
     return context.layout.constrain(out_BTNH, "batch", "length", "heads", "head_dim")
 

@@ -24,6 +24,11 @@ class CacheArray(NamedTuple):
     axes: tuple[str | None, ...]  # the logical axis of each dim
 
 
+def cache_slots(scores: ScoreSpec, length: int) -> int:
+    """Returns the tokens that a cache holds for texts of up to `length` tokens."""
+    return min(length, scores.window or scores.chunk or length)
+
+
 def update(cache: Cache, new: Cache, context: ForwardContext) -> Cache:
     """Returns the cache with the arrays [B, T, K, H] of these positions in it.
 

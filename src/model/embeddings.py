@@ -1,12 +1,11 @@
-"""Token embeddings and positions: rotary (with its extensions to longer contexts) and sinusoidal."""
-
-import math
+"""Token embeddings and positions: rotary and sinusoidal."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from src.model.rope_stretching import stretch
 from src.model.spec import LayerSpec
 from src.parallel.mesh import Layout
 
@@ -34,11 +33,13 @@ def embed_tokens(table_VD: Array, tokens_BT: Array, layout: Layout) -> Array:
 def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
     """Rotates pairs of a head's first `partial_rotary_factor` by position (Su et al. 2021, section 3.4.2), in float32.
 
-    Pair i turns by position * frequencies[i] radians; it is (i, i + dim / 2), as in Llama's Hugging Face checkpoints,
-    or (2i, 2i + 1) with `rope_interleave`.
+    Pair i is (i, i + dim / 2), as in Llama's Hugging Face checkpoints, or (2i, 2i + 1) with `rope_interleave`.
     """
     dim = int(x_BTNH.shape[-1] * spec.partial_rotary_factor)
-    frequencies, size = _frequencies(spec, dim)
+    pair = np.arange(dim // 2, dtype=np.float32)
+    frequencies, size = 1.0 / float(spec.rope_max_timescale) ** (pair / np.float32(dim // 2)), 1.0
+    if spec.rope_type != "default":
+        frequencies, size = stretch(frequencies, spec)
     angle_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
     sin, cos = size * jnp.sin(angle_BT1P), size * jnp.cos(angle_BT1P)
     rotated, rest = jnp.split(x_BTNH, [dim], axis=-1)
@@ -49,45 +50,6 @@ def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
     turned = (first * cos - second * sin, second * cos + first * sin)
     joined = jnp.stack(turned, -1).reshape(rotated.shape) if interleaved else jnp.concatenate(turned, -1)
     return jnp.concatenate([joined.astype(x_BTNH.dtype), rest], axis=-1)
-
-
-def _frequencies(spec: LayerSpec, dim: int) -> tuple[np.ndarray, float]:
-    """Returns each pair's radians per position, float32 [dim / 2], and the factor of the rotated part."""
-    pair = np.arange(dim // 2, dtype=np.float32)
-    plain = 1.0 / float(spec.rope_max_timescale) ** (pair / np.float32(dim // 2))
-    if spec.rope_type == "default":
-        return plain, 1.0
-    stretched = plain / spec.rope_factor
-    if spec.rope_type == "linear":  # position interpolation (Chen et al. 2023)
-        return stretched, 1.0
-    if spec.rope_type == "llama3.1":
-        # Short waves stay, long ones are stretched, those between are mixed linearly by their turns.
-        turns = spec.original_max_position_embeddings * plain / (2 * np.pi)
-        between = max(spec.rope_high_freq_factor - spec.rope_low_freq_factor, 1e-6)  # Llama 4 Scout has none between
-        share = np.clip((turns - spec.rope_low_freq_factor) / between, 0.0, 1.0)
-        return (stretched + share * (plain - stretched)).astype(np.float32), 1.0
-    assert spec.rope_type == "yarn"  # Peng et al. 2023, arXiv:2309.00071, section 3
-
-    def pair_of(turns: float) -> float:
-        """Returns the (fractional) pair that makes `turns` turns in the original length."""
-        wave = spec.original_max_position_embeddings / (turns * 2 * math.pi)
-        return dim / 2 * math.log(wave) / math.log(spec.rope_max_timescale)
-
-    first, last = pair_of(spec.beta_fast), pair_of(spec.beta_slow)
-    if spec.rope_truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
-    # As in transformers: where last < first, only the pairs before both stay.
-    share = np.clip((pair - first) / ((last - first) or 1e-3), 0.0, 1.0)
-    size = yarn_size(spec, 1.0)
-    if spec.mscale and spec.mscale_all_dim:
-        size = yarn_size(spec, spec.mscale) / yarn_size(spec, spec.mscale_all_dim)
-    return (plain + share * (stretched - plain)).astype(np.float32), size
-
-
-def yarn_size(spec: LayerSpec, weight: float) -> float:
-    """Returns YaRN's factor 1 + 0.1 weight log(rope_factor)."""
-    return 0.1 * weight * math.log(spec.rope_factor) + 1.0
 
 
 def sinusoidal(positions_BT: Array, emb_dim: int) -> Array:

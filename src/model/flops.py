@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import jax
 
-from src.model.decoder import Block, Decoder, layer_costs
-from src.model.layers import Execution
+from src.model.attention_kernels.scores import ScoreSpec
+from src.model.block import Block, layer_costs
+from src.model.decoder import Decoder
+from src.model.execution import Execution
 from src.model.params import abstract, by_path, field, values
 from src.model.spec import LayerSpec, ModelSpec
 
@@ -110,7 +112,20 @@ def _flops(passes: int, elements: float, spec: ModelSpec, length: int) -> FlopsP
     causal = palm = 2.0 * passes * elements
     for layer, count in all_layers(spec).items():
         if scores := layer_costs(layer)["attention"].scores:
-            per_key = passes * count * scores.flops_per_key
-            causal += per_key * scores.mean_keys(length)
+            # Both products, scores and weighted values, of one query and one key.
+            per_key = passes * count * 2.0 * scores.num_heads * (scores.head_dim + scores.value_dim)
+            causal += per_key * _mean_keys(scores, length)
             palm += per_key * length
     return FlopsPerToken(causal, palm)
+
+
+def _mean_keys(scores: ScoreSpec, length: int) -> float:
+    """Returns how many keys a query attends to on average in a row of one segment."""
+
+    def total(block: int) -> int:
+        """Sums the keys over the queries of one block."""
+        window = min(scores.window or length, block)
+        return window * (window + 1) // 2 + (block - window) * window
+
+    block = min(scores.chunk or length, length)
+    return (length // block * total(block) + total(length % block)) / length

@@ -9,12 +9,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention import attend
 from src.model.attention_kernels.scores import ScoreSpec, masked_attention, score_spec
-from src.model.cache import Cache, CacheArray, decode_mask, in_order, update
+from src.model.cache import Cache, CacheArray, cache_slots, decode_mask, in_order, update
 from src.model.costs import Costs
-from src.model.embeddings import rope, yarn_size
+from src.model.embeddings import rope
 from src.model.forward_context import ForwardContext
 from src.model.norm import Norm
 from src.model.params import matmul, weight
+from src.model.rope_stretching import yarn_size
 from src.model.spec import LayerSpec
 from src.parallel.sequence import replicate_rows
 
@@ -53,7 +54,7 @@ class LatentAttention(nnx.Module):
     @staticmethod
     def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:
         """Declares the cache for `rows` texts of up to `length` tokens."""
-        shape = (rows, 1, _scores(spec).cache_slots(length), spec.kv_lora_rank + spec.qk_rope_head_dim)
+        shape = (rows, 1, cache_slots(_scores(spec), length), spec.kv_lora_rank + spec.qk_rope_head_dim)
         return {"latent": CacheArray(shape, ("batch", None, None, None))}
 
     def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
@@ -123,6 +124,6 @@ def _head_dim(spec: LayerSpec) -> int:
 def _scores(spec: LayerSpec) -> ScoreSpec:
     scores = dataclasses.replace(score_spec(spec, _head_dim(spec)), value_dim=spec.v_head_dim)
     if spec.position_type == "rope" and spec.rope_type == "yarn" and spec.mscale_all_dim:
-        # DeepSeek: mscale_all_dim scales the whole score here; embeddings.py scales the rotated part by mscale over it.
+        # DeepSeek: mscale_all_dim scales the whole score here; `stretch` scales the rotated part by mscale over it.
         return dataclasses.replace(scores, scale=scores.scale * yarn_size(spec, spec.mscale_all_dim) ** 2)
     return scores

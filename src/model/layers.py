@@ -1,8 +1,6 @@
-"""Runs a group of repeated layers; alone knows about scanning, unrolling, rematerialisation and pipeline stages."""
+"""Runs a group of repeated layers; alone knows about scanning, unrolling and pipeline stages."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -10,68 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
-from src.model.pipeline import Schedule, run_stages
+from src.model.pipeline import run_stages
 from src.model.spec import LayerGroup
-
-QKV = ("query_proj", "key_proj", "value_proj")
-PRODUCTS = (*QKV, "out_proj", "mlpwi", "mlpwo")
-
-# remat_policy -> (arrays kept on the device, arrays kept in host memory); base.yml describes them.
-POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "full": ((), ()),
-    "minimal": (PRODUCTS, ()),
-    "minimal_with_context": ((*PRODUCTS, "context"), ()),
-    "save_qkv_proj": (QKV, ()),
-    "save_out_proj": (("out_proj",), ()),
-    "qkv_proj_offloaded": ((), QKV),
-    "minimal_offloaded": ((), PRODUCTS),
-}
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How layer groups run: nothing here changes a result."""
-
-    scan_layers: bool = True
-    remat_policy: str = "none"
-    remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
-    schedule: Schedule | None = None  # of pipeline stages
-
-    @property
-    def kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns the names of the arrays that a policy other than none keeps on the device, and in host memory."""
-        if self.remat_policy != "custom":
-            return POLICIES[self.remat_policy]
-        places = self.remat_custom.items()
-        return tuple(tuple(name for name, at in places if at == place) for place in ("device", "offload"))
-
-    def remat(self, block: Callable, repeats: int) -> Callable:
-        """Wraps a block of a pattern that runs `repeats` times, to keep for the backward pass what the policy names."""
-        if self.remat_policy == "none":
-            return block
-        # A loop's body is compiled by itself, so common subexpressions cannot undo the recomputation there; a loop of
-        # one round is none to XLA.
-        return jax.checkpoint(block, policy=self._policy(), prevent_cse=not (self.scan_layers and repeats > 1))
-
-    def remat_turn(self, run_turn: Callable) -> Callable:
-        """Wraps a pipeline stage's turn, to keep what its blocks keep, but (unless remat_policy=none) no weights."""
-        if self.remat_policy == "none":
-            return run_turn
-        return jax.checkpoint(run_turn, policy=self._policy("decoder_layer_input"), prevent_cse=False)
-
-    def _policy(self, *more: str) -> Callable[..., Any]:
-        """Returns JAX's policy that keeps what `remat_policy` names, and `more` on the device."""
-        on_device, on_host = self.kept
-        on_device = {*on_device, *more} - {*on_host}
-        if on_host:
-            return jax.checkpoint_policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=sorted(on_device),
-                names_which_can_be_offloaded=list(on_host),
-                offload_src="device",
-                offload_dst="pinned_host",
-            )
-        return jax.checkpoint_policies.save_only_these_names(*sorted(on_device))
 
 
 def run_layer_group(

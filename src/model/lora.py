@@ -14,7 +14,8 @@ from flax import nnx
 from jax import Array
 
 from src.errors import UserError, first_few
-from src.model.params import Adapted, Tree, by_path, dotted, field, matches, nested, values, weight
+from src.model.adapted import Adapted
+from src.model.params import Tree, by_path, dotted, field, matches, nested, values, weight
 
 STACKED = ("layers", "other_layers", "expert")  # dims of several weights in one array: each has its own adapter
 LOOKED_UP = ("vocab", "position")  # first dims of tables that are not multiplied by

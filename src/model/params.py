@@ -4,6 +4,7 @@ Weights live in `flax.nnx` modules; the training step sees them as a plain neste
 """
 
 import dataclasses
+import functools
 import math
 import string
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 from jax import Array
+
+from src.model.adapted import Adapted
 
 # Arrays are placed by src/parallel/mesh.py's rules alone, not by Flax from a Variable's axis names.
 nnx.use_eager_sharding(False)
@@ -78,34 +81,10 @@ def weight(
     return nnx.Param(value.astype(dtype), out_sharding=axes, fan_in=fan_in, decays=decays)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Adapted:
-    """A weight plus `down` times `up`, two thin matrices (LoRA, Hu et al. 2021); no product forms the sum."""
-
-    base: Array
-    down: Array  # the dims that are summed over, then the rank
-    up: Array  # the rank, then the other dims; it carries alpha / rank
-
-    def __getitem__(self, index: Any) -> "Adapted":
-        """Returns all of it for `...`, or for `[..., part]` that part of the last dim, which `up` has too."""
-        return self if index is Ellipsis else Adapted(self.base[index], self.down, self.up[index])
-
-
 def matmul(x: Array, kernel: Array | Adapted, einsum: str, precision: str | None = None) -> Array:
     """Multiplies `x` by a weight in `x`'s dtype, as `einsum` says: every projection of the model."""
     if isinstance(kernel, Adapted):
-        inputs, out = einsum.split("->")
-        x_dims, dims = inputs.split(",")
-        inner = kernel.down.ndim - 1
-        thin_matrices = [(kernel.down, dims[:inner] + "r"), (kernel.up, "r" + dims[inner:])]
-        if dims[0] in out:  # the product sums over the weight's outputs: transposed, it takes `up` first
-            thin_matrices.reverse()
-        (first, first_dims), (second, second_dims) = thin_matrices
-        thin = "".join(dim for dim in x_dims if dim in out) + "r"
-        added = matmul(x, first, f"{x_dims},{first_dims}->{thin}", precision)
-        added = matmul(added, second, f"{thin},{second_dims}->{out}", precision)
-        return matmul(x, kernel.base, einsum, precision) + added
+        return kernel.multiply(x, einsum, functools.partial(matmul, precision=precision))
     # einsum sums over its letters in alphabetic order, and would transpose a weight whose dims come in another.
     letters = dict.fromkeys(einsum.partition("->")[0].partition(",")[2] + einsum.partition(",")[0])
     einsum = einsum.translate(str.maketrans(dict(zip(letters, string.ascii_lowercase, strict=False))))

@@ -7,13 +7,13 @@ M tokens sorted by expert, Q compressed query, R compressed keys and values, V v
 
 import dataclasses
 import functools
-import math
 from dataclasses import dataclass
 
 from src.config.keys import frozen
 from src.config.model_keys import FeedForwardFacts, Model, PositionFacts
 from src.config.schema import KEYS, keys_of
 from src.config.step_keys import Numerics
+from src.model.patterns import shortest_patterns
 
 VOCAB_MULTIPLE = 128  # the physical vocabulary is a multiple of this: it shards over powers of two up to it
 
@@ -174,30 +174,9 @@ def _layer_spec(layer: Model, shared_weights: str) -> LayerSpec:
 
 @functools.cache  # a hundred layers take a second
 def group_layers(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
-    """Groups layers into repeated patterns: the fewest pattern layers, then the fewest groups, then the longest first.
-
-    Each pattern layer is compiled once, so 26 layers of which every sixth differs are 4 x (5 + 1) and 2 x 1.
-    """
-    count = len(layers)
-    number_of = {layer: number for number, layer in enumerate(layers)}
-    if len(number_of) == 1:
-        return (LayerGroup(layers[:1], count),)
-    kinds = [number_of[layer] for layer in layers]  # numbers compare faster than specs
-    # best[i] describes layers[i:]: (pattern layers, number of groups, ((period, repeats), the rest's))
-    best: list[tuple[int, int, tuple[tuple[int, int], ...]]] = [(0, 0, ())] * (count + 1)
-    for start in range(count - 1, -1, -1):
-        candidates = []
-        for period in range(1, count - start + 1):
-            repeats, end = 1, start + period
-            while True:
-                bodies, groups, rest = best[end]
-                candidates.append((bodies + period, groups + 1, ((period, repeats), *rest)))
-                if kinds[end : end + period] != kinds[start : start + period]:
-                    break
-                repeats, end = repeats + 1, end + period
-        best[start] = min(candidates, key=lambda candidate: (*candidate[:2], -math.prod(candidate[2][0])))
-    result, start = [], 0
-    for period, repeats in best[0][2]:
-        result.append(LayerGroup(layers[start : start + period], repeats))
+    """Groups layers into the repeated patterns of `shortest_patterns`; each pattern layer is compiled once."""
+    groups, start = [], 0
+    for period, repeats in shortest_patterns(layers):
+        groups.append(LayerGroup(layers[start : start + period], repeats))
         start += period * repeats
-    return tuple(result)
+    return tuple(groups)

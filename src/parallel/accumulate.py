@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from src.parallel.mesh import Layout, add_mesh_axes, mesh_axes_of
+from src.parallel.mesh import Layout
 
 Rows = dict[str, Array]
 
@@ -32,17 +32,6 @@ class Accumulation:
         In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each.
         """
         return self.replica_axes if self.micro_batches > 1 or self.pipelined else ()
-
-
-def replica_axes(layout: Layout, shardings: Any) -> tuple[str, ...]:
-    """Returns the mesh axes that shard the batch but no parameter: devices along them hold the same weights."""
-    used = {name for at in jax.tree.leaves(shardings) for name in mesh_axes_of(at.spec)}
-    return tuple(name for name in layout.axes("batch") if name not in used)
-
-
-def shard_over(axes: tuple[str, ...], shapes: Any, shardings: Any) -> Any:
-    """Returns shardings with a dim of each array cut by `axes` too, where one divides."""
-    return jax.tree.map(lambda shape, at: add_mesh_axes(at, shape.shape, axes), shapes, shardings)
 
 
 @jax.named_scope("accumulate")

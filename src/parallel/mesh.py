@@ -156,20 +156,6 @@ def axes_of_dim(part: Any) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
-def add_mesh_axes(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
-    """`sharding` of an array of this shape, with one dim cut by the mesh axes `axes` too; as it is where none divides.
-
-    The first dim that nothing cuts yet comes first, which is mostly that of layers.
-    """
-    parts = list(map(axes_of_dim, sharding.spec))
-    for dim in sorted(range(len(shape)), key=lambda dim: bool(parts[dim])):
-        cut_by = (*parts[dim], *axes)
-        if shape[dim] % math.prod(sharding.mesh.shape[name] for name in cut_by) == 0:
-            parts[dim] = cut_by
-            break
-    return sharding.update(spec=PartitionSpec(*(part or None for part in parts)))
-
-
 def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sharding of each weight, from its shape and its dims' logical axes (nested dicts of like structure).
 
@@ -208,15 +194,3 @@ def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key
             f"micro-batch, which {into}. Use a multiple of {shards / layout.mesh.size:g}."
         )
     return round(rows) * micro_batches
-
-
-def describe_mesh(sizes: Mapping[str, int]) -> str:
-    """Writes a mesh's sizes by axis in a line, such as `fsdp 4 x tensor 2`."""
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
-
-
-def check_hardware(hardware: str) -> None:
-    """Raises UserError where `hardware` names another platform than the one JAX found."""
-    platform = jax.devices()[0].platform
-    if hardware and hardware != platform:
-        raise UserError(f"hardware={hardware}, but JAX found {platform}. Leave hardware empty to detect it.")

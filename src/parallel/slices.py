@@ -1,7 +1,7 @@
 """TPU slices and GPU hosts: which devices the fast interconnect joins, and a mesh's sizes within and between them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,3 +78,15 @@ def any_of(choices: Sequence[Any]) -> str:
     """Joins choices in words, such as `1, 2 or 4`."""
     *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def describe_mesh(sizes: Mapping[str, int]) -> str:
+    """Writes a mesh's sizes by axis in a line, such as `fsdp 4 x tensor 2`."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
+
+
+def check_hardware(hardware: str) -> None:
+    """Raises UserError where `hardware` names another platform than the one JAX found."""
+    platform = jax.devices()[0].platform
+    if hardware and hardware != platform:
+        raise UserError(f"hardware={hardware}, but JAX found {platform}. Leave hardware empty to detect it.")

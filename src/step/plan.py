@@ -11,15 +11,17 @@ from flax import nnx
 from src.config.schema import Mesh, Step
 from src.errors import UserError, first_few
 from src.model import lora, params
-from src.model.decoder import Decoder, kernel_for
-from src.model.layers import Execution
+from src.model.block import kernel_for
+from src.model.decoder import Decoder
+from src.model.execution import Execution
 from src.model.lora import LoraSpec
 from src.model.moe import layer as moe
 from src.model.params import Weights
 from src.model.pipeline import make_schedule
 from src.model.spec import ModelSpec
-from src.parallel.accumulate import Accumulation, replica_axes, shard_over
+from src.parallel.accumulate import Accumulation
 from src.parallel.mesh import Layout, weight_shardings
+from src.parallel.replicas import replica_axes, shard_over
 from src.step.matrices import matrices
 from src.user_code import load_function
 

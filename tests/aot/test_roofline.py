@@ -12,8 +12,8 @@ import pytest
 from src import command_line
 from src.aot.hlo import Collective
 from src.aot.roofline import Work, predict, step_work, work_of
+from src.model.execution import Execution
 from src.model.flops import FlopsPerToken
-from src.model.layers import Execution
 from src.step.build import build
 from tests.tiny import BASE, load, spec_of
 

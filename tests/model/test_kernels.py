@@ -17,7 +17,7 @@ from src.model.attention import attend, repeat_kv
 from src.model.attention_kernels.choose import choose_kernel
 from src.model.attention_kernels.scores import ScoreSpec, dot_product
 from src.model.attention_kernels.splash import ZigzagCausalMask, splash
-from src.model.decoder import attention_scores
+from src.model.block import attention_scores
 from src.model.forward_context import ForwardContext
 from src.parallel.mesh import make_layout
 from src.parallel.sequence import zigzag_order

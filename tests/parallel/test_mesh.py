@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from src.errors import UserError
-from src.parallel.mesh import check_hardware, describe_mesh, global_batch_size, make_layout
+from src.parallel.mesh import global_batch_size, make_layout
+from src.parallel.slices import check_hardware, describe_mesh
 from tests.tiny import load, make
 
 

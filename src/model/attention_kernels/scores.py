@@ -1,6 +1,5 @@
-"""What attention kernels compute (ScoreSpec), and the two through JAX alone: plain, and cuDNN's on NVIDIA GPUs."""
+"""What attention kernels compute (ScoreSpec), and the plain one, which holds all scores."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -28,27 +27,6 @@ class ScoreSpec:
     chunk: int = 0  # positions of a block, within which tokens attend; 0: one block
     soft_cap: float = 0.0
     sink: bool = False
-
-    @property
-    def flops_per_key(self) -> float:
-        """Returns the operations of both products, scores and weighted values, for one query and one key."""
-        return 2.0 * self.num_heads * (self.head_dim + self.value_dim)
-
-    def mean_keys(self, length: int) -> float:
-        """Returns how many keys a query attends to on average in a row of one segment."""
-
-        def total(block: int, window: int) -> int:
-            """Sums the keys over the queries of one block."""
-            window = min(window, block)
-            return window * (window + 1) // 2 + (block - window) * window
-
-        block = min(self.chunk or length, length)
-        window = self.window or length
-        return (length // block * total(block, window) + total(length % block, window)) / length
-
-    def cache_slots(self, length: int) -> int:
-        """Returns the tokens that a cache holds for texts of up to `length` tokens."""
-        return min(length, self.window or self.chunk or length)
 
 
 def score_spec(layer: LayerSpec, head_dim: int) -> ScoreSpec:
@@ -113,30 +91,3 @@ def masked_attention(
         normaliser += jnp.exp(sinks - largest)
     out_BTKGH = jnp.einsum("...KGTS,...SKH->...TKGH", unnormalised.astype(v_BSKH.dtype), v_BSKH)
     return (out_BTKGH / jnp.moveaxis(normaliser, -2, -4)).astype(v_BSKH.dtype).reshape(*B, T, N, -1)
-
-
-def cudnn(
-    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, spec: ScoreSpec, sinks_N: Array | None, context: ForwardContext
-) -> Array:
-    """Attends with q [B, T, N, H] to k, v [B, S, K, H] on each device's rows and heads.
-
-    Packed rows pass their segments as a mask [B, 1, T, S] in the compute dtype. No devices share rows here, so the
-    mask's dim of those devices (n = 1) stands where cuDNN's mask has its dim of heads.
-    """
-    assert sinks_N is None, "choose_kernel"
-    layout = context.layout
-    sharded = layout.spec(("batch", None, "heads", None))
-
-    def on_device(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        local = dataclasses.replace(context, segment_ids_BT=segments)
-        return jax.nn.dot_product_attention(
-            *(q, k, v),
-            mask=causal_mask(local, spec.window) if context.packed else None,
-            is_causal=not context.packed,
-            scale=spec.scale,
-            local_window_size=(spec.window - 1, 0) if spec.window and not context.packed else None,
-            implementation="cudnn",
-        )
-
-    mapped = layout.shard_map(on_device, (sharded, sharded, sharded, layout.spec(("batch", None))), sharded)
-    return mapped(q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from src.model.params import Adapted
+from src.model.adapted import Adapted
 
 
 def grouped_matmul(

@@ -16,6 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from src.errors import UserError
+from src.model.adapted import Adapted
 from src.model.costs import Costs
 from src.model.feed_forward import FeedForward, activated
 from src.model.forward_context import ForwardContext
@@ -23,7 +24,7 @@ from src.model.moe import dispatch, router
 from src.model.moe.dispatch import CapacitySlots, ExpertGroup, Rows
 from src.model.moe.grouped_matmul import add_by_group, batched_matmul, grouped_matmul
 from src.model.moe.router import Report
-from src.model.params import Adapted, Buffer, matmul, weight
+from src.model.params import Buffer, matmul, weight
 from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows, zigzag_order

@@ -1,0 +1,88 @@
+"""One layer of a decoder, and which modules it is made of."""
+
+import math
+from dataclasses import replace
+
+import jax
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from src.model.attention import Attention
+from src.model.attention_kernels.choose import choose_kernel
+from src.model.attention_kernels.scores import ScoreSpec
+from src.model.cache import Cache
+from src.model.costs import Costs
+from src.model.feed_forward import FeedForward
+from src.model.forward_context import ForwardContext
+from src.model.latent_attention import LatentAttention
+from src.model.moe.layer import Experts
+from src.model.norm import Norm
+from src.model.params import Tree
+from src.model.spec import LayerSpec, ModelSpec
+from src.parallel.mesh import Layout
+
+
+def mixer(layer: LayerSpec) -> type[Attention] | type[LatentAttention]:
+    """Returns the module that mixes a layer's tokens. Another kind of mixer needs the same methods."""
+    return LatentAttention if layer.attention_type == "mla" else Attention
+
+
+def feed_forward(layer: LayerSpec) -> type[FeedForward] | type[Experts]:
+    """Returns the module of a layer's feed-forward part."""
+    return Experts if layer.has_experts else FeedForward
+
+
+def layer_costs(layer: LayerSpec) -> dict[str, Costs]:
+    """Returns the costs of a layer's parts, by the names that their weights have in a block."""
+    return {"attention": mixer(layer).costs(layer), "feed_forward": feed_forward(layer).costs(layer)}
+
+
+def attention_scores(spec: ModelSpec) -> list[ScoreSpec]:
+    """Returns what the attention kernels of a model's layers compute."""
+    return [scores for layer in dict.fromkeys(spec.layers) if (scores := layer_costs(layer)["attention"].scores)]
+
+
+def kernel_for(attention: str, spec: ModelSpec, length: int, layout: Layout) -> str:
+    """Returns the attention kernel for a model's rows of `length` tokens on a layout; raises as `choose_kernel`."""
+    return choose_kernel(attention, layout.platform, attention_scores(spec), spec.dtype, length, layout)
+
+
+class Block(nnx.Module):
+    """One layer: attention, then a feed-forward layer or experts, each normalised before, after or both."""
+
+    def __init__(self, spec: LayerSpec, model: ModelSpec, rngs: nnx.Rngs) -> None:
+        D, dtype = model.emb_dim, model.weight_dtype
+        # 2 L branches add up in the residual stream: each starts smaller (Radford et al. 2019, section 2.3).
+        out_scale = 1.0 / math.sqrt(2 * len(model.layers))
+        self.dropout_rate = spec.dropout_rate
+        self.attention_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_before else None
+        self.attention = mixer(spec)(spec, out_scale, dtype, rngs)
+        self.attention_out_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_after else None
+        self.feed_forward_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_before else None
+        self.feed_forward = feed_forward(spec)(spec, out_scale, dtype, rngs)
+        self.feed_forward_out_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_after else None
+
+    def __call__(
+        self, x_BTD: Array, context: ForwardContext, cache: Cache | None, layer: Array
+    ) -> tuple[Array, Cache | None, Tree]:
+        """Maps [B, T, D] to [B, T, D] as block number `layer` of the model; returns the cache and a report too."""
+        context = replace(context, layer=layer)
+        x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
+        with jax.named_scope("attention"):
+            normed_BTD = context.all_gather_sequence(_normalise(self.attention_norm, x_BTD))
+            out_BTD, cache = self.attention(normed_BTD, context, cache)
+            x_BTD = self._add(x_BTD, _normalise(self.attention_out_norm, out_BTD), context, 2 * layer)
+        with jax.named_scope("feed_forward"):
+            normed_BTD = context.all_gather_sequence(_normalise(self.feed_forward_norm, x_BTD))
+            out_BTD, report = self.feed_forward(normed_BTD, context)
+            x_BTD = self._add(x_BTD, _normalise(self.feed_forward_out_norm, out_BTD), context, 2 * layer + 1)
+        return x_BTD, cache, {"feed_forward": report}
+
+    def _add(self, x_BTD: Array, out_BTD: Array, context: ForwardContext, site: Array) -> Array:
+        x_BTD = x_BTD + context.dropout(out_BTD, self.dropout_rate, site)
+        return context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
+
+
+def _normalise(norm: Norm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)

@@ -1,0 +1,42 @@
+"""Rotary positions stretched for longer contexts: linear, Llama 3.1's and YaRN."""
+
+import math
+
+import numpy as np
+
+from src.model.spec import LayerSpec
+
+
+def stretch(plain: np.ndarray, spec: LayerSpec) -> tuple[np.ndarray, float]:
+    """Stretches each pair's radians per position, float32 [dim / 2]; returns also the factor of the rotated part."""
+    stretched, pairs = plain / spec.rope_factor, len(plain)
+    if spec.rope_type == "linear":  # position interpolation (Chen et al. 2023)
+        return stretched, 1.0
+    if spec.rope_type == "llama3.1":
+        # Short waves stay, long ones are stretched, those between are mixed linearly by their turns.
+        turns = spec.original_max_position_embeddings * plain / (2 * np.pi)
+        between = max(spec.rope_high_freq_factor - spec.rope_low_freq_factor, 1e-6)  # Llama 4 Scout has none between
+        share = np.clip((turns - spec.rope_low_freq_factor) / between, 0.0, 1.0)
+        return (stretched + share * (plain - stretched)).astype(np.float32), 1.0
+    assert spec.rope_type == "yarn"  # Peng et al. 2023, arXiv:2309.00071, section 3
+
+    def pair_of(turns: float) -> float:
+        """Returns the (fractional) pair that makes `turns` turns in the original length."""
+        wave = spec.original_max_position_embeddings / (turns * 2 * math.pi)
+        return pairs * math.log(wave) / math.log(spec.rope_max_timescale)
+
+    first, last = pair_of(spec.beta_fast), pair_of(spec.beta_slow)
+    if spec.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    # As in transformers: where last < first, only the pairs before both stay.
+    share = np.clip((np.arange(pairs, dtype=np.float32) - first) / ((last - first) or 1e-3), 0.0, 1.0)
+    size = yarn_size(spec, 1.0)
+    if spec.mscale and spec.mscale_all_dim:
+        size = yarn_size(spec, spec.mscale) / yarn_size(spec, spec.mscale_all_dim)
+    return (plain + share * (stretched - plain)).astype(np.float32), size
+
+
+def yarn_size(spec: LayerSpec, weight: float) -> float:
+    """Returns YaRN's factor 1 + 0.1 weight log(rope_factor)."""
+    return 0.1 * weight * math.log(spec.rope_factor) + 1.0

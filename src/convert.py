@@ -33,11 +33,12 @@ from src.config.yaml import file_name
 from src.convert_check import compare, describe_agreement
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
 from src.errors import UserError
-from src.hf.folder import open_folder, read_json
+from src.hf.folder import open_folder
 from src.hf.load import load_weights, match_tensors
 from src.hf.model_keys import find_family, folder_model, model_yaml
 from src.hf.save import save_folder
 from src.hf.tokenizer_json import save_tokenizer
+from src.json_text import read_object
 from src.model import params
 from src.model.decoder import Decoder
 from src.model.flops import count_params
@@ -207,7 +208,7 @@ def _original_entries(model_folder: Path | None) -> dict[str, Any]:
     """Returns those of `ENTRIES` that the config.json has from which the model file comes."""
     for name in (ORIGINAL, "config.json") if model_folder else ():
         if (model_folder / name).is_file():
-            entries = read_json(model_folder / name)
+            entries = read_object(model_folder / name)
             entries = {**entries, **(entries.get("text_config") or {})}
             return {name: entries[name] for name in ENTRIES if name in entries}
     return {}

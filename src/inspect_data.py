@@ -15,8 +15,8 @@ from src.config.source_spec import train_specs
 from src.data.describe import describe_conversations, describe_data
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import HostBatch, train_batches
-from src.data.mixture import Mixture
 from src.data.open import open_sources
+from src.data.order import Mixture
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Batch, InputSpec, RowSource, Tokenizer, TrainData
 from src.errors import UserError

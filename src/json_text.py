@@ -21,6 +21,19 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("JSON nested too deeply to be read") from None
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; raises UserError where there is none."""
+    try:
+        value = parse_json(file.read_bytes())
+    except (IsADirectoryError, PermissionError) as error:
+        raise UserError(f"{file} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file} holds no JSON object")
+    return value
+
+
 def read_lines(path: Path, key: str, of_json: Callable[[str], T]) -> list[str | T]:
     """Returns the lines of a text file, or `of_json(line)` of each line of a .jsonl file; empty lines are left out.
 

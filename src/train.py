@@ -286,7 +286,7 @@ def header(
         ("attention", plan.kernel),
         ("recomputed", f"remat_policy {config.remat_policy}"),
         ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else "compiled by this run"),
-        ("data", "\n".join(describe_data(train_specs(config), data))),
+        ("data", "\n".join(describe_data(train_specs(config.data), data))),
         *([("evaluation", "\n".join(map(describe_eval_set, eval_sets)))] if eval_sets else []),
         ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
         ("vocabulary", f"{config.vocab_size:,}"),

@@ -8,7 +8,7 @@ import numpy as np
 from src.config.schema import Data
 from src.config.source_spec import SETTINGS, train_specs, train_weights
 from src.data.fingerprint import Fact
-from src.data.mixture import Mixture
+from src.data.order import Mixture
 from src.data.packing import documents_consumed, remap_position
 from src.errors import UserError, changed_keys, first_few
 

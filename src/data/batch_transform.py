@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from src.data.types import Batch
-from src.errors import UserError
+from src.errors import UserError, changed_keys
 from src.user_code import call, class_name
 
 MAX_WEIGHT = 1e30  # of a token in the loss, either way
@@ -25,7 +25,7 @@ def apply_transform(function: Callable[[Batch], Batch], vocab_size: int, batch: 
         )
     arrays = {name: np.asarray(array) for name, array in changed.items()}
     found = {name: f"{array.dtype} {list(array.shape)}" for name, array in arrays.items()}
-    if different := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:
+    if different := changed_keys(expected, found):
         listed = "\n".join(f"  {n}: {expected.get(n, 'none')} -> {found.get(n, 'none')}" for n in different)
         raise UserError(
             f"batch_transform returned other arrays than it was given (given -> returned):\n{listed}\n"

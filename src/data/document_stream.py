@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from src.data.best_fit import best_fit
 from src.data.conversations import encode_conversation
 from src.data.order import Shuffle
-from src.data.packing import Cuts, Layout, PackingStream, best_fit, concatenate, fill_row, one_per_row
+from src.data.packing import Cuts, Layout, PackingStream, concatenate, fill_row, one_per_row
 from src.data.types import Batch, Conversation, Document, InputSpec, Item, RowSource, Source
 from src.errors import UserError
 
@@ -85,7 +86,8 @@ class RowFiller:
         """Writes row `ordinal` of those from the source into row `row` of this host's batch, which is still padding."""
         if self._streams is not None:
             return self._streams[row].fill(batch, row)
-        return fill_row(batch, row, self._documents.row(self._rows_before + ordinal) if ordinal < self._end else [])
+        documents = self._documents.row(self._rows_before + ordinal) if ordinal < self._end else []
+        return fill_row(batch, row, ((document, 0, len(document.ids) - 1) for document in documents))
 
     def position(self, row: int) -> tuple[int, int]:
         """Returns the position of the row's packing stream; zeros where none is needed."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from src.data.types import Fingerprint, InputSpec, TrainData
+from src.errors import changed_keys
 
 
 class Fact(NamedTuple):
@@ -65,10 +66,10 @@ def data_fingerprint(spec: InputSpec, data: TrainData, global_batch: int) -> Fin
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], of: str = "") -> list[str]:
     """Lists how two fingerprints differ, fact by fact, each name preceded by `of`."""
     found = []
-    for name in dict.fromkeys([*old, *new]):
+    for name in changed_keys(old, new):
         before, after = old.get(name), new.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             found += differences(before, after, f"{of}{name} ")
-        elif before != after:
+        else:
             found.append(f"{of}{name} {before!r} there, {after!r} here")
     return found

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from src.data.types import Batch
-from src.errors import UserError
+from src.errors import UserError, changed_keys
 
 
 def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> np.ndarray:
@@ -61,8 +61,7 @@ def check_same_data(fingerprint: Mapping[str, str | int]) -> None:
         first, other = (json.loads(contents[process].tobytes()) for process in (0, others[0]))
         listed = "\n".join(
             f"  {name}: {first.get(name)} in process 0, {other.get(name)} in process {others[0]}"
-            for name in {**first, **other}
-            if first.get(name) != other.get(name)
+            for name in changed_keys(first, other)
         )
         raise UserError(
             f"the data of process {', '.join(map(str, others))} are not those of process 0: give all hosts the same "

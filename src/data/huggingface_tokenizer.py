@@ -13,7 +13,7 @@ import tokenizers
 from src.data.chat_template import ChatTemplate
 from src.data.types import Fingerprint, Message, Tokenizer, missing_template
 from src.errors import UserError
-from src.json_text import parse_json
+from src.json_text import read_object
 
 # Threads are the loader's: the package is to start none of its own, nor to complain of processes started after that.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -45,7 +45,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.post_processor = None  # it would add bos, and leave spaces out of the spans
         self._file = file
         self._model_vocab_size = model_vocab_size
-        named = {name: _read_json(file.parent / name) for name in (*_TOKEN_FILES, *_ID_FILES)}
+        beside = [file.parent / name for name in (*_TOKEN_FILES, *_ID_FILES)]
+        named = {path.name: read_object(path) if path.is_file() else {} for path in beside}
         # The texts of bos_token, eos_token, unk_token and so on, and the ids; the first file takes precedence.
         tokens = {
             key: text
@@ -119,19 +120,6 @@ class HuggingFaceTokenizer(Tokenizer):
         if (found := self._tokenizer.token_to_id(token)) is None:
             raise UserError(f"tokenizer_path: {self._file} has no token {token!r}, which is said to be its {kind}")
         return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Reads the JSON object in a file; {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return content
 
 
 def _chat_template(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[str | None, Path]:

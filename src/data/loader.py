@@ -18,7 +18,7 @@ import numpy as np
 from src.data.batch_transform import apply_transform
 from src.data.document_stream import DocumentStream, RowFiller, encode, layout_of, rows_per_epoch
 from src.data.host_arrays import max_over_hosts
-from src.data.mixture import Mixture
+from src.data.order import Mixture
 from src.data.packing import empty_batch, remap_position, rows_needed
 from src.data.types import Batch, EvalSet, InputSpec, RowSource, Source, TrainData
 from src.errors import UserError

@@ -3,16 +3,14 @@
 Row j of every batch is filled by packing stream j, which depends on no other stream: hosts share nothing, and any
 number of them gives the same batches. A document of n ids has n - 1 inputs, `ids[:-1]`, with the targets `ids[1:]`;
 sizes, offsets and the length of a row all count targets. Each target of a stream's documents comes exactly once,
-wherever rows are cut. A layout plans the rows: texts are concatenated and cut at T, conversations that fit a row are
-never cut.
+wherever rows are cut. A layout plans the rows: texts are concatenated and cut at T (`best_fit.py` is for
+conversations).
 
 T: tokens per row.  B: rows of a batch, over all hosts.
 """
 
-import bisect
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +19,7 @@ from src.data.types import Batch, Document
 from src.errors import UserError
 
 MAX_EMPTY_DOCUMENTS = 10_000  # in succession, before it is an error
-WINDOW = 20  # items that `best_fit` chooses from
-_MAX_ROWS = (1 << 32 - WINDOW) - 1  # with the window's bits they fill the 31 of a positive int32
+WINDOW = 20  # items that `best_fit` chooses from, which its positions have a bit for
 
 # Maps an ordinal (an item's place in the endless stream over all epochs) to the item's documents: one, or for some
 # conversations one for each turn of the assistant.
@@ -68,148 +65,58 @@ def empty_batch(rows: int, length: int) -> Batch:
     return batch | {"loss_mask": np.zeros((rows, length), np.float32)}
 
 
-def write_segment(
-    batch: Batch, row: int, start: int, segment_id: int, document: Document, first: int, length: int
-) -> None:
-    """Writes inputs and targets `first` to `first + length` of a document into a row, from column `start` on."""
-    columns = (row, slice(start, start + length))
-    targets = slice(first + 1, first + 1 + length)
-    batch["tokens"][columns] = document.ids[first : first + length]
-    batch["targets"][columns] = document.ids[targets]
-    batch["segment_ids"][columns] = segment_id
-    batch["positions"][columns] = np.arange(length)
-    batch["loss_mask"][columns] = 1 if document.loss_mask is None else document.loss_mask[targets]
+def fill_row(batch: Batch, row: int, parts: Iterable[tuple[Document, int, int]]) -> Cuts:
+    """Writes parts of documents, (document, first target, targets), into a row of padding; what exceeds it is left out.
 
-
-def fill_row(batch: Batch, row: int, documents: Iterable[Document]) -> Cuts:
-    """Writes documents into a row of padding, leaving out what exceeds it."""
-    filled, is_cut = 0, False
-    for segment_id, document in enumerate(documents, start=1):
-        length = min(len(document.ids) - 1, batch["tokens"].shape[1] - filled)
-        write_segment(batch, row, filled, segment_id, document, 0, length)
+    Targets `first` to `first + length` of a document are its ids from `first + 1` on, and their inputs those before.
+    """
+    filled, begins_cut, ends_cut = 0, False, False
+    for segment_id, (document, first, length) in enumerate(parts, start=1):
+        length = min(length, batch["tokens"].shape[1] - filled)
+        columns, targets = (row, slice(filled, filled + length)), slice(first + 1, first + 1 + length)
+        batch["tokens"][columns] = document.ids[first : first + length]
+        batch["targets"][columns] = document.ids[targets]
+        batch["segment_ids"][columns] = segment_id
+        batch["positions"][columns] = np.arange(length)
+        batch["loss_mask"][columns] = 1 if document.loss_mask is None else document.loss_mask[targets]
         filled += length
-        is_cut |= length < len(document.ids) - 1
-    return Cuts(False, is_cut)
+        begins_cut |= first > 0
+        ends_cut |= first + length < len(document.ids) - 1
+    return Cuts(begins_cut, ends_cut)
 
 
-def concatenate(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Segment], Position]:
+def concatenate(
+    sizes_of: Sizes, position: Position, length: int, max_segments: float = math.inf
+) -> tuple[list[Segment], Position]:
     """Concatenates documents. What exceeds a row begins the next one."""
-    return _cut_at_end(sizes_of, position, length, length)
-
-
-def one_per_row(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Segment], Position]:
-    """Gives each document a row of its own. What exceeds the row begins the next one."""
-    return _cut_at_end(sizes_of, position, length, 1)
-
-
-def _cut_at_end(sizes_of: Sizes, position: Position, length: int, max_segments: int) -> tuple[list[Segment], Position]:
     item, offset = position[0], max(position[1], 0)  # below 0: a position of `best_fit`, whose placed items come again
     segments: list[Segment] = []
     free = length
     while free and len(segments) < max_segments and (sizes := sizes_of(item)) is not None:
-        for document, first, rest in _remaining(sizes, offset):
-            taken = rest if rest < free else free
+        if part := next(remaining(sizes, offset), None):
+            document, first, rest = part
+            taken = min(rest, free)
             segments.append(Segment(item, document, first, taken))
-            offset += taken
-            free -= taken
-            if not free or len(segments) == max_segments:
-                break
+            offset, free = offset + taken, free - taken
         if offset >= sum(sizes):
             item, offset = item + 1, 0
     return segments, (item, offset)
 
 
-def best_fit(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Segment], Position]:
-    """Packs items so that none is cut that fits a row.
+def one_per_row(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Segment], Position]:
+    """Gives each document a row of its own. What exceeds the row begins the next one."""
+    return concatenate(sizes_of, position, length, max_segments=1)
 
-    A row begins with the oldest item that is not placed yet. Then, repeatedly, it takes the longest that fits of the
-    `WINDOW` items from the oldest on. Of an item longer than a row, each row takes as many documents as fit; a document
-    longer than a row is cut at the row's end.
 
-    The second number of a position is the targets taken of the oldest item, as in the other layouts; or, if a later
-    item is placed, -(rows << WINDOW - 1 | placed): the full rows taken of the oldest item, and bit i says whether the
-    item i + 1 after it is placed.
+def remaining(sizes: Sequence[int], offset: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (document, first target, targets) for each document of an item with any left after `offset` targets.
 
-    Raises:
-        UserError: an item has more rows than a position can count.
+    None may be: an accepted change of data can leave a document shorter than what was taken of it.
     """
-    item, offset, placed = position[0], max(position[1], 0), 0  # bit i of placed is for the item i after the oldest
-    if position[1] < 0:
-        rows, placed = divmod(-position[1], 1 << WINDOW - 1)
-        placed <<= 1
-        ends = _row_ends(sizes_of(item) or (), length) if rows else [0]
-        offset = ends[min(rows, len(ends) - 1)]
-    item, placed = _oldest(sizes_of, item, placed)
-    if (sizes := sizes_of(item)) is None:
-        return [], (item, 0)
-    segments = _leading(item, sizes, offset, length)
-    free = length - sum(segment.length for segment in segments)
-    offset += length - free
-    if offset >= sum(sizes):
-        offset, placed = 0, placed | 1
-    item, placed = _oldest(sizes_of, item, placed)
-    while free:
-        longest, best = 0, 0
-        for ahead in range(WINDOW):
-            if placed >> ahead & 1:
-                continue
-            if (sizes := sizes_of(item + ahead)) is None:
-                break
-            if longest < (size := sum(sizes)) <= free:
-                longest, best = size, ahead
-        if not longest:
-            break
-        segments += [Segment(item + best, document, 0, size) for document, size in enumerate(sizes_of(item + best))]
-        free -= longest
-        item, placed = _oldest(sizes_of, item, placed | 1 << best)
-    if not placed:
-        return segments, (item, offset)
-    rows = bisect.bisect_right(_row_ends(sizes_of(item) or (), length), offset) - 1
-    if rows > _MAX_ROWS:
-        raise UserError(
-            f"a conversation takes more than {_MAX_ROWS:,} rows of max_target_length={length}: raise "
-            "max_target_length, or set packing=false"
-        )
-    return segments, (item, -(rows << WINDOW - 1 | placed >> 1))
-
-
-def _oldest(sizes_of: Sizes, item: int, placed: int) -> tuple[int, int]:
-    """Returns the first item from `item` on with something left to place, and the placed bits from it on."""
-    while placed & 1 or sizes_of(item) == ():
-        item, placed = item + 1, placed >> 1
-    return item, placed
-
-
-def _leading(item: int, sizes: Sequence[int], offset: int, free: int) -> list[Segment]:
-    """Returns the segments of an item after `offset` targets that begin a row; a document too long for it is cut."""
-    segments: list[Segment] = []
-    for document, first, rest in _remaining(sizes, offset):
-        if rest > free and segments:
-            break
-        segments.append(Segment(item, document, first, min(rest, free)))
-        free -= segments[-1].length
-    return segments
-
-
-def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
-    """Returns how many targets of an item are taken before each of its rows, and in all."""
-    ends = [0]
-    while ends[-1] < sum(sizes):
-        ends.append(ends[-1] + sum(segment.length for segment in _leading(0, sizes, ends[-1], length)))
-    return ends
-
-
-def _remaining(sizes: Sequence[int], offset: int) -> list[tuple[int, int, int]]:
-    """Returns (document, first target, targets) for each document of an item with any left after `offset` targets."""
-    if len(sizes) == 1:  # nearly always
-        # An accepted change of data can leave a document shorter than what was taken of it: then nothing remains.
-        return [(0, offset, sizes[0] - offset)] if offset < sizes[0] else []
-    starts = itertools.accumulate(sizes, initial=0)
-    return [
-        (document, max(offset - start, 0), size - max(offset - start, 0))
-        for document, (start, size) in enumerate(zip(starts, sizes, strict=False))
-        if offset < start + size
-    ]
+    for document, size in enumerate(sizes):
+        if offset < size:
+            yield document, max(offset, 0), size - max(offset, 0)
+        offset -= size
 
 
 class PackingStream:
@@ -241,17 +148,13 @@ class PackingStream:
         """Writes the stream's next row into row `row` of `batch`, which is still padding."""
         self._empty_items = 0
         segments, self.position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])
-        filled, begins_cut, ends_cut = 0, False, False
-        for segment_id, (item, document, first, length) in enumerate(segments, start=1):
-            documents, sizes = self._unfinished[item]
-            write_segment(batch, row, filled, segment_id, documents[document], first, length)
-            filled += length
-            begins_cut |= first > 0
-            ends_cut |= first + length < sizes[document]
+        cuts = fill_row(
+            batch, row, ((self._unfinished[item][0][document], *part) for item, document, *part in segments)
+        )
         oldest, written = self.position[0], {segment.item for segment in segments}
         for item in [item for item in self._unfinished if item < oldest or (item > oldest and item in written)]:
             del self._unfinished[item]
-        return Cuts(begins_cut, ends_cut)
+        return cuts
 
     def _sizes(self, item: int) -> Sequence[int] | None:
         """Reads an item where it is not read yet, and returns the sizes of its documents that are not empty."""

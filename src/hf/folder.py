@@ -9,7 +9,7 @@ from typing import Any
 from src.errors import UserError, first_few
 from src.hf.quantized import dequantized
 from src.hf.safetensors import StoredTensor, Tensor, open_tensors
-from src.json_text import parse_json
+from src.json_text import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -42,7 +42,7 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
         raise UserError(
             f"there is no {file}: expected a Hugging Face model folder, with config.json and model*.safetensors"
         )
-    config = read_json(file)
+    config = read_object(file)
     stored: dict[str, StoredTensor] = {}
     file_of, files = _weight_files(path)
     for name in files:
@@ -61,7 +61,7 @@ def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
     """Returns the file of each tensor, if an index says so, and the names of the folder's safetensors files."""
     index = path / INDEX
     if index.exists():
-        file_of = read_json(index).get("weight_map")
+        file_of = read_object(index).get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
             raise UserError(f'{index} has no "weight_map", which says what tensor is in which file')
         for tensor, name in file_of.items():
@@ -80,16 +80,3 @@ def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
         how = "transformers' save_pretrained(..., safe_serialization=True) writes them"
         raise UserError(f"{path} has only {first_few(pickled)}, pickled by PyTorch: {expected}; {how}")
     raise UserError(f"{path} has neither: {expected}")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; raises UserError where there is none."""
-    try:
-        value = parse_json(file.read_bytes())
-    except (IsADirectoryError, PermissionError) as error:
-        raise UserError(f"{file} can't be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{file} holds no JSON object")
-    return value

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from src.data.best_fit import best_fit
 from src.data.packing import (
     WINDOW,
     PackingStream,
-    best_fit,
     concatenate,
     documents_consumed,
     empty_batch,

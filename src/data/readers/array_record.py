@@ -20,8 +20,7 @@ import numpy as np
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
-from src.data.readers.index import Index
-from src.data.readers.records import read_record
+from src.data.readers.records import Index, read_record
 from src.data.types import Fingerprint, Source
 from src.errors import UserError
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
-from src.data.readers.index import Index
-from src.data.readers.records import as_ids
+from src.data.readers.records import Index, as_ids
 from src.data.types import Fingerprint, Source
 from src.errors import UserError, first_few
 

@@ -1,7 +1,7 @@
-"""Reads the document, a text or ids, that a record holds: an object of JSON, a tf.train.Example or a bare value."""
+"""Finds stored records by number, and reads the document in one: JSON, a tf.train.Example or a bare value."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,24 @@ from src import json_text
 from src.errors import UserError, first_few
 
 _EXPECTED = "expected a text, or a list of ids"
+
+
+class Index:
+    """Finds the group of an item, of consecutive groups with these counts of items, such as the records of files.
+
+    starts: int64 [groups + 1], how many items there are before each group, and in all.
+    """
+
+    def __init__(self, counts: Sequence[int] | np.ndarray) -> None:
+        self.starts = np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def find(self, i: int) -> tuple[int, int]:
+        """Returns the group of item `i`, and the item's number in the group."""
+        group = int(np.searchsorted(self.starts, i, side="right")) - 1
+        return group, i - int(self.starts[group])
 
 
 def read_record(record: bytes, record_format: str, column: str) -> str | np.ndarray:

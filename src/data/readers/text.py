@@ -14,8 +14,7 @@ import numpy as np
 
 from src.data import order
 from src.data.readers import files
-from src.data.readers.index import Index
-from src.data.readers.records import from_json, parse_json
+from src.data.readers.records import Index, from_json, parse_json
 from src.data.types import Fingerprint, Source
 from src.errors import UserError
 

@@ -38,7 +38,7 @@ from src.config.source_spec import SourceSpec
 from src.data import order
 from src.data.fingerprint import differences
 from src.data.readers import files
-from src.data.readers.index import Index
+from src.data.readers.records import Index
 from src.data.types import Document, Fingerprint, Source
 from src.errors import UserError, first_few
 from src.json_text import parse_json

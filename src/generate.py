@@ -101,7 +101,7 @@ def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
     A loop over stacked weights would copy each layer's out of the stack at every token: more than the token's own
     work, which reads every weight once.
     """
-    assert plan.lora is None
+    assert not plan.step.lora_rank
     spec = dataclasses.replace(plan.spec, stacked=False)
     graphdef, _ = params.abstract(lambda rngs: Decoder(spec, rngs))
     tree = weights.merged()

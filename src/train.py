@@ -269,7 +269,7 @@ def header(
     plan, tokenizer = built.plan, inputs.tokenizer
     weights = plan.split(plan.shapes)
     trained = f"{sum(leaf.size for leaf in jax.tree.leaves(weights.trainable)):,} parameters"
-    trained += f", with adapters of rank {plan.lora.rank}" if plan.lora else ""
+    trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""
     packed = "packed, none cut that fits a row" if config.use_sft else "packed"
     order = f"shuffled by seed {config.data_shuffle_seed}, {packed if config.packing else 'a document per row'}"
     return [

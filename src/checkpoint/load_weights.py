@@ -44,9 +44,9 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
     adapters = restored.pop("lora")
     check_base(meta["lora"], meta["lora"]["base"])
     base, _, base_messages = load_weights(meta["lora"]["base"], tree, keep_dtypes)
-    spec = lora.LoraSpec(meta["lora"]["rank"], meta["lora"]["alpha"], ())
     whole = join(base, restored)  # weights trained beside the adapters replace the base's
-    return lora.merge(whole, adapters, spec), meta, [*base_messages, *messages, "its adapters are merged."]
+    merged = lora.merge(whole, adapters, meta["lora"]["alpha"])
+    return merged, meta, [*base_messages, *messages, "its adapters are merged."]
 
 
 def _wanted(tree: Tree, keep_dtypes: bool, meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:

@@ -56,7 +56,7 @@ def starting_state(
             )
         changes = compare_configs(config, folder.read_text("config.yml"), plan, abstract)
         if restored := checkpointer.restore_latest(wanted):
-            if plan.lora:  # a checkpoint of adapters leaves the weights under them out
+            if plan.step.lora_rank:  # a checkpoint of adapters leaves the weights under them out
                 check_base(restored.meta["lora"], config.load_parameters_path)
                 weights, _, _ = load_weights(config.load_parameters_path, all_weights(abstract))
                 restored.state["frozen"] = plan.split(weights).frozen
@@ -101,7 +101,7 @@ def checkpoint_entries(
 
 def saved_entries(plan: StepPlan, state: TrainState) -> dict[str, Any]:
     """Returns the entries of a state that are saved; with adapters, the weights under them are not."""
-    return {name: entry for name, entry in state.by_name().items() if not (plan.lora and name == "frozen")}
+    return {name: entry for name, entry in state.by_name().items() if not (plan.step.lora_rank and name == "frozen")}
 
 
 def saved_meta(
@@ -110,10 +110,10 @@ def saved_meta(
     """Returns what a checkpoint says about itself beside its arrays."""
     vocab_size, tokenizer_facts = plan.spec.vocab_size, tokenizer.fingerprint() if tokenizer else None
     meta = {"data": fingerprint, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}
-    if plan.lora:
+    if plan.step.lora_rank:
         meta["lora"] = {
-            "rank": plan.lora.rank,
-            "alpha": plan.lora.alpha,
+            "rank": plan.step.lora_rank,
+            "alpha": plan.step.lora_alpha,
             "base": str(absolute(load_parameters_path)),
             "base_identity": identity(load_parameters_path),
         }
@@ -137,7 +137,7 @@ def new_state(plan: StepPlan, abstract: TrainState, weights: Tree | None = None)
     def init(loaded: Tree | None) -> TrainState:
         if loaded is None:
             return init_state(plan)
-        adapters = {"lora": plan.init_adapters()} if plan.lora else {}
+        adapters = {"lora": plan.init_adapters()} if plan.step.lora_rank else {}
         return init_state(plan, plan.split({**loaded, **adapters}))
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)

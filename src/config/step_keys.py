@@ -6,25 +6,34 @@ from collections.abc import Mapping
 from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, SEED, SHARE, SHARE_BELOW_1, group, key, path
 
 DTYPES = ("bfloat16", "float32")
-# The arrays that a block may keep for the backward pass, and those that each policy keeps, as base.yml explains them.
-REMAT_ARRAYS = ("decoder_layer_input", "query_proj", "key_proj", "value_proj", "context", "out_proj", "mlpwi", "mlpwo")
-REMAT_POLICIES = {
-    "none": "every intermediate, nothing is computed again",
-    "full": "decoder_layer_input alone",
-    "minimal": "query_proj key_proj value_proj out_proj mlpwi mlpwo: no matrix product but attention's again",
-    "minimal_with_context": "minimal and context",
-    "save_qkv_proj": "query_proj key_proj value_proj",
-    "save_out_proj": "out_proj",
-    "qkv_proj_offloaded": "query_proj key_proj value_proj, in host memory",
-    "minimal_offloaded": "minimal's, in host memory",
-    "custom": "what remat_custom names",
+_QKV = ("query_proj", "key_proj", "value_proj")
+_PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwo")  # all matrix products but attention's
+REMAT_ARRAYS = ("decoder_layer_input", *_QKV, "context", "out_proj", "mlpwi", "mlpwo")
+# The arrays that a policy other than none and custom keeps for the backward pass: on the device, and in host memory.
+REMAT_POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "full": ((), ()),
+    "minimal": (_PRODUCTS, ()),
+    "minimal_with_context": ((*_PRODUCTS, "context"), ()),
+    "save_qkv_proj": (_QKV, ()),
+    "save_out_proj": (("out_proj",), ()),
+    "qkv_proj_offloaded": ((), _QKV),
+    "minimal_offloaded": ((), _PRODUCTS),
 }
-REMAT_COMMENT = """\
+REMAT_COMMENT = (
+    """\
 What a block keeps for the backward pass; the rest is computed again. Arrays: decoder_layer_input (the block's
 input), query_proj, key_proj, value_proj, context (attention's output before its projection), out_proj
 (after it), mlpwi (feed-forward, each factor's product), mlpwo (its output). Every policy keeps decoder_layer_input
-on the device unless custom offloads it; a named array that no derivative needs is not kept.
-""" + "\n".join(f"  {policy:20} {kept}" for policy, kept in REMAT_POLICIES.items())
+on the device unless custom offloads it; a named array that no derivative needs is not kept. minimal computes no
+matrix product again but attention's.
+  none                 every intermediate, nothing is computed again
+"""
+    + "".join(
+        f"  {policy:20} {' '.join(kept + sent) or 'decoder_layer_input alone'}{', in host memory' * bool(sent)}\n"
+        for policy, (kept, sent) in REMAT_POLICIES.items()
+    )
+    + "  custom               what remat_custom names"
+)
 
 # fmt: off
 
@@ -44,7 +53,7 @@ class Numerics:
 class Compilation:
     """Compilation and memory"""
     scan_layers: bool = key(True, "true: one compiled body for each repeated layer pattern; false: unrolled")
-    remat_policy: str = key("full", "one of the above", tuple(REMAT_POLICIES), above=REMAT_COMMENT)
+    remat_policy: str = key("full", "one of the above", ("none", *REMAT_POLICIES, "custom"), above=REMAT_COMMENT)
     remat_custom: Mapping = key({}, "custom: array: device or offload, for each array to keep")
     jax_cache_dir: str = path("~/.cache/mintext", "compiled programs are kept here between runs; empty: not kept")
 

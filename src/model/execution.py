@@ -6,21 +6,8 @@ from typing import Any
 
 import jax
 
+from src.config.step_keys import REMAT_POLICIES
 from src.model.pipeline import Schedule
-
-QKV = ("query_proj", "key_proj", "value_proj")
-PRODUCTS = (*QKV, "out_proj", "mlpwi", "mlpwo")
-
-# remat_policy -> (arrays kept on the device, arrays kept in host memory); base.yml describes them.
-POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "full": ((), ()),
-    "minimal": (PRODUCTS, ()),
-    "minimal_with_context": ((*PRODUCTS, "context"), ()),
-    "save_qkv_proj": (QKV, ()),
-    "save_out_proj": (("out_proj",), ()),
-    "qkv_proj_offloaded": ((), QKV),
-    "minimal_offloaded": ((), PRODUCTS),
-}
 
 
 @dataclass(frozen=True)
@@ -36,7 +23,7 @@ class Execution:
     def kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Returns the names of the arrays that a policy other than none keeps on the device, and in host memory."""
         if self.remat_policy != "custom":
-            return POLICIES[self.remat_policy]
+            return REMAT_POLICIES[self.remat_policy]
         places = self.remat_custom.items()
         return tuple(tuple(name for name, at in places if at == place) for place in ("device", "offload"))
 

@@ -5,7 +5,6 @@ adapted weight.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from src.config.step_keys import Trainable
 from src.errors import UserError, first_few
 from src.model.adapted import Adapted
 from src.model.params import Tree, by_path, dotted, field, matches, nested, values, weight
@@ -23,33 +23,26 @@ LOOKED_UP = ("vocab", "position")  # first dims of tables that are not multiplie
 ADAPTER_DTYPE = "float32"  # whatever the base weights have: updates and adapters are small
 
 
-@dataclass(frozen=True)
-class LoraSpec:
-    """Which weights have an adapter, and of what rank."""
-
-    rank: int
-    alpha: float  # scales the product of the two thin matrices by alpha / rank
-    patterns: tuple[str, ...]  # of the weights' dotted paths; * stands for anything
-
-
-def declare(spec: LoraSpec, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
+def declare(keys: Trainable, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
     """Returns a function that makes a model's adapters, a nested dict of `nnx.Param`s, for these weights' declarations.
 
     Raises:
         UserError: a pattern fits no weight that is multiplied by.
     """
+    patterns = tuple(map(str, keys.lora_parameters))
     axes, fan_ins = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))
     sizes = by_path(values(declarations))
     multiplied = [path for path in sizes if fan_ins[path] and axes[path][0] not in LOOKED_UP]
-    for pattern in spec.patterns:
+    for pattern in patterns:
         if not any(matches(path, (pattern,)) for path in multiplied):
             names = sorted({dotted(path[3:] if path[0] == "segments" else path) for path in multiplied})
             known = first_few(names, near=pattern)
             raise UserError(f"lora_parameters: {pattern} fits no weight that is multiplied by: {known}")
 
     def make(rngs: nnx.Rngs) -> Tree:
-        adapted = [path for path in multiplied if matches(path, spec.patterns)]
-        return nested({path: _pair(rngs, sizes[path].shape, axes[path], fan_ins[path], spec.rank) for path in adapted})
+        adapted = [path for path in multiplied if matches(path, patterns)]
+        rank = keys.lora_rank
+        return nested({path: _pair(rngs, sizes[path].shape, axes[path], fan_ins[path], rank) for path in adapted})
 
     return make
 
@@ -65,19 +58,19 @@ def _pair(
     return {"down": down, "up": weight(rngs, up_shape, up_axes, ADAPTER_DTYPE, fan_in=(stacked,), constant=0.0)}
 
 
-def attach(weights: Tree, adapters: Tree, spec: LoraSpec) -> Tree:
-    """Replaces each adapted weight by an `Adapted`."""
-    return _with_adapters(weights, adapters, lambda base, down, up: Adapted(base, down, up * (spec.alpha / spec.rank)))
+def attach(weights: Tree, adapters: Tree, alpha: float) -> Tree:
+    """Replaces each adapted weight by an `Adapted`; their product is scaled by `alpha` over their rank."""
+    return _with_adapters(weights, adapters, lambda base, down, up: Adapted(base, down, up * (alpha / down.shape[-1])))
 
 
-def merge(weights: Tree, adapters: Tree, spec: LoraSpec) -> Tree:
-    """Adds the adapters to their weights, in the weights' dtypes and shardings; the weights are donated."""
+def merge(weights: Tree, adapters: Tree, alpha: float) -> Tree:
+    """Adds adapters, scaled as by `attach`, to their weights, in these' dtypes and shardings; donates these."""
 
     def add(base: Array, down: Array, up: Array) -> Array:
-        stacked = up.ndim - 1 - (base.ndim - down.ndim + 1)
+        stacked, rank = up.ndim - 1 - (base.ndim - down.ndim + 1), down.shape[-1]
         down, up = down.astype(jnp.float32), up.astype(jnp.float32)
-        product = down.reshape(*down.shape[:stacked], -1, spec.rank) @ up.reshape(*up.shape[: stacked + 1], -1)
-        return (base.astype(jnp.float32) + spec.alpha / spec.rank * product.reshape(base.shape)).astype(base.dtype)
+        product = down.reshape(*down.shape[:stacked], -1, rank) @ up.reshape(*up.shape[: stacked + 1], -1)
+        return (base.astype(jnp.float32) + alpha / rank * product.reshape(base.shape)).astype(base.dtype)
 
     # Compiled, so that no device makes the whole product of a sharded weight.
     return _with_adapters(

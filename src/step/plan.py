@@ -14,7 +14,6 @@ from src.model import lora, params
 from src.model.block import kernel_for
 from src.model.decoder import Decoder
 from src.model.execution import Execution
-from src.model.lora import LoraSpec
 from src.model.moe import layer as moe
 from src.model.params import Weights
 from src.model.pipeline import make_schedule
@@ -34,7 +33,6 @@ class StepPlan:
 
     step: Step  # its keys
     spec: ModelSpec
-    lora: LoraSpec | None
     graphdef: nnx.GraphDef
     roles: Any  # of each weight: trainable, frozen or stats; this and the next five are nested as all weights are
     shapes: Any
@@ -52,13 +50,13 @@ class StepPlan:
     def init_weights(self) -> Weights:
         """Returns the initial weights."""
         tree = params.initial(functools.partial(Decoder, self.spec), self.step.init_weights_seed)
-        return self.split({**tree, "lora": self.init_adapters()} if self.lora else tree)
+        return self.split({**tree, "lora": self.init_adapters()} if self.step.lora_rank else tree)
 
     def init_adapters(self) -> params.Tree:
         """Returns the initial adapters, which change nothing."""
         _, declarations = params.abstract(functools.partial(Decoder, self.spec))
         rngs = nnx.Rngs(params=jax.random.fold_in(jax.random.key(self.step.init_weights_seed), 1))
-        return params.values(lora.declare(self.lora, declarations)(rngs))
+        return params.values(lora.declare(self.step, declarations)(rngs))
 
     def split(self, tree: Any) -> Weights:
         """Sorts a tree nested as all weights are by the weights' roles."""
@@ -67,8 +65,8 @@ class StepPlan:
     def decoder(self, model_weights: Weights) -> Decoder:
         """Returns the model with these weights."""
         tree = model_weights.merged()
-        if self.lora:
-            tree = lora.attach(tree, tree.pop("lora"), self.lora)
+        if self.step.lora_rank:
+            tree = lora.attach(tree, tree.pop("lora"), self.step.lora_alpha)
         return nnx.merge(self.graphdef, tree)
 
 
@@ -93,10 +91,8 @@ def make_plan(
     schedule = make_schedule(mesh, spec, layout)
     graphdef, declarations = params.abstract(functools.partial(Decoder, spec))
     roles = weight_roles(declarations, step.trainable_parameters, bool(step.lora_rank))
-    lora_spec = None
     if step.lora_rank:
-        lora_spec = LoraSpec(step.lora_rank, step.lora_alpha, tuple(map(str, step.lora_parameters)))
-        adapters = jax.eval_shape(lambda: lora.declare(lora_spec, declarations)(nnx.Rngs(params=0)))
+        adapters = jax.eval_shape(lambda: lora.declare(step, declarations)(nnx.Rngs(params=0)))
         declarations = {**declarations, "lora": adapters}
         roles["lora"] = params.roles(adapters)
     shapes, axes = params.values(declarations), params.field(declarations, "out_sharding")
@@ -109,7 +105,6 @@ def make_plan(
     return StepPlan(
         step=step,
         spec=spec,
-        lora=lora_spec,
         graphdef=graphdef,
         roles=roles,
         shapes=shapes,

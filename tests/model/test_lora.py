@@ -55,7 +55,7 @@ def test_an_adapted_model_is_the_model_with_the_products_added(facts):
 
     value = jax.jit(functools.partial(loss, adapted=adapters))(weights_of(plan))
     assert_close(value, jax.jit(functools.partial(loss, adapted=None))(summed), 1e-5)
-    assert_close(lora.merge(jax.device_put(weights_of(plan)), adapters, plan.lora), summed, 1e-6)
+    assert_close(lora.merge(jax.device_put(weights_of(plan)), adapters, plan.step.lora_alpha), summed, 1e-6)
 
 
 def test_an_adapted_latent_attention_decodes_from_its_cache_as_the_merged_model_reads_the_whole_text():
@@ -77,7 +77,7 @@ def test_an_adapted_latent_attention_decodes_from_its_cache_as_the_merged_model_
         hidden_BTD, _, _ = merged(text, context, plan.execution)
         return merged.logits(hidden_BTD, context)
 
-    likeliest = np.argmax(logits(lora.merge(jax.device_put(weights_of(plan)), adapters, plan.lora)), axis=-1)
+    likeliest = np.argmax(logits(lora.merge(jax.device_put(weights_of(plan)), adapters, plan.step.lora_alpha)), axis=-1)
     # What follows each token from the prompt's last one on: of greedy drawing, the next token of the text.
     np.testing.assert_array_equal(likeliest[0, len(prompt) - 1 : -1], text[0, len(prompt) :])
     assert text.shape == (1, len(prompt) + 8)

@@ -1,4 +1,4 @@
-"""Makes the batches of a train step and of an evaluation: the rows of this host, ahead of time.
+"""Makes the batches of a train step: the rows of this host, ahead of time.
 
 A row depends on the data, the seed, the global batch size, T and the step alone, never on which host makes it.
 
@@ -7,20 +7,18 @@ B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
 
 import collections
 import itertools
-import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from src.data.batch_transform import apply_transform
-from src.data.document_stream import DocumentStream, RowFiller, encode, layout_of, rows_per_epoch
-from src.data.host_arrays import max_over_hosts
+from src.data.document_stream import RowFiller, encode
 from src.data.order import Mixture
-from src.data.packing import empty_batch, remap_position, rows_needed
-from src.data.types import Batch, EvalSet, InputSpec, RowSource, Source, TrainData
+from src.data.packing import empty_batch
+from src.data.types import Batch, InputSpec, RowSource, Source, TrainData
 from src.errors import UserError
 from src.user_code import load_function
 
@@ -62,7 +60,7 @@ def train_batches(
     fillers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
         length, of = spec.batch.max_target_length, f" of {name}" if name else ""
-        if (targets := _count_targets(spec, source, length)) < length:
+        if (targets := count_targets(spec, source, length)) < length:
             raise UserError(
                 f"the training data{of} have {targets} tokens, fewer than one row of max_target_length={length}: set "
                 "max_target_length to less, or give a dataset_path with more text"
@@ -71,84 +69,6 @@ def train_batches(
         before = (rows_before or {}).get(name, 0)
         fillers.append(RowFiller(spec, source, rows, global_batch, name=name, rows_before=before, positions=positions))
     return BatchMaker(spec, fillers, Mixture(data.weights), rows, global_batch).batches(rows_taken)
-
-
-class EvalBatches:
-    """Makes the batches of one evaluation set: this host's `rows` of global batches of `global_batch` rows.
-
-    With `steps` = N an evaluation is N batches of an endless stream, which repeats the data if they are fewer: the
-    first N each time, or if it `rolls` (`eval_mode`) the N after those of the last evaluation, or at first after
-    `position`. With -1 it is one epoch: each document once, the rest of the last rows padded, and the same number of
-    batches on every host. For that each host counts its rows the first time, which reads and tokenizes its documents
-    once more. Raises UserError where the source has no text, or no end and one epoch is asked for.
-    """
-
-    def __init__(
-        self,
-        spec: InputSpec,
-        data: EvalSet,
-        rows: Sequence[int],
-        global_batch: int,
-        rolls: bool = False,
-        position: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._one_epoch = data.steps == -1
-        of = f" of {data.name}" if data.name else ""
-        if self._one_epoch and rows_per_epoch(spec, data.source) == math.inf:
-            raise UserError(
-                f"the evaluation data{of} have no end to evaluate to: set eval_steps to a number of batches"
-            )
-        if not _count_targets(spec, data.source, 1):
-            raise UserError(f"the evaluation data{of} have no text: give other data with eval_dataset_path=PATH")
-        self._spec = spec
-        self._source = data.source
-        self._rows = rows
-        self._global_batch = global_batch
-        self._steps = None if self._one_epoch else data.steps
-        self._rolls = rolls
-        self._start(position)
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yields the batches, made ahead of time in a thread."""
-        if not self._rolls:
-            self._start(None)
-        count, before = self.steps(), self._rows_taken
-        self._rows_taken += count * self._global_batch
-        maker = BatchMaker(self._spec, [self._filler], Mixture([1]), self._rows, self._global_batch)
-        return (batch.arrays for batch in maker.batches(before, count))
-
-    def steps(self) -> int:
-        """Counts the batches of an evaluation. The first call, also by `iter`, waits for that of other hosts."""
-        if self._steps is None and (count := rows_per_epoch(self._spec, self._source)) is not None:
-            self._steps = math.ceil(count / self._global_batch)
-        elif self._steps is None:  # as many as the host with the most rows needs
-            stream, layout, most = DocumentStream(self._spec, self._source), layout_of(self._spec), 0
-            for row in self._rows:
-                ordinals = range(row, len(self._source), self._global_batch)
-                sizes = ([len(document.ids) for document in stream.documents(ordinal)] for ordinal in ordinals)
-                most = max(most, rows_needed(sizes, self._spec.batch.max_target_length, layout))
-            self._steps = int(max_over_hosts(np.int32(most)))
-        return self._steps
-
-    def position(self) -> dict[str, Any]:
-        """Returns how far a rolling set has come, of all hosts, in lists: the next evaluation resumes there.
-
-        Every process calls it, after an evaluation's last batch was taken.
-        """
-        positions = np.full((self._global_batch, 2), np.iinfo(np.int32).min, np.int32)  # less than other hosts have
-        positions[list(self._rows)] = [self._filler.position(row) for row in range(len(self._rows))]
-        # "lanes" is what checkpoints call packing streams.
-        return {"rows_taken": self._rows_taken, "lanes": max_over_hosts(positions).tolist()}
-
-    def _start(self, position: Mapping[str, Any] | None) -> None:
-        self._rows_taken, positions = 0, None
-        if position is not None:
-            self._rows_taken, positions = position["rows_taken"], np.array(position["lanes"], np.int32)
-            if len(positions) != self._global_batch:
-                positions = remap_position(positions, self._global_batch)
-            positions = positions[list(self._rows)]
-        place = (self._rows, self._global_batch)
-        self._filler = RowFiller(self._spec, self._source, *place, positions=positions, one_epoch=self._one_epoch)
 
 
 class BatchMaker:
@@ -227,7 +147,7 @@ class BatchMaker:
             batch.positions[row] = [filler.position(row) for filler in self._fillers]
 
 
-def _count_targets(spec: InputSpec, source: Source | RowSource, enough: int) -> int:
+def count_targets(spec: InputSpec, source: Source | RowSource, enough: int) -> int:
     """Counts the targets of a source until there are `enough`, which mostly takes a few reads."""
     if isinstance(source, RowSource):
         return enough  # a row is never empty

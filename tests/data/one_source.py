@@ -1,5 +1,6 @@
 """Data of one source, as a configuration without `datasets` and `eval_datasets` gives them."""
 
+from src.data import eval_batches as evaluation
 from src.data import fingerprint, loader, open
 from src.data.types import EvalSet, InputSpec, TrainData
 
@@ -41,7 +42,7 @@ class train_batches:
 
 def eval_batches(config, data, tokenizer, rows, global_batch, position=None):
     rolls = config.evaluation.eval_mode == "rolling"
-    return loader.EvalBatches(inputs(config, tokenizer), data, rows, global_batch, rolls, position)
+    return evaluation.EvalBatches(inputs(config, tokenizer), data, rows, global_batch, rolls, position)
 
 
 def data_fingerprint(config, data, tokenizer, global_batch):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from src.data import loader
 from src.data.conversations import ConversationSource, encode_conversation
 from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 from src.data.tokenizer import ByteTokenizer
@@ -440,7 +439,7 @@ def test_hosts_and_resuming_change_no_mask(config, many, packing):
 
 def test_a_rolling_evaluation_knows_the_positions_of_all_hosts(config, many, monkeypatch):
     found = []
-    monkeypatch.setattr(loader, "max_over_hosts", lambda streams: found.append(streams) or streams)
+    monkeypatch.setattr("src.data.eval_batches.max_over_hosts", lambda streams: found.append(streams) or streams)
     settings = sft(config, eval_mode="rolling", eval_steps=2, max_target_length=20)
     for rows in (range(B), [0, 1], [2, 3]):
         evaluation = eval_batches(settings, EvalSet("", many, 2), ByteTokenizer(), rows, B)

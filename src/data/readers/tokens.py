@@ -47,7 +47,7 @@ FORMAT = 1
 SUMMARY = "tokens.json"
 UNFINISHED = "unfinished.json"  # in the place of tokens.json while shards are being written
 
-_MAPPED_SHARDS = 100  # each holds a file descriptor, of which a process often has no more than 1,024
+_MAPPED_FILES = 200  # each holds a file descriptor, of which a process often has no more than 1,024
 _VERIFIED_BYTES = 1 << 29  # of shards whose digests are compared at the opening
 
 
@@ -124,8 +124,7 @@ class _TokenFolder:
             raise UserError(f"{self._setting} has no document")
         self._dtype = np.dtype(facts["dtype"]).newbyteorder("<")
         self._tokenizer: Mapping[str, Any] | None = facts["tokenizer"]
-        self._index = functools.lru_cache(maxsize=_MAPPED_SHARDS)(self._map_index)
-        self._mapped_ids = functools.lru_cache(maxsize=_MAPPED_SHARDS)(self._map_ids)
+        self._mapped = functools.lru_cache(maxsize=_MAPPED_FILES)(self._map)
         self._copies = tempfile.TemporaryDirectory(prefix="mintext-") if files.is_remote(self._folder) else None
         self._digest = hashlib.sha256(summary).hexdigest()[:16]
         if not self._copies:
@@ -175,49 +174,40 @@ class _TokenFolder:
 
     def _ids(self, shard: int, start: int, stop: int) -> np.ndarray:
         """Reads int32: the ids [start, stop) of a shard."""
-        if self._copies is None:
-            ids = self._mapped_ids(shard)[start:stop].astype(np.int32)
-        else:
-            size = self._dtype.itemsize
-            data = files.read(self._path(ids_name(shard)), start * size, stop * size)
-            ids = np.frombuffer(data[: len(data) // size * size], self._dtype).astype(np.int32)
-        if len(ids) < stop - start:
-            raise self._damaged(ids_name(shard), f"it has become shorter than {SUMMARY} has it")
-        largest_id = self._shards[shard].largest_id
+        name, largest_id = ids_name(shard), self._shards[shard].largest_id
+        begin, end = start * self._dtype.itemsize, stop * self._dtype.itemsize
+        data = files.read(self._path(name), begin, end) if self._copies else self._mapped(name)[begin:end]
+        if len(data) < end - begin:
+            raise self._damaged(name, f"it has become shorter than {SUMMARY} has it")
+        ids = np.frombuffer(data, self._dtype).astype(np.int32)
         if ids.max(initial=0) > largest_id or ids.min(initial=0) < 0:  # of 2**31 and more
-            raise self._damaged(ids_name(shard), f"it has ids beyond {largest_id}, its largest")
+            raise self._damaged(name, f"it has ids beyond {largest_id}, its largest")
         return ids
 
     def _damaged(self, name: str, how: str) -> UserError:
         return UserError(f"{self._path(name)} is damaged: {how}. Copy it again, or write the tokens again")
 
-    def _map_ids(self, shard: int) -> np.ndarray:
-        path = self._path(ids_name(shard))
-        # The bare array: each slice of a memmap would be one again, at ten times the price.
-        return files.attempted(path, lambda: np.memmap(path, self._dtype, "r").view(np.ndarray))
-
-    def _map_index(self, shard: int) -> np.ndarray:
-        """Maps int64 [documents + 1]: the pairs of a shard before each of its documents, and in all."""
+    def _index(self, shard: int) -> np.ndarray:
+        """Returns int64 [documents + 1]: the pairs of a shard before each of its documents, and in all."""
         name, facts = index_name(shard), self._shards[shard]
         count = facts.documents + 1
-        place = self._copied(name) if self._copies else self._path(name)
         # The array ends the file. numpy reads what is before it with `ast`, which in Python 3.11 fails now and then
         # where threads are at it together (SystemError, python/cpython issue 106905).
-        data = files.attempted(self._path(name), lambda: np.memmap(place, np.uint8, "r").view(np.ndarray))
-        index = data[-8 * count :].view("<i8")
+        index = self._mapped(name)[-8 * count :].view("<i8")
         if (index[0], index[-1]) != (0, facts.pairs):
             raise self._damaged(name, f"by {SUMMARY} it is int64 [{count}] from 0 to {facts.pairs}")
         return index
 
-    def _copied(self, name: str) -> Path:
-        """Returns this machine's copy of a file in a remote folder."""
-        copy = Path(self._copies.name) / name
-        if not copy.exists():
-            descriptor, part = tempfile.mkstemp(dir=copy.parent)  # another thread may be at it too
+    def _map(self, name: str) -> np.ndarray:
+        """Maps the bytes of a file, of a remote folder this machine's copy."""
+        place = Path(self._copies.name if self._copies else self._folder) / name
+        if self._copies and not place.exists():
+            descriptor, part = tempfile.mkstemp(dir=place.parent)  # another thread may be at it too
             with open(descriptor, "wb") as file:
                 file.writelines(files.chunks(self._path(name), self._sizes[name]))
-            os.replace(part, copy)
-        return copy
+            os.replace(part, place)
+        # The bare array: each slice of a memmap would be one again, at ten times the price.
+        return files.attempted(self._path(name), lambda: np.memmap(place, np.uint8, "r").view(np.ndarray))
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)

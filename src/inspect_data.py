@@ -20,7 +20,7 @@ from src.data.order import Mixture
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Batch, InputSpec, RowSource, Tokenizer, TrainData
 from src.errors import UserError
-from src.report.metrics import print_header
+from src.report.header import print_header
 from src.startup import configured, printable
 
 USAGE = Usage(

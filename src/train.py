@@ -20,26 +20,25 @@ from src.checkpoint.run_folder import RunFolder, in_run_folder
 from src.cli import run_command
 from src.config import load as configuration
 from src.config.schema import Config
-from src.config.source_spec import train_specs
-from src.data.describe import describe_conversations, describe_data, describe_eval_set
 from src.data.fingerprint import data_fingerprint
 from src.data.host_arrays import check_same_data, host_rows, rows_to_global, to_global
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
-from src.data.types import EvalSet, InputSpec, Tokenizer, TrainData
+from src.data.types import InputSpec, Tokenizer
 from src.decode import encode_prompt, sample
-from src.errors import UserError, counted
+from src.errors import UserError
 from src.evaluate import Evaluation
 from src.json_text import parse_json
-from src.model.flops import FlopsPerToken, count_params, flops_per_token
+from src.model.flops import flops_per_token
 from src.next_commands import next_commands
-from src.parallel.slices import check_hardware, count_slices, describe_mesh
+from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, stack_traces
-from src.report.metrics import MetricsLog, StepPrinter, print_header
+from src.report.header import print_header, run_header
+from src.report.metrics import MetricsLog, StepPrinter
 from src.report.recorder import LiveReport, Recorder, sets_aside
 from src.startup import configured, environment, printable, say
-from src.step.build import TracedStep, build, check_same_program
+from src.step.build import build, check_same_program
 from src.step.compiler_flags import compiler_options
 from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
@@ -144,7 +143,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     log = printer = None
     if is_writer:
         facts = environment()
-        chosen = header(config, built, inputs, data, eval_sets, folder, facts, flops, first_step)
+        chosen = run_header(config, built, inputs, data, eval_sets, folder, facts, flops, first_step)
         folder.write_text("environment.json", json.dumps(dated(folder, first_step) | dict(chosen[2:-1]) | facts))
         if not config.quiet:
             print_header(chosen)
@@ -252,50 +251,6 @@ def dated_name() -> str:
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     agreed = multihost_utils.broadcast_one_to_all(np.frombuffer(now.encode(), np.uint8))
     return bytes(np.asarray(agreed)).decode()
-
-
-def header(
-    config: Config,
-    built: TracedStep,
-    inputs: InputSpec,
-    data: TrainData,
-    eval_sets: Sequence[EvalSet],
-    folder: RunFolder,
-    facts: dict[str, str],
-    flops: FlopsPerToken,
-    first_step: int,
-) -> list[tuple[str, str]]:
-    """Returns everything that was chosen for this run, by name, so that a user need not guess."""
-    plan, tokenizer = built.plan, inputs.tokenizer
-    weights = plan.split(plan.shapes)
-    trained = f"{sum(leaf.size for leaf in jax.tree.leaves(weights.trainable)):,} parameters"
-    trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""
-    packed = "packed, none cut that fits a row" if config.use_sft else "packed"
-    order = f"shuffled by seed {config.data_shuffle_seed}, {packed if config.packing else 'a document per row'}"
-    return [
-        ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
-        ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
-        ("devices", f"{facts['devices']}, processes: {facts['processes']}"),
-        ("mesh", describe_mesh(plan.layout.mesh.shape)),
-        *([("pipeline", schedule.describe())] if (schedule := plan.execution.schedule) else []),
-        ("model", f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}"),
-        ("trained", trained if weights.frozen else "all parameters"),
-        ("step", f"{counted(built.rows, 'row')} x {config.max_target_length} = {built.tokens:,} tokens"),
-        ("FLOPs per token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
-        ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
-        ("attention", plan.kernel),
-        ("recomputed", f"remat_policy {config.remat_policy}"),
-        ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else "compiled by this run"),
-        ("data", "\n".join(describe_data(train_specs(config.data), data))),
-        *([("evaluation", "\n".join(map(describe_eval_set, eval_sets)))] if eval_sets else []),
-        ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
-        ("vocabulary", f"{config.vocab_size:,}"),
-        ("order", order),
-        *([("conversations", describe_conversations(inputs, data))] if config.use_sft else []),
-        ("steps", f"{first_step} to {config.steps}"),
-        ("TensorBoard", f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)"),
-        ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
-    ]
 
 
 def command(argv: Sequence[str]) -> int:

@@ -24,7 +24,8 @@ from src.config.key_help import Usage
 from src.config.schema import Config
 from src.errors import UserError
 from src.parallel.topology import Topology, parse_topology
-from src.report.metrics import duration, print_header
+from src.report.header import print_header
+from src.report.metrics import duration
 from src.startup import configured
 from src.step.build import TracedStep, build
 from src.step.compiler_flags import check_environment, compiler_options

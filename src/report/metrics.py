@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -284,11 +284,3 @@ def duration(seconds: float) -> str:
     if hours >= 24:
         return f"{hours // 24}d {hours % 24:02}:{minute:02}"
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-def print_header(rows: Iterable[tuple[str, str]]) -> None:
-    """Prints names and values in two columns, aligning a value's further lines under its first."""
-    rows = list(rows)
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value.replace(chr(10), chr(10) + ' ' * (width + 2))}", flush=True)

@@ -13,7 +13,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention_kernels.scores import ScoreSpec, dot_product, masked_attention, score_spec
-from src.model.cache import Cache, CacheArray, cache_slots, decode_mask, in_order, update
+from src.model.cache import Cache, CacheArray, cache_slots, decode_mask, update
 from src.model.costs import Costs
 from src.model.embeddings import rope
 from src.model.forward_context import ForwardContext
@@ -84,7 +84,7 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = update(cache, {"key": k_BTKH, "value": v_BTKH}, context)
         if context.decoding:
-            k_BSKH, v_BSKH = in_order(cache["key"]), in_order(cache["value"])
+            k_BSKH, v_BSKH = (jnp.swapaxes(cache[name], 1, 2) for name in ("key", "value"))
             mask_BTS = decode_mask(self.scores, context.positions_BT, k_BSKH.shape[1])
             out_BTNH = masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, self.scores, sinks_N)
         else:

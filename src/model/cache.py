@@ -55,11 +55,6 @@ def update(cache: Cache, new: Cache, context: ForwardContext) -> Cache:
     return {name: write(old, jnp.swapaxes(new[name], 1, 2).astype(old.dtype)) for name, old in cache.items()}
 
 
-def in_order(cached_BKSH: Array) -> Array:
-    """Returns a cache's array as attention reads it, [B, S, K, H]."""
-    return jnp.swapaxes(cached_BKSH, 1, 2)
-
-
 def decode_mask(spec: ScoreSpec, positions_BT: Array, S: int) -> Array:
     """Returns bool [B, T, S]: the cache slots that each row's newest token attends to, its own included; T is 1."""
     key_BTS = positions_BT[:, :, None] - (positions_BT[:, :, None] - jnp.arange(S)) % S

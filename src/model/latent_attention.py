@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from src.model.attention import attend
 from src.model.attention_kernels.scores import ScoreSpec, masked_attention, score_spec
-from src.model.cache import Cache, CacheArray, cache_slots, decode_mask, in_order, update
+from src.model.cache import Cache, CacheArray, cache_slots, decode_mask, update
 from src.model.costs import Costs
 from src.model.embeddings import rope
 from src.model.forward_context import ForwardContext
@@ -73,7 +73,7 @@ class LatentAttention(nnx.Module):
         if cache is not None:
             cache = update(cache, {"latent": jnp.concatenate([latent_BT1R, shared_BT1H], axis=-1)}, context)
         if context.decoding:
-            out_BTNH = self._attend_to_latents(nope_BTNH, rope_BTNH, in_order(cache["latent"]), context)
+            out_BTNH = self._attend_to_latents(nope_BTNH, rope_BTNH, jnp.swapaxes(cache["latent"], 1, 2), context)
         else:
             q_BTNH = constrain(jnp.concatenate([nope_BTNH, rope_BTNH], axis=-1), "batch", "length", "heads", "head_dim")
             k_BSNH, v_BSNH = self._expand(latent_BT1R, shared_BT1H, context)

@@ -43,22 +43,20 @@ def run_layer_group(
             new_caches.append(cache)
         return x, (new_caches, reports)
 
-    def run_repeats(x: Array, repeats: Any, context: ForwardContext) -> tuple[Array, Any]:
-        """Runs consecutive repeats, given their weights, caches and first layers; returns x, caches and reports."""
+    def run_chunk(x: Array, weights: Any, layers: Array, context: ForwardContext) -> tuple[Array, Any]:
+        """Runs consecutive repeats, given their weights (None: shared) and first layers; returns x, caches, reports."""
+        repeats = (weights, caches, layers)
         if execution.scan_layers:
             return jax.lax.scan(lambda x, repeat: run_pattern(x, repeat, context), x, repeats)
         outputs = []
-        for index in range(len(repeats[-1])):
+        for index in range(len(layers)):
             x, output = run_pattern(x, jax.tree.map(lambda leaf, index=index: leaf[index], repeats), context)
             outputs.append(output)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
-
-    def run_chunk(x: Array, weights: Any, layers: Array, context: ForwardContext) -> tuple[Array, Any]:
-        return run_repeats(x, (weights, caches, layers), context)
 
     if execution.schedule and staged and not jax.tree.leaves(caches):
         outputs = run_stages(run_chunk, x, weights, layers, context, execution.schedule, execution.remat_turn)
     else:
         outputs = run_chunk(x, None if group.shared else weights, layers, context)
-    x, (caches, reports) = outputs
-    return x, caches, reports
+    x, (new_caches, reports) = outputs
+    return x, new_caches, reports

@@ -137,18 +137,14 @@ def run_stages(
 ) -> tuple[Array, Any]:
     """Runs the repeats of a layer group, split over stages; those that idle compute on zeros.
 
-    The one collective over `stage` in each iteration passes a micro-batch's activations on. Weights are gathered over
-    fsdp in each turn. The backward pass keeps what the blocks of a chunk keep, in each of the M R + P - 1 iterations.
-    With remat_policy=full that is an input [B, T, D] per block and iteration, L / (P R) (M R + P - 1) of them for L
-    layers: GPipe's memory (Huang et al. 2019). Where R > 1, each weight goes to the stage that runs it before the
-    schedule (`_chunks`), and its gradient comes back, once for each of gradient_accumulation_steps. After the
-    schedule, all stages get the hidden states.
+    The one collective over `stage` in each iteration passes a micro-batch's activations on; afterwards all stages get
+    the hidden states. Weights are gathered over fsdp in each turn. The backward pass keeps what the blocks of a chunk
+    keep, in each of the M R + P - 1 iterations: with remat_policy=full GPipe's memory (Huang et al. 2019).
 
     `run_chunk(x, weights, layers, context)` runs consecutive repeats on rows of one micro-batch and returns x and
     reports; `remat` wraps a turn, which takes its weights from those of all turns so that they are not kept for each.
-    `x_BTD` and `context` are of all rows. The first dim of the weights, in layer order and sharded over `stage`, and of
-    `layers_L` (the number of each one's first layer) is the repeats, and so is that of the reports, which are returned
-    as sums over micro-batches beside x.
+    `x_BTD` and `context` are of all rows. The repeats are the first dim of the weights (in layer order, sharded over
+    `stage`), of `layers_L`, each one's first layer, and of the reports, which are summed over micro-batches.
     """
     layout, P, R = context.layout, schedule.stages, schedule.repeats
     x_MBTD = layout.split_rows(x_BTD, schedule.micro_batches, "norm_length", "activation_embed")

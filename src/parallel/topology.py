@@ -3,7 +3,6 @@
 import difflib
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from src.errors import UserError
@@ -22,11 +21,6 @@ class Chip:
     memory_bandwidth: float
     ici_bandwidth: float  # that the device sends over all its links to the rest of its slice or host
     dcn_bandwidth: float  # that it sends to other slices or hosts: its share of its host's network cards
-
-    @property
-    def peaks(self) -> Mapping[str, float]:
-        """Floating-point operations per second, by dtype, as `peak_flops` has them."""
-        return _PEAK_FLOPS[self.kind]
 
 
 @dataclass(frozen=True)
@@ -178,19 +172,17 @@ def parse_topology(name: str, slices: int) -> Topology:
         raise _unknown(name)
     generation = _GENERATIONS[family]
     if shape:
-        chips = _check_shape(name, family, tuple(map(int, shape.split("x"))))
+        chips = _check_shape(name, generation, tuple(map(int, shape.split("x"))))
     else:
-        chips = _counted_shape(name, family, int(count))
+        chips = _counted_shape(name, generation, int(count))
     return Topology(name, "tpu", generation.chip, chips, generation.devices_per_chip, slices)
 
 
-def _counted_shape(name: str, family: str, count: int) -> tuple[int, ...]:
-    generation = _GENERATIONS[family]
-    chips, rest = divmod(count, generation.counted_per_chip)
-    if not rest and (shape := _slice_shape(chips, generation)):
+def _counted_shape(name: str, generation: _Generation, count: int) -> tuple[int, ...]:
+    family, per_chip = name.rpartition("-")[0], generation.counted_per_chip
+    if count % per_chip == 0 and (shape := _slice_shape(count // per_chip, generation)):
         return shape
-    sizes = [n for n in range(1, generation.largest + 1) if _slice_shape(n, generation)]
-    names = [n * generation.counted_per_chip for n in sizes]
+    names = [n * per_chip for n in range(1, generation.largest + 1) if _slice_shape(n, generation)]
     nearest = [*[n for n in names if n < count][-1:], *[n for n in names if n > count][:1]]
     raise UserError(
         f"compile_topology={name}: no {family} slice has {count} {generation.counted}. The nearest: "
@@ -198,8 +190,7 @@ def _counted_shape(name: str, family: str, count: int) -> tuple[int, ...]:
     )
 
 
-def _check_shape(name: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    generation = _GENERATIONS[family]
+def _check_shape(name: str, generation: _Generation, shape: tuple[int, ...]) -> tuple[int, ...]:
     chips = math.prod(shape)
     of_cubes = generation.dims == len(shape) == 3 and all(size in range(_CUBE, _LONGEST + 1, _CUBE) for size in shape)
     if shape == _slice_shape(chips, generation) or (of_cubes and chips <= generation.largest):
@@ -208,7 +199,7 @@ def _check_shape(name: str, family: str, shape: tuple[int, ...]) -> tuple[int, .
     expected = ", ".join("x".join(map(str, each)) for each in named if each)
     if generation.dims == 3:
         expected += f", or three multiples of {_CUBE}, each at most {_LONGEST}, of {generation.largest} chips at most"
-    raise UserError(f"compile_topology={name}: no {family} slice has this shape. Expected {expected}")
+    raise UserError(f"compile_topology={name}: no {name.partition(':')[0]} slice has this shape. Expected {expected}")
 
 
 def _slice_shape(chips: int, generation: _Generation) -> tuple[int, ...] | None:

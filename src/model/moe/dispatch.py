@@ -50,16 +50,11 @@ def dropless(
 ) -> Array:
     """Sums the outputs of each token's experts, [X, D] to [X, D]; no choice is dropped, however uneven.
 
-    Choices are sorted by expert, so that each of a device's experts finds its rows in one block. Across devices, the
-    rows that one gets, sorted by expert and then by sender, pass through a buffer of R rows window by window: the first
-    R of them, the next R, and so on. R is `BUFFER_SLACK` times the M rows that one gets when all experts are chosen as
-    often, or all that could come, P X min(k, E / P), if that is less. So one window does for balanced experts, with
-    arrays `BUFFER_SLACK` times as large as on one device; tokens that all chose one device's experts take
-    P / BUFFER_SLACK windows, one after the other, and no more memory. Windows after the first are computed again in the
-    backward pass.
-
-    A token moves 2 k D numbers of the compute dtype forward and as many backward, less the 1 / P of them that stay.
-    What rematerialisation computes again moves k D, and where more than the residual needs the output, k D more.
+    Across devices, the rows that one gets, sorted by expert and then by sender, pass through a buffer of R rows window
+    by window. R is `BUFFER_SLACK` times the M rows that one gets when all experts are chosen as often, or all that
+    could come, P X min(k, E / P), if that is less: one window does for balanced experts, and uneven ones take more time
+    and no more memory. Windows after the first are computed again in the backward pass. A token moves 2 k D numbers of
+    the compute dtype forward and as many backward, less the 1 / P of them that stay.
 
     `tokens` have the weights [X, k] of their choices beside them; expert E in `experts_Xk` is none, whose output is 0.
     `feed(rows, kernels, rows per expert)` returns the experts' outputs for rows sorted by expert.
@@ -225,11 +220,7 @@ def _exchange_by_gathering(rows_RD: Array, plan: ExchangePlan, room: int, group:
 def with_capacity(
     tokens: Rows, slots: "CapacitySlots", kernels: Any, feed: Callable[[Rows, Any], Array], group: ExpertGroup
 ) -> Array:
-    """Sums the outputs of those of each token's experts in which it has a slot, [X, D] to [X, D].
-
-    A token moves 2 k D numbers of the compute dtype, times the capacity factor, forward and as many backward, less the
-    1 / P of them that stay.
-    """
+    """Sums the outputs of those of each token's experts in which it has a slot, [X, D] to [X, D]."""
 
     def to_experts(rows: Array) -> Array:
         rows = rows.reshape(slots.experts, -1, rows.shape[1])

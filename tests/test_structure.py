@@ -23,6 +23,7 @@ COMMANDS = {
 MAX_LEVELS = 11
 MAX_LINES = 400
 MAX_CORE_LINES = 4_800
+MAX_FILES_OF_THE_WHOLE_CONFIG = 11
 
 
 @functools.cache
@@ -133,3 +134,20 @@ def test_the_core_that_the_architecture_lists_is_there_and_small():
     core = re.findall(r"src/[\w/]+\.py", text)
     assert len(core) == len(set(core)) >= 24
     assert sum(len((ROOT / name).read_text().splitlines()) for name in core) <= MAX_CORE_LINES
+
+
+def names_whole_config(path):
+    """Whether a file names `Config`, or has a parameter `config`: other functions take sections or keys."""
+    return any(
+        (isinstance(node, ast.Name) and node.id == "Config")
+        or (isinstance(node, ast.Attribute) and node.attr == "Config")
+        or (isinstance(node, ast.alias) and node.name == "Config")
+        or (isinstance(node, ast.arg) and node.arg == "config")
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
+
+
+def test_few_files_take_the_whole_config():
+    files = set((ROOT / "src").rglob("*.py")) - set((ROOT / "src" / "config").rglob("*.py"))
+    names = sorted(str(path.relative_to(ROOT)) for path in files if names_whole_config(path))
+    assert len(names) <= MAX_FILES_OF_THE_WHOLE_CONFIG, names

@@ -62,7 +62,6 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     prompts = [] if config.interactive else read_prompts(decoding) if config.prompt_path else [config.prompt]
     completions = [Completion(decoding, length, tokenizer, prompt) for prompt in prompts]
     loaded = load_model(config, tokenizer)
-    say(loaded.messages)
     generator = make_generator(decoding, length, *unrolled(loaded.plan, loaded.weights))
     if config.interactive:
         texts = converse(decoding, tokenizer, generator)

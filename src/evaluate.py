@@ -119,7 +119,6 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     if config is None:
         return None
     loaded = load_model(config, make_tokenizer(config.data, config.vocab_size))
-    say(loaded.messages)
     if config.texts_path or config.tokens_path:
         sections = config.evaluation, config.batch
         if config.texts_path:

@@ -1,6 +1,6 @@
 """Loads a model for use without training: for decode.py and evaluate.py."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
@@ -12,23 +12,22 @@ from src.errors import UserError
 from src.model.params import Weights
 from src.parallel.mesh import Layout, make_layout
 from src.parallel.slices import check_hardware
+from src.startup import say
 from src.step.build import plan_step
 from src.step.plan import StepPlan
 from src.step.state import abstract_state
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """Holds a model with its weights and the tokenizer of its texts."""
+class LoadedModel(NamedTuple):
+    """A model with its weights and the tokenizer of its texts."""
 
     plan: StepPlan
     weights: Weights
     tokenizer: Tokenizer | None
-    messages: list[str]
 
 
 def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
-    """Loads the model that the config describes with the weights of `load_parameters_path`, merging adapters.
+    """Loads the config's model with the weights of `load_parameters_path`, merging adapters; prints what is to say.
 
     Raises UserError: there are no such weights, or they are another model's or another tokenizer's.
     """
@@ -43,7 +42,8 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
     weights, meta, messages = load_weights(config.load_parameters_path, all_weights(abstract_state(plan)))
     check_vocabulary(config.vocab_size, meta)
     check_tokenizer(config.accept_changes, meta, tokenizer)
-    return LoadedModel(plan, plan.split(weights), tokenizer, messages)
+    say(messages)
+    return LoadedModel(plan, plan.split(weights), tokenizer)
 
 
 def inference_plan(config: Config, layout: Layout) -> StepPlan:

@@ -1,6 +1,7 @@
 """Starts commands: reads their configuration, sets up JAX, and joins the processes of a job."""
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -37,10 +38,8 @@ def configured(
 ) -> Config | None:
     """Returns the configuration of a command line and makes JAX ready for use; None if it only asked for help.
 
-    Args:
-        joins: this process joins its job, and JAX uses the devices of this machine. Otherwise JAX is not started, and
-            the caller checks the environment's flags, as it alone knows which of them will be read.
-        uses_weights: as for `config.load`.
+    With `joins` this process joins its job, and JAX uses the devices of this machine. Otherwise JAX is not started, and
+    the caller checks the environment's flags, as it alone knows which will be read. `uses_weights` as `config.load`'s.
 
     Raises UserError: the command line or, with `joins`, a flag in the environment is wrong; or another process of the
     job has another configuration, code or packages. Raises TransientError: another process of the job did not come.
@@ -53,10 +52,14 @@ def configured(
     config = command_line.load(argv, notes, uses_weights=uses_weights)
     configure_jax(config.step)
     if joins:
-        platforms = jax.config.jax_platforms  # empty: whichever JAX finds
+        platforms, mesh = jax.config.jax_platforms, config.mesh  # no platforms: whichever JAX finds
         check_environment(uses_tpu=not platforms or "tpu" in platforms)
-        if not jax.distributed.is_initialized() and (place := _place_of(config.mesh)) and place.num_processes > 1:
-            start_distributed(place, config.mesh, shared_facts(config))
+        if not jax.distributed.is_initialized():
+            place = Place(mesh.coordinator_address, mesh.num_processes, mesh.process_id)
+            if not place.coordinator_address:
+                place = find_place(mesh.jax_distributed_initialization_timeout)
+            if place and place.num_processes > 1:
+                start_distributed(place, mesh, shared_facts(config))
         say(notes)
     else:  # `say` would have JAX look for devices
         print("".join(f"{note}\n" for note in notes), end="", flush=True)
@@ -87,7 +90,7 @@ def say(lines: Iterable[str]) -> None:
 
 
 class Place(NamedTuple):
-    """Locates this process in a cluster, as `jax.distributed.initialize` takes it."""
+    """This process's place in a cluster, as `jax.distributed.initialize` takes it."""
 
     coordinator_address: str
     num_processes: int
@@ -115,21 +118,11 @@ def start_distributed(place: Place, mesh: Mesh, facts: Mapping[str, str]) -> Non
     jax.distributed.initialize(*place, initialization_timeout=timeout, heartbeat_timeout_seconds=3 * silence)
 
 
-def _place_of(mesh: Mesh) -> Place | None:
-    """Returns this process's place in a cluster; None where there is none, and this process is the job.
-
-    JAX itself finds TPU pods, SLURM, Open MPI and, where the package `kubernetes` is installed, Kubernetes;
-    `coordinator_address`, `num_processes` and `process_id` serve anything else.
-    """
-    if mesh.coordinator_address:
-        return Place(mesh.coordinator_address, mesh.num_processes, mesh.process_id)
-    return find_place(mesh.jax_distributed_initialization_timeout)
-
-
 def find_place(timeout: int) -> Place | None:
-    """Returns this process's place in the cluster that JAX detects; None where it detects none.
+    """Returns this process's place in the cluster that JAX detects; None where it detects none: this is the whole job.
 
-    `timeout`: seconds to wait for the cluster to name its coordinator.
+    JAX finds TPU pods, SLURM, Open MPI and, where the package `kubernetes` is installed, Kubernetes. `timeout`: seconds
+    to wait for the cluster to name its coordinator.
     """
     # JAX's public call that joins a cluster fails in the same way where there is none and where it is broken.
     try:
@@ -173,19 +166,14 @@ def environment() -> dict[str, str]:
 
     Starts JAX's backend, so call it after `jax.distributed.initialize`.
     """
+    command = ["git", "-C", str(_REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = ""  # without git or outside a checkout
+    with contextlib.suppress(FileNotFoundError):
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "MinText": f"{version()} ({commit})" if (commit := _commit()) else version(),
+        "MinText": version() + f" ({commit})" * bool(commit),
         **_versions(),
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "processes": str(jax.process_count()),
     }
-
-
-def _commit() -> str:
-    """Returns the checkout's commit, with -dirty if files differ from it; "" without git or outside a checkout."""
-    command = ["git", "-C", str(_REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:
-        return ""

@@ -22,7 +22,7 @@ from src.config.yaml import BASE, CONFIGS, NOTHING, convert, dump, file_name, li
 
 # isort: split
 from src.config.yaml import read_file, unprintable
-from src.errors import UserError, clipped, did_you_mean, first_few
+from src.errors import UserError, changed_keys, clipped, did_you_mean, first_few
 
 
 class Setting(NamedTuple):
@@ -307,8 +307,8 @@ def from_yaml(text: str) -> dict[str, Any]:
 
 def diff_from_base(config: Mapping[str, Any]) -> list[str]:
     """Returns a line for each key whose value is not the default, with both; entries of mappings have dotted keys."""
-    changes = _changes(_dotted(defaults()), _dotted(config))
-    return [f"{change.key}: {dump(change.new)} (default {dump(change.old)})" for change in changes]
+    old, new = _dotted(defaults()), _dotted(config)
+    return [f"{key}: {dump(new.get(key))} (default {dump(old.get(key))})" for key in changed_keys(new, old)]
 
 
 def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,10 +320,6 @@ def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    return [Change(key, old.get(key), new.get(key)) for key in {**new, **old} if old.get(key) != new.get(key)]
-
-
 def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:
     """Returns what changed from a run's own configuration to the one that would resume it.
 
@@ -333,7 +329,8 @@ def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[C
         Changes that a run may see as it goes on, and those that alter its weights' shapes or meaning, its data or
         their order and are not named by `new`'s `accept_changes`.
     """
-    changes = _changes({**defaults(), **old}, new)
+    old = {**defaults(), **old}
+    changes = [Change(key, old.get(key), new.get(key)) for key in changed_keys(new, old)]
     identity = {key.name for key in KEYS.values() if key.fixed} - set(new["accept_changes"])
     breaking = [change for change in changes if change.key in identity]
     return [change for change in changes if change.key not in identity], breaking

@@ -7,7 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from src.config import load as config_load
-from src.config.key_help import TRAIN, Usage, help_for
+from src.config.base_yml import TRAIN, Usage, help_for
 from src.config.schema import Config
 from src.config.yaml import parse_keys
 from src.errors import UserError, clipped

@@ -12,7 +12,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from src.cli import run_command
-from src.config.key_help import Usage
+from src.config.base_yml import Usage
 from src.config.schema import Decoding
 from src.data.conversations import read_message
 from src.data.tokenizer import make_tokenizer

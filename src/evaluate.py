@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from src.cli import run_command
 from src.config import schema
-from src.config.key_help import Usage
+from src.config.base_yml import Usage
 from src.data.eval_batches import EvalBatches
 from src.data.host_arrays import host_rows, to_global
 from src.data.open import open_eval_sets

@@ -10,7 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from src.cli import run_command
-from src.config.key_help import Usage
+from src.config.base_yml import Usage
 from src.config.source_spec import train_specs
 from src.data.describe import describe_conversations, describe_data
 from src.data.document_stream import DocumentStream, rows_per_epoch

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from src import command_line, rendezvous
 from src.cli import end_now
-from src.config.key_help import TRAIN, Usage, help_for
+from src.config.base_yml import TRAIN, Usage, help_for
 from src.config.schema import Config, Mesh, Step
 from src.config.yaml import dump
 from src.errors import UserError

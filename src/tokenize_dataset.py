@@ -29,7 +29,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from src import command_line
 from src.cli import run_command
 from src.config import load as configuration
-from src.config.key_help import Usage
+from src.config.base_yml import Usage
 from src.config.schema import Config, Data
 from src.config.source_spec import train_specs
 from src.data.document_stream import encode

@@ -20,7 +20,7 @@ from src.aot.advice import changes
 from src.aot.devices import abstract_devices
 from src.aot.outputs import check_outputs, write_output
 from src.cli import run_command
-from src.config.key_help import Usage
+from src.config.base_yml import Usage
 from src.config.schema import Config
 from src.errors import UserError
 from src.parallel.topology import Topology, parse_topology

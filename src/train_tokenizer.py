@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from src import command_line
 from src.cli import run_command
-from src.config.key_help import Usage
+from src.config.base_yml import Usage
 from src.data import order
 from src.data.open import open_sources
 from src.data.tokenizer import SentencePieceTokenizer

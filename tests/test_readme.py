@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from src import command_line, convert, inspect_data
-from src.config.key_help import help_for
+from src.config.base_yml import help_for
 from src.convert_check import Agreement
 from src.model.flops import count_active_params, count_params
 from tests.hf import saved

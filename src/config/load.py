@@ -14,10 +14,9 @@ from src.config.data_checks import read_entries
 from src.config.keys import frozen
 from src.config.migration_hints import corrected_command, migration_hint, with_own_mesh_word
 from src.config.model_checks import read_segments
-from src.config.python_file import config_dict_keys, read_python
-from src.config.run_config import model_keys, run_folder, run_keys, runs_in
 from src.config.schema import KEYS, Config, defaults
 from src.config.source_spec import ENTRY_KEYS
+from src.config.sources import config_dict_keys, model_keys, read_python, run_folder, run_keys, runs_in
 from src.config.yaml import BASE, CONFIGS, NOTHING, convert, dump, file_name, literal, parse_argument, parse_keys
 
 # isort: split

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from src.command_line import load
 from src.config import schema
-from src.config.base_yml import base_yml
-from src.config.key_help import Usage, help_for, help_text
+from src.config.base_yml import Usage, base_yml, help_for, help_text
 from src.config.keys import fact
 from src.config.load import (
     compare_runs,

@@ -1,0 +1,101 @@
+"""What may stand for a YAML file: Python whose `get_config()` returns a ConfigDict, and the folder of a run."""
+
+import importlib.util
+import os
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ml_collections import ConfigDict
+from ml_collections.config_dict import RequiredValueError
+
+from src.config.schema import keys_of
+from src.config.yaml import dump, parse, read_file
+from src.errors import UserError, clipped
+
+CONFIG = "config.yml"
+
+# What a start of the run was told of its machines, and which changes it was to accept: another one says so itself.
+OF_ONE_START = ("coordinator_address", "num_processes", "process_id", "accept_changes")
+
+
+def read_python(path: Path) -> dict[str, Any]:
+    """Returns the keys of the ConfigDict that the file's `get_config()` returns, as a YAML file's.
+
+    Raises UserError: the file cannot be run, has no get_config, or it raises or returns something else.
+    """
+    try:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if not callable(get_config := getattr(module, "get_config", None)):
+            raise UserError(f"{path} has no function get_config(), which returns an ml_collections.ConfigDict")
+        config = get_config()
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # sys.exit among them
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        raise UserError(f"{path}{f', line {line}' if line else ''} raised {type(error).__name__}: {error}") from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(
+            f"get_config() in {path} returns an object of type {type(config).__name__}: expected an "
+            "ml_collections.ConfigDict"
+        )
+    return config_dict_keys(config, str(path))
+
+
+def config_dict_keys(config: ConfigDict, where: str) -> dict[str, Any]:
+    """Returns the keys of a ConfigDict as `parse_keys` gives those of a YAML text.
+
+    Raises UserError: a value is none that a key may have, such as an array, or is required and not set.
+    """
+    keys = {}
+    for key in config:
+        try:
+            keys[key] = parse(dump(config[key]), where)
+        except yaml.YAMLError:
+            raise UserError(f"{where}: {key}: its value is no number, text, list or mapping") from None
+        except RequiredValueError as error:
+            raise UserError(f"{where}: {key}: {error}") from None
+    return keys
+
+
+def run_folder(path: str) -> Path | None:
+    """Returns the folder at `path`, on a disk or a store, if it is a run's, with a config.yml; else None.
+
+    Raises UserError: the store gives no answer.
+    """
+    try:
+        folder = Path(path).expanduser()
+        if "://" in path:
+            from etils import epath
+
+            folder = epath.Path(path)
+        return folder if (folder / CONFIG).is_file() else None
+    except Exception as error:  # each store's client has its own types
+        raise UserError(clipped(f"cannot look into {path}: {type(error).__name__}: {error}", 500)) from error
+
+
+def runs_in(folder: Path) -> Iterator[str]:
+    """Yields the runs whose folders lie in a local folder, the newest first."""
+    configs = sorted(folder.glob(f"*/{CONFIG}"), key=lambda file: file.stat().st_mtime, reverse=True)
+    return (str(file.parent) for file in configs)
+
+
+def run_keys(folder: Path) -> dict[str, Any]:
+    """Returns every key of a run, to go on with it; raises UserError if its config.yml cannot be read."""
+    folder = folder if folder.name else folder.resolve()
+    keys = {key: value for key, value in read_file(folder / CONFIG).items() if key not in OF_ONE_START}
+    return keys | {"base_output_directory": os.fspath(folder.parent), "run_name": folder.name}
+
+
+def model_keys(folder: Path) -> dict[str, Any]:
+    """Returns the keys of a run's model and tokenizer, and its `model_name`; raises UserError as `run_keys` does."""
+    keys = read_file(folder / CONFIG)
+    if keys.get("position_type") == "learned" and keys.get("trainable_position_size") == "-1":
+        keys["trainable_position_size"] = keys["max_target_length"]  # which another command may have otherwise
+    wanted = {*keys_of("model"), "model_name", "tokenizer_type", "tokenizer_path"}
+    return {key: value for key, value in keys.items() if key in wanted}

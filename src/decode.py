@@ -203,12 +203,10 @@ class Completion:
 def generate(
     generator: Generator, completions: Sequence[Completion], rows: int, first_index: int, stream: bool = False
 ) -> None:
-    """Generates until all of the new completions are done.
+    """Generates until all of the new completions are done; with `stream`, prints the first one as it grows.
 
-    Args:
-        rows: the least number of rows computed, because batches of equal size share one compiled program.
-        first_index: index of the first completion among all that are sampled with one seed.
-        stream: the first completion is printed as it grows.
+    At least `rows` rows are computed, because batches of equal size share one compiled program. `first_index` is the
+    first completion's among all that are sampled with one seed.
     """
     tokens_BT, lengths_B = generator.padded([completion.prompt for completion in completions], rows)
     indices_B = np.arange(first_index, first_index + len(lengths_B), dtype=np.int32)

@@ -40,15 +40,9 @@ python -m src.evaluate --help KEY                 what a key does, and its defau
 
 
 class Evaluation:
-    """Evaluates a model on one evaluation set.
+    """Evaluates a model on one evaluation set, `data`, by `eval_step`, as `compile_steps` makes it.
 
-    Args:
-        section: of the config.
-        inputs: how the set's documents become rows.
-        plan: the model's.
-        eval_step: as `compile_steps` makes it.
-        data: the set.
-        position: where a rolling set goes on, as a checkpoint has it; None: at the start.
+    `position` is where a rolling set goes on, as a checkpoint has it; None: at the start.
     """
 
     def __init__(

@@ -69,7 +69,8 @@ class Meeting:
         with _listen(address, count) as listener:
             listener.settimeout(0.2)
             while len(peers) < count - 1:
-                missing = f"process {_some(number for number in range(1, count) if number not in peers)} of {count}"
+                missing = first_few(str(number) for number in range(1, count) if number not in peers)
+                missing = f"process {missing} of {count}"
                 if self._is_over(f"waiting for {missing} at {address}"):
                     message = f"{missing} did not come to {address} within {self.timeout} s: its log says why, or it "
                     _end_all(peers.values(), TRY_AGAIN, f"{message}does not reach this address. {HOW_LONG}")
@@ -124,7 +125,7 @@ class Meeting:
                     return peer
                 peer.close()
                 if "code" in reply:
-                    raise _error(reply["code"], reply["message"])
+                    _end_all([], reply["code"], reply["message"])
                 reason = reply.get("lost", "another program answers there")
             if self._is_over(f"process 0 does not answer at {self.address} ({reason})"):
                 raise TransientError(
@@ -154,31 +155,23 @@ def _listen(address: str, count: int) -> socket.socket:
 
 
 def _end_all(peers: Iterable["Peer"], code: int, message: str) -> NoReturn:
-    """Ends the job before it begins, in all processes that have come."""
+    """Ends the job before it begins, in these processes and this one."""
     for peer in peers:
         peer.send({"code": code, "message": message})
-    raise _error(code, message)
-
-
-def _error(code: int, message: str) -> Exception:
-    return (UserError if code == MISTAKE else TransientError)(message)
+    raise (UserError if code == MISTAKE else TransientError)(message)
 
 
 def _differences(facts: list[Facts]) -> list[str]:
     """Returns a line for each fact that differs: `  key: 0.01 in process 0; 0.02 in process 1, 2`."""
     lines = []
     for name in dict.fromkeys(name for each in facts for name in each):
-        processes: dict[str, list[int]] = {}
+        processes: dict[str, list[str]] = {}
         for process, each in enumerate(facts):
-            processes.setdefault(each.get(name, "nothing"), []).append(process)
+            processes.setdefault(each.get(name, "nothing"), []).append(str(process))
         if len(processes) > 1:
-            listed = "; ".join(f"{value} in process {_some(numbers)}" for value, numbers in processes.items())
+            listed = "; ".join(f"{value} in process {first_few(numbers)}" for value, numbers in processes.items())
             lines.append(f"  {name}: {listed}")
     return lines
-
-
-def _some(numbers: Iterable[int]) -> str:
-    return first_few(map(str, numbers))
 
 
 # ---- After joining
@@ -250,10 +243,9 @@ current_job: Job | None = None  # set once this process has joined a job of seve
 
 
 class Peer:
-    """Exchanges messages with another process."""
+    """Exchanges messages with another process; after `silence` seconds without an answer its machine is lost."""
 
     def __init__(self, connection: socket.socket, silence: int) -> None:
-        """`silence`: seconds without an answer from the other's system until it counts as lost."""
         self._socket = connection
         self._file: BinaryIO = connection.makefile("rb")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

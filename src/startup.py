@@ -109,8 +109,7 @@ def start_distributed(place: Place, mesh: Mesh, facts: Mapping[str, str]) -> Non
         "the processes of this job were started with different configurations, code or packages: give all of them the "
         f"same, but for {', '.join(PER_PROCESS_KEYS)}"
     )
-    say_here = functools.partial(print, flush=True)
-    meeting = rendezvous.Meeting(*place[:2], facts, timeout, silence, disagree, say_here)
+    meeting = rendezvous.Meeting(*place[:2], facts, timeout, silence, disagree, functools.partial(print, flush=True))
     rendezvous.current_job = rendezvous.Job(place.process_id, meeting.join(place.process_id), end_now)
     # Registered after JAX's exit handler, which waits for the other processes, and therefore run before it.
     atexit.register(rendezvous.current_job.leave)

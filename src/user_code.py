@@ -27,8 +27,10 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{key}={name}: expected module:function, such as my_data:documents")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit among them
+        if not (isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")):
             raise _failure(f"{key}={name}: importing {module_name}", error) from error
         parent, _, missing = error.name.rpartition(".")
         where = getattr(sys.modules[parent], "__path__", []) if parent else None
@@ -36,10 +38,6 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
             f"{key}={name}: there is no module {error.name} in the folder the command is run in, nor installed."
             + did_you_mean(missing, [found.name for found in pkgutil.iter_modules(where)])
         ) from None
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # sys.exit among them
-        raise _failure(f"{key}={name}: importing {module_name}", error) from error
     if not callable(function := getattr(module, attribute, None)):
         functions = [other for other in dir(module) if callable(getattr(module, other))]
         raise UserError(f"{key}={name}: {module_name} has no function {attribute}.{did_you_mean(attribute, functions)}")

@@ -16,11 +16,9 @@ from src.errors import did_you_mean, first_few
 
 
 def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
-    """Returns what is wrong with the whole: each problem a sentence that names the keys to change.
+    """Returns what is wrong with every key of base.yml, of its right type: sentences that name the keys to change.
 
-    Args:
-        config: every key of base.yml, of its right type.
-        failed: keys that were already reported; what depends on one of them is not judged.
+    What depends on a key in `failed`, which was already reported, is not judged.
     """
     invalid = {key: problem for key in config if key not in failed and (problem := check_value(key, config[key]))}
     sound = Keys({key: value for key, value in config.items() if key not in failed and key not in invalid})

@@ -66,11 +66,9 @@ def load(
     `base_config` names, the arguments. A mapping or list replaces the one below it; a dotted key
     (`logical_axis_rules.mlp=[]`) sets one entry of a mapping. A run's folder has every key of the run.
 
-    Args:
-        argv: the command line without the program; or a ConfigDict, which stands for a config file.
-        notes: takes a line for each key of another trainer's that was accepted but changes nothing.
-        uses_weights: a folder that is named, as the run or as the model, is the default of `load_parameters_path`.
-        folders: reads models' folders; None: `model_name` may not name one.
+    `argv` is the command line without the program, or a ConfigDict, which stands for a config file. `notes` takes a
+    line for each key of another trainer's that was accepted but changes nothing. With `uses_weights` a folder that is
+    named, as the run or as the model, is the default of `load_parameters_path`. `folders` reads models' folders.
 
     Raises UserError: everything that is wrong, in one message. Raises OSError: a file cannot be read.
     """
@@ -245,11 +243,7 @@ def _model_settings(name: str, uses_weights: bool, folders: ModelFolders | None,
 
 
 def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str]) -> tuple[dict[str, Any], set[str]]:
-    """Applies the settings to the defaults in their order, each converted to its key's type.
-
-    Returns:
-        The values, and the keys whose setting was wrong and added to `problems`.
-    """
+    """Applies the settings to the defaults in order; returns the values, and the keys of settings that were wrong."""
     config = defaults()
     failed: set[str] = set()
     for setting in settings:
@@ -320,13 +314,10 @@ def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:
-    """Returns what changed from a run's own configuration to the one that would resume it.
+    """Returns the changes from a run's configuration that it may see as it goes on, and those that it may not.
 
-    A key that the run's version did not have yet had the effect of its default.
-
-    Returns:
-        Changes that a run may see as it goes on, and those that alter its weights' shapes or meaning, its data or
-        their order and are not named by `new`'s `accept_changes`.
+    The latter alter its weights' shapes or meaning, its data or their order, and `accept_changes` does not name them. A
+    key that the run's version did not have yet had the effect of its default.
     """
     old = {**defaults(), **old}
     changes = [Change(key, old.get(key), new.get(key)) for key in changed_keys(new, old)]

@@ -1,7 +1,7 @@
 """Makes the batches of evaluations."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from src.data.document_stream import DocumentStream, RowFiller, layout_of, rows_
 from src.data.host_arrays import max_over_hosts
 from src.data.loader import BatchMaker, count_targets
 from src.data.order import Mixture
-from src.data.packing import remap_position, rows_needed
+from src.data.packing import Layout, remap_position
 from src.data.types import Batch, EvalSet, InputSpec
 from src.errors import UserError
 
@@ -91,3 +91,14 @@ class EvalBatches:
             positions = positions[list(self._rows)]
         place = (self._rows, self._global_batch)
         self._filler = RowFiller(self._spec, self._source, *place, positions=positions, one_epoch=self._one_epoch)
+
+
+def rows_needed(items: Iterable[Sequence[int]], length: int, layout: Layout) -> int:
+    """Counts the rows of T that a stream fills with items whose documents have these numbers of ids."""
+    sizes_of = dict(enumerate(tuple(size - 1 for size in item if size > 1) for item in items)).get
+    position, rows = (0, 0), 0
+    while True:
+        segments, position = layout(sizes_of, position, length)
+        if not segments:
+            return rows
+        rows += 1

@@ -25,8 +25,7 @@ def to_global(
 ) -> dict[str, jax.Array]:
     """Makes global arrays [B, ...] on the devices of all hosts of this host's rows, [rows, ...].
 
-    `rows` are those of the global batch that `batch` has, ascending: at least `host_rows` of every sharding. The
-    shardings may shard other dims too.
+    `rows` are those of the global batch that `batch` has, ascending: at least `host_rows` of every sharding.
     """
     return {name: rows_to_global(array, shardings[name], rows, global_batch) for name, array in batch.items()}
 

@@ -173,17 +173,6 @@ class PackingStream:
         return self._unfinished[item][1]
 
 
-def rows_needed(items: Iterable[Sequence[int]], length: int, layout: Layout) -> int:
-    """Counts the rows of T that a stream fills with items whose documents have these numbers of ids."""
-    sizes = [tuple(size - 1 for size in item if size > 1) for item in items]
-    position, rows = (0, 0), 0
-    while True:
-        segments, position = layout(lambda item: sizes[item] if item < len(sizes) else None, position, length)
-        if not segments:
-            return rows
-        rows += 1
-
-
 def documents_consumed(positions: np.ndarray) -> np.ndarray:
     """Counts the items that each stream has finished: int64 [B], from positions int32 [B, 2]."""
     placed = -np.minimum(positions[:, 1].astype(np.int64), 0) & (1 << WINDOW - 1) - 1

@@ -6,6 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from src.data.best_fit import best_fit
+from src.data.eval_batches import rows_needed
 from src.data.packing import (
     WINDOW,
     PackingStream,
@@ -14,7 +15,6 @@ from src.data.packing import (
     empty_batch,
     one_per_row,
     remap_position,
-    rows_needed,
 )
 from src.data.types import Document
 from src.errors import UserError

@@ -115,7 +115,7 @@ def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
 
 def _unsplit_rows(layout: Layout) -> Layout:
     """Returns the layout without sequence sharding: prompts have any length, and a step has one token."""
-    return layout.without("length", "norm_length")
+    return dataclasses.replace(layout, rules={**layout.rules, "length": (), "norm_length": ()})
 
 
 def _unstacked(blocks: dict[int, params.Tree], group: LayerGroup) -> dict[int, params.Tree]:

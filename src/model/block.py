@@ -30,7 +30,7 @@ def mixer(layer: LayerSpec) -> type[Attention] | type[LatentAttention]:
 
 def feed_forward(layer: LayerSpec) -> type[FeedForward] | type[Experts]:
     """Returns the module of a layer's feed-forward part."""
-    return Experts if layer.has_experts else FeedForward
+    return Experts if layer.num_experts > 1 else FeedForward
 
 
 def layer_costs(layer: LayerSpec) -> dict[str, Costs]:
@@ -55,13 +55,14 @@ class Block(nnx.Module):
         D, dtype = model.emb_dim, model.weight_dtype
         # 2 L branches add up in the residual stream: each starts smaller (Radford et al. 2019, section 2.3).
         out_scale = 1.0 / math.sqrt(2 * len(model.layers))
+        before, after = (spec.normalization_placement in (place, "both") for place in ("before", "after"))
         self.dropout_rate = spec.dropout_rate
-        self.attention_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_before else None
+        self.attention_norm = Norm(spec, (D,), dtype, rngs) if before else None
         self.attention = mixer(spec)(spec, out_scale, dtype, rngs)
-        self.attention_out_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_after else None
-        self.feed_forward_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_before else None
+        self.attention_out_norm = Norm(spec, (D,), dtype, rngs) if after else None
+        self.feed_forward_norm = Norm(spec, (D,), dtype, rngs) if before else None
         self.feed_forward = feed_forward(spec)(spec, out_scale, dtype, rngs)
-        self.feed_forward_out_norm = Norm(spec, (D,), dtype, rngs) if spec.norm_after else None
+        self.feed_forward_out_norm = Norm(spec, (D,), dtype, rngs) if after else None
 
     def __call__(
         self, x_BTD: Array, context: ForwardContext, cache: Cache | None, layer: Array

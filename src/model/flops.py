@@ -64,7 +64,8 @@ def _weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
     for path, leaf in by_path(values(declarations)).items():
         size, part, name = math.prod(leaf.shape), costs.get(path[0]), path[-1]
         used = part.active * size if "expert" in axes[path] else 1.0 * size
-        ends_block = path[0] == "feed_forward" and name == part.last and not layer.norm_after
+        added = layer.normalization_placement == "before"  # to the residual stream, as it is
+        ends_block = path[0] == "feed_forward" and name == part.last and added
         spared_by = part.spared_by.get(name, ()) if part else ()
         yield BlockWeight(size, used, bool(fan_in[path]), ends_block, spared_by)
 

@@ -52,21 +52,6 @@ class LayerSpec(Model):
 
     shared_weights: str = ""
 
-    @property
-    def has_experts(self) -> bool:
-        """Returns whether the feed-forward layer is one of experts."""
-        return self.num_experts > 1
-
-    @property
-    def norm_before(self) -> bool:
-        """Returns whether attention's and the feed-forward layer's inputs are normalised."""
-        return self.normalization_placement in ("before", "both")
-
-    @property
-    def norm_after(self) -> bool:
-        """Returns whether their outputs are."""
-        return self.normalization_placement in ("after", "both")
-
 
 @dataclass(frozen=True)
 class LayerGroup:
@@ -111,7 +96,7 @@ class ModelSpec(Model):
     @property
     def has_experts(self) -> bool:
         """Returns whether any layer has experts."""
-        return any(layer.has_experts for layer in self.layers)
+        return any(layer.num_experts > 1 for layer in self.layers)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -114,10 +114,6 @@ class Layout:
         """Returns the number of devices along these mesh axes."""
         return math.prod(self.mesh.shape[name] for name in mesh_axes)
 
-    def without(self, *axes: str) -> "Layout":
-        """Returns this layout with dims of these logical axes unsharded."""
-        return Layout(self.mesh, {**self.rules, **dict.fromkeys(axes, ())})
-
     def shard_map(
         self, function: Callable, in_specs: Any, out_specs: Any, over: Collection[str] | None = None
     ) -> Callable:

@@ -16,11 +16,6 @@ def replica_axes(layout: Layout, shardings: Any) -> tuple[str, ...]:
     return tuple(name for name in layout.axes("batch") if name not in used)
 
 
-def shard_over(axes: tuple[str, ...], shapes: Any, shardings: Any) -> Any:
-    """Returns shardings with a dim of each array cut by `axes` too, where one divides."""
-    return jax.tree.map(lambda shape, at: add_mesh_axes(at, shape.shape, axes), shapes, shardings)
-
-
 def add_mesh_axes(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
     """`sharding` of an array of this shape, with one dim cut by the mesh axes `axes` too; as it is where none divides.
 

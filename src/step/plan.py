@@ -20,7 +20,7 @@ from src.model.pipeline import make_schedule
 from src.model.spec import ModelSpec
 from src.parallel.accumulate import Accumulation
 from src.parallel.mesh import Layout, weight_shardings
-from src.parallel.replicas import replica_axes, shard_over
+from src.parallel.replicas import add_mesh_axes, replica_axes
 from src.step.matrices import matrices
 from src.user_code import load_function
 
@@ -100,7 +100,8 @@ def make_plan(
     replicas, trainable = replica_axes(layout, shardings), Weights.split(shardings, roles).trainable
     updates = trainable
     if step.shard_optimizer_over_data:
-        updates = shard_over(replicas, Weights.split(shapes, roles).trainable, trainable)
+        trained = Weights.split(shapes, roles).trainable
+        updates = jax.tree.map(lambda at, shape: add_mesh_axes(at, shape.shape, replicas), trainable, trained)
     micro_batches = step.gradient_accumulation_steps
     return StepPlan(
         step=step,

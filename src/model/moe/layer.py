@@ -68,7 +68,10 @@ class Experts(nnx.Module):
     def __call__(self, x_BTD: Array, context: ForwardContext) -> tuple[Array, Report]:
         """Maps [B, T, D] to [B, T, D], and reports the router's sums over this batch."""
         with jax.named_scope("router"):
-            logits_BTE = self._logits(x_BTD)
+            # In float32: a choice between two close logits must not hang on rounding.
+            logits_BTE = matmul(x_BTD.astype(jnp.float32), self.router[...], "BTD,DE->BTE", precision="highest")
+            if self.spec.router_bias:
+                logits_BTE += self.router_bias[...].astype(jnp.float32)
             scores_BTE = router.SCORE_FUNCTIONS[self.spec.routed_score_func](logits_BTE)
             correction_E = self.correction_bias[...] if self.spec.routed_bias else None
             experts_BTk, weights_BTk = router.choose(scores_BTE, correction_E, self.spec)
@@ -82,11 +85,6 @@ class Experts(nnx.Module):
         with jax.named_scope("router"):
             report = router.report(logits_BTE, scores_BTE, experts_BTk, kept_BTk, non_padding_BT, context.layout)
         return checkpoint_name(out_BTD, "mlpwo"), report
-
-    def _logits(self, x_BTD: Array) -> Array:
-        """Returns the router's logits in float32: a choice between two close ones must not hang on rounding."""
-        logits_BTE = matmul(x_BTD.astype(jnp.float32), self.router[...], "BTD,DE->BTE", precision="highest")
-        return logits_BTE + self.router_bias[...].astype(jnp.float32) if self.spec.router_bias else logits_BTE
 
     def _run(
         self, x_BTD: Array, experts_BTk: Array, weights_BTk: Array, non_padding_BT: Array, layout: Layout
@@ -228,7 +226,7 @@ def check_mesh(spec: ModelSpec, layout: Layout) -> None:
             "and dcn_expert_parallelism=1; fsdp, context and tensor shard other weights"
         )
     for layer in spec.layers:
-        if layer.has_experts and layer.num_experts % shards:
+        if layer.num_experts > 1 and layer.num_experts % shards:
             raise UserError(
                 f"num_experts={layer.num_experts} is not divisible by {by}: change it, or ici_expert_parallelism or "
                 "dcn_expert_parallelism"

@@ -36,7 +36,9 @@ class EvalBatches:
     ) -> None:
         self._one_epoch = data.steps == -1
         of = f" of {data.name}" if data.name else ""
-        if self._one_epoch and rows_per_epoch(spec, data.source) == math.inf:
+        # Of an evaluation; None where each host has to count its own.
+        row_count = rows_per_epoch(spec, data.source) if self._one_epoch else data.steps * global_batch
+        if row_count == math.inf:
             raise UserError(
                 f"the evaluation data{of} have no end to evaluate to: set eval_steps to a number of batches"
             )
@@ -46,7 +48,7 @@ class EvalBatches:
         self._source = data.source
         self._rows = rows
         self._global_batch = global_batch
-        self._steps = None if self._one_epoch else data.steps
+        self._steps = None if row_count is None else math.ceil(row_count / global_batch)
         self._rolls = rolls
         self._start(position)
 
@@ -61,9 +63,7 @@ class EvalBatches:
 
     def steps(self) -> int:
         """Counts the batches of an evaluation. The first call, also by `iter`, waits for that of other hosts."""
-        if self._steps is None and (count := rows_per_epoch(self._spec, self._source)) is not None:
-            self._steps = math.ceil(count / self._global_batch)
-        elif self._steps is None:  # as many as the host with the most rows needs
+        if self._steps is None:  # as many as the host with the most rows needs
             stream, layout, most = DocumentStream(self._spec, self._source), layout_of(self._spec), 0
             for row in self._rows:
                 ordinals = range(row, len(self._source), self._global_batch)

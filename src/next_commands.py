@@ -1,5 +1,6 @@
 """Lists commands that use a finished run's model, ready to be pasted."""
 
+import contextlib
 import os
 import shlex
 import sys
@@ -33,19 +34,13 @@ def next_commands(
         commands["ask it"] = ["src.decode", run, *arguments]
     if evaluation.eval_interval > 0:  # otherwise nothing was held out, and the model was trained on all of the data
         commands["measure it"] = ["src.evaluate", run]
-    if "://" not in run and _has_family(model, max_target_length):
-        commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, "hf")]
+    if "://" not in run:
+        from src.hf.model_keys import find_family  # imports every family
+
+        with contextlib.suppress(UserError):  # of none
+            find_family(model, max_target_length)
+            commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, "hf")]
     return [f"{what + ':':12}{environment}{shlex.join([python, '-m', *words])}" for what, words in commands.items()]
-
-
-def _has_family(model: Model, max_target_length: int) -> bool:
-    from src.hf.model_keys import find_family  # imports every family
-
-    try:
-        find_family(model, max_target_length)
-    except UserError:
-        return False
-    return True
 
 
 def _from_here(path: str | os.PathLike[str]) -> str:

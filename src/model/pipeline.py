@@ -198,9 +198,9 @@ def run_stages(
 def _chunks(weights: Any, stage: Array, schedule: Schedule) -> Any:
     """Returns the chunks that this stage runs, [R, chunk, ...], given the weights stored on it, [R chunk, ...].
 
-    Chunk c is stored on stage c // R and run by stage c % P: one exchange of P - 1 permutations over `stage` brings it
-    there. (For an all-to-all over this axis alone the compiler would gather what the other axes shard.) In each
-    permutation a stage sends as many chunks as any two have for each other at most; some are not needed.
+    Chunk c is stored on stage c // R and run by stage c % P: P - 1 permutations over `stage` bring it there, each of as
+    many chunks as any two stages have for each other at most. (For an all-to-all over this axis alone the compiler
+    would gather what the other axes shard.)
     """
     P, R = schedule.stages, schedule.repeats
     chunks = jax.tree.map(lambda leaf: leaf.reshape(R, -1, *leaf.shape[1:]), weights)

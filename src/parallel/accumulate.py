@@ -40,10 +40,9 @@ def accumulate(
 ) -> tuple[Any, Any]:
     """Sums over micro-batches what `gradient(inputs, rows)` returns (gradients, other sums); several in float32.
 
-    A reduction over `manual_axes`, along which `inputs` are replicated, waits for the last micro-batch. (Between slices
-    that is the step's one large transfer.) Over the other axes each micro-batch's gradients are reduced at once, to the
-    shards that their weights have. A device that updates only a part of a weight receives no more of its gradient: half
-    of an all-reduce's bytes (Rajbhandari et al. 2020, section 7.2.1).
+    A reduction over `manual_axes`, along which `inputs` are replicated, waits for the last micro-batch: between slices
+    the step's one large transfer. Over other axes each micro-batch's gradients are reduced at once, to their weights'
+    shards; for a part of a weight a device receives half of an all-reduce's bytes (Rajbhandari et al. 2020, 7.2.1).
     """
     if not how.manual_axes:
         gradients, sums = _over_micro_batches(gradient, inputs, rows, how)

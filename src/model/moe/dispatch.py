@@ -29,11 +29,7 @@ class ExpertGroup:
 
 
 class ExchangePlan(NamedTuple):
-    """The rows that a device sends to its group, and how many it gets, for each expert: int32 [E] each.
-
-    Those of the first device's experts come first. On the way back they are P x E / P: what each device had sent for
-    each of this one's experts.
-    """
+    """The rows that a device sends to its group, and how many it gets: int32 [E] each, those of device 0 first."""
 
     sent_from: Array  # the first row, on this device
     sent: Array  # rows

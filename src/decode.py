@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from src.cli import run_command
 from src.config.base_yml import Usage
-from src.config.schema import Decoding
+from src.config.command_keys import Decoding
 from src.data.conversations import read_message
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Message, Tokenizer, missing_template

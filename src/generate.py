@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from src.config.schema import Decoding
+from src.config.command_keys import Decoding
 from src.model import params
 from src.model.block import kernel_for
 from src.model.decoder import Decoder

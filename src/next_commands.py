@@ -7,7 +7,8 @@ import sys
 
 import jax
 
-from src.config.schema import Data, Decoding, Evaluation, Model
+from src.config.command_keys import Decoding
+from src.config.schema import Data, Evaluation, Model
 from src.data.types import Tokenizer
 from src.errors import UserError
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from src.config.schema import Decoding
+from src.config.command_keys import Decoding
 from src.generate import Sampling, filter_logits, sample_tokens, sampling
 
 V = 50

@@ -8,7 +8,8 @@ import jax
 
 from src.aot.devices import abstract_devices
 from src.aot.memory import memory
-from src.config.schema import Aot, Batch, Config, Step
+from src.config.command_keys import Aot
+from src.config.schema import Batch, Config, Step
 from src.errors import UserError
 from src.parallel.topology import parse_topology
 from src.step.build import TracedStep, build

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from src.config.schema import Diagnostics
+from src.config.command_keys import Diagnostics
 from src.errors import UserError
 
 _TRACES = Path("/tmp/debugging")

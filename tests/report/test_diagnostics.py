@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from src.config.schema import Diagnostics
+from src.config.command_keys import Diagnostics
 from src.errors import UserError
 from src.report import diagnostics
 from tests import runs
 
 PROGRAM = """
 import pathlib, sys, time
-from src.config.schema import Diagnostics
+from src.config.command_keys import Diagnostics
 from src.report import diagnostics
 diagnostics._TRACES = pathlib.Path(sys.argv[2])
 

@@ -68,10 +68,7 @@ class Experts(nnx.Module):
     def __call__(self, x_BTD: Array, context: ForwardContext) -> tuple[Array, Report]:
         """Maps [B, T, D] to [B, T, D], and reports the router's sums over this batch."""
         with jax.named_scope("router"):
-            # In float32: a choice between two close logits must not hang on rounding.
-            logits_BTE = matmul(x_BTD.astype(jnp.float32), self.router[...], "BTD,DE->BTE", precision="highest")
-            if self.spec.router_bias:
-                logits_BTE += self.router_bias[...].astype(jnp.float32)
+            logits_BTE = self._logits(x_BTD)
             scores_BTE = router.SCORE_FUNCTIONS[self.spec.routed_score_func](logits_BTE)
             correction_E = self.correction_bias[...] if self.spec.routed_bias else None
             experts_BTk, weights_BTk = router.choose(scores_BTE, correction_E, self.spec)
@@ -85,6 +82,11 @@ class Experts(nnx.Module):
         with jax.named_scope("router"):
             report = router.report(logits_BTE, scores_BTE, experts_BTk, kept_BTk, non_padding_BT, context.layout)
         return checkpoint_name(out_BTD, "mlpwo"), report
+
+    def _logits(self, x_BTD: Array) -> Array:
+        """Returns the router's logits in float32: a choice between two close ones must not hang on rounding."""
+        logits_BTE = matmul(x_BTD.astype(jnp.float32), self.router[...], "BTD,DE->BTE", precision="highest")
+        return logits_BTE + self.router_bias[...].astype(jnp.float32) if self.spec.router_bias else logits_BTE
 
     def _run(
         self, x_BTD: Array, experts_BTk: Array, weights_BTk: Array, non_padding_BT: Array, layout: Layout

@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 import jax
 
+from src.checkpoint.changes import check_tokenizer, check_vocabulary
 from src.checkpoint.load_weights import load_weights
-from src.checkpoint.resume import all_weights, check_tokenizer, check_vocabulary
+from src.checkpoint.resume import all_weights
 from src.config.schema import Config
 from src.data.types import Tokenizer
 from src.errors import UserError

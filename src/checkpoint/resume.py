@@ -6,20 +6,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from src.checkpoint.changes import check_tokenizer, check_vocabulary, compare_configs
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.data_position import TOKENIZER_KEYS, DataPosition, data_position
+from src.checkpoint.data_position import DataPosition, data_position
 from src.checkpoint.load_weights import check_base, identity, load_weights
-from src.checkpoint.restore import HostArray, Restored, flatten, restore_step
+from src.checkpoint.restore import HostArray, Restored, restore_step
 from src.checkpoint.run_folder import RunFolder, absolute
-from src.config.load import compare_runs, from_yaml
-from src.config.schema import KEYS, Config
+from src.config.schema import Config
 from src.data.host_arrays import rows_to_global
 from src.data.types import Tokenizer
-from src.errors import UserError, changed_keys
+from src.errors import UserError
 from src.model.params import Tree
-from src.step.build import plan_step
 from src.step.plan import StepPlan
-from src.step.state import TrainState, abstract_state, init_state
+from src.step.state import TrainState, init_state
 
 
 class ResumePoint(NamedTuple):
@@ -144,64 +143,3 @@ def new_state(plan: StepPlan, abstract: TrainState, weights: Tree | None = None)
     # It runs once: XLA's CPU backend takes six times as long to optimise the random numbers as to compile them plainly.
     options = None if weights else {"xla_backend_optimization_level": 0}
     return jax.jit(init, out_shardings=shardings, donate_argnums=0, compiler_options=options)(weights)
-
-
-# ---- What may not have changed
-
-
-def compare_configs(config: Config, saved: str | None, plan: StepPlan, abstract: TrainState) -> list[str]:
-    """Returns a line for each change since `saved`, the run's own config.yml.
-
-    Raises:
-        UserError: a change alters weights or data, and `accept_changes` does not name it.
-    """
-    if not saved:
-        return ["the run's config.yml is missing or empty: nobody can tell what has changed since its last start"]
-    old = from_yaml(saved)
-    harmless, breaking = compare_runs(old, config)
-    if breaking:
-        listed = "\n".join(f"  {change}" for change in breaking)
-        accept = f", or accept them: accept_changes=[{', '.join(change.key for change in breaking)}]"
-        if not _same_arrays(Config.of({key: old[key] for key in old if key in KEYS}), plan, abstract):
-            accept = ": checkpoints have arrays of the old shapes, which do not fit these"
-        raise UserError(
-            f"This run was started with other settings of its weights or data (old -> new):\n{listed}\n"
-            f"Give them as they were, or use another run_name{accept}"
-        )
-    return [f"changed since the run's last start: {change}" for change in harmless]
-
-
-def _same_arrays(old: Config, plan: StepPlan, abstract: TrainState) -> bool:
-    """Returns whether the state of an old configuration has arrays of the same names and shapes."""
-    try:
-        old_state = abstract_state(plan_step(old, plan.layout))
-    except UserError:  # it does not divide over this mesh
-        return False
-    shapes, old_shapes = ({name: x.shape for name, x in flatten(state).items()} for state in (abstract, old_state))
-    return shapes == old_shapes
-
-
-def check_vocabulary(vocab_size: int, meta: Mapping[str, Any]) -> None:
-    """Raises UserError if a checkpoint has another vocabulary size, which padding would hide."""
-    if meta["vocab_size"] != vocab_size:
-        raise UserError(
-            f"the checkpoint's vocab_size is {meta['vocab_size']}, and this configuration's is {vocab_size}: "
-            "set vocab_size to the checkpoint's"
-        )
-
-
-def check_tokenizer(accept_changes: Sequence[str], meta: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Raises UserError if a checkpoint was trained with another tokenizer, unless `accept_changes` allows it.
-
-    Older checkpoints and those trained on synthetic data have no tokenizer on record.
-    """
-    old, new = meta.get("tokenizer"), tokenizer.fingerprint() if tokenizer else None
-    if not old or not new or set(accept_changes).intersection(TOKENIZER_KEYS):
-        return
-    if names := changed_keys(old, new):
-        listed = "\n".join(f"  {name}: {old.get(name)} -> {new.get(name)}" for name in names)
-        raise UserError(
-            f"The checkpoint was trained with another tokenizer (old -> new):\n{listed}\n"
-            "Set tokenizer_type and tokenizer_path to its own, or, where its ids mean the same in this one, accept it: "
-            "accept_changes=[tokenizer_path]"
-        )

@@ -11,7 +11,7 @@ import numpy as np
 from src.data.best_fit import best_fit
 from src.data.conversations import encode_conversation
 from src.data.order import Shuffle
-from src.data.packing import Cuts, Layout, PackingStream, concatenate, fill_row, one_per_row
+from src.data.packing import Cuts, PackingStream, RowLayout, concatenate, fill_row, one_per_row
 from src.data.types import Batch, Conversation, Document, InputSpec, Item, RowSource, Source
 from src.errors import UserError
 
@@ -94,7 +94,7 @@ class RowFiller:
         return (0, 0) if self._streams is None else self._streams[row].position
 
 
-def layout_of(spec: InputSpec) -> Layout:
+def layout_of(spec: InputSpec) -> RowLayout:
     """Returns how documents become rows. With `use_sft` a response stays with its prompt where both fit a row."""
     if not spec.batch.packing:
         return one_per_row

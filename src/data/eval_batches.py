@@ -10,7 +10,8 @@ from src.data.document_stream import DocumentStream, RowFiller, layout_of, rows_
 from src.data.host_arrays import max_over_hosts
 from src.data.loader import BatchMaker, count_targets
 from src.data.order import Mixture
-from src.data.packing import Layout, remap_position
+from src.data.packing import RowLayout
+from src.data.stream_positions import remap_position
 from src.data.types import Batch, EvalSet, InputSpec
 from src.errors import UserError
 
@@ -93,7 +94,7 @@ class EvalBatches:
         self._filler = RowFiller(self._spec, self._source, *place, positions=positions, one_epoch=self._one_epoch)
 
 
-def rows_needed(items: Iterable[Sequence[int]], length: int, layout: Layout) -> int:
+def rows_needed(items: Iterable[Sequence[int]], length: int, layout: RowLayout) -> int:
     """Counts the rows of T that a stream fills with items whose documents have these numbers of ids."""
     sizes_of = dict(enumerate(tuple(size - 1 for size in item if size > 1) for item in items)).get
     position, rows = (0, 0), 0

@@ -19,7 +19,6 @@ from src.data.types import Batch, Document
 from src.errors import UserError
 
 MAX_EMPTY_DOCUMENTS = 10_000  # in succession, before it is an error
-WINDOW = 20  # items that `best_fit` chooses from, which its positions have a bit for
 
 # Maps an ordinal (an item's place in the endless stream over all epochs) to the item's documents: one, or for some
 # conversations one for each turn of the assistant.
@@ -42,7 +41,7 @@ class Segment(NamedTuple):
 
 
 # Plans the next row of `length` tokens: its segments (none past the end), and the position after it.
-Layout = Callable[[Sizes, Position, int], tuple[list[Segment], Position]]
+RowLayout = Callable[[Sizes, Position, int], tuple[list[Segment], Position]]
 
 
 class Cuts(NamedTuple):
@@ -131,7 +130,7 @@ class PackingStream:
         items: Items,
         first: int,
         stride: int,
-        layout: Layout,
+        layout: RowLayout,
         position: Sequence[int] = (0, 0),
         end: float = math.inf,
     ) -> None:
@@ -171,21 +170,3 @@ class PackingStream:
                 )
             self._unfinished[item] = documents, tuple([len(document.ids) - 1 for document in documents])
         return self._unfinished[item][1]
-
-
-def documents_consumed(positions: np.ndarray) -> np.ndarray:
-    """Counts the items that each stream has finished: int64 [B], from positions int32 [B, 2]."""
-    placed = -np.minimum(positions[:, 1].astype(np.int64), 0) & (1 << WINDOW - 1) - 1
-    return positions[:, 0].astype(np.int64) + np.bitwise_count(placed)
-
-
-def remap_position(positions: np.ndarray, rows: int) -> np.ndarray:
-    """Converts positions, int32 [B, 2], to another number of streams: int32 [rows, 2].
-
-    They go on after as many documents as were consumed. Documents by which some streams were ahead of the others come
-    again, and those by which they were behind are missed.
-    """
-    consumed = documents_consumed(positions).sum()
-    # Stream j has the documents j, j + rows, ...: of the first n it has ceil((n - j) / rows).
-    of_stream = np.maximum(-((np.arange(rows) - consumed) // rows), 0)
-    return np.stack([of_stream, np.zeros_like(of_stream)], axis=1).astype(np.int32)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from src.data.order import Mixture
-from src.data.packing import remap_position
 from src.data.readers.synthetic import SyntheticSource
 from src.data.readers.text import TextSource
+from src.data.stream_positions import remap_position
 from src.data.types import Document, TrainData
 from src.errors import UserError
 from tests.data.batches import TOKENIZER, B, assert_same, hosts_of, joined, rows_of, take

@@ -1,0 +1,72 @@
+"""Compares a start of a run with its last one, and weights with the model that loads them: what may not change."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from src.checkpoint.data_position import TOKENIZER_KEYS
+from src.checkpoint.restore import flatten
+from src.config.load import compare_runs, from_yaml
+from src.config.schema import KEYS, Config
+from src.data.types import Tokenizer
+from src.errors import UserError, changed_keys
+from src.step.build import plan_step
+from src.step.plan import StepPlan
+from src.step.state import TrainState, abstract_state
+
+
+def compare_configs(config: Config, saved: str | None, plan: StepPlan, abstract: TrainState) -> list[str]:
+    """Returns a line for each change since `saved`, the run's own config.yml.
+
+    Raises:
+        UserError: a change alters weights or data, and `accept_changes` does not name it.
+    """
+    if not saved:
+        return ["the run's config.yml is missing or empty: nobody can tell what has changed since its last start"]
+    old = from_yaml(saved)
+    harmless, breaking = compare_runs(old, config)
+    if breaking:
+        listed = "\n".join(f"  {change}" for change in breaking)
+        accept = f", or accept them: accept_changes=[{', '.join(change.key for change in breaking)}]"
+        if not _same_arrays(Config.of({key: old[key] for key in old if key in KEYS}), plan, abstract):
+            accept = ": checkpoints have arrays of the old shapes, which do not fit these"
+        raise UserError(
+            f"This run was started with other settings of its weights or data (old -> new):\n{listed}\n"
+            f"Give them as they were, or use another run_name{accept}"
+        )
+    return [f"changed since the run's last start: {change}" for change in harmless]
+
+
+def _same_arrays(old: Config, plan: StepPlan, abstract: TrainState) -> bool:
+    """Returns whether the state of an old configuration has arrays of the same names and shapes."""
+    try:
+        old_state = abstract_state(plan_step(old, plan.layout))
+    except UserError:  # it does not divide over this mesh
+        return False
+    shapes, old_shapes = ({name: x.shape for name, x in flatten(state).items()} for state in (abstract, old_state))
+    return shapes == old_shapes
+
+
+def check_vocabulary(vocab_size: int, meta: Mapping[str, Any]) -> None:
+    """Raises UserError if a checkpoint has another vocabulary size, which padding would hide."""
+    if meta["vocab_size"] != vocab_size:
+        raise UserError(
+            f"the checkpoint's vocab_size is {meta['vocab_size']}, and this configuration's is {vocab_size}: "
+            "set vocab_size to the checkpoint's"
+        )
+
+
+def check_tokenizer(accept_changes: Sequence[str], meta: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
+    """Raises UserError if a checkpoint was trained with another tokenizer, unless `accept_changes` allows it.
+
+    Older checkpoints and those trained on synthetic data have no tokenizer on record.
+    """
+    old, new = meta.get("tokenizer"), tokenizer.fingerprint() if tokenizer else None
+    if not old or not new or set(accept_changes).intersection(TOKENIZER_KEYS):
+        return
+    if names := changed_keys(old, new):
+        listed = "\n".join(f"  {name}: {old.get(name)} -> {new.get(name)}" for name in names)
+        raise UserError(
+            f"The checkpoint was trained with another tokenizer (old -> new):\n{listed}\n"
+            "Set tokenizer_type and tokenizer_path to its own, or, where its ids mean the same in this one, accept it: "
+            "accept_changes=[tokenizer_path]"
+        )

@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
+from src.checkpoint.changes import compare_configs
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.resume import checkpoint_entries, saved_meta, starting_state
@@ -108,7 +109,12 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         async_save=config.async_checkpointing,
     )
     exits.callback(checkpointer.close)
-    start = starting_state(config, plan, built.state, folder, checkpointer, fingerprint, tokenizer)
+    changes = compare_configs(config, folder, plan, built.state)
+    start = starting_state(
+        config.checkpoint, config.data, config.accept_changes, plan, built.state, checkpointer, fingerprint, tokenizer
+    )
+    if start.resumed:
+        start.messages[:0] = changes
     state, first_step = start.state, int(start.state.step)
     is_writer = jax.process_index() == 0
     report = LiveReport(folder) if is_writer else None

@@ -5,6 +5,7 @@ from typing import Any
 
 from src.checkpoint.data_position import TOKENIZER_KEYS
 from src.checkpoint.restore import flatten
+from src.checkpoint.run_folder import RunFolder
 from src.config.load import compare_runs, from_yaml
 from src.config.schema import KEYS, Config
 from src.data.types import Tokenizer
@@ -14,13 +15,20 @@ from src.step.plan import StepPlan
 from src.step.state import TrainState, abstract_state
 
 
-def compare_configs(config: Config, saved: str | None, plan: StepPlan, abstract: TrainState) -> list[str]:
-    """Returns a line for each change since `saved`, the run's own config.yml.
+def compare_configs(config: Config, folder: RunFolder, plan: StepPlan, abstract: TrainState) -> list[str]:
+    """Returns a line for each change since the last start of the run, if it has checkpoints.
 
     Raises:
         UserError: a change alters weights or data, and `accept_changes` does not name it.
     """
-    if not saved:
+    if not (folder.path / "checkpoints").exists():
+        return []
+    if not config.enable_checkpointing:
+        raise UserError(
+            f"{folder.path} has checkpoints, which a run with enable_checkpointing=false would neither use nor "
+            "keep up. Use another run_name."
+        )
+    if not (saved := folder.read_text("config.yml")):
         return ["the run's config.yml is missing or empty: nobody can tell what has changed since its last start"]
     old = from_yaml(saved)
     harmless, breaking = compare_runs(old, config)

@@ -6,16 +6,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from src.checkpoint.changes import check_tokenizer, check_vocabulary, compare_configs
+from src.checkpoint.changes import check_tokenizer, check_vocabulary
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.data_position import DataPosition, data_position
 from src.checkpoint.load_weights import check_base, identity, load_weights
 from src.checkpoint.restore import HostArray, Restored, restore_step
-from src.checkpoint.run_folder import RunFolder, absolute
-from src.config.schema import Config
+from src.checkpoint.run_folder import absolute
+from src.config.schema import Checkpoint, Data
 from src.data.host_arrays import rows_to_global
 from src.data.types import Tokenizer
-from src.errors import UserError
 from src.model.params import Tree
 from src.step.plan import StepPlan
 from src.step.state import TrainState, init_state
@@ -32,10 +31,11 @@ class ResumePoint(NamedTuple):
 
 
 def starting_state(
-    config: Config,
+    loading: Checkpoint,
+    data: Data,
+    accept_changes: Sequence[str],
     plan: StepPlan,
     abstract: TrainState,
-    folder: RunFolder,
     checkpointer: Checkpointer,
     fingerprint: Mapping[str, Any],
     tokenizer: Tokenizer | None,
@@ -47,41 +47,33 @@ def starting_state(
             with weights that were trained with another tokenizer.
     """
     wanted = {**saved_entries(plan, abstract), "data_position": HostArray(plan.layout.sharding(()))}
-    if (folder.path / "checkpoints").exists():
-        if not config.enable_checkpointing:
-            raise UserError(
-                f"{folder.path} has checkpoints, which a run with enable_checkpointing=false would neither use nor "
-                "keep up. Use another run_name."
-            )
-        changes = compare_configs(config, folder.read_text("config.yml"), plan, abstract)
-        if restored := checkpointer.restore_latest(wanted):
-            if plan.step.lora_rank:  # a checkpoint of adapters leaves the weights under them out
-                check_base(restored.meta["lora"], config.load_parameters_path)
-                weights, _, _ = load_weights(config.load_parameters_path, all_weights(abstract))
-                restored.state["frozen"] = plan.split(weights).frozen
-            messages = [*changes, *restored.messages, f"resumed from step {int(restored.state['step'])}"]
-            return _resume_point(restored._replace(messages=messages), config, fingerprint, resumed=True)
-    if path := config.load_full_state_path:
+    if restored := checkpointer.restore_latest(wanted):
+        if plan.step.lora_rank:  # a checkpoint of adapters leaves the weights under them out
+            check_base(restored.meta["lora"], loading.load_parameters_path)
+            weights, _, _ = load_weights(loading.load_parameters_path, all_weights(abstract))
+            restored.state["frozen"] = plan.split(weights).frozen
+        restored.messages.append(f"resumed from step {int(restored.state['step'])}")
+        return _resume_point(restored, data, accept_changes, fingerprint)._replace(resumed=True)
+    if path := loading.load_full_state_path:
         # src/config/checks.py refuses adapters here: load_parameters_path, which says where their base is, is not set.
         restored = restore_step(path, wanted)
-        check_vocabulary(config.vocab_size, restored.meta)
-        return _resume_point(restored, config, fingerprint)
-    if path := config.load_parameters_path:
+        check_vocabulary(plan.spec.vocab_size, restored.meta)
+        return _resume_point(restored, data, accept_changes, fingerprint)
+    if path := loading.load_parameters_path:
         weights, meta, messages = load_weights(path, all_weights(abstract))
-        check_vocabulary(config.vocab_size, meta)
-        check_tokenizer(config.accept_changes, meta, tokenizer)
+        check_vocabulary(plan.spec.vocab_size, meta)
+        check_tokenizer(accept_changes, meta, tokenizer)
         return ResumePoint(new_state(plan, abstract, weights), messages)
     return ResumePoint(new_state(plan, abstract), [])
 
 
 def _resume_point(
-    restored: Restored, config: Config, fingerprint: Mapping[str, Any], resumed: bool = False
+    restored: Restored, data: Data, accept_changes: Sequence[str], fingerprint: Mapping[str, Any]
 ) -> ResumePoint:
     entries, meta, messages = restored
     step, streams = int(entries["step"]), entries["data_position"]
-    position, moved = data_position(step, streams, meta, config.data, config.accept_changes, fingerprint)
-    eval_position = meta.get("eval_position", {})
-    return ResumePoint(TrainState.of(entries), [*messages, *moved], position, eval_position, resumed)
+    position, moved = data_position(step, streams, meta, data, accept_changes, fingerprint)
+    return ResumePoint(TrainState.of(entries), [*messages, *moved], position, meta.get("eval_position", {}))
 
 
 # ---- What a checkpoint holds

@@ -93,8 +93,7 @@ def _folder(text: str) -> Path:
 def from_hf(hf_dir: Path, out_dir: Path) -> None:
     """Writes model.yml, checkpoint/ and the tokenizer's files of a Hugging Face folder to `out_dir`, new or empty.
 
-    Raises:
-        UserError: the folder does not hold a model that is supported, or `out_dir` is not empty.
+    Raises UserError if the folder does not hold a model that is supported, or `out_dir` is not empty.
     """
     folder = open_folder(hf_dir)
     family, keys = folder_model(folder)
@@ -125,10 +124,8 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
 def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
     """Writes a checkpoint as a Hugging Face folder, its tensors in `dtype` or in those of the checkpoint.
 
-    `source` is what `from_hf` wrote, or a run's folder or one of its checkpoints.
-
-    Raises:
-        UserError: there is no checkpoint, no family has its model, or `out_dir` is not empty.
+    `source` is what `from_hf` wrote, or a run's folder or one of its checkpoints. Raises UserError if there is no
+    checkpoint, no family has its model, or `out_dir` is not empty.
     """
     if dtype and dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is none of {', '.join(DTYPES)}")

@@ -33,8 +33,7 @@ class Agreement(NamedTuple):
 def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     """Compares in float32, on the same random ids. Both models are held in memory.
 
-    Raises:
-        UserError: torch and transformers are not installed, or the checkpoint is not of the folder's model.
+    Raises UserError if torch and transformers are not installed, or the checkpoint is not of the folder's model.
     """
     try:
         import torch

@@ -39,7 +39,7 @@ python -m src.evaluate --help KEY                 what a key does, and its defau
 )
 
 
-class Evaluation:
+class Evaluator:
     """Evaluates a model on one evaluation set, `data`, by `eval_step`, as `compile_steps` makes it.
 
     `position` is where a rolling set goes on, as a checkpoint has it; None: at the start.
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     step, inputs = compile_eval_step(loaded.plan), InputSpec.of(config, loaded.tokenizer)
     metrics: dict[str, float] = {}
     for data in open_eval_sets(inputs, config.evaluation):
-        sums = Evaluation(config.evaluation, inputs, loaded.plan, step, data).sums(loaded.weights)
+        sums = Evaluator(config.evaluation, inputs, loaded.plan, step, data).sums(loaded.weights)
         set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
         say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())
         counts = {"eval_tokens": counted_tokens(sums), "eval_batches": len(sums)}

@@ -56,8 +56,7 @@ class Segment(NamedTuple):
 def main(argv: Sequence[str] | ConfigDict) -> None:
     """Runs the command line `argv` (without the program's name).
 
-    Raises:
-        UserError: a mistake in the command or its data.
+    Raises UserError for a mistake in the command or its data.
     """
     config = configured(argv, USAGE)
     if config is None:
@@ -101,8 +100,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
 def rows_of_process(per_device_batch_size: float, micro_batches: int, count: int, index: int) -> tuple[int, np.ndarray]:
     """Returns B for `process_count` hosts with as many devices as this one, and the rows of `process_index`.
 
-    Raises:
-        UserError: the rows don't divide by the hosts, or there is no such process.
+    Raises UserError if the rows don't divide by the hosts, or there is no such process.
     """
     if index >= count:
         raise UserError(f"process_index={index} must be less than process_count={count}")

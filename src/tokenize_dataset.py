@@ -64,8 +64,7 @@ _LINE_SECONDS = 10  # between lines on the progress
 def main(argv: Sequence[str] | ConfigDict) -> None:
     """Writes the tokens of the config that `argv` gives, or answers --help.
 
-    Raises:
-        UserError: the data can't be tokenized, or the folder has tokens of other data or can't be written.
+    Raises UserError if the data can't be tokenized, or the folder has tokens of other data or can't be written.
     """
     config = command_line.of_command(argv, USAGE)
     if config is None:

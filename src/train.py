@@ -29,13 +29,12 @@ from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, Tokenizer
 from src.decode import encode_prompt, sample
 from src.errors import UserError
-from src.evaluate import Evaluation
-from src.json_text import parse_json
+from src.evaluate import Evaluator
 from src.model.flops import flops_per_token
 from src.next_commands import next_commands
 from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, stack_traces
-from src.report.header import print_header, run_header
+from src.report.header import dates, print_header, run_header
 from src.report.metrics import MetricsLog, StepPrinter
 from src.report.recorder import LiveReport, Recorder, sets_aside
 from src.startup import configured, environment, printable, say
@@ -58,8 +57,7 @@ class Result(NamedTuple):
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:
     """Runs the command line `argv` (without the program's name); None if it only asked for help.
 
-    Raises:
-        UserError: a mistake in the command, its data or its checkpoints, or a loss that is not finite.
+    Raises UserError for a mistake in the command, its data or its checkpoints, or a loss that is not finite.
     """
     config = configured(argv)
     if config is None:
@@ -136,7 +134,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     batches = train_batches(inputs, data, rows, global_batch, rows_taken, position, rows_before)
     exits.callback(batches.close)
     evaluations = [
-        Evaluation(config.evaluation, inputs, plan, built.eval, eval_set, start.eval_position.get(eval_set.name))
+        Evaluator(config.evaluation, inputs, plan, built.eval, eval_set, start.eval_position.get(eval_set.name))
         for eval_set in eval_sets
     ]
 
@@ -150,7 +148,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     if is_writer:
         facts = environment()
         chosen = run_header(config, built, inputs, data, eval_sets, folder, facts, flops, first_step)
-        folder.write_text("environment.json", json.dumps(dated(folder, first_step) | dict(chosen[2:-1]) | facts))
+        folder.write_text("environment.json", json.dumps(dates(folder, first_step) | dict(chosen[2:-1]) | facts))
         if not config.quiet:
             print_header(chosen)
         resume_step = first_step if start.resumed else None
@@ -240,16 +238,6 @@ def conclude(
     if config.enable_checkpointing and not (stopped_by or config.quiet):
         sections = config.model, config.data, config.decoding, config.evaluation
         say(next_commands(folder.path, tokenizer, *sections, config.max_target_length))
-
-
-def dated(folder: RunFolder, first_step: int) -> dict[str, str]:
-    """Returns when the run was started first and last, for the report."""
-    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    try:
-        before = parse_json(folder.read_text("environment.json") or "{}") if first_step else {}
-        return {"started": str(before["started"]), "started again": now}
-    except (ValueError, KeyError, TypeError):
-        return {"started": now}
 
 
 def dated_name() -> str:

@@ -45,8 +45,7 @@ MAX_TRIES, MAX_SECONDS_TO_TRY = 3, 300
 def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     """Runs the command line `argv` and returns its report; None if it only asked for help.
 
-    Raises:
-        UserError: a mistake in the command, or a compiler that fails; not a step that does not fit.
+    Raises UserError for a mistake in the command, or a compiler that fails; not a step that does not fit.
     """
     config = configured(argv, USAGE, joins=False)
     if config is None:
@@ -111,8 +110,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
 def _compile(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled | None, str]:
     """Returns (the program, "") or, where it does not fit a TPU's memory (HBM), (None, the compiler's message).
 
-    Raises:
-        UserError: the compiler fails for another reason.
+    Raises UserError if the compiler fails for another reason.
     """
     try:
         return lowered.compile(), ""

@@ -18,7 +18,7 @@ from src.data.tokenizer import ByteTokenizer
 from src.data.types import EvalSet, InputSpec
 from src.decode import encode_prompt, read_prompts
 from src.errors import UserError
-from src.evaluate import Evaluation
+from src.evaluate import Evaluator
 from src.generate import Speed
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
@@ -100,8 +100,7 @@ def test_half_of_a_surrogate_pair_in_a_prompt_and_a_byte_order_mark_before_it(wr
 
 
 @pytest.mark.parametrize(
-    "returned",
-    [None, 1.0, {"x": 1.0}, {"x": (1, 2, 3)}, {"x": (jnp.ones(2), jnp.ones(2))}, {"loss": (1, 2)}],
+    "returned", [None, 1.0, {"x": 1.0}, {"x": (1, 2, 3)}, {"x": (jnp.ones(2), jnp.ones(2))}, {"loss": (1, 2)}]
 )
 def test_a_users_metrics_that_are_no_sums_and_counts(returned):
     plan = dataclasses.replace(tiny.make()[1], eval_metrics=lambda logits, batch: returned)
@@ -113,7 +112,7 @@ def test_a_users_metrics_that_are_no_sums_and_counts(returned):
 def test_an_evaluation_in_which_no_token_counts_is_no_perfect_one():
     config, plan = tiny.make(eval_steps=1, per_device_batch_size=1)
     nothing = {"loss_sum": np.float32(0), "tokens": np.float32(0)}
-    evaluation = Evaluation(
+    evaluation = Evaluator(
         config.evaluation,
         InputSpec.of(config, None),
         plan,

@@ -23,12 +23,7 @@ def corpus(tmp_path):
 @pytest.fixture
 def command(corpus, tmp_path):
     path = tmp_path / "out" / "t.model"
-    keys = {
-        "dataset_path": corpus,
-        "tokenizer_type": "sentencepiece",
-        "tokenizer_path": path,
-        "vocab_size": 400,
-    }
+    keys = {"dataset_path": corpus, "tokenizer_type": "sentencepiece", "tokenizer_path": path, "vocab_size": 400}
 
     def make(**changes):
         return ["configs/base.yml", *(f"{key}={value}" for key, value in (keys | changes).items())]

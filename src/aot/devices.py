@@ -42,10 +42,8 @@ def abstract_devices(topology: Topology) -> list[jax.Device]:
     """Returns the JAX devices of a topology, in the order that they have where it is.
 
     JAX itself runs on this machine's CPU from then on: nothing may have been computed before. The devices of a `cpu`
-    topology are real, and all that this process has.
-
-    Raises:
-        UserError: the compiler for them is not installed, or this process already has another number of CPU devices.
+    topology are real, and all that this process has. Raises UserError if the compiler for them is not installed, or
+    this process already has another number of CPU devices.
     """
     # Otherwise JAX would take hold of an accelerator, or complain that there is none.
     jax.config.update("jax_platforms", "cpu")

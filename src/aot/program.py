@@ -184,8 +184,7 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
 def load(path: str, header: Header, built: TracedStep) -> jax.stages.Compiled:
     """Returns the program at `path`, to be called as `built.train` is; every process of a job loads it.
 
-    Raises:
-        UserError: the file can't be read, is damaged or not of `save`, or its program is not for `header`.
+    Raises UserError if the file can't be read, is damaged or not of `save`, or its program is not for `header`.
     """
     where = f"compiled_trainstep_file={path}"
     try:

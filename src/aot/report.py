@@ -117,8 +117,7 @@ def device_memory(
 def device_capacity(topology: Topology) -> int | None:
     """Returns the bytes that a program may use: of a GPU's memory the part that JAX takes; None for a CPU.
 
-    Raises:
-        UserError: the environment sets that part twice or to no fraction.
+    Raises UserError if the environment sets that part twice or to no fraction.
     """
     if topology.platform != "gpu":
         return topology.chip.memory if topology.chip else None

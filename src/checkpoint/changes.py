@@ -18,8 +18,7 @@ from src.step.state import TrainState, abstract_state
 def compare_configs(config: Config, folder: RunFolder, plan: StepPlan, abstract: TrainState) -> list[str]:
     """Returns a line for each change since the last start of the run, if it has checkpoints.
 
-    Raises:
-        UserError: a change alters weights or data, and `accept_changes` does not name it.
+    Raises UserError if a change alters weights or data, and `accept_changes` does not name it.
     """
     if not (folder.path / "checkpoints").exists():
         return []

@@ -74,11 +74,9 @@ class Checkpointer:
         """Saves a state, whose arrays may be donated once this returns, and its `meta`, any JSON object.
 
         Deletes all but `max_to_keep` of the earlier checkpoints, in the background: the caller has seen that their
-        weights are good. A transient failure of the save before this one is tolerated once, with a message.
-
-        Raises:
-            UserError: this checkpoint or the last one could not be written, or something is in its place.
-            TransientError: this one could not be written after several attempts, or two in turn could not.
+        weights are good. A transient failure of the save before this one is tolerated once, with a message. Raises
+        UserError if this checkpoint or the last one could not be written, or something is in its place; TransientError
+        if this one could not be written after several attempts, or two in turn could not.
         """
         messages, missed = [], self._unwritten
         try:
@@ -100,11 +98,8 @@ class Checkpointer:
 
         Damaged ones are skipped, each with a message, and renamed by the next `save`, as the run comes to their steps
         again. Arrays come as `abstract_state` has them: pytrees of `jax.ShapeDtypeStruct`s with shardings, to whose
-        dtypes they are cast, and of `HostArray`s.
-
-        Raises:
-            UserError: no checkpoint is good, one could not be read, or its arrays have other names or shapes.
-            TransientError: one could not be read after several attempts.
+        dtypes they are cast, and of `HostArray`s. Raises UserError if no checkpoint is good, one could not be read, or
+        its arrays have other names or shapes; TransientError if one could not be read after several attempts.
         """
         steps = on_all_processes(lambda: steps_in(self._directory))
         if not steps:

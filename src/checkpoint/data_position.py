@@ -53,10 +53,8 @@ def data_position(
     """Returns where a checkpoint's run goes on in the data of `fingerprint`, and messages for the user.
 
     `streams` are the checkpoint's positions, int32 [B, S, 2]. Where the user accepts another global batch size, row
-    length or mixture, each source goes on after as many documents, or rows of tokens, as were taken from it.
-
-    Raises:
-        UserError: the data differ, and `accept_changes` does not say that they may.
+    length or mixture, each source goes on after as many documents, or rows of tokens, as were taken from it. Raises
+    UserError if the data differ, and `accept_changes` does not say that they may.
     """
     messages = accepted_changes(meta, data, accept_changes, fingerprint)
     streams, moved = remapped_streams(streams, meta, data, fingerprint["global batch"])

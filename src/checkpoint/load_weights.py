@@ -30,8 +30,7 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
     Returns:
         the weights; a checkpoint's meta, of a Hugging Face folder `vocab_size` and `tokenizer`; messages for the user.
 
-    Raises:
-        UserError: there are no such weights, they are damaged, or they are another model's.
+    Raises UserError if there are no such weights, they are damaged, or they are another model's.
     """
     from src.hf.folder import is_hf_folder
 

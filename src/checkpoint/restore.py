@@ -51,10 +51,8 @@ def restore_step(path: epath.PathLike, abstract_state: Mapping[str, Any]) -> Res
     """Restores parts of the state of any run's checkpoint.
 
     `path` is a checkpoint's folder, or a run's or its checkpoints/ folder, of which the newest good one is taken; the
-    parts are pytrees of `jax.ShapeDtypeStruct`s with shardings.
-
-    Raises:
-        UserError: there is no checkpoint, none is good, or the arrays of these parts differ in name or shape.
+    parts are pytrees of `jax.ShapeDtypeStruct`s with shardings. Raises UserError if there is no checkpoint, none is
+    good, or the arrays of these parts differ in name or shape.
     """
     return _restore_of_any_run(path, lambda meta, saved: abstract_state, ", ".join(abstract_state))
 
@@ -152,10 +150,8 @@ def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str
 def on_all_processes(read: Callable[[], T]) -> T:
     """Returns `read()`, or raises the same error on every process if it failed on any, so that all do the same.
 
-    Raises:
-        DamagedError: the contents are not a checkpoint.
-        TransientError: reading failed several times for transient reasons.
-        UserError: reading failed for another reason, which says nothing about the contents.
+    Raises DamagedError if the contents are not a checkpoint; TransientError if reading failed several times for
+    transient reasons; UserError if reading failed for another reason, which says nothing about the contents.
     """
     result, problem, failure, cause = None, "", Failure.NONE, None
     try:

@@ -42,9 +42,8 @@ def starting_state(
 ) -> ResumePoint:
     """Returns the state to go on from, its place in the data of `fingerprint`, and messages for the user.
 
-    Raises:
-        UserError: the run has no good checkpoint, is resumed with another model or other data than it had, or begins
-            with weights that were trained with another tokenizer.
+    Raises UserError if the run has no good checkpoint, is resumed with another model or other data than it had, or
+    begins with weights that were trained with another tokenizer.
     """
     wanted = {**saved_entries(plan, abstract), "data_position": HostArray(plan.layout.sharding(()))}
     if restored := checkpointer.restore_latest(wanted):

@@ -19,10 +19,7 @@ def best_fit(sizes_of: Sizes, position: Position, length: int) -> tuple[list[Seg
 
     The second number of a position is the targets taken of the oldest item, as in the other layouts; or, if a later
     item is placed, -(rows << WINDOW - 1 | placed): the full rows taken of the oldest item, and bit i says whether the
-    item i + 1 after it is placed.
-
-    Raises:
-        UserError: an item has more rows than a position can count.
+    item i + 1 after it is placed. Raises UserError if an item has more rows than a position can count.
     """
     item, offset, placed = position[0], max(position[1], 0), 0  # bit i of placed is for the item i after the oldest
     if position[1] < 0:

@@ -52,10 +52,8 @@ def train_batches(
 
     `rows` are those of the global batch to make, ascending (see `host_rows`). `rows_taken` rows of the run, over all
     hosts, came before; `position` is `positions` of the batch before, None at the start of every source. Of sources of
-    rows, `rows_before` (by name) came before `rows_taken` was counted.
-
-    Raises:
-        UserError: a source has less text than one row.
+    rows, `rows_before` (by name) came before `rows_taken` was counted. Raises UserError if a source has less text than
+    one row.
     """
     fillers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):

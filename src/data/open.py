@@ -10,8 +10,7 @@ from src.errors import UserError
 def open_sources(inputs: InputSpec, evaluation: Evaluation) -> tuple[TrainData, list[EvalSet]]:
     """Opens the data to train on, and to evaluate on if the run does: only then are training data held out.
 
-    Raises:
-        UserError: data can't be read, or nothing can be held out.
+    Raises UserError if data can't be read, or nothing can be held out.
     """
     specs = train_specs(inputs.data)
     sources = [open_source(spec, inputs) for spec in specs]
@@ -25,11 +24,7 @@ def open_sources(inputs: InputSpec, evaluation: Evaluation) -> tuple[TrainData, 
 
 
 def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
-    """Opens the data that a run of this config evaluates on, or would.
-
-    Raises:
-        UserError: as `open_sources` does.
-    """
+    """Opens the data that a run of this config evaluates on, or would. Raises UserError as `open_sources` does."""
     data, steps = inputs.data, evaluation.eval_steps
     if names_eval_data(data):
         counts = [entry.get("eval_steps", steps) for entry in data.eval_datasets] or [steps]
@@ -42,11 +37,7 @@ def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
 
 
 def open_source(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
-    """Opens one set of data.
-
-    Raises:
-        UserError: it can't be read, or what reads it is not installed.
-    """
+    """Opens one set of data. Raises UserError if it can't be read, or what reads it is not installed."""
     match spec.type:
         case "text" if inputs.data.use_sft:
             if not spec.path:

@@ -36,8 +36,7 @@ class ByteTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """Reads a SentencePiece model file. A model without a bos, such as T5's, starts documents with its eos.
 
-    Raises:
-        UserError: the file is missing, is no SentencePiece model, or has no eos.
+    Raises UserError if the file is missing, is no SentencePiece model, or has no eos.
     """
 
     def __init__(self, path: str) -> None:
@@ -74,8 +73,7 @@ class SentencePieceTokenizer(Tokenizer):
 def make_tokenizer(data: Data, vocab_size: int) -> Tokenizer | None:
     """Opens the tokenizer that the keys name; None for synthetic data, which have no text.
 
-    Raises:
-        UserError: the file is missing or unfit, or the tokenizer has more ids than `vocab_size`.
+    Raises UserError if the file is missing or unfit, or the tokenizer has more ids than `vocab_size`.
     """
     if all_synthetic(data):
         return None
@@ -102,8 +100,7 @@ def has_tokenizer(folder: Path) -> bool:
 def folder_tokenizer(path: Path, model_vocab_size: int) -> Tokenizer:
     """Opens the tokenizer of a Hugging Face model folder (older ones have a SentencePiece model), or a tokenizer.json.
 
-    Raises:
-        UserError: there is none, or it is malformed.
+    Raises UserError if there is none, or it is malformed.
     """
     from src.data.huggingface_tokenizer import HuggingFaceTokenizer  # only runs that use it pay for its imports
 

@@ -58,13 +58,7 @@ ATTENTION_BIAS = Field("attention_bias", "attention_bias", absent=False)
 MLP_BIAS = Field("mlp_bias", "mlp_bias", absent=False)
 
 # Their names of activations -> ours. Their "gelu" is the exact one, which is not here.
-ACTIVATIONS = {
-    "silu": "silu",
-    "gelu_pytorch_tanh": "gelu",
-    "gelu_new": "gelu",
-    "relu": "relu",
-    "relu2": "squared_relu",
-}
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "relu": "relu", "relu2": "squared_relu"}
 GATED = {theirs: (ours, "linear") for theirs, ours in ACTIVATIONS.items()}
 HIDDEN_ACT = Field("hidden_act", "mlp_activations", absent=GATED["silu"], values=GATED)
 DECODER = (*SIZES, *HEADS, HIDDEN_ACT)
@@ -94,8 +88,7 @@ def write_window(layers: Layers) -> Json:
 def read_layer_types(hf: Mapping[str, Any], default: Sequence[str], *known: str) -> list[str]:
     """Returns each layer's kind of attention: config.json's layer_types, else `default`.
 
-    Raises:
-        UserError: a layer is of no `known` kind, or there are not as many as layers.
+    Raises UserError if a layer is of no `known` kind, or there are not as many as layers.
     """
     kinds = entry(hf, "layer_types", list(default))
     if unknown := sorted({str(kind) for kind in kinds if kind not in known}):
@@ -153,10 +146,8 @@ def read_rope(hf: Mapping[str, Any], keys: Keys, theta: float = 10_000.0) -> Key
     """Returns the keys of rotary positions, which transformers 5 has in rope_parameters, older folders in rope_scaling.
 
     As in transformers, a rope_scaling replaces all of rope_parameters, its theta too; original_max_position_embeddings
-    beside them comes before the one within; and max_position_embeddings stands in for both.
-
-    Raises:
-        UserError: the positions are scaled in a way that is not here.
+    beside them comes before the one within; and max_position_embeddings stands in for both. Raises UserError if the
+    positions are scaled in a way that is not here.
     """
     parameters = entry(hf, "rope_scaling", {}) or entry(hf, "rope_parameters", {})
     kind = entry(parameters, "rope_type", entry(parameters, "type", "default"))

@@ -40,8 +40,7 @@ class Family:
     def read_config(self, hf: Mapping[str, Any]) -> Keys:
         """Returns the keys of base.yml that a config.json says; layers that differ are segments of a layer each.
 
-        Raises:
-            UserError: it has an entry, or a value of one, that is not here.
+        Raises UserError if it has an entry, or a value of one, that is not here.
         """
         only = {**ONLY, **self.only}
         require(hf, **only)

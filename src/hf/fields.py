@@ -52,8 +52,7 @@ class Field:
     def read(self, hf: Mapping[str, Any], keys: Keys) -> Keys:
         """Returns the key, if it has a value; `keys` are those of the rows above.
 
-        Raises:
-            UserError: the entry is not of the key's type, or no value that the key may have.
+        Raises UserError if the entry is not of the key's type, or no value that the key may have.
         """
         default = KEYS[self.key].default
         if hf.get(self.name) is None:
@@ -108,8 +107,7 @@ def layer_with(layers: Layers, key: str) -> Model:
 def read_fields(table: Table, hf: Mapping[str, Any]) -> Keys:
     """Returns the keys that a table reads in config.json.
 
-    Raises:
-        UserError: config.json lacks an entry that is required, or has one that is not here.
+    Raises UserError if config.json lacks an entry that is required, or has one that is not here.
     """
     required = [row.name for row in table if isinstance(row, Field) and row.absent is REQUIRED]
     if missing := [name for name in required if hf.get(name) is None]:
@@ -128,8 +126,7 @@ def write_fields(table: Table, layers: Layers) -> Json:
 def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
     """Returns an entry of config.json, or `default` for one that is absent or null (false to transformers).
 
-    Raises:
-        UserError: it is not of the type of `default`, such as a number in quotes.
+    Raises UserError if it is not of the type of `default`, such as a number in quotes.
     """
     value = hf.get(name)
     if value is None:

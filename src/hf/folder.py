@@ -33,9 +33,8 @@ def is_hf_folder(path: str | os.PathLike[str]) -> bool:
 def open_folder(path: str | os.PathLike[str]) -> HfFolder:
     """Reads the folder's config and the headers of its files of weights.
 
-    Raises:
-        UserError: there is no config.json, no safetensors file or not all of them; a file is truncated or damaged;
-            the weights are quantised in a format that is not read.
+    Raises UserError if there is no config.json, no safetensors file or not all of them; a file is truncated or damaged;
+    the weights are quantised in a format that is not read.
     """
     path = Path(path).expanduser()
     if not (file := path / "config.json").is_file():

@@ -28,10 +28,8 @@ def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | No
     """Returns `tree`, nested dicts of `jax.ShapeDtypeStruct`s with shardings, with the folder's weights for its leaves.
 
     They go to the devices tensor by tensor, so host memory holds no more than one. Rows that pad the vocabulary are
-    zeros. `notes` takes a line for each kind of tensor in the folder that is left out.
-
-    Raises:
-        UserError: the folder cannot be read (folder.py), or its tensors are not those of the model.
+    zeros. `notes` takes a line for each kind of tensor in the folder that is left out. Raises UserError if the folder
+    cannot be read (folder.py), or its tensors are not those of the model.
     """
     leaves, arrays = by_path(tree), dict[WeightPath, _PartialArray]()
     for piece, tensor in progress(match_tensors(open_folder(path), tree, notes), f"reading {path}"):
@@ -44,8 +42,7 @@ def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | No
 def match_tensors(folder: HfFolder, tree: Tree, notes: list[str] | None = None) -> list[tuple[Piece, Tensor]]:
     """Returns the pieces of the weights in `tree`, weight by weight, each with the tensor that it lies in.
 
-    Raises:
-        UserError: a tensor is missing, unknown or of another shape; all such are named.
+    Raises UserError if a tensor is missing, unknown or of another shape; all such are named.
     """
     family, keys = folder_model(folder)
     is_tied, num_layers = keys["logits_via_embedding"], keys["base_num_decoder_layers"]

@@ -27,8 +27,7 @@ def read_model_keys(path: str | os.PathLike[str]) -> Keys:
 def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
     """Returns the family of a folder's text model, and the keys of base.yml that describe it.
 
-    Raises:
-        UserError: the model is of no family here, or uses what is not here.
+    Raises UserError if the model is of no family here, or uses what is not here.
     """
     whole = folder.config
     hf = entry(whole, "text_config", {}) or whole  # all of it, where the model has no other parts
@@ -66,10 +65,7 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
 def find_family(model: Model, max_target_length: int) -> tuple[Family, Json]:
     """Returns the first family that has the model, and the model's config.json.
 
-    A family has the model if reading its config.json gives the same one.
-
-    Raises:
-        UserError: no family has it.
+    A family has the model if reading its config.json gives the same one. Raises UserError if no family has it.
     """
     spec, layers = _spec(model, max_target_length), _layers(model)
     missing: dict[str, list[str]] = {}  # by family

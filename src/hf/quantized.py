@@ -80,10 +80,8 @@ class Mxfp4Tensor:
 def dequantized(stored: Mapping[str, Tensor], quantization: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     """Returns `stored` with one tensor in place of each pair of quantised values and their scales.
 
-    `quantization` is config.json's `quantization_config`; empty: nothing is quantised.
-
-    Raises:
-        UserError: the format is neither DeepSeek V3's nor gpt-oss's; values or scales are missing or do not fit.
+    `quantization` is config.json's `quantization_config`; empty: nothing is quantised. Raises UserError if the format
+    is neither DeepSeek V3's nor gpt-oss's; values or scales are missing or do not fit.
     """
     tensors = dict(stored)
     if not isinstance(quantization, Mapping):

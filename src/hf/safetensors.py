@@ -63,8 +63,7 @@ class StoredTensor:
 def open_tensors(file: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a file by name; only its header is read.
 
-    Raises:
-        UserError: the file is truncated, is no safetensors file, or its header contradicts itself.
+    Raises UserError if the file is truncated, is no safetensors file, or its header contradicts itself.
     """
     size = file.stat().st_size
     with open(file, "rb") as opened:

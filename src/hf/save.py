@@ -30,10 +30,7 @@ def save_folder(
 
     `hf` is config.json but for the names of the family and of the tensors' dtype. `weights` are all of the model's, the
     embedding with padding below `vocab_size` rows. Tensors are in `dtype`, or in their weights' own; a file has at most
-    `shard_bytes`, but for a single tensor that is larger.
-
-    Raises:
-        UserError: the family has no such weights.
+    `shard_bytes`, but for a single tensor that is larger. Raises UserError if the family has no such weights.
     """
     shapes = {weight: array.shape for weight, array in weights.items()}
     by_file: dict[str, list[Piece]] = {}

@@ -71,10 +71,8 @@ def lay_out(
     """Returns all pieces of a model's weights, weight by weight.
 
     The files have `vocab_size` rows, the model's weights more. `copied` are rows of tensors that repeat a weight for
-    each extra prediction layer; `family` is the name for messages.
-
-    Raises:
-        UserError: the model has weights that are in no row.
+    each extra prediction layer; `family` is the name for messages. Raises UserError if the model has weights that are
+    in no row.
     """
     layers = _layer_numbers(shapes)
     pieces, unmapped = [], []

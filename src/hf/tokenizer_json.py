@@ -20,9 +20,7 @@ def save_tokenizer(folder: Path, tokenizer: ByteTokenizer | SentencePieceTokeniz
     """Writes the files with which transformers gives a text the ids that `tokenizer` gives it.
 
     A text begins with bos and has no eos at its end, as a prompt. Special tokens that a text spells out are text.
-
-    Raises:
-        UserError: tokenizer.json has no such tokenizer.
+    Raises UserError if tokenizer.json has no such tokenizer.
     """
     of_kind = _of_bytes if isinstance(tokenizer, ByteTokenizer) else _of_sentencepiece
     made, bos, eos = of_kind(tokenizer)

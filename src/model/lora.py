@@ -26,8 +26,7 @@ ADAPTER_DTYPE = "float32"  # whatever the base weights have: updates and adapter
 def declare(keys: Trainable, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
     """Returns a function that makes a model's adapters, a nested dict of `nnx.Param`s, for these weights' declarations.
 
-    Raises:
-        UserError: a pattern fits no weight that is multiplied by.
+    Raises UserError if a pattern fits no weight that is multiplied by.
     """
     patterns = tuple(map(str, keys.lora_parameters))
     axes, fan_ins = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))

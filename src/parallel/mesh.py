@@ -79,8 +79,7 @@ class Layout:
     def constrain(self, x: Array, *axes: str | None) -> Array:
         """Shards `x` by its dims' logical axes, inside a compiled function.
 
-        Raises:
-            UserError: a dim is not divisible by the mesh axes that shard it.
+        Raises UserError if a dim is not divisible by the mesh axes that shard it.
         """
         self.check(x.shape, axes)
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
@@ -155,8 +154,7 @@ def axes_of_dim(part: Any) -> tuple[str, ...]:
 def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sharding of each weight, from its shape and its dims' logical axes (nested dicts of like structure).
 
-    Raises:
-        UserError: a dim is not divisible by the mesh axes that shard it; all such are named.
+    Raises UserError if a dim is not divisible by the mesh axes that shard it; all such are named.
     """
     problems: dict[str, str] = {}  # and the logical axis of each
 
@@ -179,8 +177,7 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
 def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key: str) -> int:
     """Computes the rows of one step: `per_device` rows x devices x `micro_batches`.
 
-    Raises:
-        UserError: it is not whole, or a micro-batch does not divide over the mesh axes of "batch"; `key` gave it.
+    Raises UserError if it is not whole, or a micro-batch does not divide over the mesh axes of "batch"; `key` gave it.
     """
     rows, shards = per_device * layout.mesh.size, layout.shards("batch")
     if abs(rows - round(rows)) > 1e-6 or round(rows) % shards or round(rows) == 0:

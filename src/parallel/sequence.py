@@ -15,10 +15,7 @@ def zigzag_order(length: int, layout: Layout) -> np.ndarray:
 
     A token attends to all before it, so of n devices with consecutive parts the last would work longest. Rows are cut
     into 2n parts instead, and device i has parts i and 2n - 1 - i. Every array along T is in this order, except in
-    generation.
-
-    Raises:
-        UserError: rows don't divide into so many parts.
+    generation. Raises UserError if rows don't divide into so many parts.
     """
     n = layout.shards("length")
     if length % zigzag_parts(n):

@@ -149,10 +149,8 @@ _LONGEST = 64 * _CUBE
 def parse_topology(name: str, slices: int) -> Topology:
     """Parses the keys `compile_topology` and `compile_topology_num_slices`.
 
-    A name is a TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3), or cpu-N.
-
-    Raises:
-        UserError: there is no such slice or host, or no such number of them.
+    A name is a TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3), or cpu-N. Raises
+    UserError if there is no such slice or host, or no such number of them.
     """
     if slices < 1:
         raise UserError(f"compile_topology_num_slices={slices}: expected a number of slices or hosts, at least 1")

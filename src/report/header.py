@@ -1,5 +1,6 @@
 """Prints what was chosen for a run, before its first step."""
 
+import datetime
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -11,6 +12,7 @@ from src.config.source_spec import train_specs
 from src.data.describe import describe_conversations, describe_data, describe_eval_set
 from src.data.types import EvalSet, InputSpec, TrainData
 from src.errors import counted
+from src.json_text import parse_json
 from src.model.flops import FlopsPerToken, count_params
 from src.parallel.slices import describe_mesh
 from src.step.build import TracedStep
@@ -66,3 +68,13 @@ def run_header(
         ("TensorBoard", f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)"),
         ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
     ]
+
+
+def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
+    """Returns when the run was started first and last, for the report."""
+    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    try:
+        before = parse_json(folder.read_text("environment.json") or "{}") if first_step else {}
+        return {"started": str(before["started"]), "started again": now}
+    except (ValueError, KeyError, TypeError):
+        return {"started": now}

@@ -28,10 +28,7 @@ TRAIN_KEYS = (
 )
 EVAL_KEYS = ("eval_loss", "eval_perplexity")
 # Lists, with a number for each layer of experts, and how a curve makes them one number.
-PER_LAYER: dict[str, Callable[[Sequence[float]], float]] = {
-    "expert_load_max": max,
-    "tokens_dropped": statistics.fmean,
-}
+PER_LAYER: dict[str, Callable[[Sequence[float]], float]] = {"expert_load_max": max, "tokens_dropped": statistics.fmean}
 Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, or None for what is not finite, and lists of such
 
 _NUMBERS = {int, float, type(None)}

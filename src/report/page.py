@@ -35,8 +35,7 @@ are drawn beside its own."""
 def main(argv: Sequence[str]) -> None:
     """Writes RUN_DIR/report.html for the arguments RUN_DIR [OTHER_RUN_DIR ...]; prints the usage for --help.
 
-    Raises:
-        UserError: an argument is no run's folder, a file in one is malformed, or the page can't be written.
+    Raises UserError if an argument is no run's folder, a file in one is malformed, or the page can't be written.
     """
     if {"-h", "--help"}.intersection(argv):
         print(USAGE)
@@ -68,11 +67,8 @@ def _read_history(folder: epath.Path) -> History:
 def page(folder: epath.Path, history: History, others: Mapping[str, History] | None = None) -> str:
     """Returns the page of the run in `folder`, from its metrics and its config.yml, environment.json and sample.txt.
 
-    The metrics of `others`, by name, are drawn beside it.
-
-    Raises:
-        UserError: config.yml or environment.json is malformed.
-        OSError: one of them can't be read.
+    The metrics of `others`, by name, are drawn beside it. Raises UserError if config.yml or environment.json is
+    malformed; OSError if one of them can't be read.
     """
     config_text = (folder / "config.yml").read_text()
     steps, changed = _config(config_text)

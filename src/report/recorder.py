@@ -80,9 +80,8 @@ class Recorder:
     def add(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of update `step` (from 1), which may still be computed, and records those of the last one.
 
-        Raises:
-            NonFiniteError: the last update's loss or gradient is not finite, and `on_nonfinite` is stop, or MAX_SKIPPED
-                consecutive updates were skipped, or the run's last ones; or the update made the weights unusable.
+        Raises NonFiniteError if the last update's loss or gradient is not finite, and `on_nonfinite` is stop, or
+        MAX_SKIPPED consecutive updates were skipped, or the run's last ones; or the update made the weights unusable.
         """
         self.flush()
         self._pending = (step, metrics, self._data_wait)

@@ -52,8 +52,7 @@ def build(
 ) -> TracedStep:
     """Traces the step of a checked config, which minimises `loss`; `compiler_options` are XLA's.
 
-    Raises:
-        UserError: what was asked for does not fit the devices or the mesh.
+    Raises UserError if what was asked for does not fit the devices or the mesh.
     """
     plan = plan_step(config, make_layout(config.mesh, devices))
     rows, micro_batches = config.per_device_batch_size, config.gradient_accumulation_steps

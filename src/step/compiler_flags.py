@@ -67,8 +67,7 @@ xla_client.initialize_pjrt_plugin("tpu")
 def parse_flags(text: str) -> dict[str, str]:
     """Reads flags as XLA_FLAGS has them, `--xla_a=1 --xla_b` with spaces between; the last of a name counts.
 
-    Raises:
-        UserError: a part of `text` is no flag.
+    Raises UserError if a part of `text` is no flag.
     """
     flags = {}
     for part in text.split():
@@ -83,10 +82,8 @@ def parse_flags(text: str) -> dict[str, str]:
 def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, str]:
     """Returns the options of the compiler of `device` that `compile_xla_flags` means, on so many slices or hosts.
 
-    `text` has flags, or is `auto`: a preset for this kind of device. The device may be one that is not here.
-
-    Raises:
-        UserError: `text` is no list of flags, or the compiler does not take one of them.
+    `text` has flags, or is `auto`: a preset for this kind of device. The device may be one that is not here. Raises
+    UserError if `text` is no list of flags, or the compiler does not take one of them.
     """
     if text == "auto":
         kinds = [f"multi-slice {device.device_kind}"] * (slices > 1) + [device.device_kind, device.platform]

@@ -82,10 +82,9 @@ def make_plan(
 ) -> StepPlan:
     """Returns the plan of a step on this layout.
 
-    Raises:
-        UserError: there is no function `eval_metrics`, sizes do not divide over the mesh or its pipeline stages, the
-            attention kernel does not run on its devices, or a pattern of `trainable_parameters` or `lora_parameters`
-            fits no weight.
+    Raises UserError if there is no function `eval_metrics`, sizes do not divide over the mesh or its pipeline stages,
+    the attention kernel does not run on its devices, or a pattern of `trainable_parameters` or `lora_parameters` fits
+    no weight.
     """
     moe.check_mesh(spec, layout)
     schedule = make_schedule(mesh, spec, layout)

@@ -71,8 +71,7 @@ def batch_sharding(layout: Layout) -> dict[str, jax.sharding.NamedSharding]:
 def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
     """Returns the shapes and shardings of a batch of `rows` rows of `length` tokens, as `jax.ShapeDtypeStruct`s.
 
-    Raises:
-        UserError: they do not divide over the mesh.
+    Raises UserError if they do not divide over the mesh.
     """
     plan.layout.check((rows,), ("batch",))
     zigzag_order(length, plan.layout)

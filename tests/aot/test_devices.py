@@ -77,11 +77,7 @@ def test_the_compiler_grants_the_memory_that_is_stated(name):
 
 @pytest.mark.parametrize(
     ("name", "platform"),
-    [
-        pytest.param("v5e-8", "tpu", marks=needs_libtpu),
-        pytest.param("a3", "gpu", marks=needs_cuda),
-        ("cpu-8", "cpu"),
-    ],
+    [pytest.param("v5e-8", "tpu", marks=needs_libtpu), pytest.param("a3", "gpu", marks=needs_cuda), ("cpu-8", "cpu")],
 )
 def test_nothing_is_printed_and_this_machine_stays_a_cpu(name, platform):
     assert fresh(name) == (f"8 {platform} cpu\n", "")

@@ -35,10 +35,7 @@ SMALL_DEEPSEEK = {
     **{"base_emb_dim": 2048, "base_moe_mlp_dim": 1408, "num_experts": 64, "num_experts_per_tok": 6},
     **{"dtype": "bfloat16", "max_target_length": TOKENS},
 }
-LAYERS = {
-    "mixtral on four": (MIXTRAL, "v5p-8", 4),
-    "deepseek on sixteen": (DEEPSEEK, "v5e-16", 16),
-}
+LAYERS = {"mixtral on four": (MIXTRAL, "v5p-8", 4), "deepseek on sixteen": (DEEPSEEK, "v5e-16", 16)}
 GPU_KERNEL = re.compile(r"@__gpu\$xla\.gpu\.triton.*?grid_x = (\d+) : i32, grid_y = (\d+) : i32, grid_z = (\d+) : i32")
 KERNEL = re.compile(r'custom_call_target="tpu_custom_call".*op_name="([^"]*)jit\((gmm|tgmm)\)')
 

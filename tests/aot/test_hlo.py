@@ -62,11 +62,7 @@ KNOWN = {
         ALL,
         ("all-to-all", ("tensor",), SHARD, SHARD * 3 // 4),
     ),
-    "shift": (
-        lambda x: jax.lax.ppermute(x, "tensor", ring(4)),
-        ALL,
-        ("collective-permute", ("tensor",), SHARD, SHARD),
-    ),
+    "shift": (lambda x: jax.lax.ppermute(x, "tensor", ring(4)), ALL, ("collective-permute", ("tensor",), SHARD, SHARD)),
 }
 
 

@@ -66,9 +66,7 @@ def test_a_step_sends_its_gradients_between_slices_once_and_nothing_else(slices,
 @needs_libtpu
 @pytest.mark.usefixtures("little_effort")
 @pytest.mark.parametrize(
-    "keys",
-    [MICRO_BATCHES, *(pytest.param(keys, marks=pytest.mark.long) for keys in (PLAIN, TENSOR, STAGES))],
-    ids=str,
+    "keys", [MICRO_BATCHES, *(pytest.param(keys, marks=pytest.mark.long) for keys in (PLAIN, TENSOR, STAGES))], ids=str
 )
 def test_where_each_slice_updates_its_part_it_gets_sums_of_that_part_alone(keys):
     found, gradients = between_slices("v5e-8", 2, base_emb_dim=1024, shard_optimizer_over_data="true", **keys)

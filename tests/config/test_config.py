@@ -13,12 +13,7 @@ from src.command_line import load
 from src.config import schema
 from src.config.base_yml import Usage, base_yml, help_for, help_text
 from src.config.keys import fact
-from src.config.load import (
-    compare_runs,
-    diff_from_base,
-    from_yaml,
-    to_yaml,
-)
+from src.config.load import compare_runs, diff_from_base, from_yaml, to_yaml
 from src.errors import UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -210,9 +205,7 @@ def test_to_yaml_is_read_back(column, prompt, steps, learning_rate, packing, act
 
 
 @pytest.mark.parametrize(
-    "prompt",
-    ["None", "null", "", "true", "1e-3", "'", '"', " x", "a: b", "# c", "\n", "\x00", "é\u2028"],
-    ids=repr,
+    "prompt", ["None", "null", "", "true", "1e-3", "'", '"', " x", "a: b", "# c", "\n", "\x00", "é\u2028"], ids=repr
 )
 def test_awkward_strings_are_read_back(prompt):
     assert from_yaml(to_yaml({**load([BASE]), "prompt": prompt}))["prompt"] == prompt

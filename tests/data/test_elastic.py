@@ -44,10 +44,7 @@ def on_disk(tmp_path_factory):
         "byte": lambda text: [256, *text.encode(), 257],
         "sentencepiece": lambda text: [special[0], *processor.encode(text), special[1]],
     }
-    keys = {
-        "byte": {},
-        "sentencepiece": {"tokenizer_type": "sentencepiece", "tokenizer_path": str(folder / "model")},
-    }
+    keys = {"byte": {}, "sentencepiece": {"tokenizer_type": "sentencepiece", "tokenizer_path": str(folder / "model")}}
     written = {kind: every_source.write(folder / kind, kind, encode["byte"]) for kind in KINDS}
     tokens = every_source.write(folder / "tokens of pieces", "tokens", encode["sentencepiece"])
     entries = {"byte": written, "sentencepiece": {**written, "tokens": tokens}}

@@ -117,8 +117,7 @@ def items(source):
 
 
 @pytest.mark.parametrize(
-    "split",
-    ["train", "validation", "train[:10%]", "train[-7:]", "train[5:33]+validation[2:4]", "train[50%:]", "all"],
+    "split", ["train", "validation", "train[:10%]", "train[-7:]", "train[5:33]+validation[2:4]", "train[50%:]", "all"]
 )
 def test_a_split_is_what_tfds_reads(prepared, split):
     folder, builder = prepared
@@ -239,10 +238,7 @@ def test_a_split_that_is_not_there_is_an_error_that_names_those_that_are(prepare
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (
-            "content",
-            r"has no such feature\. Its features: text, ([\w/]+, ){3}[\w/]+ and 4 more$",
-        ),
+        ("content", r"has no such feature\. Its features: text, ([\w/]+, ){3}[\w/]+ and 4 more$"),
         ("nested", "has no such feature"),
         ("label", "neither a text nor a plain list of ids, but ClassLabel"),
         ("score", r"neither a text nor a plain list of ids, but Tensor\(shape=\(None,\), dtype=float32\)"),

@@ -82,10 +82,7 @@ CONFIGS = {
         {**SIZES, **HEAD, "num_hidden_layers": 4, "intermediate_size_mlp": 28, "num_local_experts": 4}
         | {"interleave_moe_layer_step": 2, "attention_chunk_size": 8, "floor_scale": 4},
     ),
-    "deepseek_v2": (
-        "DeepseekV2Config",
-        {**LATENT, "topk_method": "group_limited_greedy", "rope_parameters": YARN},
-    ),
+    "deepseek_v2": ("DeepseekV2Config", {**LATENT, "topk_method": "group_limited_greedy", "rope_parameters": YARN}),
     "deepseek_v2_lite": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek_v3": ("DeepseekV3Config", {**LATENT, "rope_parameters": YARN}),
     "gpt_oss": ("GptOssConfig", {**SIZES, **HEAD, **EXPERTS, "sliding_window": 5}),

@@ -50,12 +50,7 @@ LLAMA31 = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 131_072,
 }
-SCALING = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def test_old_and_new_config_json_describe_the_same_positions():

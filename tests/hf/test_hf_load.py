@@ -140,8 +140,7 @@ def test_extra_prediction_layers_are_read_or_left_out_with_a_line(tmp_path):
     np.testing.assert_array_equal(extra["projection"], files["model.layers.3.eh_proj.weight"].T)
     np.testing.assert_array_equal(extra["embedding_norm"]["scale"], files["model.layers.3.enorm.weight"])
     np.testing.assert_array_equal(
-        extra["block"]["feed_forward"]["correction_bias"],
-        files["model.layers.3.mlp.gate.e_score_correction_bias"],
+        extra["block"]["feed_forward"]["correction_bias"], files["model.layers.3.mlp.gate.e_score_correction_bias"]
     )
     notes = []
     load_weights(folder, abstract(folder, mtp_num_layers=0), notes)

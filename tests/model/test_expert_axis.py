@@ -32,7 +32,7 @@ MESHES = {
     "expert 4 x context 2": {"ici_expert_parallelism": 4, "ici_context_parallelism": 2},
     "context 4 x fsdp 2": {"ici_context_parallelism": 4},
     "expert 2 x stage 2 x fsdp 2": {
-        **{"ici_expert_parallelism": 2, "ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 2},
+        **{"ici_expert_parallelism": 2, "ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 2}
     },
 }
 # Each axis beside experts once, and each model.

@@ -142,9 +142,7 @@ FURTHER = [
 
 
 @pytest.mark.parametrize(
-    ("overrides", "scan_layers"),
-    [*STAGED, *(pytest.param(*case, marks=pytest.mark.long) for case in FURTHER)],
-    ids=str,
+    ("overrides", "scan_layers"), [*STAGED, *(pytest.param(*case, marks=pytest.mark.long) for case in FURTHER)], ids=str
 )
 def test_policies_give_the_same_loss_and_gradients_in_a_pipeline(exact_of_eight_layers, overrides, scan_layers):
     batch, weights, expected = exact_of_eight_layers

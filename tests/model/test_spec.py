@@ -109,8 +109,7 @@ def test_two_equal_layers_of_a_shared_pattern_keep_two_sets_of_weights():
 def test_the_facts_of_a_segment_replace_the_models_in_its_layers_alone():
     pattern = "{base_mlp_dim: 48, normalization: layer}, {position_type: none, head_dim: 6}"
     first, second, *rest = layers_of(
-        base_num_decoder_layers=7,
-        decoder_segments=f"[{{repeats: -1, pattern: [{pattern}]}}, {{pattern: [{{}}]}}]",
+        base_num_decoder_layers=7, decoder_segments=f"[{{repeats: -1, pattern: [{pattern}]}}, {{pattern: [{{}}]}}]"
     )
     assert first.mlp_dim == 48
     assert first.normalization == "layer"

@@ -123,10 +123,7 @@ FACTS = {
             **{"mlp_bias": "true", "norm_topk_prob": "true"},
         },
     ),
-    "adapters": (
-        "fsdp 2 tensor 2",
-        {"lora_rank": 4, "lora_parameters": "['*']", "load_parameters_path": "elsewhere"},
-    ),
+    "adapters": ("fsdp 2 tensor 2", {"lora_rank": 4, "lora_parameters": "['*']", "load_parameters_path": "elsewhere"}),
     "unrolled": ("fsdp 2 context 2", {"base_num_decoder_layers": 2, "scan_layers": "false"}),
     # Masks are of tokens, whatever part of them a device has and in however many rounds they go.
     "dropout": ("fsdp 2 tensor 2", {"dropout_rate": 0.2}),

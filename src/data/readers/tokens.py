@@ -92,8 +92,7 @@ def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) ->
 class _TokenFolder:
     """Numbers the documents and pairs of a folder's shards.
 
-    Raises:
-        UserError: it is no such folder, or its files are not those that its tokens.json describes.
+    Raises UserError if it is no such folder, or its files are not those that its tokens.json describes.
     """
 
     def __init__(self, spec: SourceSpec) -> None:

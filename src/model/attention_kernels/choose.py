@@ -16,8 +16,7 @@ def choose_kernel(
 ) -> str:
     """Returns the kernel that the key `attention` means on this platform, for layers of these scores.
 
-    Raises:
-        UserError: the kernel asked for does not run here, or only plain JAX's does and devices share rows.
+    Raises UserError if the kernel asked for does not run here, or only plain JAX's does and devices share rows.
     """
     shards = layout.shards("length")
     if attention != "autoselected":

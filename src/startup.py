@@ -75,6 +75,9 @@ def configure_jax(step: Step) -> None:
         # XLA has as many threads as virtual CPU devices, and a collective blocks one until all devices have entered it.
         # If some devices enter one of two independent collectives and some the other, no thread is left to go on.
         os.environ.setdefault("PJRT_NPROC", str(4 * virtual_devices))
+        # All devices call LAPACK (eigh, qr) at once. In SciPy's OpenBLAS they would spin for its own few threads: eigh
+        # of 128 x 128 then takes hundreds of times as long.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def printable(text: str) -> str:

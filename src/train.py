@@ -197,7 +197,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                         meta["eval_position"] = {each.name: each.position() for each in evaluations}
                     say(
                         checkpointer.save(
-                            done, checkpoint_entries(plan, state, host_batch.positions, rows, global_batch), meta
+                            done, checkpoint_entries(plan, state, host_batch.stream_positions, rows, global_batch), meta
                         )
                     )
                 if report:

@@ -30,12 +30,12 @@ class HostBatch(NamedTuple):
     """Holds this host's rows of a batch.
 
     arrays: as `packing.empty_batch` describes them.
-    positions: int32 [rows, S, 2], where each row's packing streams resume after it.
+    stream_positions: int32 [rows, S, 2], where each row's packing streams resume after it.
     cuts: int32 [rows, 2], `packing.Cuts` of each row.
     """
 
     arrays: Batch
-    positions: np.ndarray
+    stream_positions: np.ndarray
     cuts: np.ndarray
 
 
@@ -142,7 +142,7 @@ class BatchMaker:
                 return
             source, ordinal = assigned[row]
             batch.cuts[row] = self._fillers[source].fill(batch.arrays, row, ordinal)
-            batch.positions[row] = [filler.position(row) for filler in self._fillers]
+            batch.stream_positions[row] = [filler.position(row) for filler in self._fillers]
 
 
 def count_targets(spec: InputSpec, source: Source | RowSource, enough: int) -> int:

@@ -33,7 +33,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)  # transformers' other names of entries -> theirs above
     # Of all its tensors but the output projection's; a folder of a bare model has them without it.
     prefix: str = "model."
-    skipped: tuple[str, ...] = ()  # patterns of tensors that hold no weights, or none that another does not hold too
+    skipped: tuple[str, ...] = ()  # patterns of tensors that are not weights, or that repeat another's
     whole_heads: bool = False  # transformers loads only models whose width is a multiple of their number of heads
     copied: tuple[TensorMap, ...] = ()  # rows of tensors, written and not read, that repeat a weight for each MTP layer
 

@@ -39,8 +39,8 @@ class Field:
     # The key's value where the entry is absent or null, or a function that computes it from the keys read so far.
     # REQUIRED: there must be an entry. UNSET: base.yml's default stays.
     absent: Any = REQUIRED
-    # config.json's values -> the key's, where they differ. Of several with one meaning the first is written, for a
-    # value that none means the first of all.
+    # config.json's values -> the key's, where they differ. An export writes the first entry with the key's value, or
+    # the first of all if none has it.
     values: Mapping[str, Any] | None = None
     written: Callable[[Model], Any] | None = None  # computes the entry from a layer, if not by reading backwards
 

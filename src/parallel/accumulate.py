@@ -1,4 +1,4 @@
-"""Gradients of a step whose rows go through in micro-batches: added up where they are made, reduced once."""
+"""Accumulates gradients over micro-batches on each device, and reduces them over devices once a step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +38,9 @@ class Accumulation:
 def accumulate(
     gradient: Callable[[Any, Rows], tuple[Any, Any]], inputs: Any, rows: Rows, how: Accumulation
 ) -> tuple[Any, Any]:
-    """Sums over micro-batches what `gradient(inputs, rows)` returns (gradients, other sums); several in float32.
+    """Adds up what `gradient(inputs, rows)` returns for each micro-batch: gradients, and other sums.
+
+    More than one micro-batch is added up in float32.
 
     A reduction over `manual_axes`, along which `inputs` are replicated, waits for the last micro-batch: between slices
     the step's one large transfer. Over other axes each micro-batch's gradients are reduced at once, to their weights'

@@ -64,10 +64,10 @@ def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
 def objective(
     trainable: Tree, weights: Weights, counts: TokenCounts, batch: Batch, plan: StepPlan, loss: LossFunction
 ) -> tuple[jax.Array, tuple[Metrics, Tree]]:
-    """Returns a micro-batch's contribution to what is descended, then to each reported loss, and the experts' buffers.
+    """Returns a micro-batch's share of the loss to minimise, then its share of each reported loss, and router buffers.
 
-    Contributions add up to means, as `counts` is of the whole batch. `trainable`, by which to differentiate, takes the
-    place of the `weights`' own.
+    Shares of all micro-batches add up to means, for `counts` is of the whole batch. `trainable`, by which to
+    differentiate, takes the place of the `weights`' own.
     """
     model = plan.decoder(dataclasses.replace(weights, trainable=trainable))
     sums = loss(model, batch, plan)

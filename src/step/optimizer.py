@@ -57,8 +57,9 @@ def hparams_at(keys: Step, steps: int, step: int) -> HParams:
 def transform(keys: Step, decays: Any, matrices: Any, shardings: Any, hparams: HParams) -> optax.GradientTransformation:
     """Returns the optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
 
-    Of each weight it is given whether it decays, its `Matrix`, and where its update is made. `hparams` may be traced
-    arrays; the state depends on none of them. Muon (Jordan et al. 2024) is adamw for what is no hidden matrix.
+    `decays`, `matrices` (of `Matrix`) and `shardings` (of updates) are trees with an entry for each weight. `hparams`
+    may be traced arrays; the state does not depend on them. Muon (Jordan et al. 2024) updates all but hidden matrices
+    by adamw.
     """
     mu_dtype = keys.mu_dtype or keys.weight_dtype
     adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=mu_dtype)

@@ -37,7 +37,7 @@ class train_batches:
     def __next__(self):
         batch = next(self._batches)
         cuts = {"cuts": batch.cuts} if self._has_cuts else {}
-        return batch.arrays | {"data_position": batch.positions} | cuts
+        return batch.arrays | {"data_position": batch.stream_positions} | cuts
 
 
 def eval_batches(config, data, tokenizer, rows, global_batch, position=None):

@@ -154,7 +154,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(folder, corp
     def denied(step_folder):
         raise PermissionError(f"no access to {step_folder}")
 
-    monkeypatch.setattr(restore, "_read_meta", denied)
+    monkeypatch.setattr(restore, "is_unfinished", denied)
     assert "no access" in runs.refusal(monkeypatch, capsys, resumed(folder, corpus))
     assert runs.contents(folder) == before
 

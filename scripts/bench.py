@@ -21,7 +21,8 @@ from src import command_line
 from src.cli import run_command
 from src.model.flops import count_params, flops_per_token
 from src.model.spec import model_spec
-from src.parallel.mesh import describe_mesh, global_batch_size, make_layout
+from src.parallel.mesh import global_batch_size, make_layout
+from src.parallel.slices import describe_mesh
 from src.parallel.topology import run_peak
 from src.step.build import plan_step
 from src.step.optimizer import hparams_at

@@ -21,9 +21,10 @@ from scripts.recipes import recipes
 from src.aot.hlo import RING_SHARE, Collective
 from src.aot.roofline import Prediction, predict, step_work
 from src.cli import run_command
+from src.model.execution import Execution
 from src.model.flops import count_params
-from src.model.layers import Execution
 from src.model.spec import ModelSpec, model_spec
+from src.parallel.topology import peak_flops
 
 STATE_BYTES = 12  # of a parameter: the weight and Adam's two moments, in float32
 
@@ -83,7 +84,7 @@ def predicted() -> Iterator[Row]:
         links = torus_links(recipe.topology(1).shape, mesh)
         for slices, figures in recipe.published.items():
             moved = step_collectives(spec, execution, tokens, mesh, links, slices)
-            peak = chip.peaks[spec.dtype]
+            peak = peak_flops(chip.kind, spec.dtype)
             prediction = predict(work, chip, peak, moved)
             yield Row(recipe.name, slices, figures.utilization(peak), 100 * prediction.mfu_palm, prediction)
 

@@ -21,7 +21,7 @@ from src import command_line
 from src.aot.report import describe
 from src.cli import run_command
 from src.config.yaml import parse_keys
-from src.parallel.topology import Topology, parse_topology
+from src.parallel.topology import Topology, parse_topology, peak_flops
 from src.report.metrics import duration
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "recipes"
@@ -157,7 +157,7 @@ def _compiled(recipe: Recipe, report: Mapping[str, Any]) -> list[str]:
 
 def _published(recipe: Recipe) -> str:
     """MFU by the number of slices in a cell."""
-    peak = recipe.topology().chip.peaks["bfloat16"]
+    peak = peak_flops(recipe.topology().chip.kind, "bfloat16")
     cells = [f"{slices}: {figures.utilization(peak):.1f}%" for slices, figures in recipe.published.items()]
     return cells[0].removeprefix("1: ") if list(recipe.published) == [1] else ", ".join(cells)
 

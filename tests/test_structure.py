@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import re
 import subprocess
 import sys
@@ -127,6 +128,15 @@ def test_a_config_is_read_without_jax():
 def test_no_file_is_long():
     lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "src").rglob("*.py")}
     assert not {str(path): count for path, count in lines.items() if count > MAX_LINES}
+
+
+def test_scripts_import_what_is_there():
+    for script in sorted((ROOT / "scripts").glob("*.py")):
+        for node in ast.walk(ast.parse(script.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "src":
+                module = importlib.import_module(node.module)
+                for name in (alias.name for alias in node.names):
+                    assert hasattr(module, name) or f"{node.module}.{name}" in imports(), (script, name)
 
 
 def test_the_core_that_the_architecture_lists_is_there_and_small():

@@ -78,6 +78,7 @@ def evaluated(folders, **more):
     return evaluate.main(keys_of(folders, **more))["eval_loss"]
 
 
+@pytest.mark.long
 def test_a_hundred_steps_on_converted_weights_lower_the_loss_of_responses(folders, tmp_path):
     before = evaluated(folders)
     train(folders, steps=100, base_output_directory=tmp_path, checkpoint_period=100)

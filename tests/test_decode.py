@@ -302,7 +302,10 @@ WINDOWS = "[{repeats: 2, pattern: [{attention_type: local_sliding, sliding_windo
             "base_num_decoder_layers": 3,
         },
         {"attention_type": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
-        {"num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 16, "ici_expert_parallelism": 4},
+        pytest.param(
+            {"num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 16, "ici_expert_parallelism": 4},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_mesh_of_eight_and_unrolled_layers_draw_what_one_device_does(keys):
@@ -312,6 +315,7 @@ def test_a_mesh_of_eight_and_unrolled_layers_draw_what_one_device_does(keys):
     assert generated(8, stacked=False, **keys) == expected
 
 
+@pytest.mark.long
 def test_stages_of_a_pipeline_all_run_all_layers():
     keys = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
     expected = generated(1, stacked=True)

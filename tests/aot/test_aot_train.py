@@ -58,6 +58,7 @@ def test_a_run_that_loads_its_step_is_the_run_that_compiles_it(tmp_path, corpus)
     assert arrays[1] == arrays[0]
 
 
+@pytest.mark.long
 def test_each_process_of_a_job_loads_the_file(tmp_path, corpus):
     file, keys = tmp_path / "step", {**MODEL, "dataset_path": corpus, "steps": 3}
 

@@ -77,7 +77,8 @@ def tiles_computed(sizes, tile):
 
 @needs_libtpu
 @pytest.mark.usefixtures("little_effort")
-@pytest.mark.parametrize("layer", [pytest.param("deepseek on sixteen", marks=pytest.mark.long), "mixtral on four"])
+@pytest.mark.long
+@pytest.mark.parametrize("layer", LAYERS)
 def test_experts_cost_what_their_rows_do(layer):
     """A window for balanced experts: within 15% of three products forward and six backward a token and choice."""
     overrides, topology, experts = LAYERS[layer]

@@ -65,9 +65,8 @@ def test_a_step_sends_its_gradients_between_slices_once_and_nothing_else(slices,
 
 @needs_libtpu
 @pytest.mark.usefixtures("little_effort")
-@pytest.mark.parametrize(
-    "keys", [MICRO_BATCHES, *(pytest.param(keys, marks=pytest.mark.long) for keys in (PLAIN, TENSOR, STAGES))], ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize("keys", [MICRO_BATCHES, PLAIN, TENSOR, STAGES], ids=str)
 def test_where_each_slice_updates_its_part_it_gets_sums_of_that_part_alone(keys):
     found, gradients = between_slices("v5e-8", 2, base_emb_dim=1024, shard_optimizer_over_data="true", **keys)
     sent = {kind: sum(each.times * each.sent_bytes for each in found if each.kind == kind) for kind in KINDS}
@@ -91,9 +90,8 @@ EXPERTS = {
 
 @needs_libtpu
 @pytest.mark.usefixtures("little_effort")
-@pytest.mark.parametrize(
-    "keys", [pytest.param({}, marks=pytest.mark.long), {"gradient_accumulation_steps": 2}], ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 2}], ids=str)
 def test_experts_add_no_more_than_their_loads(keys):
     """The loads, of which the load-balance loss is made, are all that goes with the gradients."""
     found, gradients = between_slices("v5e-8", 2, **EXPERTS, **keys)

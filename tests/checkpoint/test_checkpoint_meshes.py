@@ -37,7 +37,10 @@ def pass_on(before, after, folder):
     jax.tree.map(np.testing.assert_array_equal, whole(after.trainer.state), whole(before.trainer.state))
 
 
-@pytest.mark.parametrize(("model", "saved_on", "restored_on"), PAIRS)
+@pytest.mark.parametrize(
+    ("model", "saved_on", "restored_on"),
+    [pytest.param(*pair, marks=pytest.mark.long if pair[1] == "expert 4 tensor 2" else ()) for pair in PAIRS],
+)
 def test_a_checkpoint_has_the_same_bits_on_another_mesh(model, saved_on, restored_on, tmp_path):
     before, after = job_on(model, saved_on), job_on(model, restored_on)
     rng = np.random.default_rng(0)

@@ -118,7 +118,7 @@ class GatedAttention(Attention):
         return out_BTD * jax.nn.sigmoid(matmul(x_BTD, self.gate[...], "BTD,DE->BTE")), cache
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("policy", [pytest.param("none", marks=pytest.mark.long), "full"])
 def test_a_weight_that_a_block_declares_is_counted_wherever_operations_are(monkeypatch, policy):
     plain, plan = counted_by_jax(remat_policy=policy)
     with monkeypatch.context() as patch:

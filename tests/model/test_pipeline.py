@@ -98,7 +98,7 @@ def one_device(model):
         pytest.param("windowed", keys_of(4, fsdp=2), marks=pytest.mark.long),
         ("gpt3", keys_of(2, fsdp=2, tensor=2)),
         pytest.param("gpt3", keys_of(4, repeats=2), marks=pytest.mark.long),
-        ("latent experts", keys_of(2, repeats=2, micro_batches=4)),
+        pytest.param("latent experts", keys_of(2, repeats=2, micro_batches=4), marks=pytest.mark.long),
         pytest.param("latent experts", keys_of(4, fsdp=2), marks=pytest.mark.long),
     ],
     ids=named,

@@ -49,8 +49,8 @@ CASES = [
     for model in MODELS
     if "expert" not in mesh or model == "latent experts"
 ]
-# Each axis alone, and with each other one (expert with fsdp and tensor); of each model at least two meshes. The rest
-# take an hour.
+# Each axis alone (expert: tests/model/test_expert_axis.py), and with each other one (expert with fsdp and tensor). The
+# rest take an hour.
 SHORT = {
     "dense": [
         *("data 8", "context 4", "tensor 4", "stage 2 context 2", "stage 2 tensor 2"),
@@ -58,7 +58,7 @@ SHORT = {
         *("context 2 tensor 2, sequences too", "data 2 stage 2, in micro-batches"),
     ],
     "windowed": ["data 2 context 2", "fsdp 2 tensor 2, sequences too"],
-    "latent experts": ["expert 8", "fsdp 2 expert 2 tensor 2"],
+    "latent experts": ["fsdp 2 expert 2 tensor 2"],
     "gpt3": [
         *("stage 4", "fsdp 8", "data 2 fsdp 2 tensor 2"),
         *("stage 2, layers in turns", "data 2 fsdp 2, in micro-batches"),

@@ -73,13 +73,10 @@ CASES = {
     **{("axes together", model, processes): MESHES[processes] for processes in MESHES for model in MODELS},
     **{("experts", "latent experts", processes): meshes for processes, meshes in WITH_EXPERTS.items()},
 }
-SHORT = ("each axis", "dense", 2)
 
 
-@pytest.mark.parametrize(
-    ("what", "model", "processes"),
-    [pytest.param(*case, marks=() if case == SHORT else pytest.mark.long) for case in CASES],
-)
+@pytest.mark.long  # tests/test_multiprocess.py has the losses of two processes
+@pytest.mark.parametrize(("what", "model", "processes"), CASES)
 def test_axes_between_processes_give_what_one_device_does(what, model, processes, tmp_path):
     job = Job(model, devices=1)
     (tmp_path / "expected").write_bytes(pickle.dumps((job.first_gradients(), job.losses())))

@@ -60,12 +60,12 @@ def main(argv: list[str]) -> None:
             ]
         )
         loaded = load_model(config, None)
-        model = unrolled(loaded.plan, loaded.weights)
+        plan, weights = unrolled(loaded.plan, loaded.weights)
         print(f"{jax.devices()}, torch with {torch.get_num_threads()} threads; prompts of {options.prompt} tokens")
         for rows in options.batch:
             prompts = np.random.default_rng(0).integers(3, 32_000, (rows, options.prompt), np.int32)
             generator = Generator(
-                model, sampling(config.decoding), seed=0, length=length, prefill_length=options.prompt
+                plan, weights, sampling(config.decoding), seed=0, length=length, prefill_length=options.prompt
             )
             ours, theirs = (
                 here(generator, prompts, options.new),

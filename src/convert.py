@@ -30,6 +30,7 @@ from src.config.load import from_yaml
 from src.config.schema import KEYS, Config, Data
 from src.config.source_spec import all_synthetic
 from src.config.yaml import file_name
+from src.console import say
 from src.convert_check import compare, describe_agreement
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
 from src.errors import UserError
@@ -43,7 +44,6 @@ from src.model import params
 from src.model.decoder import Decoder
 from src.model.flops import count_params
 from src.model.spec import ModelSpec, model_spec
-from src.startup import say
 
 USAGE = "\n".join(line.strip() for line in __doc__.splitlines() if line.startswith("    python"))
 

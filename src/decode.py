@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.command_keys import Decoding
+from src.console import printable, say
 from src.data.conversations import read_message
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Message, Tokenizer, missing_template
@@ -22,7 +23,7 @@ from src.generate import Generator, in_training, sampling, unrolled
 from src.json_text import parse_json, read_lines, well_formed
 from src.loaded_model import load_model
 from src.model.params import Weights
-from src.startup import configured, printable, say
+from src.startup import configured
 from src.step.plan import StepPlan
 
 USAGE = Usage(

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from src.cli import run_command
 from src.config import schema
 from src.config.base_yml import Usage
+from src.console import say
 from src.data.eval_batches import EvalBatches
 from src.data.host_arrays import host_rows, to_global
 from src.data.open import open_eval_sets
@@ -22,7 +23,7 @@ from src.loaded_model import load_model
 from src.model.params import Weights
 from src.report.metrics import eval_key, perplexity
 from src.scoring import eval_batch_size, score_texts, write_logits
-from src.startup import configured, say
+from src.startup import configured
 from src.step.plan import StepPlan
 from src.step.state import batch_sharding
 from src.step.train_step import compile_eval_step

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.source_spec import train_specs
+from src.console import printable
 from src.data.describe import describe_conversations, describe_data
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import HostBatch, train_batches
@@ -21,7 +22,7 @@ from src.data.tokenizer import make_tokenizer
 from src.data.types import Batch, InputSpec, RowSource, Tokenizer, TrainData
 from src.errors import UserError
 from src.report.header import print_header
-from src.startup import configured, printable
+from src.startup import configured
 
 USAGE = Usage(
     """Shows the first batches of a run as text, checks them, and measures how fast they are made.

@@ -8,12 +8,12 @@ from src.checkpoint.changes import check_tokenizer, check_vocabulary
 from src.checkpoint.load_weights import load_weights
 from src.checkpoint.resume import all_weights
 from src.config.schema import Config
+from src.console import say
 from src.data.types import Tokenizer
 from src.errors import UserError
 from src.model.params import Weights
 from src.parallel.mesh import Layout, make_layout
 from src.parallel.slices import check_hardware
-from src.startup import say
 from src.step.build import plan_step
 from src.step.plan import StepPlan
 from src.step.state import abstract_state

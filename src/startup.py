@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from src.cli import end_now
 from src.config.base_yml import TRAIN, Usage, help_for
 from src.config.schema import Config, Mesh, Step
 from src.config.yaml import dump
+from src.console import say
 from src.errors import UserError
 from src.step.compiler_flags import check_environment
 
@@ -78,18 +79,6 @@ def configure_jax(step: Step) -> None:
         # All devices call LAPACK (eigh, qr) at once. In SciPy's OpenBLAS they would spin for its own few threads: eigh
         # of 128 x 128 then takes hundreds of times as long.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
-def printable(text: str) -> str:
-    """Replaces control characters, which a terminal would obey and a model of bytes may generate, by U+FFFD."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
-
-
-def say(lines: Iterable[str]) -> None:
-    """Prints lines, from one process of the job."""
-    if jax.process_index() == 0:
-        for line in lines:
-            print(line, flush=True)
 
 
 class Place(NamedTuple):

@@ -21,6 +21,7 @@ from src.checkpoint.run_folder import RunFolder, in_run_folder
 from src.cli import run_command
 from src.config import load as configuration
 from src.config.schema import Config
+from src.console import printable, say
 from src.data.fingerprint import data_fingerprint
 from src.data.host_arrays import check_same_data, host_rows, rows_to_global, to_global
 from src.data.loader import train_batches
@@ -37,7 +38,7 @@ from src.report.diagnostics import Profile, stack_traces
 from src.report.header import dates, print_header, run_header
 from src.report.metrics import MetricsLog, StepPrinter
 from src.report.recorder import LiveReport, Recorder, sets_aside
-from src.startup import configured, environment, printable, say
+from src.startup import configured, environment
 from src.step.build import build, check_same_program
 from src.step.compiler_flags import compiler_options
 from src.step.optimizer import hparams_at

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from src import decode
+from src.console import printable
 from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
 from src.decode import Completion, generate
@@ -21,7 +22,6 @@ from src.errors import UserError
 from src.generate import Generator, Sampling, in_training, unrolled
 from src.loaded_model import inference_plan
 from src.parallel.mesh import make_layout
-from src.startup import printable
 from tests import runs, tiny
 
 BYTES = ByteTokenizer()

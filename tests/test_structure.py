@@ -21,7 +21,7 @@ COMMANDS = {
     "tokenize_dataset",
     "train_tokenizer",
 }
-MAX_LEVELS = 11
+MAX_LEVELS = 10
 MAX_LINES = 400
 MAX_CORE_LINES = 4_300
 MAX_FILES_OF_THE_WHOLE_CONFIG = 12

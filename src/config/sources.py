@@ -1,4 +1,4 @@
-"""What may stand for a YAML file: Python whose `get_config()` returns a ConfigDict, and the folder of a run."""
+"""Reads what stands for a YAML file: Python whose `get_config()` returns a ConfigDict, and the folder of a run."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""What attention kernels compute (ScoreSpec), and the plain one, which holds all scores."""
+"""Describes what attention kernels compute (ScoreSpec), and is the plain one, which holds all scores."""
 
 import math
 from dataclasses import dataclass

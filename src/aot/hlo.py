@@ -1,4 +1,4 @@
-"""Reads the collectives of a compiled step from `compiled.as_text()`.
+"""Reads the instructions and the collectives of a compiled step from `compiled.as_text()`.
 
 The text is XLA's HLO after all optimisations: computations, each a list of `%name = type opcode(operands), attributes`.
 """
@@ -6,7 +6,7 @@ The text is XLA's HLO after all optimisations: computations, each a list of `%na
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +55,8 @@ class Collective:
     whole_bytes: int  # of the array that is gathered, reduced or exchanged; of a permute what a device passes on
     sent_bytes: int  # by a device over this network
     links: float = 1.0  # the share of a device's links of this network that lead to others of its group
+    dtype: str = field(default="", compare=False)  # in HLO's words: bf16
+    asynchronous: bool = field(default=False, compare=False)  # whether other instructions may run meanwhile
 
 
 class Instruction(NamedTuple):
@@ -86,11 +88,18 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
         text: `compiled.as_text()`.
         mesh: of the devices it was compiled for, in the order of its partitions.
     """
-    computations, entry = _parse(text)
+    computations, entry = parse(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
     places = _MeshPlaces(mesh, int(partitions[1]) if partitions else 1)
+    wrapped = {
+        callee
+        for part in computations.values()
+        for each in part.values()
+        if each.opcode == "async-start"
+        for callee in re.findall(_CALLS["async-start"], each.attributes)
+    }
     result: list[Collective] = []
-    for computation, instruction, times in _executed(computations, entry, 1):
+    for computation, instruction, times in executed(computations, entry, 1):
         kind = instruction.opcode.removesuffix("-start")
         if instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
             if re.search(r'_ragged_operand_index="[1-9]', instruction.attributes):
@@ -100,18 +109,22 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
             groups = places.numbers(_groups(instruction.attributes, places.partitions))
             # An asynchronous collective's type is (input, output, ...).
             is_pair = instruction.opcode.endswith("-start") and kind != "all-reduce"
-            whole = _bytes(_TYPE.findall(instruction.type[1:-1])[1] if is_pair else instruction.type)
+            whole = type_bytes(_TYPE.findall(instruction.type[1:-1])[1] if is_pair else instruction.type)
             if kind == "reduce-scatter":
                 whole *= groups.shape[1]
             elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"  # fused of a sum and the slice that is wanted of it, as the TPU compiler does
         else:
             continue
-        result += places.collectives(kind, groups, times, whole)
+        # A start may be told to wait, as XLA's for GPUs is where nothing runs meanwhile.
+        starts = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
+        asynchronous = starts or instruction.opcode == "send" or "chain_id" in instruction.attributes
+        facts = {"dtype": _ARRAY.search(instruction.type)[1], "asynchronous": asynchronous or computation in wrapped}
+        result += [replace(each, **facts) for each in places.collectives(kind, groups, times, whole)]
     return result
 
 
-def _parse(text: str) -> tuple[dict[str, Computation], str]:
+def parse(text: str) -> tuple[dict[str, Computation], str]:
     """Returns a module's computations and the name of its entry."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry = name = ""
@@ -125,7 +138,7 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
     return computations, entry
 
 
-def _executed(computations: Mapping[str, Computation], name: str, times: int) -> Iterator[tuple[str, Instruction, int]]:
+def executed(computations: Mapping[str, Computation], name: str, times: int) -> Iterator[tuple[str, Instruction, int]]:
     """Yields (computation, instruction, executions) of all that `times` runs of a computation execute."""
     for instruction in computations[name].values():
         yield name, instruction, times
@@ -134,7 +147,7 @@ def _executed(computations: Mapping[str, Computation], name: str, times: int) ->
             rounds = times * _rounds(instruction, computations[name], computations) if is_loop else times
             for called in re.findall(_CALLS[instruction.opcode], instruction.attributes):
                 for callee in _NAME.findall(called.replace(" ", "")):
-                    yield from _executed(computations, callee, rounds)
+                    yield from executed(computations, callee, rounds)
 
 
 def _rounds(loop: Instruction, caller: Computation, computations: Mapping[str, Computation]) -> int:
@@ -178,7 +191,7 @@ def _continues(instruction: Instruction, computation: Computation) -> bool:
     )
 
 
-def _bytes(types: str) -> int:
+def type_bytes(types: str) -> int:
     """Returns the size of all arrays in a type."""
     total = 0
     for dtype, dims in _ARRAY.findall(types):
@@ -246,7 +259,7 @@ def _between_slices(send: Instruction, places: "_MeshPlaces") -> tuple[str, np.n
     else:
         ids = [_ints(group.replace("->", ",")) for group in re.findall(r"\{([\d,>\-]+)\}", target)]
     groups = np.array([[places.by_id[i] for i in group] for group in ids])
-    sent = _bytes(_ARRAY.search(send.type)[0])
+    sent = type_bytes(_ARRAY.search(send.type)[0])
     whole = sent * groups.shape[1] if kind == "ALL_GATHER" else sent
     return "collective-permute" if kind == "ONE_TO_ONE" else kind.lower().replace("_", "-"), groups, whole
 

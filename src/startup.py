@@ -24,6 +24,7 @@ from src.config.schema import Config, Mesh, Step
 from src.config.yaml import dump
 from src.console import say
 from src.errors import UserError
+from src.parallel.topology import GPU_MEMORY_FRACTION
 from src.step.compiler_flags import check_environment
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
@@ -72,6 +73,8 @@ def configure_jax(step: Step) -> None:
     jax.config.update("jax_default_matmul_precision", step.matmul_precision)
     if step.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(step.jax_cache_dir))
+    if not os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):  # the older name; JAX refuses both
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))  # by itself JAX takes 0.75
     if (virtual_devices := jax.config.jax_num_cpu_devices) > 1:
         # XLA has as many threads as virtual CPU devices, and a collective blocks one until all devices have entered it.
         # If some devices enter one of two independent collectives and some the other, no thread is left to go on.

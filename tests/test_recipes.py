@@ -44,7 +44,7 @@ def test_it_loads_and_is_of_the_size_it_says(name):
     assert said.hardware == f"{topology.slices} x {topology.name}, {topology.num_devices} {devices}"
     assert said.tokens == said.rows * config.max_target_length
     assert said.rows == config.per_device_batch_size * topology.num_devices * config.gradient_accumulation_steps
-    assert re.search(r"https://github\.com/\S+", said.source)
+    assert re.search(r"https://(github\.com|catalog\.ngc\.nvidia\.com)/\S+", said.source)
     assert said.unpublished.startswith("none (") or said.published
 
 

@@ -88,6 +88,11 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
         text: `compiled.as_text()`.
         mesh: of the devices it was compiled for, in the order of its partitions.
     """
+    return [collective for _, collective in named_collectives(text, mesh)]
+
+
+def named_collectives(text: str, mesh: Mesh) -> Iterator[tuple[str, Collective]]:
+    """Yields the same, each with the name of its instruction."""
     computations, entry = parse(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
     places = _MeshPlaces(mesh, int(partitions[1]) if partitions else 1)
@@ -98,7 +103,6 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
         if each.opcode == "async-start"
         for callee in re.findall(_CALLS["async-start"], each.attributes)
     }
-    result: list[Collective] = []
     for computation, instruction, times in executed(computations, entry, 1):
         kind = instruction.opcode.removesuffix("-start")
         if instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
@@ -120,8 +124,8 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
         starts = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
         asynchronous = starts or instruction.opcode == "send" or "chain_id" in instruction.attributes
         facts = {"dtype": _ARRAY.search(instruction.type)[1], "asynchronous": asynchronous or computation in wrapped}
-        result += [replace(each, **facts) for each in places.collectives(kind, groups, times, whole)]
-    return result
+        for collective in places.collectives(kind, groups, times, whole):
+            yield instruction.name, replace(collective, **facts)
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
@@ -142,16 +146,26 @@ def executed(computations: Mapping[str, Computation], name: str, times: int) -> 
     """Yields (computation, instruction, executions) of all that `times` runs of a computation execute."""
     for instruction in computations[name].values():
         yield name, instruction, times
-        if instruction.opcode in _CALLS:
-            is_loop = instruction.opcode == "while"
-            rounds = times * _rounds(instruction, computations[name], computations) if is_loop else times
-            for called in re.findall(_CALLS[instruction.opcode], instruction.attributes):
-                for callee in _NAME.findall(called.replace(" ", "")):
-                    yield from executed(computations, callee, rounds)
+        rounds = times * loop_rounds(instruction, computations[name], computations)
+        for callee in callees(instruction):
+            yield from executed(computations, callee, rounds)
 
 
-def _rounds(loop: Instruction, caller: Computation, computations: Mapping[str, Computation]) -> int:
-    """Returns how often a loop's body runs: the compiler's note, else from a counter's start, step and bound."""
+def callees(instruction: Instruction) -> list[str]:
+    """Returns the names of the computations that an instruction runs; of a loop its body."""
+    if instruction.opcode not in _CALLS:
+        return []
+    called = re.findall(_CALLS[instruction.opcode], instruction.attributes)
+    return [name for names in called for name in _NAME.findall(names.replace(" ", ""))]
+
+
+def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[str, Computation]) -> int:
+    """Returns how often a loop's body runs: the compiler's note, else from a counter's start, step and bound.
+
+    It is 1 for what is no loop.
+    """
+    if loop.opcode != "while":
+        return 1
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(match[1])
     condition, body = (

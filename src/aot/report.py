@@ -13,19 +13,19 @@ import jax
 
 from src.aot.hlo import collectives
 from src.aot.memory import memory
+from src.aot.replay import replay
 from src.aot.roofline import predict, work_of
 from src.config.yaml import dump
 from src.errors import UserError
 from src.model.flops import count_active_params, count_params
 from src.parallel.slices import describe_mesh
-from src.parallel.topology import Topology, run_peak
+from src.parallel.topology import GPU_MEMORY_FRACTION, Topology, run_peak
 from src.report.metrics import duration
 from src.step.build import TracedStep
 
 Report = dict[str, Any]
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 USUAL_ERROR = "a fifth"  # of an estimate, compared with compiled steps (docs/performance.md)
-JAX_GPU_FRACTION = 0.75  # unless XLA_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev, GPU memory allocation)
 # How the TPU compiler says what a program would need: without its arguments, or in all.
 TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
 TOTAL = re.compile(r"(?:Total hbm usage >=|Used) ([\d.]+)([KMGT])")
@@ -73,6 +73,9 @@ def make_report(
             report["no_prediction"] = "nothing is published of a CPU's rates"
         elif peak := run_peak(chip.kind, plan.spec.dtype, matmul_precision):
             report["prediction"] = dataclasses.asdict(predict(work, chip, peak, communication))
+            if topology.platform == "gpu":
+                replayed = replay(compiled.as_text(), plan.layout.mesh, chip, peak)
+                report["replay"] = dataclasses.asdict(replayed) | {"exposed_seconds": replayed.exposed_seconds}
         else:
             report["no_prediction"] = f"no peak rate of a {chip.kind} is published for dtype={plan.spec.dtype}"
     return report
@@ -124,7 +127,7 @@ def device_capacity(topology: Topology) -> int | None:
     variables = [name for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION") if os.environ.get(name)]
     if len(variables) > 1:
         raise UserError(f"{' and '.join(variables)} are both set, and JAX takes one: unset the second")
-    fraction = JAX_GPU_FRACTION
+    fraction = GPU_MEMORY_FRACTION
     for name in variables:
         try:
             fraction = float(os.environ[name])
@@ -174,7 +177,12 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
         times = ", ".join(f"{name} {prediction[f'{name}_seconds']:.3g}" for name in ("compute", "memory", "ici", "dcn"))
         mfu = f"MFU {prediction['mfu']:.1%} (as in PaLM {prediction['mfu_palm']:.1%})"
         words = f"{prediction['step_seconds']:.3g} s per step, {mfu}: by a roofline, not measured"
-        yield "prediction", f"{words}\nseconds for each: {times}; {prediction['bound']} takes the most"
+        words += f"\nseconds for each: {times}; {prediction['bound']} takes the most"
+        if replayed := report.get("replay"):
+            waited, sent = replayed["exposed_seconds"], replayed["communication_seconds"]
+            words += f"\n{replayed['step_seconds']:.3g} s by the program's schedule, {waited:.3g} of them waiting for "
+            words += f"communication, which takes {sent:.3g}"
+        yield "prediction", words
     elif "no_prediction" in report:
         yield "prediction", f"none: {report['no_prediction']}"
     if report["compiler_message"]:

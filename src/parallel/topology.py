@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from src.errors import UserError
 
+GPU_MEMORY_FRACTION = 0.9  # of all of a GPU's memory; the rest is CUDA's own, NCCL's and cuDNN's
+
 
 @dataclass(frozen=True)
 class Chip:
     """Published figures of one JAX device: a TPU chip, half of one where JAX shows two devices a chip, or a GPU.
 
     `memory` is in bytes: on a TPU what the compiler grants a program, on a GPU all that the driver reports, of which
-    JAX takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. Bandwidths are in bytes per second.
+    JAX takes `GPU_MEMORY_FRACTION` unless XLA_CLIENT_MEM_FRACTION says otherwise. Bandwidths are in bytes per second.
     """
 
     kind: str  # `jax.Device.device_kind`

@@ -29,16 +29,29 @@ _ASYNC_ALL_REDUCE = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
 }
 _ASYNC = {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE}
+# A layer's gradients are summed while the next layer computes; the two pinned JAX have other names for it.
+if jax.__version_info__ < (0, 11):
+    _PIPELINED, _ON = "xla_gpu_enable_pipelined_", "true"
+else:
+    _PIPELINED, _ON = "xla_gpu_pipeline_", "COLLECTIVE_PIPELINING_MODE_ON"
+_GPU = {
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    f"{_PIPELINED}reduce_scatter": _ON,
+    f"{_PIPELINED}all_reduce": _ON,
+    # Percent of the memory up to which the scheduler starts collectives early: beyond it they wait, one after another.
+    "xla_gpu_memory_limit_slop_factor": "112",
+}
+# What every step has, whatever `compile_xla_flags` says of other flags. XLA's own kernels for products (Triton) are
+# tuned by trying them on a device: a program compiled without one would have them in their first shape.
+ALWAYS: dict[str, dict[str, str]] = {"gpu": {"xla_gpu_enable_triton_gemm": "false"}}
 # The flags that `auto` stands for, by `jax.Device.device_kind` (before it "multi-slice", where there are several), or
 # else by platform. docs/aot.md tells what each does, and which of MaxText's and Pax's are left out: those that today's
 # compilers do unasked, or take without a difference.
 PRESETS: dict[str, dict[str, str]] = {
     "cpu": {},
-    "gpu": {
-        "xla_gpu_all_gather_combine_threshold_bytes": "134217728",
-        "xla_gpu_enable_while_loop_double_buffering": "true",
-        "xla_gpu_enable_latency_hiding_scheduler": "true",
-    },
+    "gpu": _GPU,
+    # Between hosts no command buffer, which starts its kernels only together.
+    "multi-slice gpu": {**_GPU, "xla_gpu_enable_command_buffer": ""},
     "tpu": {},
     "TPU v4": _ASYNC,
     "multi-slice TPU v4": {
@@ -82,14 +95,17 @@ def parse_flags(text: str) -> dict[str, str]:
 def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, str]:
     """Returns the options of the compiler of `device` that `compile_xla_flags` means, on so many slices or hosts.
 
-    `text` has flags, or is `auto`: a preset for this kind of device. The device may be one that is not here. Raises
-    UserError if `text` is no list of flags, or the compiler does not take one of them.
+    `text` has flags, or is `auto`: a preset for this kind of device. `ALWAYS` adds its own, which `text` can turn off.
+    The device may be one that is not here. Raises UserError if `text` is no list of flags, or the compiler does not
+    take one of them.
     """
     if text == "auto":
-        kinds = [f"multi-slice {device.device_kind}"] * (slices > 1) + [device.device_kind, device.platform]
+        kinds = [device.device_kind, device.platform]
+        kinds = [f"multi-slice {kind}" for kind in kinds if slices > 1] + kinds
         flags = next(PRESETS[kind] for kind in kinds if kind in PRESETS)
     else:
         flags = parse_flags(text)
+    flags = ALWAYS.get(device.platform, {}) | flags
     # XLA's parser of options, unlike that of flags, reads a truth value with a capital alone.
     options = {name: value.title() if value in ("true", "false") else value for name, value in flags.items()}
     if options and _error(options, device):

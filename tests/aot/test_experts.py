@@ -136,7 +136,7 @@ def test_shared_experts_compute_while_rows_are_on_their_way(settings):
             under_way.add(match[1])
         elif match := re.match(r"  %\S*all-to-all-done\S* = .*\(%([\w.-]+)\)", line):
             under_way.discard(match[1])
-        elif re.match(rf"  %\S*dot\S* = bf16\[{TOKENS},{2 * 3 * F}\]", line):  # both projections to the hidden units
+        elif re.match(rf"  %\S+ = \(bf16\[{TOKENS},{2 * 3 * F}\].*matmul", line):  # both factors
             beside_product.append(set(under_way))
     assert len(beside_product) == 1
     assert beside_product[0]

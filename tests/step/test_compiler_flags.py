@@ -103,7 +103,8 @@ def test_a_run_with_flags_dumps_its_step_and_learns_the_same(tmp_path):
         ("v5e-16", 2, {"xla_enable_async_all_reduce": "True"}),
         ("v6e-16", 1, {}),
         ("tpu7x-16", 1, {}),
-        ("a3", 2, {"xla_gpu_enable_latency_hiding_scheduler": "True"}),
+        ("a3", 1, {"xla_gpu_enable_latency_hiding_scheduler": "True", "xla_gpu_memory_limit_slop_factor": "112"}),
+        ("a3", 2, {"xla_gpu_enable_triton_gemm": "False", "xla_gpu_enable_command_buffer": ""}),
     ],
 )
 def test_the_compiler_of_each_hardware_takes_its_preset(topology, slices, holds):
@@ -111,6 +112,13 @@ def test_the_compiler_of_each_hardware_takes_its_preset(topology, slices, holds)
     assert holds.items() <= compiler_options("auto", device, slices).items()
     with pytest.raises(UserError, match="xla_no_such is no option of"):
         compiler_options("--xla_no_such=1", device, slices)
+
+
+@pytest.mark.parametrize(
+    ("text", "triton"), [("", "False"), ("--xla_dump_to=/nowhere", "False"), ("--xla_gpu_enable_triton_gemm", "True")]
+)
+def test_a_gpus_products_are_cublas_unless_asked_otherwise(text, triton):
+    assert compiler_options(text, abstract_device("a3", 1), 1)["xla_gpu_enable_triton_gemm"] == triton
 
 
 def test_a_cpu_has_no_preset():

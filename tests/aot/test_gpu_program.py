@@ -1,0 +1,65 @@
+"""The step's program for GPUs that are not here: what computes its products, and what its schedule hides."""
+
+from functools import cache
+
+import pytest
+
+from scripts.program_stats import statistics
+from src import command_line
+from src.aot.devices import abstract_devices
+from src.aot.replay import replay
+from src.parallel.topology import parse_topology, peak_flops
+from src.step.build import build
+from src.step.compiler_flags import compiler_options
+from tests.compilers import SMALL, needs_cuda
+from tests.tiny import BASE
+
+pytestmark = needs_cuda
+LAYERS = 6
+SIZES = (*SMALL, f"base_num_decoder_layers={LAYERS}", "remat_policy=none", "dcn_fsdp_parallelism=2")
+
+
+@cache
+def compiled(flags):
+    """A step of two hosts of H100s whose weights are sharded over all: its program's text, mesh and chip."""
+    topology = parse_topology("a3", 2)
+    devices = abstract_devices(topology)
+    config = command_line.load([BASE, *SIZES, "dcn_data_parallelism=1", "dataset_type=synthetic"])
+    built = build(config, devices, compiler_options(flags, devices[0], topology.slices))
+    return built.traced.lower().compile().as_text(), built.plan.layout.mesh, topology.chip
+
+
+def products(flags):
+    """How often a step runs the products of each kind."""
+    text, mesh, chip = compiled(flags)
+    return {
+        each["kind"].partition(":")[0]: each["executions"] for each in statistics(text, mesh, chip.kind)["products"]
+    }
+
+
+def replayed(flags):
+    text, mesh, chip = compiled(flags)
+    return replay(text, mesh, chip, peak_flops(chip.kind, "bfloat16"))
+
+
+# q, k, v, out, both factors of the feed-forward in one, and its output; the logits. Each forward, and two gradients;
+# but XLA joins small ones of one operand: q, k and v, and the gradients of their weights.
+PRODUCTS = (3 * 6 - 2 - 2) * LAYERS + 3
+
+
+@pytest.mark.parametrize("flags", [pytest.param("", marks=pytest.mark.long), "auto"])
+def test_every_product_is_cublas(flags):
+    """Without a device nothing tunes XLA's own kernels."""
+    assert products(flags) == {"__cublas$lt$matmul": PRODUCTS}
+
+
+@pytest.mark.long
+def test_a_user_may_ask_for_xlas_own_kernels():
+    assert products("--xla_gpu_enable_triton_gemm=true") == {"triton gemm fusion": PRODUCTS}
+
+
+@pytest.mark.long
+def test_the_preset_hides_communication_that_is_seen_without_it():
+    plain, preset = replayed(""), replayed("auto")
+    assert preset.communication_seconds == pytest.approx(plain.communication_seconds, rel=0.02)  # the same is sent
+    assert preset.exposed_seconds < 0.9 * plain.exposed_seconds

@@ -166,16 +166,16 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     stopped_by = 0
     with (
         Recorder(config.step, config.steps, log, printer, flops, built.tokens, plan.layout.mesh) as recorder,
-        contextlib.closing(Profile(config.diagnostics, first_step, str(folder.local / "tensorboard"))) as profile,
+        contextlib.closing(Profile(config.diagnostics, first_step, config.steps, folder.local)) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
         sets_aside(checkpointer, recorder),
     ):
         for step in range(first_step, config.steps):
-            profile.before_step(step)
             with recorder.waits_for_data():
                 host_batch = next(batches)
             batch = to_global(host_batch.arrays, place, rows, global_batch)
-            state, metrics = train_step(state, batch, hparams_at(config.step, config.steps, step))
+            with profile.step(step, state):
+                state, metrics = train_step(state, batch, hparams_at(config.step, config.steps, step))
             if config.use_sft:
                 cuts = rows_to_global(host_batch.cuts, cuts_sharding, rows, global_batch)
                 metrics["conversations_cut"] = count_cut(cuts)

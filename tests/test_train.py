@@ -253,10 +253,13 @@ def test_synthetic_data_need_no_tokenizer(tmp_path):
     assert result.eval_metrics["eval_loss"] == pytest.approx(math.log(258), abs=1)
 
 
-def test_a_profile_is_written(tmp_path, corpus):
-    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 3}
-    runs.run_here(**keys, profiler="xplane", profiler_steps=1)
-    assert list((tmp_path / "run" / "tensorboard").rglob("*.xplane.pb"))
+def test_a_profile_has_the_steps_that_it_says(tmp_path):
+    keys = {"base_output_directory": tmp_path, "dataset_type": "synthetic", "profiler": "xplane"}
+    runs.run_here(**keys, steps=3, profiler_steps=1)
+    (file,) = (tmp_path / "run" / "tensorboard").rglob("*.xplane.pb")
+    lines = [line for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines]
+    marks = [dict(event.stats) for line in lines for event in line.events if event.name == "train"]
+    assert [mark["step_num"] for mark in marks] == [2]
 
 
 def test_help_returns_without_a_run(capsys):

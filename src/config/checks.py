@@ -80,6 +80,15 @@ def _schedule(config: Keys) -> Iterator[str]:
         yield f"warmup_steps_fraction={warmup} and wsd_decay_steps_fraction={decay} leave no room: their sum exceeds 1"
 
 
+def _profile(config: Keys) -> Iterator[str]:
+    skipped, profiled, steps = config.skip_first_n_steps_for_profiler, config.profiler_steps, config.steps
+    if config.profiler and -1 != steps < skipped + profiled:
+        yield (
+            f"profiler={config.profiler} would be of steps {skipped + 1} to {skipped + profiled}, and steps={steps}: "
+            "set skip_first_n_steps_for_profiler and profiler_steps to fewer"
+        )
+
+
 def _tiles(config: Keys) -> Iterator[str]:
     length, tiles = config.max_target_length, config.num_vocab_tiling
     if length % tiles:
@@ -146,7 +155,7 @@ def _accepted(config: Keys) -> Iterator[str]:
 
 CHECKS = (
     *model_checks.CHECKS,
-    *(_remat, _mesh, _rules, _schedule, _tiles),
+    *(_remat, _mesh, _rules, _schedule, _profile, _tiles),
     *data_checks.CHECKS,
     *(_scoring, _decoding, _loading, _adapters, _processes, _accepted),
 )

@@ -7,10 +7,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from src.config.command_keys import Diagnostics
+from src.console import say
 from src.errors import UserError
 
 _TRACES = Path("/tmp/debugging")
@@ -43,25 +45,38 @@ def stack_traces(keys: Diagnostics) -> Iterator[None]:
 
 
 class Profile:
-    """Profiles `profiler_steps` steps of process 0, after `skip_first_n_steps_for_profiler` steps."""
+    """Profiles `profiler_steps` steps of process 0, after `skip_first_n_steps_for_profiler` steps of this start."""
 
-    def __init__(self, keys: Diagnostics, first_step: int, folder: str) -> None:
-        self._folder = folder
-        wanted = keys.profiler and jax.process_index() == 0
-        self._begin = first_step + keys.skip_first_n_steps_for_profiler if wanted else -1
+    def __init__(self, keys: Diagnostics, first_step: int, steps: int, folder: Path) -> None:
+        self._folder = folder / "tensorboard"
+        self._begin = first_step + keys.skip_first_n_steps_for_profiler
         self._end = self._begin + keys.profiler_steps
+        self._wanted = bool(keys.profiler)
         self._running = False
+        # A new run of so few steps is refused (src/config/checks.py), but one that goes on may be near its end.
+        if self._wanted and self._end > steps:
+            self._wanted = False
+            say([f"no profile is written: it would be of steps {self._begin + 1} to {self._end}, and steps={steps}"])
 
-    def before_step(self, step: int) -> None:
-        """Starts the profile before its first step, and ends it after its last."""
-        if step == self._begin:
-            jax.profiler.start_trace(self._folder)
-            self._running = True
-        elif step == self._end:
-            self.close()
+    @contextlib.contextmanager
+    def step(self, step: int, state: Any) -> Iterator[None]:
+        """Marks the body as the dispatch of the step after `step`, which leads on from `state`.
+
+        Before its first step starts, and after its last, the profile waits for `state`: steps are dispatched before
+        the devices come to them.
+        """
+        if self._wanted and step in (self._begin, self._end):
+            jax.block_until_ready(state)
+            if step == self._end:
+                self.close()
+            elif jax.process_index() == 0:
+                jax.profiler.start_trace(self._folder)
+                self._running = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+            yield
 
     def close(self) -> None:
-        """Ends a running profile."""
+        """Ends a running profile, at the end of a run whose steps have ended."""
         if self._running:
             jax.profiler.stop_trace()
             self._running = False

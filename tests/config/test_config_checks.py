@@ -62,6 +62,7 @@ def error_of(*arguments, config=BASE):
         (["head_dim=7"], ["head_dim=7", "even"]),
         (["adam_b2=1"], ["adam_b2=1.0", "less than 1"]),
         (["warmup_steps_fraction=1.5"], ["warmup_steps_fraction=1.5", "from 0 to 1"]),
+        (["profiler=xplane", "steps=5"], ["of steps 2 to 6, and steps=5"]),
         (["lr_schedule_type=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.6"], ["exceeds 1"]),
         (["per_device_batch_size=0"], ["per_device_batch_size=0.0", "positive"]),
         (["ici_data_parallelism=-1"], ["ici_data_parallelism and ici_fsdp_parallelism"]),

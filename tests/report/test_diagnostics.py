@@ -1,9 +1,11 @@
-"""Stack traces of a run: they come while it lasts, and do not keep it from ending."""
+"""Stack traces of a run come while it lasts, and do not keep it from ending; a profile is of the steps it says."""
 
 import subprocess
 import sys
 import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from src.config.command_keys import Diagnostics
@@ -75,3 +77,35 @@ def test_a_folder_for_traces_that_can_not_be_written_is_an_error(tmp_path, monke
     keys = Diagnostics(collect_stack_trace=True, stack_trace_to_cloud=True, stack_trace_interval_seconds=600)
     with pytest.raises(UserError, match="stack_trace_to_cloud=false"), diagnostics.stack_traces(keys):
         pass
+
+
+def test_a_profile_holds_all_that_its_steps_compute_and_nothing_else(tmp_path):
+    """Steps are dispatched long before they run, so the operations that ran tell which steps the profile is of."""
+    loops = 40
+
+    @jax.jit
+    def train_step(state):
+        return jax.lax.fori_loop(0, loops, lambda _, x: jnp.tanh(x @ x), state)
+
+    state = train_step(jnp.eye(500)).block_until_ready()
+    keys = Diagnostics(profiler="xplane", skip_first_n_steps_for_profiler=2, profiler_steps=3)
+    profile = diagnostics.Profile(keys, 10, 20, tmp_path)
+    for step in range(10, 18):
+        with profile.step(step, state):
+            state = train_step(state)
+    profile.close()
+    (file,) = tmp_path.rglob("*.xplane.pb")
+    lines = [line for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines]
+    events = [event for line in lines for event in line.events]
+    assert [dict(event.stats)["step_num"] for event in events if event.name == "train"] == [13, 14, 15]
+    assert sum(event.name.startswith("tanh") for event in events) == 3 * loops
+
+
+def test_a_run_that_goes_on_near_its_end_says_that_it_writes_no_profile(tmp_path, capsys):
+    profile = diagnostics.Profile(Diagnostics(profiler="xplane", profiler_steps=5), 16, 20, tmp_path)
+    assert capsys.readouterr().out == "no profile is written: it would be of steps 18 to 22, and steps=20\n"
+    for step in range(16, 20):
+        with profile.step(step, None):
+            pass
+    profile.close()
+    assert not list(tmp_path.iterdir())

@@ -14,35 +14,28 @@ from src.errors import UserError, clipped
 from src.storage_errors import Failure, failure_of
 
 
-class HuggingFaceFolders:
-    """Reads Hugging Face models; what can is imported when a folder is named."""
+def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
+    """Returns the keys of the model and tokenizer in a Hugging Face folder, or of its tokenizer; None: no model."""
+    from src.hf.folder import is_hf_folder
 
-    def model_keys(self, folder: str) -> dict[str, Any] | None:
-        """Returns the keys of the model and its tokenizer in a folder; None if it is no Hugging Face model's."""
-        from src.hf.folder import is_hf_folder
+    if not (tokenizer_only or is_hf_folder(folder)):
+        return None
+    from src.data.tokenizer import has_tokenizer
 
-        if not is_hf_folder(folder):
-            return None
+    keys: dict[str, Any] = {}
+    if not tokenizer_only:
         from src.hf.model_keys import model_yaml, read_model_keys
 
-        return parse_keys(model_yaml(read_model_keys(folder)), folder) | self.tokenizer_keys(Path(folder))
-
-    def tokenizer_keys(self, folder: Path) -> dict[str, str]:
-        """Returns the keys that name a folder's tokenizer; none where it has none."""
-        from src.data.tokenizer import has_tokenizer
-
-        if not has_tokenizer(folder.expanduser()):
-            return {}
-        return {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
+        keys = parse_keys(model_yaml(read_model_keys(folder)), folder)
+    if has_tokenizer(Path(folder).expanduser()):
+        keys |= {"tokenizer_type": "huggingface", "tokenizer_path": str(Path(folder))}
+    return keys
 
 
 def load(argv: Sequence[str] | ConfigDict, notes: list[str] | None = None, *, uses_weights: bool = False) -> Config:
-    """Returns the configuration of a command line, as `src.config.load.load` does.
-
-    Raises UserError: everything that is wrong, in one message. Raises OSError: a disk failed, maybe for a time.
-    """
+    """Returns a command line's configuration, as `src.config.load.load`; raises UserError, OSError for a bad disk."""
     try:
-        return config_load.load(argv, notes, uses_weights=uses_weights, folders=HuggingFaceFolders())
+        return config_load.load(argv, notes, uses_weights=uses_weights, read_folder=read_folder)
     except OSError as error:  # such as a folder that may not be read
         if failure_of(error) is Failure.TRANSIENT:
             raise
@@ -50,10 +43,7 @@ def load(argv: Sequence[str] | ConfigDict, notes: list[str] | None = None, *, us
 
 
 def of_command(argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN) -> Config | None:
-    """Returns the configuration of a command that needs no JAX and prints its notes; None if it only asked for help.
-
-    Raises UserError: a mistake in the command line.
-    """
+    """Returns the configuration of a command that needs no JAX, and prints its notes; None for --help alone."""
     if (text := help_for(argv, usage)) is not None:
         print(text)
         return None

@@ -16,34 +16,39 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from src import command_line
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.load_weights import folder_fingerprint
 from src.checkpoint.load_weights import load_weights as load_any_weights
+from src.checkpoint.resume import all_weights
 from src.cli import run_command
 from src.config.load import from_yaml
 from src.config.schema import KEYS, Config, Data
 from src.config.source_spec import all_synthetic
-from src.config.yaml import file_name
+from src.config.yaml import BASE, file_name
 from src.console import say
-from src.convert_check import compare, describe_agreement
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
 from src.errors import UserError
 from src.hf.folder import open_folder
 from src.hf.load import load_weights, match_tensors
-from src.hf.model_keys import find_family, folder_model, model_yaml
+from src.hf.model_keys import find_family, folder_model, model_yaml, read_model_keys
 from src.hf.save import save_folder
 from src.hf.tokenizer_json import save_tokenizer
 from src.json_text import read_object
+from src.loaded_model import inference_plan
 from src.model import params
 from src.model.decoder import Decoder
 from src.model.flops import count_params
 from src.model.spec import ModelSpec, model_spec
+from src.parallel.mesh import make_layout
+from src.scoring import compute_logits
+from src.step.state import abstract_state
 
 USAGE = "\n".join(line.strip() for line in __doc__.splitlines() if line.startswith("    python"))
 
@@ -59,6 +64,7 @@ COMPANIONS = (
 
 # The copy of the config.json that a model.yml comes from, and its entries that no key of base.yml gives.
 ORIGINAL = "hf_config.json"
+ROWS, LENGTH = 2, 64  # of random ids that are compared, at most
 ENTRIES = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
 
@@ -91,10 +97,7 @@ def _folder(text: str) -> Path:
 
 
 def from_hf(hf_dir: Path, out_dir: Path) -> None:
-    """Writes model.yml, checkpoint/ and the tokenizer's files of a Hugging Face folder to `out_dir`, new or empty.
-
-    Raises UserError if the folder does not hold a model that is supported, or `out_dir` is not empty.
-    """
+    """Writes a folder's model.yml, checkpoint/ and tokenizer to `out_dir`, new or empty, or raises UserError."""
     folder = open_folder(hf_dir)
     family, keys = folder_model(folder)
     config = Config.of(keys)
@@ -149,10 +152,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
 
 
 def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes: list[str]) -> dict[str, Any]:
-    """Writes a tokenizer's files and returns its entries of config.json, if not the model's folder has them.
-
-    Adds a line to `notes` where there is no tokenizer to write.
-    """
+    """Writes a tokenizer's files and returns its entries of config.json; notes where there is no tokenizer to write."""
     if data.tokenizer_type == "huggingface" or all_synthetic(data):
         path = Path(data.tokenizer_path).expanduser()
         own = data.tokenizer_path and (path if path.is_dir() else path.parent)
@@ -225,6 +225,69 @@ def _copy_companions(source: Path, target: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+
+
+# ---- Comparing with transformers
+
+
+class Agreement(NamedTuple):
+    """The agreement of logits at every position; differences are in standard deviations of transformers' logits."""
+
+    largest_difference: float
+    mean_difference: float
+    kl_divergence: float  # KL(theirs || ours) in nats, a mean over positions
+    top_1: float  # fraction of positions with the same likeliest token
+
+
+def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
+    """Compares in float32, on the same random ids; raises UserError without transformers, or for another model."""
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        sentence = f"check compares with transformers on torch, which are not here ({error}): pip install both"
+        raise UserError(sentence) from None
+    # A table of positions may be shorter than base.yml's rows.
+    length = min(LENGTH, read_model_keys(hf_dir).get("trainable_position_size", LENGTH))
+    settings = ("dtype=float32", "weight_dtype=float32", "matmul_precision=highest", "remat_policy=none")
+    config = command_line.load([str(BASE), f"model_name={hf_dir}", f"max_target_length={length}", *settings])
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)
+
+    plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:1]))
+    weights, _, messages = load_any_weights(str(checkpoint), all_weights(abstract_state(plan)))
+    say(messages)
+    ours = compute_logits(plan, plan.split(weights), tokens)
+    del weights
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens).long()).logits.numpy()
+    return agreement(ours, theirs)
+
+
+def agreement(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> Agreement:
+    """Compares two arrays of logits."""
+    ours_BTV, theirs_BTV = ours_BTV.astype(np.float64), theirs_BTV.astype(np.float64)
+    difference = np.abs(ours_BTV - theirs_BTV) / theirs_BTV.std()
+    ours, theirs = (np.asarray(jax.nn.log_softmax(jnp.asarray(x))) for x in (ours_BTV, theirs_BTV))
+    return Agreement(
+        largest_difference=float(difference.max()),
+        mean_difference=float(difference.mean()),
+        # Rounding may leave it slightly negative.
+        kl_divergence=max(0.0, float(np.sum(np.exp(theirs) * (theirs - ours), axis=-1).mean())),
+        top_1=float(np.mean(ours_BTV.argmax(-1) == theirs_BTV.argmax(-1))),
+    )
+
+
+def describe_agreement(found: Agreement) -> str:
+    """Returns the comparison as lines to print."""
+    return (
+        f"largest difference  {found.largest_difference:.2e} of the logits' standard deviation\n"
+        f"mean difference     {found.mean_difference:.2e}\n"
+        f"KL divergence       {found.kl_divergence:.2e} nats\n"
+        f"same likeliest id   {found.top_1:.1%} of positions"
+    )
 
 
 if __name__ == "__main__":

@@ -44,10 +44,7 @@ WINDOW, CONTEXT = 128, 16
 
 
 def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
-    """Runs the command line `argv`; returns the generated texts without their prompts, None if it only asked for help.
-
-    Raises UserError: a mistake in the command, its prompts or its weights.
-    """
+    """Runs the command line `argv`; returns the texts without their prompts, None for --help; raises UserError."""
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
@@ -90,10 +87,7 @@ def make_generator(decoding: Decoding, max_target_length: int, plan: StepPlan, w
 
 
 def read_prompts(decoding: Decoding) -> list[Prompt]:
-    """Returns the prompts of `prompt_path`: the lines, or in a .jsonl file the `prompt` or `messages` of each line.
-
-    Raises UserError: the file can't be read or has no prompt, or a line of a .jsonl file has neither field.
-    """
+    """Returns `prompt_path`'s prompts: its lines, or `prompt` or `messages` of each JSON line; raises UserError."""
     path = Path(decoding.prompt_path).expanduser()
     if prompts := read_lines(path, "prompt_path", _prompt_of_json):
         return prompts

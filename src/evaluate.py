@@ -1,7 +1,4 @@
-"""Measures the loss on held-out data, in a run or by itself: `python -m src.evaluate CONFIG.yml ...`.
-
-With texts_path it scores given texts, with tokens_path it computes logits, and then nothing else.
-"""
+"""Measures the loss on held-out data (`python -m src.evaluate CONFIG.yml ...`), scores texts, computes logits."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,10 +38,7 @@ python -m src.evaluate --help KEY                 what a key does, and its defau
 
 
 class Evaluator:
-    """Evaluates a model on one evaluation set, `data`, by `eval_step`, as `compile_steps` makes it.
-
-    `position` is where a rolling set goes on, as a checkpoint has it; None: at the start.
-    """
+    """Evaluates a model on one set by `eval_step`; a rolling one goes on at `position`, None: begins at its start."""
 
     def __init__(
         self,
@@ -106,10 +100,7 @@ def counted_tokens(sums: Sequence[Mapping[str, Any]]) -> int:
 
 
 def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
-    """Runs the command line `argv`; returns the evaluation's metrics, None where it asked for something else.
-
-    Raises UserError: a mistake in the command, its data or its weights.
-    """
+    """Runs the command line `argv`; returns the metrics, None where it asked for something else; raises UserError."""
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None

@@ -14,15 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from src.config.command_keys import Decoding
 from src.model import params
-from src.model.block import kernel_for
+from src.model.block import kernel_for, mixer
+from src.model.cache import Cache, CacheArray
 from src.model.decoder import Decoder
-from src.model.decoder_caches import cache_arrays, empty_caches
 from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
-from src.model.spec import LayerGroup
-from src.parallel.mesh import Layout, axes_of_dim
-from src.parallel.replicas import add_mesh_axes
+from src.model.spec import LayerGroup, LayerSpec, ModelSpec
+from src.parallel.mesh import Layout, add_mesh_axes, axes_of_dim
 from src.step.plan import StepPlan
 
 MIN_PREFILL = 16  # tokens that prompts are padded to, at least: short ones share one program
@@ -53,10 +52,7 @@ def sampling(decoding: Decoding) -> Sampling:
 def sample_tokens(
     logits_BV: jax.Array, sampling: Sampling, seed: int, indices_B: jax.Array, positions_B: jax.Array
 ) -> jax.Array:
-    """Samples a token for each row of float32 logits, int32 [B].
-
-    It depends on the seed, the row's index and the new token's position in it, not on other rows or on the mesh.
-    """
+    """Samples a token for each row of logits, int32 [B], by the seed, the row's index and its position alone."""
     if sampling.temperature == 0.0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
@@ -68,15 +64,12 @@ def sample_tokens(
 
 
 def filter_logits(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
-    """Divides logits by the temperature, and sets those of tokens outside the limits to minus infinity: [B, V].
-
-    The nucleus (Holtzman et al. 2019, section 3.1) is taken of the probabilities that remain after `top_k`.
-    """
+    """Divides logits by the temperature, and sets those of tokens outside the limits to minus infinity: [B, V]."""
     logits_BV = logits_BV / sampling.temperature
     if 0 < sampling.top_k < logits_BV.shape[-1]:
         least_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-    if sampling.nucleus_p < 1.0:
+    if sampling.nucleus_p < 1.0:  # of the probabilities that remain (Holtzman et al. 2019, section 3.1)
         rising_BV = jnp.sort(logits_BV, axis=-1)
         below_BV = jnp.cumsum(jax.nn.softmax(rising_BV, axis=-1), axis=-1)  # of each token and all less likely ones
         left_out_B1 = jnp.sum(below_BV[:, :-1] <= 1.0 - sampling.nucleus_p, axis=-1, keepdims=True)  # never the last
@@ -147,12 +140,31 @@ def _unstaged_weights(plan: StepPlan, weights: Weights) -> Weights:
 
 
 def _unstaged(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Returns a sharding that splits another dim over the stages' axes than the layers'.
-
-    Each token goes through all layers: with layers on stages, every device would gather all of them.
-    """
+    """Returns a sharding that splits another dim over the stages' axes than the layers'."""
+    # Each token goes through all layers: with layers on stages, every device would gather all of them.
     unsplit = sharding.update(spec=PartitionSpec(None, *sharding.spec[1:]))
     return add_mesh_axes(unsplit, (1, *shape[1:]), axes_of_dim(sharding.spec[0]))
+
+
+# ---- Caches: nested as a decoder's layers are
+
+
+def cache_arrays(spec: ModelSpec, rows: int, length: int) -> list[list[dict[str, CacheArray]]]:
+    """Declares caches for `rows` texts of up to `length` tokens, by group and pattern position; dim 0: the repeats."""
+
+    def declare(layer: LayerSpec, repeats: int) -> dict[str, CacheArray]:
+        arrays = mixer(layer).cache_arrays(layer, rows, length)
+        return {name: CacheArray((repeats, *shape), (None, *axes)) for name, (shape, axes) in arrays.items()}
+
+    return [[declare(layer, group.repeats) for layer in group.pattern] for group in spec.layer_groups]
+
+
+def empty_caches(spec: ModelSpec, rows: int, length: int) -> list[list[Cache]]:
+    """Makes the caches that `cache_arrays` declares, of zeros in the compute dtype."""
+    return [
+        [{name: jnp.zeros(array.shape, spec.dtype) for name, array in layer.items()} for layer in pattern]
+        for pattern in cache_arrays(spec, rows, length)
+    ]
 
 
 # ---- Generation
@@ -234,10 +246,7 @@ class Generator:
         self.speed.compile_seconds += time.perf_counter() - start
 
     def tokens(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, indices_B: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields the tokens after each row's prompt, int32 [B] a step, without end; `indices_B` as `sample_tokens`'s.
-
-        The next step runs while the caller handles the tokens of the last one.
-        """
+        """Yields the tokens after each row's prompt, int32 [B] a step, endlessly; `indices_B` as `sample_tokens`'s."""
         B, T = tokens_BT.shape
         self.compile(B, T)
         prefill, step = self._compiled[B, T], self._compiled[B,]
@@ -245,7 +254,7 @@ class Generator:
         tokens_BT, lengths_B, indices_B = jax.device_put(arrays, self.plan.layout.sharding(()))
         caches, next_B, positions_B = prefill(self.weights, tokens_BT, lengths_B, indices_B)
         while True:
-            last_B = next_B
+            last_B = next_B  # the next step runs while the caller handles these
             caches, next_B, positions_B = step(self.weights, caches, last_B, positions_B, indices_B)
             yield np.asarray(last_B)
 

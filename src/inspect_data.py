@@ -13,15 +13,14 @@ from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.source_spec import train_specs
 from src.console import printable
-from src.data.describe import describe_conversations, describe_data
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import HostBatch, train_batches
 from src.data.open import open_sources
 from src.data.order import Mixture
 from src.data.tokenizer import make_tokenizer
-from src.data.types import Batch, InputSpec, RowSource, Tokenizer, TrainData
+from src.data.types import InputSpec, RowArrays, RowSource, Tokenizer, TrainData
 from src.errors import UserError
-from src.report.header import print_header
+from src.report.summary import describe_conversations, describe_data, print_header
 from src.startup import configured
 
 USAGE = Usage(
@@ -41,24 +40,16 @@ _CHECKED_DOCUMENTS = 100
 
 
 class Segment(NamedTuple):
-    """Holds a document in a row, or the part of it that the row has.
-
-    start, stop: its columns in the row.
-    ids: int32 [stop - start + 1], its tokens and the last one's target.
-    loss_mask: bool [stop - start], which targets count in the loss.
-    """
+    """Holds a document in a row, or the part of it that the row has in its columns [start, stop)."""
 
     start: int
     stop: int
-    ids: np.ndarray
-    loss_mask: np.ndarray
+    ids: np.ndarray  # int32 [stop - start + 1], its tokens and the last one's target
+    loss_mask: np.ndarray  # bool [stop - start], which targets count in the loss
 
 
 def main(argv: Sequence[str] | ConfigDict) -> None:
-    """Runs the command line `argv` (without the program's name).
-
-    Raises UserError for a mistake in the command or its data.
-    """
+    """Runs the command line `argv`; raises UserError for a mistake in the command or its data."""
     config = configured(argv, USAGE)
     if config is None:
         return
@@ -90,7 +81,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             name = data.names[source]
             title = f"step {step}, row {row}" + f" ({name})" * bool(name)
             cuts = batch.cuts[index] if config.use_sft else None
-            print("\n".join(_row_lines(title, batch.arrays, index, tokenizer, cuts)))
+            print("\n".join(_lines_of(title, batch.arrays, index, tokenizer, cuts)))
     summary = _summary(shown, batches)
     batches.close()
     if tokenizer and not (config.use_sft and tokenizer.chat_template):  # whose tokens the decoded text lacks
@@ -99,10 +90,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
 
 
 def rows_of_process(per_device_batch_size: float, micro_batches: int, count: int, index: int) -> tuple[int, np.ndarray]:
-    """Returns B for `process_count` hosts with as many devices as this one, and the rows of `process_index`.
-
-    Raises UserError if the rows don't divide by the hosts, or there is no such process.
-    """
+    """Returns B for `count` hosts like this, and the rows of host `index`; raises UserError if they don't divide."""
     if index >= count:
         raise UserError(f"process_index={index} must be less than process_count={count}")
     rows = per_device_batch_size * jax.local_device_count() * count * micro_batches
@@ -115,7 +103,7 @@ def rows_of_process(per_device_batch_size: float, micro_batches: int, count: int
     return round(rows), np.arange(index * share, (index + 1) * share)
 
 
-def segments(batch: Batch, row: int) -> list[Segment]:
+def segments(batch: RowArrays, row: int) -> list[Segment]:
     """Returns the documents in one row of a batch."""
     found = []
     ids = batch["segment_ids"][row]
@@ -127,7 +115,9 @@ def segments(batch: Batch, row: int) -> list[Segment]:
     return found
 
 
-def _row_lines(title: str, batch: Batch, row: int, tokenizer: Tokenizer | None, cuts: np.ndarray | None) -> list[str]:
+def _lines_of(
+    title: str, batch: RowArrays, row: int, tokenizer: Tokenizer | None, cuts: np.ndarray | None
+) -> list[str]:
     """Describes one row, by a line or two for each document; `cuts` are those of a row of conversations."""
     in_row = segments(batch, row)
     used, length = sum(segment.stop - segment.start for segment in in_row), batch["tokens"].shape[1]

@@ -11,10 +11,7 @@ T = TypeVar("T")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value that the JSON `text` spells.
-
-    Raises ValueError: `text` is not JSON, is not UTF-8, or is nested deeper than Python's stack allows.
-    """
+    """Returns the value of the JSON `text`; raises ValueError if it is not JSON, not UTF-8, or too deep for Python."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -35,10 +32,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, key: str, of_json: Callable[[str], T]) -> list[str | T]:
-    """Returns the lines of a text file, or `of_json(line)` of each line of a .jsonl file; empty lines are left out.
-
-    Raises UserError: the file, which `key` names, can't be read, or `of_json` raises ValueError for a line.
-    """
+    """Returns a file's lines, or `of_json` of a .jsonl file's, but empty ones; raises UserError where that fails."""
     try:
         # Editors on Windows begin files with a mark. JSON's strings may contain what `splitlines` takes for line ends.
         lines = path.read_text(encoding="utf-8-sig").split("\n")

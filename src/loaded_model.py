@@ -28,10 +28,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
-    """Loads the config's model with the weights of `load_parameters_path`, merging adapters; prints what is to say.
-
-    Raises UserError: there are no such weights, or they are another model's or another tokenizer's.
-    """
+    """Loads the config's model with `load_parameters_path`'s weights, adapters merged; raises UserError if unfit."""
     if not config.load_parameters_path:
         raise UserError(
             "load_parameters_path says whose weights to use: a run's folder, a checkpoint, a Hugging Face "

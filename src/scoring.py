@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from src.config.schema import Batch, Evaluation
+from src.config.schema import BatchKeys, Evaluation
 from src.errors import UserError
 from src.json_text import parse_json, read_lines
 from src.loaded_model import LoadedModel
@@ -23,11 +23,11 @@ from src.model.params import Weights
 from src.model.pipeline import check_rows
 from src.parallel.mesh import global_batch_size
 from src.parallel.sequence import from_zigzag, to_zigzag
-from src.step.cross_entropy import token_log_probs
+from src.step.loss import LogitsOf, in_tiles
 from src.step.plan import StepPlan
 
 
-def score_texts(evaluation: Evaluation, batch: Batch, loaded: LoadedModel) -> int:
+def score_texts(evaluation: Evaluation, batch: BatchKeys, loaded: LoadedModel) -> int:
     """Writes a line of `scores_path` for each text of `texts_path`, in their order; returns how many.
 
     A line is a JSON object: `text`, `ids` (including the tokenizer's beginning of a text), `log_probs` of each id given
@@ -69,7 +69,7 @@ def _text_of_json(line: str) -> str:
     raise ValueError('expected {"text": "..."}')
 
 
-def write_logits(evaluation: Evaluation, batch: Batch, loaded: LoadedModel) -> tuple[int, int, int]:
+def write_logits(evaluation: Evaluation, batch: BatchKeys, loaded: LoadedModel) -> tuple[int, int, int]:
     """Writes `logits_path`, float32 [B, T, V], for the ids of `tokens_path`, int32 [B, T]; returns that shape.
 
     Each row is one whole text; there is no mask but the model's own. Raises UserError: the file is no such array, or an
@@ -105,17 +105,14 @@ def compute_logits(plan: StepPlan, weights: Weights, tokens_BT: np.ndarray) -> n
 
 
 def whole_texts(plan: StepPlan, length: int) -> StepPlan:
-    """Returns the plan for rows of `length` tokens that each are one text.
-
-    Raises UserError: the attention kernel does not take such rows, or they are longer than the table of positions.
-    """
+    """Returns the plan for rows of `length` tokens, a text each; raises UserError if kernel or positions don't fit."""
     if 0 < (positions := plan.spec.trainable_position_size) < length:
         raise UserError(f"rows of {length} tokens are longer than the model's {positions} positions")
     kernel = kernel_for(plan.step.attention, plan.spec, length, plan.layout)
     return dataclasses.replace(plan, kernel=kernel, packed=False)
 
 
-def eval_batch_size(evaluation: Evaluation, batch: Batch, plan: StepPlan) -> int:
+def eval_batch_size(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan) -> int:
     """Returns the global batch size of evaluation; raises UserError where it does not divide over the mesh."""
     key = "eval_per_device_batch_size" if evaluation.eval_per_device_batch_size else "per_device_batch_size"
     rows = evaluation.eval_per_device_batch_size or batch.per_device_batch_size
@@ -163,9 +160,21 @@ def _log_probs(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> jax.Ar
     return from_zigzag(log_probs_BT, plan.layout.shards("length"))[:, :-1]
 
 
-def _hidden_states(
-    weights: Weights, tokens_BT: jax.Array, plan: StepPlan
-) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def token_log_probs(
+    logits_of: LogitsOf, hidden_BTD: jax.Array, targets_BT: jax.Array, tiles: int, shards: int = 1
+) -> jax.Array:
+    """Returns the log-probability [B, T] of each target, in nats; the arguments are those of `cross_entropy`."""
+
+    def of_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+        hidden_BtD, targets_Bt = tile
+        log_probs_BtV = jax.nn.log_softmax(logits_of(hidden_BtD))
+        return jnp.take_along_axis(log_probs_BtV, targets_Bt[..., None], axis=-1)[..., 0]
+
+    tiled = jax.lax.map(of_tile, in_tiles((hidden_BTD, targets_BT), tiles, shards))
+    return jnp.moveaxis(tiled.reshape(tiles, -1, shards, tiled.shape[2] // shards), 0, 2).reshape(targets_BT.shape)
+
+
+def _hidden_states(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> tuple[jax.Array, LogitsOf]:
     """Returns hidden states [B, T, D], in `zigzag_order`, and a function from some of them to logits [B, t, V]."""
     decoder = plan.decoder(weights)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)

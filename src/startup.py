@@ -93,11 +93,7 @@ class Place(NamedTuple):
 
 
 def start_distributed(place: Place, mesh: Mesh, facts: Mapping[str, str]) -> None:
-    """Joins the processes of a job of several.
-
-    Raises UserError: the processes differ in `facts`, which have to be the same. Raises TransientError: not all
-    processes came, or the coordinator's port is in use.
-    """
+    """Joins a job of several; raises UserError if processes differ in `facts`, TransientError if not all came."""
     timeout, silence = mesh.jax_distributed_initialization_timeout, mesh.jax_distributed_heartbeat_timeout_seconds
     print(f"waiting for {place.num_processes} processes at {place.coordinator_address}", flush=True)
     disagree = (

@@ -79,11 +79,7 @@ def _tensorstore_failure(message: str) -> Failure | None:
 
 
 def tensorstore_result(future: Any) -> Any:
-    """Returns the result of a TensorStore future.
-
-    Raises DamagedError: the contents cannot be decoded, or do not exist. Raises ValueError: anything else, which
-    `failure_of` classifies.
-    """
+    """Returns a TensorStore future's result; raises DamagedError if undecodable or missing, ValueError for all else."""
     try:
         return future.result()
     except ValueError as error:

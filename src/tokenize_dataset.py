@@ -31,7 +31,7 @@ from src.cli import run_command
 from src.config import load as configuration
 from src.config.base_yml import Usage
 from src.config.schema import Config, Data
-from src.config.source_spec import train_specs
+from src.config.source_spec import SETTINGS, train_specs
 from src.data.document_stream import encode
 from src.data.fingerprint import differences
 from src.data.open import open_source
@@ -62,10 +62,7 @@ _LINE_SECONDS = 10  # between lines on the progress
 
 
 def main(argv: Sequence[str] | ConfigDict) -> None:
-    """Writes the tokens of the config that `argv` gives, or answers --help.
-
-    Raises UserError if the data can't be tokenized, or the folder has tokens of other data or can't be written.
-    """
+    """Writes the tokens of the config that `argv` gives, or answers --help; raises UserError where it can't."""
     config = command_line.of_command(argv, USAGE)
     if config is None:
         return
@@ -116,7 +113,7 @@ def _check(data: Data, tokenized_path: str) -> None:
         )
     if data.use_sft:
         raise UserError("use_sft=true: a folder of tokens does not keep which of them are learned; set use_sft=false")
-    if (kind := train_specs(data)[0].type) in ("tokens", "synthetic"):
+    if (kind := train_specs(data)[0].dataset_type) in ("tokens", "synthetic"):
         raise UserError(f"dataset_type={kind} has token ids already: expected data of another type")
 
 
@@ -145,7 +142,7 @@ class Items:
             "tokenizer": self._inputs.tokenizer.fingerprint() if isinstance(self._source[0], str) else None,
             "source": self._source.fingerprint(),
             "settings": {
-                name: value for name, value in self._spec.settings.items() if value and name != "dataset_path"
+                name: value for name in SETTINGS if name != "dataset_path" and (value := getattr(self._spec, name))
             },
         }
 

@@ -32,12 +32,11 @@ from src.decode import encode_prompt, sample
 from src.errors import UserError
 from src.evaluate import Evaluator
 from src.model.flops import flops_per_token
-from src.next_commands import next_commands
 from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, stack_traces
-from src.report.header import dates, print_header, run_header
 from src.report.metrics import MetricsLog, StepPrinter
 from src.report.recorder import LiveReport, Recorder, sets_aside
+from src.report.summary import dates, next_commands, print_header, run_header
 from src.startup import configured, environment
 from src.step.build import build, check_same_program
 from src.step.compiler_flags import compiler_options
@@ -56,10 +55,7 @@ class Result(NamedTuple):
 
 
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:
-    """Runs the command line `argv` (without the program's name); None if it only asked for help.
-
-    Raises UserError for a mistake in the command, its data or its checkpoints, or a loss that is not finite.
-    """
+    """Runs the command line `argv`; None if it only asked for help. Raises UserError, for a non-finite loss too."""
     config = configured(argv)
     if config is None:
         return None
@@ -237,8 +233,7 @@ def conclude(
     if report:
         say([f"report: {report.finish()}"])
     if config.enable_checkpointing and not (stopped_by or config.quiet):
-        sections = config.model, config.data, config.decoding, config.evaluation
-        say(next_commands(folder.path, tokenizer, *sections, config.max_target_length))
+        say(next_commands(folder.path, tokenizer, config))
 
 
 def dated_name() -> str:

@@ -24,8 +24,8 @@ from src.config.base_yml import Usage
 from src.config.schema import Config
 from src.errors import UserError
 from src.parallel.topology import Topology, parse_topology
-from src.report.header import print_header
 from src.report.metrics import duration
+from src.report.summary import print_header
 from src.startup import configured
 from src.step.build import TracedStep, build
 from src.step.compiler_flags import check_environment, compiler_options
@@ -43,10 +43,7 @@ MAX_TRIES, MAX_SECONDS_TO_TRY = 3, 300
 
 
 def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
-    """Runs the command line `argv` and returns its report; None if it only asked for help.
-
-    Raises UserError for a mistake in the command, or a compiler that fails; not a step that does not fit.
-    """
+    """Runs the command line `argv`; returns its report, None for --help; a step too large is no UserError."""
     config = configured(argv, USAGE, joins=False)
     if config is None:
         return None
@@ -108,10 +105,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
 
 
 def _compile(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled | None, str]:
-    """Returns (the program, "") or, where it does not fit a TPU's memory (HBM), (None, the compiler's message).
-
-    Raises UserError if the compiler fails for another reason.
-    """
+    """Returns (the program, ""), or (None, the message) where it exceeds a TPU's HBM; else raises UserError."""
     try:
         return lowered.compile(), ""
     except jax.errors.JaxRuntimeError as error:

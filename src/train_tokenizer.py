@@ -35,10 +35,7 @@ _MAX_CHARACTERS = 30_000_000
 
 
 def main(argv: Sequence[str] | ConfigDict) -> None:
-    """Trains a tokenizer for the config that `argv` gives and writes it to `tokenizer_path`, or answers --help.
-
-    Raises UserError if the run has no text or too little, or `tokenizer_path` is taken or can't be written.
-    """
+    """Trains a tokenizer for `argv`'s config and writes it to `tokenizer_path`, or answers --help; raises UserError."""
     config = command_line.of_command(argv, USAGE)
     if config is None:
         return

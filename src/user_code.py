@@ -18,10 +18,7 @@ SLOW_SECONDS = 60
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
-    """Imports the function `name`, module:function, the value of `key`.
-
-    Raises UserError: there is none, or its module can't be imported.
-    """
+    """Imports the function `name`, module:function, the value of `key`; raises UserError if that is not possible."""
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise UserError(f"{key}={name}: expected module:function, such as my_data:documents")

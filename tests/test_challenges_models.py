@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from src.config.command_keys import Decoding
-from src.convert_check import compare
+from src.convert import compare
 from src.data.readers.synthetic import SyntheticSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import EvalSet, InputSpec

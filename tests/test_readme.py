@@ -15,7 +15,7 @@ import pytest
 
 from src import command_line, convert, inspect_data
 from src.config.base_yml import help_for
-from src.convert_check import Agreement
+from src.convert import Agreement
 from src.model.flops import count_active_params, count_params
 from tests.hf import saved
 from tests.runs import BASE, ROOT

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from src import evaluate
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
-from src.step.cross_entropy import token_log_probs
+from src.scoring import token_log_probs
 from tests import runs
 
 LENGTH = 32

@@ -103,7 +103,7 @@ def test_every_import_is_pinned(folder, names):
     imports = third_party_imports(folder)
     assert "jax" in imports
     unpinned = {name for name in imports if not {canonicalize_name(each) for each in providers.get(name, [])} & pinned}
-    # `convert check` compares with what a user installs for it (src/convert_check.py).
+    # `convert check` compares with what a user installs for it (src/convert.py).
     assert unpinned == ({"torch", "transformers"} if folder == "src" else set())
 
 

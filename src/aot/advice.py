@@ -9,7 +9,7 @@ import jax
 from src.aot.devices import abstract_devices
 from src.aot.memory import memory
 from src.config.command_keys import Aot
-from src.config.schema import Batch, Config, Step
+from src.config.schema import BatchKeys, Config, Step
 from src.errors import UserError
 from src.parallel.topology import parse_topology
 from src.step.build import TracedStep, build
@@ -72,7 +72,7 @@ def changes(
     return result
 
 
-def _candidates(step: Step, batch: Batch, aot: Aot, state_decides: bool) -> Iterator[tuple[Any, ...]]:
+def _candidates(step: Step, batch: BatchKeys, aot: Aot, state_decides: bool) -> Iterator[tuple[Any, ...]]:
     """Yields what a change costs, and alternative keys for it, of which the first that is enough is taken."""
     tiles = math.gcd(step.num_vocab_tiling * 8, batch.max_target_length)  # tiles have to divide a row
     yield "logits are computed twice", {"num_vocab_tiling": tiles}

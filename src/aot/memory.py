@@ -32,10 +32,7 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The bytes of the arguments and of the temporaries that are in memory at the same time.
-
-        What is kept meets the logits in the loss, and all other temporaries in the backward pass of a block.
-        """
+        """The most bytes at a time: what is kept meets the logits in the loss, all else in a block's backward pass."""
         kept, logits = self.temporaries[KEPT], self.temporaries[LOGITS]
         block = sum(self.temporaries.values()) - kept - logits
         return sum(self.arguments.values()) + kept + max(logits, block)
@@ -74,10 +71,7 @@ def memory(built: TracedStep) -> Memory:
 
 
 def device_bytes(tree: Any, on_host: bool = False) -> int:
-    """Returns the bytes of one device's parts of arrays in its memory, or of those in host memory.
-
-    Arrays without a sharding are on every device.
-    """
+    """Returns the bytes of one device's parts of arrays in its memory, or in host memory; an unsharded one is whole."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
@@ -88,10 +82,8 @@ def device_bytes(tree: Any, on_host: bool = False) -> int:
 
 
 def _kept_bytes(built: TracedStep) -> int:
-    """Returns the bytes that layers keep on the device for the backward pass.
-
-    These are the arrays that a loop stacks and the reversed loop reads; layers that are not scanned count as nothing.
-    """
+    """Returns the bytes that layers keep on the device for the backward pass."""
+    # These are the arrays that a loop stacks and the reversed loop reads; layers that are not scanned count as nothing.
     schedule, total = built.plan.execution.schedule, 0
     for array in _kept(built.traced.jaxpr.jaxpr, set()):
         if array.memory_space != jax.memory.Space.Device:
@@ -124,10 +116,8 @@ def _shards(built: TracedStep, shape: tuple[int, ...]) -> int:
 
 
 def _is_activation(built: TracedStep, shape: tuple[int, ...]) -> bool:
-    """Returns whether an array's first dim is a micro-batch's rows, or a multiple of its tokens, which go to experts.
-
-    Those come from within a `shard_map`; exchange buffers have room for `BUFFER_SLACK` times as many.
-    """
+    """Returns whether an array's first dim is a micro-batch's rows, or a multiple of its tokens, as for experts."""
+    # Those come from within a `shard_map`; exchange buffers have room for `BUFFER_SLACK` times as many.
     if not shape:
         return False
     tokens = [rows * built.tokens // built.rows for rows in _rows(built)]

@@ -23,7 +23,7 @@ from jax.extend.mlir import ir
 from jaxlib.triton import dialect as triton
 
 from src.aot.outputs import write_output
-from src.config.schema import Batch, Mesh, Model, Step
+from src.config.schema import BatchKeys, Mesh, Model, Step
 from src.config.yaml import dump
 from src.errors import UserError, first_few
 from src.parallel.slices import count_slices
@@ -80,7 +80,7 @@ RUN_TIME_KEYS = frozenset((
 COMPARED = ("devices", "mesh", "versions", "compiler_options", "environment", "jax_config")
 
 
-def header(built: TracedStep, *sections: Model | Step | Batch | Mesh) -> Header:
+def header(built: TracedStep, *sections: Model | Step | BatchKeys | Mesh) -> Header:
     """Returns what the program of a step depends on, as a JSON object: another header, another program.
 
     `program` is the digest of the traced step, which any change of MinText's code or of a key changes; `config`, the
@@ -182,10 +182,7 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
 
 
 def load(path: str, header: Header, built: TracedStep) -> jax.stages.Compiled:
-    """Returns the program at `path`, to be called as `built.train` is; every process of a job loads it.
-
-    Raises UserError if the file can't be read, is damaged or not of `save`, or its program is not for `header`.
-    """
+    """Loads the program at `path`, to call as `built.train`; raises UserError if damaged, or not for this `header`."""
     where = f"compiled_trainstep_file={path}"
     try:
         content = epath.Path(path).expanduser().read_bytes()

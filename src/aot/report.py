@@ -118,10 +118,7 @@ def device_memory(
 
 
 def device_capacity(topology: Topology) -> int | None:
-    """Returns the bytes that a program may use: of a GPU's memory the part that JAX takes; None for a CPU.
-
-    Raises UserError if the environment sets that part twice or to no fraction.
-    """
+    """Returns the bytes a program may use, None for a CPU; raises UserError for a wrong fraction in the environment."""
     if topology.platform != "gpu":
         return topology.chip.memory if topology.chip else None
     variables = [name for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION") if os.environ.get(name)]

@@ -16,10 +16,7 @@ from src.step.state import TrainState, abstract_state
 
 
 def compare_configs(config: Config, folder: RunFolder, plan: StepPlan, abstract: TrainState) -> list[str]:
-    """Returns a line for each change since the last start of the run, if it has checkpoints.
-
-    Raises UserError if a change alters weights or data, and `accept_changes` does not name it.
-    """
+    """Returns a line for each change since the last start; raises UserError for one that breaks it, if not accepted."""
     if not (folder.path / "checkpoints").exists():
         return []
     if not config.enable_checkpointing:
@@ -63,10 +60,7 @@ def check_vocabulary(vocab_size: int, meta: Mapping[str, Any]) -> None:
 
 
 def check_tokenizer(accept_changes: Sequence[str], meta: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Raises UserError if a checkpoint was trained with another tokenizer, unless `accept_changes` allows it.
-
-    Older checkpoints and those trained on synthetic data have no tokenizer on record.
-    """
+    """Raises UserError for weights trained with another tokenizer, if on record, unless `accept_changes` allows it."""
     old, new = meta.get("tokenizer"), tokenizer.fingerprint() if tokenizer else None
     if not old or not new or set(accept_changes).intersection(TOKENIZER_KEYS):
         return

@@ -114,10 +114,7 @@ class Checkpointer:
         return Restored(state, meta, messages)
 
     def wait(self, retry: bool = True) -> None:
-        """Waits until everything saved is complete on the disk or store; raises what `save` raises.
-
-        With `retry`, a save that failed is made again, unless its arrays were donated meanwhile.
-        """
+        """Waits until all is saved; `retry` makes a failed save again if its arrays are there; raises as `save`."""
         if self._unwritten is None:
             return
         arrays = self._unwritten.arrays.values()

@@ -7,9 +7,9 @@ import numpy as np
 
 from src.config.schema import Data
 from src.config.source_spec import SETTINGS, train_specs, train_weights
+from src.data.best_fit import documents_consumed, remap_position
 from src.data.fingerprint import Fact
 from src.data.order import Mixture
-from src.data.stream_positions import documents_consumed, remap_position
 from src.errors import UserError, changed_keys, first_few
 
 # The keys that alter an entry of the data's fingerprint: one of them in `accept_changes` accepts the change. The first

@@ -20,17 +20,11 @@ TAIL_BYTES = 2**16  # read of each file: training changes the last bytes as it d
 
 
 def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree, dict[str, Any], list[str]]:
-    """Loads the weights that `load_parameters_path` names, and merges adapters into the weights under them.
+    """Loads the weights of a run's folder, a checkpoint or a Hugging Face folder, merging adapters into theirs.
 
-    Args:
-        path: a run's folder, a checkpoint, or a Hugging Face folder.
-        tree: all of a model's weights, nested dicts of `jax.ShapeDtypeStruct`s with shardings.
-        keep_dtypes: the weights get the dtypes they were saved in, not `tree`'s.
-
-    Returns:
-        the weights; a checkpoint's meta, of a Hugging Face folder `vocab_size` and `tokenizer`; messages for the user.
-
-    Raises UserError if there are no such weights, they are damaged, or they are another model's.
+    `tree` has all of a model's weights as `jax.ShapeDtypeStruct`s with shardings; `keep_dtypes` takes the saved dtypes
+    in place of `tree`'s. Returns the weights; a checkpoint's meta, or a Hugging Face folder's `vocab_size` and
+    `tokenizer`; messages for the user. Raises UserError if there are none, or damaged ones, or another model's.
     """
     from src.hf.folder import is_hf_folder
 

@@ -81,11 +81,8 @@ def _resume_point(
 def checkpoint_entries(
     plan: StepPlan, state: TrainState, position: np.ndarray, rows: Sequence[int], global_batch: int
 ) -> dict[str, Any]:
-    """Returns what a checkpoint holds: the state, and the data position after its last step of the rows of all hosts.
-
-    `position`, int32 [rows, S, 2], has this host's `rows` of the global batch.
-    """
-    sharding = plan.layout.sharding(("batch", None, None))
+    """Returns what a checkpoint holds: the state, and the data position after its last step of all hosts' rows."""
+    sharding = plan.layout.sharding(("batch", None, None))  # `position`: of this host's rows, int32 [rows, S, 2]
     return {**saved_entries(plan, state), "data_position": rows_to_global(position, sharding, rows, global_batch)}
 
 
@@ -119,10 +116,7 @@ def all_weights(abstract: TrainState) -> Tree:
 
 
 def new_state(plan: StepPlan, abstract: TrainState, weights: Tree | None = None) -> TrainState:
-    """Returns the state before the first step, created with its shardings, the same on every mesh.
-
-    It has these `weights`, which are donated, and initial adapters; or the initial weights.
-    """
+    """Returns the state before the first step, the same on every mesh: initial, or of `weights`, which are donated."""
 
     def init(loaded: Tree | None) -> TrainState:
         if loaded is None:

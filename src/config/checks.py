@@ -1,38 +1,41 @@
-"""Checks what the keys of a configuration demand of each other.
+"""Checks what the keys of a configuration demand of each other, and reads `datasets` and `eval_datasets` as typed.
 
 What depends on the devices or the data is checked where those are known.
 """
 
+import functools
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from src.config import data_checks, model_checks
+from src.config import model_checks, source_spec
 from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, size_key
 from src.config.step_keys import REMAT_ARRAYS
-from src.config.values import Keys, check_value
-from src.config.yaml import dump
-from src.errors import did_you_mean, first_few
+from src.config.values import FlatKeys, check_value, read_list
+from src.config.yaml import convert, dump
+from src.errors import UserError, did_you_mean, first_few
+
+# What a type of data can't do without.
+_NEEDED = {"tfds": "dataset_name", "custom": "dataset_factory"}
+_NEEDED |= dict.fromkeys(("array_record", "parquet", "tokens"), "dataset_path")
 
 
 def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
-    """Returns what is wrong with every key of base.yml, of its right type: sentences that name the keys to change.
-
-    What depends on a key in `failed`, which was already reported, is not judged.
-    """
+    """Returns what is wrong with every key of base.yml, of its right type: sentences that name the keys to change."""
     invalid = {key: problem for key in config if key not in failed and (problem := check_value(key, config[key]))}
-    sound = Keys({key: value for key, value in config.items() if key not in failed and key not in invalid})
+    sound = FlatKeys({key: value for key, value in config.items() if key not in failed and key not in invalid})
     problems = list(invalid.values())
     for check in CHECKS:
         try:
             problems.extend(list(check(sound)))
-        except KeyError as error:
+        except KeyError as error:  # what depends on a key in `failed`, which was already reported, is not judged
             if error.args[0] not in config:
                 raise
     return problems
 
 
-def _remat(config: Keys) -> Iterator[str]:
+def _remat(config: FlatKeys) -> Iterator[str]:
     if config.remat_policy != "custom":
         if config.remat_custom:
             yield f"remat_custom needs remat_policy=custom, not {config.remat_policy} (or remat_custom={{}})"
@@ -46,7 +49,7 @@ def _remat(config: Keys) -> Iterator[str]:
             yield f"remat_custom.{array}={dump(place)} is neither device nor offload"
 
 
-def _mesh(config: Keys) -> Iterator[str]:
+def _mesh(config: FlatKeys) -> Iterator[str]:
     if sorted(map(str, config.mesh_axes)) != sorted(MESH_AXES):
         yield f"mesh_axes={dump(config.mesh_axes)} must name {', '.join(MESH_AXES)}, in any order"
     for kind in ("ici", "dcn"):
@@ -57,7 +60,7 @@ def _mesh(config: Keys) -> Iterator[str]:
             yield f"only one {kind} size may be -1 (what is left), not {' and '.join(unset)}{hint}"
 
 
-def _rules(config: Keys) -> Iterator[str]:
+def _rules(config: FlatKeys) -> Iterator[str]:
     for name in config.logical_axis_rules:
         if name not in LOGICAL_AXES:
             hint = did_you_mean(name, LOGICAL_AXES) or f" It has {first_few(LOGICAL_AXES, near=name)}"
@@ -72,7 +75,7 @@ def _rules(config: Keys) -> Iterator[str]:
             yield f"logical_axis_rules.{name}={dump(axes)} must be a list of {', '.join(MESH_AXES)}, or []"
 
 
-def _schedule(config: Keys) -> Iterator[str]:
+def _schedule(config: FlatKeys) -> Iterator[str]:
     if config.steps == -1 and config.learning_rate_schedule_steps == -1:
         yield "steps=-1 takes its value from learning_rate_schedule_steps, which is -1 too: set one of them"
     warmup, decay = config.warmup_steps_fraction, config.wsd_decay_steps_fraction
@@ -80,7 +83,7 @@ def _schedule(config: Keys) -> Iterator[str]:
         yield f"warmup_steps_fraction={warmup} and wsd_decay_steps_fraction={decay} leave no room: their sum exceeds 1"
 
 
-def _profile(config: Keys) -> Iterator[str]:
+def _profile(config: FlatKeys) -> Iterator[str]:
     skipped, profiled, steps = config.skip_first_n_steps_for_profiler, config.profiler_steps, config.steps
     if config.profiler and -1 != steps < skipped + profiled:
         yield (
@@ -89,13 +92,70 @@ def _profile(config: Keys) -> Iterator[str]:
         )
 
 
-def _tiles(config: Keys) -> Iterator[str]:
+def _tiles(config: FlatKeys) -> Iterator[str]:
     length, tiles = config.max_target_length, config.num_vocab_tiling
     if length % tiles:
         yield f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles"
 
 
-def _scoring(config: Keys) -> Iterator[str]:
+def _sources(config: FlatKeys) -> Iterator[str]:
+    problems = []
+    for spec in source_spec.all_specs(config):
+        # Without a path the one source of a run is Python's own; of several each says what it is.
+        needed = "dataset_path" if spec.name and spec.dataset_type == "text" else _NEEDED.get(spec.dataset_type)
+        if needed and not getattr(spec, needed):
+            problems.append(f"dataset_type={spec.dataset_type} needs {spec.key(needed)}")
+    yield from dict.fromkeys(problems)
+    try:
+        source_spec.whole_numbers(source_spec.train_weights(config))
+    except UserError as error:
+        yield str(error)
+
+
+def _tokenizer(config: FlatKeys) -> Iterator[str]:
+    kind, path = config.tokenizer_type, config.tokenizer_path
+    if source_spec.all_synthetic(config):
+        return
+    if kind == "sentencepiece" and not path:
+        yield "tokenizer_type=sentencepiece needs tokenizer_path, the .model file"
+    if kind == "huggingface" and not path:
+        yield "tokenizer_type=huggingface needs tokenizer_path, a model's folder or a tokenizer.json"
+    if kind == "byte" and path:
+        yield (
+            f"tokenizer_path={path} is not read with tokenizer_type=byte; set tokenizer_type=sentencepiece (a .model "
+            "file) or tokenizer_type=huggingface (a model's folder or a tokenizer.json)"
+        )
+
+
+def _finetuning(config: FlatKeys) -> Iterator[str]:
+    # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
+    has_path = config.dataset_path or config.eval_dataset_path or config.datasets
+    is_text = all(spec.dataset_type == "text" for spec in source_spec.train_specs(config))
+    if config.use_sft and not (is_text and has_path):
+        yield "use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"
+
+
+def _evaluation(config: FlatKeys) -> Iterator[str]:
+    steps = [entry.get("eval_steps", config.eval_steps) for entry in config.eval_datasets]
+    if config.eval_mode == "rolling" and -1 in (steps or [config.eval_steps]):
+        yield (
+            "eval_mode=rolling goes on where the last evaluation ended, and eval_steps=-1 (one epoch) begins anew each "
+            "time: set eval_steps to a number of batches, or eval_mode=reset"
+        )
+    if config.eval_interval == -1 or source_spec.names_eval_data(config):
+        return
+    if config.datasets:
+        yield "eval_interval needs data to evaluate on, for nothing is held out of datasets: eval_datasets"
+    elif config.eval_fraction == 0:
+        yield "eval_interval needs data to evaluate on: set eval_dataset_path or an eval_fraction above 0"
+
+
+def _long_documents(config: FlatKeys) -> Iterator[str]:
+    if config.packing and config.long_documents == "truncate":
+        yield "long_documents=truncate needs packing=false: packed rows leave nothing of a document out"
+
+
+def _scoring(config: FlatKeys) -> Iterator[str]:
     for source, target in (("texts_path", "scores_path"), ("tokens_path", "logits_path")):
         if bool(config[source]) != bool(config[target]):
             yield f"{source} and {target} go together: give both or none"
@@ -108,7 +168,7 @@ def _same_file(a: str, b: str) -> bool:
     return os.path.realpath(a) == os.path.realpath(b) or (exist and os.path.samefile(a, b))
 
 
-def _decoding(config: Keys) -> Iterator[str]:
+def _decoding(config: FlatKeys) -> Iterator[str]:
     strategy = config.decode_sampling_strategy
     limits = {"decode_sampling_top_k": ("topk", "composite"), "decode_sampling_nucleus_p": ("nucleus", "composite")}
     for key, strategies in limits.items():
@@ -124,19 +184,16 @@ def _decoding(config: Keys) -> Iterator[str]:
         yield f"max_prefill_predict_length={prefill} leaves no room in max_target_length={length}, prompt and all"
 
 
-def _loading(config: Keys) -> Iterator[str]:
+def _loading(config: FlatKeys) -> Iterator[str]:
     if config.load_parameters_path and config.load_full_state_path:
         yield "load_parameters_path and load_full_state_path exclude each other: weights alone, or the whole state"
-
-
-def _adapters(config: Keys) -> Iterator[str]:
     if config.lora_rank and not config.lora_parameters:
         yield "lora_rank needs lora_parameters, such as [attention.query, attention.value]"
     if config.lora_rank and not config.load_parameters_path:
         yield "lora_rank needs load_parameters_path: the weights that its adapters add to"
 
 
-def _processes(config: Keys) -> Iterator[str]:
+def _processes(config: FlatKeys) -> Iterator[str]:
     address, count, process = config.coordinator_address, config.num_processes, config.process_id
     host, _, port = address.rpartition(":")
     if len({bool(address), count != -1, process != -1}) > 1:
@@ -147,7 +204,7 @@ def _processes(config: Keys) -> Iterator[str]:
         yield f"coordinator_address={address} must be HOST:PORT, with a port from 1 to 65535, such as 10.0.0.1:1234"
 
 
-def _accepted(config: Keys) -> Iterator[str]:
+def _accepted(config: FlatKeys) -> Iterator[str]:
     for name in map(str, config.accept_changes):
         if name not in KEYS:
             yield f"accept_changes names {name}, which is no key.{did_you_mean(name, KEYS)}"
@@ -156,6 +213,34 @@ def _accepted(config: Keys) -> Iterator[str]:
 CHECKS = (
     *model_checks.CHECKS,
     *(_remat, _mesh, _rules, _schedule, _profile, _tiles),
-    *data_checks.CHECKS,
-    *(_scoring, _decoding, _loading, _adapters, _processes, _accepted),
+    *(_sources, _tokenizer, _finetuning, _evaluation, _long_documents),
+    *(_scoring, _decoding, _loading, _processes, _accepted),
 )
+
+
+# ---- Entries of datasets and eval_datasets
+
+
+def read_entries(key: str, value: Any) -> tuple[Mapping[str, Any], ...]:
+    """Returns a parsed `datasets` or `eval_datasets`, each setting typed; raises ValueError with all that is wrong."""
+    entries = read_list(value, "entry", functools.partial(_read_entry, source_spec.ENTRY_KEYS[key]))
+    names = [entry["name"] for entry in entries]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ValueError("; ".join(f"two entries have the name {name}" for name in twice))
+    return entries
+
+
+def _read_entry(known: Sequence[str], entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"expected a mapping such as {{name: web, dataset_path: FOLDER}}, got {dump(entry)}")
+    typed = {}
+    for name, value in entry.items():
+        if name not in known:
+            hint = did_you_mean(name, known) or f" There are {first_few(known, near=name)}"
+            raise ValueError(f"no setting {name}.{hint}")
+        typed[name] = convert(value, {"weight": 1.0, "eval_steps": 1}.get(name, ""), name)
+        if name in KEYS and (problem := check_value(name, typed[name])):
+            raise ValueError(problem)
+    if not re.fullmatch(r"[\w.-]+", typed.get("name", "")):
+        raise ValueError("it needs a name, of letters, digits, dots, dashes and underscores")
+    return typed

@@ -3,14 +3,13 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from src.config.checks import check_config
-from src.config.data_checks import read_entries
+from src.config.checks import check_config, read_entries
 from src.config.keys import frozen
 from src.config.migration_hints import corrected_command, migration_hint, with_own_mesh_word
 from src.config.model_checks import read_segments
@@ -23,6 +22,10 @@ from src.config.yaml import BASE, CONFIGS, NOTHING, convert, dump, file_name, li
 from src.config.yaml import read_file, unprintable
 from src.errors import UserError, changed_keys, clipped, did_you_mean, first_few
 
+# Maps a folder of a model that another program wrote, and whether its tokenizer alone is wanted, to the keys of both as
+# `parse_keys` gives them; None where no such model is there. The config knows none of these formats.
+FolderReader = Callable[[str, bool], Mapping[str, Any] | None]
+
 
 class Setting(NamedTuple):
     """One `key: value` or `key=value` as it was typed, and where."""
@@ -30,16 +33,6 @@ class Setting(NamedTuple):
     key: str
     value: Any
     where: str
-
-
-class ModelFolders(Protocol):
-    """Reads the folders of models that other programs write; config knows none of their formats."""
-
-    def model_keys(self, folder: str) -> Mapping[str, Any] | None:
-        """Returns the keys of the model and its tokenizer, as `parse_keys` does; None if no such model is there."""
-
-    def tokenizer_keys(self, folder: Path) -> Mapping[str, Any]:
-        """Returns the keys that name a folder's tokenizer; none where it has none."""
 
 
 class Change(NamedTuple):
@@ -58,7 +51,7 @@ def load(
     notes: list[str] | None = None,
     *,
     uses_weights: bool = False,
-    folders: ModelFolders | None = None,
+    read_folder: FolderReader = lambda folder, tokenizer_only: None,
 ) -> Config:
     """Returns the configuration of a command line: a config file or a run's folder (else base.yml), then `key=value`.
 
@@ -68,28 +61,24 @@ def load(
 
     `argv` is the command line without the program, or a ConfigDict, which stands for a config file. `notes` takes a
     line for each key of another trainer's that was accepted but changes nothing. With `uses_weights` a folder that is
-    named, as the run or as the model, is the default of `load_parameters_path`. `folders` reads models' folders.
+    named, as the run or as the model, is the default of `load_parameters_path`. `read_folder` reads models' folders.
 
     Raises UserError: everything that is wrong, in one message. Raises OSError: a file cannot be read.
     """
-    notes = [] if notes is None else notes
-    if isinstance(argv, ConfigDict):
-        return _load(argv, notes, uses_weights, folders)
     if isinstance(argv, str | Mapping) or not all(isinstance(word, str) for word in argv):
         raise UserError(
             'expected a list of words, such as ["configs/base.yml", "steps=100"], or an ml_collections.ConfigDict, '
             f"got {argv!r}"
         )
     try:
-        return _load(argv, notes, uses_weights, folders)
+        return _load(argv, [] if notes is None else notes, uses_weights, read_folder)
     except UserError as error:
-        command = corrected_command(argv, lambda words: _load(words, [], uses_weights, folders))
-        raise UserError(f"{error}{command}") from None
+        is_typed = not isinstance(argv, ConfigDict)
+        command = is_typed and corrected_command(argv, lambda words: _load(words, [], uses_weights, read_folder))
+        raise UserError(f"{error}{command or ''}") from None
 
 
-def _load(
-    argv: Sequence[str] | ConfigDict, notes: list[str], uses_weights: bool, folders: ModelFolders | None
-) -> Config:
+def _load(argv: Sequence[str] | ConfigDict, notes: list[str], uses_weights: bool, read_folder: FolderReader) -> Config:
     problems: list[str] = []
     run, files, words = None, [], argv
     if isinstance(argv, ConfigDict):
@@ -109,7 +98,7 @@ def _load(
     model: list[Setting] = []
     if not run:
         with _collected(problems):
-            model = _model_settings(model_name, uses_weights, folders, problems)
+            model = _model_settings(model_name, uses_weights, read_folder, problems)
     elif model_name != _model_name(files):
         problems.append(f"model_name={model_name}: {run} is a run with a model of its own, which keeps it")
     config, failed = _resolve([*model, *files, *arguments], problems, notes)
@@ -210,7 +199,7 @@ def _model_name(settings: Sequence[Setting]) -> str:
     return "" if names[-1] in (*NOTHING, "default") else file_name(str(names[-1]))
 
 
-def _model_settings(name: str, uses_weights: bool, folders: ModelFolders | None, problems: list[str]) -> list[Setting]:
+def _model_settings(name: str, uses_weights: bool, read_folder: FolderReader, problems: list[str]) -> list[Setting]:
     """Returns the settings of the model file that `name` names, or of the file, run or model folder at that path.
 
     A tokenizer in the folder, or beside a file that is given by its path, is the model's. Raises UserError: there is no
@@ -220,7 +209,7 @@ def _model_settings(name: str, uses_weights: bool, folders: ModelFolders | None,
         return []
     try:
         run = run_folder(name)
-        keys = model_keys(run) if run else folders.model_keys(name) if folders else None
+        keys = model_keys(run) if run else read_folder(name, False)
     except UserError as error:
         raise UserError(f"model_name={name}: {error}") from None
     if keys is not None:
@@ -239,7 +228,7 @@ def _model_settings(name: str, uses_weights: bool, folders: ModelFolders | None,
     for setting in settings:
         if setting.key in KEYS and KEYS[setting.key].section != "model":
             problems.append(f"{path}: {setting.key} does not describe a model; a model file has only keys that do")
-    return settings + _settings(folders.tokenizer_keys(path.parent) if folders else {}, f"beside {path}")
+    return settings + _settings(read_folder(str(path.parent), True) or {}, f"beside {path}")
 
 
 def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str]) -> tuple[dict[str, Any], set[str]]:
@@ -285,10 +274,7 @@ def to_yaml(config: Mapping[str, Any]) -> str:
 
 
 def from_yaml(text: str) -> dict[str, Any]:
-    """Returns the keys that `to_yaml` wrote, perhaps of another version: some may be missing, some unknown.
-
-    Raises UserError: malformed YAML, or a value that is not of its key's type.
-    """
+    """Returns the keys that `to_yaml` wrote, maybe another version's; raises UserError if malformed or mistyped."""
     config = {}
     for key, value in parse_keys(text, "the run's config.yml").items():
         try:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from src.config.schema import KEYS, model_of
-from src.config.values import Keys, check_value, read_list
+from src.config.values import FlatKeys, check_value, read_list
 from src.config.yaml import Plain, convert, dump
 from src.errors import did_you_mean, first_few
 
@@ -18,21 +18,21 @@ _NEEDED = {
 
 def check_model(config: Mapping[str, Any]) -> list[str]:
     """Returns what is wrong with the keys that describe a model, together."""
-    return [*_layer(Keys(config)), *_segments(Keys(config))]
+    return [*_layer(FlatKeys(config)), *_segments(FlatKeys(config))]
 
 
-def _layer(facts: Keys) -> list[str]:
+def _layer(facts: FlatKeys) -> list[str]:
     """Returns what is wrong with the facts of one layer, or with those that all layers share."""
     return [problem for check in LAYER_CHECKS for problem in check(facts)]
 
 
-def _heads(facts: Keys) -> Iterator[str]:
+def _heads(facts: FlatKeys) -> Iterator[str]:
     query_heads, kv_heads = facts.base_num_query_heads, facts.base_num_kv_heads
     if query_heads % kv_heads and facts.attention_type != "mla":
         yield f"base_num_query_heads={query_heads} is not a multiple of base_num_kv_heads={kv_heads}"
 
 
-def _attention(facts: Keys) -> Iterator[str]:
+def _attention(facts: FlatKeys) -> Iterator[str]:
     kind = facts.attention_type
     for key in _NEEDED.get(kind, ()):
         if not facts[key]:
@@ -42,7 +42,7 @@ def _attention(facts: Keys) -> Iterator[str]:
             yield f"attention_type={kind} has no {key}={dump(facts[key])} (set {key}={dump(declared.default)})"
 
 
-def _rope(facts: Keys) -> Iterator[str]:
+def _rope(facts: FlatKeys) -> Iterator[str]:
     name = "qk_rope_head_dim" if facts.attention_type == "mla" else "head_dim"
     rotated = int(facts[name] * facts.partial_rotary_factor)
     if facts.position_type == "rope" and rotated % 2:
@@ -53,7 +53,7 @@ def _rope(facts: Keys) -> Iterator[str]:
         yield f"rope_high_freq_factor={high} must be at least rope_low_freq_factor={low}"
 
 
-def _experts(facts: Keys) -> Iterator[str]:
+def _experts(facts: FlatKeys) -> Iterator[str]:
     experts, groups, chosen_groups = facts.num_experts, facts.n_routing_groups, facts.topk_routing_group
     candidates = chosen_groups * (experts // groups)
     if experts == 1:
@@ -69,13 +69,13 @@ def _experts(facts: Keys) -> Iterator[str]:
         yield f"routing_group_score=top2 needs 2 experts per group: num_experts={experts}, n_routing_groups={groups}"
 
 
-def _capacity(config: Keys) -> Iterator[str]:
+def _capacity(config: FlatKeys) -> Iterator[str]:
     layers = [config, *(facts for entry in config.decoder_segments for facts in entry["pattern"])]
     if config.capacity_factor != -1 and all(layer.get("num_experts", 1) == 1 for layer in layers):
         yield f"capacity_factor={config.capacity_factor:g} needs experts: set num_experts, or capacity_factor=-1"
 
 
-def _positions(config: Keys) -> Iterator[str]:
+def _positions(config: FlatKeys) -> Iterator[str]:
     size, length = config.trainable_position_size, config.max_target_length
     if size != -1 and config.position_type != "learned":
         yield f"trainable_position_size={size} needs position_type=learned (or set it to -1)"
@@ -85,7 +85,7 @@ def _positions(config: Keys) -> Iterator[str]:
         yield "position_type=sinusoidal needs an even base_emb_dim"
 
 
-def _segments(config: Keys) -> Iterator[str]:
+def _segments(config: FlatKeys) -> Iterator[str]:
     segments = config.decoder_segments
     if not segments:
         return
@@ -107,14 +107,11 @@ def _segments(config: Keys) -> Iterator[str]:
         )
     for number, entry in enumerate(segments, start=1):
         for facts in entry["pattern"]:
-            yield from (f"decoder_segments, segment {number}: {it}" for it in _layer(Keys({**config, **facts})))
+            yield from (f"decoder_segments, segment {number}: {it}" for it in _layer(FlatKeys({**config, **facts})))
 
 
 def read_segments(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Returns a parsed `decoder_segments` with the three keys of every entry, and every fact of its key's type.
-
-    Raises ValueError: everything that is wrong with them.
-    """
+    """Returns a parsed `decoder_segments`, each entry complete and typed; raises ValueError with all that is wrong."""
     return read_list(value, "segment", _read_segment)
 
 

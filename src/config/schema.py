@@ -55,7 +55,7 @@ class Run:
 
 
 @group
-class Batch:
+class BatchKeys:
     """Batch"""
     per_device_batch_size: float = key(12.0,
         "rows per device and micro-batch; a fraction where devices share a row", POSITIVE, 2**20)
@@ -167,7 +167,7 @@ class Config(Mapping[str, Any]):
     run: Run
     model: Model
     step: Step
-    batch: Batch
+    batch: BatchKeys
     data: Data
     evaluation: Evaluation
     decoding: Decoding
@@ -208,7 +208,7 @@ SECTIONS: dict[str, type] = {field.name: field.type for field in dataclasses.fie
 # In base.yml's order; its titles are the docstrings.
 GROUPS: list[type] = [
     *(Run, ModelSize, LayerFacts, AttentionFacts, PositionFacts, FeedForwardFacts, Numerics, Compilation, Aot),
-    *(Optimizer, Batch, DataSources, Tools, Conversations, Trainable, Evaluation, Decoding, Checkpoint, Mesh),
+    *(Optimizer, BatchKeys, DataSources, Tools, Conversations, Trainable, Evaluation, Decoding, Checkpoint, Mesh),
     Diagnostics,
 ]
 # A run resumed with another value of one of their keys is another run, but for those declared with fixed=False.

@@ -28,24 +28,16 @@ class SourceSpec:
     """One set of data."""
 
     name: str  # of an entry of `datasets` or `eval_datasets`; empty for the one that the keys themselves describe
-    settings: Mapping[str, Any]  # by the names of SETTINGS
     max_document_bytes: int
     is_eval: bool = False  # it is named by the keys for evaluation
-
-    @property
-    def type(self) -> str:
-        """`dataset_type`."""
-        return self.settings["dataset_type"]
-
-    @property
-    def path(self) -> str:
-        """`dataset_path`, or `eval_dataset_path`."""
-        return self.settings["dataset_path"]
-
-    @property
-    def column(self) -> str:
-        """`dataset_column`: the field of a record that has its text, or its ids."""
-        return self.settings["dataset_column"]
+    # SETTINGS, in their order.
+    dataset_type: str = ""
+    dataset_path: str = ""
+    dataset_name: str = ""
+    split: str = ""
+    dataset_column: str = ""  # the field of a record that has its text, or its ids
+    array_record_format: str = ""
+    dataset_factory: str = ""
 
     def key(self, setting: str) -> str:
         """Returns what a message calls a setting: the key that a user changes, such as `eval_dataset_path`."""
@@ -55,7 +47,7 @@ class SourceSpec:
 
     def setting(self, setting: str) -> str:
         """Returns the setting as a user wrote it, for a message: `dataset_path=books/*.txt`."""
-        return f"{self.key(setting)}={self.settings[setting]}"
+        return f"{self.key(setting)}={getattr(self, setting)}"
 
 
 def train_specs(data: Data) -> list[SourceSpec]:
@@ -75,7 +67,7 @@ def all_specs(data: Data) -> list[SourceSpec]:
 
 def all_synthetic(data: Data) -> bool:
     """Returns whether no data of a run, to train or to evaluate on, are text."""
-    return all(spec.type == "synthetic" for spec in all_specs(data))
+    return all(spec.dataset_type == "synthetic" for spec in all_specs(data))
 
 
 def train_weights(data: Data) -> tuple[float, ...]:
@@ -84,10 +76,7 @@ def train_weights(data: Data) -> tuple[float, ...]:
 
 
 def whole_numbers(weights: Sequence[float]) -> list[int]:
-    """Returns the weights as the smallest whole numbers in the same proportion.
-
-    Raises UserError: one is negative, all are 0, or they have too many digits.
-    """
+    """Returns the least whole numbers in proportion; raises UserError if one is negative, all are 0, or too long."""
     # By way of their digits: 0.1 is a tenth, not the nearest binary fraction.
     fractions = [Fraction(str(weight)) for weight in weights]
     if any(fraction < 0 for fraction in fractions) or not any(fractions):
@@ -107,7 +96,7 @@ def whole_numbers(weights: Sequence[float]) -> list[int]:
 def names_eval_data(data: Data) -> bool:
     """Returns whether data to evaluate on are named, or random; else they are a part of the training data."""
     named = data.eval_datasets or data.eval_dataset_path or data.eval_dataset_name
-    return bool(named) or all(spec.type == "synthetic" for spec in train_specs(data))
+    return bool(named) or all(spec.dataset_type == "synthetic" for spec in train_specs(data))
 
 
 def _specs(data: Data, entries: Sequence[Mapping[str, Any]], is_eval: bool) -> list[SourceSpec]:
@@ -115,4 +104,4 @@ def _specs(data: Data, entries: Sequence[Mapping[str, Any]], is_eval: bool) -> l
     if shared["dataset_type"] == "tfds":  # whose path is the folder of all datasets
         shared["dataset_path"] = shared["dataset_path"] or data.dataset_path
     named = [(entry["name"], {name: entry.get(name, shared[name]) for name in SETTINGS}) for entry in entries]
-    return [SourceSpec(name, settings, data.max_document_bytes, is_eval) for name, settings in named or [("", shared)]]
+    return [SourceSpec(name, data.max_document_bytes, is_eval, **each) for name, each in named or [("", shared)]]

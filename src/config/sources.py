@@ -22,10 +22,7 @@ OF_ONE_START = ("coordinator_address", "num_processes", "process_id", "accept_ch
 
 
 def read_python(path: Path) -> dict[str, Any]:
-    """Returns the keys of the ConfigDict that the file's `get_config()` returns, as a YAML file's.
-
-    Raises UserError: the file cannot be run, has no get_config, or it raises or returns something else.
-    """
+    """Returns the keys of the ConfigDict that a file's `get_config()` returns; raises UserError where it does not."""
     try:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
@@ -48,10 +45,7 @@ def read_python(path: Path) -> dict[str, Any]:
 
 
 def config_dict_keys(config: ConfigDict, where: str) -> dict[str, Any]:
-    """Returns the keys of a ConfigDict as `parse_keys` gives those of a YAML text.
-
-    Raises UserError: a value is none that a key may have, such as an array, or is required and not set.
-    """
+    """Returns a ConfigDict's keys as `parse_keys` returns YAML's; raises UserError for a value no key may have."""
     keys = {}
     for key in config:
         try:
@@ -64,10 +58,7 @@ def config_dict_keys(config: ConfigDict, where: str) -> dict[str, Any]:
 
 
 def run_folder(path: str) -> Path | None:
-    """Returns the folder at `path`, on a disk or a store, if it is a run's, with a config.yml; else None.
-
-    Raises UserError: the store gives no answer.
-    """
+    """Returns the folder at `path` if it is a run's, with a config.yml; raises UserError if a store gives no answer."""
     try:
         folder = Path(path).expanduser()
         if "://" in path:

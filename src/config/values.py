@@ -12,7 +12,7 @@ from src.config.yaml import MAX_NAME, convert, dump, too_long, unprintable
 ACTIVATIONS = ("silu", "gelu", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
 
 
-class Keys(dict[str, Any]):
+class FlatKeys(dict[str, Any]):
     """Flat keys, also as attributes; a check that reads one that is missing, because it is wrong, raises KeyError."""
 
     __getattr__ = dict.__getitem__

@@ -122,10 +122,7 @@ for _text_type in (str, Plain):
 
 
 def parse(text: str, where: str) -> Any:
-    """Returns the YAML `text` as dicts, lists and strings, those without quotes as `Plain`.
-
-    Raises UserError: malformed YAML, with `where`, line and column.
-    """
+    """Returns YAML as dicts, lists and strings, unquoted ones as `Plain`; raises UserError with `where` and line."""
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:

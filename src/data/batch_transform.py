@@ -4,15 +4,15 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from src.data.types import Batch
+from src.data.types import RowArrays
 from src.errors import UserError, changed_keys
 from src.user_code import call, class_name
 
 MAX_WEIGHT = 1e30  # of a token in the loss, either way
 
 
-def apply_transform(function: Callable[[Batch], Batch], vocab_size: int, batch: Batch) -> Batch:
-    """Returns what the function `batch_transform` makes of this host's rows, `packing.empty_batch`'s arrays.
+def apply_transform(function: Callable[[RowArrays], RowArrays], vocab_size: int, batch: RowArrays) -> RowArrays:
+    """Returns what the function `batch_transform` makes of this host's rows, those of `BATCH_ARRAYS`.
 
     It may change them in place, and returns the same names, shapes and dtypes. Raises UserError where it raises,
     returns others, or values that the model can't take: ids outside the vocabulary, positions below 0, or NaN.

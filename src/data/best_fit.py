@@ -1,7 +1,9 @@
-"""Packs conversations into rows so that none is cut that fits one."""
+"""Packs conversations into rows so that none is cut that fits one; reads and converts any layout's positions."""
 
 import bisect
 from collections.abc import Sequence
+
+import numpy as np
 
 from src.data.packing import Position, Segment, Sizes, remaining
 from src.errors import UserError
@@ -85,3 +87,21 @@ def _row_ends(sizes: Sequence[int], length: int) -> list[int]:
     while ends[-1] < sum(sizes):
         ends.append(ends[-1] + sum(segment.length for segment in _leading(0, sizes, ends[-1], length)))
     return ends
+
+
+def documents_consumed(positions: np.ndarray) -> np.ndarray:
+    """Counts the items that each stream has finished: int64 [B], from positions int32 [B, 2]."""
+    placed = -np.minimum(positions[:, 1].astype(np.int64), 0) & (1 << WINDOW - 1) - 1
+    return positions[:, 0].astype(np.int64) + np.bitwise_count(placed)
+
+
+def remap_position(positions: np.ndarray, rows: int) -> np.ndarray:
+    """Converts positions, int32 [B, 2], to another number of streams: int32 [rows, 2].
+
+    They go on after as many documents as were consumed. Documents by which some streams were ahead of the others come
+    again, and those by which they were behind are missed.
+    """
+    consumed = documents_consumed(positions).sum()
+    # Stream j has the documents j, j + rows, ...: of the first n it has ceil((n - j) / rows).
+    of_stream = np.maximum(-((np.arange(rows) - consumed) // rows), 0)
+    return np.stack([of_stream, np.zeros_like(of_stream)], axis=1).astype(np.int32)

@@ -76,13 +76,9 @@ class ChatTemplate:
         """Returns the reply of the process, which is started first if there is none."""
         if self._process is None:
             serve = f"import sys; sys.path.insert(0, {_ROOT!r}); from src.data.chat_template import serve; serve()"
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", serve],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is not for it
-            )
+            streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            # In a session of its own, as Ctrl-C is not for it.
+            self._process = subprocess.Popen([sys.executable, "-c", serve], **streams, start_new_session=True)
             self._stop = weakref.finalize(self, _kill, self._process)
             self._send(self._setup | {"cpu_seconds": CPU_SECONDS, "memory_bytes": MEMORY_BYTES})
         self._send(request)
@@ -119,16 +115,10 @@ def serve() -> None:
         try:
             template = template or _environment().from_string(setup["source"])
             strftime_now = datetime.datetime.fromisoformat(request["now"]).strftime
+            shown = {"tools": None, "documents": None, "strftime_now": strftime_now, **setup["tokens"]}
             texts = [
-                template.render(
-                    messages=request["messages"][:count],
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    strftime_now=strftime_now,
-                    **setup["tokens"],
-                )
-                for count, add_generation_prompt in request["parts"]
+                template.render(messages=request["messages"][:count], add_generation_prompt=prompts, **shown)
+                for count, prompts in request["parts"]
             ]
             reply = {"texts": texts}
             if (longest := max(map(len, texts))) > MAX_CHARACTERS:

@@ -53,7 +53,7 @@ class ConversationSource(Source):
         return _read_line(files.read(file, start, stop), file, start)
 
     def document_keys(self) -> np.ndarray:
-        return self._files.keys()
+        return self._files.document_keys()
 
     def fingerprint(self) -> Fingerprint:
         return {**self._files.fingerprint(), "type": "conversations"}

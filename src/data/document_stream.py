@@ -1,7 +1,4 @@
-"""Turns a source into an endless stream of documents in ids, and the stream into rows.
-
-B: rows of a batch, over all hosts.  T: tokens per row.
-"""
+"""Turns a source into an endless stream of documents in ids, and the stream into rows."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +9,7 @@ from src.data.best_fit import best_fit
 from src.data.conversations import encode_conversation
 from src.data.order import Shuffle
 from src.data.packing import Cuts, PackingStream, RowLayout, concatenate, fill_row, one_per_row
-from src.data.types import Batch, Conversation, Document, InputSpec, Item, RowSource, Source
+from src.data.types import Conversation, Document, InputSpec, Item, RowArrays, RowSource, Source
 from src.errors import UserError
 
 
@@ -22,10 +19,8 @@ class DocumentStream:
     The order depends on the `name` of the source in a mixture, which is empty for one that is alone.
     """
 
-    def __init__(self, spec: InputSpec, source: Source | RowSource, name: str = "") -> None:
-        self._spec = spec
-        self._source = source
-        seed = spec.data.data_shuffle_seed
+    def __init__(self, inputs: InputSpec, source: Source | RowSource, name: str = "") -> None:
+        self._inputs, self._source, seed = inputs, source, inputs.data.data_shuffle_seed
         if not isinstance(source, RowSource):
             self._order = Shuffle(len(source), seed, name or 0, source.group_sizes())
         elif source.row_count is not None:
@@ -33,7 +28,7 @@ class DocumentStream:
 
     def documents(self, ordinal: int) -> list[Document]:
         """Returns the documents of item `ordinal` of the stream."""
-        return encode(self._spec, self._source[self._order(ordinal)])
+        return encode(self._inputs, self._source[self._order(ordinal)])
 
     def row(self, ordinal: int) -> list[Document]:
         """Returns row `ordinal` of the stream: one of a source of rows, or an item that has a row of its own."""
@@ -58,7 +53,7 @@ class RowFiller:
 
     def __init__(
         self,
-        spec: InputSpec,
+        inputs: InputSpec,
         source: Source | RowSource,
         rows: Sequence[int],
         global_batch: int,
@@ -68,21 +63,19 @@ class RowFiller:
         positions: np.ndarray | None = None,
         one_epoch: bool = False,
     ) -> None:
-        self._documents = DocumentStream(spec, source, name)
-        self._rows_before = rows_before
-        row_count = rows_per_epoch(spec, source)
+        self._documents, self._rows_before = DocumentStream(inputs, source, name), rows_before
         self._streams: list[PackingStream] | None = None
-        self._end = math.inf
+        row_count, self._end = rows_per_epoch(inputs, source), math.inf
         if one_epoch:
             self._end = len(source) if row_count is None else row_count
         if row_count is None:
             positions = np.zeros((len(rows), 2), np.int32) if positions is None else positions
             self._streams = [
-                PackingStream(self._documents.documents, row, global_batch, layout_of(spec), position, self._end)
+                PackingStream(self._documents.documents, row, global_batch, layout_of(inputs), position, self._end)
                 for row, position in zip(rows, positions, strict=True)
             ]
 
-    def fill(self, batch: Batch, row: int, ordinal: int) -> Cuts:
+    def fill(self, batch: RowArrays, row: int, ordinal: int) -> Cuts:
         """Writes row `ordinal` of those from the source into row `row` of this host's batch, which is still padding."""
         if self._streams is not None:
             return self._streams[row].fill(batch, row)
@@ -94,26 +87,26 @@ class RowFiller:
         return (0, 0) if self._streams is None else self._streams[row].position
 
 
-def layout_of(spec: InputSpec) -> RowLayout:
+def layout_of(inputs: InputSpec) -> RowLayout:
     """Returns how documents become rows. With `use_sft` a response stays with its prompt where both fit a row."""
-    if not spec.batch.packing:
+    if not inputs.batch.packing:
         return one_per_row
-    return best_fit if spec.data.use_sft else concatenate
+    return best_fit if inputs.data.use_sft else concatenate
 
 
-def rows_per_epoch(spec: InputSpec, source: Source | RowSource) -> float | None:
+def rows_per_epoch(inputs: InputSpec, source: Source | RowSource) -> float | None:
     """Counts the rows of an epoch, infinity without an end; None where only tokenizing all of it could tell."""
     if isinstance(source, RowSource):
         return math.inf if source.row_count is None else source.row_count
-    return len(source) if not spec.batch.packing and spec.batch.long_documents == "truncate" else None
+    return len(source) if not inputs.batch.packing and inputs.batch.long_documents == "truncate" else None
 
 
-def encode(spec: InputSpec, item: Item) -> list[Document]:
+def encode(inputs: InputSpec, item: Item) -> list[Document]:
     """Tokenizes an item: one document, or for some conversations one for each turn of the assistant."""
     if isinstance(item, Conversation):
-        return encode_conversation(spec.tokenizer, item, spec.data.sft_train_on_completion_only)
+        return encode_conversation(inputs.tokenizer, item, inputs.data.sft_train_on_completion_only)
     if isinstance(item, str):  # of an empty one only its own end could be learned
-        return [Document(spec.tokenizer.encode(item) if item else np.empty(0, np.int32))]
-    if len(item) and item.max() >= spec.vocab_size:
-        raise UserError(f"a document has id {item.max()}: vocab_size={spec.vocab_size} is too small for these data")
+        return [Document(inputs.tokenizer.encode(item) if item else np.empty(0, np.int32))]
+    if len(item) and item.max() >= inputs.vocab_size:
+        raise UserError(f"a document has id {item.max()}: vocab_size={inputs.vocab_size} is too small for these data")
     return [Document(item)]

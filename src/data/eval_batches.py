@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from src.data.best_fit import remap_position
 from src.data.document_stream import DocumentStream, RowFiller, layout_of, rows_per_epoch
 from src.data.host_arrays import max_over_hosts
 from src.data.loader import BatchMaker, count_targets
 from src.data.order import Mixture
 from src.data.packing import RowLayout
-from src.data.stream_positions import remap_position
-from src.data.types import Batch, EvalSet, InputSpec
+from src.data.types import EvalSet, InputSpec, RowArrays
 from src.errors import UserError
 
 
@@ -28,7 +28,7 @@ class EvalBatches:
 
     def __init__(
         self,
-        spec: InputSpec,
+        inputs: InputSpec,
         data: EvalSet,
         rows: Sequence[int],
         global_batch: int,
@@ -38,38 +38,34 @@ class EvalBatches:
         self._one_epoch = data.steps == -1
         of = f" of {data.name}" if data.name else ""
         # Of an evaluation; None where each host has to count its own.
-        row_count = rows_per_epoch(spec, data.source) if self._one_epoch else data.steps * global_batch
+        row_count = rows_per_epoch(inputs, data.source) if self._one_epoch else data.steps * global_batch
         if row_count == math.inf:
             raise UserError(
                 f"the evaluation data{of} have no end to evaluate to: set eval_steps to a number of batches"
             )
-        if not count_targets(spec, data.source, 1):
+        if not count_targets(inputs, data.source, 1):
             raise UserError(f"the evaluation data{of} have no text: give other data with eval_dataset_path=PATH")
-        self._spec = spec
-        self._source = data.source
-        self._rows = rows
-        self._global_batch = global_batch
-        self._steps = None if row_count is None else math.ceil(row_count / global_batch)
-        self._rolls = rolls
+        self._inputs, self._source, self._rows, self._global_batch = inputs, data.source, rows, global_batch
+        self._rolls, self._steps = rolls, None if row_count is None else math.ceil(row_count / global_batch)
         self._start(position)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[RowArrays]:
         """Yields the batches, made ahead of time in a thread."""
         if not self._rolls:
             self._start(None)
         count, before = self.steps(), self._rows_taken
         self._rows_taken += count * self._global_batch
-        maker = BatchMaker(self._spec, [self._filler], Mixture([1]), self._rows, self._global_batch)
+        maker = BatchMaker(self._inputs, [self._filler], Mixture([1]), self._rows, self._global_batch)
         return (batch.arrays for batch in maker.batches(before, count))
 
     def steps(self) -> int:
         """Counts the batches of an evaluation. The first call, also by `iter`, waits for that of other hosts."""
         if self._steps is None:  # as many as the host with the most rows needs
-            stream, layout, most = DocumentStream(self._spec, self._source), layout_of(self._spec), 0
+            stream, layout, most = DocumentStream(self._inputs, self._source), layout_of(self._inputs), 0
             for row in self._rows:
                 ordinals = range(row, len(self._source), self._global_batch)
                 sizes = ([len(document.ids) for document in stream.documents(ordinal)] for ordinal in ordinals)
-                most = max(most, rows_needed(sizes, self._spec.batch.max_target_length, layout))
+                most = max(most, rows_needed(sizes, self._inputs.batch.max_target_length, layout))
             self._steps = int(max_over_hosts(np.int32(most)))
         return self._steps
 
@@ -91,7 +87,7 @@ class EvalBatches:
                 positions = remap_position(positions, self._global_batch)
             positions = positions[list(self._rows)]
         place = (self._rows, self._global_batch)
-        self._filler = RowFiller(self._spec, self._source, *place, positions=positions, one_epoch=self._one_epoch)
+        self._filler = RowFiller(self._inputs, self._source, *place, positions=positions, one_epoch=self._one_epoch)
 
 
 def rows_needed(items: Iterable[Sequence[int]], length: int, layout: RowLayout) -> int:

@@ -9,14 +9,10 @@ from src.errors import changed_keys
 
 
 class Fact(NamedTuple):
-    """Says what an entry of `data_fingerprint` is about.
+    """Says what an entry of `data_fingerprint` is about."""
 
-    source: the source's name, "" for the only one; None where the entry is about the run.
-    name: the fact, as the source's own fingerprint has it; the entry itself where it is about the run.
-    """
-
-    source: str | None
-    name: str
+    source: str | None  # the source's name, "" for the only one; None where the entry is about the run
+    name: str  # the fact, as the source's own fingerprint has it; the entry itself where it is about the run
 
     @classmethod
     def of(cls, entry: str, sources: Sequence[str]) -> Self:
@@ -34,7 +30,7 @@ class Fact(NamedTuple):
         return self.source is not None and self.name.startswith("file ")
 
 
-def data_fingerprint(spec: InputSpec, data: TrainData, global_batch: int) -> Fingerprint:
+def data_fingerprint(inputs: InputSpec, data: TrainData, global_batch: int) -> Fingerprint:
     """Returns all facts on which training batches depend: while they are equal, so is the batch of each step."""
     facts: Fingerprint = {}
     for name, source in zip(data.names, data.sources, strict=True):
@@ -43,23 +39,23 @@ def data_fingerprint(spec: InputSpec, data: TrainData, global_batch: int) -> Fin
     if len(data.sources) > 1:
         shares = (f"{name} {weight:g}" for name, weight in zip(data.names, data.weights, strict=True))
         facts["source weights"] = ", ".join(shares)
-    tokenizer = spec.tokenizer.fingerprint() if spec.tokenizer else {}
+    tokenizer = inputs.tokenizer.fingerprint() if inputs.tokenizer else {}
     facts |= {f"tokenizer {fact}": value for fact, value in tokenizer.items()}
-    if spec.data.use_sft:
-        template = (spec.tokenizer.chat_template or "").encode()
+    if inputs.data.use_sft:
+        template = (inputs.tokenizer.chat_template or "").encode()
         facts["chat template"] = hashlib.sha256(template).hexdigest()[:16]
-        facts["sft_train_on_completion_only"] = spec.data.sft_train_on_completion_only
-        if spec.batch.packing:
+        facts["sft_train_on_completion_only"] = inputs.data.sft_train_on_completion_only
+        if inputs.batch.packing:
             facts["packing of conversations"] = "whole"  # they were cut before
-    if not spec.batch.packing and spec.batch.long_documents == "truncate":
-        facts["long_documents"] = spec.batch.long_documents
-    if spec.batch.batch_transform:
-        facts["batch_transform"] = spec.batch.batch_transform
+    if not inputs.batch.packing and inputs.batch.long_documents == "truncate":
+        facts["long_documents"] = inputs.batch.long_documents
+    if inputs.batch.batch_transform:
+        facts["batch_transform"] = inputs.batch.batch_transform
     return facts | {
         "global batch": global_batch,
-        "max_target_length": spec.batch.max_target_length,
-        "packing": spec.batch.packing,
-        "data_shuffle_seed": spec.data.data_shuffle_seed,
+        "max_target_length": inputs.batch.max_target_length,
+        "packing": inputs.batch.packing,
+        "data_shuffle_seed": inputs.data.data_shuffle_seed,
     }
 
 

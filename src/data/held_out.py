@@ -11,9 +11,7 @@ class _Subset:
     """Selects items of another source by their numbers, ascending; `name` tells it from the source's other subsets."""
 
     def __init__(self, source: Source | RowSource, items: np.ndarray | range, name: str) -> None:
-        self._source = source
-        self._items = items
-        self._name = name
+        self._source, self._items, self._name = source, items, name
 
     def fingerprint(self) -> Fingerprint:
         return {**self._source.fingerprint(), "part": self._name}

@@ -1,7 +1,4 @@
-"""Turns a host's rows into global arrays on all devices, and back.
-
-B: rows of a batch, over all hosts.
-"""
+"""Turns a host's rows into global arrays on all devices, and back; B counts the rows of a batch over all hosts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from src.data.types import Batch
+from src.data.types import RowArrays
 from src.errors import UserError, changed_keys
 
 
@@ -21,7 +18,7 @@ def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> n
 
 
 def to_global(
-    batch: Batch, shardings: Mapping[str, jax.sharding.Sharding], rows: Sequence[int], global_batch: int
+    batch: RowArrays, shardings: Mapping[str, jax.sharding.Sharding], rows: Sequence[int], global_batch: int
 ) -> dict[str, jax.Array]:
     """Makes global arrays [B, ...] on the devices of all hosts of this host's rows, [rows, ...].
 

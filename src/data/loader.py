@@ -18,7 +18,7 @@ from src.data.batch_transform import apply_transform
 from src.data.document_stream import RowFiller, encode
 from src.data.order import Mixture
 from src.data.packing import empty_batch
-from src.data.types import Batch, InputSpec, RowSource, Source, TrainData
+from src.data.types import InputSpec, RowArrays, RowSource, Source, TrainData
 from src.errors import UserError
 from src.user_code import load_function
 
@@ -27,20 +27,15 @@ _BEGUN_BATCHES = 4  # beside the prefetched ones, so that threads need not keep 
 
 
 class HostBatch(NamedTuple):
-    """Holds this host's rows of a batch.
+    """Holds this host's rows of a batch."""
 
-    arrays: as `packing.empty_batch` describes them.
-    stream_positions: int32 [rows, S, 2], where each row's packing streams resume after it.
-    cuts: int32 [rows, 2], `packing.Cuts` of each row.
-    """
-
-    arrays: Batch
-    stream_positions: np.ndarray
-    cuts: np.ndarray
+    arrays: RowArrays
+    stream_positions: np.ndarray  # int32 [rows, S, 2], where each row's packing streams resume after it
+    cuts: np.ndarray  # int32 [rows, 2], `packing.Cuts` of each row
 
 
 def train_batches(
-    spec: InputSpec,
+    inputs: InputSpec,
     data: TrainData,
     rows: Sequence[int],
     global_batch: int,
@@ -57,16 +52,15 @@ def train_batches(
     """
     fillers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
-        length, of = spec.batch.max_target_length, f" of {name}" if name else ""
-        if (targets := count_targets(spec, source, length)) < length:
+        length, of = inputs.batch.max_target_length, f" of {name}" if name else ""
+        if (targets := count_targets(inputs, source, length)) < length:
             raise UserError(
                 f"the training data{of} have {targets} tokens, fewer than one row of max_target_length={length}: set "
                 "max_target_length to less, or give a dataset_path with more text"
             )
-        positions = None if position is None else position[:, index]
-        before = (rows_before or {}).get(name, 0)
-        fillers.append(RowFiller(spec, source, rows, global_batch, name=name, rows_before=before, positions=positions))
-    return BatchMaker(spec, fillers, Mixture(data.weights), rows, global_batch).batches(rows_taken)
+        before, at = (rows_before or {}).get(name, 0), None if position is None else position[:, index]
+        fillers.append(RowFiller(inputs, source, rows, global_batch, name=name, rows_before=before, positions=at))
+    return BatchMaker(inputs, fillers, Mixture(data.weights), rows, global_batch).batches(rows_taken)
 
 
 class BatchMaker:
@@ -77,15 +71,12 @@ class BatchMaker:
     """
 
     def __init__(
-        self, spec: InputSpec, fillers: Sequence[RowFiller], mixture: Mixture, rows: Sequence[int], global_batch: int
+        self, inputs: InputSpec, fillers: Sequence[RowFiller], mixture: Mixture, rows: Sequence[int], global_batch: int
     ) -> None:
-        self._spec = spec
-        self._fillers = fillers
-        self._mixture = mixture
-        self._rows = rows
-        self._global_batch = global_batch
+        self._inputs, self._fillers, self._mixture = inputs, fillers, mixture
+        self._rows, self._global_batch = rows, global_batch
         self._closing = threading.Event()  # once it is set, threads begin no further row
-        name = spec.batch.batch_transform
+        name = inputs.batch.batch_transform
         self._transform = load_function(name, "batch_transform") if name else None
 
     def batches(self, rows_taken: int, count: int | None = None) -> Iterator[HostBatch]:
@@ -106,7 +97,7 @@ class BatchMaker:
             thread.shutdown(cancel_futures=True)
 
     def _made(self, rows_taken: int, count: int | None) -> Iterator[HostBatch]:
-        threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(self._spec.data.data_threads)]
+        threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(self._inputs.data.data_threads)]
         try:
             starts = itertools.islice(itertools.count(rows_taken, self._global_batch), count)
             begun = (self._begin(threads, start) for start in starts)
@@ -117,7 +108,7 @@ class BatchMaker:
                     share.result()
                 ahead.extend(itertools.islice(begun, 1))
                 if self._transform:
-                    arrays = apply_transform(self._transform, self._spec.vocab_size, batch.arrays)
+                    arrays = apply_transform(self._transform, self._inputs.vocab_size, batch.arrays)
                     batch = batch._replace(arrays=arrays)
                 yield batch
         finally:
@@ -126,11 +117,11 @@ class BatchMaker:
 
     def _begin(self, threads: Sequence[ThreadPoolExecutor], rows_before: int) -> tuple[HostBatch, list[Future[None]]]:
         """Hands out the batch after `rows_before` rows of the run: thread n of N fills rows n, n + N, ..."""
-        count = len(self._rows)
-        arrays = empty_batch(count, self._spec.batch.max_target_length)
+        count, seed = len(self._rows), self._inputs.data.data_shuffle_seed
+        arrays = empty_batch(count, self._inputs.batch.max_target_length)
         positions = np.empty((count, len(self._fillers), 2), np.int32)
         batch = HostBatch(arrays, positions, np.empty((count, 2), np.int32))
-        assigned = self._mixture.assign(rows_before, self._rows, self._global_batch, self._spec.data.data_shuffle_seed)
+        assigned = self._mixture.assign(rows_before, self._rows, self._global_batch, seed)
         return batch, [
             thread.submit(self._fill, batch, assigned, range(n, count, len(threads)))
             for n, thread in enumerate(threads)
@@ -145,7 +136,7 @@ class BatchMaker:
             batch.stream_positions[row] = [filler.position(row) for filler in self._fillers]
 
 
-def count_targets(spec: InputSpec, source: Source | RowSource, enough: int) -> int:
+def count_targets(inputs: InputSpec, source: Source | RowSource, enough: int) -> int:
     """Counts the targets of a source until there are `enough`, which mostly takes a few reads."""
     if isinstance(source, RowSource):
         return enough  # a row is never empty
@@ -153,5 +144,5 @@ def count_targets(spec: InputSpec, source: Source | RowSource, enough: int) -> i
     for i in range(len(source)):
         if targets >= enough:
             break
-        targets += sum(max(len(document.ids) - 1, 0) for document in encode(spec, source[i]))
+        targets += sum(max(len(document.ids) - 1, 0) for document in encode(inputs, source[i]))
     return targets

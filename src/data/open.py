@@ -38,17 +38,17 @@ def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
 
 def open_source(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
     """Opens one set of data. Raises UserError if it can't be read, or what reads it is not installed."""
-    match spec.type:
+    match spec.dataset_type:
         case "text" if inputs.data.use_sft:
-            if not spec.path:
+            if not spec.dataset_path:
                 raise UserError(f"use_sft=true reads .jsonl files of conversations: set {spec.key('dataset_path')}")
             from src.data.conversations import ConversationSource
 
-            return ConversationSource(spec.path, spec.key("dataset_path"))
+            return ConversationSource(spec.dataset_path, spec.key("dataset_path"))
         case "text":
             from src.data.readers.text import TextSource
 
-            return TextSource(spec.path, spec.max_document_bytes, spec.key("dataset_path"), spec.column)
+            return TextSource(spec.dataset_path, spec.max_document_bytes, spec.key("dataset_path"), spec.dataset_column)
         case "synthetic":
             from src.data.readers.synthetic import SyntheticSource
 

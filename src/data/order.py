@@ -17,17 +17,14 @@ _ROUNDS = 6
 
 
 def mix64(x: Words) -> Words:
-    """Maps 64-bit words one to one, each output bit depending on all input bits (the finaliser of SplitMix64).
-
-    Takes a Python int in [0, 2**64) or an array of uint64, so that one hash serves both loops and arrays.
-    """
+    """Maps 64-bit words, an int or an array of uint64, one to one, so that all bits mix (SplitMix64's finaliser)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
 @functools.lru_cache(maxsize=64)
-def keys(*seeds: int | str) -> tuple[int, ...]:
+def hash_keys(*seeds: int | str) -> tuple[int, ...]:
     """Returns six 64-bit hash keys, unrelated for any two tuples: (5, epoch 1) shares none with (6, epoch 0)."""
     digest = hashlib.blake2b(repr(seeds).encode(), digest_size=8 * _ROUNDS).digest()
     return tuple(int.from_bytes(digest[at : at + 8], "little") for at in range(0, len(digest), 8))
@@ -43,7 +40,7 @@ def permute(i: int, n: int, seed: int, source: int | str, epoch: int) -> int:
     low_bits = (n - 1).bit_length() // 2
     low_mask = (1 << low_bits) - 1
     high_mask = (1 << ((n - 1).bit_length() - low_bits)) - 1
-    round_keys = keys("permute", seed, source, epoch)
+    round_keys = hash_keys("permute", seed, source, epoch)
     while True:
         high, low = i >> low_bits, i & low_mask
         for key in range(0, _ROUNDS, 2):
@@ -62,10 +59,7 @@ class Shuffle:
     """
 
     def __init__(self, count: int, seed: int, source: int | str, group_sizes: np.ndarray | None = None) -> None:
-        self._count = count
-        self._seed = seed
-        self._source = source
-        self._sizes = group_sizes
+        self._count, self._seed, self._source, self._sizes = count, seed, source, group_sizes
         if group_sizes is not None:
             assert group_sizes.sum() == count
             self._starts = np.cumsum(group_sizes) - group_sizes

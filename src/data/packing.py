@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from src.data.types import Batch, Document
+from src.data.types import BATCH_ARRAYS, Document, RowArrays
 from src.errors import UserError
 
 MAX_EMPTY_DOCUMENTS = 10_000  # in succession, before it is an error
@@ -51,27 +51,17 @@ class Cuts(NamedTuple):
     ends_cut: bool
 
 
-def empty_batch(rows: int, length: int) -> Batch:
-    """Makes rows of padding: arrays [rows, T], int32 but for the last.
-
-    tokens: inputs.
-    targets: the id that follows each input in its document.
-    segment_ids: 1 and up for the documents of a row, 0 for padding.
-    positions: from 0 in each segment.
-    loss_mask: float32, 1 where the target counts in the loss; 0 on padding.
-    """
-    batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
-    return batch | {"loss_mask": np.zeros((rows, length), np.float32)}
+def empty_batch(rows: int, length: int) -> RowArrays:
+    """Makes rows of padding: the arrays of `BATCH_ARRAYS`, [rows, T]."""
+    return {name: np.zeros((rows, length), dtype) for name, dtype in BATCH_ARRAYS.items()}
 
 
-def fill_row(batch: Batch, row: int, parts: Iterable[tuple[Document, int, int]]) -> Cuts:
-    """Writes parts of documents, (document, first target, targets), into a row of padding; what exceeds it is left out.
-
-    Targets `first` to `first + length` of a document are its ids from `first + 1` on, and their inputs those before.
-    """
+def fill_row(batch: RowArrays, row: int, parts: Iterable[tuple[Document, int, int]]) -> Cuts:
+    """Writes parts of documents, (document, first target, targets), into a row of padding; what exceeds it is cut."""
     filled, begins_cut, ends_cut = 0, False, False
     for segment_id, (document, first, length) in enumerate(parts, start=1):
         length = min(length, batch["tokens"].shape[1] - filled)
+        # Targets `first` to `first + length` of a document are its ids from `first + 1` on, their inputs those before.
         columns, targets = (row, slice(filled, filled + length)), slice(first + 1, first + 1 + length)
         batch["tokens"][columns] = document.ids[first : first + length]
         batch["targets"][columns] = document.ids[targets]
@@ -108,10 +98,8 @@ def one_per_row(sizes_of: Sizes, position: Position, length: int) -> tuple[list[
 
 
 def remaining(sizes: Sequence[int], offset: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (document, first target, targets) for each document of an item with any left after `offset` targets.
-
-    None may be: an accepted change of data can leave a document shorter than what was taken of it.
-    """
+    """Yields (document, first target, targets) for each document of an item with any left after `offset` targets."""
+    # None may be: an accepted change of data can leave a document shorter than what was taken of it.
     for document, size in enumerate(sizes):
         if offset < size:
             yield document, max(offset, 0), size - max(offset, 0)
@@ -134,16 +122,13 @@ class PackingStream:
         position: Sequence[int] = (0, 0),
         end: float = math.inf,
     ) -> None:
-        self._items = items
+        self._items, self._stride, self._layout, self._end = items, stride, layout, end
         self._first = int(first)  # numpy's ints, which rows and positions come in, overflow in the order's hash
-        self._stride = stride
-        self._layout = layout
-        self._end = end
         self._unfinished: dict[int, tuple[Sequence[Document], tuple[int, ...]]] = {}  # documents of items, their sizes
         self._empty_items = 0  # in succession
         self.position: Position = (int(position[0]), int(position[1]))
 
-    def fill(self, batch: Batch, row: int) -> Cuts:
+    def fill(self, batch: RowArrays, row: int) -> Cuts:
         """Writes the stream's next row into row `row` of `batch`, which is still padding."""
         self._empty_items = 0
         segments, self.position = self._layout(self._sizes, self.position, batch["tokens"].shape[1])

@@ -34,10 +34,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Reads a SentencePiece model file. A model without a bos, such as T5's, starts documents with its eos.
-
-    Raises UserError if the file is missing, is no SentencePiece model, or has no eos.
-    """
+    """Reads a SentencePiece model; one without bos, such as T5's, begins with eos. Raises UserError if it is unfit."""
 
     def __init__(self, path: str) -> None:
         import sentencepiece  # only runs that use it pay for the import
@@ -71,10 +68,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def make_tokenizer(data: Data, vocab_size: int) -> Tokenizer | None:
-    """Opens the tokenizer that the keys name; None for synthetic data, which have no text.
-
-    Raises UserError if the file is missing or unfit, or the tokenizer has more ids than `vocab_size`.
-    """
+    """Opens the keys' tokenizer, None for synthetic data; raises UserError if it is unfit or exceeds `vocab_size`."""
     if all_synthetic(data):
         return None
     match data.tokenizer_type:
@@ -98,10 +92,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def folder_tokenizer(path: Path, model_vocab_size: int) -> Tokenizer:
-    """Opens the tokenizer of a Hugging Face model folder (older ones have a SentencePiece model), or a tokenizer.json.
-
-    Raises UserError if there is none, or it is malformed.
-    """
+    """Opens a Hugging Face folder's tokenizer (old: a SentencePiece model) or tokenizer.json, or raises UserError."""
     from src.data.huggingface_tokenizer import HuggingFaceTokenizer  # only runs that use it pay for its imports
 
     for file in (path / "tokenizer.json", path):

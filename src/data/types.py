@@ -9,7 +9,15 @@ import numpy as np
 from src.config import schema
 from src.errors import UserError
 
-Batch = dict[str, np.ndarray]  # rows as `packing.empty_batch` describes them
+# The arrays of a batch, [rows, T].
+BATCH_ARRAYS: dict[str, type] = {
+    "tokens": np.int32,  # inputs
+    "targets": np.int32,  # the id that follows each input in its document
+    "segment_ids": np.int32,  # 1 and up for the documents of a row, 0 for padding
+    "positions": np.int32,  # from 0 in each segment
+    "loss_mask": np.float32,  # 1 where the target counts in the loss; 0 on padding
+}
+RowArrays = dict[str, np.ndarray]  # a host's rows of them
 Fingerprint = dict[str, str | int]  # facts on which data depend, by name: equal exactly where the data are
 Message = Mapping[str, Any]  # {"role": ..., "content": ..., and any other field that a chat template reads}
 
@@ -22,14 +30,10 @@ class Document(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Holds the line of a .jsonl file that begins at byte `start`.
+    """Holds the line of a .jsonl file that begins at byte `start`."""
 
-    messages: at least one is the assistant's.
-    is_pair: it was given as prompt and completion, which are then the two messages.
-    """
-
-    messages: tuple[Message, ...]
-    is_pair: bool
+    messages: tuple[Message, ...]  # at least one is the assistant's
+    is_pair: bool  # it was given as prompt and completion, which are then the two messages
     file: str
     start: int
 
@@ -92,18 +96,13 @@ class EvalSet(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Translates text to ids and back. A document's ids are [bos, ..., eos].
+    """Translates text to ids and back. A document's ids are [bos, ..., eos]."""
 
-    vocab_size: a model's vocabulary has at least as many ids.
-    stop_ids: the ids that end the model's turn, eos among them.
-    chat_template: the source of the template that `render_chat` follows; None if there is none.
-    """
-
-    vocab_size: int
+    vocab_size: int  # a model's vocabulary has at least as many ids
     bos: int
     eos: int
-    stop_ids: frozenset[int]
-    chat_template: str | None = None
+    stop_ids: frozenset[int]  # the ids that end the model's turn, eos among them
+    chat_template: str | None = None  # the source of the template that `render_chat` follows
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the int32 ids of a document, with bos and eos."""
@@ -146,20 +145,13 @@ def missing_template() -> UserError:
 
 
 class InputSpec(NamedTuple):
-    """Says how documents become rows: sections of the config, and the tokenizer.
-
-    data: `data_shuffle_seed`, `data_threads`, `use_sft` and `sft_train_on_completion_only`.
-    batch: `max_target_length` (T), `packing`, `long_documents` and `batch_transform`.
-    vocab_size: V; ids are in [0, V).
-    tokenizer: None where nothing is text.
-    config: all keys, which the user's `dataset_factory` is called with; nothing else reads it.
-    """
+    """Says how documents become rows: sections of the config, and the tokenizer."""
 
     data: schema.Data
-    batch: schema.Batch
-    vocab_size: int
-    tokenizer: Tokenizer | None
-    config: schema.Config
+    batch: schema.BatchKeys
+    vocab_size: int  # V; ids are in [0, V)
+    tokenizer: Tokenizer | None  # None where nothing is text
+    config: schema.Config  # all keys, which the user's `dataset_factory` is called with; nothing else reads it
 
     @classmethod
     def of(cls, config: schema.Config, tokenizer: Tokenizer | None) -> Self:

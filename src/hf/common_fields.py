@@ -5,20 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from src.errors import UserError
-from src.hf.fields import (
-    UNSET,
-    Field,
-    FieldGroup,
-    Json,
-    Keys,
-    Layers,
-    count_entry,
-    entry,
-    layer_with,
-    read_fields,
-    require,
-    write_fields,
-)
+from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with
+
+# isort: split
+from src.hf.fields import read_fields, require, write_fields
 
 # Entries that alter no logits in any family: names, dtypes, special tokens, what training and generation read alone.
 # fmt: off
@@ -86,10 +76,7 @@ def write_window(layers: Layers) -> Json:
 
 
 def read_layer_types(hf: Mapping[str, Any], default: Sequence[str], *known: str) -> list[str]:
-    """Returns each layer's kind of attention: config.json's layer_types, else `default`.
-
-    Raises UserError if a layer is of no `known` kind, or there are not as many as layers.
-    """
+    """Returns layer_types, else `default`; raises UserError unless there is one a layer, and each is `known`."""
     kinds = entry(hf, "layer_types", list(default))
     if unknown := sorted({str(kind) for kind in kinds if kind not in known}):
         raise UserError(f"config.json has layers of {', '.join(unknown)}: expected {' or '.join(known)}")
@@ -99,10 +86,8 @@ def read_layer_types(hf: Mapping[str, Any], default: Sequence[str], *known: str)
 
 
 def read_windowed_layers(hf: Mapping[str, Any], keys: Keys, global_every: int, **windowed: Any) -> Keys:
-    """Returns the pattern of layers of which some have windows, and then the further keys `windowed`.
-
-    Where config.json does not name each layer's kind, one in `global_every` has no window.
-    """
+    """Returns the pattern of layers of which some have windows, and then the further keys `windowed`."""
+    # Where config.json does not name each layer's kind, one in `global_every` has no window.
     default = [WINDOWED if (i + 1) % global_every else GLOBAL for i in range(keys["base_num_decoder_layers"])]
     of_kind = {WINDOWED: {"attention_type": "local_sliding", **windowed}, GLOBAL: {}}
     return layer_pattern([of_kind[kind] for kind in read_layer_types(hf, default, WINDOWED, GLOBAL)])

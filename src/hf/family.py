@@ -38,10 +38,7 @@ class Family:
     copied: tuple[TensorMap, ...] = ()  # rows of tensors, written and not read, that repeat a weight for each MTP layer
 
     def read_config(self, hf: Mapping[str, Any]) -> Keys:
-        """Returns the keys of base.yml that a config.json says; layers that differ are segments of a layer each.
-
-        Raises UserError if it has an entry, or a value of one, that is not here.
-        """
+        """Returns config.json's keys, layers that differ as a segment each; raises UserError for what is not here."""
         only = {**ONLY, **self.only}
         require(hf, **only)
         require_known(hf, {*self.known, *INERT, *only})

@@ -50,10 +50,7 @@ class Field:
         return (self.name,)
 
     def read(self, hf: Mapping[str, Any], keys: Keys) -> Keys:
-        """Returns the key, if it has a value; `keys` are those of the rows above.
-
-        Raises UserError if the entry is not of the key's type, or no value that the key may have.
-        """
+        """Returns the key, if it has a value, by `keys` of the rows above; raises UserError for one it can't have."""
         default = KEYS[self.key].default
         if hf.get(self.name) is None:
             if self.absent is not UNSET:
@@ -105,10 +102,7 @@ def layer_with(layers: Layers, key: str) -> Model:
 
 
 def read_fields(table: Table, hf: Mapping[str, Any]) -> Keys:
-    """Returns the keys that a table reads in config.json.
-
-    Raises UserError if config.json lacks an entry that is required, or has one that is not here.
-    """
+    """Returns the keys that a table reads in config.json; raises UserError if an entry is missing or not supported."""
     required = [row.name for row in table if isinstance(row, Field) and row.absent is REQUIRED]
     if missing := [name for name in required if hf.get(name) is None]:
         raise UserError(f"config.json lacks {', '.join(dict.fromkeys(missing))}")
@@ -124,10 +118,7 @@ def write_fields(table: Table, layers: Layers) -> Json:
 
 
 def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns an entry of config.json, or `default` for one that is absent or null (false to transformers).
-
-    Raises UserError if it is not of the type of `default`, such as a number in quotes.
-    """
+    """Returns an entry, or `default` if absent or null (false to transformers); raises UserError for another type."""
     value = hf.get(name)
     if value is None:
         return False if isinstance(default, bool) and name in hf else default

@@ -14,9 +14,8 @@ from rich.progress import track
 from src.errors import UserError, first_few
 from src.hf.folder import HfFolder, open_folder
 from src.hf.model_keys import folder_model
-from src.hf.rearrange import Range
 from src.hf.safetensors import DTYPES, UNREADABLE, Tensor
-from src.hf.tensor_map import Piece, WeightPath, lay_out
+from src.hf.tensor_map import Piece, Range, WeightPath, lay_out
 from src.model.params import Tree, by_path, nested
 
 T = TypeVar("T")
@@ -40,10 +39,7 @@ def load_weights(path: str | os.PathLike[str], tree: Tree, notes: list[str] | No
 
 
 def match_tensors(folder: HfFolder, tree: Tree, notes: list[str] | None = None) -> list[tuple[Piece, Tensor]]:
-    """Returns the pieces of the weights in `tree`, weight by weight, each with the tensor that it lies in.
-
-    Raises UserError if a tensor is missing, unknown or of another shape; all such are named.
-    """
+    """Returns the pieces of the weights in `tree` and their tensors; raises UserError naming all that do not fit."""
     family, keys = folder_model(folder)
     is_tied, num_layers = keys["logits_via_embedding"], keys["base_num_decoder_layers"]
     shapes = {weight: leaf.shape for weight, leaf in by_path(tree).items()}

@@ -25,10 +25,7 @@ def read_model_keys(path: str | os.PathLike[str]) -> Keys:
 
 
 def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
-    """Returns the family of a folder's text model, and the keys of base.yml that describe it.
-
-    Raises UserError if the model is of no family here, or uses what is not here.
-    """
+    """Returns the family and the keys of a folder's text model; raises UserError if it uses what is not here."""
     whole = folder.config
     hf = entry(whole, "text_config", {}) or whole  # all of it, where the model has no other parts
     if "tie_word_embeddings" in whole:  # of several parts the whole says this; to transformers a null there is false
@@ -63,10 +60,7 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
 
 
 def find_family(model: Model, max_target_length: int) -> tuple[Family, Json]:
-    """Returns the first family that has the model, and the model's config.json.
-
-    A family has the model if reading its config.json gives the same one. Raises UserError if no family has it.
-    """
+    """Returns the first family that reads its own config.json as the model, and that; raises UserError if none does."""
     spec, layers = _spec(model, max_target_length), _layers(model)
     missing: dict[str, list[str]] = {}  # by family
     for family in FAMILIES:

@@ -49,10 +49,7 @@ class BlockScaledTensor:
 
 @dataclass(frozen=True)
 class Mxfp4Tensor:
-    """gpt-oss's experts: 4-bit floats in blocks of 32 along the dim that is summed over.
-
-    That dim is stored last and comes before the last one here.
-    """
+    """gpt-oss's experts: 4-bit floats in blocks of 32 along the summed dim, which is stored last and second here."""
 
     blocks: Tensor  # uint8 [E, F, D / 32, 16]; a byte's low half is the earlier element
     scales: Tensor  # uint8 [E, F, D / 32]

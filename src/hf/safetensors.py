@@ -61,10 +61,7 @@ class StoredTensor:
 
 
 def open_tensors(file: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a file by name; only its header is read.
-
-    Raises UserError if the file is truncated, is no safetensors file, or its header contradicts itself.
-    """
+    """Returns a file's tensors by name, from its header alone; raises UserError if it is truncated or damaged."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         header_size = int.from_bytes(opened.read(8), "little")

@@ -46,10 +46,8 @@ def _of_bytes(tokenizer: ByteTokenizer) -> tuple[tokenizers.Tokenizer, str, str]
 
 
 def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[tokenizers.Tokenizer, str, str]:
-    """Converts a byte-pair model that falls back to bytes and keeps the text, such as src.train_tokenizer's.
-
-    SentencePiece joins the two neighbours that make the piece of the highest score: in that order come the merges.
-    """
+    """Converts a byte-pair model that falls back to bytes and keeps the text, such as src.train_tokenizer's."""
+    # SentencePiece joins the two neighbours that make the piece of the highest score: in that order come the merges.
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     scores = {piece.piece: piece.score for piece in model.pieces if piece.type == _PIECE.NORMAL}

@@ -137,10 +137,8 @@ def attend(
 
 
 def repeat_kv(x_BTKH: Array, num_query_heads: int, layout: Layout) -> Array:
-    """Replicates the rows of keys or values [B, T, K, H], with the heads that each device's queries read.
-
-    With grouped heads these are small, and gathering them takes less time than the queries' scores do.
-    """
+    """Replicates the rows of keys or values [B, T, K, H], with the heads that each device's queries read."""
+    # With grouped heads these are small, and gathering them takes less time than the queries' scores do.
     if layout.axes("kv_heads") != layout.axes("heads"):
         # So many neighbouring queries of a device read the same head.
         group = num_query_heads // x_BTKH.shape[2]

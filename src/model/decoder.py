@@ -32,6 +32,7 @@ class Decoder(nnx.Module):
         if spec.position_type == "learned":
             shape = (spec.trainable_position_size, D)
             self.position_embedding = weight(rngs, shape, ("position", "embed"), dtype, fan_in=(1,))
+        # The blocks of the layer groups, which checkpoints call segments.
         self.segments = nnx.List([_group_blocks(spec, index, rngs) for index in range(len(spec.layer_groups))])
         self.final_norm = Norm(spec, (D,), dtype, rngs)
         if not spec.logits_via_embedding:

@@ -24,10 +24,7 @@ ADAPTER_DTYPE = "float32"  # whatever the base weights have: updates and adapter
 
 
 def declare(keys: Trainable, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
-    """Returns a function that makes a model's adapters, a nested dict of `nnx.Param`s, for these weights' declarations.
-
-    Raises UserError if a pattern fits no weight that is multiplied by.
-    """
+    """Returns a function that makes adapters for these declarations; raises UserError if a pattern fits none."""
     patterns = tuple(map(str, keys.lora_parameters))
     axes, fan_ins = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))
     sizes = by_path(values(declarations))

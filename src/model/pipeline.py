@@ -74,10 +74,7 @@ class Schedule:
 
 
 def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule | None:
-    """Returns the schedule of `num_pipeline_microbatches` and `num_pipeline_repeats`; None with one stage.
-
-    Raises UserError if these, the mesh and the largest layer group do not fit each other.
-    """
+    """Returns the schedule of the keys, None with one stage; raises UserError if keys, mesh and layers do not fit."""
     stages, group = layout.mesh.shape[AXIS], spec.layer_groups[spec.largest_group]
     micro_batches, repeats = mesh.num_pipeline_microbatches, mesh.num_pipeline_repeats
     if stages == 1:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from src.parallel.mesh import Layout
 
-Rows = dict[str, Array]
+Batch = dict[str, Array]  # of rows [B, ...], by name
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,14 @@ class Accumulation:
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
-        """The replica axes over which gradients are reduced here, once (manual reduction), and not by the compiler.
-
-        In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each.
-        """
+        """The replica axes over which gradients are reduced here, once (manual reduction), and not by the compiler."""
+        # In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each.
         return self.replica_axes if self.micro_batches > 1 or self.pipelined else ()
 
 
 @jax.named_scope("accumulate")
 def accumulate(
-    gradient: Callable[[Any, Rows], tuple[Any, Any]], inputs: Any, rows: Rows, how: Accumulation
+    gradient: Callable[[Any, Batch], tuple[Any, Any]], inputs: Any, rows: Batch, how: Accumulation
 ) -> tuple[Any, Any]:
     """Adds up what `gradient(inputs, rows)` returns for each micro-batch: gradients, and other sums.
 
@@ -55,7 +53,7 @@ def accumulate(
             gradients = jax.lax.with_sharding_constraint(gradients, how.updates)
         return gradients, sums
 
-    def on_replica(inputs: Any, rows: Rows) -> tuple[Any, Any]:
+    def on_replica(inputs: Any, rows: Batch) -> tuple[Any, Any]:
         outputs = _over_micro_batches(gradient, inputs, rows, how)
         gradients, sums = jax.tree.map(lambda x: x.astype(jnp.float32), outputs)
         return jax.tree.map(lambda x: x[None], gradients), jax.lax.psum(sums, how.manual_axes)
@@ -67,11 +65,11 @@ def accumulate(
     return reduced, sums
 
 
-def _over_micro_batches(gradient: Callable, inputs: Any, rows: Rows, how: Accumulation) -> tuple[Any, Any]:
+def _over_micro_batches(gradient: Callable, inputs: Any, rows: Batch, how: Accumulation) -> tuple[Any, Any]:
     if how.micro_batches == 1:
         return gradient(inputs, rows)
 
-    def add_micro_batch(total: Any, micro: Rows) -> tuple[Any, None]:
+    def add_micro_batch(total: Any, micro: Batch) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradient(inputs, micro)), None
 
     split = {name: how.layout.split_rows(x, how.micro_batches) for name, x in rows.items()}

@@ -34,19 +34,14 @@ SIZE_KEYS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and the rules that map logical axes to its axes.
-
-    `rules[name]` are the mesh axes, outermost first, that shard a dim of that logical axis.
-    """
+    """A mesh and the rules that map logical axes to its axes."""
 
     mesh: Mesh
-    rules: Mapping[str, tuple[str, ...]]
+    rules: Mapping[str, tuple[str, ...]]  # by logical axis: the mesh axes, outermost first, that shard a dim of it
 
     def axes(self, axis: str | None) -> tuple[str, ...]:
-        """Returns the mesh axes of several devices, outermost first, that shard a dim of this logical axis; None: none.
-
-        Within `shard_map` an array is one device's part along the axes that it maps over, and those shard it no more.
-        """
+        """Returns the mesh axes of several devices, outermost first, that shard a dim of this logical axis."""
+        # Within `shard_map` an array is one device's part along the axes that it maps over: those shard it no more.
         mapped = jax.sharding.get_abstract_mesh().manual_axes
         rule = () if axis is None else self.rules[axis]
         return tuple(name for name in rule if self.mesh.shape[name] > 1 and name not in mapped)
@@ -77,10 +72,7 @@ class Layout:
         return self.mesh.devices.flat[0].platform
 
     def constrain(self, x: Array, *axes: str | None) -> Array:
-        """Shards `x` by its dims' logical axes, inside a compiled function.
-
-        Raises UserError if a dim is not divisible by the mesh axes that shard it.
-        """
+        """Shards `x` by its dims' logical axes, in a compiled function; raises UserError if a dim does not divide."""
         self.check(x.shape, axes)
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
@@ -116,12 +108,10 @@ class Layout:
     def shard_map(
         self, function: Callable, in_specs: Any, out_specs: Any, over: Collection[str] | None = None
     ) -> Callable:
-        """Maps `function` over device shards along the mesh axes `over`; None: all that no outer `shard_map` maps over.
-
-        The other axes go on as ever: within, `constrain` and another `shard_map` take care of them.
-        """
+        """Maps `function` over device shards along the mesh axes `over`; None: all that no outer one maps over."""
         if over is None:
             over = {*self.mesh.axis_names}.difference(jax.sharding.get_abstract_mesh().manual_axes)
+        # The other axes go on as ever: within, `constrain` and another `shard_map` take care of them.
         specs = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(function, mesh=self._traced_mesh, axis_names={*over}, check_vma=False, **specs)
 
@@ -151,11 +141,26 @@ def axes_of_dim(part: Any) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
-def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sharding of each weight, from its shape and its dims' logical axes (nested dicts of like structure).
+def replica_axes(layout: Layout, shardings: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that shard the batch but no parameter: devices along them hold the same weights."""
+    used = {name for at in jax.tree.leaves(shardings) for name in mesh_axes_of(at.spec)}
+    return tuple(name for name in layout.axes("batch") if name not in used)
 
-    Raises UserError if a dim is not divisible by the mesh axes that shard it; all such are named.
-    """
+
+def add_mesh_axes(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
+    """`sharding` of an array of this shape, with a dim cut by the mesh axes `axes` too; as it is where none divides."""
+    parts = list(map(axes_of_dim, sharding.spec))
+    # The first dim that nothing cuts yet comes first, which is mostly that of layers.
+    for dim in sorted(range(len(shape)), key=lambda dim: bool(parts[dim])):
+        cut_by = (*parts[dim], *axes)
+        if shape[dim] % math.prod(sharding.mesh.shape[name] for name in cut_by) == 0:
+            parts[dim] = cut_by
+            break
+    return sharding.update(spec=PartitionSpec(*(part or None for part in parts)))
+
+
+def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns each weight's sharding by its shape and logical axes; raises UserError naming all indivisible dims."""
     problems: dict[str, str] = {}  # and the logical axis of each
 
     def place(shape: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:
@@ -175,10 +180,7 @@ def weight_shardings(layout: Layout, shapes: Mapping[str, Any], axes: Mapping[st
 
 
 def global_batch_size(layout: Layout, per_device: float, micro_batches: int, key: str) -> int:
-    """Computes the rows of one step: `per_device` rows x devices x `micro_batches`.
-
-    Raises UserError if it is not whole, or a micro-batch does not divide over the mesh axes of "batch"; `key` gave it.
-    """
+    """Computes the rows of a step; raises UserError, which names `key`, where they are not whole or do not divide."""
     rows, shards = per_device * layout.mesh.size, layout.shards("batch")
     if abs(rows - round(rows)) > 1e-6 or round(rows) % shards or round(rows) == 0:
         into = f"does not divide into {shards} shards ({layout.sharded_by('batch')})" if shards > 1 else "is not whole"

@@ -29,20 +29,14 @@ def axes_within_slices(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 
 
 def joined_by_process(device: jax.Device) -> bool:
-    """Returns whether processes tell hosts apart: so for CPUs, and for GPUs to compile for, all in XLA's slice 0.
-
-    Of GPUs that are here, each of which may have a process of its own, JAX numbers the hosts as slices.
-    """
-    if device.platform == "gpu":
+    """Returns whether processes tell hosts apart: so for CPUs, and for GPUs to compile for, all in XLA's slice 0."""
+    if device.platform == "gpu":  # of those that are here, each maybe with its own process, JAX numbers hosts as slices
         return device.client.runtime_type == "compile_only_runtime"
     return device.platform != "tpu"
 
 
 def mesh_sizes(kind: str, section: Mesh, devices: int, groups: int) -> list[int]:
-    """Returns the mesh axes' sizes of one kind (ici or dcn), with the one -1 replaced by what the others leave.
-
-    There are `devices` in each of the `groups`, slices or hosts.
-    """
+    """Returns the axes' sizes of one kind, ici or dcn, -1 filled in: `devices` in each of `groups` slices or hosts."""
     sizes = {key: getattr(section, key) for key in (size_key(kind, name) for name in section.mesh_axes)}
     total = devices if kind == "ici" else groups
     given = math.prod(size for size in sizes.values() if size != -1)

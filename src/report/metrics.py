@@ -132,10 +132,7 @@ def _or_null(value: float | list[float]) -> Any:
 
 
 def _cut_back(path: Path, step: int) -> int:
-    """Truncates metrics.jsonl after its last line of `step` or before; returns how many other lines were invalid.
-
-    Reads from the end, because the file of a long run has gigabytes.
-    """
+    """Truncates metrics.jsonl after its last line up to `step`, found from the end; returns how many were invalid."""
     invalid = 0
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)

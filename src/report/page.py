@@ -33,10 +33,7 @@ are drawn beside its own."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Writes RUN_DIR/report.html for the arguments RUN_DIR [OTHER_RUN_DIR ...]; prints the usage for --help.
-
-    Raises UserError if an argument is no run's folder, a file in one is malformed, or the page can't be written.
-    """
+    """Writes RUN_DIR/report.html, or prints the usage; raises UserError for what is no run's folder, or malformed."""
     if {"-h", "--help"}.intersection(argv):
         print(USAGE)
         return
@@ -137,14 +134,11 @@ def _table(rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def key_figures(history: History) -> list[tuple[str, str]]:
-    """Returns the names and values at the top of the page; those without a finite value are left out.
-
-    The training loss is the mean over the last hundredth of the steps done, because one step's loss is noise.
-    """
+    """Returns the names and values at the top of the page; those without a finite value are left out."""
     figures = []
     train, evals = history.train, history.evals
     blocks = train["loss"].blocks()
-    latest = blocks[-math.ceil(len(blocks) / 100) :]
+    latest = blocks[-math.ceil(len(blocks) / 100) :]  # a mean over them, because one step's loss is noise
     if count := sum(block.count for block in latest):
         figures.append(("Train loss", f"{sum(block.total for block in latest) / count:.4f}"))
     for name in eval_sets(evals):

@@ -50,10 +50,7 @@ def build(
     compiler_options: Mapping[str, str] | None = None,
     loss: LossFunction = next_token_loss,
 ) -> TracedStep:
-    """Traces the step of a checked config, which minimises `loss`; `compiler_options` are XLA's.
-
-    Raises UserError if what was asked for does not fit the devices or the mesh.
-    """
+    """Traces a checked config's step, which minimises `loss`; raises UserError if it does not fit devices or mesh."""
     plan = plan_step(config, make_layout(config.mesh, devices))
     rows, micro_batches = config.per_device_batch_size, config.gradient_accumulation_steps
     rows = global_batch_size(plan.layout, rows, micro_batches, "per_device_batch_size")
@@ -78,12 +75,10 @@ def plan_step(config: Config, layout: Layout) -> StepPlan:
 
 
 def check_same_program(built: TracedStep, steps: int) -> None:
-    """Raises UserError on every process where one would run another training step, of `steps`, than process 0.
-
-    Nor may what enters a step at run time differ: the hyper-parameters are compared at the ends and in the middle.
-    """
+    """Raises UserError on every process where one would run another training step, of `steps`, than process 0."""
     if jax.process_count() == 1:
         return
+    # Nor may what enters a step at run time differ: the hyper-parameters are compared at the ends and in the middle.
     hparams = [hparams_at(built.plan.step, steps, step) for step in (0, 1, steps // 2, steps - 1)]
     texts = {"the traced step": program_text(built.traced), "its hyper-parameters": str(hparams)}
     digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts.values()]

@@ -18,10 +18,10 @@ from src.model.moe import router
 from src.model.params import Tree, Weights
 from src.parallel.mesh import Layout
 from src.parallel.sequence import to_zigzag
-from src.step.cross_entropy import cross_entropy
 from src.step.plan import Batch, StepPlan
 
 Metrics = dict[str, jax.Array]
+LogitsOf = Callable[[jax.Array], jax.Array]  # hidden states [B, t, D] to float32 logits [B, t, V]
 
 
 class LossSums(NamedTuple):
@@ -30,7 +30,7 @@ class LossSums(NamedTuple):
     loss: jax.Array  # nats
     z: jax.Array  # squared log-normalisers
     mtp: jax.Array  # [P] nats, of each multi-token prediction layer
-    tokens: jax.Array  # int32: how many go through the experts, all but padding
+    non_padding: jax.Array  # int32: tokens that go through the experts, all but padding
     router: Tree  # the layers' buffers of what their experts did
 
 
@@ -48,7 +48,7 @@ LossFunction = Callable[[Decoder, Batch, StepPlan], LossSums]
 def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
     """Sums the cross-entropy of each next token, and with `mtp_num_layers` of the tokens after it.
 
-    The batch has arrays [b, T] as src/data/packing.py makes them, in the text's order; with `dropout_keys` for dropout.
+    The batch has arrays [b, T] as src/data/types.py lists them, in the text's order; with `dropout_keys` for dropout.
     """
     inputs = in_zigzag(batch, plan.layout)
     ahead = [in_zigzag(each, plan.layout) for each in mtp_batches(batch, plan)]
@@ -77,7 +77,7 @@ def objective(
     if plan.spec.has_experts and (step.load_balance_loss_weight or step.router_z_loss_weight):
         # They are no sums over tokens, so all of a micro-batch's come first, of which a replica has a part.
         replicas = plan.accumulation.manual_axes
-        buffers, tokens = jax.lax.psum((router.totals(sums.router), sums.tokens), replicas)
+        buffers, tokens = jax.lax.psum((router.totals(sums.router), sums.non_padding), replicas)
         layers = router.by_layer(buffers, tokens)
         share = tokens / jnp.maximum(counts.non_padding, 1) / plan.layout.size(replicas)
         losses |= {name: share * jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")}
@@ -113,26 +113,65 @@ def in_zigzag(batch: Batch, layout: Layout) -> Batch:
 
 
 def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
-    """Returns what each multi-token prediction layer reads and predicts, the nearest first: arrays [B, T].
-
-    They are of 1, 2, ... tokens on, masked where those are another segment's.
-    """
+    """Returns what each multi-token prediction layer reads and predicts, the nearest first: arrays [B, T]."""
     names, length = ("tokens", "targets", "loss_mask", "segment_ids"), batch["tokens"].shape[1]
     batches = []
-    for distance in range(1, plan.spec.mtp_num_layers + 1):
+    for distance in range(1, plan.spec.mtp_num_layers + 1):  # tokens on, masked where those are another segment's
         ahead = {name: jnp.roll(batch[name], -distance, axis=1) for name in names}
         same_BT = (ahead.pop("segment_ids") == batch["segment_ids"]) & (jnp.arange(length) < length - distance)
         batches.append({**ahead, "loss_mask": ahead["loss_mask"] * same_BT})
     return batches
 
 
+def _count_non_padding(batch: Batch) -> jax.Array:
+    return jnp.sum(batch["segment_ids"] > 0)
+
+
+# ---- Cross-entropy, in tiles of the sequence so that the logits of one tile are held at a time
+
+
 def batch_cross_entropy(
-    logits_of: Callable[[jax.Array], jax.Array], hidden_BTD: jax.Array, inputs: Batch, plan: StepPlan
+    logits_of: LogitsOf, hidden_BTD: jax.Array, inputs: Batch, plan: StepPlan
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sums that `cross_entropy` gives of a batch that is `in_zigzag`."""
     tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
     return cross_entropy(logits_of, hidden_BTD, inputs["targets"], inputs["loss_mask"], tiles, shards)
 
 
-def _count_non_padding(batch: Batch) -> jax.Array:
-    return jnp.sum(batch["segment_ids"] > 0)
+@jax.named_scope("cross_entropy")
+def cross_entropy(
+    logits_of: LogitsOf, hidden_BTD: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array, tiles: int, shards: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Sums over the tokens whose mask is 1: of the loss, in nats, and of the squared log-normaliser.
+
+    The second times `z_loss_multiplier` is the z-loss of PaLM (Chowdhery et al. 2022, section 5). Devices share T in
+    `shards` parts, each cut into `tiles`; with more than one the backward pass computes each tile's logits again.
+    """
+
+    def sums(hidden_BtD: jax.Array, targets_Bt: jax.Array, mask_Bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_BtV = logits_of(hidden_BtD)
+        log_normaliser_Bt = jax.nn.logsumexp(logits_BtV, axis=-1)
+        # A sum in place of a lookup, for which XLA would hold the logits in float32.
+        is_target_BtV = targets_Bt[..., None] == jnp.arange(logits_BtV.shape[-1])
+        target_logit_Bt = jnp.sum(jnp.where(is_target_BtV, logits_BtV, 0.0), axis=-1)
+        loss = jnp.sum((log_normaliser_Bt - target_logit_Bt) * mask_Bt)
+        return loss, jnp.sum(jnp.square(log_normaliser_Bt) * mask_Bt)
+
+    if tiles == 1:
+        return sums(hidden_BTD, targets_BT, mask_BT)
+
+    def add_tile(totals: tuple[jax.Array, jax.Array], tile: tuple[jax.Array, ...]) -> tuple[tuple, None]:
+        return jax.tree.map(jnp.add, totals, jax.checkpoint(sums)(*tile)), None
+
+    zeros = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+    return jax.lax.scan(add_tile, zeros, in_tiles((hidden_BTD, targets_BT, mask_BT), tiles, shards))[0]
+
+
+def in_tiles(arrays: tuple[jax.Array, ...], tiles: int, shards: int = 1) -> tuple[jax.Array, ...]:
+    """Cuts each array [B, T, ...] into [tiles, B, T / tiles, ...], every tile with a piece of each shard of T."""
+
+    def cut(x: jax.Array) -> jax.Array:
+        pieces = jnp.moveaxis(x.reshape(x.shape[0], shards, tiles, -1, *x.shape[2:]), 2, 0)
+        return pieces.reshape(tiles, x.shape[0], -1, *x.shape[2:])
+
+    return tuple(map(cut, arrays))

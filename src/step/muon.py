@@ -52,13 +52,11 @@ def _update(matrix: Matrix, at: NamedSharding, x: jax.Array) -> jax.Array:
 def _on_whole_matrices(
     x_SIO: jax.Array, stack_axes: list[Axes], row_axes: Axes, column_axes: Axes, mesh: Any
 ) -> jax.Array:
-    """`orthogonalise` while the mesh axes that cut rows and columns cut a dim of the stack instead.
-
-    That dim is filled up with zeros to what the axes divide: devices without a matrix of their own have nothing to do.
-    """
+    """`orthogonalise` while the mesh axes that cut rows and columns cut a dim of the stack instead."""
     cut_by = (*row_axes, *column_axes)
     parts = [math.prod(mesh.shape[name] for name in (*own, *cut_by)) for own in stack_axes]
     dim = min(range(len(parts)), key=lambda dim: -x_SIO.shape[dim] % parts[dim] / x_SIO.shape[dim])
+    # Filled up with zeros to what the axes divide: devices without a matrix of their own have nothing to do.
     filled = [(0, -size % parts[dim] if each == dim else 0) for each, size in enumerate(x_SIO.shape)]
 
     def placed(moved: Axes, rows: Axes, columns: Axes) -> NamedSharding:

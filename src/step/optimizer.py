@@ -54,7 +54,9 @@ def hparams_at(keys: Step, steps: int, step: int) -> HParams:
     return {name: np.float32(value) for name, value in values.items()}
 
 
-def transform(keys: Step, decays: Any, matrices: Any, shardings: Any, hparams: HParams) -> optax.GradientTransformation:
+def make_optimizer(
+    keys: Step, decays: Any, matrices: Any, shardings: Any, hparams: HParams
+) -> optax.GradientTransformation:
     """Returns the optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
 
     `decays`, `matrices` (of `Matrix`) and `shardings` (of updates) are trees with an entry for each weight. `hparams`

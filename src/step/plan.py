@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
 
 from src.config.schema import Mesh, Step
@@ -18,13 +19,11 @@ from src.model.moe import layer as moe
 from src.model.params import Weights
 from src.model.pipeline import make_schedule
 from src.model.spec import ModelSpec
-from src.parallel.accumulate import Accumulation
-from src.parallel.mesh import Layout, weight_shardings
-from src.parallel.replicas import add_mesh_axes, replica_axes
+from src.parallel.accumulate import Accumulation, Batch
+from src.parallel.mesh import Layout, add_mesh_axes, replica_axes, weight_shardings
 from src.step.matrices import matrices
+from src.step.optimizer import HParams, make_optimizer
 from src.user_code import load_function
-
-Batch = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,11 @@ class StepPlan:
     def split(self, tree: Any) -> Weights:
         """Sorts a tree nested as all weights are by the weights' roles."""
         return Weights.split(tree, self.roles)
+
+    def optimizer(self, hparams: HParams) -> optax.GradientTransformation:
+        """Returns the optimizer with these values."""
+        decays, matrices = (self.split(tree).trainable for tree in (self.decays, self.matrices))
+        return make_optimizer(self.step, decays, matrices, self.accumulation.updates, hparams)
 
     def decoder(self, model_weights: Weights) -> Decoder:
         """Returns the model with these weights."""
@@ -122,14 +126,12 @@ def make_plan(
 
 
 def weight_roles(declarations: params.Tree, patterns: Sequence[str], adapted: bool) -> params.Tree:
-    """Returns each weight's role: without patterns all are trained, or none where adapters are.
-
-    What is not trained is frozen, a router's correction bias too: it moves where it is among the trained alone.
-    """
+    """Returns each weight's role: without patterns all are trained, or none where adapters are."""
     flat = params.by_path(params.roles(declarations))
     patterns = list(map(str, patterns)) or ([] if adapted else ["*"])
     for pattern in patterns:
         if not any(params.matches(path, [pattern]) for path in flat):
             names = sorted({params.dotted(path[3:] if path[0] == "segments" else path) for path in flat})
             raise UserError(f"trainable_parameters: {pattern} fits no weight of {first_few(names, near=pattern)}")
+    # What is not trained is frozen, a router's correction bias too: it moves where it is among the trained alone.
     return params.nested({path: role if params.matches(path, patterns) else "frozen" for path, role in flat.items()})

@@ -7,14 +7,14 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import optax
 
+from src.data.types import BATCH_ARRAYS
 from src.errors import UserError
 from src.model.params import ROLES, Weights
 from src.model.pipeline import check_rows
 from src.parallel.mesh import Layout
 from src.parallel.sequence import sharing_keys, zigzag_order
-from src.step.optimizer import HParams, hparams_at, state_shardings, transform
+from src.step.optimizer import hparams_at, state_shardings
 from src.step.plan import Batch, StepPlan
 
 
@@ -41,14 +41,8 @@ class TrainState:
 def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
     """Returns the state before the first step, with these weights; None: the initial ones."""
     weights = weights or plan.init_weights()
-    opt = optimizer(plan, hparams_at(plan.step, 1, 0)).init(weights.trainable)  # it depends on none of these values
+    opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # it depends on none of these values
     return TrainState(jnp.zeros((), jnp.int32), weights, opt)
-
-
-def optimizer(plan: StepPlan, hparams: HParams) -> optax.GradientTransformation:
-    """Returns the plan's optimizer with these values."""
-    decays, matrices = (plan.split(tree).trainable for tree in (plan.decays, plan.matrices))
-    return transform(plan.step, decays, matrices, plan.accumulation.updates, hparams)
 
 
 def abstract_state(plan: StepPlan) -> TrainState:
@@ -65,14 +59,11 @@ def abstract_state(plan: StepPlan) -> TrainState:
 def batch_sharding(layout: Layout) -> dict[str, jax.sharding.NamedSharding]:
     """Returns the sharding of each array of a batch."""
     rows = layout.sharding(("batch", None))  # whole, as the sequence's order over a context axis is the step's own
-    return dict.fromkeys(("tokens", "targets", "segment_ids", "positions", "loss_mask"), rows)
+    return dict.fromkeys(BATCH_ARRAYS, rows)
 
 
 def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
-    """Returns the shapes and shardings of a batch of `rows` rows of `length` tokens, as `jax.ShapeDtypeStruct`s.
-
-    Raises UserError if they do not divide over the mesh.
-    """
+    """Returns the abstract arrays of a batch of `rows` x `length` tokens; raises UserError if they do not divide."""
     plan.layout.check((rows,), ("batch",))
     zigzag_order(length, plan.layout)
     if length % plan.layout.shards("norm_length"):
@@ -89,7 +80,5 @@ def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
             f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles on each of the "
             f"devices that share a row ({plan.layout.sharded_by('norm_length')})"
         )
-    return {
-        name: jax.ShapeDtypeStruct((rows, length), jnp.float32 if name == "loss_mask" else jnp.int32, sharding=at)
-        for name, at in batch_sharding(plan.layout).items()
-    }
+    placed = batch_sharding(plan.layout).items()
+    return {name: jax.ShapeDtypeStruct((rows, length), BATCH_ARRAYS[name], sharding=at) for name, at in placed}

@@ -27,7 +27,7 @@ from src.step.loss import (
 )
 from src.step.optimizer import HParams, clip
 from src.step.plan import Batch, StepPlan
-from src.step.state import TrainState, batch_sharding, optimizer
+from src.step.state import TrainState, batch_sharding
 
 
 def compile_steps(
@@ -135,7 +135,7 @@ def update(
     """Returns the weights and the optimizer's state, where it lay, after an update by clipped gradients."""
     offloaded = plan.step.optimizer_memory_host_offload
     on_device = jax.device_put(opt, jax.memory.Space.Device) if offloaded else opt
-    updates, new = optimizer(plan, hparams).update(clip(grads, grad_norm, hparams["clip"]), on_device, weights)
+    updates, new = plan.optimizer(hparams).update(clip(grads, grad_norm, hparams["clip"]), on_device, weights)
     weights = optax.apply_updates(weights, updates)
     if offloaded:
         new = jax.tree.map(lambda new, old: jax.device_put(new, jax.typeof(old).memory_space), new, opt)

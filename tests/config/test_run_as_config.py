@@ -10,7 +10,7 @@ import pytest
 from src import convert, decode, evaluate, train
 from src.command_line import load
 from src.errors import UserError
-from src.next_commands import next_commands
+from src.report.summary import next_commands
 from tests import runs
 
 ASKED = ["prompt=alpha", "sample_length=6", "decode_sampling_strategy=greedy"]
@@ -118,9 +118,8 @@ def test_a_run_that_is_not_there_names_those_beside_it(trained):
 @pytest.mark.parametrize(("chats", "asked"), [(True, "interactive=true use_chat_template=true"), (False, "prompt=hi")])
 def test_a_model_of_chats_is_asked_in_a_conversation(tmp_path, chats, asked):
     config = load(["prompt=hi", f"use_sft={chats}", "dataset_path=chats.jsonl"])
-    sections = config.model, config.data, config.decoding, config.evaluation
     tokenizer = SimpleNamespace(chat_template="{{ messages }}")
-    ask, *_ = next_commands(tmp_path, tokenizer, *sections, config.max_target_length)
+    ask, *_ = next_commands(tmp_path, tokenizer, config)
     assert ask.endswith(f"src.decode {tmp_path} {asked}")
 
 

@@ -43,7 +43,7 @@ def source(path, record_format="text", column="text", is_eval=False):
         "dataset_column": column,
         "array_record_format": record_format,
     }
-    return ArrayRecordSource(SourceSpec("", settings, 65_536, is_eval))
+    return ArrayRecordSource(SourceSpec("", 65_536, is_eval, **settings))
 
 
 def items(source):
@@ -286,7 +286,7 @@ from src.data.readers.array_record import ArrayRecordSource
 from src.config.source_spec import SourceSpec
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
 settings = {"dataset_path": sys.argv[1], "dataset_column": "", "array_record_format": "text"}
-source = ArrayRecordSource(SourceSpec("", settings, 1))
+source = ArrayRecordSource(SourceSpec("", 1, **settings))
 assert [source[i] for i in range(len(source))] == [str(i) for i in range(len(source))]
 stop = threading.Event()
 def read():

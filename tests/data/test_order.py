@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.data.order import keys, mix64, permute
+from src.data.order import hash_keys, mix64, permute
 
 
 def test_mix64_gives_the_published_splitmix64_sequences():
@@ -54,4 +54,4 @@ def test_the_order_never_changes():
 
 
 def test_keys_of_different_tuples_are_unrelated():
-    assert not set(keys("a", 1, 23)) & set(keys("a", 12, 3))
+    assert not set(hash_keys("a", 1, 23)) & set(hash_keys("a", 12, 3))

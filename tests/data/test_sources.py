@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from src.config.source_spec import train_specs
-from src.data.describe import amount, describe_data
 from src.data.held_out import train_validation_split
 from src.data.readers import files, text
 from src.data.readers.synthetic import SyntheticSource
 from src.errors import UserError
+from src.report.summary import amount, describe_data
 from tests.data.one_source import open_sources
 
 KIB = 1024

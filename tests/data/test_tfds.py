@@ -109,7 +109,7 @@ def source(folder, name="stories/en:1.10.0", split="train", column="text", is_ev
         "split": split,
         "dataset_column": column,
     }
-    return TfdsSource(SourceSpec("", settings, 65_536, is_eval))
+    return TfdsSource(SourceSpec("", 65_536, is_eval, **settings))
 
 
 def items(source):
@@ -166,7 +166,7 @@ import sys
 from src.config.source_spec import SourceSpec
 from src.data.readers.tfds import TfdsSource
 settings = dict(dataset_path=sys.argv[1], dataset_name="stories/en", split="train", dataset_column="text")
-source = TfdsSource(SourceSpec("", settings, 1))
+source = TfdsSource(SourceSpec("", 1, **settings))
 print(len(source), sorted(source[i] for i in range(len(source)))[0])
 print([name for name in ("tensorflow", "torch", "jax") if name in sys.modules])
 """

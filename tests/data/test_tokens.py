@@ -18,7 +18,7 @@ TOKENIZER = {"type": "sentencepiece", "vocab_size": 70_000, "digest": "abc"}
 
 
 def spec_of(path):
-    return SourceSpec("", {"dataset_type": "tokens", "dataset_path": str(path)}, 64 * 1024)
+    return SourceSpec("", 64 * 1024, dataset_type="tokens", dataset_path=str(path))
 
 
 def write(folder, shards, dtype="uint16", /, **changes):
@@ -176,7 +176,7 @@ from src.config.source_spec import SourceSpec
 from src.data.readers.tokens import TokenDocuments, TokenRows
 from tests.data import memory
 before = memory.now()
-spec = SourceSpec("", {{"dataset_path": {str(tmp_path)!r}}}, 0)
+spec = SourceSpec("", 0, dataset_path={str(tmp_path)!r})
 rows, documents = TokenRows(spec, 64), TokenDocuments(spec)
 assert (rows.row_count, len(documents)) == (15_625, 100_000_000)
 assert rows.row(1_000)[0].ids.tolist() == list(range(65))

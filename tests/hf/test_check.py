@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from src import convert
-from src.convert_check import agreement, compare
+from src.convert import agreement, compare
 from src.errors import UserError
 
 

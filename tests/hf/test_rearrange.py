@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.hf.rearrange import Rearrangement
+from src.hf.tensor_map import Rearrangement
 
 
 class Counted:

@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from src import command_line
+from src.generate import empty_caches
 from src.hf.load import load_weights
-from src.model.decoder_caches import empty_caches
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.parallel.mesh import make_layout

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from src.step.cross_entropy import cross_entropy
+from src.step.loss import cross_entropy
 from tests.tiny import assert_close
 
 ROWS, LENGTH, WIDTH, VOCAB = 3, 12, 8, 50

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from src.model.params import by_path
 from src.step.matrices import Matrix
 from src.step.muon import orthogonalise
-from src.step.optimizer import clip, hparams_at, learning_rate, state_shardings, transform
+from src.step.optimizer import clip, hparams_at, learning_rate, make_optimizer, state_shardings
 from tests.tiny import VOCAB, assert_close, load, make
 
 SETTINGS = {"adam_weight_decay": 0.3, "gradient_clipping_threshold": 1.0, "learning_rate": 0.1, "adam_eps": 1e-6}
@@ -39,21 +39,21 @@ def our_updates(opt_type, weights, decays, gradients, matrices=MATRICES, **overr
 
     @jax.jit
     def update(weights, state, gradient, hparams):
-        optimizer = transform(*given, hparams)
+        optimizer = make_optimizer(*given, hparams)
         clipped = clip(gradient, optax.tree.norm(gradient), hparams["clip"])
         updates, state = optimizer.update(clipped, state, weights)
         return optax.apply_updates(weights, updates), state
 
-    state = transform(*given, hparams_at(config.step, config.steps, 0)).init(weights)
+    state = make_optimizer(*given, hparams_at(config.step, config.steps, 0)).init(weights)
     for step, gradient in enumerate(gradients):
         weights, state = update(weights, state, gradient, hparams_at(config.step, config.steps, step))
     return weights, state
 
 
-def pytorchs_updates(make_optimizer, weights, gradients, threshold, given=("kernel", "bias")):
+def pytorchs_updates(make, weights, gradients, threshold, given=("kernel", "bias")):
     config = load(**SETTINGS)
     parameters = {name: torch.nn.Parameter(torch.tensor(weight)) for name, weight in weights.items()}
-    optimizer = make_optimizer(*(parameters[name] for name in given))
+    optimizer = make(*(parameters[name] for name in given))
     for step, gradient in enumerate(gradients):
         for name, parameter in parameters.items():
             parameter.grad = torch.tensor(gradient[name])

@@ -63,13 +63,10 @@ class RecordSource(Source):
         listing: files.Listing,
         facts: Mapping[str, str],
     ) -> None:
-        self._format = record_format
-        self._column = spec.column
-        self._column_setting = spec.setting("dataset_column")
-        self._ranges = ranges
-        self._index = Index([records.count for records in ranges])
-        self._listing = listing
-        self._facts = {**facts, "records": len(self), "column": spec.column}
+        self._format, self._column = record_format, spec.dataset_column
+        self._column_setting, self._listing = spec.setting("dataset_column"), listing
+        self._ranges, self._index = ranges, Index([records.count for records in ranges])
+        self._facts = {**facts, "records": len(self), "column": self._column}
         self._reader = functools.lru_cache(maxsize=_open_files_allowed())(_open_reader)
         self[0]
 
@@ -107,14 +104,14 @@ class ArrayRecordSource(RecordSource):
         counts = count_records(listing.paths, spec)
         if not sum(counts):
             raise UserError(f"{spec.setting('dataset_path')}: the {len(counts)} ArrayRecord files there have no record")
-        record_format = spec.settings["array_record_format"]
+        record_format = spec.array_record_format
         ranges = [RecordRange(file, 0, count) for file, count in zip(listing.paths, counts, strict=True)]
         super().__init__(spec, ranges, record_format, listing, {"type": "array_record", "format": record_format})
 
 
 def check_local(spec: SourceSpec) -> None:
     """Raises UserError for a remote path, which the package array_record can't read."""
-    if files.is_remote(spec.path):
+    if files.is_remote(spec.dataset_path):
         raise UserError(
             f"{spec.setting('dataset_path')}: ArrayRecord files are read through this machine's file system. Mount the "
             "bucket (Cloud Storage FUSE does it for gs://) or copy the files, and give the folder where they then are"
@@ -138,8 +135,8 @@ def count_records(names: Sequence[str], spec: SourceSpec) -> list[int]:
 
 def _list_record_files(spec: SourceSpec) -> files.Listing:
     check_local(spec)
-    listing, setting = files.list_files(spec.path, spec.key("dataset_path")), spec.setting("dataset_path")
-    if not Path(spec.path.removeprefix("file://")).expanduser().is_dir():
+    listing, setting = files.list_files(spec.dataset_path, spec.key("dataset_path")), spec.setting("dataset_path")
+    if not Path(spec.dataset_path.removeprefix("file://")).expanduser().is_dir():
         return listing
     if any(Path(name).name == "dataset_info.json" for name in listing.sizes):
         raise UserError(

@@ -23,26 +23,18 @@ _END = object()
 class CustomSource(Source):
     """Reads the documents that the function `dataset_factory`, module:function, returns.
 
-    It is called with the config, which is read as config.max_target_length or config["max_target_length"], and with
-    the split: `train_split`, or `eval_split` for an evaluation. A document is a text, a list or a 1-D array of ids, or
-    a mapping with one of these in `dataset_column`. The function returns one of two things:
-
-    - An object with `__len__` and `__getitem__`, whose items are read as they are needed, by several threads at a time.
-      Its `fingerprint()`, a mapping of names to strings and whole numbers, goes into checkpoints, so that a run is not
-      resumed over other data; without one, its class and length do.
-    - An iterable. Every host goes through it once, at the start, and keeps its documents in memory. So it must end,
-      have the same documents each time, and no more than five million, which take 8 GiB at most.
-
+    It is called with the config and the split, and returns an object with `__len__` and `__getitem__`, or an iterable,
+    which is read whole at the start. docs/data.md says what either has to hold to, and what their items may be.
     Raises UserError where there is no such function, it raises, or it returns something else, or no document.
     """
 
     def __init__(self, spec: SourceSpec, inputs: InputSpec) -> None:
         self._name = name = spec.setting("dataset_factory")
-        self._column = spec.column
+        self._column = spec.dataset_column
         self._as_document = functools.partial(as_document, vocab_size=inputs.vocab_size)
-        factory = load_function(spec.settings["dataset_factory"], spec.key("dataset_factory"))
+        factory = load_function(spec.dataset_factory, spec.key("dataset_factory"))
         with says_if_slow(f"{name}, which has not returned"):
-            made = call(name, factory, inputs.config, spec.settings["split"])
+            made = call(name, factory, inputs.config, spec.split)
         self._facts: Mapping[str, str | int] = {"class": class_name(made)}
         is_indexed = hasattr(made, "__len__") and hasattr(made, "__getitem__")
         if isinstance(made, (str, bytes, Mapping)) or not (is_indexed or isinstance(made, Iterable)):

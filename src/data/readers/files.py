@@ -37,14 +37,10 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """Lists files in a folder.
+    """Lists files in a folder."""
 
-    folder: as the user wrote it, with its protocol if it is remote.
-    sizes: in bytes, by the files' names relative to the folder, sorted.
-    """
-
-    folder: str
-    sizes: dict[str, int]
+    folder: str  # as the user wrote it, with its protocol if it is remote
+    sizes: dict[str, int]  # in bytes, by the files' names relative to the folder, sorted
 
     @functools.cached_property
     def paths(self) -> list[str]:
@@ -127,11 +123,8 @@ def size(file: str) -> int:
 
 
 def read(file: str, begin: int, end: int) -> bytes:
-    """Reads the bytes [begin, end) of a file, or those of them there are; raises as `attempted`.
-
-    Of a remote file this is one request. Local files are not read by fsspec, which takes twice as long.
-    """
-    if is_remote(file):
+    """Reads the bytes [begin, end) of a file, or those of them there are; raises as `attempted`."""
+    if is_remote(file):  # one request; local files are not read by fsspec, which takes twice as long
         return _remote(file, file, lambda fs, place: fs.cat_file(place, begin, end)) if begin < end else b""
 
     def read_local() -> bytes:
@@ -161,9 +154,7 @@ class RemoteFile(io.RawIOBase):
     """
 
     def __init__(self, file: str, length: int) -> None:
-        self._file = file
-        self._length = length
-        self._at = 0
+        self._file, self._length, self._at = file, length, 0
 
     def readable(self) -> bool:
         return True

@@ -32,9 +32,8 @@ class ParquetSource(Source):
     """
 
     def __init__(self, spec: SourceSpec) -> None:
-        self._column = spec.column
-        self._column_setting = spec.setting("dataset_column")
-        self._listing = files.list_files(spec.path, spec.key("dataset_path"))
+        self._column, self._column_setting = spec.dataset_column, spec.setting("dataset_column")
+        self._listing = files.list_files(spec.dataset_path, spec.key("dataset_path"))
         self._files = list(zip(self._listing.paths, self._listing.sizes.values(), strict=True))
         with ThreadPoolExecutor(_OPENING_THREADS) as threads:
             rows = list(threads.map(lambda file: self._count_rows(*file), self._files))

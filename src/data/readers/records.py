@@ -13,12 +13,10 @@ _EXPECTED = "expected a text, or a list of ids"
 
 
 class Index:
-    """Finds the group of an item, of consecutive groups with these counts of items, such as the records of files.
-
-    starts: int64 [groups + 1], how many items there are before each group, and in all.
-    """
+    """Finds the group of an item, of consecutive groups with these counts of items, such as the records of files."""
 
     def __init__(self, counts: Sequence[int] | np.ndarray) -> None:
+        # int64 [groups + 1]: how many items there are before each group, and in all.
         self.starts = np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))])
 
     def __len__(self) -> int:

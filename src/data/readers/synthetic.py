@@ -12,12 +12,11 @@ class SyntheticSource(RowSource):
     row_count = None
 
     def __init__(self, vocab_size: int, length: int, seed: int) -> None:
-        self._vocab_size = vocab_size
-        self._seed = seed
+        self._vocab_size, self._seed = vocab_size, seed
         self._columns = np.arange(length + 1, dtype=np.uint64)
 
     def row(self, i: int) -> list[Document]:
-        start = order.mix64(order.keys("synthetic", self._seed)[0] ^ i)
+        start = order.mix64(order.hash_keys("synthetic", self._seed)[0] ^ i)
         ids = order.mix64(self._columns + np.uint64(start)) % np.uint64(self._vocab_size)
         return [Document(ids.astype(np.int32))]
 

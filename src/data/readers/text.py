@@ -38,16 +38,13 @@ class DocumentFiles:
     `path` is a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote; empty: the
     source code of the running Python's standard library. Messages name `key`, the config key that gave it. Each .jsonl
     file is read through once to find its lines: a remote one is fetched whole. Raises UserError if none is there.
-
-    paths: of the files.
-    file: int [documents], the number of each document's file.
-    extent: int64 [documents, 2], where in its file each begins and ends, in bytes.
     """
 
     def __init__(self, path: str, key: str) -> None:
         self._listing = list_text_files(path, key)
         self.paths = self._listing.paths
         extents = [_extents(file, size) for file, size in zip(self.paths, self._listing.sizes.values(), strict=True)]
+        # int [documents], the number of each one's file; int64 [documents, 2], at which bytes it begins and ends there.
         self.file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
         self.extent = np.concatenate([*extents, np.empty((0, 2), np.int64)])
         if not len(self.file):
@@ -61,9 +58,9 @@ class DocumentFiles:
         start, stop = self.extent[document].tolist()
         return self.paths[self.file[document]], start, stop
 
-    def keys(self) -> np.ndarray:
+    def document_keys(self) -> np.ndarray:
         """Returns uint64 [documents]: a hash of file name and place in the file, which other files don't change."""
-        names = np.array([order.keys("file", name)[0] for name in self._listing.sizes], np.uint64)
+        names = np.array([order.hash_keys("file", name)[0] for name in self._listing.sizes], np.uint64)
         return order.mix64(names[self.file] + self.extent[:, 0].astype(np.uint64))
 
     def fingerprint(self) -> Fingerprint:
@@ -81,9 +78,7 @@ class TextSource(Source):
     """
 
     def __init__(self, path: str, max_document_bytes: int, key: str = "dataset_path", column: str = "text") -> None:
-        self._column = column
-        self._max_bytes = max_document_bytes
-        self._files = DocumentFiles(path, key)
+        self._column, self._max_bytes, self._files = column, max_document_bytes, DocumentFiles(path, key)
         # Each piece of a line takes parsing all of it: the documents of some long lines are kept.
         self._read_long_line = functools.lru_cache(maxsize=_KEPT_LINES)(self._read_line)
         self._index = Index(_count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes))
@@ -114,7 +109,7 @@ class TextSource(Source):
         return content[piece * len(content) // count : (piece + 1) * len(content) // count]
 
     def document_keys(self) -> np.ndarray:
-        return np.repeat(self._files.keys(), np.diff(self._index.starts))
+        return np.repeat(self._files.document_keys(), np.diff(self._index.starts))
 
     def fingerprint(self) -> Fingerprint:
         cuts = {"type": "text", "pieces": len(self), "max_document_bytes": self._max_bytes}
@@ -132,10 +127,7 @@ class TextSource(Source):
 
 
 def list_text_files(path: str, key: str) -> files.Listing:
-    """Lists the files that a config's path names, or the running Python's standard library where it is empty.
-
-    Raises UserError for data of another type, which would be read as text or refused one binary file at a time.
-    """
+    """Lists the files of a path, of Python's library if it is empty; raises UserError for data of another type."""
     if not path:
         return _standard_library()
     listing, setting = files.list_files(path, key), f"{key}={path}"
@@ -207,10 +199,8 @@ def _count_pieces(sizes: np.ndarray, max_bytes: int) -> np.ndarray:
 
 
 def _piece(number: int, size: int, max_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
-    """Reads piece `number` of a document of `size` bytes by `read(begin, end)`; empty past the last piece.
-
-    Cuts depend on the document alone and are found from the bytes around them, so each piece is read by itself.
-    """
+    """Reads piece `number` of a document of `size` bytes by `read(begin, end)`; empty past the last piece."""
+    # Cuts depend on the document alone and are found from the bytes around them, so each piece is read by itself.
     count, window = int(_count_pieces(np.int64(size), max_bytes)), int(_CUT_WINDOW * max_bytes)
     if number >= count:
         return b""

@@ -43,14 +43,14 @@ class TfdsSource(RecordSource):
         slices = _file_slices(spec, info)
         listing = _check_files(spec, info, slices)
         ranges = [RecordRange(each.filename, each.skip, each.take) for each in slices]
-        facts = {"type": "tfds", "dataset": info.full_name, "split": spec.settings["split"]}
+        facts = {"type": "tfds", "dataset": info.full_name, "split": spec.split}
         super().__init__(spec, ranges, "example", listing, facts)
 
 
 def _find(spec: SourceSpec) -> str:
     """Returns the folder of the wanted version of the dataset."""
-    root = os.path.expanduser(spec.path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
-    full_name = spec.settings["dataset_name"]
+    root = os.path.expanduser(spec.dataset_path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
+    full_name = spec.dataset_name
     name, _, version = full_name.partition(":")
     found = [Path(info).parent.name for info in glob.glob(f"{glob.escape(os.path.join(root, name))}/*/{_INFO}")]
     versions = list(filter(_VERSION.fullmatch, found))
@@ -60,7 +60,7 @@ def _find(spec: SourceSpec) -> str:
     infos = [info for depth in ("*/*", "*/*/*") for info in Path(root).glob(f"{depth}/{_INFO}")]
     folders = sorted(info.parent.relative_to(root) for info in infos)
     prepared = [f"{folder.parent}:{folder.name}" for folder in folders]
-    where = spec.setting("dataset_path") if spec.path else f"{root}, TFDS's own data folder"
+    where = spec.setting("dataset_path") if spec.dataset_path else f"{root}, TFDS's own data folder"
     listed = f"There: {first_few(prepared, near=full_name)}" if prepared else "No dataset is"
     raise UserError(
         f"{spec.setting('dataset_name')} is not prepared in {where}. {listed}. On a machine with TensorFlow, this "
@@ -93,15 +93,16 @@ def _check_feature(spec: SourceSpec, features: Any) -> None:
     """Raises UserError unless each record has a text or a list of integers under the wanted name."""
     names = _flat(features)
     setting = spec.setting("dataset_column")
-    if spec.column not in names:
-        listed = first_few(sorted(names), near=spec.column)
-        raise UserError(f"{setting}: {spec.settings['dataset_name']} has no such feature. Its features: {listed}")
+    if spec.dataset_column not in names:
+        listed = first_few(sorted(names), near=spec.dataset_column)
+        raise UserError(f"{setting}: {spec.dataset_name} has no such feature. Its features: {listed}")
     # As it is read, and as it is stored: an image is stored as a string, and a compressed list too.
-    read, stored = (_flat(tree)[spec.column] for tree in (features.get_tensor_info(), features.get_serialized_info()))
+    trees = features.get_tensor_info(), features.get_serialized_info()
+    read, stored = (_flat(tree)[spec.dataset_column] for tree in trees)
     if _kind(read) is None or _kind(read) != _kind(stored):
         raise UserError(
-            f"{setting} of {spec.settings['dataset_name']} is neither a text nor a plain list of ids, but "
-            f"{names[spec.column]!r}"
+            f"{setting} of {spec.dataset_name} is neither a text nor a plain list of ids, but "
+            f"{names[spec.dataset_column]!r}"
         )
 
 
@@ -124,7 +125,7 @@ def _file_slices(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction
     splits = ", ".join(f"{name} ({split.num_examples:,} examples)" for name, split in info.splits.items())
     setting = spec.setting("split")
     try:
-        slices = info.splits[spec.settings["split"]].file_instructions
+        slices = info.splits[spec.split].file_instructions
     except (ValueError, KeyError, AssertionError) as error:
         raise UserError(f"{setting}: {str(error).splitlines()[0]} The splits of {info.full_name}: {splits}") from error
     if not slices:

@@ -1,20 +1,7 @@
 """Reads documents that were tokenized before the run, where they are stored: `dataset_type=tokens`.
 
-`python -m src.tokenize_dataset` writes such a folder. Each of its shards, numbered from 0, has two files:
-
-    000000.ids              the ids of the shard's documents in order, uint16 or uint32, little-endian
-    000000.pair_starts.npy  int64 [documents + 1]: how many pairs the shard has before each document, and in all
-
-A document of n ids, two or more, has n - 1 pairs of an input and its target, so the first id of a shard's document d
-is its id number pair_starts[d] + d. Beside them, tokens.json has
-
-    format            1; it changes where these files are to be read in another way
-    dtype             of the ids: uint16 or uint32
-    vocab_size        that of the config they were written with: every id is below it
-    tokenizer         the tokenizer's fingerprint; null where the source had ids and no text
-    source, settings  the source's fingerprint, and the config's settings of it
-    items_per_shard   how many of the source's items went into each shard; those without a pair are left out
-    shards            of each: documents, ids, largest_id, sha256 of its ids, ids_bytes and index_bytes of the two files
+`python -m src.tokenize_dataset` writes such a folder (docs/data.md has its format). A document of n ids, two or more,
+has n - 1 pairs of an input and its target, so the first id of a shard's document d is its id number pair_starts[d] + d.
 
 Local files are mapped into memory. Of a remote folder ids are read by ranges, and a shard's index is copied to this
 machine when the shard is first read from.
@@ -90,14 +77,11 @@ def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) ->
 
 
 class _TokenFolder:
-    """Numbers the documents and pairs of a folder's shards.
-
-    Raises UserError if it is no such folder, or its files are not those that its tokens.json describes.
-    """
+    """Numbers a folder's documents and pairs; raises UserError if its files are not those that tokens.json lists."""
 
     def __init__(self, spec: SourceSpec) -> None:
         self._setting = spec.setting("dataset_path")
-        listing = files.list_files(spec.path, spec.key("dataset_path"))
+        listing = files.list_files(spec.dataset_path, spec.key("dataset_path"))
         self._folder, self._sizes = listing.folder, listing.sizes
         if SUMMARY not in self._sizes:
             if UNFINISHED in self._sizes:
@@ -213,10 +197,7 @@ class _TokenFolder:
 
 
 class TokenRows(_TokenFolder):
-    """Cuts the pairs of all documents at T: row i has the pairs [i T, (i + 1) T), the last row fewer.
-
-    So each pair comes once an epoch, and a row is found by two searches in the indexes: no position is needed.
-    """
+    """Cuts the pairs of all documents at T: row i has the pairs [i T, (i + 1) T), so that no position is needed."""
 
     def __init__(self, spec: SourceSpec, length: int) -> None:
         super().__init__(spec)

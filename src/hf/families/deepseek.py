@@ -29,14 +29,10 @@ def _write_layers(layers: Layers) -> Json:
     return {"first_k_dense_replace": sum(layer.num_experts == 1 for layer in layers)}
 
 
+_HEADS = "base_num_query_heads"
 FIELDS = (
     *fields.SIZES,
-    Field(
-        "num_key_value_heads",
-        "base_num_kv_heads",
-        absent=itemgetter("base_num_query_heads"),
-        written=attrgetter("base_num_query_heads"),
-    ),
+    Field("num_key_value_heads", "base_num_kv_heads", absent=itemgetter(_HEADS), written=attrgetter(_HEADS)),
     FieldGroup((), _check_attention),
     fields.rope(),
     fields.HIDDEN_ACT,

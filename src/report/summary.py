@@ -1,0 +1,177 @@
+"""Says in words what was chosen for a run, before its first step, and which commands use its model, after its last."""
+
+import contextlib
+import datetime
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+
+from src.checkpoint.run_folder import RunFolder
+from src.config import load as configuration
+from src.config.schema import Config
+from src.config.source_spec import SourceSpec, train_specs
+from src.data.document_stream import DocumentStream
+from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData
+from src.errors import UserError, counted
+from src.json_text import parse_json
+from src.model.flops import FlopsPerToken, count_params
+from src.parallel.slices import describe_mesh
+from src.step.build import TracedStep
+
+_CONVERSATIONS_LOOKED_AT = 256  # of each source
+_FEW = 0.03  # of a source's documents: if no more are cut, the header does not mention it
+
+
+def print_header(rows: Iterable[tuple[str, str]]) -> None:
+    """Prints names and values in two columns, aligning a value's further lines under its first."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value.replace(chr(10), chr(10) + ' ' * (width + 2))}", flush=True)
+
+
+def run_header(
+    config: Config,
+    built: TracedStep,
+    inputs: InputSpec,
+    data: TrainData,
+    eval_sets: Sequence[EvalSet],
+    folder: RunFolder,
+    facts: dict[str, str],
+    flops: FlopsPerToken,
+    first_step: int,
+) -> list[tuple[str, str]]:
+    """Returns everything that was chosen for this run, by name, so that a user need not guess."""
+    plan, tokenizer = built.plan, inputs.tokenizer
+    weights = plan.split(plan.shapes)
+    trained = f"{sum(leaf.size for leaf in jax.tree.leaves(weights.trainable)):,} parameters"
+    trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""
+    packed = "packed, none cut that fits a row" if config.use_sft else "packed"
+    order = f"shuffled by seed {config.data_shuffle_seed}, {packed if config.packing else 'a document per row'}"
+    return [
+        ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
+        ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
+        ("devices", f"{facts['devices']}, processes: {facts['processes']}"),
+        ("mesh", describe_mesh(plan.layout.mesh.shape)),
+        *([("pipeline", schedule.describe())] if (schedule := plan.execution.schedule) else []),
+        ("model", f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}"),
+        ("trained", trained if weights.frozen else "all parameters"),
+        ("step", f"{counted(built.rows, 'row')} x {config.max_target_length} = {built.tokens:,} tokens"),
+        ("FLOPs per token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
+        ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
+        ("attention", plan.kernel),
+        ("recomputed", f"remat_policy {config.remat_policy}"),
+        ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else "compiled by this run"),
+        ("data", "\n".join(describe_data(train_specs(config.data), data))),
+        *([("evaluation", "\n".join(map(describe_eval_set, eval_sets)))] if eval_sets else []),
+        ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
+        ("vocabulary", f"{config.vocab_size:,}"),
+        ("order", order),
+        *([("conversations", describe_conversations(inputs, data))] if config.use_sft else []),
+        ("steps", f"{first_step} to {config.steps}"),
+        ("TensorBoard", f"tensorboard --logdir {folder.path / 'tensorboard'} (after pip install tensorboard)"),
+        ("config", "\n".join(configuration.diff_from_base(config)) or "base.yml"),
+    ]
+
+
+def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
+    """Returns when the run was started first and last, for the report."""
+    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    try:
+        before = parse_json(folder.read_text("environment.json") or "{}") if first_step else {}
+        return {"started": str(before["started"]), "started again": now}
+    except (ValueError, KeyError, TypeError):
+        return {"started": now}
+
+
+# ---- The data, in words
+
+
+def describe_data(specs: Sequence[SourceSpec], data: TrainData) -> list[str]:
+    """Returns a line for each source: its type, where it is from, how much it has, and its share of the rows."""
+    lines = []
+    for spec, source, weight in zip(specs, data.sources, data.weights, strict=True):
+        place = " ".join(filter(None, (spec.dataset_name, spec.dataset_path, spec.dataset_factory)))
+        if spec.dataset_type == "text" and not place:
+            place = "the Python standard library's source"
+        line = ", ".join(filter(None, (place, amount(source))))
+        share = f", {weight / sum(data.weights):.4g} of the rows" if spec.name else ""
+        lines.append(f"{spec.name}: " * bool(spec.name) + f"{spec.dataset_type}: {line}{share}")
+    return lines
+
+
+def describe_eval_set(data: EvalSet) -> str:
+    """Returns a line for an evaluation set: what it is, and how much of it an evaluation takes."""
+    facts = data.source.fingerprint()
+    part = f"{facts['part']}: " if "part" in facts else f"{facts['type']}: "
+    taken = "one epoch" if data.steps == -1 else f"{data.steps:,} batches"
+    return f"{data.name}: " * bool(data.name) + f"{part}{amount(data.source)}, {taken} per evaluation"
+
+
+def amount(source: Source | RowSource) -> str:
+    """Returns how much data a source has, in words, and how many of its documents are cut, if they are not few."""
+    if isinstance(source, RowSource):
+        return f"{counted(source.row_count, 'row')} per epoch" if source.row_count else "random tokens"
+    count, cut = len(source), 0.0
+    if (keys := source.document_keys()) is not None:  # equal for the pieces of a document, which follow each other
+        pieces = np.diff(np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1], [True]])))
+        count, cut = len(pieces), float((pieces > 1).mean())
+    share = f"{cut:.0%} of them " * (cut < 1)
+    cuts = f", {share}cut into pieces by max_document_bytes" * (cut > _FEW)
+    return counted(count, "conversation" if isinstance(source[0], Conversation) else "document") + cuts
+
+
+def describe_conversations(inputs: InputSpec, data: TrainData) -> str:
+    """Says how many conversations are cut and what counts in the loss, judging by the first ones of each source."""
+    looked_at = cut = rewritten = 0
+    for name, source in zip(data.names, data.sources, strict=True):
+        stream = DocumentStream(inputs, source, name)
+        for ordinal in range(min(len(source), _CONVERSATIONS_LOOKED_AT)):
+            found = stream.documents(ordinal)
+            looked_at += 1
+            rewritten += len(found) > 1
+            cut += any(len(document.ids) - 1 > inputs.batch.max_target_length for document in found)
+    longer = f"{cut:,} of {looked_at:,} looked at are longer than a row of {inputs.batch.max_target_length:,} and cut"
+    if not inputs.data.sft_train_on_completion_only:
+        return f"{longer}; all tokens count"
+    turns = f", in {rewritten:,} each turn in an example of its own: the template rewrites earlier turns"
+    return f"{longer}; what the assistant says counts{turns if rewritten else ''}"
+
+
+# ---- What to do with its model
+
+
+def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config: Config) -> list[str]:
+    """Returns a line for each command that would work with a run: to ask the model, to measure it, to export it."""
+    if jax.process_count() > 1:  # a mesh of several hosts may not fit one
+        return []
+    run, python = _from_here(folder), _from_here(sys.executable)
+    devices = jax.config.jax_num_cpu_devices  # virtual devices, which the run's mesh consists of
+    environment = f"JAX_NUM_CPU_DEVICES={devices} " if devices > 1 else ""
+    commands = {}
+    if tokenizer:
+        chats = config.use_sft and tokenizer.chat_template
+        arguments = ["interactive=true", "use_chat_template=true"] if chats else [f"prompt={config.prompt}"]
+        commands["ask it"] = ["src.decode", run, *arguments]
+    if config.eval_interval > 0:  # otherwise nothing was held out, and the model was trained on all of the data
+        commands["measure it"] = ["src.evaluate", run]
+    if "://" not in run:
+        from src.hf.model_keys import find_family  # imports every family
+
+        with contextlib.suppress(UserError):  # of none
+            find_family(config.model, config.max_target_length)
+            commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, "hf")]
+    return [f"{what + ':':12}{environment}{shlex.join([python, '-m', *words])}" for what, words in commands.items()]
+
+
+def _from_here(path: str | os.PathLike[str]) -> str:
+    """Returns the path relative to the working directory, if it is below it."""
+    path = os.fspath(path)
+    if "://" in path:
+        return path
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

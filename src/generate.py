@@ -103,7 +103,9 @@ def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
         for index, group in enumerate(plan.spec.layer_groups)
     }
     layout, execution = _unsplit_rows(plan.layout), Execution(scan_layers=False)
-    return dataclasses.replace(plan, spec=spec, graphdef=graphdef, layout=layout, execution=execution), Weights(tree)
+    changes = {"spec": spec, "graphdef": graphdef, "layout": layout, "execution": execution}
+    quantization = plan.quantization.unrolled(plan.spec.layer_groups)
+    return dataclasses.replace(plan, quantization=quantization, **changes), Weights(tree)
 
 
 def _unsplit_rows(layout: Layout) -> Layout:

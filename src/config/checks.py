@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from src.config import model_checks, source_spec
+from src.config.quantization_keys import CALIBRATION_METHODS, fixed_bound
 from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, size_key
 from src.config.step_keys import REMAT_ARRAYS
 from src.config.values import FlatKeys, check_value, read_list
@@ -193,6 +194,20 @@ def _loading(config: FlatKeys) -> Iterator[str]:
         yield "lora_rank needs load_parameters_path: the weights that its adapters add to"
 
 
+def _quantization(config: FlatKeys) -> Iterator[str]:
+    for name in CALIBRATION_METHODS:
+        try:
+            bound = fixed_bound(config[name])
+        except ValueError:
+            yield f"{name}={config[name]}: expected absmax, or a range such as fixed,-224,224"
+        else:
+            if bound and config.quantization != "fp8":  # an int8 has no code for what is not a number
+                yield f"{name}={config[name]} needs quantization=fp8: other products find the range themselves"
+    excluded = "quantization_exclude"
+    if not config.quantization and config[excluded] != KEYS[excluded].default:
+        yield f"{excluded} needs quantization=int8 or fp8"
+
+
 def _processes(config: FlatKeys) -> Iterator[str]:
     address, count, process = config.coordinator_address, config.num_processes, config.process_id
     host, _, port = address.rpartition(":")
@@ -214,7 +229,7 @@ CHECKS = (
     *model_checks.CHECKS,
     *(_remat, _mesh, _rules, _schedule, _profile, _tiles),
     *(_sources, _tokenizer, _finetuning, _evaluation, _long_documents),
-    *(_scoring, _decoding, _loading, _processes, _accepted),
+    *(_scoring, _decoding, _loading, _quantization, _processes, _accepted),
 )
 
 

@@ -14,6 +14,7 @@ from src.config.keys import AXIS_SIZE, FROM_0, FROM_0_OR_UNSET, FROM_1, FROM_1_O
 # isort: split
 from src.config.keys import SHARE_BELOW_1, Key, frozen, group, key, path
 from src.config.model_keys import AttentionFacts, FeedForwardFacts, LayerFacts, Model, ModelSize, PositionFacts
+from src.config.quantization_keys import Quantization
 from src.config.step_keys import Compilation, Numerics, Optimizer, Step, Trainable
 
 # The mesh's axes, and the word for each in the keys of its sizes: ici_WORD_parallelism and dcn_WORD_parallelism.
@@ -207,9 +208,9 @@ class Config(Mapping[str, Any]):
 SECTIONS: dict[str, type] = {field.name: field.type for field in dataclasses.fields(Config)}
 # In base.yml's order; its titles are the docstrings.
 GROUPS: list[type] = [
-    *(Run, ModelSize, LayerFacts, AttentionFacts, PositionFacts, FeedForwardFacts, Numerics, Compilation, Aot),
-    *(Optimizer, BatchKeys, DataSources, Tools, Conversations, Trainable, Evaluation, Decoding, Checkpoint, Mesh),
-    Diagnostics,
+    *(Run, ModelSize, LayerFacts, AttentionFacts, PositionFacts, FeedForwardFacts, Numerics, Quantization),
+    *(Compilation, Aot, Optimizer, BatchKeys, DataSources, Tools, Conversations, Trainable, Evaluation, Decoding),
+    *(Checkpoint, Mesh, Diagnostics),
 ]
 # A run resumed with another value of one of their keys is another run, but for those declared with fixed=False.
 FIXED_GROUPS = (DataSources, Conversations, Trainable)

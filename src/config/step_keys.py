@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, SEED, SHARE, SHARE_BELOW_1, group, key, path
+from src.config.quantization_keys import Quantization
 
 DTYPES = ("bfloat16", "float32")
 _QKV = ("query_proj", "key_proj", "value_proj")
@@ -104,5 +105,5 @@ class Trainable:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step(Numerics, Compilation, Optimizer, Trainable):
+class Step(Numerics, Quantization, Compilation, Optimizer, Trainable):
     """How a step computes, what it keeps in memory, what it minimises, how and for which weights."""

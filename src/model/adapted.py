@@ -1,4 +1,4 @@
-"""A weight with an adapter beside it (src/model/lora.py makes them)."""
+"""Weights that multiply in their own way, and one of them: with an adapter beside it (src/model/lora.py makes them)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,12 +8,20 @@ import jax
 from jax import Array
 
 
+class Wrapped:
+    """Stands for a weight where products take one; `[...]` returns it, `[..., part]` that part of its last dim."""
+
+    def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
+        """Multiplies `x` by it as `einsum` says; `matmul` multiplies by any other weight."""
+        raise NotImplementedError
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Adapted:
+class Adapted(Wrapped):
     """A weight plus `down` times `up`, two thin matrices (LoRA, Hu et al. 2021); no product forms the sum."""
 
-    base: Array
+    base: Array | Wrapped
     down: Array  # the dims that are summed over, then the rank
     up: Array  # the rank, then the other dims; it carries alpha / rank
 

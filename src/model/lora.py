@@ -13,30 +13,24 @@ from flax import nnx
 from jax import Array
 
 from src.config.step_keys import Trainable
-from src.errors import UserError, first_few
 from src.model.adapted import Adapted
-from src.model.params import Tree, by_path, dotted, field, matches, nested, values, weight
+from src.model.params import Tree, by_path, field, matches, nested, values, weight
+from src.model.selection import multiplied, require_matches
 
 STACKED = ("layers", "other_layers", "expert")  # dims of several weights in one array: each has its own adapter
-LOOKED_UP = ("vocab", "position")  # first dims of tables that are not multiplied by
 
 ADAPTER_DTYPE = "float32"  # whatever the base weights have: updates and adapters are small
 
 
 def declare(keys: Trainable, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
     """Returns a function that makes adapters for these declarations; raises UserError if a pattern fits none."""
-    patterns = tuple(map(str, keys.lora_parameters))
+    patterns, paths = tuple(map(str, keys.lora_parameters)), multiplied(declarations)
+    require_matches("lora_parameters", patterns, paths, "that is multiplied by:")
     axes, fan_ins = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))
     sizes = by_path(values(declarations))
-    multiplied = [path for path in sizes if fan_ins[path] and axes[path][0] not in LOOKED_UP]
-    for pattern in patterns:
-        if not any(matches(path, (pattern,)) for path in multiplied):
-            names = sorted({dotted(path[3:] if path[0] == "segments" else path) for path in multiplied})
-            known = first_few(names, near=pattern)
-            raise UserError(f"lora_parameters: {pattern} fits no weight that is multiplied by: {known}")
 
     def make(rngs: nnx.Rngs) -> Tree:
-        adapted = [path for path in multiplied if matches(path, patterns)]
+        adapted = [path for path in paths if matches(path, patterns)]
         rank = keys.lora_rank
         return nested({path: _pair(rngs, sizes[path].shape, axes[path], fan_ins[path], rank) for path in adapted})
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 from jax import Array
 
-from src.model.adapted import Adapted
+from src.model.adapted import Wrapped
 
 # Arrays are placed by src/parallel/mesh.py's rules alone, not by Flax from a Variable's axis names.
 nnx.use_eager_sharding(False)
@@ -81,13 +81,13 @@ def weight(
     return nnx.Param(value.astype(dtype), out_sharding=axes, fan_in=fan_in, decays=decays)
 
 
-def matmul(x: Array, kernel: Array | Adapted, einsum: str, precision: str | None = None) -> Array:
+def matmul(x: Array, kernel: Array | Wrapped, einsum: str, precision: str | None = None) -> Array:
     """Multiplies `x` by a weight in `x`'s dtype, as `einsum` says: every projection of the model."""
-    if isinstance(kernel, Adapted):
-        return kernel.multiply(x, einsum, functools.partial(matmul, precision=precision))
     # einsum sums over its letters in alphabetic order, and would transpose a weight whose dims come in another.
     letters = dict.fromkeys(einsum.partition("->")[0].partition(",")[2] + einsum.partition(",")[0])
     einsum = einsum.translate(str.maketrans(dict(zip(letters, string.ascii_lowercase, strict=False))))
+    if isinstance(kernel, Wrapped):
+        return kernel.multiply(x, einsum, functools.partial(matmul, precision=precision))
     return jnp.einsum(einsum, x, kernel.astype(x.dtype), precision=precision)
 
 

@@ -51,16 +51,16 @@ class Topology:
         return (2, 4, 1) if self.shape == (2, 4) else (2, 2, 1)
 
 
-def _nvidia(bfloat16: float, tensorfloat32: float, float32: float) -> dict[str, float]:
-    return {"bfloat16": bfloat16, "tensorfloat32": tensorfloat32, "float32": float32}
+def _nvidia(bfloat16: float, tensorfloat32: float, float32: float, fp8: float = 0.0) -> dict[str, float]:
+    return {"bfloat16": bfloat16, "tensorfloat32": tensorfloat32, "float32": float32} | ({"fp8": fp8} if fp8 else {})
 
 
 # A100: "NVIDIA A100 Tensor Core GPU" data sheet.
 _A100 = _nvidia(312e12, 156e12, 19.5e12)
 # H100 SXM: "NVIDIA H100 Tensor Core GPU Architecture" white paper; the H200's data sheet states the same rates.
-_H100_SXM = _nvidia(989.4e12, 494.7e12, 66.9e12)
+_H100_SXM = _nvidia(989.4e12, 494.7e12, 66.9e12, 1978.9e12)
 # H100 NVL, H200 NVL: their data sheets, which state sparse rates, twice these.
-_HOPPER_NVL = _nvidia(835.5e12, 417.5e12, 60e12)
+_HOPPER_NVL = _nvidia(835.5e12, 417.5e12, 60e12, 1670.5e12)
 
 # Operations per second of one JAX device, by the name JAX gives it (`jax.Device.device_kind`), for dense matrices: the
 # rates that vendors state for 2:4 sparse ones are twice as high.
@@ -70,24 +70,24 @@ _PEAK_FLOPS = {
     # passes; no rate is published for that.
     "TPU v3": {"bfloat16": 61.5e12},
     "TPU v4": {"bfloat16": 275e12},
-    "TPU v5 lite": {"bfloat16": 197e12},
-    "TPU v5": {"bfloat16": 459e12},
-    "TPU v6 lite": {"bfloat16": 918e12},
+    "TPU v5 lite": {"bfloat16": 197e12, "int8": 394e12},
+    "TPU v5": {"bfloat16": 459e12, "int8": 918e12},
+    "TPU v6 lite": {"bfloat16": 918e12, "int8": 1836e12},
     "TPU7x": {"bfloat16": 1153.5e12},
     "NVIDIA A100-SXM4-40GB": _A100,
     "NVIDIA A100-SXM4-80GB": _A100,
     "NVIDIA A100-PCIE-40GB": _A100,
     "NVIDIA A100 80GB PCIe": _A100,
     "NVIDIA H100 80GB HBM3": _H100_SXM,
-    "NVIDIA H100 PCIe": _nvidia(756e12, 378e12, 51.2e12),  # the same white paper
+    "NVIDIA H100 PCIe": _nvidia(756e12, 378e12, 51.2e12, 1513e12),  # the same white paper
     "NVIDIA H100 NVL": _HOPPER_NVL,
     "NVIDIA H200": _H100_SXM,
     "NVIDIA H200 NVL": _HOPPER_NVL,
     # "NVIDIA Blackwell" data sheet, a GPU's share; its tensor core rates are sparse.
-    "NVIDIA B200": _nvidia(2250e12, 1100e12, 75e12),
-    "NVIDIA GB200": _nvidia(2500e12, 1250e12, 80e12),
+    "NVIDIA B200": _nvidia(2250e12, 1100e12, 75e12, 4500e12),
+    "NVIDIA GB200": _nvidia(2500e12, 1250e12, 80e12, 5000e12),
     # "NVIDIA Ada GPU Architecture" white paper, appendix A, with float32 accumulation.
-    "NVIDIA GeForce RTX 4090": _nvidia(165.2e12, 82.6e12, 82.6e12),
+    "NVIDIA GeForce RTX 4090": _nvidia(165.2e12, 82.6e12, 82.6e12, 330.3e12),
 }
 
 
@@ -249,6 +249,11 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     an unlisted device, float32 on a TPU): no MFU is better than a guessed one.
     """
     return _PEAK_FLOPS.get(device_kind, {}).get(dtype)
+
+
+def kinds_with(dtype: str) -> list[str]:
+    """Returns the names of the devices whose rate in products of this dtype is published."""
+    return [kind for kind, rates in _PEAK_FLOPS.items() if dtype in rates]
 
 
 def run_peak(device_kind: str, dtype: str, matmul_precision: str) -> float | None:

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from src.model.lora import LOOKED_UP, STACKED
+from src.model.lora import STACKED
 from src.model.params import by_path, field, nested
+from src.model.selection import LOOKED_UP
 
 
 @dataclass(frozen=True)

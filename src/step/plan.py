@@ -1,7 +1,7 @@
 """Plans a step before it is traced: the model's structure, where its weights lie, and how it is computed."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,14 @@ import optax
 from flax import nnx
 
 from src.config.schema import Mesh, Step
-from src.errors import UserError, first_few
-from src.model import lora, params
+from src.model import lora, params, quantization
 from src.model.block import kernel_for
 from src.model.decoder import Decoder
 from src.model.execution import Execution
 from src.model.moe import layer as moe
 from src.model.params import Weights
 from src.model.pipeline import make_schedule
+from src.model.selection import weight_roles
 from src.model.spec import ModelSpec
 from src.parallel.accumulate import Accumulation, Batch
 from src.parallel.mesh import Layout, add_mesh_axes, replica_axes, weight_shardings
@@ -39,6 +39,7 @@ class StepPlan:
     shardings: Any
     decays: Any
     matrices: Any  # each a src/step/matrices.py Matrix
+    quantization: quantization.Quantization
     layout: Layout
     execution: Execution
     kernel: str
@@ -68,7 +69,7 @@ class StepPlan:
 
     def decoder(self, model_weights: Weights) -> Decoder:
         """Returns the model with these weights."""
-        tree = model_weights.merged()
+        tree = self.quantization.attach(model_weights.merged(), self.layout)
         if self.step.lora_rank:
             tree = lora.attach(tree, tree.pop("lora"), self.step.lora_alpha)
         return nnx.merge(self.graphdef, tree)
@@ -87,12 +88,13 @@ def make_plan(
     """Returns the plan of a step on this layout.
 
     Raises UserError if there is no function `eval_metrics`, sizes do not divide over the mesh or its pipeline stages,
-    the attention kernel does not run on its devices, or a pattern of `trainable_parameters` or `lora_parameters` fits
-    no weight.
+    the attention kernel or products in 8 bits do not run on its devices, or a pattern of `trainable_parameters`,
+    `lora_parameters` or `quantization_exclude` fits no weight.
     """
     moe.check_mesh(spec, layout)
     schedule = make_schedule(mesh, spec, layout)
     graphdef, declarations = params.abstract(functools.partial(Decoder, spec))
+    quantized = quantization.select(step, declarations, layout)
     roles = weight_roles(declarations, step.trainable_parameters, bool(step.lora_rank))
     if step.lora_rank:
         adapters = jax.eval_shape(lambda: lora.declare(step, declarations)(nnx.Rngs(params=0)))
@@ -116,6 +118,7 @@ def make_plan(
         shardings=shardings,
         decays=params.field(declarations, "decays"),
         matrices=matrices(declarations, spec.vocab_size),
+        quantization=quantized,
         layout=layout,
         execution=Execution(step.scan_layers, step.remat_policy, dict(step.remat_custom), schedule),
         kernel=kernel_for(step.attention, spec, max_target_length, layout),
@@ -123,15 +126,3 @@ def make_plan(
         eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
         accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),
     )
-
-
-def weight_roles(declarations: params.Tree, patterns: Sequence[str], adapted: bool) -> params.Tree:
-    """Returns each weight's role: without patterns all are trained, or none where adapters are."""
-    flat = params.by_path(params.roles(declarations))
-    patterns = list(map(str, patterns)) or ([] if adapted else ["*"])
-    for pattern in patterns:
-        if not any(params.matches(path, [pattern]) for path in flat):
-            names = sorted({params.dotted(path[3:] if path[0] == "segments" else path) for path in flat})
-            raise UserError(f"trainable_parameters: {pattern} fits no weight of {first_few(names, near=pattern)}")
-    # What is not trained is frozen, a router's correction bias too: it moves where it is among the trained alone.
-    return params.nested({path: role if params.matches(path, patterns) else "frozen" for path, role in flat.items()})

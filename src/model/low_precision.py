@@ -1,0 +1,182 @@
+"""Products of weights in 8 bits, forward and backward: int8 with a scale per channel, float8 with one per tensor.
+
+Scales come from the largest magnitude at hand, or from fixed bounds: nothing is kept from step to step. Weights and
+activations are rounded once, and the backward pass multiplies by what the forward pass did. Where their scales lie
+along dims that it sums over, the gradient takes them in before it is rounded itself (docs/quantization.md).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from src.errors import UserError
+from src.parallel.mesh import Layout
+
+MAX_SUMMED = (2**31 - 1) // 127**2  # so many products of two int8 always fit in an int32
+
+
+class Format(NamedTuple):
+    """How the operands of products are rounded."""
+
+    forward: Any  # dtype of weights and activations
+    backward: Any  # dtype of gradients
+    per_channel: bool  # a scale for each entry of the dims that a product does not sum over; else one for all
+
+
+FORMATS = {
+    "int8": Format(jnp.int8, jnp.int8, per_channel=True),
+    "fp8": Format(jnp.float8_e4m3fn, jnp.float8_e5m2, per_channel=False),  # Micikevicius et al. 2022, section 3
+}
+
+
+class Coded(NamedTuple):
+    """An array as codes times scales, float32, which have the codes' dims, of size 1 where they do not vary."""
+
+    codes: Array
+    scales: Array
+
+
+def encode(x: Array, bound: Array, dtype: Any) -> Coded:
+    """Rounds x to codes of `dtype`, of which the greatest stands for `bound`; greater magnitudes are clipped."""
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    limit = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
+    scales = jnp.maximum(bound, 1e-30) / limit  # a bound that is not finite makes products that are not
+    if not is_integer:  # the next power of two, which is exact in bfloat16
+        exponents = jax.lax.bitcast_convert_type(scales, jnp.uint32) & 0x7F800000
+        scales = 2 * jax.lax.bitcast_convert_type(exponents, jnp.float32)
+    codes = jnp.clip(x.astype(jnp.float32), -bound, bound) * (1 / scales)
+    return Coded((jnp.round(codes) if is_integer else codes).astype(dtype), scales)
+
+
+def largest(x: Array, dims: Sequence[int] | None = None) -> Array:
+    """Returns the largest magnitudes over some dims (None: all), which stay with size 1, in float32."""
+    return jnp.max(jnp.abs(x), axis=dims, keepdims=True).astype(jnp.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Products:
+    """How the products of a step are made in 8 bits."""
+
+    format: Format
+    layout: Layout
+    bounds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # fixed ones of weights, activations, gradients; 0: found
+
+    def multiply(self, x: Array, weight: Array, bound: Array, axes: tuple[str | None, ...], einsum: str) -> Array:
+        """Multiplies as `einsum` says by a weight with these logical axes, whose largest magnitudes are `bound`.
+
+        Other dims of x are rows and tokens. Gradients are those of a product without rounding, made of what is rounded.
+        """
+        x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
+        rows = [dim for dim in x_dims if dim not in w_dims]
+        axis_of = dict(zip((*w_dims, *rows), (*axes, "batch", "length"), strict=False))
+        stored = {dim: self.layout.axes(axis) for dim, axis in axis_of.items()}
+        by_rows = {name for dim in rows for name in stored[dim]}  # along these a weight is gathered, as codes
+        parts = {dim: tuple(n for n in stored[dim] if dim in rows or n not in by_rows) for dim in stored}
+        forward = _Product(self, w_dims, x_dims, out_dims, parts, parts)
+        to_x = _Product(self, w_dims, out_dims, x_dims, parts, parts)
+        to_weight = _Product(self, x_dims, out_dims, w_dims, parts, stored)
+        _, x_bound, gradient_bound = self.bounds
+
+        def run(x: Array, weight: Array, bound: Array) -> tuple[Array, tuple[Coded, Coded]]:
+            w = encode(weight, bound, self.format.forward)
+            # Or XLA would gather the weight and encode it then, on a TPU.
+            w = w._replace(codes=self.layout.constrain(w.codes, *axes))
+            out, coded_x = forward(w, x, x_bound, self.format.forward)
+            return out, (w, coded_x)
+
+        def gradients(coded: tuple[Coded, Coded], gradient: Array) -> tuple[Array, Array, None]:
+            w, coded_x = coded
+            dx, _ = to_x(w, gradient, gradient_bound, self.format.backward)
+            dw, _ = to_weight(coded_x, gradient, gradient_bound, self.format.backward)
+            return dx, dw.astype(weight.dtype), None
+
+        product = jax.custom_vjp(lambda *operands: run(*operands)[0])
+        product.defvjp(run, gradients)
+        return product(x, weight, bound)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The product of a coded array with one that is rounded for it.
+
+    A device rounds its part, multiplies it by its part of the coded array, and by the scales, before sums over devices:
+    so these move the activations' dtype instead of 32 bits, and no device waits for another's largest magnitude.
+    """
+
+    how: Products
+    coded: str  # dims of the coded array, of the other one, and of the product
+    other: str
+    out: str
+    parts: dict[str, tuple[str, ...]]  # the mesh axes that shard each dim of the operands
+    out_parts: dict[str, tuple[str, ...]]  # and of the product
+
+    def __call__(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
+        """Returns the product in x's dtype, and x as it was rounded: to `dtype`, within the fixed bound if not 0."""
+
+        def on_device(coded: Coded, x: Array) -> tuple[Array, Coded]:
+            return self._on_device(coded, x, bound, dtype)
+
+        if self.how.layout.mesh.size == 1:
+            return on_device(coded, x)
+        codes_spec, x_spec = self._spec(self.coded, self.parts), self._spec(self.other, self.parts)
+        varying = (part if size > 1 else None for part, size in zip(codes_spec, coded.scales.shape, strict=True))
+        in_specs = Coded(codes_spec, PartitionSpec(*varying)), x_spec
+        # Each device has scales of its own, also along dims that do not vary on it.
+        out_specs = self._spec(self.out, self.out_parts), Coded(x_spec, x_spec)
+        return self.how.layout.shard_map(on_device, in_specs, out_specs)(coded, x)
+
+    def _spec(self, dims: str, parts: dict[str, tuple[str, ...]]) -> PartitionSpec:
+        return PartitionSpec(*(parts[dim] or None for dim in dims))
+
+    def _on_device(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
+        summed = [dim for dim in self.other if dim not in self.out]
+        scales, scaled = coded.scales, x
+        if varies := any(scales.shape[self.coded.index(dim)] > 1 for dim in summed):
+            scaled = x.astype(jnp.float32) * _aligned(scales, self.coded, self.other)
+        if bound:
+            bounds = jnp.full((1,) * x.ndim, bound)
+        else:
+            bounds = largest(scaled, tuple(map(self.other.index, summed)) if self.how.format.per_channel else None)
+        coded_x = encode(scaled, bounds, dtype)
+        out = self._product(coded.codes, coded_x.codes, x.dtype)
+        factor = _aligned(coded_x.scales, self.other, self.out)
+        factor = factor if varies else factor * _aligned(scales, self.coded, self.out)
+        # cuBLASLt multiplies float8's products by their factor where it has their dtype.
+        out = out * factor if out.dtype != x.dtype else out * factor.astype(x.dtype)
+        return self._sum_over_devices(out.astype(x.dtype), summed), coded_x
+
+    def _product(self, codes: Array, other: Array, dtype: Any) -> Array:
+        einsum, is_integer = f"{self.coded},{self.other}->{self.out}", jnp.issubdtype(codes.dtype, jnp.integer)
+        count = math.prod(codes.shape[self.coded.index(dim)] for dim in self.other if dim not in self.out)
+        if is_integer and count > MAX_SUMMED:
+            raise UserError(
+                f"quantization=int8 sums {count:,} products on a device, and their sum may exceed 32 bits beyond "
+                f"{MAX_SUMMED:,}: use fewer tokens at once (per_device_batch_size, gradient_accumulation_steps)"
+            )
+        if self.how.layout.platform == "cpu":  # it has no fast products of 8 bits; float32 holds each one exactly
+            return jnp.einsum(einsum, codes.astype(jnp.float32), other.astype(jnp.float32))
+        return jnp.einsum(einsum, codes, other, preferred_element_type=jnp.int32 if is_integer else dtype)
+
+    def _sum_over_devices(self, out: Array, summed: Sequence[str]) -> Array:
+        axes = tuple(name for dim in summed for name in self.parts[dim])
+        if not axes:
+            return out
+        # XLA for CPUs aborts on a bfloat16 sum within a map over some of the axes.
+        sums = out.astype(jnp.float32) if self.how.layout.platform == "cpu" else out
+        for index, dim in enumerate(self.out):
+            if scattered := tuple(name for name in self.out_parts[dim] if name in axes):
+                sums = jax.lax.psum_scatter(sums, scattered, scatter_dimension=index, tiled=True)
+                axes = tuple(name for name in axes if name not in scattered)
+        return (jax.lax.psum(sums, axes) if axes else sums).astype(out.dtype)
+
+
+def _aligned(scales: Array, dims: str, onto: str) -> Array:
+    """Returns scales with dims `dims` as they broadcast onto an array with dims `onto`; dims it lacks have size 1."""
+    scales = jnp.einsum(f"{dims}->{''.join(dim for dim in onto if dim in dims)}", scales)
+    return jnp.expand_dims(scales, [index for index, dim in enumerate(onto) if dim not in dims])

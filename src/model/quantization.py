@@ -1,0 +1,146 @@
+"""Which weights are multiplied in 8 bits, and on which devices they can be (src/model/low_precision.py multiplies)."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from src.config.quantization_keys import CALIBRATION_METHODS, fixed_bound
+from src.config.quantization_keys import Quantization as Keys
+from src.errors import UserError, first_few
+from src.model import params
+from src.model.adapted import Wrapped
+from src.model.low_precision import FORMATS, Products, largest
+from src.model.selection import multiplied, require_matches
+from src.model.spec import LayerGroup
+from src.parallel.mesh import Layout
+from src.parallel.topology import kinds_with, peak_flops
+
+EXCLUDED = Keys().quantization_exclude  # of these not every model has all
+LAYERS = ("layers", "other_layers")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantized(Wrapped):
+    """A weight whose products are made in 8 bits."""
+
+    weight: Array
+    bound: Array  # its largest magnitudes, as `largest` gives them
+    products: Products = field(metadata={"static": True})
+    axes: tuple[str | None, ...] = field(metadata={"static": True})  # logical, of the weight's dims
+
+    def __getitem__(self, index: Any) -> Self:
+        if index is Ellipsis:
+            return self
+        bound = self.bound if self.bound.shape[-1] == 1 else self.bound[index]
+        return dataclasses.replace(self, weight=self.weight[index], bound=bound)
+
+    def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
+        """Multiplies `x` by it as `einsum` says."""
+        return self.products.multiply(x, self.weight, self.bound, self.axes, einsum)
+
+
+class Place(NamedTuple):
+    """How a weight's magnitudes are bounded, and where it lies."""
+
+    bounded: tuple[int, ...]  # the dims over which a bound holds
+    axes: tuple[str | None, ...]  # logical, of the dims of one layer
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Which of a model's weights are multiplied in 8 bits, and how; none where `kind` is empty."""
+
+    kind: str = ""
+    bounds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # fixed ones, as in `Products`
+    places: Mapping[tuple[Any, ...], Place] = field(default_factory=dict)
+    description: str = ""
+
+    def compiler_options(self, platform: str) -> dict[str, str]:
+        """Returns the options of XLA without which it would make these products wider."""
+        return {"xla_gpu_enable_triton_gemm": "False"} if platform == "gpu" and self.kind == "fp8" else {}
+
+    def unrolled(self, groups: Sequence[LayerGroup]) -> Self:
+        """Returns the same of a model whose segments have their layers in arrays of their own, [1, ...] each."""
+        places = {}
+        for path, place in self.places.items():
+            if path[0] != "segments" or groups[path[1]].shared:
+                places[path] = place
+                continue
+            _, segment, position, *rest = path
+            for repeat in range(groups[segment].repeats):
+                places["segments", segment, repeat * len(groups[segment].pattern) + position, *rest] = place
+        return dataclasses.replace(self, places=places)
+
+    def attach(self, weights: params.Tree, layout: Layout) -> params.Tree:
+        """Replaces each such weight by a `Quantized`."""
+        if not self.kind:
+            return weights
+        products, flat = Products(FORMATS[self.kind], layout, self.bounds), params.by_path(weights)
+        for path, (bounded, axes) in self.places.items():
+            # Of all layers at once: within the layers, devices would wait for each other's.
+            bound = largest(jax.lax.stop_gradient(flat[path]), bounded)
+            bound = jnp.full_like(bound, self.bounds[0]) if self.bounds[0] else bound
+            flat[path] = Quantized(flat[path], bound, products, axes)
+        return params.nested(flat)
+
+
+def select(keys: Keys, declarations: params.Tree, layout: Layout) -> Quantization:
+    """Returns what is multiplied in 8 bits of the model with these weights, on the devices of this layout.
+
+    Raises UserError if the devices have no such products, or `quantization_exclude` names no weight, or every one.
+    """
+    kind = keys.quantization
+    if not kind:
+        return Quantization()
+    _check_devices(kind, layout.mesh.devices.flat[0])
+    paths, patterns = multiplied(declarations), tuple(map(str, keys.quantization_exclude))
+    require_matches(
+        "quantization_exclude", [name for name in patterns if name not in EXCLUDED], paths, "that is multiplied by:"
+    )
+    axes, fan_ins = (params.by_path(params.field(declarations, name)) for name in ("out_sharding", "fan_in"))
+    wide = [path for path in paths if params.matches(path, patterns)]
+    places = {}
+    for path in [path for path in paths if path not in wide]:
+        layers = sum(axis in LAYERS for axis in axes[path])
+        bounded = fan_ins[path] if FORMATS[kind].per_channel else range(layers, len(axes[path]))
+        places[path] = Place(tuple(bounded), axes[path][layers:])
+        if "expert" in axes[path]:
+            raise UserError(
+                f"quantization={kind} has no products of experts: keep theirs with "
+                f"quantization_exclude=[{','.join(patterns)},feed_forward.wi,feed_forward.wo]"
+            )
+    if not places:
+        raise UserError(f"quantization={kind} finds no weight that quantization_exclude leaves: shorten that list")
+    if fan_ins.get(("embedding",)):  # tied
+        wide.append(("embedding",))
+    shapes = params.by_path(params.values(declarations))
+
+    def count(paths: Iterable[tuple[Any, ...]]) -> int:
+        stacked = (zip(axes[path], shapes[path].shape, strict=True) for path in paths)
+        return sum(math.prod(size for axis, size in dims if axis in LAYERS) for dims in stacked)
+
+    description = f"{kind} in {count(places):,} products with weights, forward and backward"
+    if wide:
+        description += f"; {count(wide):,} not ({first_few(dict.fromkeys(path[-1] for path in wide))})"
+    bounds = tuple(fixed_bound(getattr(keys, name)) for name in CALIBRATION_METHODS)
+    return Quantization(kind, bounds, places, description)
+
+
+def _check_devices(kind: str, device: jax.Device) -> None:
+    """Raises UserError where a device has no products of this kind. A CPU computes their numbers in float32."""
+    if device.platform == "cpu" or peak_flops(device.device_kind, kind):
+        return
+    # Other GPUs tell what they have: float8 came with compute capability 8.9.
+    if kind == "fp8" and float(getattr(device, "compute_capability", None) or 0) >= 8.9:
+        return
+    raise UserError(
+        f"quantization={kind}: a {device.device_kind} has no such products. Those that have: "
+        f"{', '.join(kinds_with(kind))}; a CPU computes the same numbers, slowly. Or leave quantization empty."
+    )

@@ -1,0 +1,37 @@
+"""Selects weights by the patterns that users type."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from src.errors import UserError, first_few
+from src.model import params
+
+LOOKED_UP = ("vocab", "position")  # first dims of tables that are not multiplied by
+
+Path = tuple[Any, ...]
+
+
+def require_matches(key: str, patterns: Sequence[str], paths: Collection[Path], those: str) -> None:
+    """Raises UserError for a pattern of `key` that fits none of the weights at these paths, which are `those`."""
+    for pattern in patterns:
+        if not any(params.matches(path, [pattern]) for path in paths):
+            names = sorted({params.dotted(path[3:] if path[0] == "segments" else path) for path in paths})
+            raise UserError(f"{key}: {pattern} fits no weight {those} {first_few(names, near=pattern)}")
+
+
+def multiplied(declarations: params.Tree) -> list[Path]:
+    """Returns the paths of the declared weights that activations are multiplied by."""
+    axes, fan_ins = (params.by_path(params.field(declarations, name)) for name in ("out_sharding", "fan_in"))
+    return [path for path in axes if fan_ins[path] and axes[path][0] not in LOOKED_UP]
+
+
+def weight_roles(declarations: params.Tree, patterns: Sequence[str], adapted: bool) -> params.Tree:
+    """Returns each weight's role: without patterns all are trained, or none where adapters are.
+
+    What is not trained is frozen, a router's correction bias too: it moves where it is among the trained alone. Raises
+    UserError if a pattern fits no weight.
+    """
+    flat = params.by_path(params.roles(declarations))
+    patterns = list(map(str, patterns)) or ([] if adapted else ["*"])
+    require_matches("trainable_parameters", patterns, flat, "of")
+    return params.nested({path: role if params.matches(path, patterns) else "frozen" for path, role in flat.items()})

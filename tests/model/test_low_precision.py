@@ -1,0 +1,261 @@
+"""Products in 8 bits against the same ones in float64 of operands that numpy rounds, and what runs with them."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from src.errors import UserError
+from src.model import params
+from src.model.low_precision import FORMATS, MAX_SUMMED, Products, largest
+from src.model.quantization import Quantized, select
+from src.parallel.mesh import make_layout
+from src.parallel.topology import peak_flops
+from tests.tiny import Trainer, assert_close, load, loss_and_gradients, make, packed_rows, random_weights
+
+QUERY = ("BTD,DNH->BTNH", ("embed", "heads", "head_dim"), (0,))
+OUT = ("BTNH,NHD->BTD", ("heads", "head_dim", "embed"), (0, 1))
+SIZES = {"B": 4, "T": 8, "D": 16, "N": 4, "H": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}
+
+
+def layout_of(devices, **mesh):
+    return make_layout(load(**mesh).mesh, jax.devices()[:devices])
+
+
+def product(kind, einsum, axes, fan_in, layout, bounds=(0.0, 0.0, 0.0)):
+    """The product by `matmul` and its gradients, compiled: x, w, gradient -> out, to x, to w."""
+    products = Products(FORMATS[kind], layout, bounds)
+    dims = fan_in if kind == "int8" else None
+
+    def multiply(x, w):
+        return params.matmul(x, Quantized(w, largest(jax.lax.stop_gradient(w), dims), products, axes), einsum)
+
+    @jax.jit
+    def run(x, w, gradient):
+        out, transpose = jax.vjp(multiply, x, w)
+        return out, *transpose(gradient)
+
+    return run
+
+
+def operands(einsum, seed=0):
+    """x, w and the gradient of their product, such that every int8 scale is a power of two: int8 codes are exact.
+
+    Rows of x and channels of w differ in size. The gradient's largest stand where those are largest too.
+    """
+    rng = np.random.default_rng(seed)
+    x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
+
+    def of(dims, kept):
+        size, limit = [SIZES[dim] for dim in dims], 127 / 32
+        array = np.clip(rng.normal(size=size), -limit, limit)
+        array[tuple(slice(None) if dim in kept else 0 for dim in dims)] = limit
+        powers = 2.0 ** rng.integers(-3, 1, [SIZES[dim] if dim in kept else 1 for dim in dims])
+        powers[(0,) * len(dims)] = 1
+        return (array * powers).astype(np.float32)
+
+    gradient = np.clip(rng.normal(size=[SIZES[dim] for dim in out_dims]), -3, 3).astype(np.float32)
+    gradient[tuple(slice(None) if dim in x_dims else 0 for dim in out_dims)] = 127 / 32
+    gradient[tuple(slice(None) if dim in w_dims else 0 for dim in out_dims)] = 127 / 32
+    return of(x_dims, out_dims), of(w_dims, out_dims), gradient
+
+
+def rounded(x, dims, dtype):
+    """What codes of x stand for, with a scale for each entry of all dims but these; float64."""
+    greatest = np.max(np.abs(x), axis=dims, keepdims=True)
+    if dtype == np.int8:
+        scale = greatest / 127
+        return np.rint(x / scale) * scale
+    greatest = np.max(np.abs(x))
+    scale = 2.0 ** (np.floor(np.log2(greatest / float(ml_dtypes.finfo(dtype).max))) + 1)
+    return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale
+
+
+@pytest.mark.parametrize("case", [QUERY, OUT], ids=["query", "out"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_products_and_gradients_are_those_of_rounded_operands(kind, case):
+    einsum, axes, fan_in = case
+    x, w, gradient = operands(einsum)
+    forward, backward = ((np.int8, np.int8), (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))[kind == "fp8"]
+    x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
+    rows = tuple(out_dims.index(dim) for dim in out_dims if dim in x_dims)
+    channels = tuple(out_dims.index(dim) for dim in out_dims if dim in w_dims)
+    x8, w8 = rounded(x, tuple(range(2, x.ndim)), forward), rounded(w, fan_in, forward)
+
+    def scale(array, dims):
+        return np.max(np.abs(array), axis=dims) / 127 if kind == "int8" else np.ones(1)
+
+    x_scale = scale(x, tuple(range(2, x.ndim))).reshape(*([4, 8] if kind == "int8" else [1]), *[1] * len(channels))
+    w_scale = scale(w, fan_in)
+    expected = [
+        np.einsum(einsum, x8, w8),
+        # The scales of the other operand are along the dims that are summed over, so the gradient has them in it.
+        np.einsum(f"{out_dims},{w_dims}->{x_dims}", rounded(gradient * w_scale, channels, backward) / w_scale, w8),
+        np.einsum(f"{x_dims},{out_dims}->{w_dims}", x8, rounded(gradient * x_scale, rows, backward) / x_scale),
+    ]
+    made = product(kind, einsum, axes, fan_in, layout_of(1))(x, w, gradient)
+    for array, reference, plain in zip(
+        made,
+        expected,
+        (
+            np.einsum(einsum, x, w),
+            np.einsum(f"{out_dims},{w_dims}->{x_dims}", gradient, w),
+            np.einsum(f"{x_dims},{out_dims}->{w_dims}", x, gradient),
+        ),
+        strict=True,
+    ):
+        assert_close(array, reference, 1e-6)
+        assert np.max(np.abs(plain - reference)) > 1e-3 * np.max(np.abs(reference))  # they are rounded
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("case", [QUERY, OUT], ids=["query", "out"])
+def test_a_mesh_makes_the_products_of_one_device(kind, case):
+    """Where each device finds the same largest magnitudes, each with its part of rows, tokens, heads and weights."""
+    einsum, axes, fan_in = case
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(-126, 127, [SIZES[dim] for dim in dims]) for dims in einsum.replace("->", ",").split(",")]
+    for array in arrays:  # along every dim, in every part
+        array[np.indices(array.shape).sum(axis=0) % 2 == 0] = 127
+    arrays = [array.astype(np.float32) for array in arrays]
+    on_one = product(kind, einsum, axes, fan_in, layout_of(1))(*arrays)
+    mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_context_parallelism": 2}
+    assert_close(product(kind, einsum, axes, fan_in, layout_of(8, **mesh))(*arrays), on_one, 1e-6)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_not_finite_stays_so(kind, value):
+    x, w, gradient = operands(QUERY[0])
+    run = product(kind, *QUERY, layout_of(1))
+    x[1, 2, 3] = value
+    out, _, to_w = run(x, w, gradient)
+    assert not np.isfinite(out[1, 2]).any()
+    assert not np.isfinite(to_w[3]).all()
+
+
+def test_fixed_bounds_clip():
+    x, w, gradient = operands(QUERY[0])
+    run = product("fp8", *QUERY, layout_of(1), bounds=(4.0, 1.75, 0.0))
+    clipped = rounded(np.clip(x, -1.75, 1.75), (), ml_dtypes.float8_e4m3fn)
+    assert np.max(np.abs(x)) > 1.75 == np.max(clipped)
+    expected = np.einsum(QUERY[0], clipped, rounded(w, (), ml_dtypes.float8_e4m3fn))
+    assert_close(run(x, w, gradient)[0], expected, 1e-6)
+
+
+def test_more_products_than_an_int32_can_sum_are_refused():
+    x, w = jnp.zeros((1, 1, MAX_SUMMED + 1)), jnp.zeros((MAX_SUMMED + 1, 1))
+    products = Products(FORMATS["int8"], layout_of(1))
+    with pytest.raises(UserError, match=r"133,145 products on a device.*fewer tokens"):
+        params.matmul(x, Quantized(w, jnp.ones((1, 1)), products, (None, None)), "BTD,DF->BTF")
+
+
+LATENT = {"attention_type": "mla", "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8}
+LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 8}
+KINDS = {
+    "dense": {},
+    "latent attention": LATENT,
+    "further predictions": {"mtp_num_layers": 1},
+    "unrolled, recomputed": {"scan_layers": "false", "remat_policy": "full"},
+    "kept products": {"remat_policy": "minimal"},
+    "tied": {"logits_via_embedding": "true"},
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    "facts", [name if name == "dense" else pytest.param(name, marks=pytest.mark.long) for name in KINDS]
+)
+def test_a_models_gradients_are_near_those_of_wide_products(kind, facts):
+    _, wide = make(**KINDS[facts])
+    _, plan = make(quantization=kind, **KINDS[facts])
+    weights, batch = random_weights(plan), packed_rows(0)
+    (loss, grads), (expected, wide_grads) = (loss_and_gradients(each, weights, batch) for each in (plan, wide))
+    assert 0 < abs(loss - expected) < 0.02 * expected
+    for path, gradient in params.by_path(grads).items():
+        reference = params.by_path(wide_grads)[path]
+        if np.linalg.norm(reference):
+            cosine = np.vdot(gradient, reference) / np.linalg.norm(gradient) / np.linalg.norm(reference)
+            assert cosine > (0.99 if kind == "int8" else 0.9), path
+
+
+MESHES = {
+    "fsdp, tensor and context": {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_context_parallelism": 2},
+    "stages": {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_data_parallelism": 2},
+    "micro-batches on replicas": {
+        "ici_data_parallelism": 4,
+        "ici_fsdp_parallelism": 2,
+        "gradient_accumulation_steps": 2,
+    },
+    "norms shared out": {"ici_tensor_parallelism": 4, "logical_axis_rules__norm_length": "[context,tensor]"},
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(name, marks=pytest.mark.long) if index else name for index, name in enumerate(MESHES)]
+)
+def test_a_step_on_a_mesh_is_near_that_on_one_device(kind, mesh):
+    facts = {"quantization": kind, "base_num_kv_heads": 4, "remat_policy": "full"}
+    batch = packed_rows(0, rows=16)
+    one, many = Trainer(1, initial=False, **facts), Trainer(8, initial=False, **facts, **MESHES[mesh])
+    expected, made = one.step(batch, 1), many.step(batch, 1)
+    assert made["finite"]
+    assert made["loss"] == pytest.approx(expected["loss"], rel=2e-3)
+    assert made["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+
+
+def test_excluded_weights_stay():
+    _, plan = make(quantization="int8", quantization_exclude="[output,attention.*,feed_forward.wo]")
+    assert [path[-1] for path in plan.quantization.places] == ["wi"]
+    assert plan.quantization.description == (
+        "int8 in 2 products with weights, forward and backward; 11 not (output, key, out, query, value and 1 more)"
+    )
+    _, tied = make(quantization="int8", logits_via_embedding="true")
+    assert tied.quantization.description.endswith("12 products with weights, forward and backward; 1 not (embedding)")
+
+
+def test_weights_that_no_pattern_may_mean_are_refused():
+    for facts, message in [
+        ({"quantization_exclude": "[atention.query]"}, r"atention.query fits no weight.*attention.query"),
+        ({"quantization_exclude": "['*']"}, "finds no weight that quantization_exclude leaves"),
+        (EXPERTS, r"no products of experts.*quantization_exclude=\[output,router,embedding,feed_forward.wi"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            make(quantization="int8", **facts)
+
+
+def test_keys_that_do_not_go_together_are_refused():
+    fixed = {"act_quantization_calibration_method": "fixed,-224,224"}
+    assert load(quantization="fp8", **fixed)
+    for keys, message in [
+        ({"quantization": "int4"}, "quantization=int4 is none of"),
+        ({"quantization": "nvfp4"}, "block formats are not in this version: quantization=fp8"),
+        ({"quantization": "int8", **fixed}, "needs quantization=fp8"),
+        ({"quantization": "fp8", "act_quantization_calibration_method": "fixed,-2,3"}, "expected absmax, or a range"),
+        ({"quantization_exclude": "[output]"}, "quantization_exclude needs quantization"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            load(**keys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "capability"),
+    [
+        ("fp8", "TPU v6 lite", None),
+        ("int8", "TPU v4", None),
+        ("fp8", "NVIDIA A100-SXM4-80GB", "8.0"),
+        ("int8", "NVIDIA H100 80GB HBM3", "9.0"),
+    ],
+)
+def test_devices_without_the_products_are_refused(kind, device, capability):
+    platform = "tpu" if "TPU" in device else "gpu"
+    fake = SimpleNamespace(platform=platform, device_kind=device, compute_capability=capability)
+    layout = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([fake])))
+    with pytest.raises(UserError, match=f"quantization={kind}: a {device} has no such products"):
+        select(load(quantization=kind).step, {}, layout)
+    assert peak_flops(device, kind) is None

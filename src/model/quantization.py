@@ -62,10 +62,6 @@ class Quantization:
     places: Mapping[tuple[Any, ...], Place] = field(default_factory=dict)
     description: str = ""
 
-    def compiler_options(self, platform: str) -> dict[str, str]:
-        """Returns the options of XLA without which it would make these products wider."""
-        return {"xla_gpu_enable_triton_gemm": "False"} if platform == "gpu" and self.kind == "fp8" else {}
-
     def unrolled(self, groups: Sequence[LayerGroup]) -> Self:
         """Returns the same of a model whose segments have their layers in arrays of their own, [1, ...] each."""
         places = {}

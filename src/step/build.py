@@ -56,10 +56,9 @@ def build(
     rows = global_batch_size(plan.layout, rows, micro_batches, "per_device_batch_size")
     state, batch = abstract_state(plan), abstract_batch(plan, rows, config.max_target_length)
     hparams = hparams_at(config.step, config.steps, 0)
-    compiler_options = {**plan.quantization.compiler_options(plan.layout.platform), **(compiler_options or {})}
     train, evaluate = compile_steps(plan, state, compiler_options, loss)
     traced = train.trace(state, batch, hparams)
-    return TracedStep(plan, compiler_options, state, batch, hparams, train, evaluate, traced)
+    return TracedStep(plan, compiler_options or {}, state, batch, hparams, train, evaluate, traced)
 
 
 def plan_step(config: Config, layout: Layout) -> StepPlan:

@@ -237,6 +237,7 @@ def test_keys_that_do_not_go_together_are_refused():
         ({"quantization": "nvfp4"}, "block formats are not in this version: quantization=fp8"),
         ({"quantization": "int8", **fixed}, "needs quantization=fp8"),
         ({"quantization": "fp8", "act_quantization_calibration_method": "fixed,-2,3"}, "expected absmax, or a range"),
+        ({"quantization": "fp8", "compile_xla_flags": "--xla_gpu_enable_triton_gemm"}, "makes no product of"),
         ({"quantization_exclude": "[output]"}, "quantization_exclude needs quantization"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -15,6 +15,7 @@ from src.model.block import Block
 from src.model.forward_context import ForwardContext
 from src.parallel.mesh import make_layout, weight_shardings
 from src.parallel.topology import parse_topology
+from src.step.compiler_flags import compiler_options
 from tests.compilers import needs_cuda, needs_libtpu
 from tests.tiny import load, spec_of
 
@@ -46,7 +47,7 @@ def compiled(kind, topology):
         out_BTD, _, _ = block(x_BTD, ForwardContext(ones_BT, ones_BT, layout, "dot_product", True), None, 0)
         return jnp.sum(jnp.square(out_BTD.astype(jnp.float32)))
 
-    options = quantized.compiler_options(layout.platform)
+    options = compiler_options("", layout.mesh.devices.flat[0], 1)
     step = jax.jit(jax.grad(loss, argnums=(0, 1)), compiler_options=options, out_shardings=(at, rows))
     return step.lower(weights, x).compile().as_text()
 
@@ -55,7 +56,7 @@ def sent(text, kind):
     """The dtypes of the matrices that a kind of collective moves; vectors are norms' scales, and codes' ones."""
     found = re.findall(rf"= (.*?) {kind}(?:-start)?\(", text)
     arrays = [array for types in found for array in re.findall(r"(\w+)\[([\d,]+)\]", types)]
-    return {dtype for dtype, dims in arrays if math.prod(map(int, dims.split(","))) > F}
+    return {dtype for dtype, dims in arrays if math.prod(map(int, dims.split(","))) > 4 * F}
 
 
 @needs_libtpu

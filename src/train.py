@@ -23,7 +23,7 @@ from src.config import load as configuration
 from src.config.schema import Config
 from src.console import printable, say
 from src.data.fingerprint import data_fingerprint
-from src.data.host_arrays import check_same_data, host_rows, rows_to_global, to_global
+from src.data.host_arrays import check_same, host_rows, rows_to_global, to_global
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
@@ -87,7 +87,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     place = batch_sharding(plan.layout)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
     fingerprint = data_fingerprint(inputs, data, global_batch)
-    check_same_data(fingerprint)
+    check_same(fingerprint, "data", "the same files, tokenizer and keys")
     meta = saved_meta(plan, config.load_parameters_path, fingerprint, tokenizer)
     if config.sample_length and tokenizer:
         # A prompt that is too long fails now rather than after the run.
@@ -98,6 +98,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     exits.callback(folder.close)
     exits.enter_context(in_run_folder(folder.path))
     folder.check_writable()
+    folder.lock()  # before anything of it is read that another process may change
     checkpointer = Checkpointer(
         folder.path / "checkpoints",
         max_to_keep=config.max_num_checkpoints_to_keep,
@@ -119,7 +120,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
         raise UserError(f"steps={config.steps} is already reached: {begun} is at step {first_step}. Raise steps.")
     if first_step == config.steps:  # in a restart loop, or after a kill between the last checkpoint and the end
-        folder.lock()
         folder.fetch("metrics.jsonl")
         say([*start.messages, f"finished: this run has made its {config.steps} steps. To go on, raise steps."])
         conclude(config, plan, state, tokenizer, folder, report)
@@ -136,7 +136,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     ]
 
     # ---- What the user sees
-    folder.lock()
     if not start.resumed and (aside := folder.set_aside("metrics.jsonl")):
         start.messages.append(f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}")
     folder.write_text("config.yml", configuration.to_yaml(config))
@@ -203,8 +202,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
             if preempted:
                 stopped_by = preemption.signal or signal.SIGTERM  # another process of the job got it
                 break
-        checkpointer.wait()  # while signals are still caught
-        checkpointer.prune()
+        say(checkpointer.finish())  # while signals are still caught
 
     # ---- The end
     if stopped_by:

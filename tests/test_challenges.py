@@ -135,6 +135,17 @@ def test_a_folder_takes_one_process_at_a_time(folder, corpus, monkeypatch, capsy
     here.lock()
     assert "another process is running" in runs.refusal(monkeypatch, capsys, resumed(folder, corpus))
     here.close()
+
+    def compared(*args):
+        other = RunFolder(str(folder.parent), folder.name)
+        with pytest.raises(UserError, match="another process is running"):
+            other.lock()
+        other.close()
+        return compare_configs(*args)
+
+    # Or the other process could finish the run after this one has read where to go on.
+    compare_configs = train.compare_configs
+    monkeypatch.setattr(train, "compare_configs", compared)
     assert int(train.main(resumed(folder, corpus)).state.step) == 6
 
 

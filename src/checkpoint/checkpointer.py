@@ -7,9 +7,7 @@ with the caller's values and each array's shape, dtype and digest, which src/che
 import contextlib
 import itertools
 import json
-import logging
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +19,8 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from src.checkpoint.digest import digests
-from src.checkpoint.restore import Restored, checksum_of, flatten, on_all_processes, restore_newest
+from src.checkpoint.quiet_orbax import quiet_orbax
+from src.checkpoint.restore import Restored, checksum_of, flatten, of_process_0, restore_newest
 from src.checkpoint.run_folder import absolute, is_remote, is_unfinished, steps_in
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, failure_of, one_line, retried
@@ -69,16 +68,18 @@ class Checkpointer:
         self._last_was_missed = False
         self._deleter = ThreadPoolExecutor(max_workers=8)
         self._deletions: dict[int, Future[None]] = {}
+        self._quiet = contextlib.ExitStack()  # from the first save to the end
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> list[str]:
         """Saves a state, whose arrays may be donated once this returns, and its `meta`, any JSON object.
 
         Deletes all but `max_to_keep` of the earlier checkpoints, in the background: the caller has seen that their
-        weights are good. A transient failure of the save before this one is tolerated once, with a message. Raises
-        UserError if this checkpoint or the last one could not be written, or something is in its place; TransientError
-        if this one could not be written after several attempts, or two in turn could not.
+        weights are good. Returns messages: a failed deletion is tried again, and a transient failure of the save before
+        this one is tolerated once. Raises UserError if this checkpoint or the last one could not be written, or
+        something is in its place; TransientError if this one could not be written after several attempts, or two in
+        turn could not.
         """
-        messages, missed = [], self._unwritten
+        messages, missed = self._failed_deletions(), self._unwritten
         try:
             self.wait(retry=False)
         except TransientError as error:
@@ -86,7 +87,7 @@ class Checkpointer:
                 raise
             self._last_was_missed = True
             reason = one_line(error.__cause__)
-            messages = [f"checkpoint {missed.step} could not be written ({reason}); {step} is written in its place"]
+            messages.append(f"checkpoint {missed.step} could not be written ({reason}); {step} is written in its place")
         arrays = flatten(state)
         self._unwritten = Save(step, arrays, _encode_meta(meta, arrays))
         self._attempt(self._begin_save, retry=True)
@@ -101,7 +102,7 @@ class Checkpointer:
         dtypes they are cast, and of `HostArray`s. Raises UserError if no checkpoint is good, one could not be read, or
         its arrays have other names or shapes; TransientError if one could not be read after several attempts.
         """
-        steps = on_all_processes(lambda: steps_in(self._directory))
+        steps = of_process_0(lambda: steps_in(self._directory))
         if not steps:
             return None
         _, state, meta, problems = restore_newest(self._directory, steps, lambda meta, saved: abstract_state)
@@ -127,8 +128,24 @@ class Checkpointer:
         if self._max_to_keep == -1 or jax.process_index() != 0:
             return
         for step in [step for step in steps_in(self._directory) if step < before][self._max_to_keep :]:
-            if step not in self._deletions or self._deletions[step].done():
+            if step not in self._deletions:
                 self._deletions[step] = self._deleter.submit((self._directory / str(step)).rmtree)
+
+    def finish(self) -> list[str]:
+        """Waits until all is saved and what is too old is deleted; returns messages, and raises, as `save` does."""
+        self.wait()
+        self.prune()
+        return self._failed_deletions(wait=True)
+
+    def _failed_deletions(self, wait: bool = False) -> list[str]:
+        """Returns a message for each deletion that ended in an error since the last call; these are tried again."""
+        ended = [step for step, deletion in self._deletions.items() if wait or deletion.done()]
+        errors = {step: self._deletions.pop(step).exception() for step in ended}
+        return [
+            f"checkpoint {step} could not be deleted and takes room in {self._directory}: {one_line(error)}"
+            for step, error in errors.items()
+            if error
+        ]
 
     def set_aside(self, first_step: int) -> list[str]:
         """Renames the checkpoints saved at `first_step` or later, as no run can go on from them; returns the names."""
@@ -149,10 +166,13 @@ class Checkpointer:
             if manager is not None:
                 manager.close()
             self._deleter.shutdown()
+            self._quiet.close()
 
     def _begin_save(self) -> None:
         step, arrays, meta = self._unwritten
         if self._manager is None:
+            self._quiet.close()  # a save that failed closed the manager
+            self._quiet.enter_context(quiet_orbax())
             for damaged in self._damaged_steps:
                 self._rename(damaged, "damaged")
             self._damaged_steps = []
@@ -265,18 +285,3 @@ def _encode_meta(meta: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> di
     }
     content = json.loads(json.dumps({"meta": meta, "arrays": entries}))  # as it will be read: tuples become lists
     return {**content, "checksum": checksum_of(content)}
-
-
-# Orbax warns of things that no user of MinText can or need act on, and logs the errors that it raises.
-logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
-# After a failed write, the remaining writes report to an event loop that is closed by then.
-logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-
-
-def _ignore_orphans(unraisable: Any, hook: Callable[[Any], None] = sys.unraisablehook) -> None:
-    trace = unraisable.exc_traceback
-    if unraisable.exc_type is not RuntimeError or not trace or "asyncio" not in trace.tb_frame.f_code.co_filename:
-        hook(unraisable)
-
-
-sys.unraisablehook = _ignore_orphans

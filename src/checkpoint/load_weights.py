@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from src.checkpoint.restore import checkpoint_identity, restore_weights
+from src.data.host_arrays import check_same
 from src.data.tokenizer import folder_tokenizer, has_tokenizer
 from src.errors import UserError
 from src.model import lora
@@ -26,9 +27,8 @@ def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree
     in place of `tree`'s. Returns the weights; a checkpoint's meta, or a Hugging Face folder's `vocab_size` and
     `tokenizer`; messages for the user. Raises UserError if there are none, or damaged ones, or another model's.
     """
-    from src.hf.folder import is_hf_folder
-
-    if is_hf_folder(path):
+    if _is_hf_folder(path):
+        check_same({"their identity": identity(path)}, f"weights in {path}", "the same files")
         return _load_hf_weights(path, tree)
 
     restored, meta, messages = restore_weights(path, functools.partial(_wanted, tree, keep_dtypes))
@@ -82,9 +82,7 @@ def folder_fingerprint(folder: Path, vocab_size: int, notes: list[str]) -> dict[
 
 def identity(path: str) -> str:
     """Returns a text that changes with the weights at `path`: of a checkpoint's digests, or of the ends of files."""
-    from src.hf.folder import is_hf_folder
-
-    if not is_hf_folder(path):
+    if not _is_hf_folder(path):
         return checkpoint_identity(path)
     crc = 0
     for file in sorted(Path(path).expanduser().glob("*.safetensors")):
@@ -93,6 +91,14 @@ def identity(path: str) -> str:
             stream.seek(max(0, size - TAIL_BYTES))
             crc = zlib.crc32(f"{file.name} {size}".encode() + stream.read(), crc)
     return f"{crc:08x}"
+
+
+def _is_hf_folder(path: str) -> bool:
+    from src.hf.folder import is_hf_folder
+
+    kind = is_hf_folder(path)
+    check_same({"a Hugging Face folder": str(kind)}, f"contents in {path}", "the same folder")
+    return kind
 
 
 def check_base(adapters: Mapping[str, Any], path: str) -> None:

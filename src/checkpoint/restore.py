@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 
 from src.checkpoint.digest import digests
 from src.checkpoint.run_folder import absolute, is_remote, is_unfinished, steps_in
+from src.data.host_arrays import check_same
 from src.errors import TransientError, UserError, first_few
 from src.json_text import parse_json
 from src.model import params
@@ -81,6 +82,7 @@ def checkpoint_identity(path: epath.PathLike) -> str:
     """Returns a text that identifies the newest readable checkpoint at `path`; raises UserError if there is none."""
     folder, steps = _find_steps(path)
     for step in steps:
+        _check_seen(folder / str(step))
         try:
             meta, saved = _read_meta(folder / str(step))
         except DamagedError:
@@ -93,13 +95,14 @@ def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
     """Returns the folder of checkpoints that `path` means, and the steps there, newest first."""
     path = absolute(path)
 
-    def find() -> tuple[epath.Path, list[int]]:
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        if steps := steps_in(folder):
-            return folder, steps
-        return path.parent, [int(path.name)] if path.name.isdigit() and path.is_dir() else []
+    def find() -> tuple[str, list[int]]:
+        kind = "run" if (path / "checkpoints").is_dir() else "checkpoints"
+        if steps := steps_in(path / "checkpoints" if kind == "run" else path):
+            return kind, steps
+        return "step", [int(path.name)] if path.name.isdigit() and path.is_dir() else []
 
-    folder, steps = on_all_processes(find)
+    kind, steps = of_process_0(find)
+    folder = {"run": path / "checkpoints", "checkpoints": path, "step": path.parent}[kind]
     if not steps:
         raise UserError(
             f"no checkpoint at {path}: expected a run's folder, its checkpoints/ folder, or one step's folder in that"
@@ -113,6 +116,7 @@ def restore_newest(
     """Restores the first good one of `steps`; returns it, its state and meta, and the problem of each damaged step."""
     problems = {}
     for step in steps:
+        _check_seen(folder / str(step))
         try:
             return step, *_restore(folder / str(step), abstract_of), problems
         except DamagedError as error:
@@ -169,6 +173,28 @@ def on_all_processes(read: Callable[[], T]) -> T:
     raise kind(f"a checkpoint could not be read: {problem}. Nothing was changed; try again.") from cause
 
 
+def of_process_0(read: Callable[[], Any]) -> Any:
+    """Returns what `read()` gives process 0, a JSON value, on every process; raises as `on_all_processes` does.
+
+    Processes may see a folder in different states, and replicas must not start from different checkpoints.
+    """
+    content = np.frombuffer(json.dumps(on_all_processes(read)).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.array(content.size)))
+    padded = np.concatenate([content, np.zeros(size, np.uint8)])[:size]
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
+
+
+def _check_seen(step_folder: epath.Path) -> None:
+    """Raises UserError on every process if one of them does not see a checkpoint that process 0 sees."""
+    seen = multihost_utils.process_allgather(np.array(on_all_processes(step_folder.is_dir))).reshape(-1)
+    if seen[0] and not seen.all():
+        raise UserError(
+            f"process {np.flatnonzero(~seen)[0]} does not see the checkpoint {step_folder}, which process 0 sees: all "
+            "processes of a job need the same folder. Nothing was changed; where they share a network disk, which "
+            "shows new files late, try again."
+        )
+
+
 def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Returns the caller's meta, and the shape, dtype and digest of each array by name, from the item `meta`."""
 
@@ -184,6 +210,8 @@ def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], dict[str, dict[
         return content
 
     content = on_all_processes(read)
+    # Of each array it has a digest, so that equal ones mean equal weights.
+    check_same({"checksum of meta": checksum_of(content)}, f"contents in {step_folder}", "the same folder")
     return content["meta"], content["arrays"]
 
 

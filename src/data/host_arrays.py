@@ -47,9 +47,9 @@ def max_over_hosts(value: np.ndarray) -> np.ndarray:
     return np.max(multihost_utils.process_allgather(value), axis=0)
 
 
-def check_same_data(fingerprint: Mapping[str, str | int]) -> None:
-    """Raises UserError on every process, naming both sides, if one of them reads other data than process 0."""
-    content = json.dumps(fingerprint, sort_keys=True).encode()
+def check_same(facts: Mapping[str, str | int], what: str, needed: str) -> None:
+    """Raises UserError on every process, naming both sides, if one reads another `what`, by its `facts`."""
+    content = json.dumps(facts, sort_keys=True).encode()
     longest = int(max_over_hosts(np.array(len(content))))
     contents = np.atleast_2d(multihost_utils.process_allgather(np.frombuffer(content.ljust(longest), np.uint8)))
     others = np.flatnonzero((contents != contents[0]).any(axis=1)).tolist()
@@ -59,7 +59,5 @@ def check_same_data(fingerprint: Mapping[str, str | int]) -> None:
             f"  {name}: {first.get(name)} in process 0, {other.get(name)} in process {others[0]}"
             for name in changed_keys(first, other)
         )
-        raise UserError(
-            f"the data of process {', '.join(map(str, others))} are not those of process 0: give all hosts the same "
-            f"files, tokenizer and keys.\n{listed}"
-        )
+        processes = ", ".join(map(str, others))
+        raise UserError(f"process {processes} reads other {what} than process 0: give all hosts {needed}.\n{listed}")

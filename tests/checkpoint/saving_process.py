@@ -13,6 +13,8 @@ from jax.experimental import multihost_utils
 
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.preemption import Preemption
+from src.checkpoint.restore import restore_step
+from src.errors import UserError
 from tests.checkpoint.arrays import abstract, make_mesh, make_values, place
 
 
@@ -39,6 +41,20 @@ def main(folder: Path, process: int):
     assert messages[0].startswith("checkpoint 30 is passed over: it cannot be read: ")
     assert ("process 1 failed" in messages[0]) == (process == 0)
 
+    # A checkpoint that process 1 does not see, or sees another in its place, is no damage: nobody goes on.
+    view = Path(shutil.copytree(directory, folder / f"stale_{process}"))
+    if process == 1:
+        shutil.rmtree(view / "30")
+    assert "process 1 does not see the checkpoint" in refusal(lambda: restored(view, wanted))
+    assert "process 1 does not see the checkpoint" in refusal(lambda: restore_step(view, {"stats": wanted["stats"]}))
+    if process == 1:
+        shutil.copytree(view / "20", view / "30")
+    assert "process 1 reads other contents in" in refusal(lambda: restored(view, wanted))
+    # Where process 0 does not see it, all take what process 0 sees.
+    if process == 0:
+        shutil.rmtree(view / "30")
+    assert restored(view, wanted) == (20, {"step": 20}, 0)
+
     # A damaged checkpoint that both see is saved again.
     multihost_utils.sync_global_devices("copied")
     if process == 0:
@@ -62,6 +78,15 @@ def main(folder: Path, process: int):
     preemption.close()
     (folder / f"stopped_{process}").write_text(str(step))
     multihost_utils.sync_global_devices("end")
+
+
+def refusal(read):
+    """The message of the UserError that a read ends with."""
+    try:
+        result = read()
+    except UserError as error:
+        return str(error)
+    raise AssertionError(f"not refused: {result}")
 
 
 def restored(directory, wanted):

@@ -1,9 +1,11 @@
 """Disks and stores that fail: what is tried again, what is damage, and what of a run's checkpoints always stands."""
 
 import errno
+import logging
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -14,6 +16,7 @@ from src import storage_errors
 from src.checkpoint import checkpointer as checkpoint
 from src.checkpoint import restore
 from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.run_folder import absolute
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, failure_of
 from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, same
@@ -352,3 +355,54 @@ def test_many_old_checkpoints_are_deleted_by_one_listing_a_save(directory, mesh,
     saver.close()
     assert names_in(directory) == ["1298", "1299", "2000"]
     assert len(listings) == 2
+
+
+def test_an_old_checkpoint_that_can_not_be_deleted_is_named_until_it_can(tmp_path, mesh, monkeypatch):
+    rmtree = type(absolute(tmp_path)).rmtree
+
+    def failing(path, *args, **kwargs):
+        if path.name == "10":
+            raise PermissionError(errno.EACCES, "not allowed")
+        return rmtree(path, *args, **kwargs)
+
+    saver = checkpointer(tmp_path, max_to_keep=1)
+    message = (
+        f"checkpoint 10 could not be deleted and takes room in {tmp_path}: PermissionError: [Errno 13] not allowed"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(type(absolute(tmp_path)), "rmtree", failing)
+        assert [saver.save(step, place(make_values(step), mesh), {}) for step in (10, 20, 30)] == 3 * [[]]
+        assert all(deletion.exception() for deletion in saver._deletions.values())  # waits
+        assert saver.save(40, place(make_values(40), mesh), {}) == [message]
+        assert saver.finish() == [message]
+    assert names_in(tmp_path) == ["10", "40"]
+    assert saver.finish() == []
+    saver.close()
+    assert names_in(tmp_path) == ["40"]
+
+
+# ---- What is logged
+
+
+def test_orbax_is_quiet_while_a_run_saves_and_only_then(tmp_path, mesh, caplog, monkeypatch):
+    for logger in ("absl", "asyncio"):  # others may be saving
+        monkeypatch.setattr(logging.getLogger(logger), "filters", [])
+
+    def logged():
+        """Which of Orbax's records, and of asyncio's, come through; and what deleted objects report to."""
+        caplog.clear()
+        for logger, path in (("absl", "/x/orbax/checkpoint.py"), ("absl", "/x/y.py"), ("asyncio", "/x/events.py")):
+            for level in (logging.WARNING, logging.ERROR):
+                record = logging.LogRecord(logger, level, path, 1, "message", None, None)
+                logging.getLogger(logger).handle(record)
+        return [(Path(record.pathname).name, record.levelname) for record in caplog.records], sys.unraisablehook
+
+    everything = logged()
+    assert len(everything[0]) == 6
+    saver = checkpointer(tmp_path)
+    saver.save(10, place(make_values(10), mesh), {})
+    kept, hook = logged()
+    assert kept == [("checkpoint.py", "ERROR"), ("y.py", "WARNING"), ("y.py", "ERROR")]
+    assert hook != everything[1]
+    saver.close()
+    assert logged() == everything

@@ -42,8 +42,11 @@ class Coded(NamedTuple):
     scales: Array
 
 
-def encode(x: Array, bound: Array, dtype: Any) -> Coded:
-    """Rounds x to codes of `dtype`, of which the greatest stands for `bound`; greater magnitudes are clipped."""
+def encode(x: Array, bound: Array, dtype: Any, in_float32: bool = False) -> Coded:
+    """Rounds x to codes of `dtype`, of which the greatest stands for `bound`; greater magnitudes are clipped.
+
+    `in_float32`: the codes' values are arrays of float32, for CPUs, which convert few numbers at a time to float8.
+    """
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     limit = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
     scales = jnp.maximum(bound, 1e-30) / limit  # a bound that is not finite makes products that are not
@@ -51,7 +54,14 @@ def encode(x: Array, bound: Array, dtype: Any) -> Coded:
         exponents = jax.lax.bitcast_convert_type(scales, jnp.uint32) & 0x7F800000
         scales = 2 * jax.lax.bitcast_convert_type(exponents, jnp.float32)
     codes = jnp.clip(x.astype(jnp.float32), -bound, bound) * (1 / scales)
-    return Coded((jnp.round(codes) if is_integer else codes).astype(dtype), scales)
+    if is_integer:
+        codes = jnp.round(codes)
+    elif in_float32:
+        digits, least = jnp.finfo(dtype).nmant, float(jnp.finfo(dtype).smallest_normal)
+        quantum = least / 2**digits
+        subnormal = jnp.round(codes / quantum) * quantum
+        codes = jnp.where(jnp.abs(codes) < least, subnormal, jax.lax.reduce_precision(codes, 8, digits))
+    return Coded(codes if in_float32 else codes.astype(dtype), scales)
 
 
 def largest(x: Array, dims: Sequence[int] | None = None) -> Array:
@@ -66,6 +76,11 @@ class Products:
     format: Format
     layout: Layout
     bounds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # fixed ones of weights, activations, gradients; 0: found
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the codes are multiplied in float32, which holds each product exactly: CPUs have none of 8 bits."""
+        return self.layout.platform == "cpu"
 
     def multiply(self, x: Array, weight: Array, bound: Array, axes: tuple[str | None, ...], einsum: str) -> Array:
         """Multiplies as `einsum` says by a weight with these logical axes, whose largest magnitudes are `bound`.
@@ -84,7 +99,7 @@ class Products:
         _, x_bound, gradient_bound = self.bounds
 
         def run(x: Array, weight: Array, bound: Array) -> tuple[Array, tuple[Coded, Coded]]:
-            w = encode(weight, bound, self.format.forward)
+            w = encode(weight, bound, self.format.forward, self.on_cpu)
             # Or XLA would gather the weight and encode it then, on a TPU.
             w = w._replace(codes=self.layout.constrain(w.codes, *axes))
             out, coded_x = forward(w, x, x_bound, self.format.forward)
@@ -143,7 +158,7 @@ class _Product:
             bounds = jnp.full((1,) * x.ndim, bound)
         else:
             bounds = largest(scaled, tuple(map(self.other.index, summed)) if self.how.format.per_channel else None)
-        coded_x = encode(scaled, bounds, dtype)
+        coded_x = encode(scaled, bounds, dtype, self.how.on_cpu)
         out = self._product(coded.codes, coded_x.codes, x.dtype)
         factor = _aligned(coded_x.scales, self.other, self.out)
         factor = factor if varies else factor * _aligned(scales, self.coded, self.out)
@@ -152,23 +167,22 @@ class _Product:
         return self._sum_over_devices(out.astype(x.dtype), summed), coded_x
 
     def _product(self, codes: Array, other: Array, dtype: Any) -> Array:
-        einsum, is_integer = f"{self.coded},{self.other}->{self.out}", jnp.issubdtype(codes.dtype, jnp.integer)
+        einsum, is_integer = f"{self.coded},{self.other}->{self.out}", self.how.format.per_channel
         count = math.prod(codes.shape[self.coded.index(dim)] for dim in self.other if dim not in self.out)
         if is_integer and count > MAX_SUMMED:
             raise UserError(
                 f"quantization=int8 sums {count:,} products on a device, and their sum may exceed 32 bits beyond "
                 f"{MAX_SUMMED:,}: use fewer tokens at once (per_device_batch_size, gradient_accumulation_steps)"
             )
-        if self.how.layout.platform == "cpu":  # it has no fast products of 8 bits; float32 holds each one exactly
-            return jnp.einsum(einsum, codes.astype(jnp.float32), other.astype(jnp.float32))
-        return jnp.einsum(einsum, codes, other, preferred_element_type=jnp.int32 if is_integer else dtype)
+        wide = jnp.float32 if self.how.on_cpu else jnp.int32 if is_integer else dtype
+        return jnp.einsum(einsum, codes, other, preferred_element_type=wide)
 
     def _sum_over_devices(self, out: Array, summed: Sequence[str]) -> Array:
         axes = tuple(name for dim in summed for name in self.parts[dim])
         if not axes:
             return out
         # XLA for CPUs aborts on a bfloat16 sum within a map over some of the axes.
-        sums = out.astype(jnp.float32) if self.how.layout.platform == "cpu" else out
+        sums = out.astype(jnp.float32) if self.how.on_cpu else out
         for index, dim in enumerate(self.out):
             if scattered := tuple(name for name in self.out_parts[dim] if name in axes):
                 sums = jax.lax.psum_scatter(sums, scattered, scatter_dimension=index, tiled=True)

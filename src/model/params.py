@@ -120,6 +120,15 @@ def initial(make: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Tree:
     return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=jax.random.key(seed)))))
 
 
+def random_stream(seed: int, stream: int) -> Array:
+    """Returns the key of DROPOUT's or ADAPTERS' random numbers, none of which the initial weights were drawn from."""
+    return jax.random.fold_in(jax.random.key(seed), stream)
+
+
+# `nnx.Rngs` gives the weights fold_in(key(seed), 0), 1, 2 and so on.
+DROPOUT, ADAPTERS = 2**32 - 1, 2**32 - 2
+
+
 def dotted(path: tuple[Any, ...]) -> str:
     """Returns a weight's path as users type it: segments.0.0.attention.query."""
     return ".".join(map(str, path))

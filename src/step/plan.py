@@ -55,7 +55,7 @@ class StepPlan:
     def init_adapters(self) -> params.Tree:
         """Returns the initial adapters, which change nothing."""
         _, declarations = params.abstract(functools.partial(Decoder, self.spec))
-        rngs = nnx.Rngs(params=jax.random.fold_in(jax.random.key(self.step.init_weights_seed), 1))
+        rngs = nnx.Rngs(params=params.random_stream(self.step.init_weights_seed, params.ADAPTERS))
         return params.values(lora.declare(self.step, declarations)(rngs))
 
     def split(self, tree: Any) -> Weights:

@@ -11,7 +11,7 @@ import optax
 from src.errors import UserError
 from src.model.forward_context import token_keys
 from src.model.moe import router
-from src.model.params import Tree, Weights
+from src.model.params import DROPOUT, Tree, Weights, random_stream
 from src.parallel.accumulate import accumulate
 from src.parallel.sequence import from_zigzag
 from src.step.loss import (
@@ -100,7 +100,7 @@ def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
     """Returns the batch, with each token's key at this step where the model has dropout."""
     if plan.spec.dropout_rate == 0 and all(layer.dropout_rate == 0 for layer in plan.spec.layers):
         return batch
-    step_key = jax.random.fold_in(jax.random.key(plan.step.init_weights_seed), step)
+    step_key = jax.random.fold_in(random_stream(plan.step.init_weights_seed, DROPOUT), step)
     keys_BTW = token_keys(step_key, *batch["tokens"].shape)
     return {**batch, "dropout_keys": plan.layout.constrain(keys_BTW, "batch", None, None)}
 

@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from src.model.params import Weights
+from src.model.forward_context import ForwardContext
+from src.model.params import Weights, by_path
 from src.step.loss import next_token_loss
 from src.step.optimizer import hparams_at, learning_rate
 from src.step.state import abstract_state, batch_sharding
-from src.step.train_step import train_step
+from src.step.train_step import train_step, with_dropout_keys
 from tests.tiny import LENGTH, Trainer, assert_close, make, packed_rows, tree_bits
 
 # Heads, widths and rows that divide by eight.
@@ -103,6 +104,30 @@ def test_dropout_differs_from_step_to_step_and_evaluation_has_none():
     )
     assert evaluated["loss_sum"].item() == pytest.approx(expected.item(), rel=1e-5)
     assert evaluated["tokens"].item() == batch["loss_mask"].sum()
+
+
+def test_dropout_is_independent_of_the_initial_weights_and_of_itself():
+    """At every width the sign of a weight, drawn with a mask's key, would be the mask."""
+    D = 64
+    adapted = {"lora_rank": 4, "lora_parameters": "[attention.*]", "load_parameters_path": "elsewhere"}
+    _, plan = make(base_emb_dim=D, dropout_rate=0.5, **adapted)
+    draws = {}
+    for step in range(4):
+        batch = with_dropout_keys({"tokens": jnp.zeros((1, 4), jnp.int32)}, jnp.int32(step), plan)
+        context = ForwardContext(None, None, plan.layout, "", False, batch["dropout_keys"])
+        for site in range(4):
+            mask_TD = context.dropout(jnp.ones((1, 4, D)), 0.5, site)[0] > 0
+            draws |= {("mask", step, site, token): mask for token, mask in enumerate(mask_TD)}
+    for path, leaf in by_path(plan.init_weights().merged()).items():
+        stacked = leaf.reshape(-1, leaf[0].size) if path[0] in ("segments", "lora") else leaf.reshape(1, -1)
+        draws |= {
+            (path, layer): values[:D] > 0 for layer, values in enumerate(stacked) if len(set(values.tolist())) > 1
+        }
+    signs = 2.0 * np.array([*draws.values()]) - 1
+    assert signs.shape[0] > 64 + 20
+    correlations = signs @ signs.T / D - np.eye(len(signs))
+    worst = np.unravel_index(np.abs(correlations).argmax(), correlations.shape)
+    assert np.abs(correlations).max() < 0.7, [list(draws)[index] for index in worst]  # 5.6 standard deviations
 
 
 def test_the_gradient_is_of_the_mean_over_all_tokens_however_micro_batches_share_them_out():

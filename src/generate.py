@@ -35,7 +35,7 @@ class Sampling:
     """Says which tokens are sampled. Where both limits are set, `top_k` is applied first."""
 
     temperature: float  # logits are divided by it; 0: the likeliest token is taken
-    top_k: int  # at most so many of the likeliest tokens; 0: all
+    top_k: int  # so many of the likeliest tokens; 0: all
     nucleus_p: float  # of those, the fewest that together have at least this probability; 1: all
 
 
@@ -65,17 +65,26 @@ def sample_tokens(
 
 def filter_logits(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
     """Divides logits by the temperature, and sets those of tokens outside the limits to minus infinity: [B, V]."""
+    V = logits_BV.shape[-1]
     logits_BV = logits_BV / sampling.temperature
-    if 0 < sampling.top_k < logits_BV.shape[-1]:
-        least_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
-        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    if 0 < sampling.top_k < V:
+        logits_BV = _likeliest(logits_BV, jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:], sampling.top_k)
     if sampling.nucleus_p < 1.0:  # of the probabilities that remain (Holtzman et al. 2019, section 3.1)
         rising_BV = jnp.sort(logits_BV, axis=-1)
         below_BV = jnp.cumsum(jax.nn.softmax(rising_BV, axis=-1), axis=-1)  # of each token and all less likely ones
         left_out_B1 = jnp.sum(below_BV[:, :-1] <= 1.0 - sampling.nucleus_p, axis=-1, keepdims=True)  # never the last
-        least_B1 = jnp.take_along_axis(rising_BV, left_out_B1, axis=-1)
-        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+        logits_BV = _likeliest(logits_BV, jnp.take_along_axis(rising_BV, left_out_B1, axis=-1), V - left_out_B1)
     return logits_BV
+
+
+def _likeliest(logits_BV: jax.Array, least_B1: jax.Array, count: jax.Array | int) -> jax.Array:
+    """Sets all but the `count` largest logits, the last of which is `least_B1`, to minus infinity.
+
+    Of equal ones, of which rounded logits have many, the first are kept.
+    """
+    larger_BV, equal_BV = logits_BV > least_B1, logits_BV == least_B1
+    room_B1 = count - jnp.sum(larger_BV, axis=-1, keepdims=True)
+    return jnp.where(larger_BV | (equal_BV & (jnp.cumsum(equal_BV, axis=-1) <= room_B1)), logits_BV, -jnp.inf)
 
 
 # ---- Plans and weights, as generation uses them

@@ -38,6 +38,17 @@ def test_limits_leave_out_what_transformers_leaves_out(seed, temperature, top_k,
     np.testing.assert_allclose(left, expected.numpy(), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("top_k", "nucleus_p", "kept"),
+    [(1, 1.0, [[1], [0]]), (3, 1.0, [[1, 3, 0], [0, 1, 2]]), (0, 0.5, [[1, 3], [0, 1]]), (3, 0.6, [[1, 3], [0, 1]])],
+)
+def test_of_equally_likely_tokens_the_first_are_taken(top_k, nucleus_p, kept):
+    """As many as the limits say: transformers' top k takes all that are as likely as the last."""
+    logits_BV = jnp.array([[1.0, 4.0, 1.0, 4.0], [2.0, 2.0, 2.0, 2.0]])
+    left = np.isfinite(filter_logits(logits_BV, Sampling(1.0, top_k, nucleus_p)))
+    np.testing.assert_array_equal(left, [[token in row for token in range(4)] for row in kept])
+
+
 def test_draws_have_the_probabilities_of_the_logits_at_the_temperature():
     draws = 20_000
     logits_V = logits(0, rows=1)[0]

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from src.errors import UserError, first_few
 from src.hf.family import Family
 from src.hf.folder import INDEX, SINGLE
 from src.hf.load import progress
 from src.hf.safetensors import write_header
 from src.hf.tensor_map import Piece, WeightPath, lay_out
+from src.model.params import dotted
 
 SHARD_BYTES = 5_000_000_000
 
@@ -30,7 +32,8 @@ def save_folder(
 
     `hf` is config.json but for the names of the family and of the tensors' dtype. `weights` are all of the model's, the
     embedding with padding below `vocab_size` rows. Tensors are in `dtype`, or in their weights' own; a file has at most
-    `shard_bytes`, but for a single tensor that is larger. Raises UserError if the family has no such weights.
+    `shard_bytes`, but for a single tensor that is larger. Raises UserError if the family has no such weights, or
+    `dtype` does not hold their values.
     """
     shapes = {weight: array.shape for weight, array in weights.items()}
     by_file: dict[str, list[Piece]] = {}
@@ -42,6 +45,7 @@ def save_folder(
         name: weights[pieces[0].weight].dtype if dtype is None or "correction_bias" in pieces[0].weight else dtype
         for name, pieces in by_file.items()
     }
+    _check_range(weights, {pieces[0].weight: dtypes[name] for name, pieces in by_file.items()})
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in file_shapes.items()}
     largest = max(sizes, key=sizes.__getitem__)
     names = {"architectures": [family.architecture], "model_type": family.model_type}
@@ -64,6 +68,18 @@ def save_folder(
                 for piece in pieces:
                     piece.write(weights[piece.weight], tensor)
                 opened.write(tensor.astype(dtypes[name], copy=False).reshape(-1).view(np.uint8))
+
+
+def _check_range(weights: Mapping[WeightPath, np.ndarray], dtypes: Mapping[WeightPath, np.dtype]) -> None:
+    """Raises UserError where a value would become infinite in its dtype of the file: float16's range is small."""
+    largest = float(np.finfo(np.float16).max)
+    wide = [path for path in weights if dtypes.get(path) == np.float16 and weights[path].dtype != np.float16]
+    over = [dotted(path) for path in wide if weights[path].max() > largest or weights[path].min() < -largest]
+    if over:
+        raise UserError(
+            f"dtype=float16 holds values up to {largest:,.0f}, and these weights have larger ones: {first_few(over)}. "
+            "Give dtype=bfloat16 or float32."
+        )
 
 
 def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:

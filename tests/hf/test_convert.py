@@ -104,6 +104,22 @@ def test_the_copies_that_extra_prediction_layers_have_are_written(tmp_path):
         )
 
 
+def test_a_weight_beyond_float16_is_named_before_anything_is_written(tmp_path):
+    folder = saved.save(tmp_path / "hf", "llama3")
+    config = command_line.load([BASE, "dataset_type=synthetic", f"model_name={folder}"])
+    tree, _ = convert.declared_weights(spec_of(config))
+    weights = {path: np.full(leaf.shape, 65_504.0, np.float32) for path, leaf in by_path(tree).items()}
+    family = find_family(config.model, config.max_target_length)
+    for folder in ("fits", "overflows"):
+        (tmp_path / folder).mkdir()
+    save_folder(tmp_path / "fits", *family, weights, saved.VOCAB, np.dtype(np.float16))
+    assert all(torch.isfinite(tensor).all() for tensor in saved.tensors(tmp_path / "fits").values())
+    weights["embedding",][3, 2] = -7e4
+    with pytest.raises(UserError, match=r"up to 65,504, and these weights have larger ones: embedding\. Give"):
+        save_folder(tmp_path / "overflows", *family, weights, saved.VOCAB, np.dtype(np.float16))
+    assert not list((tmp_path / "overflows").iterdir())
+
+
 def deepseek_yaml(tmp_path):
     """A model file of DeepSeek V3 with an extra prediction layer."""
     folder = saved.save(tmp_path / "v3", "deepseek_v3")

@@ -158,7 +158,9 @@ def differences(saved: Header, current: Header) -> list[str]:
         lines += _changes(saved[section], current[section], f"{section}.")
     # A wider model changes every argument of the step.
     lines += first_few(_changes(saved["arguments"], current["arguments"]), "\n").splitlines()
-    return lines or ["the step itself: no key differs, so the code of MinText or of a package that it uses has changed"]
+    return lines or [
+        "the step itself: no key differs, so the code of MinText, of a package or of your `loss` has changed"
+    ]
 
 
 def _changes(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -80,6 +80,7 @@ class Optimizer:
     optimizer_memory_host_offload: bool = key(False, "the optimizer's state lies in host memory, but for the update")
     gradient_clipping_threshold: float = key(1.0, "global norm the gradient is scaled down to; 0: off", FROM_0)
     gradient_accumulation_steps: int = key(1, "micro-batches per step, each of per_device_batch_size", FROM_1, 2**20)
+    loss: str = key("", "module:function(model, batch, plan) -> what is minimised; empty: next_token_loss", fixed=True)
     z_loss_multiplier: float = key(0.0, "weight of the squared log of the softmax normaliser (PaLM, section 5)", FROM_0)
     load_balance_loss_weight: float = key(0.0,
         "weight of the experts' load-balance loss (Switch Transformer, section 2.2): 1 per layer if even", FROM_0)

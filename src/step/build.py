@@ -14,11 +14,11 @@ from src.config.schema import Config
 from src.errors import UserError
 from src.model.spec import model_spec
 from src.parallel.mesh import Layout, global_batch_size, make_layout
-from src.step.loss import LossFunction, next_token_loss
 from src.step.optimizer import HParams, hparams_at
 from src.step.plan import Batch, StepPlan, make_plan
 from src.step.state import TrainState, abstract_batch, abstract_state
 from src.step.train_step import compile_steps
+from src.step.user_loss import loss_function
 
 
 class TracedStep(NamedTuple):
@@ -45,18 +45,15 @@ class TracedStep(NamedTuple):
 
 
 def build(
-    config: Config,
-    devices: Sequence[jax.Device],
-    compiler_options: Mapping[str, str] | None = None,
-    loss: LossFunction = next_token_loss,
+    config: Config, devices: Sequence[jax.Device], compiler_options: Mapping[str, str] | None = None
 ) -> TracedStep:
-    """Traces a checked config's step, which minimises `loss`; raises UserError if it does not fit devices or mesh."""
+    """Traces a checked config's step; raises UserError if it does not fit devices or mesh, or a loss of one's own."""
     plan = plan_step(config, make_layout(config.mesh, devices))
     rows, micro_batches = config.per_device_batch_size, config.gradient_accumulation_steps
     rows = global_batch_size(plan.layout, rows, micro_batches, "per_device_batch_size")
     state, batch = abstract_state(plan), abstract_batch(plan, rows, config.max_target_length)
     hparams = hparams_at(config.step, config.steps, 0)
-    train, evaluate = compile_steps(plan, state, compiler_options, loss)
+    train, evaluate = compile_steps(plan, state, compiler_options, loss_function(config.step.loss))
     traced = train.trace(state, batch, hparams)
     return TracedStep(plan, compiler_options or {}, state, batch, hparams, train, evaluate, traced)
 

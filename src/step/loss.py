@@ -1,7 +1,7 @@
 """The training objective: the file to edit for another one.
 
 `next_token_loss` returns what a step minimises, as sums over tokens. Another objective is a function of the same shape,
-which `build` takes as `loss`; docs/forking.md has one that compares with a second model (distillation).
+here or in a file of one's own that the key `loss` names; docs/forking.md has one.
 """
 
 import dataclasses

@@ -1,0 +1,44 @@
+"""The loss that a configuration names: `next_token_loss`, or a function of the user's whose result is checked."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from src.errors import UserError
+from src.model.decoder import Decoder
+from src.step.loss import LossFunction, LossSums, next_token_loss
+from src.step.plan import Batch, StepPlan
+from src.user_code import call, class_name, load_function
+
+
+def loss_function(name: str) -> LossFunction:
+    """Returns the function that the key `loss` names; raises UserError if there is none."""
+    return functools.partial(_checked, load_function(name, "loss")) if name else next_token_loss
+
+
+def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
+    """Calls a user's loss while a step is traced. Raises UserError where it returns no sums that a step can add up."""
+    sums = call("loss", function, model, batch, plan)
+    if not isinstance(sums, LossSums):
+        raise UserError(f"loss={plan.step.loss} returned a value of type {class_name(sums)}: expected a LossSums")
+    expected = {
+        "loss": ((), jnp.floating, "a sum over the tokens of loss_mask"),
+        "z": ((), jnp.floating, "a sum over the same tokens; jnp.zeros(()) without a z-loss"),
+        "mtp": ((plan.spec.mtp_num_layers,), jnp.floating, "a sum for each layer of mtp_num_layers"),
+        "non_padding": ((), jnp.integer, "a number of tokens"),
+    }
+    for field, (shape, kind, meaning) in expected.items():
+        value = getattr(sums, field)
+        given = f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else class_name(value)
+        if not isinstance(value, jax.Array) or value.shape != shape or not jnp.issubdtype(value.dtype, kind):
+            raise UserError(
+                f"loss={plan.step.loss} returned LossSums with {field} of {given}: expected {kind.__name__}"
+                f"{list(shape)}, {meaning}"
+            )
+    if not isinstance(sums.router, dict) or (plan.spec.has_experts and not sums.router):
+        raise UserError(
+            f"loss={plan.step.loss} returned LossSums with router={sums.router}: expected the layers' reports, which "
+            "hidden_states returns third"
+        )
+    return sums

@@ -2,6 +2,7 @@
 
 import src.aot.compilers  # noqa: F401  isort: skip  before JAX
 
+import gc
 import os
 
 import hypothesis
@@ -17,6 +18,8 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)
 quick_compilation.in_this_process()
+# Tracing makes many objects and few cycles, and each search for cycles walks through all that is imported.
+gc.set_threshold(20_000, 20, 20)
 # As train.py does, which says why.
 os.environ["PJRT_NPROC"] = "32"
 

@@ -18,7 +18,7 @@ from src.model.costs import Costs
 from src.model.embeddings import rope
 from src.model.forward_context import ForwardContext
 from src.model.norm import Norm, root_mean_square
-from src.model.params import matmul, weight
+from src.model.params import Rngs, matmul, weight
 from src.model.spec import LayerSpec
 from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows
@@ -27,7 +27,7 @@ from src.parallel.sequence import replicate_rows
 class Attention(nnx.Module):
     """Causal self-attention within a segment, N query heads reading K key/value heads (Ainslie et al. 2023)."""
 
-    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs) -> None:
         self.spec, self.scores = spec, self.costs(spec).scores
         emb_dim, N, K, H = spec.emb_dim, spec.num_query_heads, spec.num_kv_heads, spec.head_dim
         self.query = weight(rngs, (emb_dim, N, H), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))

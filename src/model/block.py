@@ -18,7 +18,7 @@ from src.model.forward_context import ForwardContext
 from src.model.latent_attention import LatentAttention
 from src.model.moe.layer import Experts
 from src.model.norm import Norm
-from src.model.params import Tree
+from src.model.params import Rngs, Tree
 from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import Layout
 
@@ -51,7 +51,7 @@ def kernel_for(attention: str, spec: ModelSpec, length: int, layout: Layout) -> 
 class Block(nnx.Module):
     """One layer: attention, then a feed-forward layer or experts, each normalised before, after or both."""
 
-    def __init__(self, spec: LayerSpec, model: ModelSpec, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: LayerSpec, model: ModelSpec, rngs: Rngs) -> None:
         D, dtype = model.emb_dim, model.weight_dtype
         # 2 L branches add up in the residual stream: each starts smaller (Radford et al. 2019, section 2.3).
         out_scale = 1.0 / math.sqrt(2 * len(model.layers))

@@ -16,14 +16,14 @@ from src.model.forward_context import ForwardContext
 from src.model.layers import run_layer_group
 from src.model.mtp import MtpLayer, run_mtp_layers
 from src.model.norm import Norm
-from src.model.params import Tree, matmul, stack, weight
+from src.model.params import Rngs, Tree, matmul, stack, weight
 from src.model.spec import ModelSpec
 
 
 class Decoder(nnx.Module):
     """The whole model of a `ModelSpec`."""
 
-    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: ModelSpec, rngs: Rngs) -> None:
         self.spec = spec
         V, D, dtype = spec.padded_vocab_size, spec.emb_dim, spec.weight_dtype
         # As an input its values are of size 1, as a norm's output is; tied, it is also a projection that sums over D.
@@ -98,10 +98,10 @@ class Decoder(nnx.Module):
         return x_BTD * jnp.sqrt(float(self.spec.emb_dim)).astype(x_BTD.dtype) if self.spec.scale_embedding else x_BTD
 
 
-def _group_blocks(spec: ModelSpec, index: int, rngs: nnx.Rngs) -> nnx.Module:
+def _group_blocks(spec: ModelSpec, index: int, rngs: Rngs) -> nnx.Module:
     group = spec.layer_groups[index]
 
-    def pattern(rngs: nnx.Rngs) -> nnx.List:
+    def pattern(rngs: Rngs) -> nnx.List:
         return nnx.List([Block(layer, spec, rngs) for layer in group.pattern])
 
     if group.shared:

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from src.model.costs import Costs
 from src.model.forward_context import ForwardContext
-from src.model.params import matmul, weight
+from src.model.params import Rngs, matmul, weight
 from src.model.spec import LayerSpec
 
 ACTIVATIONS = {
@@ -31,7 +31,7 @@ class FeedForward(nnx.Module):
     [silu, linear] is SwiGLU (Shazeer 2020); [gelu] is GPT's; [quick_gelu, plus_one] is gpt-oss's.
     """
 
-    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: nnx.Rngs, mlp_dim: int = 0) -> None:
+    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs, mlp_dim: int = 0) -> None:
         self.spec = spec
         emb_dim, factors, mlp_dim = spec.emb_dim, len(spec.mlp_activations), mlp_dim or spec.mlp_dim
         self.wi = weight(rngs, (emb_dim, factors, mlp_dim), ("embed", None, "mlp"), dtype, fan_in=(0,))

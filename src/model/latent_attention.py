@@ -14,7 +14,7 @@ from src.model.costs import Costs
 from src.model.embeddings import rope
 from src.model.forward_context import ForwardContext
 from src.model.norm import Norm
-from src.model.params import matmul, weight
+from src.model.params import Rngs, matmul, weight
 from src.model.rope_stretching import yarn_size
 from src.model.spec import LayerSpec
 from src.parallel.sequence import replicate_rows
@@ -28,7 +28,7 @@ class LatentAttention(nnx.Module):
     2.1.2 of the paper).
     """
 
-    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs) -> None:
         self.spec, self.scores = spec, self.costs(spec).scores
         emb_dim, N, H, Q, R = spec.emb_dim, spec.num_query_heads, _head_dim(spec), spec.q_lora_rank, spec.kv_lora_rank
         if Q:

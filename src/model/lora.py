@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 
 from src.config.step_keys import Trainable
 from src.model.adapted import Adapted
-from src.model.params import Tree, by_path, field, matches, nested, values, weight
+from src.model.params import Rngs, Tree, by_path, field, matches, nested, values, weight
 from src.model.selection import multiplied, require_matches
 
 STACKED = ("layers", "other_layers", "expert")  # dims of several weights in one array: each has its own adapter
@@ -22,14 +21,14 @@ STACKED = ("layers", "other_layers", "expert")  # dims of several weights in one
 ADAPTER_DTYPE = "float32"  # whatever the base weights have: updates and adapters are small
 
 
-def declare(keys: Trainable, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
+def declare(keys: Trainable, declarations: Tree) -> Callable[[Rngs], Tree]:
     """Returns a function that makes adapters for these declarations; raises UserError if a pattern fits none."""
     patterns, paths = tuple(map(str, keys.lora_parameters)), multiplied(declarations)
     require_matches("lora_parameters", patterns, paths, "that is multiplied by:")
     axes, fan_ins = by_path(field(declarations, "out_sharding")), by_path(field(declarations, "fan_in"))
     sizes = by_path(values(declarations))
 
-    def make(rngs: nnx.Rngs) -> Tree:
+    def make(rngs: Rngs) -> Tree:
         adapted = [path for path in paths if matches(path, patterns)]
         rank = keys.lora_rank
         return nested({path: _pair(rngs, sizes[path].shape, axes[path], fan_ins[path], rank) for path in adapted})
@@ -37,9 +36,7 @@ def declare(keys: Trainable, declarations: Tree) -> Callable[[nnx.Rngs], Tree]:
     return make
 
 
-def _pair(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: tuple[int, ...], rank: int
-) -> Tree:
+def _pair(rngs: Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: tuple[int, ...], rank: int) -> Tree:
     stacked = sum(axis in STACKED for axis in axes)
     end = stacked + len(fan_in)
     assert fan_in == tuple(range(stacked, end)), "weights have the dims that are summed over first"

@@ -11,14 +11,14 @@ from src.model.block import Block
 from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
 from src.model.norm import Norm
-from src.model.params import Tree, matmul, weight
+from src.model.params import Rngs, Tree, matmul, weight
 from src.model.spec import LayerSpec, ModelSpec
 
 
 class MtpLayer(nnx.Module):
     """Predicts one more token: joins hidden states with the next tokens' embeddings."""
 
-    def __init__(self, spec: LayerSpec, model: ModelSpec, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: LayerSpec, model: ModelSpec, rngs: Rngs) -> None:
         D, dtype = model.emb_dim, model.weight_dtype
         self.embedding_norm = Norm(spec, (D,), dtype, rngs)
         self.hidden_norm = Norm(spec, (D,), dtype, rngs)

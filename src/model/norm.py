@@ -6,7 +6,7 @@ from flax import nnx
 from jax import Array
 
 from src.config.model_keys import Model
-from src.model.params import weight
+from src.model.params import Rngs, weight
 
 
 class Norm(nnx.Module):
@@ -17,7 +17,7 @@ class Norm(nnx.Module):
         spec: Model,
         shape: tuple[int, ...],
         dtype: str,
-        rngs: nnx.Rngs,
+        rngs: Rngs,
         axes: tuple[str | None, ...] = (None,),
         epsilon: float | None = None,
     ) -> None:

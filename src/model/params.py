@@ -18,6 +18,7 @@ from flax import nnx, traverse_util
 from jax import Array
 
 from src.model.adapted import Wrapped
+from src.model.rngs import Rngs
 
 # Arrays are placed by src/parallel/mesh.py's rules alone, not by Flax from a Variable's axis names.
 nnx.use_eager_sharding(False)
@@ -56,7 +57,7 @@ class Buffer(nnx.Variable):
 
 
 def weight(
-    rngs: nnx.Rngs,
+    rngs: Rngs,
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
     dtype: str,
@@ -72,8 +73,8 @@ def weight(
     dims `fan_in`, which it is summed over (LeCun et al., Efficient BackProp, section 4.6). `axes` are the dims' logical
     axes (None: never sharded); `decays`: weight decay applies to it.
     """
-    if constant is not None:
-        value = jnp.full(shape, constant, dtype)
+    if constant is not None or rngs.key is None:
+        value = jnp.full(shape, constant or 0.0, dtype)
     else:
         # 0.8796 is the standard deviation of a unit normal cut at two.
         deviation = scale / 0.87962566 / math.sqrt(math.prod(shape[dim] for dim in fan_in))
@@ -91,10 +92,10 @@ def matmul(x: Array, kernel: Array | Wrapped, einsum: str, precision: str | None
     return jnp.einsum(einsum, x, kernel.astype(x.dtype), precision=precision)
 
 
-def stack(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, repeats: int, axis: str) -> nnx.Module:
+def stack(make: Callable[[Rngs], nnx.Module], rngs: Rngs, repeats: int, axis: str) -> nnx.Module:
     """Makes `repeats` modules as one, each of whose weights has a first dim of the logical axis `axis`."""
-    keys = jax.random.split(rngs.params(), repeats)
-    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(params=key))))(keys)
+    keys = None if rngs.key is None else jax.random.split(rngs.params(), repeats)
+    state = jax.vmap(lambda key: nnx.state(make(Rngs(key))), axis_size=repeats)(keys)
 
     def prepend_axis(variable: nnx.Variable) -> nnx.Variable:
         metadata = variable.get_metadata()
@@ -104,9 +105,9 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, repeats: int, 
     return nnx.merge(abstract(make)[0], jax.tree.map(prepend_axis, state, is_leaf=_is_variable))
 
 
-def abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
+def abstract(make: Callable[[Rngs], nnx.Module]) -> tuple[nnx.GraphDef, Tree]:
     """Returns the structure of `make`'s module and its declarations: nested `nnx.Variable`s without arrays."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(Rngs())))
     return graphdef, nnx.to_pure_dict(state, lambda variable: variable)
 
 
@@ -115,9 +116,9 @@ def values(variables: Tree) -> Tree:
     return jax.tree.map(lambda v: v.get_value(), variables, is_leaf=_is_variable)
 
 
-def initial(make: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Tree:
+def initial(make: Callable[[Rngs], nnx.Module], seed: int) -> Tree:
     """Returns the initial weights as a nested dict; the same values on every mesh."""
-    return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=jax.random.key(seed)))))
+    return nnx.to_pure_dict(nnx.state(make(Rngs(jax.random.key(seed)))))
 
 
 def random_stream(seed: int, stream: int) -> Array:

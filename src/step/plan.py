@@ -15,7 +15,7 @@ from src.model.block import kernel_for
 from src.model.decoder import Decoder
 from src.model.execution import Execution
 from src.model.moe import layer as moe
-from src.model.params import Weights
+from src.model.params import Rngs, Weights
 from src.model.pipeline import make_schedule
 from src.model.selection import weight_roles
 from src.model.spec import ModelSpec
@@ -55,7 +55,7 @@ class StepPlan:
     def init_adapters(self) -> params.Tree:
         """Returns the initial adapters, which change nothing."""
         _, declarations = params.abstract(functools.partial(Decoder, self.spec))
-        rngs = nnx.Rngs(params=params.random_stream(self.step.init_weights_seed, params.ADAPTERS))
+        rngs = Rngs(params.random_stream(self.step.init_weights_seed, params.ADAPTERS))
         return params.values(lora.declare(self.step, declarations)(rngs))
 
     def split(self, tree: Any) -> Weights:
@@ -97,7 +97,7 @@ def make_plan(
     quantized = quantization.select(step, declarations, layout)
     roles = weight_roles(declarations, step.trainable_parameters, bool(step.lora_rank))
     if step.lora_rank:
-        adapters = jax.eval_shape(lambda: lora.declare(step, declarations)(nnx.Rngs(params=0)))
+        adapters = jax.eval_shape(lambda: lora.declare(step, declarations)(Rngs()))
         declarations = {**declarations, "lora": adapters}
         roles["lora"] = params.roles(adapters)
     shapes, axes = params.values(declarations), params.field(declarations, "out_sharding")

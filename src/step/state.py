@@ -47,7 +47,7 @@ def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
 
 def abstract_state(plan: StepPlan) -> TrainState:
     """Returns the state's shapes and shardings, without an array: `jax.ShapeDtypeStruct`s."""
-    shapes = jax.eval_shape(functools.partial(init_state, plan))
+    shapes = jax.eval_shape(functools.partial(init_state, plan), plan.split(plan.shapes))
     copy, updates = plan.layout.sharding(()), plan.accumulation.updates
     if plan.step.optimizer_memory_host_offload:
         updates = jax.tree.map(lambda at: at.with_memory_kind("pinned_host"), updates)

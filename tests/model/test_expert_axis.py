@@ -12,6 +12,7 @@ from test_moe import EXPERTS, expert, feed_forward
 from src.errors import UserError
 from src.model.moe import dispatch
 from src.model.moe.layer import Experts
+from src.model.params import Rngs
 from src.parallel.mesh import make_layout
 from tests.tiny import Trainer, assert_close, load, loss_and_gradients, make, packed_rows, random_weights, spec_of
 
@@ -102,7 +103,7 @@ def routed(choices_BTk, devices=8, real_BT=None, **overrides):
     config = load(**{**EXPERTS, "num_experts_per_tok": k, **overrides})
     layout = make_layout(config.mesh, jax.devices()[:devices])
     rng = np.random.default_rng(0)
-    module = Experts(spec_of(config).layers[0], 1.0, "float32", nnx.Rngs(0))
+    module = Experts(spec_of(config).layers[0], 1.0, "float32", Rngs(jax.random.key(0)))
     nnx.update(module, jax.tree.map(lambda x: rng.normal(scale=0.3, size=x.shape), nnx.state(module)))
     graphdef, state = nnx.split(module)
     x, weights_BTk = rng.normal(size=(B, T, 32)).astype(np.float32), rng.uniform(size=(B, T, k)).astype(np.float32)

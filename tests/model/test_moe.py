@@ -15,6 +15,7 @@ from src.model.moe import layer as moe
 from src.model.moe import router
 from src.model.moe.layer import Experts
 from src.model.moe.router import by_layer, totals, update_router_bias
+from src.model.params import Rngs
 from tests.tiny import Trainer, assert_close, load, make, packed_rows, spec_of
 
 ROWS, T, D = 3, 11, 32
@@ -42,7 +43,7 @@ def layer(kind):
     """A layer of experts with random weights, these as a nested dict of arrays, and some of its inputs."""
     rng = np.random.default_rng(0)
     spec = spec_of(load(**{**EXPERTS, **KINDS[kind]})).layers[0]
-    module = Experts(spec, 1.0, "float32", nnx.Rngs(0))
+    module = Experts(spec, 1.0, "float32", Rngs(jax.random.key(0)))
     state = jax.tree.map(lambda x: rng.normal(scale=0.3, size=x.shape).astype(np.float32), nnx.state(module))
     nnx.update(module, state)
     return module, nnx.to_pure_dict(state), rng.normal(size=(ROWS, T, D)).astype(np.float32)

@@ -24,7 +24,7 @@ from src.model.moe import dispatch, router
 from src.model.moe.dispatch import CapacitySlots, ExpertGroup, Rows
 from src.model.moe.grouped_matmul import add_by_group, batched_matmul, grouped_matmul
 from src.model.moe.router import Report
-from src.model.params import Buffer, matmul, weight
+from src.model.params import Buffer, Rngs, matmul, weight
 from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows, zigzag_order
@@ -42,7 +42,7 @@ AXES = {
 class Experts(nnx.Module):
     """E feed-forward layers, of which a token goes through those its router scores highest (Shazeer et al. 2017)."""
 
-    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs) -> None:
         self.spec = spec
         emb_dim, E, A, F = spec.emb_dim, spec.num_experts, len(spec.mlp_activations), spec.moe_mlp_dim
         self.router = weight(rngs, (emb_dim, E), ("embed", None), dtype, fan_in=(0,))

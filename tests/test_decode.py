@@ -297,10 +297,13 @@ WINDOWS = "[{repeats: 2, pattern: [{attention_type: local_sliding, sliding_windo
     "keys",
     [
         {"decoder_segments": WINDOWS, "base_num_decoder_layers": 4, "ici_tensor_parallelism": 2},
-        {
-            "decoder_segments": "[{repeats: 1, pattern: [{}]}, {repeats: 2, shared: true, pattern: [{}]}]",
-            "base_num_decoder_layers": 3,
-        },
+        pytest.param(
+            {
+                "decoder_segments": "[{repeats: 1, pattern: [{}]}, {repeats: 2, shared: true, pattern: [{}]}]",
+                "base_num_decoder_layers": 3,
+            },
+            marks=pytest.mark.long,
+        ),
         {"attention_type": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
         pytest.param(
             {"num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 16, "ici_expert_parallelism": 4},

@@ -1,5 +1,7 @@
 """Writes a run's metrics: metrics.jsonl, TensorBoard, and lines on the console."""
 
+import contextlib
+import importlib.util
 import json
 import math
 import mmap
@@ -7,7 +9,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -70,11 +72,12 @@ class MetricsLog:
 
     def __init__(self, path: Path, tensorboard_dir: Path, resume_step: int | None) -> None:
         """Opens both, on a local disk, and cuts off the lines after `resume_step`; None: a new run, without any."""
-        # Imported here because it takes 0.4 s. The package's SummaryWriter is avoided: its thread fails on a full disk,
-        # and then it waits for that thread for ever.
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import Summary, scalar
+        # Imported here because it takes 0.4 s, and in parts: the whole package imports PyTorch for 2 s, where there
+        # is one. Its SummaryWriter is avoided: its thread fails on a full disk, and then it waits for that for ever.
+        with _in_parts("tensorboardX"):
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+            from tensorboardX.summary import Summary, scalar
 
         self.messages: list[str] = []  # for the user, about an existing file
         if resume_step is not None and path.exists() and (invalid := _cut_back(path, resume_step)):
@@ -112,6 +115,20 @@ class MetricsLog:
         """Closes both files."""
         self._file.close()
         self._tensorboard.close()
+
+
+@contextlib.contextmanager
+def _in_parts(name: str) -> Iterator[None]:
+    """Has a package's modules imported without what itself imports."""
+    spec = importlib.util.find_spec(name)
+    assert spec, f"requirements.txt has {name}"
+    empty = importlib.util.module_from_spec(spec)
+    found = sys.modules.setdefault(name, empty)
+    try:
+        yield
+    finally:
+        if found is empty:
+            del sys.modules[name]
 
 
 def _scalars(key: str, value: Any) -> dict[str, float]:

@@ -83,15 +83,25 @@ class Command:
         return reached[1:]
 
 
-@pytest.fixture(scope="module")
-def command(tmp_path_factory, corpus):
-    return Command(tmp_path_factory.mktemp("command"), corpus, devices=1, steps=40, checkpoint_period=8)
-
-
-def test_killed_at_random_moments(command):
-    reached = command.kill_at_random(2, seed=10)
-    assert max(reached) > 8, "no kill came after a checkpoint"
-    assert "changed since" not in command.finish()
+def test_killed_and_terminated_the_same_command_goes_on(tmp_path, corpus):
+    command = Command(tmp_path, corpus, devices=1, steps=40, checkpoint_period=8)
+    (killed,) = command.kill_at_random(1, seed=23)
+    assert killed > 16, "the checkpoint of step 8 may not be whole"
+    process = command.start("terminated.log")
+    with runs.ended(process):
+        runs.wait_until(lambda: runs.last_step(command.folder) > killed, process)
+        process.send_signal(signal.SIGTERM)
+        output = runs.finish(process, command.place / "terminated.log", code=128 + signal.SIGTERM)
+    stopped = runs.last_step(command.folder)
+    assert killed < stopped < command.steps
+    assert runs.steps_saved(command.folder)[-1] == stopped
+    assert "resumed from step" in output
+    assert "changed since" not in output
+    assert f"stopped by SIGTERM after step {stopped}; the same command, run_name=" in output
+    assert (command.folder / "report.html").exists()
+    output = command.finish()
+    assert f"resumed from step {stopped}" in output
+    assert "changed since" not in output
     assert_same_run(command.folder, command.whole, command.steps)
 
 
@@ -102,24 +112,6 @@ def test_killed_at_ten_random_moments(tmp_path, corpus, devices):
     reached = command.kill_at_random(10, seed=devices)
     command.finish()
     print(f"killed on {devices} devices with these steps on file: {reached}")
-    assert_same_run(command.folder, command.whole, command.steps)
-
-
-def test_sigterm_saves_and_the_same_command_goes_on(command):
-    shutil.rmtree(command.folder, ignore_errors=True)
-    process = command.start("terminated.log")
-    with runs.ended(process):
-        runs.wait_until(lambda: runs.last_step(command.folder) >= 23, process)
-        process.send_signal(signal.SIGTERM)
-        output = runs.finish(process, command.place / "terminated.log", code=128 + signal.SIGTERM)
-    stopped = runs.last_step(command.folder)
-    assert 23 <= stopped < command.steps
-    assert runs.steps_saved(command.folder)[-1] == stopped
-    assert f"stopped by SIGTERM after step {stopped}; the same command, run_name=" in output
-    assert (command.folder / "report.html").exists()
-    output = command.finish()
-    assert f"resumed from step {stopped}" in output
-    assert "changed since" not in output
     assert_same_run(command.folder, command.whole, command.steps)
 
 
@@ -364,7 +356,7 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [delete, truncate, flip_a_bit])
+@pytest.mark.parametrize("damage", [delete, pytest.param(truncate, marks=pytest.mark.long), flip_a_bit])
 def test_a_damaged_checkpoint_is_passed_over(stopped, whole, corpus, damage, capsys):
     damage_all(damage, stopped, 20)
     runs.run_here(**keys_of(stopped, corpus))
@@ -467,7 +459,10 @@ def test_an_update_that_ruins_the_weights_stops_the_run_before_they_are_saved(
 
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [("stop", "step 22: loss .* are not both finite"), ("skip", "step 30: the last 9 updates were skipped")],
+    [
+        pytest.param("stop", "step 22: loss .* are not both finite", marks=pytest.mark.long),
+        ("skip", "step 30: the last 9 updates were skipped"),
+    ],
 )
 def test_a_checkpoint_that_leads_to_no_finite_loss_is_set_aside_and_the_one_before_it_stands(
     answer, message, stopped, whole, corpus, monkeypatch, capsys

@@ -108,7 +108,7 @@ def test_devices_that_share_rows_train_as_one_does(model, mesh, capfd):
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["llama", "latent"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("latent", marks=pytest.mark.long)])
 def test_bfloat16_runs_on_cpus(model):
     """XLA for CPUs aborts on a sum in bfloat16 that is made within a map over some of the axes."""
     mesh = MESHES["context 4 x tensor 2"]

@@ -20,11 +20,13 @@ RUNS = {
 }
 # What another run has too: experts on a mesh, latents unrolled, latents and experts otherwise chosen, biases.
 LONG = ("mixtral-mesh", "deepseek3-unrolled", "deepseek2-lite", "llama4-maverick", "llama-biases")
+# Decoded on a mesh and unrolled: tests/test_decode.py.
+LONG_DECODED = (*LONG, "deepseek3-mesh", "gemma3-unrolled")
 
 
-def runs(names):
-    """The names of runs for a test's parameters, those of `LONG` marked as long."""
-    return [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in names]
+def runs(names, long=LONG):
+    """The names of runs for a test's parameters, some of them marked as long."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in names]
 
 
 # Four texts: three fill a row each, the last row is packed with two documents of these lengths and padding.
@@ -103,7 +105,7 @@ def test_logits(loaded, run):
     assert_equal_to(expected, real(np.asarray(logits)), 2e-4)
 
 
-@pytest.mark.parametrize("run", runs(RUNS))
+@pytest.mark.parametrize("run", runs(RUNS, LONG_DECODED))
 def test_cached_decoding(loaded, run):
     """Past windows, chunks and the length before positions were stretched; prompts of different lengths together."""
     model, plan, weights = loaded(run)

@@ -49,20 +49,14 @@ CASES = [
     for model in MODELS
     if "expert" not in mesh or model == "latent experts"
 ]
-# Each axis alone (expert: tests/model/test_expert_axis.py), and with each other one (expert with fsdp and tensor). The
-# rest take an hour.
+# Each axis alone and with others, but for those that tests of an axis's own have: stage (tests/model/test_pipeline.py),
+# expert and context (test_expert_axis.py and test_context_axis.py there). The rest take an hour.
 SHORT = {
-    "dense": [
-        *("data 8", "context 4", "tensor 4", "stage 2 context 2", "stage 2 tensor 2"),
-        *("fsdp 2 context 2 tensor 2", "stage 2 data 2 fsdp 2"),
-        *("context 2 tensor 2, sequences too", "data 2 stage 2, in micro-batches"),
-    ],
-    "windowed": ["data 2 context 2", "fsdp 2 tensor 2, sequences too"],
+    "dense": ["data 8", "context 4", "tensor 4", "stage 2 context 2"],
+    "windowed": ["data 2 context 2"],
     "latent experts": ["fsdp 2 expert 2 tensor 2"],
     "gpt3": [
-        *("stage 4", "fsdp 8", "data 2 fsdp 2 tensor 2"),
-        *("stage 2, layers in turns", "data 2 fsdp 2, in micro-batches"),
-        *("data 2 context 2, recomputed", "stage 2 fsdp 2, recomputed"),
+        *("fsdp 8", "data 2 fsdp 2, in micro-batches", "data 2 context 2, recomputed", "stage 2 fsdp 2, recomputed")
     ],
 }
 
@@ -128,7 +122,7 @@ FACTS = {
     # Masks are of tokens, whatever part of them a device has and in however many rounds they go.
     "dropout": ("fsdp 2 tensor 2", {"dropout_rate": 0.2}),
     "dropout over rows": ("context 2 tensor 2", {"dropout_rate": 0.2, "base_num_decoder_layers": 2}),
-    "dropout in stages": ("stage 2 data 2", {"dropout_rate": 0.2}),
+    "dropout in stages": ("stage 2 data 2", {"dropout_rate": 0.2, "base_num_decoder_layers": 2}),
     "dropout in micro-batches": (
         "data 2 fsdp 2, in micro-batches",
         {"dropout_rate": 0.2, "base_num_decoder_layers": 2},
@@ -136,7 +130,8 @@ FACTS = {
 }
 
 
-LONG_FACTS = ("biases", "three query heads of six a device")  # the facts before them have their kinds
+# Others have their kinds; and windows, sinks and chunks those of tests/model/test_context_axis.py.
+LONG_FACTS = ("biases", "three query heads of six a device", "dropout", "sinks, windows and chunks")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +144,11 @@ def test_facts_that_a_mesh_has_code_for_give_the_gradients_and_losses_of_one_dev
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh"), [("dense", "stage 2 fsdp 2"), ("windowed", "context 2 tensor 2"), ("latent experts", "expert 4")]
+    ("model", "mesh"),
+    [
+        *(("dense", "stage 2 fsdp 2"), ("windowed", "context 2 tensor 2")),
+        pytest.param("latent experts", "expert 4", marks=pytest.mark.long),
+    ],
 )
 def test_evaluation_on_a_mesh_gives_the_loss_of_one_device(model, mesh):
     devices, keys = devices_and_keys(mesh)

@@ -50,7 +50,7 @@ def one_device():
     return run()
 
 
-LONG = ("data", "tensor")  # alone
+LONG = ("data", "fsdp", "tensor")  # alone
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,13 @@ class Trainer:
         if initial:
             self.state = new_state(self.plan, self.abstract)
         else:
-            zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.abstract)
-            state = dataclasses.replace(zeros, weights=self.plan.split(random_weights(self.plan)))
-            self.state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, self.abstract))
+            self.state = self.random_state()
+
+    def random_state(self):
+        """The one before the first step with `random_weights`, always the same."""
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.abstract)
+        state = dataclasses.replace(zeros, weights=self.plan.split(random_weights(self.plan)))
+        return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, self.abstract))
 
     def hparams(self, number):
         return hparams_at(self.plan.step, self.config.steps, number)

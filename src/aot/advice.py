@@ -40,6 +40,8 @@ def changes(
 
     def change(keys: Mapping[str, Any], cost: str) -> Change | None:
         keys = {key: value for key, value in keys.items() if value != getattr(config, key)}
+        if not keys:
+            return None
         changed, on = config.replace(**keys), devices
         try:
             if "compile_topology_num_slices" in keys:
@@ -50,7 +52,7 @@ def changes(
         after = memory(step)
         held = sum(after.arguments.values())
         estimated = held + round((after.total - held) * scale) + unexplained
-        return Change(keys, cost, step, estimated) if keys and estimated < needed else None
+        return Change(keys, cost, step, estimated) if estimated < needed else None
 
     result: list[Change] = []
     # The optimizer's precision and sharding are offered where much of the memory is the state's.

@@ -57,11 +57,10 @@ class Job:
         self.rows = rows
 
     def first_gradients(self):
-        """Of the first step, by weight: with b1 = 0 Adam's first moment after it is its gradient."""
-        trainer, start = self.trainer, jax.tree.map(lambda x: x.copy(), self.trainer.state)
+        """Of the first step, by weight: with b1 = 0 Adam's first moment after it is its gradient, and goes back."""
         self.step(0, b1=np.float32(0), clip=np.float32(0))
-        moment = whole(trainer.state.opt[0].mu)
-        trainer.state = start
+        moment = whole(self.trainer.state.opt[0].mu)
+        self.trainer.state = self.trainer.random_state()
         return moment
 
     def losses(self):

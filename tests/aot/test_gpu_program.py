@@ -1,5 +1,6 @@
 """The step's program for GPUs that are not here: what computes its products, and what its schedule hides."""
 
+import re
 from functools import cache
 
 import pytest
@@ -51,6 +52,11 @@ PRODUCTS = (3 * 6 - 2 - 2) * LAYERS + 3
 def test_every_product_is_cublas(flags):
     """Without a device nothing tunes XLA's own kernels."""
     assert products(flags) == {"__cublas$lt$matmul": PRODUCTS}
+
+
+def test_attention_skips_what_comes_later_in_packed_rows_too():
+    """Forward, and backward from what the forward pass keeps."""
+    assert re.findall(r'"mask_type": ?"(\w+)"', compiled("auto")[0]) == ["CAUSAL"] * 2
 
 
 @pytest.mark.long

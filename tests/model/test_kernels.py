@@ -15,6 +15,7 @@ from src.errors import UserError
 from src.model import attention
 from src.model.attention import attend, repeat_kv
 from src.model.attention_kernels.choose import choose_kernel
+from src.model.attention_kernels.cudnn import cudnn
 from src.model.attention_kernels.scores import ScoreSpec, dot_product
 from src.model.attention_kernels.splash import ZigzagCausalMask, splash
 from src.model.block import attention_scores
@@ -181,6 +182,26 @@ def test_blocks_are_seen_as_the_mask_in_full_says(window, parts):
     for first, second in np.ndindex(1024 // block, 1024 // block):
         part = slice(first * block, (first + 1) * block), slice(second * block, (second + 1) * block)
         assert (sight[part].any(), sight[part].all()) == (mask[part].any(), mask[part].all())
+
+
+@pytest.mark.parametrize(
+    ("packed", "facts"),
+    [(True, {}), (False, {"window": 50}), pytest.param(True, {"window": 50}, marks=pytest.mark.long)],
+)
+def test_what_cudnn_is_asked_for_is_attention_within_segments(packed, facts, monkeypatch):
+    """Its kernels run on GPUs alone: here JAX's plain function computes by the same arguments."""
+    asked, plain = [], jax.nn.dot_product_attention
+
+    def instead(*arrays, implementation, **arguments):
+        asked.append((implementation, arguments["is_causal"]))
+        return plain(*arrays, implementation="xla", **arguments)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    _, plan = make()
+    context = context_of(plan, (70, 100, 190) if packed else (LENGTH,), packed=packed)
+    expected = output_and_gradients(dot_product, *inputs(kv_heads=4), context, **facts)
+    assert_close(output_and_gradients(cudnn, *inputs(kv_heads=4), context, **facts), expected, 1e-5)
+    assert set(asked) == {("cudnn", True)}
 
 
 BFLOAT16 = {"dtype": "bfloat16"}

@@ -26,7 +26,7 @@ def cudnn(
         return jax.nn.dot_product_attention(
             *(q, k, v),
             mask=causal_mask(local, spec.window) if context.packed else None,
-            is_causal=not context.packed,
+            is_causal=True,  # beside a mask that says it too: cuDNN then skips the blocks above the diagonal
             scale=spec.scale,
             local_window_size=(spec.window - 1, 0) if spec.window and not context.packed else None,
             implementation="cudnn",

@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
     """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
     # ---- Devices, model and step
+    folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
+    exits.callback(folder.close)
     check_hardware(config.run.hardware)
     if topology := config.compile_topology:
         say([f"compile_topology={topology} is for src.train_compile: this run is on the devices that are here"])
@@ -74,11 +76,11 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     plan, global_batch = built.plan, built.rows
     train_step = built.train
     check_same_program(built, config.steps)
-    if path := config.compiled_trainstep_file:
-        from src.aot import program  # imports private modules of JAX, which another JAX may have elsewhere
+    if config.compiled_trainstep_file or config.pgle or config.pgle_profile:
+        from src.aot import pgle, program  # import private modules of JAX, which another JAX may have elsewhere
 
         program_header = program.header(built, config.model, config.step, config.batch, config.mesh)
-        train_step = program.load(path, program_header, built)
+        train_step = pgle.chosen_step(config.aot, built, program_header, folder.path)
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size)
@@ -94,8 +96,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         encode_prompt(config.decoding, config.max_target_length, tokenizer, config.prompt)
 
     # ---- The run's folder, and where in the run it is
-    folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
-    exits.callback(folder.close)
     exits.enter_context(in_run_folder(folder.path))
     folder.check_writable()
     folder.lock()  # before anything of it is read that another process may change

@@ -9,13 +9,13 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import src.aot.compilers  # noqa: F401  isort: skip  before JAX
 import jax
 from ml_collections import ConfigDict
 
-from src.aot import program, report
+from src.aot import pgle, program, report
 from src.aot.advice import changes
 from src.aot.devices import abstract_devices
 from src.aot.outputs import check_outputs, write_output
@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
         raise UserError(
             f"hardware={config.hardware}, but {topology.name} is a {topology.platform}. Leave hardware empty."
         )
+    pgle.check_platform(config.aot, topology.platform)
+    if config.pgle:
+        raise UserError(f"pgle={config.pgle} measures a run: src.train_compile takes the profile of one, pgle_profile")
     report.device_capacity(topology)  # JAX's own message about a wrong one in the environment says less
     check_environment(uses_tpu=topology.platform == "tpu")
     program_path, report_path = config.compiled_trainstep_file, config.compile_report
@@ -68,9 +71,13 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     times.append(time.monotonic())
     print(f"compiling for {report.describe(topology.name, topology.slices)}, which may take minutes", flush=True)
     lowered = built.traced.lower()
+    header = program.header(built, config.model, config.step, config.batch, config.mesh)
+    profile = pgle.options(config.pgle_profile, header) if config.pgle_profile else {}
     times.append(time.monotonic())
-    compiled, refusal = _compile(lowered, topology)
+    compiled, refusal = _compile(lowered, topology, profile)
     times.append(time.monotonic())
+    if profile and compiled:
+        pgle.check_used(config.pgle_profile, header, compiled.as_text())
     parts = zip(("tracing", "lowering", "compiling"), itertools.pairwise(times), strict=True)
     seconds = {name: end - start for name, (start, end) in parts}
 
@@ -90,7 +97,6 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
             failures.append(error)
     if program_path and fits:
         try:
-            header = program.header(built, config.model, config.step, config.batch, config.mesh)
             program.save(program_path, compiled, header)
             print(f"saved {program_path}", flush=True)
         except UserError as error:
@@ -104,10 +110,15 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     return result
 
 
-def _compile(lowered: jax.stages.Lowered, topology: Topology) -> tuple[jax.stages.Compiled | None, str]:
-    """Returns (the program, ""), or (None, the message) where it exceeds a TPU's HBM; else raises UserError."""
+def _compile(
+    lowered: jax.stages.Lowered, topology: Topology, profile: Mapping[str, bytes]
+) -> tuple[jax.stages.Compiled | None, str]:
+    """Returns (the program, ""), or (None, the message) where it exceeds a TPU's HBM; else raises UserError.
+
+    `profile`: `pgle.options`.
+    """
     try:
-        return lowered.compile(), ""
+        return lowered.compile(dict(profile)), ""
     except jax.errors.JaxRuntimeError as error:
         message = str(error).partition("\n\nSuspected Python Code Location:")[0].rstrip()
     # A kernel may exhaust another memory, such as the vector units', which says nothing about the step's size.
@@ -138,7 +149,7 @@ def _advise(
         tries -= 1
         print(f"compiling with {report.typed(keys)}, by estimate {report.readable(estimated)}", flush=True)
         try:
-            compiled, refusal = _compile(changed.traced.lower(), topology)
+            compiled, refusal = _compile(changed.traced.lower(), topology, {})
         except UserError:  # it is no help either
             continue
         memory = report.device_memory(topology, changed, compiled, refusal)

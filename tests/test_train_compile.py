@@ -126,19 +126,19 @@ def test_flags_that_would_end_libtpu_are_answered(monkeypatch):
 
 
 def test_another_memory_than_the_devices_main_one_is_no_question_of_size():
-    def refuse():
+    def refuse(options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 18M of 16M")
 
     with pytest.raises(UserError, match=r"failed with RESOURCE_EXHAUSTED(.|\n)*vmem"):
-        _compile(SimpleNamespace(compile=refuse), parse_topology("v5e-4", 1))
+        _compile(SimpleNamespace(compile=refuse), parse_topology("v5e-4", 1), {})
 
 
 def test_a_compiler_that_fails_is_quoted_with_what_to_try():
-    def refuse():
+    def refuse(options):
         raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo %fusion.3")
 
     with pytest.raises(UserError) as said:
-        _compile(SimpleNamespace(compile=refuse), parse_topology("a3", 1))
+        _compile(SimpleNamespace(compile=refuse), parse_topology("a3", 1), {})
     assert "the compiler for a3 failed with INTERNAL" in str(said.value)
     assert "Couldn't find output tile sizes that satisfy hlo %fusion.3" in str(said.value)
     assert "max_target_length as a multiple of 128, another attention" in str(said.value)

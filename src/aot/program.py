@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
@@ -31,9 +31,20 @@ from src.step.build import TracedStep, program_text
 from src.step.compiler_flags import environment_flags
 
 Header = dict[str, Any]
-NOT_LOADED = "It is not loaded; src.train_compile saves one."
 
-FIRST_LINE = b"MinText compiled training step, format 2\n"
+
+class FileKind(NamedTuple):
+    """A kind of file that belongs to one program."""
+
+    key: str  # that names such a file
+    first_line: bytes
+    maker: str  # the command that writes it
+    made: str  # what was done to make it
+
+
+STEP_FILE = FileKind(
+    "compiled_trainstep_file", b"MinText compiled training step, format 2\n", "src.train_compile", "compiled"
+)
 SECOND_LINE = "sha256 {digest} of the {size} bytes that follow\n"
 
 # All that a pickled step is made of, in JAX 0.10.2 and 0.11.2, on CPU, TPU and GPU.
@@ -178,34 +189,16 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
     # and which can't be pickled.
     compiled._executable._unloaded_executable.keepalive = None
     program, _, _ = serialize_executable.serialize(compiled)
-    body = json.dumps(header, indent=1).encode() + b"\n" + program
-    second_line = SECOND_LINE.format(digest=hashlib.sha256(body).hexdigest(), size=len(body))
-    write_output("compiled_trainstep_file", path, FIRST_LINE + second_line.encode() + body)
+    write_file(STEP_FILE, path, header, program)
 
 
 def load(path: str, header: Header, built: TracedStep) -> jax.stages.Compiled:
-    """Loads the program at `path`, to call as `built.train`; raises UserError if damaged, or not for this `header`."""
+    """Returns the program at `path`, to be called as `built.train` is; every process of a job loads it.
+
+    Raises UserError if the file can't be read, is damaged or not of `save`, or its program is not for `header`.
+    """
     where = f"compiled_trainstep_file={path}"
-    try:
-        content = epath.Path(path).expanduser().read_bytes()
-    except Exception as error:  # each store's client has its own types
-        raise UserError(f"{where}: cannot read it: {type(error).__name__}: {error}") from error
-    body = _checked(where, content)
-    foreign = f"{where} is none of ours, though its digest is right: "
-    saved_text, _, program = body.partition(b"\n}\n")
-    try:
-        saved = json.loads(saved_text + b"}")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{foreign}its header is no JSON: {error}. {NOT_LOADED}") from None
-    parts = {**dict.fromkeys((*COMPARED, "config", "arguments"), dict), "program": str}
-    if not isinstance(saved, dict) or not all(isinstance(saved.get(part), kind) for part, kind in parts.items()):
-        raise UserError(f"{foreign}its header is not a step's. {NOT_LOADED}")
-    if lines := differences(saved, header):
-        listed = "\n".join(f"  {line}" for line in lines)
-        raise UserError(
-            f"{where} was compiled for another run than this:\n{listed}\n"
-            "Compile it for this one (python -m src.train_compile), or leave compiled_trainstep_file empty."
-        )
+    program = read_file(STEP_FILE, path, header)
     # In the mesh's order: the devices' own order is JAX's default, with which a mesh of another ends the process.
     devices = tuple(built.plan.layout.mesh.devices.flat)
     try:
@@ -216,7 +209,10 @@ def load(path: str, header: Header, built: TracedStep) -> jax.stages.Compiled:
     except jax.errors.JaxRuntimeError as error:
         raise UserError(f"{where}: these devices do not load it: {error}") from None
     except Exception as error:  # a pickle of something else may fail in any way
-        raise UserError(f"{foreign}{type(error).__name__}: {error}. {NOT_LOADED}") from error
+        raise UserError(
+            f"{where} is none of ours, though its digest is right: {type(error).__name__}: {error}. "
+            "It is not loaded; src.train_compile writes one."
+        ) from error
 
 
 class _Unpickler(serialize_executable._JaxPjrtUnpickler):
@@ -228,13 +224,45 @@ class _Unpickler(serialize_executable._JaxPjrtUnpickler):
         return super().find_class(module, name)
 
 
-def _checked(where: str, content: bytes) -> bytes:
+def write_file(kind: FileKind, path: str, header: Header, content: bytes) -> None:
+    """Writes content that belongs to the program of `header`; raises UserError where nothing can be written there."""
+    body = json.dumps(header, indent=1).encode() + b"\n" + content
+    second_line = SECOND_LINE.format(digest=hashlib.sha256(body).hexdigest(), size=len(body))
+    write_output(kind.key, path, kind.first_line + second_line.encode() + body)
+
+
+def read_file(kind: FileKind, path: str, header: Header) -> bytes:
+    """Returns the content of a file of `write_file`; raises UserError where it is none, damaged or not of `header`."""
+    where, not_loaded = f"{kind.key}={path}", f"It is not loaded; {kind.maker} writes one."
+    try:
+        whole = epath.Path(path).expanduser().read_bytes()
+    except Exception as error:  # each store's client has its own types
+        raise UserError(f"{where}: cannot read it: {type(error).__name__}: {error}") from error
+    foreign = f"{where} is none of ours, though its digest is right: "
+    saved_text, _, content = _checked(where, whole, kind).partition(b"\n}\n")
+    try:
+        saved = json.loads(saved_text + b"}")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{foreign}its header is no JSON: {error}. {not_loaded}") from None
+    parts = {**dict.fromkeys((*COMPARED, "config", "arguments"), dict), "program": str}
+    if not isinstance(saved, dict) or not all(isinstance(saved.get(part), kind) for part, kind in parts.items()):
+        raise UserError(f"{foreign}its header is not a step's. {not_loaded}")
+    if lines := differences(saved, header):
+        listed = "\n".join(f"  {line}" for line in lines)
+        raise UserError(
+            f"{where} was {kind.made} for another run than this:\n{listed}\n"
+            f"Make one for this (python -m {kind.maker}), or leave {kind.key} empty."
+        )
+    return content
+
+
+def _checked(where: str, content: bytes, kind: FileKind) -> bytes:
     """Returns what follows a file's first two lines; raises UserError where it is not what they say."""
     first_line, second_line, body = (*content.split(b"\n", 2), b"", b"")[:3]
-    if first_line + b"\n" != FIRST_LINE:
+    if first_line + b"\n" != kind.first_line:
         raise UserError(
-            f"{where} is not what src.train_compile of this version writes: it begins with {first_line[:60]!r}, "
-            f"expected {FIRST_LINE.decode().strip()!r}"
+            f"{where} is not what {kind.maker} of this version writes: it begins with {first_line[:60]!r}, "
+            f"expected {kind.first_line.decode().strip()!r}"
         )
     expected = re.fullmatch(SECOND_LINE.format(digest="([0-9a-f]{64})", size=r"(\d+)").strip().encode(), second_line)
     if expected and len(body) < int(expected[2]):

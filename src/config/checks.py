@@ -91,6 +91,17 @@ def _profile(config: FlatKeys) -> Iterator[str]:
             f"profiler={config.profiler} would be of steps {skipped + 1} to {skipped + profiled}, and steps={steps}: "
             "set skip_first_n_steps_for_profiler and profiler_steps to fewer"
         )
+    if config.pgle == "collect" and -1 != steps < 4:
+        yield f"pgle=collect profiles the steps 2 to 4, and steps={steps}: raise steps"
+    others = {
+        "compiled_trainstep_file": "a program compiled ahead of time is not compiled again; src.train_compile takes a "
+        "profile: pgle_profile",
+        "pgle_profile": "one run measures, another is compiled by what it measured",
+        "profiler": "the GPU's counters have room for one profiler",
+    }
+    for key, why in others.items():
+        if config.pgle and config[key]:
+            yield f"pgle={config.pgle} and {key}={config[key]} exclude each other: {why}. Set one of them"
 
 
 def _tiles(config: FlatKeys) -> Iterator[str]:

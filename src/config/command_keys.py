@@ -11,6 +11,9 @@ class Aot:
     compile_topology_num_slices: int = key(1, "src.train_compile: how many such slices or hosts", FROM_1, 2**16)
     compile_report: str = path("", "src.train_compile: where its report goes as JSON")
     compiled_trainstep_file: str = path("", "src.train_compile writes the compiled step there; src.train loads it")
+    pgle: str = key("", "NVIDIA GPU (docs/profiling.md): collect writes kernels' times to a file; auto uses them",
+        ("", "auto", "collect"))
+    pgle_profile: str = path("", "NVIDIA GPU: a file of pgle=collect, by whose times the step is compiled")
     compile_xla_flags: str = key("", "compiler options, such as --xla_a=true --xla_b=2; auto: those for this hardware")
 
 

@@ -52,6 +52,7 @@ def run_header(
     trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""
     packed = "packed, none cut that fits a row" if config.use_sft else "packed"
     order = f"shuffled by seed {config.data_shuffle_seed}, {packed if config.packing else 'a document per row'}"
+    compiled = "compiled by this run" + (f" by the profile {config.pgle_profile}" if config.pgle_profile else "")
     return [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
         ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
@@ -66,7 +67,7 @@ def run_header(
         *([("8 bits", plan.quantization.description)] if plan.quantization.kind else []),
         ("attention", plan.kernel),
         ("recomputed", f"remat_policy {config.remat_policy}"),
-        ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else "compiled by this run"),
+        ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled),
         ("data", "\n".join(describe_data(train_specs(config.data), data))),
         *([("evaluation", "\n".join(map(describe_eval_set, eval_sets)))] if eval_sets else []),
         ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),

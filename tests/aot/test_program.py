@@ -221,7 +221,7 @@ def test_another_program_under_a_right_digest_is_none_of_ours(step, tmp_path, pa
 def test_a_header_that_is_no_json_is_none_of_ours(step, tmp_path):
     body = b"{no json\n}\n"
     second = f"sha256 {hashlib.sha256(body).hexdigest()} of the {len(body)} bytes that follow\n".encode()
-    (tmp_path / "other").write_bytes(program.FIRST_LINE + second + body)
+    (tmp_path / "other").write_bytes(program.STEP_FILE.first_line + second + body)
     assert "its header is no JSON" in refusal(tmp_path / "other", step)
 
 

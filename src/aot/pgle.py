@@ -1,0 +1,168 @@
+"""Profiles by which XLA's scheduler for GPUs knows how long kernels and collectives take (docs/profiling.md).
+
+The scheduler estimates that by itself. Profile-guided latency estimation (PGLE) measures it in a run: `pgle=collect`
+writes a profile, by which `pgle_profile` compiles; `pgle=auto` has JAX do both in one run. XLA takes no notice of a
+profile that it cannot read or that is of another program, and says nothing, so a file names the program that it is of.
+"""
+
+import hashlib
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+from etils import epath
+from jax._src import config as jax_config
+from jax.experimental.profiler import get_profiled_instructions_proto
+
+from src.aot.program import FileKind, Header, load, read_file, write_file
+from src.config.command_keys import Aot
+from src.console import say
+from src.errors import UserError
+from src.step.build import TracedStep
+
+PROFILE_FILE = FileKind("pgle_profile", b"MinText PGLE profile, format 1\n", "src.train pgle=collect", "collected")
+EMPTY = (
+    "the profile of the step is empty. Likely another profiler has the GPU's counters (CUPTI takes one at a time): "
+    "Nsight Systems, a monitor of the cluster such as DCGM, or another process that profiles. End it, or set pgle to "
+    'empty ("")'
+)
+PGLE_STEPS = 3  # that are profiled, after the first
+Step = Callable  # of (state, batch, hparams), as `train_step`
+
+
+def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path) -> Step:
+    """Returns the run's step: loaded from a file, or compiled here as `pgle` and `pgle_profile` say.
+
+    `folder` is the run's. Raises UserError if a file is not of the program of `header`, or PGLE asked for elsewhere
+    than on a GPU.
+    """
+    if keys.compiled_trainstep_file and keys.pgle_profile:
+        raise UserError(
+            f"pgle_profile={keys.pgle_profile}: the step of compiled_trainstep_file is compiled already. Give "
+            "src.train_compile the profile, and src.train the step alone"
+        )
+    if keys.compiled_trainstep_file:
+        return load(keys.compiled_trainstep_file, header, built)
+    check_platform(keys, built.plan.layout.platform)
+    if keys.pgle == "auto":
+        return _automatic(built.train)
+    lowered = built.traced.lower()
+    if keys.pgle == "collect":
+        path = folder / "pgle" / f"{hashlib.sha256(json.dumps(header).encode()).hexdigest()[:16]}.profile"
+        return _Collector(lowered, header, path)
+    compiled = lowered.compile(options(keys.pgle_profile, header))
+    check_used(keys.pgle_profile, header, compiled.as_text())
+    return compiled
+
+
+def check_platform(keys: Aot, platform: str) -> None:
+    """Raises UserError if PGLE is asked for on another platform than a GPU."""
+    for key, value in (("pgle", keys.pgle), ("pgle_profile", keys.pgle_profile)):
+        if value and platform != "gpu":
+            raise UserError(f"{key}={value} is for NVIDIA GPUs, and this is {platform}: leave {key} empty")
+
+
+def options(path: str, header: Header) -> dict[str, bytes]:
+    """Returns the compiler's option for the profile at `path`; raises UserError if it is not of this program."""
+    profile = read_file(PROFILE_FILE, path, header)
+    if not set(profiled(profile)):
+        raise UserError(f"pgle_profile={path}: {EMPTY}")
+    return {"fdo_profile": profile}
+
+
+def check_used(path: str, header: Header, text: str) -> None:
+    """Raises UserError if the compiled program `text` has few of the instructions of which the profile has times."""
+    names = set(profiled(read_file(PROFILE_FILE, path, header)))
+    there = {name for name in names if f"%{name} = " in text}
+    if len(there) < len(names) / 2:
+        raise UserError(
+            f"pgle_profile={path} has times of {len(names):,} instructions, of which {len(there):,} are in this "
+            "program: XLA made another of the same step. Collect the profile where it is used"
+        )
+    say([f"compiled by the profile {path}: {len(there):,} of its {len(names):,} instructions are in the program"])
+
+
+def profiled(profile: bytes) -> Iterator[str]:
+    """Yields the instructions that a ProfiledInstructionsProto has times of: field 1 of each field 1."""
+    for number, message in _fields(profile):
+        if number == 1:
+            yield from (name.decode() for field, name in _fields(message) if field == 1)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields the number and bytes of a protocol buffer's fields that have a length (protobuf.dev, encoding)."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at, value, shift = at + 1, value | (byte & 0x7F) << shift, shift + 7
+            if byte < 0x80:
+                return value
+
+    while at < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            varint()
+            continue
+        size = {1: 8, 5: 4}.get(kind) or varint()
+        if kind == 2:
+            yield number, message[at : at + size]
+        at += size
+
+
+def _automatic(train_step: Step) -> Step:
+    """Returns the step as JAX profiles it in its first calls, and then compiles it again by what it measured.
+
+    How many calls, and which percentile over the devices, are JAX's: JAX_PGLE_PROFILING_RUNS (3) and
+    JAX_PGLE_AGGREGATION_PERCENTILE (90) in the environment.
+    """
+
+    def step(*arguments):  # noqa: ANN002, ANN202
+        with jax_config.enable_pgle(True), warnings.catch_warnings():
+            warnings.filterwarnings("error", "PGLE collected an empty trace", RuntimeWarning)
+            try:
+                return train_step(*arguments)
+            except RuntimeWarning:
+                raise UserError(f"pgle=auto: {EMPTY}") from None
+
+    return step
+
+
+class _Collector:
+    """A step without command buffers, which hide kernels from the profiler; process 0 profiles some of its calls.
+
+    The first call is left out: it loads kernels and sets up communication.
+    """
+
+    def __init__(self, lowered: jax.stages.Lowered, header: Header, path: epath.Path) -> None:
+        self._step = lowered.compile({"xla_gpu_enable_command_buffer": ""})
+        self._header, self._path = header, path
+        self._calls = 0
+        self._traced = tempfile.TemporaryDirectory(prefix="mintext-pgle-")
+
+    def __call__(self, *arguments):  # noqa: ANN002, ANN204
+        if self._calls == 1 and jax.process_index() == 0:
+            jax.block_until_ready(arguments)
+            jax.profiler.start_trace(self._traced.name)
+        result = self._step(*arguments)
+        self._calls += 1
+        if self._calls == 1 + PGLE_STEPS and jax.process_index() == 0:
+            jax.block_until_ready(result)
+            jax.profiler.stop_trace()
+            self._write()
+        return result
+
+    def _write(self) -> None:
+        (session,) = (Path(self._traced.name) / "plugins" / "profile").iterdir()
+        profile = get_profiled_instructions_proto(str(session))
+        self._traced.cleanup()
+        if not set(profiled(profile)):
+            raise UserError(f"pgle=collect: {EMPTY}")
+        write_file(PROFILE_FILE, str(self._path), self._header, profile)
+        say([f"a profile of {PGLE_STEPS} steps is written: compile by it with pgle_profile={self._path}"])

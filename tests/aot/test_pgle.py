@@ -1,0 +1,176 @@
+"""Profiles that steer XLA's scheduler: taken for the program that they are of, and for no other."""
+
+import re
+import struct
+import warnings
+from types import SimpleNamespace
+
+import jax
+import pytest
+from jax._src import config as jax_config
+
+from src import command_line
+from src.aot import pgle, program
+from src.aot.devices import abstract_devices
+from src.errors import UserError
+from src.parallel.topology import parse_topology
+from src.step.build import build
+from src.step.compiler_flags import compiler_options
+from tests import runs
+from tests.compilers import SMALL, needs_cuda
+from tests.tiny import BASE, load
+
+
+def varint(number):
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
+
+
+def field(number, content):
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def proto(microseconds):
+    """XLA's ProfiledInstructionsProto, written by hand: costs, each a name and a double, and a latency between two."""
+    latency = field(2, field(1, b"no") + field(2, b"cost") + b"\x19" + struct.pack("<d", 1.0))
+    costs = [field(1, field(1, name.encode()) + b"\x11" + struct.pack("<d", us)) for name, us in microseconds.items()]
+    return b"".join(costs) + latency
+
+
+def step_of(topology, *keys):
+    """A step, what its program depends on, and its lowering."""
+    devices = abstract_devices(parse_topology(topology, 1))
+    config = command_line.load([BASE, *SMALL, "dataset_type=synthetic", *keys])
+    built = build(config, devices, compiler_options("auto", devices[0], 1))
+    header = program.header(built, config.model, config.step, config.batch, config.mesh)
+    return built, header
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A step on this machine's CPUs, which no profile is for, and its header."""
+    config = load()
+    built = build(config, jax.devices())
+    return built, program.header(built, config.model, config.step, config.batch, config.mesh)
+
+
+def written(path, header, profile):
+    program.write_file(pgle.PROFILE_FILE, str(path), header, profile)
+    return str(path)
+
+
+def instructions(text):
+    """The names of a program's instructions, in the order in which they run."""
+    return re.findall(r"^\s+(?:ROOT )?%?([\w.\-]+) = ", text, re.MULTILINE)
+
+
+@needs_cuda
+def test_a_profile_changes_the_schedule_of_the_same_program(tmp_path):
+    """The compiler's own digest from before it makes the schedule is the same, and the order another."""
+    built, header = step_of("a3", "base_num_decoder_layers=2")
+    lowered = built.traced.lower()
+    plain = lowered.compile().as_text()
+    slow_gathers = {name: 5000.0 if "all-gather" in name else 1.0 for name in instructions(plain)}
+    path = written(tmp_path / "profile", header, proto(slow_gathers))
+    steered = lowered.compile(pgle.options(path, header)).as_text()
+    before_schedule = r'fingerprint_before_lhs="(\w+)"'
+    assert re.search(before_schedule, steered)[1] == re.search(before_schedule, plain)[1]
+    assert instructions(steered) != instructions(plain)
+    pgle.check_used(path, header, steered)
+    foreign = written(tmp_path / "foreign", header, proto(dict.fromkeys(("a", "b", "c"), 1.0)))
+    with pytest.raises(UserError, match="has times of 3 instructions, of which 0 are in this program"):
+        pgle.check_used(foreign, header, steered)
+
+
+def test_the_instructions_of_a_profile():
+    long_name = "fusion." + "1" * 200
+    assert list(pgle.profiled(proto({"all-gather.1": 2.0, long_name: 3.0}))) == ["all-gather.1", long_name]
+    assert not list(pgle.profiled(proto({})))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda content: content[:-5], "is cut off"),
+        (lambda content: content[:-5] + b"XXXXX", "is damaged"),
+        (lambda content: b"", "is not what src.train pgle=collect"),
+        (lambda content: program.STEP_FILE.first_line + content, "is not what src.train pgle=collect"),
+    ],
+    ids=["truncated", "damaged", "empty file", "a step"],
+)
+def test_what_is_no_profile_is_refused(tiny, tmp_path, damage, said):
+    path = tmp_path / "profile"
+    written(path, tiny[1], proto({"fusion.1": 2.0}))
+    assert pgle.options(str(path), tiny[1])["fdo_profile"] == proto({"fusion.1": 2.0})
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match=f"pgle_profile={path} {said}"):
+        pgle.options(str(path), tiny[1])
+
+
+def test_a_profile_of_another_program_or_of_nothing_is_refused(tiny, tmp_path):
+    config = load(base_mlp_dim=128)
+    other = program.header(build(config, jax.devices()), config.model, config.step, config.batch, config.mesh)
+    path = written(tmp_path / "other", other, proto({"fusion.1": 2.0}))
+    with pytest.raises(UserError, match=r"collected for another run than this:\n  base_mlp_dim: 128 in the file, 64"):
+        pgle.options(path, tiny[1])
+    with pytest.raises(UserError, match=r"the profile of the step is empty.*another profiler"):
+        pgle.options(written(tmp_path / "nothing", tiny[1], b""), tiny[1])
+
+
+def calls(step, built, times):
+    def ones(leaf):
+        return jax.device_put(jax.numpy.ones(leaf.shape, leaf.dtype), leaf.sharding)
+
+    state, batch = jax.tree.map(ones, (built.state, built.batch))
+    for _ in range(times):
+        state, _ = step(state, batch, built.hparams)
+
+
+def test_a_run_that_collects_writes_a_profile_of_its_program(tiny, tmp_path, monkeypatch, capsys):
+    """On a CPU the profiler sees no kernel of a GPU; with what it would see in its place, the file is of this step."""
+    built, header = tiny
+    collector = pgle._Collector(built.traced.lower(), header, tmp_path / "profile")
+    with pytest.raises(UserError, match=r"pgle=collect: the profile of the step is empty.*CUPTI"):
+        calls(collector, built, 1 + pgle.PGLE_STEPS)
+    assert not (tmp_path / "profile").exists()
+    monkeypatch.setattr(pgle, "get_profiled_instructions_proto", lambda folder: proto({"fusion.1": 2.0}))
+    calls(pgle._Collector(built.traced.lower(), header, tmp_path / "profile"), built, 2 + pgle.PGLE_STEPS)
+    assert pgle.options(str(tmp_path / "profile"), header)["fdo_profile"] == proto({"fusion.1": 2.0})
+    assert f"compile by it with pgle_profile={tmp_path / 'profile'}" in capsys.readouterr().out
+
+
+def test_automatic_profiles_are_of_the_step_alone_and_never_empty():
+    def step(state):
+        assert jax_config.enable_pgle.value
+        if not state:
+            warnings.warn("PGLE collected an empty trace, may be due to contention", RuntimeWarning, stacklevel=1)
+        return state
+
+    automatic = pgle._automatic(step)
+    assert automatic(5) == 5
+    assert not jax_config.enable_pgle.value
+    with pytest.raises(UserError, match="pgle=auto: the profile of the step is empty"):
+        automatic(0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"pgle": "auto"}, "pgle=auto is for NVIDIA GPUs, and this is cpu"),
+        ({"pgle": "collect"}, "pgle=collect is for NVIDIA GPUs, and this is cpu"),
+        ({"pgle_profile": "p"}, "pgle_profile=p is for NVIDIA GPUs, and this is cpu"),
+        ({"pgle": "auto", "compiled_trainstep_file": "s"}, "pgle=auto and compiled_trainstep_file=s exclude"),
+        ({"pgle": "collect", "pgle_profile": "p"}, "pgle=collect and pgle_profile=p exclude each other"),
+        ({"pgle": "auto", "profiler": "xplane"}, "pgle=auto and profiler=xplane exclude each other"),
+        ({"pgle": "collect", "steps": 3}, "pgle=collect profiles the steps 2 to 4, and steps=3"),
+        ({"pgle_profile": "p", "compiled_trainstep_file": "s"}, "the step of compiled_trainstep_file is compiled"),
+    ],
+)
+def test_what_excludes_a_profile_is_said(keys, said, monkeypatch, capsys, tmp_path):
+    argv = runs.arguments(**{"steps": 20, "base_output_directory": tmp_path, **keys})
+    assert said in runs.refusal(monkeypatch, capsys, argv)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tpu_has_no_such_profile():
+    with pytest.raises(UserError, match="pgle_profile=p is for NVIDIA GPUs, and this is tpu"):
+        pgle.check_platform(SimpleNamespace(pgle="", pgle_profile="p"), "tpu")

@@ -140,14 +140,9 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
     say(messages)
     notes: list[str] = []
     entries = _write_tokenizer(config.data, model_folder, out_dir, notes)
-    save_folder(
-        out_dir,
-        family,
-        {**hf, **_original_entries(model_folder), **entries},
-        {weight: np.asarray(leaf) for weight, leaf in params.by_path(arrays).items()},
-        config.vocab_size,
-        jnp.dtype(dtype) if dtype else None,
-    )
+    weights = {weight: np.asarray(leaf) for weight, leaf in params.by_path(arrays).items()}
+    config_json = {**hf, **_original_entries(model_folder), **entries}
+    save_folder(out_dir, family, config_json, weights, config.vocab_size, jnp.dtype(dtype) if dtype else None)
     say([*notes, f"wrote {out_dir}"])
 
 

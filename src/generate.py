@@ -98,11 +98,9 @@ def in_training(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
 
 
 def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
-    """Returns both with each layer's weights in arrays of their own, for speed; deletes arrays of `weights`.
-
-    A loop over stacked weights would copy each layer's out of the stack at every token: more than the token's own
-    work, which reads every weight once.
-    """
+    """Returns both with each layer's weights in arrays of their own, for speed; deletes arrays of `weights`."""
+    # A loop over stacked weights would copy each layer's out of the stack at every token: more than the token's own
+    # work, which reads every weight once.
     assert not plan.step.lora_rank
     spec = dataclasses.replace(plan.spec, stacked=False)
     graphdef, _ = params.abstract(lambda rngs: Decoder(spec, rngs))

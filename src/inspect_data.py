@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             name = data.names[source]
             title = f"step {step}, row {row}" + f" ({name})" * bool(name)
             cuts = batch.cuts[index] if config.use_sft else None
-            print("\n".join(_lines_of(title, batch.arrays, index, tokenizer, cuts)))
+            print("\n".join(_lines(title, batch.arrays, index, tokenizer, cuts)))
     summary = _summary(shown, batches)
     batches.close()
     if tokenizer and not (config.use_sft and tokenizer.chat_template):  # whose tokens the decoded text lacks
@@ -115,9 +115,7 @@ def segments(batch: RowArrays, row: int) -> list[Segment]:
     return found
 
 
-def _lines_of(
-    title: str, batch: RowArrays, row: int, tokenizer: Tokenizer | None, cuts: np.ndarray | None
-) -> list[str]:
+def _lines(title: str, batch: RowArrays, row: int, tokenizer: Tokenizer | None, cuts: np.ndarray | None) -> list[str]:
     """Describes one row, by a line or two for each document; `cuts` are those of a row of conversations."""
     in_row = segments(batch, row)
     used, length = sum(segment.stop - segment.start for segment in in_row), batch["tokens"].shape[1]

@@ -99,11 +99,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     exits.enter_context(in_run_folder(folder.path))
     folder.check_writable()
     folder.lock()  # before anything of it is read that another process may change
-    checkpointer = Checkpointer(
-        folder.path / "checkpoints",
-        max_to_keep=config.max_num_checkpoints_to_keep,
-        async_save=config.async_checkpointing,
-    )
+    checkpoints, keep = folder.path / "checkpoints", config.max_num_checkpoints_to_keep
+    checkpointer = Checkpointer(checkpoints, max_to_keep=keep, async_save=config.async_checkpointing)
     exits.callback(checkpointer.close)
     changes = compare_configs(config, folder, plan, built.state)
     start = starting_state(
@@ -191,11 +188,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                     meta["rows_taken"] = rows_taken + (done - first_step) * global_batch
                     if config.eval_mode == "rolling":
                         meta["eval_position"] = {each.name: each.position() for each in evaluations}
-                    say(
-                        checkpointer.save(
-                            done, checkpoint_entries(plan, state, host_batch.stream_positions, rows, global_batch), meta
-                        )
-                    )
+                    entries = checkpoint_entries(plan, state, host_batch.stream_positions, rows, global_batch)
+                    say(checkpointer.save(done, entries, meta))
                 if report:
                     report.update()
                 recorder.start_clock()

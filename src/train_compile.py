@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     parts = zip(("tracing", "lowering", "compiling"), itertools.pairwise(times), strict=True)
     seconds = {name: end - start for name, (start, end) in parts}
 
-    result = report.make_report(topology, built, config.matmul_precision, compiled, refusal, seconds)
+    result = report.make_report(topology, built, compiled, refusal, seconds)
     result["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print_header(report.lines(result))
     fits = result["memory"]["fits"]

@@ -1,7 +1,7 @@
 """Finds changes of keys by which a step needs less memory, each with its estimated effect."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +24,7 @@ class Change(NamedTuple):
     estimated: int
 
 
-def changes(
-    config: Config, devices: Sequence[jax.Device], built: TracedStep, needed: int, capacity: int
-) -> list[Change]:
+def changes(config: Config, devices: list[jax.Device], built: TracedStep, needed: int, capacity: int) -> list[Change]:
     """Returns changes that should lower a step's `needed` bytes per device, the cheapest first, then all at once.
 
     The estimate of a changed step is its parts' (`memory`), corrected by how the compiled step differs from its own:
@@ -80,14 +78,9 @@ def _candidates(step: Step, batch: BatchKeys, aot: Aot, state_decides: bool) -> 
     yield "logits are computed twice", {"num_vocab_tiling": tiles}
     no_arrays = {"remat_custom": {}} if step.remat_policy == "custom" else {}
     yield "blocks are computed twice", {"remat_policy": "full", **no_arrays}
-    smaller_batches = [
-        {
-            "per_device_batch_size": batch.per_device_batch_size / parts,
-            "gradient_accumulation_steps": step.gradient_accumulation_steps * parts,
-        }
-        for parts in (2, 4, 8, 16)
-    ]
-    yield "the same global batch in more passes, each gathering the weights", *smaller_batches
+    rows, passes = batch.per_device_batch_size, step.gradient_accumulation_steps
+    smaller = [{"per_device_batch_size": rows / n, "gradient_accumulation_steps": passes * n} for n in (2, 4, 8, 16)]
+    yield "the same global batch in more passes, each gathering the weights", *smaller
     offloaded = {"remat_policy": "custom", "remat_custom": {"decoder_layer_input": "offload"}}
     yield "blocks are computed twice, and their inputs go to host memory and back", offloaded
     if not state_decides:

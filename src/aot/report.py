@@ -32,12 +32,7 @@ TOTAL = re.compile(r"(?:Total hbm usage >=|Used) ([\d.]+)([KMGT])")
 
 
 def make_report(
-    topology: Topology,
-    built: TracedStep,
-    matmul_precision: str,
-    compiled: jax.stages.Compiled | None,
-    refusal: str,
-    seconds: Mapping[str, float],
+    topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str, seconds: dict[str, float]
 ) -> Report:
     """Returns the report without `changes`; bytes and FLOPs are per device.
 
@@ -71,7 +66,7 @@ def make_report(
         chip = topology.chip
         if not chip:
             report["no_prediction"] = "nothing is published of a CPU's rates"
-        elif peak := run_peak(chip.kind, plan.spec.dtype, matmul_precision):
+        elif peak := run_peak(chip.kind, plan.spec.dtype, plan.step.matmul_precision):
             report["prediction"] = dataclasses.asdict(predict(work, chip, peak, communication))
             if topology.platform == "gpu":
                 replayed = replay(compiled.as_text(), plan.layout.mesh, chip, peak)
@@ -81,9 +76,7 @@ def make_report(
     return report
 
 
-def device_memory(
-    topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str
-) -> dict[str, Any]:
+def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Compiled | None, refusal: str) -> Report:
     """Returns a device's needed bytes, capacity and parts; `needed` is a lower bound where the compiler failed."""
     parts, capacity = memory(built), device_capacity(topology)
     kept_on_host = 0

@@ -32,6 +32,7 @@ ACCEPTED_BY = {
     "chat template": ("tokenizer_path", "use_sft"),
     "sft_train_on_completion_only": ("sft_train_on_completion_only", "use_sft"),
 }
+Facts = Mapping[str, Any]  # a checkpoint's meta, or the data's fingerprint
 
 
 class DataPosition(NamedTuple):
@@ -43,12 +44,7 @@ class DataPosition(NamedTuple):
 
 
 def data_position(
-    step: int,
-    streams: np.ndarray,
-    meta: Mapping[str, Any],
-    data: Data,
-    accept_changes: Sequence[str],
-    fingerprint: Mapping[str, Any],
+    step: int, streams: np.ndarray, meta: Facts, data: Data, accept_changes: Sequence[str], fingerprint: Facts
 ) -> tuple[DataPosition, list[str]]:
     """Returns where a checkpoint's run goes on in the data of `fingerprint`, and messages for the user.
 
@@ -61,9 +57,7 @@ def data_position(
     return DataPosition(streams, *rows_consumed(step, meta, data, fingerprint)), [*messages, *moved]
 
 
-def accepted_changes(
-    meta: Mapping[str, Any], data: Data, accept_changes: Sequence[str], fingerprint: Mapping[str, Any]
-) -> list[str]:
+def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fingerprint: Facts) -> list[str]:
     """Returns a line for each change of the data since the checkpoint; raises UserError unless all are accepted."""
     old = meta["data"]
     sources = {*source_names(meta), *(spec.name for spec in train_specs(data))}
@@ -94,9 +88,7 @@ def accepted_by(entry: str, fact: Fact) -> tuple[str, ...]:
     return ACCEPTED_BY.get(entry) or (("datasets", *SOURCE_KEYS) if of_mixture else SOURCE_KEYS)
 
 
-def remapped_streams(
-    streams: np.ndarray, meta: Mapping[str, Any], data: Data, rows: int
-) -> tuple[np.ndarray, list[str]]:
+def remapped_streams(streams: np.ndarray, meta: Facts, data: Data, rows: int) -> tuple[np.ndarray, list[str]]:
     """Returns the packing streams' positions, int32 [B, S, 2], for the current sources and number of rows."""
     old_names, names = source_names(meta), [spec.name for spec in train_specs(data)]
     if old_names == names and len(streams) == rows:
@@ -111,9 +103,7 @@ def remapped_streams(
     return np.stack(columns, axis=1), messages
 
 
-def rows_consumed(
-    step: int, meta: Mapping[str, Any], data: Data, fingerprint: Mapping[str, Any]
-) -> tuple[int, dict[str, int]]:
+def rows_consumed(step: int, meta: Facts, data: Data, fingerprint: Facts) -> tuple[int, dict[str, int]]:
     """Counts the rows since weights, batch and row length were last changed; and those of each source before that.
 
     After a change the mixture's schedule begins anew, and sources without packing streams go on after their own rows:
@@ -133,6 +123,6 @@ def rows_consumed(
     return 0, rows
 
 
-def source_names(meta: Mapping[str, Any]) -> list[str]:
+def source_names(meta: Facts) -> list[str]:
     """Returns the names of the sources that a checkpoint's positions refer to."""
     return meta.get("mixture", {"names": [""]})["names"]

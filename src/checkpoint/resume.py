@@ -8,7 +8,7 @@ import numpy as np
 
 from src.checkpoint.changes import check_tokenizer, check_vocabulary
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.data_position import DataPosition, data_position
+from src.checkpoint.data_position import DataPosition, Facts, data_position
 from src.checkpoint.load_weights import check_base, identity, load_weights
 from src.checkpoint.restore import HostArray, Restored, restore_step
 from src.checkpoint.run_folder import absolute
@@ -66,9 +66,7 @@ def starting_state(
     return ResumePoint(new_state(plan, abstract), [])
 
 
-def _resume_point(
-    restored: Restored, data: Data, accept_changes: Sequence[str], fingerprint: Mapping[str, Any]
-) -> ResumePoint:
+def _resume_point(restored: Restored, data: Data, accept_changes: Sequence[str], fingerprint: Facts) -> ResumePoint:
     entries, meta, messages = restored
     step, streams = int(entries["step"]), entries["data_position"]
     position, moved = data_position(step, streams, meta, data, accept_changes, fingerprint)
@@ -91,18 +89,16 @@ def saved_entries(plan: StepPlan, state: TrainState) -> dict[str, Any]:
     return {name: entry for name, entry in state.by_name().items() if not (plan.step.lora_rank and name == "frozen")}
 
 
-def saved_meta(
-    plan: StepPlan, load_parameters_path: str, fingerprint: Mapping[str, Any], tokenizer: Tokenizer | None
-) -> dict[str, Any]:
-    """Returns what a checkpoint says about itself beside its arrays."""
+def saved_meta(plan: StepPlan, base: str, fingerprint: Facts, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Returns what a checkpoint says about itself beside its arrays; `base` is where the weights under adapters are."""
     vocab_size, tokenizer_facts = plan.spec.vocab_size, tokenizer.fingerprint() if tokenizer else None
     meta = {"data": fingerprint, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}
     if plan.step.lora_rank:
         meta["lora"] = {
             "rank": plan.step.lora_rank,
             "alpha": plan.step.lora_alpha,
-            "base": str(absolute(load_parameters_path)),
-            "base_identity": identity(load_parameters_path),
+            "base": str(absolute(base)),
+            "base_identity": identity(base),
         }
     return meta
 

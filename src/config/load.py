@@ -150,11 +150,8 @@ def _default(key: str) -> Any:
 
 
 def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) -> list[Setting]:
-    """Returns the settings of a config file after those of its `base_config`, and so on down to base.yml, without it.
-
-    `keys` are those of the first, where it is no file.
-    """
-    settings: list[Setting] = []
+    """Returns the settings of a config file after those of its `base_config`, and so on, without base.yml."""
+    settings: list[Setting] = []  # `keys` are those of the first, where it is no file
     visited: list[Path] = []
     while (resolved := Path(os.path.realpath(path))) != BASE:
         if resolved in visited:

@@ -9,8 +9,8 @@ conversations).
 T: tokens per row.  B: rows of a batch, over all hosts.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -75,7 +75,7 @@ def fill_row(batch: RowArrays, row: int, parts: Iterable[tuple[Document, int, in
 
 
 def concatenate(
-    sizes_of: Sizes, position: Position, length: int, max_segments: float = math.inf
+    sizes_of: Sizes, position: Position, length: int, max_segments: float = inf
 ) -> tuple[list[Segment], Position]:
     """Concatenates documents. What exceeds a row begins the next one."""
     item, offset = position[0], max(position[1], 0)  # below 0: a position of `best_fit`, whose placed items come again
@@ -114,13 +114,7 @@ class PackingStream:
     """
 
     def __init__(
-        self,
-        items: Items,
-        first: int,
-        stride: int,
-        layout: RowLayout,
-        position: Sequence[int] = (0, 0),
-        end: float = math.inf,
+        self, items: Items, first: int, stride: int, layout: RowLayout, position: Position = (0, 0), end: float = inf
     ) -> None:
         self._items, self._stride, self._layout, self._end = items, stride, layout, end
         self._first = int(first)  # numpy's ints, which rows and positions come in, overflow in the order's hash
@@ -148,7 +142,7 @@ class PackingStream:
                 return None
             documents = [document for document in self._items(ordinal) if len(document.ids) > 1]
             self._empty_items = 0 if documents else self._empty_items + 1
-            if self._empty_items > MAX_EMPTY_DOCUMENTS and self._end == math.inf:
+            if self._empty_items > MAX_EMPTY_DOCUMENTS and self._end == inf:
                 raise UserError(
                     f"the last {self._empty_items:,} documents that a row read have no text: the data have come to an "
                     "end, or what reads them no longer does"

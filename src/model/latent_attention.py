@@ -73,7 +73,7 @@ class LatentAttention(nnx.Module):
         if cache is not None:
             cache = update(cache, {"latent": jnp.concatenate([latent_BT1R, shared_BT1H], axis=-1)}, context)
         if context.decoding:
-            out_BTNH = self._attend_to_latents(nope_BTNH, rope_BTNH, jnp.swapaxes(cache["latent"], 1, 2), context)
+            out_BTNH = self._attend_latents(nope_BTNH, rope_BTNH, jnp.swapaxes(cache["latent"], 1, 2), context)
         else:
             q_BTNH = constrain(jnp.concatenate([nope_BTNH, rope_BTNH], axis=-1), "batch", "length", "heads", "head_dim")
             k_BSNH, v_BSNH = self._expand(latent_BT1R, shared_BT1H, context)
@@ -105,9 +105,7 @@ class LatentAttention(nnx.Module):
             return k_BSNH, v_BSNH
         return checkpoint_name(k_BSNH, "key_proj"), checkpoint_name(v_BSNH, "value_proj")
 
-    def _attend_to_latents(
-        self, nope_BTNH: Array, rope_BTNH: Array, cache_BS1R: Array, context: ForwardContext
-    ) -> Array:
+    def _attend_latents(self, nope_BTNH: Array, rope_BTNH: Array, cache_BS1R: Array, context: ForwardContext) -> Array:
         """Attends to cached latents, which serve as one head's keys and, without their rotary part, its values."""
         R, nope_dim = self.spec.kv_lora_rank, self.spec.qk_nope_head_dim
         kv_up = self.kv_up[...]

@@ -24,6 +24,7 @@ from src.model.rngs import Rngs
 nnx.use_eager_sharding(False)
 
 Tree = dict[str, Any]
+Axes = tuple[str | None, ...]  # the logical axis of each dim; None: never sharded
 
 # A nested dict's leaves by path, such as ("segments", 0, 0, "attention", "query"), and back.
 by_path, nested = traverse_util.flatten_dict, traverse_util.unflatten_dict
@@ -59,7 +60,7 @@ class Buffer(nnx.Variable):
 def weight(
     rngs: Rngs,
     shape: tuple[int, ...],
-    axes: tuple[str | None, ...],
+    axes: Axes,
     dtype: str,
     *,
     fan_in: tuple[int, ...] = (),

@@ -31,6 +31,7 @@ TRAIN_KEYS = (
 EVAL_KEYS = ("eval_loss", "eval_perplexity")
 # Lists, with a number for each layer of experts, and how a curve makes them one number.
 PER_LAYER: dict[str, Callable[[Sequence[float]], float]] = {"expert_load_max": max, "tokens_dropped": statistics.fmean}
+Clock = Callable[[], float]  # returns seconds
 Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, or None for what is not finite, and lists of such
 
 _NUMBERS = {int, float, type(None)}
@@ -178,16 +179,11 @@ class StepPrinter:
     """Prints an aligned line per step, with the remaining time; on a terminal, above a progress bar.
 
     Of `steps`, `done` were before this start of the run. A line is printed every `log_period` steps and for the first
-    and last; with `quiet` for the last alone, and no bar. `clock` returns seconds.
+    and last; with `quiet` for the last alone, and no bar.
     """
 
     def __init__(
-        self,
-        steps: int,
-        done: int = 0,
-        log_period: int = 1,
-        quiet: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        self, steps: int, done: int = 0, log_period: int = 1, quiet: bool = False, clock: Clock = time.monotonic
     ) -> None:
         self._steps, self._first_step, self._log_period, self._quiet = steps, done + 1, log_period, quiet
         self._clock, self._first_time = clock, math.nan

@@ -44,9 +44,7 @@ class TracedStep(NamedTuple):
         return self.batch["tokens"].size
 
 
-def build(
-    config: Config, devices: Sequence[jax.Device], compiler_options: Mapping[str, str] | None = None
-) -> TracedStep:
+def build(config: Config, devices: Sequence[jax.Device], compiler_options: Mapping[str, str] = {}) -> TracedStep:
     """Traces a checked config's step; raises UserError if it does not fit devices or mesh, or a loss of one's own."""
     plan = plan_step(config, make_layout(config.mesh, devices))
     rows, micro_batches = config.per_device_batch_size, config.gradient_accumulation_steps
@@ -55,20 +53,13 @@ def build(
     hparams = hparams_at(config.step, config.steps, 0)
     train, evaluate = compile_steps(plan, state, compiler_options, loss_function(config.step.loss))
     traced = train.trace(state, batch, hparams)
-    return TracedStep(plan, compiler_options or {}, state, batch, hparams, train, evaluate, traced)
+    return TracedStep(plan, compiler_options, state, batch, hparams, train, evaluate, traced)
 
 
 def plan_step(config: Config, layout: Layout) -> StepPlan:
     """Returns the plan of a checked config's step; raises what `make_plan` raises."""
-    return make_plan(
-        model_spec(config.model, config.step, config.max_target_length),
-        layout,
-        config.step,
-        config.mesh,
-        max_target_length=config.max_target_length,
-        packing=config.packing,
-        eval_metrics=config.eval_metrics,
-    )
+    spec = model_spec(config.model, config.step, config.max_target_length)
+    return make_plan(spec, layout, config.step, config.mesh, config.batch, config.eval_metrics)
 
 
 def check_same_program(built: TracedStep, steps: int) -> None:

@@ -57,7 +57,7 @@ def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
     loss, z = batch_cross_entropy(logits_of, hidden_BTD, inputs, plan)
     mtp_hidden, mtp_reports = model.mtp_hidden_states(hidden_BTD, [x["tokens"] for x in ahead], context, plan.execution)
     mtp = [batch_cross_entropy(logits_of, h_BTD, x, plan)[0] for h_BTD, x in zip(mtp_hidden, ahead, strict=True)]
-    return LossSums(loss, z, jnp.array(mtp), _count_non_padding(batch), {**reports, **mtp_reports})
+    return LossSums(loss, z, jnp.array(mtp), jnp.sum(batch["segment_ids"] > 0), {**reports, **mtp_reports})
 
 
 @jax.named_scope("loss")
@@ -96,7 +96,7 @@ def count_tokens(batch: Batch, plan: StepPlan) -> TokenCounts:
     # A document's last tokens have nothing further on: each extra layer predicts fewer than the one before.
     mtp = [jnp.sum(ahead["loss_mask"], dtype=jnp.float32) for ahead in mtp_batches(batch, plan)]
     loss = jnp.sum(batch["loss_mask"], dtype=jnp.float32)
-    return TokenCounts(loss, jnp.array(mtp), _count_non_padding(batch))
+    return TokenCounts(loss, jnp.array(mtp), jnp.sum(batch["segment_ids"] > 0))
 
 
 def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Array, ForwardContext, Tree]:
@@ -121,10 +121,6 @@ def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:
         same_BT = (ahead.pop("segment_ids") == batch["segment_ids"]) & (jnp.arange(length) < length - distance)
         batches.append({**ahead, "loss_mask": ahead["loss_mask"] * same_BT})
     return batches
-
-
-def _count_non_padding(batch: Batch) -> jax.Array:
-    return jnp.sum(batch["segment_ids"] > 0)
 
 
 # ---- Cross-entropy, in tiles of the sequence so that the logits of one tile are held at a time

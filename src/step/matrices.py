@@ -10,14 +10,11 @@ from src.model.selection import LOOKED_UP
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight as a matrix for each index of its `stacks`: layers, experts, the factors of a feed-forward layer.
-
-    What is no matrix, a norm's scale or a bias, has no `inputs`, and all of a layer's dims in `outputs`.
-    """
+    """A weight as a matrix for each index of its `stacks`: layers, experts, the factors of a feed-forward layer."""
 
     stacks: tuple[int, ...]
     inputs: tuple[int, ...]  # the dims that are summed over, or looked up in
-    outputs: tuple[int, ...]
+    outputs: tuple[int, ...]  # all of a layer's dims in what is no matrix, a norm's scale or a bias, without `inputs`
     hidden: bool  # a matrix that is no table of embeddings or positions and no output projection
     vocab: tuple[int, int] | None = None  # the dim of the vocabulary and its size without padding
 

@@ -14,7 +14,7 @@ from src.step.matrices import Matrix
 # A quintic whose iteration brings singular values from (0, 1] to about 0.7 to 1.2 in five rounds (Jordan et al. 2024,
 # kellerjordan.github.io/posts/muon).
 COEFFICIENTS, ROUNDS = (3.4445, -4.7750, 2.0315), 5
-Axes = tuple[str, ...]  # of the mesh
+MeshAxes = tuple[str, ...]  # of the mesh
 UPDATE_RMS = 0.2  # AdamW's, so that one learning rate serves both (Liu et al. 2025, section 2.2)
 
 
@@ -50,7 +50,7 @@ def _update(matrix: Matrix, at: NamedSharding, x: jax.Array) -> jax.Array:
 
 
 def _on_whole_matrices(
-    x_SIO: jax.Array, stack_axes: list[Axes], row_axes: Axes, column_axes: Axes, mesh: Any
+    x_SIO: jax.Array, stack_axes: list[MeshAxes], row_axes: MeshAxes, column_axes: MeshAxes, mesh: Any
 ) -> jax.Array:
     """`orthogonalise` while the mesh axes that cut rows and columns cut a dim of the stack instead."""
     cut_by = (*row_axes, *column_axes)
@@ -59,7 +59,7 @@ def _on_whole_matrices(
     # Filled up with zeros to what the axes divide: devices without a matrix of their own have nothing to do.
     filled = [(0, -size % parts[dim] if each == dim else 0) for each, size in enumerate(x_SIO.shape)]
 
-    def placed(moved: Axes, rows: Axes, columns: Axes) -> NamedSharding:
+    def placed(moved: MeshAxes, rows: MeshAxes, columns: MeshAxes) -> NamedSharding:
         stacks = [own + moved if each == dim else own for each, own in enumerate(stack_axes)]
         return NamedSharding(mesh, PartitionSpec(*(names or None for names in (*stacks, rows, columns))))
 

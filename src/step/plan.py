@@ -9,7 +9,7 @@ import jax
 import optax
 from flax import nnx
 
-from src.config.schema import Mesh, Step
+from src.config.schema import BatchKeys, Mesh, Step
 from src.model import lora, params, quantization
 from src.model.block import kernel_for
 from src.model.decoder import Decoder
@@ -75,16 +75,7 @@ class StepPlan:
         return nnx.merge(self.graphdef, tree)
 
 
-def make_plan(
-    spec: ModelSpec,
-    layout: Layout,
-    step: Step,
-    mesh: Mesh,
-    *,
-    max_target_length: int,
-    packing: bool,
-    eval_metrics: str = "",
-) -> StepPlan:
+def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: BatchKeys, eval_metrics: str) -> StepPlan:
     """Returns the plan of a step on this layout.
 
     Raises UserError if there is no function `eval_metrics`, sizes do not divide over the mesh or its pipeline stages,
@@ -121,8 +112,8 @@ def make_plan(
         quantization=quantized,
         layout=layout,
         execution=Execution(step.scan_layers, step.remat_policy, dict(step.remat_custom), schedule),
-        kernel=kernel_for(step.attention, spec, max_target_length, layout),
-        packed=packing,
+        kernel=kernel_for(step.attention, spec, batch.max_target_length, layout),
+        packed=batch.packing,
         eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
         accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),
     )

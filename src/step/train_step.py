@@ -31,15 +31,9 @@ from src.step.state import TrainState, batch_sharding
 
 
 def compile_steps(
-    plan: StepPlan,
-    state: TrainState,
-    compiler_options: Mapping[str, str] | None = None,
-    loss: LossFunction = next_token_loss,
+    plan: StepPlan, state: TrainState, compiler_options: Mapping[str, str] = {}, loss: LossFunction = next_token_loss
 ) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
-    """Returns the jitted `train_step(state, batch, hparams)`, which minimises `loss`, and `eval_step(weights, batch)`.
-
-    `state` gives the shardings; `compiler_options` are XLA's, for the first.
-    """
+    """Returns the jitted `train_step(state, batch, hparams)`, to minimise `loss`, and `eval_step(weights, batch)`."""
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     batch, copy = batch_sharding(plan.layout), plan.layout.sharding(())
     train = jax.jit(
@@ -47,7 +41,7 @@ def compile_steps(
         in_shardings=(state_shardings, batch, copy),
         out_shardings=(state_shardings, copy),
         donate_argnums=0,
-        compiler_options=dict(compiler_options or {}),
+        compiler_options=dict(compiler_options),  # XLA's
     )
     return train, compile_eval_step(plan)
 

@@ -35,7 +35,7 @@ def step():
 
 
 def report(step, compiled=None, refusal="", topology="v5e-8"):
-    return make_report(parse_topology(topology, 1), step, "default", compiled, refusal, SECONDS)
+    return make_report(parse_topology(topology, 1), step, compiled, refusal, SECONDS)
 
 
 def program(arguments, temporaries, outputs=0, donated=0):

@@ -11,7 +11,7 @@ reads one record by going through all chunks of its file (docs/log.md has figure
 import functools
 import re
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,16 +56,11 @@ class RecordSource(Source):
     """
 
     def __init__(
-        self,
-        spec: SourceSpec,
-        ranges: Sequence[RecordRange],
-        record_format: str,
-        listing: files.Listing,
-        facts: Mapping[str, str],
+        self, spec: SourceSpec, parts: list[RecordRange], record_format: str, listing: files.Listing, facts: Fingerprint
     ) -> None:
         self._format, self._column = record_format, spec.dataset_column
         self._column_setting, self._listing = spec.setting("dataset_column"), listing
-        self._ranges, self._index = ranges, Index([records.count for records in ranges])
+        self._parts, self._index = parts, Index([part.count for part in parts])
         self._facts = {**facts, "records": len(self), "column": self._column}
         self._reader = functools.lru_cache(maxsize=_open_files_allowed())(_open_reader)
         self[0]
@@ -75,7 +70,7 @@ class RecordSource(Source):
 
     def __getitem__(self, i: int) -> str | np.ndarray:
         place, offset = self._index.find(i)
-        file, first, _ = self._ranges[place]
+        file, first, _ = self._parts[place]
         number = first + offset
         try:
             # A range is found at once; of a list of numbers the package goes through all the chunks of the file.

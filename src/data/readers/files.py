@@ -147,11 +147,9 @@ def line_name(file: str, start: int) -> str:
 
 
 class RemoteFile(io.RawIOBase):
-    """Opens a remote file of `length` bytes for a library. Each read is a request, and nothing is read ahead.
+    """Opens a remote file of `length` bytes for a library. Each read is a request, and nothing is read ahead."""
 
-    fsspec's own would read ahead megabytes that a reader of columns skips, and the one of memory:// is shared by all
-    that open it.
-    """
+    # fsspec's own would read ahead megabytes that a reader of columns skips; memory://'s is shared by all that open it.
 
     def __init__(self, file: str, length: int) -> None:
         self._file, self._length, self._at = file, length, 0

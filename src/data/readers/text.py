@@ -23,12 +23,7 @@ _FIRST_LINE_BYTES = 1 << 20
 _LONG_LINE_PIECES, _KEPT_LINES = 8, 4
 
 # What other dataset types keep their data in: part of a file's name -> the type.
-_OTHER_TYPES = {
-    ".array_record": "array_record",
-    ".arrayrecord": "array_record",
-    ".parquet": "parquet",
-    ".tfrecord": "tfrecord",
-}
+_OTHER_TYPES = {f".{kind}": kind for kind in ("array_record", "parquet", "tfrecord")} | {".arrayrecord": "array_record"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z")
 
 

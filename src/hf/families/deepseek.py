@@ -58,10 +58,6 @@ def _write_v2_groups(layers: Layers) -> Json:
     return {**groups, "topk_method": "group_limited_greedy" if groups["n_group"] > 1 else "greedy"}
 
 
-def _check_v3_head_dim(hf: Mapping[str, Any], keys: Keys) -> None:
-    require(hf, head_dim=keys["qk_rope_head_dim"])  # transformers rotates so many
-
-
 def _write_head_dim(layers: Layers) -> Json:
     return {"head_dim": layers[0].qk_rope_head_dim}
 
@@ -126,7 +122,8 @@ DEEPSEEK3 = Family(
     fields=(
         *FIELDS,
         *GROUPS,
-        FieldGroup(("head_dim",), _check_v3_head_dim, _write_head_dim),
+        # transformers rotates so many.
+        FieldGroup(("head_dim",), lambda hf, keys: require(hf, head_dim=keys["qk_rope_head_dim"]), _write_head_dim),
         Field("rope_interleave", "rope_interleave", absent=False),
         Field("norm_topk_prob", "norm_topk_prob", absent=False),
         Field("num_nextn_predict_layers", "mtp_num_layers", absent=1),

@@ -34,16 +34,12 @@ GEMMA = Family(
     skipped=(tensors.ROTARY_TABLES,),
 )
 
+SCALAR = "query_pre_attn_scalar"
 # The second version's and the third's.
 FIELDS = (
     *(*fields.SIZES, *fields.HEADS, fields.ATTENTION_BIAS),
     # transformers asks for a whole number.
-    Field(
-        "query_pre_attn_scalar",
-        "query_pre_attn_scalar",
-        UNSET,
-        written=lambda layer: int(layer.query_pre_attn_scalar or layer.head_dim),
-    ),
+    Field(SCALAR, SCALAR, UNSET, written=lambda layer: int(layer.query_pre_attn_scalar or layer.head_dim)),
     Field("final_logit_softcapping", "final_logits_soft_cap", UNSET),
     Field("hidden_activation", "mlp_activations", fields.GATED["gelu_new"], fields.GATED),
     Field("sliding_window", "sliding_window_size"),

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -11,6 +12,7 @@ import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,8 @@ from src.step.compiler_flags import check_environment
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 # Keys that may differ between the processes of a job: which one it is, and where a host keeps what all hosts have. The
 # fingerprint of training data and tokenizer shows whether they are the same (src/data/host_arrays.py).
@@ -70,6 +74,8 @@ def configured(
 
 def configure_jax(step: Step) -> None:
     """Makes those settings of JAX that have to precede its search for devices and any compilation."""
+    if _has_cpus_alone():
+        _keep_freed_memory()
     jax.config.update("jax_default_matmul_precision", step.matmul_precision)
     if step.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(step.jax_cache_dir))
@@ -82,6 +88,24 @@ def configure_jax(step: Step) -> None:
         # All devices call LAPACK (eigh, qr) at once. In SciPy's OpenBLAS they would spin for its own few threads: eigh
         # of 128 x 128 then takes hundreds of times as long.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def _has_cpus_alone() -> bool:
+    platforms = jax.config.jax_platforms or ""
+    accelerators = [*metadata.entry_points(group="jax_plugins"), *filter(None, [find_spec("libtpu")])]
+    return platforms == "cpu" or not (platforms or accelerators)
+
+
+def _keep_freed_memory() -> None:
+    """Has the C library keep freed memory: XLA allocates a step's temporary arrays anew, and Linux clears each page.
+
+    That takes a quarter of the quickstart's step. Only the first of glibc's arenas grows without bounds, so it is to
+    have no other, which takes effect before XLA's threads begin.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another C library, as on macOS
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)):
+            mallopt(option, value)
 
 
 class Place(NamedTuple):

@@ -32,6 +32,7 @@ TINY = {
     "matmul_precision": "highest",
     "dataset_type": "synthetic",
     "remat_policy": "none",
+    "scan_layers": "true",
     "steps": 20,
     "learning_rate": 1e-2,
 }

@@ -25,8 +25,7 @@ REMAT_COMMENT = (
 What a block keeps for the backward pass; the rest is computed again. Arrays: decoder_layer_input (the block's
 input), query_proj, key_proj, value_proj, context (attention's output before its projection), out_proj
 (after it), mlpwi (feed-forward, each factor's product), mlpwo (its output). Every policy keeps decoder_layer_input
-on the device unless custom offloads it; a named array that no derivative needs is not kept. minimal computes no
-matrix product again but attention's.
+on the device unless custom offloads it; what no derivative needs is left out. minimal repeats attention's products.
   none                 every intermediate, nothing is computed again
 """
     + "".join(
@@ -53,7 +52,8 @@ class Numerics:
 @group
 class Compilation:
     """Compilation and memory"""
-    scan_layers: bool = key(True, "true: one compiled body for each repeated layer pattern; false: unrolled")
+    scan_layers: str = key("auto", "true: one body for each repeated pattern; false: unrolled; auto: so on one CPU",
+        ("auto", "true", "false", "True", "False"))
     remat_policy: str = key("full", "one of the above", ("none", *REMAT_POLICIES, "custom"), above=REMAT_COMMENT)
     remat_custom: Mapping = key({}, "custom: array: device or offload, for each array to keep")
     jax_cache_dir: str = path("~/.cache/mintext", "compiled programs are kept here between runs; empty: not kept")

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 
-from src.config.step_keys import REMAT_POLICIES
+from src.config.step_keys import REMAT_POLICIES, Step
 from src.model.pipeline import Schedule
+from src.model.spec import ModelSpec
+from src.parallel.mesh import Layout
 
 
 @dataclass(frozen=True)
@@ -53,3 +55,18 @@ class Execution:
                 offload_dst="pinned_host",
             )
         return jax.checkpoint_policies.save_only_these_names(*sorted(on_device))
+
+
+MAX_UNROLLED = 16  # layers: to compile each by itself takes a CPU longer the more there are
+
+
+def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: Schedule | None) -> Execution:
+    """Returns how layers run by the keys of a step.
+
+    `scan_layers=auto` unrolls them on a single CPU, where a loop would copy what its rounds keep for the backward pass.
+    Several CPU devices show what accelerators would do, and scan.
+    """
+    scans = step.scan_layers.lower() == "true"
+    if step.scan_layers == "auto":
+        scans = layout.platform != "cpu" or layout.mesh.size > 1 or len(spec.layers) > MAX_UNROLLED
+    return Execution(scans, step.remat_policy, dict(step.remat_custom), schedule)

@@ -18,6 +18,7 @@ from flax import nnx, traverse_util
 from jax import Array
 
 from src.model.adapted import Wrapped
+from src.model.products import product
 from src.model.rngs import Rngs
 
 # Arrays are placed by src/parallel/mesh.py's rules alone, not by Flax from a Variable's axis names.
@@ -90,7 +91,7 @@ def matmul(x: Array, kernel: Array | Wrapped, einsum: str, precision: str | None
     einsum = einsum.translate(str.maketrans(dict(zip(letters, string.ascii_lowercase, strict=False))))
     if isinstance(kernel, Wrapped):
         return kernel.multiply(x, einsum, functools.partial(matmul, precision=precision))
-    return jnp.einsum(einsum, x, kernel.astype(x.dtype), precision=precision)
+    return product(x, kernel.astype(x.dtype), einsum, precision)
 
 
 def stack(make: Callable[[Rngs], nnx.Module], rngs: Rngs, repeats: int, axis: str) -> nnx.Module:

@@ -66,6 +66,7 @@ def run_header(
         ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
         *([("8 bits", plan.quantization.description)] if plan.quantization.kind else []),
         ("attention", plan.kernel),
+        ("layers", f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={config.scan_layers})"),
         ("recomputed", f"remat_policy {config.remat_policy}"),
         ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled),
         ("data", "\n".join(describe_data(train_specs(config.data), data))),

@@ -13,7 +13,7 @@ from src.config.schema import BatchKeys, Mesh, Step
 from src.model import lora, params, quantization
 from src.model.block import kernel_for
 from src.model.decoder import Decoder
-from src.model.execution import Execution
+from src.model.execution import Execution, make_execution
 from src.model.moe import layer as moe
 from src.model.params import Rngs, Weights
 from src.model.pipeline import make_schedule
@@ -111,7 +111,7 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
         matrices=matrices(declarations, spec.vocab_size),
         quantization=quantized,
         layout=layout,
-        execution=Execution(step.scan_layers, step.remat_policy, dict(step.remat_custom), schedule),
+        execution=make_execution(step, spec, layout, schedule),
         kernel=kernel_for(step.attention, spec, batch.max_target_length, layout),
         packed=batch.packing,
         eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,

@@ -1,0 +1,32 @@
+"""Products of activations with weights: as einsums, or on a single CPU as products of matrices."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def product(x: Array, kernel: Array, einsum: str, precision: str | None) -> Array:
+    """Multiplies `x` by a weight of its dtype, as `einsum` says.
+
+    XLA's CPU compiler makes a product that sums over several dims, as a weight's gradient over rows and tokens, by
+    transposing both of its operands; of matrices it reads them as they lie. Rows and tokens can be one dim where no
+    two devices share them; on TPUs and GPUs the compiler lays arrays out for its products itself.
+    """
+    dims_x, dims_kernel, dims_y = einsum.replace("->", ",").split(",")
+    summed = "".join(dim for dim in dims_x if dim not in dims_y)
+    out = "".join(dim for dim in dims_kernel if dim not in summed)
+    rows = dims_x.removesuffix(summed)
+    if not _on_one_cpu(x) or dims_y != rows + out or dims_kernel not in (summed + out, out + summed):
+        return jnp.einsum(einsum, x, kernel, precision=precision)
+    sizes = dict(zip(dims_x + dims_kernel, x.shape + kernel.shape, strict=True))
+    width = math.prod(sizes[dim] for dim in summed)
+    matrix = kernel.reshape(width, -1) if dims_kernel == summed + out else kernel.reshape(-1, width).T
+    y = jnp.matmul(x.reshape(-1, width), matrix, precision=precision)
+    return y.reshape([sizes[dim] for dim in dims_y])
+
+
+def _on_one_cpu(x: Array) -> bool:
+    mesh = jax.typeof(x).sharding.mesh  # empty outside a compiled step
+    return not mesh.empty and mesh.size == 1 and mesh.abstract_device.platform == "cpu"

@@ -1,14 +1,19 @@
 """Measures the loss on held-out data (`python -m src.evaluate CONFIG.yml ...`), scores texts, computes logits."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
 from src.cli import run_command
+from src.command_line import load
 from src.config import schema
 from src.config.base_yml import Usage
+from src.config.source_spec import names_eval_data, train_specs
+from src.config.sources import run_folder
+from src.config.yaml import file_name
 from src.console import say
 from src.data.eval_batches import EvalBatches
 from src.data.host_arrays import host_rows, to_global
@@ -99,13 +104,34 @@ def counted_tokens(sums: Sequence[Mapping[str, Any]]) -> int:
     return round(sum(float(batch["tokens"]) for batch in sums))
 
 
+def _check_held_out(run: Path, trained: schema.Data, eval_interval: int, data: schema.Data) -> None:
+    """Raises UserError if what would be held out of `data` are documents that the run trained on."""
+    if names_eval_data(data) or train_specs(data) != train_specs(trained):
+        return
+    if eval_interval == -1:
+        raise UserError(
+            f"{run} held nothing out (eval_interval=-1), it trained on all of its data: name others to evaluate on, "
+            "by eval_dataset_path=FILES or dataset_path=FILES"
+        )
+    if trained.eval_fraction != data.eval_fraction:
+        raise UserError(
+            f"{run} held out eval_fraction={trained.eval_fraction} of its data: with "
+            f"eval_fraction={data.eval_fraction} it would be measured on others, which it may have trained on"
+        )
+
+
 def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     """Runs the command line `argv`; returns the metrics, None where it asked for something else; raises UserError."""
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
+    scores = config.texts_path or config.tokens_path
+    run = run_folder(file_name(argv[0])) if isinstance(argv, list) else None
+    if run and not scores:
+        trained = load([str(run)])
+        _check_held_out(run, trained.data, trained.evaluation.eval_interval, config.data)
     loaded = load_model(config, make_tokenizer(config.data, config.vocab_size))
-    if config.texts_path or config.tokens_path:
+    if scores:
         sections = config.evaluation, config.batch
         if config.texts_path:
             say([f"{score_texts(*sections, loaded)} texts scored: {config.scores_path}"])

@@ -1,6 +1,7 @@
 """Models small enough to compile in seconds, and batches for them, for the tests of the model and its step."""
 
 import dataclasses
+import tempfile
 from pathlib import Path
 
 import jax
@@ -48,9 +49,11 @@ GPT3 = {  # what a model of that family has otherwise
 
 
 def load(**overrides):
-    """The config of a tiny model; a key `a__b` is the dotted a.b."""
-    keys = {**TINY, **overrides}
-    return command_line.load([BASE, *(f"{key.replace('__', '.')}={value}" for key, value in keys.items())])
+    """The config of a tiny model, a file below the overrides, as a user's is; a key `a__b` is the dotted a.b."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
+        file.writelines(f"{key}: {value}\n" for key, value in TINY.items())
+        file.flush()
+        return command_line.load([file.name, *(f"{key.replace('__', '.')}={it}" for key, it in overrides.items())])
 
 
 def spec_of(config):

@@ -37,11 +37,7 @@ def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:
 
 
 def _remat(config: FlatKeys) -> Iterator[str]:
-    if config.remat_policy != "custom":
-        if config.remat_custom:
-            yield f"remat_custom needs remat_policy=custom, not {config.remat_policy} (or remat_custom={{}})"
-        return
-    if not config.remat_custom:
+    if config.remat_policy == "custom" and not config.remat_custom:
         yield "remat_policy=custom needs remat_custom, such as remat_custom.out_proj=device"
     for array, place in config.remat_custom.items():
         if array not in REMAT_ARRAYS:
@@ -162,11 +158,6 @@ def _evaluation(config: FlatKeys) -> Iterator[str]:
         yield "eval_interval needs data to evaluate on: set eval_dataset_path or an eval_fraction above 0"
 
 
-def _long_documents(config: FlatKeys) -> Iterator[str]:
-    if config.packing and config.long_documents == "truncate":
-        yield "long_documents=truncate needs packing=false: packed rows leave nothing of a document out"
-
-
 def _scoring(config: FlatKeys) -> Iterator[str]:
     for source, target in (("texts_path", "scores_path"), ("tokens_path", "logits_path")):
         if bool(config[source]) != bool(config[target]):
@@ -184,11 +175,8 @@ def _decoding(config: FlatKeys) -> Iterator[str]:
     strategy = config.decode_sampling_strategy
     limits = {"decode_sampling_top_k": ("topk", "composite"), "decode_sampling_nucleus_p": ("nucleus", "composite")}
     for key, strategies in limits.items():
-        is_set = config[key] != KEYS[key].default
-        if strategy in strategies and not is_set:
+        if strategy in strategies and config[key] == KEYS[key].default:
             yield f"decode_sampling_strategy={strategy} needs {key}"
-        if strategy not in strategies and is_set:
-            yield f"{key}={config[key]} needs decode_sampling_strategy={' or '.join(strategies)}"
     if config.interactive and config.prompt_path:
         yield "interactive and prompt_path exclude each other: prompts are typed, or read from a file"
     prefill, length = config.max_prefill_predict_length, config.max_target_length
@@ -219,9 +207,6 @@ def _quantization(config: FlatKeys) -> Iterator[str]:
         rf"--{triton}(?!=(false|0))", config.compile_xla_flags, re.IGNORECASE
     ):
         yield f"compile_xla_flags: with {triton} XLA makes no product of quantization=fp8 in 8 bits: leave it off"
-    excluded = "quantization_exclude"
-    if not config.quantization and config[excluded] != KEYS[excluded].default:
-        yield f"{excluded} needs quantization=int8 or fp8"
 
 
 def _processes(config: FlatKeys) -> Iterator[str]:
@@ -244,7 +229,7 @@ def _accepted(config: FlatKeys) -> Iterator[str]:
 CHECKS = (
     *model_checks.CHECKS,
     *(_remat, _mesh, _rules, _schedule, _profile, _tiles),
-    *(_sources, _tokenizer, _finetuning, _evaluation, _long_documents),
+    *(_sources, _tokenizer, _finetuning, _evaluation),
     *(_scoring, _decoding, _loading, _quantization, _processes, _accepted),
 )
 

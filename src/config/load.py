@@ -13,9 +13,10 @@ from src.config.checks import check_config, read_entries
 from src.config.keys import frozen
 from src.config.migration_hints import corrected_command, migration_hint, with_own_mesh_word
 from src.config.model_checks import read_segments
+from src.config.needs import Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults
 from src.config.source_spec import ENTRY_KEYS
-from src.config.sources import config_dict_keys, model_keys, read_python, run_folder, run_keys, runs_in
+from src.config.sources import CONFIG, config_dict_keys, model_keys, read_python, run_folder, run_keys, runs_in
 from src.config.yaml import BASE, CONFIGS, NOTHING, convert, dump, file_name, literal, parse_argument, parse_keys
 
 # isort: split
@@ -25,14 +26,6 @@ from src.errors import UserError, changed_keys, clipped, did_you_mean, first_few
 # Maps a folder of a model that another program wrote, and whether its tokenizer alone is wanted, to the keys of both as
 # `parse_keys` gives them; None where no such model is there. The config knows none of these formats.
 FolderReader = Callable[[str, bool], Mapping[str, Any] | None]
-
-
-class Setting(NamedTuple):
-    """One `key: value` or `key=value` as it was typed, and where."""
-
-    key: str
-    value: Any
-    where: str
 
 
 class Change(NamedTuple):
@@ -104,7 +97,11 @@ def _load(argv: Sequence[str] | ConfigDict, notes: list[str], uses_weights: bool
     config, failed = _resolve([*model, *files, *arguments], problems, notes)
     # The model of another run has the name that it has there.
     config["model_name"] = next((str(setting.value) for setting in model if setting.key == "model_name"), model_name)
-    problems = [clipped(problem) for problem in dict.fromkeys([*problems, *check_config(config, failed)])]
+    problems += check_config(config, failed)
+    # A run's own file has every key, also those that say nothing.
+    chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{CONFIG}"))]
+    problems += idle_settings([*chosen, *arguments], config, failed)
+    problems = [clipped(problem) for problem in dict.fromkeys(problems)]
     if len(problems) > 1:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise UserError(f"{len(problems)} problems with this configuration:{listed}")

@@ -69,17 +69,9 @@ def _experts(facts: FlatKeys) -> Iterator[str]:
         yield f"routing_group_score=top2 needs 2 experts per group: num_experts={experts}, n_routing_groups={groups}"
 
 
-def _capacity(config: FlatKeys) -> Iterator[str]:
-    layers = [config, *(facts for entry in config.decoder_segments for facts in entry["pattern"])]
-    if config.capacity_factor != -1 and all(layer.get("num_experts", 1) == 1 for layer in layers):
-        yield f"capacity_factor={config.capacity_factor:g} needs experts: set num_experts, or capacity_factor=-1"
-
-
 def _positions(config: FlatKeys) -> Iterator[str]:
     size, length = config.trainable_position_size, config.max_target_length
-    if size != -1 and config.position_type != "learned":
-        yield f"trainable_position_size={size} needs position_type=learned (or set it to -1)"
-    elif size != -1 and size < length:
+    if config.position_type == "learned" and -1 != size < length:
         yield f"trainable_position_size={size} is shorter than max_target_length={length}: rows would have none"
     elif config.position_type == "sinusoidal" and config.base_emb_dim % 2:
         yield "position_type=sinusoidal needs an even base_emb_dim"
@@ -143,4 +135,4 @@ def _layer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 LAYER_CHECKS = (_heads, _attention, _rope, _experts)
-CHECKS = (*LAYER_CHECKS, _capacity, _positions, _segments)
+CHECKS = (*LAYER_CHECKS, _positions, _segments)

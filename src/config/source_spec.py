@@ -95,7 +95,7 @@ def whole_numbers(weights: Sequence[float]) -> list[int]:
 
 def names_eval_data(data: Data) -> bool:
     """Returns whether data to evaluate on are named, or random; else they are a part of the training data."""
-    named = data.eval_datasets or data.eval_dataset_path or data.eval_dataset_name
+    named = data.eval_datasets or data.eval_dataset_path or (data.dataset_type == "tfds" and data.eval_dataset_name)
     return bool(named) or all(spec.dataset_type == "synthetic" for spec in train_specs(data))
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from src.config.needs import OF_LAYERS
 from src.config.schema import KEYS, Model
 from src.config.values import check_value
 from src.config.yaml import type_name
 from src.errors import UserError
-from src.model.spec import CONDITIONS
 
 Keys = dict[str, Any]
 Json = dict[str, Any]
@@ -96,9 +96,8 @@ Table = tuple[Field | FieldGroup, ...]
 
 def layer_with(layers: Layers, key: str) -> Model:
     """Returns the first layer on which a fact has effect, or else the model's first."""
-    conditions = [(other, values) for facts, other, values in CONDITIONS if key in facts]
-    effective = (layer for layer in layers if all(getattr(layer, other) in values for other, values in conditions))
-    return next(effective, layers[0])
+    needs = [need for need in OF_LAYERS if key in need.keys]
+    return next((layer for layer in layers if all(need.met(vars(layer)) for need in needs)), layers[0])
 
 
 def read_fields(table: Table, hf: Mapping[str, Any]) -> Keys:

@@ -10,7 +10,8 @@ import functools
 from dataclasses import dataclass
 
 from src.config.keys import frozen
-from src.config.model_keys import FeedForwardFacts, Model, PositionFacts
+from src.config.model_keys import Model
+from src.config.needs import OF_LAYERS
 from src.config.schema import KEYS, keys_of
 from src.config.step_keys import Numerics
 from src.model.patterns import shortest_patterns
@@ -21,24 +22,6 @@ PER_LAYER = tuple(key for key in keys_of("model") if KEYS[key].per_layer)
 OF_MODEL = (  # with what layers and the model both have
     *(key for key in keys_of("model") if key not in PER_LAYER),
     *("normalization", "normalization_layer_epsilon", "normalization_scale_offset", "dropout_rate"),
-)
-ROPE_FACTS = {each.name for each in dataclasses.fields(PositionFacts)} - {"position_type", "trainable_position_size"}
-EXPERT_FACTS = {each.name for each in dataclasses.fields(FeedForwardFacts) if not each.name.startswith("mlp_")}
-# Facts, and the values of another fact without which they say nothing of a layer.
-CONDITIONS = (
-    (["sliding_window_size"], "attention_type", ["local_sliding"]),
-    (["chunk_attn_window_size"], "attention_type", ["chunk"]),
-    (["base_num_kv_heads", "head_dim"], "attention_type", ["global", "local_sliding", "chunk"]),
-    (["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"], "attention_type", ["mla"]),
-    (["v_head_dim", "latent_norm_epsilon"], "attention_type", ["mla"]),
-    (["attention_out_bias"], "attention_bias", [True]),
-    (ROPE_FACTS, "position_type", ["rope"]),
-    (["rope_factor"], "rope_type", ["linear", "llama3.1", "yarn"]),
-    (["original_max_position_embeddings"], "rope_type", ["llama3.1", "yarn"]),
-    (["rope_low_freq_factor", "rope_high_freq_factor"], "rope_type", ["llama3.1"]),
-    (["beta_fast", "beta_slow", "rope_truncate", "mscale", "mscale_all_dim"], "rope_type", ["yarn"]),
-    (EXPERT_FACTS, "num_experts", range(2, 2**20)),
-    (["base_mlp_dim"], "num_experts", [1]),
 )
 
 
@@ -141,7 +124,7 @@ def layer_models(model: Model) -> list[tuple[Model, str]]:
 
 
 def _layer_spec(layer: Model, shared_weights: str) -> LayerSpec:
-    idle = {fact for facts, key, values in CONDITIONS if getattr(layer, key) not in values for fact in facts}
+    idle = {fact for need in OF_LAYERS if not need.met(vars(layer)) for fact in need.keys}
     head_dim = layer.qk_nope_head_dim + layer.qk_rope_head_dim if layer.attention_type == "mla" else layer.head_dim
     resolved = {key: getattr(layer, key) for key in PER_LAYER} | {
         "base_emb_dim": layer.emb_dim,

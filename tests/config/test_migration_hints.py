@@ -170,8 +170,8 @@ NEEDS = {
     "lora_rank": "load_parameters_path=x",
     "remat_custom": "remat_policy=custom",
     "eval_dataset_path": "dataset_path=x",
-    "dataset_path": "dataset_name=c4",
     "eval_mode": "eval_steps=1",
+    "dataset_type=tfds": "dataset_name=c4",
 }
 SAMPLES = {
     **{"decode_sampling_top_k": 3, "decode_sampling_nucleus_p": 0.5, "sliding_window_size": 8},
@@ -193,7 +193,7 @@ def test_what_is_to_be_typed_is_taken(words):
         sample = SAMPLES.get(key, KEYS[key.partition(".")[0]].default)
         text = re.sub(r"{[0-9]}|\.\.\.", dump("x" if sample == "" else sample), text)
         arguments.append(f"{key}={text}")
-    needs = [need for word in arguments for need in NEEDS.get(re.match(r"\w+", word)[0], "").split()]
+    needs = [need for word in arguments for need in NEEDS.get(word, NEEDS.get(re.match(r"\w+", word)[0], "")).split()]
     load([BASE, *needs, *arguments])
 
 

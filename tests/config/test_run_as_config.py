@@ -60,6 +60,16 @@ def test_a_run_ends_with_the_commands_that_use_it(trained):
     assert (folder / "hf" / "model.safetensors").is_file()
 
 
+def test_a_run_is_not_measured_on_what_it_trained_on(trained, tmp_path):
+    with pytest.raises(UserError, match=r"eval_fraction=0.02 of its data: with eval_fraction=0.5"):
+        evaluate.main([str(trained[0]), "eval_fraction=0.5"])
+    keys = {"steps": 1, "max_target_length": 16, "base_output_directory": tmp_path, "run_name": "all"}
+    runs.run_here(**keys, dataset_path=trained[0].parent / "corpus")
+    for more in ([], ["eval_interval=4"]):
+        with pytest.raises(UserError, match=r"held nothing out .eval_interval=-1.*eval_dataset_path=FILES"):
+            evaluate.main([str(tmp_path / "all"), *more])
+
+
 def test_what_would_not_work_is_not_printed(tmp_path, capsys):
     """Random tokens have no text to ask for, a run without evaluation held nothing out, no family has the model."""
     keys = {"dataset_type": "synthetic", "qk_norm": "l2", "attention_sink": True, "steps": 1}

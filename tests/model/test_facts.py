@@ -1,4 +1,4 @@
-"""Every fact of a layer does something to each kind of attention, is refused by it, or is listed as one it ignores."""
+"""Every fact of a layer does something to each kind of attention, or is refused by it."""
 
 import contextlib
 import dataclasses
@@ -22,15 +22,6 @@ KINDS = {
     "chunk": {"chunk_attn_window_size": 4},
     "mla": LATENT,
 }
-# The facts that say nothing of a layer with such attention, whatever their value.
-IGNORED = {
-    "global": {"sliding_window_size", "chunk_attn_window_size", "latent_norm_epsilon", *LATENT},
-    "local_sliding": {"chunk_attn_window_size", "latent_norm_epsilon", *LATENT},
-    "chunk": {"sliding_window_size", "latent_norm_epsilon", *LATENT},
-    "mla": {"sliding_window_size", "chunk_attn_window_size", "base_num_kv_heads", "head_dim"},
-}
-# Without attn_temperature_scale, and without attention_bias.
-IGNORED = {kind: facts | {"attn_temperature_floor", "attention_out_bias"} for kind, facts in IGNORED.items()}
 ATTENTION_FACTS = [field.name for field in dataclasses.fields(AttentionFacts)]
 LAYER_FACTS = {key.name for key in KEYS.values() if key.per_layer}
 FACTS = ("base_num_query_heads", "base_num_kv_heads", "head_dim", *ATTENTION_FACTS[1:])
@@ -59,15 +50,18 @@ def program(**facts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fact_of_attention_changes_the_model_or_is_refused_or_is_listed(kind):
+def test_a_fact_of_attention_changes_the_model_or_is_refused(kind):
     facts = {"attention_type": kind, **KINDS[kind]}
     as_it_is, config = program(**facts), load(**facts)
-    without_effect = set()
+    changed, refused = [], []
     for key in FACTS:
-        with contextlib.suppress(UserError):
-            if program(**facts | {key: other_value(key, config[key])}) == as_it_is:
-                without_effect.add(key)
-    assert without_effect == IGNORED[kind]
+        try:
+            assert program(**facts | {key: other_value(key, config[key])}) != as_it_is, key
+            changed.append(key)
+        except UserError:
+            refused.append(key)
+    assert set(KINDS[kind]) <= set(changed)
+    assert len(refused) >= 4  # what belongs to other kinds, at least
 
 
 OF_THE_MODEL = {
@@ -83,21 +77,28 @@ def test_every_key_about_layers_may_differ_by_layer():
     assert in_groups - OF_THE_MODEL == LAYER_FACTS - sizes
 
 
+# A fact has effect in one of these models.
+MODELS = [
+    {},
+    {"num_experts": 8, "num_experts_per_tok": 2, "n_routing_groups": 2},
+    *({"attention_type": kind, **facts} for kind, facts in KINDS.items()),
+    {"attention_bias": "true"},
+    {"attn_temperature_scale": 0.1},
+    {"rope_type": "yarn", "rope_factor": 4},
+    {"rope_type": "llama3.1", "rope_factor": 4},
+]
+
+
 @pytest.mark.parametrize("key", sorted(LAYER_FACTS - {"attention_type", "position_type", "mlp_activations"}))
 def test_a_layer_has_its_own_value_of_a_fact(key):
-    value = other_value(key, load(**layered(key))[key])
-    segments = f"[{{pattern: [{{}}, {{{key}: {str(value).lower()}}}]}}]"
-    config = load(decoder_segments=segments, **layered(key))
-    assert [getattr(layer, key) for layer, _ in layer_models(config.model)] == [config[key], value]
-
-
-def layered(key):
-    """What else a model needs for its second layer to have another value of the key."""
-    return (
-        {"num_experts": 8, "num_experts_per_tok": 2, "n_routing_groups": 2}
-        if KEYS[key].group.endswith("experts")
-        else {}
-    )
+    for model in MODELS:
+        value = other_value(key, load(**model)[key])
+        with contextlib.suppress(UserError):
+            pattern = f"[{{}}, {{{key}: {str(value).lower()}}}]"
+            config = load(decoder_segments=f"[{{pattern: {pattern}}}]", **model)
+            assert [getattr(layer, key) for layer, _ in layer_models(config.model)] == [config[key], value]
+            return
+    raise AssertionError(f"no model takes {key}={value}")
 
 
 def test_a_bias_can_be_on_queries_keys_and_values_alone():

@@ -1,0 +1,161 @@
+"""Which keys have no effect without which values of others, and the settings that have none for that reason."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from src.config.keys import Range
+from src.config.schema import KEYS
+from src.config.source_spec import SETTINGS
+from src.config.yaml import dump
+
+ABOVE_0 = Range("a positive number", lambda x: x > 0)
+ABOVE_1 = Range("a number above 1", lambda x: x > 1)
+FROM_2 = Range("2 or more", lambda x: x >= 2)
+
+
+class Need(NamedTuple):
+    """Keys, and other keys one of which must have one of these values for them to have effect."""
+
+    keys: Sequence[str]
+    one_of: Mapping[str, Sequence[Any] | Range]
+
+    def met(self, facts: Mapping[str, Any]) -> bool:
+        """Returns whether the keys have effect on a layer, or in a configuration, with these flat keys."""
+        return any(
+            values.holds(facts[key]) if isinstance(values, Range) else facts[key] in values
+            for key, values in self.one_of.items()
+        )
+
+    def __str__(self) -> str:
+        words = {
+            key: values.words if isinstance(values, Range) else " or ".join(map(dump, values))
+            for key, values in self.one_of.items()
+        }
+        return " or ".join(f"{key}={values}" for key, values in words.items())
+
+
+def _of_group(start: str, *without: str) -> tuple[str, ...]:
+    return tuple(key.name for key in KEYS.values() if key.group.startswith(start) and not key.name.startswith(without))
+
+
+_SCALED_ROPE = ("linear", "llama3.1", "yarn")
+# fmt: off
+# Of facts that may differ by layer: what a layer does without is not a part of its description.
+OF_LAYERS = (
+    Need(["sliding_window_size"], {"attention_type": ["local_sliding"]}),
+    Need(["chunk_attn_window_size"], {"attention_type": ["chunk"]}),
+    Need(["base_num_kv_heads", "head_dim"], {"attention_type": ["global", "local_sliding", "chunk"]}),
+    Need(["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon"],
+         {"attention_type": ["mla"]}),
+    Need(["attention_out_bias"], {"attention_bias": [True]}),
+    Need(["attn_temperature_floor"], {"attn_temperature_scale": ABOVE_0}),
+    Need(_of_group("Model: positions", "position_type", "trainable_position_size"), {"position_type": ["rope"]}),
+    Need(["rope_factor"], {"rope_type": _SCALED_ROPE}),
+    Need(["rope_type"], {"rope_factor": ABOVE_1}),
+    Need(["original_max_position_embeddings"], {"rope_type": ["llama3.1", "yarn"]}),
+    Need(["rope_low_freq_factor", "rope_high_freq_factor"], {"rope_type": ["llama3.1"]}),
+    Need(["beta_fast", "beta_slow", "rope_truncate", "mscale", "mscale_all_dim"], {"rope_type": ["yarn"]}),
+    Need(_of_group("Model: feed-forward", "mlp_", "num_experts"), {"num_experts": FROM_2}),
+    Need(["num_experts_per_tok"], {"num_experts": FROM_2}),
+    Need(["topk_routing_group", "routing_group_score"], {"n_routing_groups": FROM_2}),
+    Need(["base_mlp_dim"], {"num_experts": [1], "base_moe_mlp_dim": [0]}),
+)
+_WITH_COLUMN = ("text", "tfds", "array_record", "parquet", "custom")
+_STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
+NEEDS = (
+    *OF_LAYERS,
+    Need(["trainable_position_size"], {"position_type": ["learned"]}),
+    Need(["load_balance_loss_weight", "router_z_loss_weight"], {"num_experts": FROM_2}),
+    Need(["routed_bias_update_rate"], {"routed_bias": [True]}),
+    Need(["mtp_loss_scaling_factor"], {"mtp_num_layers": ABOVE_0}),
+    Need(["remat_custom"], {"remat_policy": ["custom"]}),
+    Need(["adam_b1", "adam_b2", "adam_eps", "mu_dtype"], {"opt_type": ["adamw", "muon"]}),
+    Need(["muon_beta"], {"opt_type": ["muon"]}),
+    Need(["wsd_decay_steps_fraction"], {"lr_schedule_type": ["wsd"]}),
+    Need(["quantization_exclude"], {"quantization": ["int8", "fp8"]}),
+    Need(["lora_alpha", "lora_parameters"], {"lora_rank": ABOVE_0}),
+    Need(["dataset_name", "eval_dataset_name"], {"dataset_type": ["tfds"]}),
+    Need(["train_split", "eval_split"], {"dataset_type": ["tfds", "custom"]}),
+    Need(["dataset_column"], {"dataset_type": _WITH_COLUMN}),
+    Need(["array_record_format"], {"dataset_type": ["array_record"]}),
+    Need(["dataset_factory"], {"dataset_type": ["custom"]}),
+    Need(["max_document_bytes"], {"dataset_type": ["text"]}),
+    Need(["long_documents"], {"packing": [False]}),
+    Need(["sft_train_on_completion_only"], {"use_sft": [True]}),
+    Need(["decode_sampling_top_k"], {"decode_sampling_strategy": ["topk", "composite"]}),
+    Need(["decode_sampling_nucleus_p"], {"decode_sampling_strategy": ["nucleus", "composite"]}),
+    Need(["num_pipeline_microbatches", "num_pipeline_repeats"],
+         {"ici_pipeline_parallelism": _STAGES, "dcn_pipeline_parallelism": _STAGES}),
+    Need(["skip_first_n_steps_for_profiler", "profiler_steps"], {"profiler": ["xplane"]}),
+    Need(["stack_trace_to_cloud", "stack_trace_interval_seconds"], {"collect_stack_trace": [True]}),
+)
+# fmt: on
+
+
+class Setting(NamedTuple):
+    """One `key: value` or `key=value` as it was typed, and where."""
+
+    key: str
+    value: Any
+    where: str
+
+
+def idle_settings(settings: Sequence[Setting], config: Mapping[str, Any], failed: set[str]) -> list[str]:
+    """Returns a sentence for each of a user's settings that has no effect, because nothing reads it.
+
+    `settings` stand in the order in which they apply, `config` is what they led to; nothing is said of a key in
+    `failed`, nor of one that a later source than its own made idle.
+    """
+    last = {setting.key.partition(".")[0]: (number, setting) for number, setting in enumerate(settings)}
+    known = {key: value for key, value in config.items() if key not in failed}
+    problems = []
+    for key, (number, setting) in last.items():
+        changed = {later.key.partition(".")[0] for later in settings[number:] if later.where != setting.where}
+        if key in known and known[key] != KEYS[key].default:
+            problems += [
+                f"{key}={dump(known[key])} ({setting.where}) has no effect: {reason}"
+                for reason in _idle(key, known, changed)
+            ]
+    if "decoder_segments" in last:
+        problems += _idle_in_segments(known)
+    return problems
+
+
+def _idle_in_segments(config: Mapping[str, Any]) -> Iterator[str]:
+    for number, entry in enumerate(config.get("decoder_segments", ()), start=1):
+        for facts in entry["pattern"]:
+            layer = {**config, **facts}
+            for need in OF_LAYERS:
+                if need.one_of.keys() <= layer.keys() and not need.met(layer):
+                    for fact in facts.keys() & need.keys:
+                        if facts[fact] != KEYS[fact].default:
+                            value = f"{fact}={dump(facts[fact])}"
+                            yield f"decoder_segments, segment {number}: {value} has no effect: it needs {need}"
+
+
+def _idle(key: str, config: Mapping[str, Any], changed: set[str]) -> Iterator[str]:
+    """Returns why no layer and no set of data reads a key; not where one of the keys `changed` is the reason."""
+    whole, places = _places(key, config)
+    if not places:
+        if whole not in changed:
+            yield f"{whole} gives each its own"
+        return
+    needs = [need for need in NEEDS if key in need.keys and need.one_of.keys() <= config.keys()]
+    for need in needs:
+        if not changed & {*need.one_of, whole} and not any(need.met({**config, **place}) for place in places):
+            yield f"it needs {need}"
+
+
+def _places(key: str, config: Mapping[str, Any]) -> tuple[str, list[Mapping[str, Any]]]:
+    """Returns what differs between layers, or sets of data, that take a key's value from the configuration.
+
+    Before it stands the key that lists them.
+    """
+    if KEYS[key].section != "data":
+        layers = [facts for entry in config.get("decoder_segments", ()) for facts in entry["pattern"]] or [{}]
+        return "decoder_segments", [facts for facts in layers if key not in facts]
+    setting = next((setting for setting, keys in SETTINGS.items() if key in keys), key)
+    names = SETTINGS.get(setting, (key, key))
+    lists = {name for name, used in zip(("datasets", "eval_datasets"), names, strict=True) if used == key}
+    entries = [entry for name in lists for entry in config.get(name) or ({},)]
+    return " and ".join(sorted(lists)), [entry for entry in entries if setting not in entry]

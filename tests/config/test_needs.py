@@ -1,0 +1,55 @@
+"""A user's setting that nothing reads is refused, but for one that a later source made idle."""
+
+import re
+
+import pytest
+
+from src.command_line import load
+from src.config.needs import NEEDS
+from src.config.schema import KEYS
+from src.errors import UserError
+from tests.tiny import BASE
+
+WINDOW = "sliding_window_size=8 (on the command line) has no effect: it needs attention_type=local_sliding"
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("sliding_window_size=8", WINDOW),
+        ("rope_factor=8", "rope_type=linear or llama3.1 or yarn"),
+        ("rope_type=llama3.1", "rope_factor=a number above 1"),
+        ("num_experts_per_tok=2", "num_experts=2 or more"),
+        ("load_balance_loss_weight=0.01", "num_experts=2 or more"),
+        ("num_experts=4 base_moe_mlp_dim=64 base_mlp_dim=128", "num_experts=1 or base_moe_mlp_dim=0"),
+        ("opt_type=sgd mu_dtype=bfloat16", "opt_type=adamw or muon"),
+        ("wsd_decay_steps_fraction=0.2", "lr_schedule_type=wsd"),
+        ("dataset_name=c4/en:3.0.1", "dataset_type=tfds"),
+        ("dataset_path=books eval_dataset_name=c4", "dataset_type=tfds"),
+        ("model_name=deepseek3-671b head_dim=64", "attention_type=global or local_sliding or chunk"),
+        ("decoder_segments=[{repeats: -1, pattern: [{qk_nope_head_dim: 8}]}]", "attention_type=mla"),
+        ("base_mlp_dim=64 decoder_segments=[{repeats: -1, pattern: [{base_mlp_dim: 32}]}]", "gives each its own"),
+        ("datasets=[{name: a, dataset_path: x}] train_split=a", "dataset_type=tfds or custom"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused(typed, says):
+    words = re.split(r" (?=\w+=)", typed)
+    with pytest.raises(UserError) as error:
+        load([BASE, *words])
+    assert says in str(error.value)
+    assert "problems" not in str(error.value)
+
+
+def test_what_a_later_source_makes_idle_is_not(write):
+    moe = write("moe.yml", "base_config: base.yml\nnum_experts: 8\nnum_experts_per_tok: 2\nadam_b1: 0.8\n")
+    assert load([str(moe), "num_experts=1", "opt_type=adafactor"]).num_experts_per_tok == 2
+    assert load([BASE, "model_name=mixtral-8x7b", "num_experts=1"]).num_experts_per_tok == 2
+    below = write("below.yml", "base_config: moe.yml\nnum_experts: 1\n")
+    assert load([str(below), "steps=3"]).num_experts == 1
+    with pytest.raises(UserError, match=r"num_experts_per_tok=3 .on the command line. has no effect"):
+        load([str(below), "num_experts_per_tok=3"])
+
+
+def test_needs_are_of_keys_that_are_there():
+    for need in NEEDS:
+        assert {*need.keys, *need.one_of} <= KEYS.keys()

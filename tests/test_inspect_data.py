@@ -20,7 +20,8 @@ SMALL = {"max_target_length": 32, "data_shuffle_seed": 1}
 
 
 def inspect(capsys, tmp_path, **keys):
-    main(runs.arguments(dataset_path=tmp_path, **{**SMALL, **keys}))
+    path = {} if "datasets" in keys else {"dataset_path": tmp_path}
+    main(runs.arguments(**{**path, **SMALL, **keys}))
     return capsys.readouterr().out
 
 

@@ -56,7 +56,7 @@ FURTHER = [
 def computed(model, mesh):
     """The gradients of a step, and the metrics and statistics of three; an empty mesh is one device."""
     devices, settings = 8 if mesh else 1, MODELS[model] | MESHES.get(mesh, {})
-    trainer = Trainer(devices=devices, initial=False, opt_type="sgd", learning_rate=0.5, adam_b1=0.0, **settings)
+    trainer = Trainer(devices=devices, initial=False, opt_type="sgd", learning_rate=0.5, **settings)
     before = jax.device_get(trainer.state.weights.trainable)
     metrics = [trainer.step(packed_rows(0), 5)]
     after = jax.device_get(trainer.state.weights.trainable)

@@ -87,7 +87,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 256, 
 @functools.cache
 def counted_by_jax(**overrides):
     """Operations a token of a loss and its gradient, as jax counts them before XLA changes them, and the plan."""
-    config, plan = make(**WIDE, **overrides)
+    idle = {"attention_type": "head_dim", "num_experts": "base_mlp_dim"}  # of latent attention, of experts
+    wide = {key: WIDE[key] for key in WIDE.keys() - {idle[key] for key in idle.keys() & overrides.keys()}}
+    config, plan = make(**wide, **overrides)
     ids = jax.ShapeDtypeStruct((2, config.max_target_length), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ids)
     batch["loss_mask"] = jax.ShapeDtypeStruct(ids.shape, jnp.float32)

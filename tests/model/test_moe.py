@@ -288,7 +288,10 @@ def test_figures_stand_in_the_order_of_the_layers():
     ("overrides", "message"),
     [
         ({**EXPERTS, "capacity_factor": 0}, "capacity_factor=0.0 must be a positive number, or -1"),
-        ({"capacity_factor": 1.25}, "capacity_factor=1.25 needs experts: set num_experts"),
+        (
+            {"capacity_factor": 1.25},
+            "capacity_factor=1.25 (on the command line) has no effect: it needs num_experts=2 or more",
+        ),
     ],
     ids=str,
 )

@@ -34,7 +34,6 @@ MODELS = {
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
-        "base_num_kv_heads": 4,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "base_moe_mlp_dim": 16,

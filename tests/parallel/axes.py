@@ -10,11 +10,13 @@ from tests.tiny import GPT3, Trainer, assert_close, packed_rows
 
 LENGTH, ROWS, STEPS = 32, 16, 4
 
-COMMON = {"max_target_length": LENGTH, "base_num_decoder_layers": 4, "base_num_kv_heads": 4, "learning_rate": 3e-3}
+COMMON = {"max_target_length": LENGTH, "base_num_decoder_layers": 4, "learning_rate": 3e-3}
+HEADS = {"base_num_kv_heads": 4}
 WINDOW = "{attention_type: local_sliding, sliding_window_size: 7, rope_max_timescale: 100}"
 MODELS = {
-    "dense": {},
+    "dense": HEADS,
     "windowed": {
+        **HEADS,
         "base_num_decoder_layers": 9,
         "decoder_segments": f"[{{repeats: 4, pattern: [{WINDOW}, {{}}]}}, {{pattern: [{WINDOW}]}}]",
         "attn_logits_soft_cap": 20,
@@ -44,7 +46,7 @@ MODELS = {
         "load_balance_loss_weight": 0.01,
         "mtp_num_layers": 1,
     },
-    "gpt3": GPT3,
+    "gpt3": {**GPT3, **HEADS},
 }
 
 

@@ -14,7 +14,8 @@ from src.step.muon import orthogonalise
 from src.step.optimizer import clip, hparams_at, learning_rate, make_optimizer, state_shardings
 from tests.tiny import VOCAB, assert_close, load, make
 
-SETTINGS = {"adam_weight_decay": 0.3, "gradient_clipping_threshold": 1.0, "learning_rate": 0.1, "adam_eps": 1e-6}
+SETTINGS = {"adam_weight_decay": 0.3, "gradient_clipping_threshold": 1.0, "learning_rate": 0.1}
+ADAM = {"adam_eps": 1e-6}
 MATRICES = {"bias": Matrix((), (), (0,), hidden=False), "kernel": Matrix((), (0,), (1,), hidden=True)}
 MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -33,7 +34,8 @@ def problem(steps=5):
 
 
 def our_updates(opt_type, weights, decays, gradients, matrices=MATRICES, **overrides):
-    config = load(opt_type=opt_type, **{**SETTINGS, **overrides})
+    adam = ADAM if opt_type in ("adamw", "muon") else {}
+    config = load(opt_type=opt_type, **{**SETTINGS, **adam, **overrides})
     whole = jax.tree.map(lambda w: NamedSharding(MESH, PartitionSpec(*(None,) * w.ndim)), weights)
     given = (config.step, decays, matrices, whole)
 
@@ -51,7 +53,7 @@ def our_updates(opt_type, weights, decays, gradients, matrices=MATRICES, **overr
 
 
 def pytorchs_updates(make, weights, gradients, threshold, given=("kernel", "bias")):
-    config = load(**SETTINGS)
+    config = load(**SETTINGS, **ADAM)
     parameters = {name: torch.nn.Parameter(torch.tensor(weight)) for name, weight in weights.items()}
     optimizer = make(*(parameters[name] for name in given))
     for step, gradient in enumerate(gradients):

@@ -151,14 +151,15 @@ _LONGEST = 64 * _CUBE
 def parse_topology(name: str, slices: int) -> Topology:
     """Parses the keys `compile_topology` and `compile_topology_num_slices`.
 
-    A name is a TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3), or cpu-N. Raises
-    UserError if there is no such slice or host, or no such number of them.
+    A name is a TPU slice as Google names it (v5p-128) or by its chips (v5p:4x4x4), a GPU host (a3) or some of its GPUs
+    (a3:1), or cpu-N. Raises UserError if there is no such slice or host, or no such number of them.
     """
     if slices < 1:
         raise UserError(f"compile_topology_num_slices={slices}: expected a number of slices or hosts, at least 1")
     name = name.lower()
-    if name in _GPU_HOSTS:
-        return Topology(name, "gpu", _GPU_HOSTS[name], (_GPUS_PER_HOST,), 1, slices)
+    host, _, gpus = name.partition(":")
+    if host in _GPU_HOSTS and (name == host or gpus in map(str, range(1, _GPUS_PER_HOST + 1))):
+        return Topology(name, "gpu", _GPU_HOSTS[host], (int(gpus or _GPUS_PER_HOST),), 1, slices)
     written = re.fullmatch(r"(\w+)(?:-(\d+)|:(\d+(?:x\d+)*))", name, re.ASCII)
     family, count, shape = written.groups() if written else (None, None, None)
     if family == "cpu" and count:

@@ -17,7 +17,7 @@ from tests.compilers import needs_cuda, needs_libtpu
 from tests.tiny import load
 
 TPUS = [("v4-8", 1), ("v4-128", 2), ("v5e-1", 1), ("v5e-8", 3), ("v5p-16", 1), ("v6e-16", 2), ("tpu7x-2", 1)]
-GPUS = [("a3", 1), ("a3", 4), ("a3-ultra", 2), ("a4", 2), ("a100", 2)]
+GPUS = [("a3", 1), ("a3-ultra:1", 1), ("a3", 4), ("a3-ultra", 2), ("a4", 2), ("a100", 2)]
 # Names and sizes that a process of its own asks for, which has not started JAX.
 FRESH = """
 import src.aot.compilers

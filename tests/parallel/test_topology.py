@@ -158,6 +158,8 @@ def test_a_slice_has_the_chips_of_its_number_or_does_not_exist(family, number):
         ("v5p128", "Did you mean v5p-128"),
         ("v5p", "Did you mean v5p-8"),
         ("a3ultra", "Did you mean a3-ultra"),
+        ("a3:9", "is unknown"),
+        ("a3:0", "is unknown"),
         ("h100", "Did you mean a3[?]"),
         ("nvidia-h200", "Did you mean a3-ultra[?]"),
         ("cpu:2x4", "Did you mean cpu-8[?]"),

@@ -89,16 +89,19 @@ def refusal(monkeypatch, capsys, argv):
 # ---- As a command of its own
 
 
-def start(log, devices=1, root=ROOT, **keys):
+def start(log, devices=1, root=ROOT, optimised=False, **keys):
     """Starts `python -m src.train` on so many virtual devices; its output goes to the file `log`."""
-    return start_command([sys.executable, "-m", "src.train", *arguments(devices, **keys)], log, devices, root)
+    command = [sys.executable, "-m", "src.train", *arguments(devices, **keys)]
+    return start_command(command, log, devices, root, optimised)
 
 
-def start_command(command, log, devices=1, root=ROOT):
-    """Starts any command from the repository's root, or that of a copy."""
+def start_command(command, log, devices=1, root=ROOT, optimised=False):
+    """Starts any command from the repository's root, or that of a copy; `optimised`: as XLA compiles for users."""
     # Without what this process was given for the tests, so that they run what users run, but for the compiler's haste.
     env = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "PJRT_"))}
-    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), **quick_compilation.ENVIRONMENT}
+    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    if not optimised:
+        env |= quick_compilation.ENVIRONMENT
     with open(log, "w") as output:
         return subprocess.Popen(command, cwd=root, env=env, stdout=output, stderr=subprocess.STDOUT)
 

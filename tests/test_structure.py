@@ -85,9 +85,50 @@ def test_the_config_stands_on_errors_alone():
     assert rooms()["config"] == {"errors"}
 
 
-@pytest.mark.parametrize("name", ["model", "step", "data", "parallel", "checkpoint"])
+@pytest.mark.parametrize("name", sorted(set(rooms()) - COMMANDS))
 def test_what_is_built_upon_knows_no_command(name):
     assert not rooms()[name] & COMMANDS
+
+
+def test_data_know_nothing_of_model_and_step():
+    assert not rooms()["data"] & {"model", "step"}
+
+
+def modules_of_model_with(found):
+    """The modules of src/model whose syntax tree has a node for which `found` is true."""
+    root = ROOT / "src" / "model"
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts)
+        for path in root.rglob("*.py")
+        if any(found(node) for node in ast.walk(ast.parse(path.read_text())))
+    }
+
+
+def called(node):
+    """The last name of what a call calls, such as einsum."""
+    return getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+
+
+def test_weights_are_declared_in_one_way_and_multiplied_in_few_places():
+    assert modules_of_model_with(lambda node: called(node) == "Param") == {"params"}
+    assert modules_of_model_with(lambda node: called(node) == "Buffer") == {"moe.layer"}
+    products = {"einsum", "matmul", "dot", "tensordot", "dot_general", "ragged_dot"}
+    doors = modules_of_model_with(
+        lambda node: (
+            (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in products)
+            or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult))
+        )
+    )
+    kernels = {name for name in doors if name.startswith(("attention_kernels.", "moe.grouped_"))}
+    # lora merges adapters into weights, which no step does.
+    assert doors - kernels == {"params", "low_precision", "lora"}, doors
+
+
+def test_the_model_takes_sections_of_the_config():
+    def takes_config(node):
+        return isinstance(node, ast.ImportFrom) and "Config" in [alias.name for alias in node.names]
+
+    assert modules_of_model_with(takes_config) == set()
 
 
 def reached(program):

@@ -56,7 +56,8 @@ class AttentionFacts:
     qk_norm: str = fact("none", "of queries and keys: head (each), all_heads (at once), l2 (after RoPE, no scale)",
         ("none", "head", "all_heads", "l2"), not_with="mla")
     attn_temperature_scale: float = fact(0.0,
-        "s: queries times 1 + s * log(1 + floor(position / attn_temperature_floor)) (Llama 4)", FROM_0, not_with="mla")
+        "s: queries times 1 + s * log(1 + floor((1 + position) / attn_temperature_floor)) (Llama 4)",
+        FROM_0, not_with="mla")
     attn_temperature_floor: int = fact(8192, "positions the queries' temperature stays the same for", FROM_1, 2**24)
     q_lora_rank: int = fact(0, "mla: width of the compressed query; 0: it is not compressed", FROM_0, 2**20)
     kv_lora_rank: int = fact(0, "mla: width of the compressed keys and values, which the cache holds", FROM_0, 2**20)

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterable, Sequence
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -26,6 +27,7 @@ class MtpLayer(nnx.Module):
         self.block = Block(spec, model, rngs)
         self.final_norm = Norm(spec, (D,), dtype, rngs)
 
+    @jax.named_scope("mtp")
     def __call__(
         self, hidden_BTD: Array, embedded_BTD: Array, context: ForwardContext, layer: Array
     ) -> tuple[Array, Tree]:

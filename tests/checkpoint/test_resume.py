@@ -40,7 +40,7 @@ def assert_same_run(folder, expected, steps):
     assert runs.bits(runs.saved_arrays(folder, steps)) == runs.bits(runs.saved_arrays(expected, steps))
 
 
-# ---- Killed and terminated: commands of their own, the same each time
+# ---- Killed and terminated: commands of their own, the same each time, compiled as for users
 
 
 class Command:
@@ -61,7 +61,7 @@ class Command:
 
     def _start(self, folder, log):
         keys = {"base_output_directory": folder.parent, "run_name": folder.name, **self.keys}
-        return runs.start(self.place / log, self.devices, **keys)
+        return runs.start(self.place / log, self.devices, optimised=True, **keys)
 
     def kill_at_random(self, kills, seed):
         """Starts the run and kills it, so many times; returns the steps that were on file when it died."""
@@ -83,8 +83,12 @@ class Command:
         return reached[1:]
 
 
-def test_killed_and_terminated_the_same_command_goes_on(tmp_path, corpus):
-    command = Command(tmp_path, corpus, devices=1, steps=40, checkpoint_period=8)
+@pytest.fixture(scope="module")
+def command(tmp_path_factory, corpus):
+    return Command(tmp_path_factory.mktemp("command"), corpus, devices=1, steps=40, checkpoint_period=8)
+
+
+def test_killed_and_terminated_the_same_command_goes_on(command):
     (killed,) = command.kill_at_random(1, seed=23)
     assert killed > 16, "the checkpoint of step 8 may not be whole"
     process = command.start("terminated.log")
@@ -113,6 +117,18 @@ def test_killed_at_ten_random_moments(tmp_path, corpus, devices):
     command.finish()
     print(f"killed on {devices} devices with these steps on file: {reached}")
     assert_same_run(command.folder, command.whole, command.steps)
+
+
+def test_a_mesh_of_four_devices_gives_the_losses_of_one(command, tmp_path):
+    """Here, because other tests of meshes leave most of the compiler's optimisations out."""
+    mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+    keys = {"base_output_directory": tmp_path, "steps": 8, "learning_rate_schedule_steps": command.steps}
+    keys = {**command.keys, **keys, **mesh}
+    runs.finish(runs.start(tmp_path / "log", devices=4, optimised=True, **keys), tmp_path / "log")
+    _, losses = zip(*runs.losses(tmp_path / "run"), strict=True)
+    _, expected = zip(*runs.losses(command.whole)[: keys["steps"]], strict=True)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert losses[-1] < 0.95 * losses[0]
 
 
 # ---- Stopped at step 20 of 30, in this process

@@ -235,7 +235,7 @@ def test_a_profile_reads_like_the_code():
     """The names of the compiled operations, which profilers show, have the step's parts in them."""
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # or an older program's names were read
     try:
-        trainer = Trainer(initial=False, gradient_accumulation_steps=2)
+        trainer = Trainer(initial=False, gradient_accumulation_steps=2, mtp_num_layers=1)
         batch = jax.device_put(packed_rows(0), batch_sharding(trainer.plan.layout))
         text = trainer.train_step.lower(trainer.state, batch, trainer.hparams(0)).compile().as_text()
     finally:
@@ -244,5 +244,6 @@ def test_a_profile_reads_like_the_code():
     forward = re.compile(r"jit\(train_step\)/accumulate/.*jvp\(loss\)/cross_entropy/")
     backward = re.compile(r"jit\(train_step\)/accumulate/.*transpose\(jvp\(loss\)\)/cross_entropy/")
     update = re.compile(r"jit\(train_step\)/optimizer/")
-    for part in (forward, backward, update):
+    mtp = re.compile(r"jit\(train_step\)/accumulate/.*/mtp/.*attention/")
+    for part in (forward, backward, update, mtp):
         assert any(map(part.match, names)), (part, sorted(names))

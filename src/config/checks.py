@@ -100,6 +100,16 @@ def _profile(config: FlatKeys) -> Iterator[str]:
             yield f"pgle={config.pgle} and {key}={config[key]} exclude each other: {why}. Set one of them"
 
 
+def _moments(config: FlatKeys) -> Iterator[str]:
+    moments = {"adam_b1": config.mu_dtype or config.weight_dtype, "adam_b2": config.weight_dtype}
+    for name, dtype in moments.items() if config.opt_type in ("adamw", "muon") else ():
+        if dtype == "bfloat16" and 0 < 1 - config[name] < 2**-8:  # half of what a bfloat16 can be less by
+            yield (
+                f"{name}={config[name]} needs a moment in float32: rounded to bfloat16 it would never decay. Set "
+                f"{name} to 0.996 or less, or {'mu_dtype' if name == 'adam_b1' else 'weight_dtype'}=float32"
+            )
+
+
 def _tiles(config: FlatKeys) -> Iterator[str]:
     length, tiles = config.max_target_length, config.num_vocab_tiling
     if length % tiles:
@@ -228,7 +238,7 @@ def _accepted(config: FlatKeys) -> Iterator[str]:
 
 CHECKS = (
     *model_checks.CHECKS,
-    *(_remat, _mesh, _rules, _schedule, _profile, _tiles),
+    *(_remat, _mesh, _rules, _schedule, _moments, _profile, _tiles),
     *(_sources, _tokenizer, _finetuning, _evaluation),
     *(_scoring, _decoding, _loading, _quantization, _processes, _accepted),
 )

@@ -75,7 +75,8 @@ class Shuffle:
         place = int(np.searchsorted(ends, i, side="right"))
         group = groups[place]
         size = int(self._sizes[group])
-        inside = permute(i - int(ends[place]) + size, size, self._seed, self._source, epoch)
+        # A group has an order of its own: those of one size would otherwise have the same.
+        inside = permute(i - int(ends[place]) + size, size, self._seed, f"{self._source} group {group}", epoch)
         return int(self._starts[group]) + inside
 
     def _shuffled_groups(self, epoch: int) -> tuple[list[int], np.ndarray]:

@@ -116,6 +116,16 @@ def test_each_row_group_is_read_once_an_epoch_and_only_its_column(tmp_path, open
     assert reads == [["text"]] * 50
 
 
+def test_row_groups_of_one_size_have_orders_of_their_own():
+    """Rows that are sorted within each group would otherwise come sorted alike from all."""
+    order = Shuffle(400, 0, 0, np.full(4, 100))
+    epochs = np.array([order(n) for n in range(800)]).reshape(2, 4, 100)
+    for epoch in epochs:
+        assert sorted(epoch.ravel()) == list(range(400))
+    inner = {tuple(group % 100) for group in epochs.reshape(8, 100)}
+    assert len(inner) == 8
+
+
 @pytest.fixture
 def counted_reads(monkeypatch):
     """The numbers of the row groups read, and a function to be called at each read."""

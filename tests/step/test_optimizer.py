@@ -303,3 +303,15 @@ def test_a_state_of_another_rank_lies_as_its_weights_dims_do():
         name: PartitionSpec(*axes) for name, (_, axes) in sizes.items()
     }
     assert others == {"by name": {"mlp": {"wi": at}}, "count": copy}
+
+
+def test_a_bfloat16_moment_decays_with_what_is_not_refused():
+    """The bound stands where rounding to nearest stops: below it a moment reaches a hundredth, above it never moves."""
+    for b2, ends_below in ((0.996, True), (0.9985, False)):
+        adam = optax.scale_by_adam(b2=b2)
+        state = adam.init({"w": jnp.zeros(1, jnp.bfloat16)})
+        state = state._replace(nu={"w": jnp.ones(1, jnp.bfloat16)})
+        update = jax.jit(lambda state, adam=adam: adam.update({"w": jnp.zeros(1, jnp.bfloat16)}, state)[1])
+        for _ in range(2000):
+            state = update(state)
+        assert (float(state.nu["w"][0]) < 0.01) == ends_below

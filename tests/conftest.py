@@ -18,10 +18,29 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)
 quick_compilation.in_this_process()
-# Tracing makes many objects and few cycles, and each search for cycles walks through all that is imported.
+# Tracing makes many objects and few cycles.
 gc.set_threshold(20_000, 20, 20)
 # As train.py does, which says why.
 os.environ["PJRT_NPROC"] = "32"
+
+# Workers take whole files: those of the most seconds first, so that none of them begins last and ends alone.
+LONGEST = (
+    *("axes", "resume", "parity", "multislice", "train_compile", "decode", "multiprocess", "expert_axis", "memory"),
+    *("context_axis", "remat", "pipeline", "aot_train", "layer_collectives", "memory_levers", "train_step", "tutorial"),
+    *("checkpoint_meshes", "odd_exports", "stages", "offload", "adapters", "finetuning", "remote_store", "experts"),
+)
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # pytest-xdist would begin with the files of the most tests
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # all that is imported: every search for cycles would walk through it
 
 
 @pytest.fixture

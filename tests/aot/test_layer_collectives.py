@@ -155,6 +155,7 @@ def test_tiles_of_the_loss_gather_the_hidden_states_of_a_tile_alone_over_tensor(
     assert gathers == {STREAM: 4 * LAYERS + 1, STREAM // 4: 2 * 4}
 
 
+@pytest.mark.long
 def test_tiles_of_the_loss_gather_no_hidden_states_over_context():
     """What crosses it is keys and values, as without tiles, and weights, which fsdp shards too."""
     found, _ = moved(True, **MODELS["llama"], **CONTEXT, **TILES)

@@ -107,6 +107,7 @@ def test_experts_whose_losses_have_no_weight_wait_for_other_slices_once_a_step()
     assert {each.times for each in found} == {1}
 
 
+@pytest.mark.long
 @needs_libtpu
 @pytest.mark.usefixtures("little_effort")
 def test_experts_of_other_slices_get_rows_and_send_them_back():

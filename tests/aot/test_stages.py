@@ -54,6 +54,7 @@ def test_stages_pass_on_activations_and_no_weights(repeats, capfd):
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
+@pytest.mark.long
 @needs_libtpu
 @pytest.mark.usefixtures("little_effort")
 def test_stages_in_slices_of_their_own_send_each_other_rows_and_no_weights():

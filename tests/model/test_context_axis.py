@@ -65,12 +65,15 @@ MESHES = {
     "data 2 x context 2 x tensor 2": sizes(data=2, context=2, tensor=2),
     "data 2 x context 2 x tensor 2, sequence": {**sizes(data=2, context=2, tensor=2), **SEQUENCE},
 }
-# Each model on the mesh that has all axes, and the plain one on further meshes.
-CASES = [(model, "data 2 x context 2 x tensor 2, sequence") for model in MODELS] + [
+# Each model on the mesh that has all axes, and the plain one on further meshes; but two that other tests have on theirs
+# (tests/parallel/test_axes.py, test_expert_axis.py).
+ALL_AXES, ELSEWHERE = "data 2 x context 2 x tensor 2, sequence", ("gpt3", "experts")
+CASES = [(model, ALL_AXES) for model in MODELS if model not in ELSEWHERE] + [
     ("llama", mesh) for mesh in ("context 4 x fsdp 2", "context 4 x tensor 2", "fsdp 4 x tensor 2, sequence")
 ]
 FURTHER = [("llama", mesh) for mesh in MESHES if ("llama", mesh) not in CASES] + [
-    (model, "context 4") for model in list(MODELS)[1:]
+    *((model, "context 4") for model in list(MODELS)[1:]),
+    *((model, ALL_AXES) for model in ELSEWHERE),
 ]
 
 

@@ -76,7 +76,7 @@ def by_document(plan, weights, batch, hidden_BTD):
     return total
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_metric_is_nats_per_token_that_an_extra_layer_predicts(micro_batches):
     trainer = Trainer(initial=False, **SETTINGS, mtp_loss_scaling_factor=0.0, gradient_accumulation_steps=micro_batches)
     batch, weights = packed_rows(0), jax.device_get(trainer.state.weights.trainable)

@@ -52,4 +52,5 @@ def test_training_needs_no_private_module_of_a_compiler_of_kernels():
     program = "import sys; import src.train; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     private = ("src.aot", "jax.experimental.mosaic", "jax.experimental.pallas", "jaxlib.triton")
-    assert [name for name in loaded.stdout.split() if name.startswith(private)] == []
+    slow = ("orbax",)  # the first save imports it
+    assert [name for name in loaded.stdout.split() if name.startswith(private + slow)] == []

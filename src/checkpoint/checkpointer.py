@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
@@ -24,8 +23,6 @@ from src.checkpoint.restore import Restored, checksum_of, flatten, of_process_0,
 from src.checkpoint.run_folder import absolute, is_remote, is_unfinished, steps_in
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, failure_of, one_line, retried
-
-AtomicityMode = ocp.options.AtomicityMode
 
 
 class Save(NamedTuple):
@@ -48,20 +45,8 @@ class Checkpointer:
     def __init__(self, directory: epath.PathLike, *, max_to_keep: int, async_save: bool, compress: bool = True) -> None:
         self._directory = absolute(directory)
         self._max_to_keep = max_to_keep
-        self._options = ocp.CheckpointManagerOptions(
-            enable_async_checkpointing=async_save,
-            cleanup_tmp_directories=True,
-            # Otherwise Orbax reads the metadata of every checkpoint at its start, and stops at a damaged one.
-            lightweight_initialize=True,
-            # A store cannot rename, so there a file that is written last marks a complete checkpoint.
-            atomicity_options=ocp.options.AtomicityOptions(
-                mode=AtomicityMode.COMMIT_FILE if is_remote(self._directory) else AtomicityMode.ATOMIC_RENAME
-            ),
-        )
-        # Where nothing is copied, arrays of any size can be written (the default limit is 96 GB at once).
-        uncompressed = {} if compress else {"use_compression": False, "save_concurrent_gb": 10**6}
-        self._handlers = {"meta": ocp.JsonCheckpointHandler(), "state": ocp.PyTreeCheckpointHandler(**uncompressed)}
-        self._manager: ocp.CheckpointManager | None = None
+        self._kind = {"async_save": async_save, "compress": compress}
+        self._manager: Any = None  # Orbax's
         self._damaged_steps: list[int] = []
         self._saved_steps: list[int] = []
         self._unwritten: Save | None = None  # until it is known to be complete
@@ -169,6 +154,8 @@ class Checkpointer:
             self._quiet.close()
 
     def _begin_save(self) -> None:
+        from src.checkpoint import orbax_manager
+
         step, arrays, meta = self._unwritten
         if self._manager is None:
             self._quiet.close()  # a save that failed closed the manager
@@ -178,16 +165,15 @@ class Checkpointer:
             self._damaged_steps = []
             # The other processes list the folder only after that.
             multihost_utils.sync_global_devices("damaged checkpoints renamed")
-            self._manager = ocp.CheckpointManager(self._directory, options=self._options, item_handlers=self._handlers)
+            self._manager = orbax_manager.open_manager(self._directory, **self._kind)
         self.prune(before=step)
         if (self._directory / str(step)).exists():
             raise UserError(
                 f"{self._directory / str(step)} is there already, and this run has not written it. If another run "
                 "writes to this folder, end it or use another run_name; else move it away."
             )
-        items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta))
         with self._abandoning():
-            self._manager.save(step, args=items, force=True)
+            orbax_manager.begin_save(self._manager, step, arrays, meta)
 
     def _finish_save(self) -> None:
         if self._manager is None:  # a failed attempt closed it

@@ -12,6 +12,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.load_weights import load_weights
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.restore import restore_step
 from src.errors import UserError
@@ -54,6 +55,13 @@ def main(folder: Path, process: int):
     if process == 0:
         shutil.rmtree(view / "30")
     assert restored(view, wanted) == (20, {"step": 20}, 0)
+
+    # Hugging Face folders that differ.
+    hf = folder / f"hf_{process}"
+    hf.mkdir()
+    (hf / "config.json").write_text("{}")
+    (hf / "model.safetensors").write_bytes(bytes([process]))
+    assert "process 1 reads other weights in" in refusal(lambda: load_weights(str(hf), {}))
 
     # A damaged checkpoint that both see is saved again.
     multihost_utils.sync_global_devices("copied")

@@ -121,7 +121,7 @@ def test_weights_are_declared_in_one_way_and_multiplied_in_few_places():
     )
     kernels = {name for name in doors if name.startswith(("attention_kernels.", "moe.grouped_"))}
     # lora merges adapters into weights, which no step does.
-    assert doors - kernels == {"params", "low_precision", "lora"}, doors
+    assert doors - kernels == {"products", "low_precision", "lora"}, doors
 
 
 def test_the_model_takes_sections_of_the_config():

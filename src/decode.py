@@ -19,7 +19,7 @@ from src.data.conversations import read_message
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Message, Tokenizer, missing_template
 from src.errors import UserError
-from src.generate import Generator, in_training, sampling, unrolled
+from src.generate import Generator, in_training, kept_in_int8, sampling, unrolled
 from src.json_text import parse_json, read_lines, well_formed
 from src.loaded_model import load_model
 from src.model.params import Weights
@@ -60,7 +60,12 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     prompts = [] if config.interactive else read_prompts(decoding) if config.prompt_path else [config.prompt]
     completions = [Completion(decoding, length, tokenizer, prompt) for prompt in prompts]
     loaded = load_model(config, tokenizer)
-    generator = make_generator(decoding, length, *unrolled(loaded.plan, loaded.weights))
+    plan, weights = unrolled(loaded.plan, loaded.weights)
+    if decoding.quantize_weights:
+        before = _bytes(weights)
+        plan, weights = kept_in_int8(plan, weights, loaded.plan)
+        say([f"weights: {_bytes(weights) / 1e6:,.1f} MB in memory, {before / 1e6:,.1f} before quantize_weights=int8"])
+    generator = make_generator(decoding, length, plan, weights)
     if config.interactive:
         texts = converse(decoding, tokenizer, generator)
     else:
@@ -68,6 +73,10 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
         texts = complete_all(generator, completions, rows)
     say(generator.speed.lines())
     return texts
+
+
+def _bytes(weights: Weights) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
 
 
 def sample(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights, tokenizer: Tokenizer) -> str:

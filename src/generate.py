@@ -20,6 +20,7 @@ from src.model.decoder import Decoder
 from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
+from src.model.quantization import Quantization, select_at_rest
 from src.model.spec import LayerGroup, LayerSpec, ModelSpec
 from src.parallel.mesh import Layout, add_mesh_axes, axes_of_dim
 from src.step.plan import StepPlan
@@ -113,6 +114,17 @@ def unrolled(plan: StepPlan, weights: Weights) -> tuple[StepPlan, Weights]:
     changes = {"spec": spec, "graphdef": graphdef, "layout": layout, "execution": execution}
     quantization = plan.quantization.unrolled(plan.spec.layer_groups)
     return dataclasses.replace(plan, quantization=quantization, **changes), Weights(tree)
+
+
+def kept_in_int8(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tuple[StepPlan, Weights]:
+    """Returns `unrolled`'s plan and weights of `loaded` with the weights of products in 8 bits; deletes the old ones.
+
+    Their products are then of the activations' dtype. Raises UserError if `quantization_exclude` fits no weight.
+    """
+    _, declarations = params.abstract(lambda rngs: Decoder(loaded.spec, rngs))
+    chosen = select_at_rest(plan.step, declarations).unrolled(loaded.spec.layer_groups)
+    tree = chosen.kept_in_int8(weights.merged())
+    return dataclasses.replace(plan, quantization=Quantization()), Weights(tree)
 
 
 def _unsplit_rows(layout: Layout) -> Layout:

@@ -50,6 +50,7 @@ class Decoding:
     decode_sampling_nucleus_p: float = key(-1.0,
         "nucleus, composite: draw from the fewest tokens that have this probability together", SHARE_OR_UNSET)
     decode_seed: int = key(0, "of the draws", SEED)
+    quantize_weights: str = key("", "src.decode: int8 keeps the weights of products in 8 bits", ("", "int8"))
     decode_stop: tuple = key((), "src.decode: texts that end what is drawn, beside the tokenizer's own end",
         example='["Question:"]', any_text=True)
 

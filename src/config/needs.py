@@ -72,7 +72,7 @@ NEEDS = (
     Need(["adam_b1", "adam_b2", "adam_eps", "mu_dtype"], {"opt_type": ["adamw", "muon"]}),
     Need(["muon_beta"], {"opt_type": ["muon"]}),
     Need(["wsd_decay_steps_fraction"], {"lr_schedule_type": ["wsd"]}),
-    Need(["quantization_exclude"], {"quantization": ["int8", "fp8"]}),
+    Need(["quantization_exclude"], {"quantization": ["int8", "fp8"], "quantize_weights": ["int8"]}),
     Need(["lora_alpha", "lora_parameters"], {"lora_rank": ABOVE_0}),
     Need(["dataset_name", "eval_dataset_name"], {"dataset_type": ["tfds"]}),
     Need(["train_split", "eval_split"], {"dataset_type": ["tfds", "custom"]}),

@@ -153,15 +153,15 @@ class _Product:
         summed = [dim for dim in self.other if dim not in self.out]
         scales, scaled = coded.scales, x
         if varies := any(scales.shape[self.coded.index(dim)] > 1 for dim in summed):
-            scaled = x.astype(jnp.float32) * _aligned(scales, self.coded, self.other)
+            scaled = x.astype(jnp.float32) * aligned(scales, self.coded, self.other)
         if bound:
             bounds = jnp.full((1,) * x.ndim, bound)
         else:
             bounds = largest(scaled, tuple(map(self.other.index, summed)) if self.how.format.per_channel else None)
         coded_x = encode(scaled, bounds, dtype, self.how.on_cpu)
         out = self._product(coded.codes, coded_x.codes, x.dtype)
-        factor = _aligned(coded_x.scales, self.other, self.out)
-        factor = factor if varies else factor * _aligned(scales, self.coded, self.out)
+        factor = aligned(coded_x.scales, self.other, self.out)
+        factor = factor if varies else factor * aligned(scales, self.coded, self.out)
         # cuBLASLt multiplies float8's products by their factor where it has their dtype.
         out = out * factor if out.dtype != x.dtype else out * factor.astype(x.dtype)
         return self._sum_over_devices(out.astype(x.dtype), summed), coded_x
@@ -190,7 +190,7 @@ class _Product:
         return (jax.lax.psum(sums, axes) if axes else sums).astype(out.dtype)
 
 
-def _aligned(scales: Array, dims: str, onto: str) -> Array:
+def aligned(scales: Array, dims: str, onto: str) -> Array:
     """Returns scales with dims `dims` as they broadcast onto an array with dims `onto`; dims it lacks have size 1."""
     scales = jnp.einsum(f"{dims}->{''.join(dim for dim in onto if dim in dims)}", scales)
     return jnp.expand_dims(scales, [index for index, dim in enumerate(onto) if dim not in dims])

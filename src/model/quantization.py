@@ -1,6 +1,7 @@
 """Which weights are multiplied in 8 bits, and on which devices they can be (src/model/low_precision.py multiplies)."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from src.config.quantization_keys import Quantization as Keys
 from src.errors import UserError, first_few
 from src.model import params
 from src.model.adapted import Wrapped
-from src.model.low_precision import FORMATS, Products, largest
+from src.model.low_precision import FORMATS, Coded, Products, aligned, encode, largest
 from src.model.selection import multiplied, require_matches
 from src.model.spec import LayerGroup
 from src.parallel.mesh import Layout
@@ -46,6 +47,25 @@ class Quantized(Wrapped):
         return self.products.multiply(x, self.weight, self.bound, self.axes, einsum)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AtRest(Wrapped):
+    """A weight that is kept in 8 bits, and multiplied by in the dtype of the activations."""
+
+    coded: Coded
+
+    def __getitem__(self, index: Any) -> Self:
+        return self if index is Ellipsis else AtRest(Coded(self.coded.codes[index], self.coded.scales[index]))
+
+    def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
+        """Multiplies `x` by it as `einsum` says; of x and the product, that with the scales' dims is scaled."""
+        (codes, scales), (x_dims, w_dims, out_dims) = self.coded, einsum.replace("->", ",").split(",")
+        varying = [dim for dim, size in zip(w_dims, scales.shape, strict=True) if size > 1]
+        if all(dim in out_dims for dim in varying):
+            return matmul(x, codes, einsum) * aligned(scales, w_dims, out_dims).astype(x.dtype)
+        return matmul(x * aligned(scales, w_dims, x_dims).astype(x.dtype), codes, einsum)
+
+
 class Place(NamedTuple):
     """How a weight's magnitudes are bounded, and where it lies."""
 
@@ -74,6 +94,15 @@ class Quantization:
                 places["segments", segment, repeat * len(groups[segment].pattern) + position, *rest] = place
         return dataclasses.replace(self, places=places)
 
+    def kept_in_int8(self, weights: params.Tree) -> params.Tree:
+        """Replaces each such weight by an `AtRest`, and deletes it, one after the other."""
+        flat = params.by_path(weights)
+        for path, (bounded, _) in self.places.items():
+            weight = flat[path]
+            flat[path] = AtRest(jax.block_until_ready(_encoded(weight, bounded)))
+            weight.delete()
+        return params.nested(flat)
+
     def attach(self, weights: params.Tree, layout: Layout) -> params.Tree:
         """Replaces each such weight by a `Quantized`."""
         if not self.kind:
@@ -87,16 +116,37 @@ class Quantization:
         return params.nested(flat)
 
 
+@functools.partial(jax.jit, static_argnames="bounded")
+def _encoded(weight: Array, bounded: tuple[int, ...]) -> Coded:
+    return encode(weight, largest(weight, bounded), jnp.int8)
+
+
 def select(keys: Keys, declarations: params.Tree, layout: Layout) -> Quantization:
     """Returns what is multiplied in 8 bits of the model with these weights, on the devices of this layout.
 
     Raises UserError if the devices have no such products, or `quantization_exclude` names no weight, or every one.
     """
-    kind = keys.quantization
-    if not kind:
+    if not keys.quantization:
         return Quantization()
-    _check_devices(kind, layout.mesh.devices.flat[0])
-    paths, patterns = multiplied(declarations), tuple(map(str, keys.quantization_exclude))
+    _check_devices(keys.quantization, layout.mesh.devices.flat[0])
+    bounds = tuple(fixed_bound(getattr(keys, name)) for name in CALIBRATION_METHODS)
+    words = f"quantization={keys.quantization}"
+    return _chosen(keys.quantization, keys.quantization_exclude, declarations, words, bounds)
+
+
+def select_at_rest(keys: Keys, declarations: params.Tree) -> Quantization:
+    """Returns what `quantize_weights` keeps in 8 bits; raises UserError as `select`."""
+    return _chosen("int8", keys.quantization_exclude, declarations, "quantize_weights=int8")
+
+
+def _chosen(
+    kind: str,
+    exclude: Sequence[Any],
+    declarations: params.Tree,
+    words: str,
+    bounds: tuple[float, float, float] = (0.0, 0.0, 0.0),
+) -> Quantization:
+    paths, patterns = multiplied(declarations), tuple(map(str, exclude))
     require_matches(
         "quantization_exclude", [name for name in patterns if name not in EXCLUDED], paths, "that is multiplied by:"
     )
@@ -109,11 +159,11 @@ def select(keys: Keys, declarations: params.Tree, layout: Layout) -> Quantizatio
         places[path] = Place(tuple(bounded), axes[path][layers:])
         if "expert" in axes[path]:
             raise UserError(
-                f"quantization={kind} has no products of experts: keep theirs with "
+                f"{words} has no products of experts: keep theirs with "
                 f"quantization_exclude=[{','.join(patterns)},feed_forward.wi,feed_forward.wo]"
             )
     if not places:
-        raise UserError(f"quantization={kind} finds no weight that quantization_exclude leaves: shorten that list")
+        raise UserError(f"{words} finds no weight that quantization_exclude leaves: shorten that list")
     if fan_ins.get(("embedding",)):  # tied
         wide.append(("embedding",))
     shapes = params.by_path(params.values(declarations))
@@ -125,7 +175,6 @@ def select(keys: Keys, declarations: params.Tree, layout: Layout) -> Quantizatio
     description = f"{kind} in {count(places):,} products with weights, forward and backward"
     if wide:
         description += f"; {count(wide):,} not ({first_few(dict.fromkeys(path[-1] for path in wide))})"
-    bounds = tuple(fixed_bound(getattr(keys, name)) for name in CALIBRATION_METHODS)
     return Quantization(kind, bounds, places, description)
 
 

@@ -1,5 +1,6 @@
 """Products in 8 bits against the same ones in float64 of operands that numpy rounds, and what runs with them."""
 
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 from src.errors import UserError
+from src.generate import Generator, Sampling, kept_in_int8, unrolled
 from src.model import params
+from src.model.decoder import Decoder
 from src.model.low_precision import FORMATS, MAX_SUMMED, Products, largest
 from src.model.quantization import Quantized, select
 from src.parallel.mesh import make_layout
 from src.parallel.topology import peak_flops
-from tests.tiny import Trainer, assert_close, load, loss_and_gradients, make, packed_rows, random_weights
+from tests.tiny import LENGTH, Trainer, assert_close, load, loss_and_gradients, make, packed_rows, random_weights
 
 QUERY = ("BTD,DNH->BTNH", ("embed", "heads", "head_dim"), (0,))
 OUT = ("BTNH,NHD->BTD", ("heads", "head_dim", "embed"), (0, 1))
@@ -263,3 +266,28 @@ def test_devices_without_the_products_are_refused(kind, device, capability):
     with pytest.raises(UserError, match=f"quantization={kind}: a {device} has no such products"):
         select(load(quantization=kind).step, {}, layout)
     assert peak_flops(device, kind) is None
+
+
+@pytest.mark.parametrize("facts", [{}, pytest.param(LATENT, marks=pytest.mark.long)], ids=["dense", "latent attention"])
+def test_weights_kept_in_int8_generate_what_rounded_weights_do(facts):
+    _, plan = make(**facts)
+    weights = random_weights(plan)
+    by_path = params.by_path(weights)
+    _, declarations = params.abstract(lambda rngs: Decoder(plan.spec, rngs))
+    fan_ins = params.by_path(params.field(declarations, "fan_in"))
+    products = [path for path in by_path if fan_ins[path] and path not in {("embedding",), ("output",)}]
+    for path in products:
+        by_path[path] = rounded(by_path[path], fan_ins[path], np.int8).astype(np.float32)
+
+    def tokens(of_plan, of_weights):
+        generator = Generator(of_plan, of_weights, Sampling(0.0, 0, 1.0), 0, LENGTH)
+        prompts = [np.array([5, 11, 7], np.int32), np.array([2], np.int32)]
+        return list(itertools.islice(generator.tokens(*generator.padded(prompts, 2), np.zeros(2, np.int32)), 8))
+
+    def placed(tree):
+        return unrolled(plan, plan.split(jax.device_put(tree, plan.shardings)))
+
+    kept_plan, kept = kept_in_int8(*placed(weights), plan)
+    np.testing.assert_array_equal(tokens(kept_plan, kept), tokens(*placed(params.nested(by_path))))
+    codes = [leaf.size for leaf in jax.tree.leaves(kept) if leaf.dtype == jnp.int8]
+    assert sum(codes) == sum(by_path[path].size for path in products)

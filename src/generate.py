@@ -123,7 +123,7 @@ def kept_in_int8(plan: StepPlan, weights: Weights, loaded: StepPlan) -> tuple[St
     """
     _, declarations = params.abstract(lambda rngs: Decoder(loaded.spec, rngs))
     chosen = select_at_rest(plan.step, declarations).unrolled(loaded.spec.layer_groups)
-    tree = chosen.kept_in_int8(weights.merged())
+    tree = chosen.kept_in_int8(weights.merged(), plan.layout.platform == "cpu")
     return dataclasses.replace(plan, quantization=Quantization()), Weights(tree)
 
 

@@ -19,7 +19,7 @@ from src.config.yaml import dump
 from src.errors import UserError
 from src.model.flops import count_active_params, count_params
 from src.parallel.slices import describe_mesh
-from src.parallel.topology import GPU_MEMORY_FRACTION, Topology, run_peak
+from src.parallel.topology import GPU_MEMORY_FRACTION, Topology, peak_flops, run_peak
 from src.report.metrics import duration
 from src.step.build import TracedStep
 
@@ -67,7 +67,8 @@ def make_report(
         if not chip:
             report["no_prediction"] = "nothing is published of a CPU's rates"
         elif peak := run_peak(chip.kind, plan.spec.dtype, plan.step.matmul_precision):
-            report["prediction"] = dataclasses.asdict(predict(work, chip, peak, communication))
+            low_peak = peak_flops(chip.kind, plan.quantization.kind)
+            report["prediction"] = dataclasses.asdict(predict(work, chip, peak, communication, low_peak))
             if topology.platform == "gpu":
                 replayed = replay(compiled.as_text(), plan.layout.mesh, chip, peak)
                 report["replay"] = dataclasses.asdict(replayed) | {"exposed_seconds": replayed.exposed_seconds}

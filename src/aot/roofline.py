@@ -5,6 +5,7 @@ what is not hidden behind them. The fractions of the stated rates that are reach
 are constants, the same for all hardware, models and meshes. docs/aot.md has predictions beside published runs.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from src.aot.hlo import Collective
 from src.aot.memory import device_bytes
 from src.model.block import layer_costs
 from src.model.execution import Execution
-from src.model.flops import FlopsPerToken, all_layers, count_params, flops_per_token, recomputed_flops
+from src.model.flops import FlopsPerToken, all_layers, count_params, flops_per_token, layer_share, recomputed_flops
 from src.model.spec import ModelSpec
 from src.parallel.topology import Chip
 from src.step.build import TracedStep
@@ -37,6 +38,7 @@ class Work:
     recomputed_flops: FlopsPerToken  # which rematerialisation adds
     whole_scores: bool  # whether attention also computes the scores that its mask hides
     memory_bytes: float  # read and written between matrix products
+    low_precision: float = 0.0  # the share of the products with layers' weights that are made in 8 bits
     bubble: float = 0.0  # the fraction of the time in which a pipeline's stage idles
 
 
@@ -54,15 +56,21 @@ class Prediction:
     mfu_palm: float
 
 
-def predict(work: Work, chip: Chip, peak: float, moved: Sequence[Collective]) -> Prediction:
-    """Predicts a step on devices that do `peak` operations per second in products of the step's dtype."""
+def predict(
+    work: Work, chip: Chip, peak: float, moved: Sequence[Collective], low_peak: float | None = None
+) -> Prediction:
+    """Predicts a step on devices that do `peak` operations per second in products of its dtype, `low_peak` in 8 bits.
+
+    MFU is of `peak`: with products in 8 bits it may exceed 1.
+    """
     model, again = work.model_flops, work.recomputed_flops
     flops = model.palm + again.palm if work.whole_scores else model.causal + again.causal
+    low = work.low_precision * (model.layers + again.layers)
     sent = {"ici": 0.0, "dcn": 0.0}
     for each in moved:  # scaled to all of the device's links: twice as many bytes where half are used
         sent[each.network] += each.times * each.sent_bytes / each.links
     seconds = {
-        "compute": flops / (COMPUTE_REACHED * peak * (1 - work.bubble)),
+        "compute": ((flops - low) / peak + low / (low_peak or peak)) / (COMPUTE_REACHED * (1 - work.bubble)),
         "memory": work.memory_bytes / (MEMORY_REACHED * chip.memory_bandwidth),
         "ici": sent["ici"] / chip.ici_bandwidth,
         "dcn": sent["dcn"] / chip.dcn_bandwidth,
@@ -91,6 +99,7 @@ def work_of(built: TracedStep) -> Work:
         sharing=layout.mesh.size // (layout.shards("batch") * layout.shards("length") * stages),
         state_bytes=device_bytes(built.state),
         vocab_tiles=plan.step.num_vocab_tiling,
+        low_precision=layer_share(plan.spec, {path[3:] for path in plan.quantization.places}),
         # Each of a pipeline's micro-batches reads a stage's part of the weights.
         micro_batches=plan.accumulation.micro_batches * (schedule.micro_batches / stages if schedule else 1),
     )
@@ -106,6 +115,7 @@ def step_work(
     sharing: int,
     state_bytes: int,
     vocab_tiles: int = 1,
+    low_precision: float = 0.0,
     micro_batches: float = 1,
 ) -> Work:
     """Returns the work of one device in a step.
@@ -134,8 +144,9 @@ def step_work(
     # A weight is gathered (written) and read, forward and backward; its gradient is written, and read to be summed.
     weights = 6 * micro_batches * count_params(spec) / sharing * itemsize
     return Work(
-        model_flops=FlopsPerToken(tokens * model.causal, tokens * model.palm),
-        recomputed_flops=FlopsPerToken(tokens * again.causal, tokens * again.palm),
+        model_flops=FlopsPerToken(*(tokens * count for count in dataclasses.astuple(model))),
+        recomputed_flops=FlopsPerToken(*(tokens * count for count in dataclasses.astuple(again))),
+        low_precision=low_precision,
         whole_scores=kernel == "dot_product",
         memory_bytes=activations + logits + weights + 2 * state_bytes,
         bubble=execution.schedule.bubble if execution.schedule else 0.0,

@@ -3,7 +3,7 @@
 import collections
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ class FlopsPerToken:
 
     causal: float  # attention counts the keys that queries attend to: half of the square, a window or a block
     palm: float  # attention counts all keys, as in PaLM (Chowdhery et al. 2022, appendix B)
+    layers: float = 0.0  # of both, the products with layers' weights
 
 
 @functools.cache  # declaring a hundred layers takes a second
@@ -50,6 +51,7 @@ def all_layers(spec: ModelSpec) -> collections.Counter[LayerSpec]:
 class BlockWeight(NamedTuple):
     """One weight of a block, as declared."""
 
+    path: tuple[str, ...]  # in the block
     size: int  # elements
     used: float  # elements that a token goes through: of experts, those it is sent to
     multiplies: bool
@@ -67,7 +69,7 @@ def _weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
         added = layer.normalization_placement == "before"  # to the residual stream, as it is
         ends_block = path[0] == "feed_forward" and name == part.last and added
         spared_by = part.spared_by.get(name, ()) if part else ()
-        yield BlockWeight(size, used, bool(fan_in[path]), ends_block, spared_by)
+        yield BlockWeight(path, size, used, bool(fan_in[path]), ends_block, spared_by)
 
 
 def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
@@ -79,9 +81,19 @@ def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
     Multi-token prediction layers count with their own projection and logits.
     """
     elements = _head_elements(spec) + spec.mtp_num_layers * 2 * spec.emb_dim**2
+    return _flops(3, elements, sum(used for _, used in _layer_products(spec)), spec, length)
+
+
+def layer_share(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> float:
+    """Returns the share of the products with layers' weights that are with those of these paths in their block."""
+    products = list(_layer_products(spec))
+    return sum(used for path, used in products if path in paths) / sum(used for _, used in products)
+
+
+def _layer_products(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yields the paths of layers' weights that are multiplied, with the elements that a token meets."""
     for layer, count in all_layers(spec).items():
-        elements += count * sum(weight.used for weight in _weights(layer, spec) if weight.multiplies)
-    return _flops(3, elements, spec, length)
+        yield from ((each.path, count * each.used) for each in _weights(layer, spec) if each.multiplies)
 
 
 def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_tiles: int) -> FlopsPerToken:
@@ -97,27 +109,28 @@ def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_t
     kept = {name for names in execution.kept for name in names}
     if "decoder_layer_input" not in kept:
         elements += spec.mtp_num_layers * 2 * spec.emb_dim**2
+    in_layers = 0.0
     for layer, count in all_layers(spec).items():
         products = [weight for weight in _weights(layer, spec) if weight.multiplies and not weight.ends_block]
         again = [weight for weight in products if not weight.spared_by or not kept.issuperset(weight.spared_by)]
-        elements += count * sum(weight.used for weight in again)
-    return _flops(1, elements, spec, length)
+        in_layers += count * sum(weight.used for weight in again)
+    return _flops(1, elements, in_layers, spec, length)
 
 
 def _head_elements(spec: ModelSpec) -> int:
     return (1 + spec.mtp_num_layers) * spec.emb_dim * spec.vocab_size
 
 
-def _flops(passes: int, elements: float, spec: ModelSpec, length: int) -> FlopsPerToken:
+def _flops(passes: int, elements: float, in_layers: float, spec: ModelSpec, length: int) -> FlopsPerToken:
     """Returns the operations of `passes` products with so many weights' elements, and with every layer's keys."""
-    causal = palm = 2.0 * passes * elements
+    causal = palm = 2.0 * passes * (elements + in_layers)
     for layer, count in all_layers(spec).items():
         if scores := layer_costs(layer)["attention"].scores:
             # Both products, scores and weighted values, of one query and one key.
             per_key = passes * count * 2.0 * scores.num_heads * (scores.head_dim + scores.value_dim)
             causal += per_key * _mean_keys(scores, length)
             palm += per_key * length
-    return FlopsPerToken(causal, palm)
+    return FlopsPerToken(causal, palm, 2.0 * passes * in_layers)
 
 
 def _mean_keys(scores: ScoreSpec, length: int) -> float:

@@ -53,13 +53,18 @@ class AtRest(Wrapped):
     """A weight that is kept in 8 bits, and multiplied by in the dtype of the activations."""
 
     coded: Coded
+    on_cpu: bool = field(metadata={"static": True})
 
     def __getitem__(self, index: Any) -> Self:
-        return self if index is Ellipsis else AtRest(Coded(self.coded.codes[index], self.coded.scales[index]))
+        if index is Ellipsis:
+            return self
+        return dataclasses.replace(self, coded=Coded(self.coded.codes[index], self.coded.scales[index]))
 
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
         """Multiplies `x` by it as `einsum` says; of x and the product, that with the scales' dims is scaled."""
         (codes, scales), (x_dims, w_dims, out_dims) = self.coded, einsum.replace("->", ",").split(",")
+        if self.on_cpu:  # XLA for CPUs would convert within the product, an element at a time: thirty times slower
+            codes = jax.lax.optimization_barrier(codes.astype(x.dtype))
         varying = [dim for dim, size in zip(w_dims, scales.shape, strict=True) if size > 1]
         if all(dim in out_dims for dim in varying):
             return matmul(x, codes, einsum) * aligned(scales, w_dims, out_dims).astype(x.dtype)
@@ -94,12 +99,12 @@ class Quantization:
                 places["segments", segment, repeat * len(groups[segment].pattern) + position, *rest] = place
         return dataclasses.replace(self, places=places)
 
-    def kept_in_int8(self, weights: params.Tree) -> params.Tree:
+    def kept_in_int8(self, weights: params.Tree, on_cpu: bool) -> params.Tree:
         """Replaces each such weight by an `AtRest`, and deletes it, one after the other."""
         flat = params.by_path(weights)
         for path, (bounded, _) in self.places.items():
             weight = flat[path]
-            flat[path] = AtRest(jax.block_until_ready(_encoded(weight, bounded)))
+            flat[path] = AtRest(jax.block_until_ready(_encoded(weight, bounded)), on_cpu)
             weight.delete()
         return params.nested(flat)
 

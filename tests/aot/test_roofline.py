@@ -13,9 +13,9 @@ from src import command_line
 from src.aot.hlo import Collective
 from src.aot.roofline import Work, predict, step_work, work_of
 from src.model.execution import Execution
-from src.model.flops import FlopsPerToken
+from src.model.flops import FlopsPerToken, flops_per_token, layer_share
 from src.step.build import build
-from tests.tiny import BASE, load, spec_of
+from tests.tiny import BASE, LENGTH, load, make, spec_of
 
 CHIP = SimpleNamespace(memory_bandwidth=1e12, ici_bandwidth=1e11, dcn_bandwidth=1e9)
 PEAK = 1e14
@@ -130,3 +130,20 @@ def test_the_closed_form_is_what_compiled_programs_move(published, keys, mesh, s
         if (kind, each.axes[0]) in sums:
             sums[kind, each.axes[0]] += times * each.times * each.sent_bytes / 1e9
     assert sums == pytest.approx(compiled, rel=0.01)
+
+
+def test_products_in_8_bits_take_the_time_of_their_own_peak():
+    """In a model whose layers' weights make all operations but a known part, half of them in 8 bits."""
+    work = dataclasses.replace(WORK, model_flops=FlopsPerToken(3e14, 4e14, 2e14), low_precision=0.5)
+    wide = predict(work, CHIP, PEAK, []).compute_seconds
+    assert wide == predict(WORK, CHIP, PEAK, []).compute_seconds
+    assert predict(work, CHIP, PEAK, [], 2 * PEAK).compute_seconds == pytest.approx(wide * (4 - 0.5) / 4)
+
+
+def test_the_share_in_8_bits_is_of_what_a_token_meets():
+    _, plan = make(quantization="int8", quantization_exclude="[output,attention.*]")
+    attention, feed_forward = 32 * 8 * (4 + 2 + 2) + 4 * 8 * 32, 32 * 2 * 64 + 64 * 32
+    share = layer_share(plan.spec, {path[3:] for path in plan.quantization.places})
+    assert share == feed_forward / (attention + feed_forward)
+    tokens = flops_per_token(plan.spec, LENGTH)
+    assert tokens.layers == 6 * 2 * (attention + feed_forward)

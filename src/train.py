@@ -17,7 +17,7 @@ from src.checkpoint.changes import compare_configs
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.resume import checkpoint_entries, saved_meta, starting_state
-from src.checkpoint.run_folder import RunFolder, in_run_folder
+from src.checkpoint.run_folder import RunFolder, in_run_folder, kept_checkpoint
 from src.cli import run_command
 from src.config import load as configuration
 from src.config.schema import Config
@@ -33,7 +33,7 @@ from src.errors import UserError
 from src.evaluate import Evaluator
 from src.model.flops import flops_per_token
 from src.parallel.slices import check_hardware, count_slices
-from src.report.diagnostics import Profile, stack_traces
+from src.report.diagnostics import Profile, advice_on_memory, stack_traces
 from src.report.metrics import MetricsLog, StepPrinter
 from src.report.recorder import LiveReport, Recorder, sets_aside
 from src.report.summary import dates, next_commands, print_header, run_header
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
     config = configured(argv)
     if config is None:
         return None
-    with stack_traces(config.diagnostics), contextlib.ExitStack() as exits:
+    with stack_traces(config.diagnostics), advice_on_memory(config), contextlib.ExitStack() as exits:
         return train(config, exits)
 
 
@@ -160,7 +160,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         Recorder(config.step, config.steps, log, printer, flops, built.tokens, plan.layout.mesh) as recorder,
         contextlib.closing(Profile(config.diagnostics, first_step, config.steps, folder.local)) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
-        sets_aside(checkpointer, recorder),
+        sets_aside(checkpointer, recorder, folder),
     ):
         for step in range(first_step, config.steps):
             with recorder.waits_for_data():
@@ -200,8 +200,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- The end
     if stopped_by:
-        resume = f"the same command, run_name={folder.name}, goes on from its last checkpoint"
-        kept = resume if config.enable_checkpointing else "no checkpoint was saved"
+        kept = kept_checkpoint(folder.path)
+        kept += f"; the same command, run_name={folder.name}, goes on from it" if kept.endswith("stands") else ""
         say([f"stopped by {'Ctrl-C' if stopped_by == signal.SIGINT else 'SIGTERM'} after step {done}; {kept}"])
     conclude(config, plan, state, tokenizer, folder, report, stopped_by)
     return Result(state, recorder.last, eval_metrics, stopped_by)

@@ -198,13 +198,21 @@ def test_ctrl_c_saves_reports_and_the_same_command_goes_on(tmp_path, corpus, mon
     monkeypatch.setattr(train, "hparams_at", interrupted_in_step_2)
     command = runs.arguments(base_output_directory=tmp_path, dataset_path=corpus, steps=4)
     assert train.command(command) == 130
-    said = "stopped by Ctrl-C after step 2; the same command, run_name=run, goes on from its last checkpoint"
-    assert said in capsys.readouterr().out
+    stands = f"the checkpoint of step 2 in {tmp_path / 'run'} stands; the same command, run_name=run, goes on from it"
+    assert f"stopped by Ctrl-C after step 2; {stands}" in capsys.readouterr().out
     assert runs.steps_saved(tmp_path / "run") == [2]
     assert (tmp_path / "run" / "report.html").exists()
     monkeypatch.undo()
     assert train.command(command) == 0
     assert [step for step, _ in runs.losses(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_first_update_that_ruins_the_weights_names_no_checkpoint_that_is_not_there(
+    tmp_path, corpus, monkeypatch, capsys
+):
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 4}
+    said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys, learning_rate=1e20, gradient_clipping_threshold=0))
+    assert said.endswith("Try a smaller learning_rate or gradient_clipping_threshold. No checkpoint was saved.\n")
 
 
 def test_a_run_may_turn_evaluation_off_only_knowingly(folder, corpus, monkeypatch, capsys):

@@ -1,8 +1,9 @@
-"""Helps when a run hangs, crashes or is slow: stack traces of its threads, profiles of its steps."""
+"""Helps when a run hangs, crashes, is slow or too large: stack traces, profiles, advice where memory is full."""
 
 import contextlib
 import faulthandler
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 
 from src.config.command_keys import Diagnostics
+from src.config.schema import Config
 from src.console import say
 from src.errors import UserError
 
@@ -42,6 +44,31 @@ def stack_traces(keys: Diagnostics) -> Iterator[None]:
         faulthandler.dump_traceback_later(keys.stack_trace_interval_seconds, repeat=True, file=out)
         exits.callback(faulthandler.cancel_dump_traceback_later)
         yield
+
+
+@contextlib.contextmanager
+def advice_on_memory(config: Config) -> Iterator[None]:
+    """Raises UserError, with what helps, where a device or the host has no room for what the body asks for."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error).strip().partition("\n\n")[0]
+        # The memory of a core, VMEM, may be too small for a kernel, whatever the size of the batch.
+        if not message.startswith("RESOURCE_EXHAUSTED") or "vmem" in message.lower():
+            raise
+        asked = [int(number) for number in re.findall(r"(\d{6,}) bytes", message)]
+        size = f": {max(asked) / 2**30:,.1f} GiB at once were asked for" if asked else ""
+        where = f"cpu-{jax.device_count()}" if jax.default_backend() == "cpu" else "these devices, such as v5p-8"
+        kept = getattr(error, "kept_checkpoint", "")  # of checkpoint.run_folder.in_run_folder
+        raise UserError(
+            f"memory is full{size}, on {jax.device_count()} x {jax.devices()[0].device_kind}. JAX says: {message}\n"
+            f"What helps: a smaller per_device_batch_size (here {config.per_device_batch_size:g}; "
+            "gradient_accumulation_steps keeps the global batch), remat_policy=full or one that keeps less (here "
+            f"{config.remat_policy}), num_vocab_tiling for the logits, more devices, over which "
+            "ici_fsdp_parallelism=-1 shards the weights, or a smaller model. python -m src.train_compile with these "
+            f"keys and compile_topology={where} lists what a step needs, and what would make it fit."
+            + (f"\n{kept}" if kept else "")
+        ) from error
 
 
 class Profile:

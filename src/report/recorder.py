@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.run_folder import RunFolder
+from src.checkpoint.run_folder import RunFolder, kept_checkpoint
 from src.config.schema import Step
 from src.errors import UserError
 from src.model.flops import FlopsPerToken
@@ -130,10 +130,12 @@ class Recorder:
             problem = f"step {step}: the last {self.skipped} updates were skipped, for none was finite."
         else:
             return
-        raise NonFiniteError(
-            f"{problem} The last good checkpoint stands. Resume with a smaller learning_rate or "
-            f"gradient_clipping_threshold{advice}."
-        )
+        if self.skipped == step:
+            raise NonFiniteError(
+                f"{problem} No update was made before, so no learning rate can be why: look at the loss, at the data, "
+                "and at the weights that the run began with."
+            )
+        raise NonFiniteError(f"{problem} Try a smaller learning_rate or gradient_clipping_threshold{advice}.")
 
     def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Records an evaluation after update `step`."""
@@ -184,11 +186,13 @@ class LiveReport:
 
 
 @contextlib.contextmanager
-def sets_aside(checkpointer: Checkpointer, recorder: Recorder) -> Iterator[None]:
+def sets_aside(checkpointer: Checkpointer, recorder: Recorder, folder: RunFolder) -> Iterator[None]:
     """Renames, if the body raises NonFiniteError, the checkpoints whose weights have not given a finite loss."""
     try:
         yield
     except NonFiniteError as error:
-        if names := checkpointer.set_aside(recorder.last_finite):
-            raise UserError(f"{error} The newest one, which led to this, is kept as {', '.join(names)}.") from None
-        raise
+        names = checkpointer.set_aside(recorder.last_finite)
+        aside = f" The newest one, which led to this, is kept as {', '.join(names)}." if names else ""
+        kept = kept_checkpoint(folder.path)
+        goes_on = ", and the run goes on from it." if kept.endswith("stands") else "."
+        raise UserError(f"{error} {kept[0].upper()}{kept[1:]}{goes_on}{aside}") from None

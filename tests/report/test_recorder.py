@@ -133,6 +133,18 @@ def test_a_run_does_not_end_with_updates_that_were_skipped(tmp_path):
         recorder.flush()
 
 
+def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(tmp_path):
+    recorder = recorder_in(tmp_path)
+    recorder.add(1, step_metrics(math.nan, math.nan))
+    with pytest.raises(NonFiniteError, match="so no learning rate can be why: look at the loss, at the data"):
+        recorder.flush()
+    recorder = recorder_in(tmp_path)
+    recorder.add(1, step_metrics(2.0))
+    recorder.add(2, step_metrics(math.nan, math.nan))
+    with pytest.raises(NonFiniteError, match="Try a smaller learning_rate"):
+        recorder.flush()
+
+
 @pytest.mark.parametrize("answer", ["stop", "skip"])
 def test_weights_that_nothing_can_be_computed_with_end_the_run(tmp_path, answer):
     recorder = recorder_in(tmp_path, on_nonfinite=answer)

@@ -121,7 +121,8 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     checkpointer.close()
     say(notes)
     keys_to_type = f"model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint"
-    say([f"{count_params(spec):,} parameters: {keys_to_type}"])
+    command = f"python -m src.train configs/base.yml {keys_to_type} dataset_path=TEXTS"
+    say([f"{count_params(spec):,} parameters; to train them further: {command}"])
 
 
 def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:

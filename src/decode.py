@@ -59,6 +59,9 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     decoding, length = config.decoding, config.max_target_length
     prompts = [] if config.interactive else read_prompts(decoding) if config.prompt_path else [config.prompt]
     completions = [Completion(decoding, length, tokenizer, prompt) for prompt in prompts]
+    wanted = max((len(completion.prompt) for completion in completions), default=0) + decoding.sample_length
+    if decoding.sample_length and wanted > length:
+        say([f"sample_length={decoding.sample_length}: prompt and text end at max_target_length={length} tokens"])
     loaded = load_model(config, tokenizer)
     plan, weights = unrolled(loaded.plan, loaded.weights)
     if decoding.quantize_weights:

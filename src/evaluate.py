@@ -70,6 +70,10 @@ class Evaluator:
         """Returns the metrics of `means`, under names of this set (`eval_key`)."""
         return {eval_key(metric, self.name): value for metric, value in means(self.sums(weights)).items()}
 
+    def epochs(self) -> float:
+        """Returns how many times the batches so far have read the set."""
+        return self._batches.epochs()
+
     def position(self) -> dict[str, Any]:
         """Returns how far a rolling set has come, for a checkpoint."""
         return self._batches.position()
@@ -141,9 +145,13 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     step, inputs = compile_eval_step(loaded.plan), InputSpec.of(config, loaded.tokenizer)
     metrics: dict[str, float] = {}
     for data in open_eval_sets(inputs, config.evaluation):
-        sums = Evaluator(config.evaluation, inputs, loaded.plan, step, data).sums(loaded.weights)
+        evaluator = Evaluator(config.evaluation, inputs, loaded.plan, step, data)
+        sums = evaluator.sums(loaded.weights)
         set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
         say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())
+        if data.steps != -1 and (epochs := evaluator.epochs()) > 1:
+            of = f" of {data.name}" if data.name else ""
+            say([f"eval_steps={data.steps}: the data{of} were read {epochs:.1f} times (eval_steps=-1: once)"])
         counts = {"eval_tokens": counted_tokens(sums), "eval_batches": len(sums)}
         say(f"{eval_key(name, data.name)} {count}" for name, count in counts.items())
         metrics |= set_metrics

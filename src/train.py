@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
     config = configured(argv)
     if config is None:
         return None
-    with stack_traces(config.diagnostics), advice_on_memory(config), contextlib.ExitStack() as exits:
+    advice = advice_on_memory(config.per_device_batch_size, config.remat_policy)
+    with stack_traces(config.diagnostics), advice, contextlib.ExitStack() as exits:
         return train(config, exits)
 
 

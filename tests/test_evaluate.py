@@ -2,10 +2,12 @@
 
 import math
 import random
+import re
 
 import numpy as np
 import pytest
 
+from src import evaluate
 from tests import runs
 
 
@@ -91,6 +93,21 @@ def test_the_loss_is_that_of_each_document_on_its_own(trained, texts):
 
 
 # ---- However it is computed, it is the same
+
+
+def test_data_that_are_read_again_are_said(trained, capsys):
+    """As often as there are more tokens than in an epoch, but for documents that are not finished."""
+
+    def tokens(**keys):
+        evaluate.main([str(trained[0]), *(f"{key}={value}" for key, value in keys.items())])
+        said = capsys.readouterr().out
+        return int(re.search(r"eval_tokens (\d+)", said)[1]), re.search(r"the data were read ([\d.]+) times", said)
+
+    epoch, nothing = tokens(eval_steps=-1)
+    assert nothing is None
+    taken, said = tokens(eval_steps=8)
+    assert taken > 2 * epoch
+    assert float(said[1]) == pytest.approx(taken / epoch, abs=0.3)
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,6 @@ def test_a_command_is_understood(argv, anywhere, monkeypatch):
     monkeypatch.setenv("HOME", str(anywhere))
     if help_for(argv) is None:
         command_line.load(argv)
-    else:
-        assert "there is no key" not in help_for(argv)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from src.checkpoint.data_position import TOKENIZER_KEYS
-from src.checkpoint.restore import flatten
 from src.checkpoint.run_folder import RunFolder
 from src.config.load import compare_runs, from_yaml
 from src.config.schema import KEYS, Config
@@ -31,8 +32,13 @@ def compare_configs(config: Config, folder: RunFolder, plan: StepPlan, abstract:
     if breaking:
         listed = "\n".join(f"  {change}" for change in breaking)
         accept = f", or accept them: accept_changes=[{', '.join(change.key for change in breaking)}]"
-        if not _same_arrays(Config.of({key: old[key] for key in old if key in KEYS}), plan, abstract):
+        former = _state_of(Config.of({key: old[key] for key in old if key in KEYS}), plan)
+        if former is None or _shapes(former) != _shapes(abstract):
             accept = ": checkpoints have arrays of the old shapes, which do not fit these"
+            if former is not None and _shapes(former.weights) == _shapes(abstract.weights):
+                accept += (
+                    f". The weights do: run_name=NEW load_parameters_path={folder.path} begins with them at step 0"
+                )
         raise UserError(
             f"This run was started with other settings of its weights or data (old -> new):\n{listed}\n"
             f"Give them as they were, or use another run_name{accept}"
@@ -40,14 +46,16 @@ def compare_configs(config: Config, folder: RunFolder, plan: StepPlan, abstract:
     return [f"changed since the run's last start: {change}" for change in harmless]
 
 
-def _same_arrays(old: Config, plan: StepPlan, abstract: TrainState) -> bool:
-    """Returns whether the state of an old configuration has arrays of the same names and shapes."""
+def _state_of(old: Config, plan: StepPlan) -> TrainState | None:
+    """Returns the abstract state of an old configuration; None where it does not divide over this mesh."""
     try:
-        old_state = abstract_state(plan_step(old, plan.layout))
-    except UserError:  # it does not divide over this mesh
-        return False
-    shapes, old_shapes = ({name: x.shape for name, x in flatten(state).items()} for state in (abstract, old_state))
-    return shapes == old_shapes
+        return abstract_state(plan_step(old, plan.layout))
+    except UserError:
+        return None
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def check_vocabulary(vocab_size: int, meta: Mapping[str, Any]) -> None:

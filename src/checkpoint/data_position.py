@@ -34,6 +34,9 @@ ACCEPTED_BY = {
 }
 Facts = Mapping[str, Any]  # a checkpoint's meta, or the data's fingerprint
 
+# What the config says of batches, whatever the data.
+BATCH_FACTS = {"global batch", "long_documents", "max_target_length", "packing", "batch_transform", "data_shuffle_seed"}
+
 
 class DataPosition(NamedTuple):
     """Where a run goes on in its data."""
@@ -65,7 +68,7 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
     # Older checkpoints do not list files one by one. Where both lists exist they say which file has changed.
     lists_files = all(any(facts[name].is_file for name in listing) for listing in (old, fingerprint))
     changes = {
-        name: f"{name}: {old.get(name)} -> {fingerprint.get(name)}"
+        name: f"{name}: {_changed(old.get(name), fingerprint.get(name), facts[name])}"
         for name in changed_keys(old, fingerprint)
         if (lists_files or not facts[name].is_file)
         # Older checkpoints know no contents.
@@ -75,11 +78,26 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
     if refused := [name for name in changes if not set(accept_changes).intersection(accepting[name])]:
         listed = first_few((f"  {changes[name]}" for name in refused), "\n")
         keys = ", ".join(dict.fromkeys(accepting[name][0] for name in refused))
+        if BATCH_FACTS.issuperset(refused):
+            what, given = (
+                "The checkpoint's run had other batches",
+                ", ".join(key for name in refused for key in accepting[name]),
+            )
+            restore = f"Give {given} and as many devices as before"
+        else:
+            what, restore = "The checkpoint stands in other data than the config describes", "Restore the data"
         raise UserError(
-            f"The checkpoint stands in other data than the config describes (old -> new):\n{listed}\n"
-            f"Restore the data, or accept that examples repeat or are missed: accept_changes=[{keys}]"
+            f"{what} (old -> new):\n{listed}\n"
+            f"{restore}, or accept that examples repeat or are missed: accept_changes=[{keys}]"
         )
     return [f"accepted: {change}" for change in changes.values()]
+
+
+def _changed(old: Any, new: Any, fact: Fact) -> str:
+    """Returns a fact's change in words."""
+    if fact.is_file and old is None:
+        return f"added, {new:,} bytes"
+    return f"removed, it had {old:,} bytes" if fact.is_file and new is None else f"{old} -> {new}"
 
 
 def accepted_by(entry: str, fact: Fact) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from src.config.keys import Key
 from src.config.migration_hints import migration_hint, with_own_mesh_word
 from src.config.schema import KEYS
 from src.config.yaml import Plain, dump
-from src.errors import did_you_mean
+from src.errors import UserError, did_you_mean
 
 HEADER = """\
 # Every key of MinText, once, with its default. Type a key on the command line as key=value;
@@ -73,7 +73,7 @@ python -m src.train CONFIG [key=value ...]        such as: python -m src.train c
 python -m src.train --help KEY                    what a key does, and its default
 
 CONFIG is a YAML file, a Python file with get_config(), or the folder of a run, which then goes on (with another
-run_name: begins anew); without one, configs/base.yml."""
+run_name: begins anew); with key=value alone it is configs/base.yml."""
 )
 
 
@@ -87,12 +87,12 @@ def help_for(argv: Sequence[str], usage: Usage = TRAIN) -> str | None:
 
 
 def help_text(key: str) -> str:
-    """Returns base.yml's lines about a key, under its group's title; for another name, what to type or the nearest."""
+    """Returns base.yml's lines about a key, or what to type for another trainer's; raises UserError for other names."""
     if key in KEYS:
         return f"{KEYS[key].group}\n{key_lines(KEYS[key])}"
     if hint := migration_hint(key, Plain("...")):
         return hint.sentence
-    return f"there is no key {key}.{did_you_mean(with_own_mesh_word(key), KEYS)} --help alone lists all keys."
+    raise UserError(f"there is no key {key}.{did_you_mean(with_own_mesh_word(key), KEYS)} --help alone lists all keys.")
 
 
 def _overview(usage: Usage) -> str:

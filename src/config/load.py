@@ -177,6 +177,8 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
 def _no_config(path: Path) -> str:
     """Returns why there is no CONFIG at `path`, and what there is."""
     if path.is_dir():
+        if keys := _model_in(path):
+            return f"{path} is a model's folder, not a run's: type configs/base.yml {keys}"
         runs = first_few(runs_in(path))
         return f"{path} is a folder without a config.yml, which a run's has." + f" Runs in it: {runs}." * bool(runs)
     if not path.suffix and (runs := first_few(runs_in(path.parent), near=str(path))):
@@ -185,6 +187,14 @@ def _no_config(path: Path) -> str:
     same_name = [file for file in files if Path(file).name == path.name]
     hint = f" Did you mean {same_name[0]}?" if same_name else did_you_mean(path.name, files)
     return f"there is no file {path}." + (hint or f" There are {first_few(files, near=str(path))}.")
+
+
+def _model_in(folder: Path) -> str:
+    """Returns the keys to type for the model in a folder, of src.convert or Hugging Face; empty where there is none."""
+    if (folder / "model.yml").is_file():
+        return f"model_name={folder}/model.yml load_parameters_path={folder}/checkpoint"
+    is_hugging_face = (folder / "config.json").is_file() or any(folder.glob("*.safetensors"))
+    return f"model_name={folder} load_parameters_path={folder}" if is_hugging_face else ""
 
 
 def _model_name(settings: Sequence[Setting]) -> str:
@@ -210,6 +220,8 @@ def _model_settings(name: str, uses_weights: bool, read_folder: FolderReader, pr
         return _settings({**keys, **({"load_parameters_path": name} if uses_weights else {})}, f"in {name}")
     path = Path(os.path.expanduser(name)) if name.endswith((".yml", ".py")) else CONFIGS / "models" / f"{name}.yml"
     if not path.is_file():
+        if keys := _model_in(Path(name).expanduser()):
+            raise UserError(f"model_name={name} is a folder with a model file: type {keys}")
         models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
         hint = did_you_mean(name, models) or f" There are {first_few(models, near=name)}."
         if re.fullmatch(r"[\w-]+/[\w.-]+", name):

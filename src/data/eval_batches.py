@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from src.data.best_fit import remap_position
+from src.data.best_fit import documents_consumed, remap_position
 from src.data.document_stream import DocumentStream, RowFiller, layout_of, rows_per_epoch
 from src.data.host_arrays import max_over_hosts
 from src.data.loader import BatchMaker, count_targets
@@ -78,6 +78,12 @@ class EvalBatches:
         positions[list(self._rows)] = [self._filler.position(row) for row in range(len(self._rows))]
         # "lanes" is what checkpoints call packing streams.
         return {"rows_taken": self._rows_taken, "lanes": max_over_hosts(positions).tolist()}
+
+    def epochs(self) -> float:
+        """Returns how many times the batches taken so far have read the data; every process calls it, as `position`."""
+        if (rows := rows_per_epoch(self._inputs, self._source)) is not None:
+            return self._rows_taken / rows
+        return float(documents_consumed(np.array(self.position()["lanes"], np.int32)).sum()) / len(self._source)
 
     def _start(self, position: Mapping[str, Any] | None) -> None:
         self._rows_taken, positions = 0, None

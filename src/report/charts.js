@@ -54,9 +54,10 @@ function curves(chart, view) {
     const points = inView(series.points, view), medians = inView(series.medians || series.points, view);
     const width = 2 * Math.floor(medians.length / 100) + 1;
     if (series.kind !== "noisy" || width < 5) return [{ ...series, points, style: series.kind === "eval" ? "marked" : "line" }];
+    const steps = width * (medians[1][0] - medians[0][0]), name = `${series.name} median of ${steps} steps`;
     return [
       { ...series, points, style: "raw" },
-      { ...series, points: runningMedian(medians, width), style: "line", name: (series.name + " median").trim() },
+      { ...series, points: runningMedian(medians, width), style: "line", isMedian: true, name },
     ];
   });
 }
@@ -79,7 +80,8 @@ function valueRange(chart, drawn, log, whole) {
     });
     const top = reduce(Math.max, tops);
     if (high - low > 1.5 * (top - low)) {
-      const all = drawn[0].points, above = all.filter((point) => point[1] > top).length;
+      const all = drawn.filter((curve) => curve.kind !== "eval" && !curve.isMedian).flatMap((curve) => curve.points);
+      const above = all.filter((point) => point[1] > top).length;
       note = `${above} of ${all.length} points lie above the chart, up to ${show(chart, high)}.`;
       high = top;
     }

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from src.config.command_keys import Diagnostics
-from src.config.schema import Config
 from src.console import say
 from src.errors import UserError
 
@@ -47,7 +46,7 @@ def stack_traces(keys: Diagnostics) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def advice_on_memory(config: Config) -> Iterator[None]:
+def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Iterator[None]:
     """Raises UserError, with what helps, where a device or the host has no room for what the body asks for."""
     try:
         yield
@@ -62,9 +61,9 @@ def advice_on_memory(config: Config) -> Iterator[None]:
         kept = getattr(error, "kept_checkpoint", "")  # of checkpoint.run_folder.in_run_folder
         raise UserError(
             f"memory is full{size}, on {jax.device_count()} x {jax.devices()[0].device_kind}. JAX says: {message}\n"
-            f"What helps: a smaller per_device_batch_size (here {config.per_device_batch_size:g}; "
+            f"What helps: a smaller per_device_batch_size (here {per_device_batch_size:g}; "
             "gradient_accumulation_steps keeps the global batch), remat_policy=full or one that keeps less (here "
-            f"{config.remat_policy}), num_vocab_tiling for the logits, more devices, over which "
+            f"{remat_policy}), num_vocab_tiling for the logits, more devices, over which "
             "ici_fsdp_parallelism=-1 shards the weights, or a smaller model. python -m src.train_compile with these "
             f"keys and compile_topology={where} lists what a step needs, and what would make it fit."
             + (f"\n{kept}" if kept else "")

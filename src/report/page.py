@@ -43,7 +43,9 @@ def main(argv: Sequence[str]) -> None:
     page_file = folders[0] / "report.html"
     try:
         histories = [_read_history(folder) for folder in folders]
-        page_file.write_text(page(folders[0], histories[0], dict(zip(argv[1:], histories[1:], strict=True))))
+        names = [folder.name for folder in folders]  # or as typed, where two have the same
+        others = [name if names.count(name) == 1 else typed for name, typed in zip(names, argv, strict=True)][1:]
+        page_file.write_text(page(folders[0], histories[0], dict(zip(others, histories[1:], strict=True))))
     except (OSError, ValueError, ArithmeticError) as error:  # such as a folder in a file's place, or absurd numbers
         raise UserError(f"cannot write {page_file}: {type(error).__name__}: {error}") from None
     print(f"wrote {page_file}")

@@ -12,7 +12,7 @@ import numpy as np
 
 from src.checkpoint.run_folder import RunFolder
 from src.config import load as configuration
-from src.config.schema import Config
+from src.config.schema import KEYS, Config
 from src.config.source_spec import SourceSpec, train_specs
 from src.data.document_stream import DocumentStream
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData
@@ -158,8 +158,10 @@ def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config:
     commands = {}
     if tokenizer:
         chats = config.use_sft and tokenizer.chat_template
-        arguments = ["interactive=true", "use_chat_template=true"] if chats else [f"prompt={config.prompt}"]
-        commands["ask it"] = ["src.decode", run, *arguments]
+        # What a model of other data than Python's source begins with is for the user to say.
+        own_data = config.prompt == KEYS["prompt"].default and (config.dataset_path or config.dataset_type != "text")
+        arguments = ["interactive=true"] if chats or own_data or config.datasets else [f"prompt={config.prompt}"]
+        commands["ask it"] = ["src.decode", run, *arguments, *["use_chat_template=true"] * bool(chats)]
     if config.eval_interval > 0:  # otherwise nothing was held out, and the model was trained on all of the data
         commands["measure it"] = ["src.evaluate", run]
     if "://" not in run:
@@ -167,7 +169,7 @@ def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config:
 
         with contextlib.suppress(UserError):  # of none
             find_family(config.model, config.max_target_length)
-            commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, "hf")]
+            commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, f"hf-{config.steps}")]
     return [f"{what + ':':12}{environment}{shlex.join([python, '-m', *words])}" for what, words in commands.items()]
 
 

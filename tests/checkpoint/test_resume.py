@@ -101,7 +101,7 @@ def test_killed_and_terminated_the_same_command_goes_on(command):
     assert runs.steps_saved(command.folder)[-1] == stopped
     assert "resumed from step" in output
     assert "changed since" not in output
-    assert f"stopped by SIGTERM after step {stopped}; the same command, run_name=" in output
+    assert f"stopped by SIGTERM after step {stopped}; the checkpoint of step {stopped} in " in output
     assert (command.folder / "report.html").exists()
     output = command.finish()
     assert f"resumed from step {stopped}" in output
@@ -195,10 +195,16 @@ def test_a_raised_number_of_steps_goes_on(stopped, whole, corpus):
     ("changes", "key", "message"),
     [
         ({"data_shuffle_seed": 1}, "data_shuffle_seed", "data_shuffle_seed: 0 -> 1"),
-        ({"per_device_batch_size": 2}, "per_device_batch_size", "global batch: 8 -> 16"),
+        (
+            {"per_device_batch_size": 2},
+            "per_device_batch_size",
+            "run had other batches (old -> new):\n  global batch: 8 -> 16\nGive per_device_batch_size, ",
+        ),
         ({"max_target_length": 32}, "max_target_length", "max_target_length: 64 -> 32"),
         ({"rope_max_timescale": 500}, "rope_max_timescale", "rope_max_timescale: 10000 -> 500"),
-        ({"opt_type": "sgd"}, "", "opt_type: adamw -> sgd"),  # whose state has other arrays
+        # Its state has other arrays, and its weights the same.
+        ({"opt_type": "sgd"}, "", "opt_type: adamw -> sgd\n"),
+        ({"opt_type": "sgd"}, "", "do not fit these. The weights do: run_name=NEW load_parameters_path="),
         # Documents that were held out would now be trained on.
         ({"eval_interval": -1}, "eval_interval", "source part"),
     ],
@@ -230,6 +236,7 @@ def test_another_corpus_is_noticed(stopped, corpus, tmp_path, monkeypatch, capsy
     said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys))
     assert "other data" in said
     assert "source files: 60 -> 61" in said
+    assert "source file more.txt: added, 160 bytes" in said
     assert runs.contents(stopped) == before
     runs.run_here(**keys, accept_changes="[dataset_path]")
     assert runs.losses(stopped)[-1][0] == STEPS

@@ -306,7 +306,8 @@ def test_help():
     remat = help_text("remat_policy")
     assert remat.index("save_out_proj") < remat.index("\nremat_policy:")
     assert "  vocab: [tensor, stage]" in help_text("logical_axis_rules")
-    assert "Did you mean steps" in help_text("stpes")
+    with pytest.raises(UserError, match=r"there is no key stpes\. Did you mean steps"):
+        help_text("stpes")
     assert "experts" in help_text("num_experts")
 
 

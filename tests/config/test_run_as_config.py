@@ -24,7 +24,7 @@ def trained(tmp_path_factory):
     corpus = runs.write_corpus(folder / "corpus")
     keys = {"dataset_path": corpus, "steps": 4, "eval_interval": 4, "max_target_length": 32, "model_name": "gpt3-125m"}
     keys |= {"trainable_position_size": -1, "base_output_directory": folder, "run_name": "mine", "log_period": 4}
-    keys |= {"accept_changes": "[steps]"}
+    keys |= {"accept_changes": "[steps]", "prompt": "alpha"}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         result = runs.run_here(**keys)
     return folder / "mine", result.eval_metrics, printed.getvalue()
@@ -57,7 +57,7 @@ def test_a_run_ends_with_the_commands_that_use_it(trained):
         results[name] = COMMANDS[name](argv)
     assert len(results["src.decode"][0]) > 0
     assert results["src.evaluate"] == found
-    assert (folder / "hf" / "model.safetensors").is_file()
+    assert (folder / "hf-4" / "model.safetensors").is_file()
 
 
 def test_a_run_is_not_measured_on_what_it_trained_on(trained, tmp_path):
@@ -120,14 +120,38 @@ def test_a_folder_of_runs_names_them(trained):
         load([str(trained[0].parent)])
 
 
+def test_a_models_folder_is_answered_by_the_keys_that_name_it(tmp_path):
+    converted, exported = tmp_path / "converted", tmp_path / "exported"
+    for folder, file in ((converted, "model.yml"), (exported, "config.json")):
+        folder.mkdir()
+        (folder / file).write_text("{}")
+    keys = f"model_name={converted}/model.yml load_parameters_path={converted}/checkpoint"
+    with pytest.raises(UserError, match=f"not a run's: type configs/base.yml {keys}$"):
+        load([str(converted)])
+    with pytest.raises(UserError, match=f"is a folder with a model file: type {keys}$"):
+        load([f"model_name={converted}"])
+    with pytest.raises(
+        UserError, match=f"type configs/base.yml model_name={exported} load_parameters_path={exported}$"
+    ):
+        load([str(exported)])
+
+
 def test_a_run_that_is_not_there_names_those_beside_it(trained):
     with pytest.raises(UserError, match=r"there is no run .*/mime\. Runs in .*: .*mine\.$"):
         load([str(trained[0].parent / "mime")])
 
 
-@pytest.mark.parametrize(("chats", "asked"), [(True, "interactive=true use_chat_template=true"), (False, "prompt=hi")])
-def test_a_model_of_chats_is_asked_in_a_conversation(tmp_path, chats, asked):
-    config = load(["prompt=hi", f"use_sft={chats}", "dataset_path=chats.jsonl"])
+@pytest.mark.parametrize(
+    ("keys", "asked"),
+    [
+        (["use_sft=true", "dataset_path=chats.jsonl", "prompt=hi"], "interactive=true use_chat_template=true"),
+        (["dataset_path=texts", "prompt=hi"], "prompt=hi"),
+        (["dataset_path=texts"], "interactive=true"),  # not with the first word of a Python program
+        ([], "'prompt=def '"),
+    ],
+)
+def test_a_model_is_asked_as_its_data_are(tmp_path, keys, asked):
+    config = load(keys or ["steps=1"])
     tokenizer = SimpleNamespace(chat_template="{{ messages }}")
     ask, *_ = next_commands(tmp_path, tokenizer, config)
     assert ask.endswith(f"src.decode {tmp_path} {asked}")

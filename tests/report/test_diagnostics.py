@@ -11,7 +11,7 @@ import pytest
 from src.config.command_keys import Diagnostics
 from src.errors import UserError
 from src.report import diagnostics
-from tests import runs, tiny
+from tests import runs
 
 PROGRAM = """
 import pathlib, sys, time
@@ -112,8 +112,7 @@ def test_a_run_that_goes_on_near_its_end_says_that_it_writes_no_profile(tmp_path
 
 
 def test_memory_that_is_full_is_answered_by_what_helps():
-    config = tiny.load(per_device_batch_size=3, remat_policy="full")
-    with pytest.raises(UserError) as raised, diagnostics.advice_on_memory(config):
+    with pytest.raises(UserError) as raised, diagnostics.advice_on_memory(3, "full"):
         jax.block_until_ready(jnp.zeros(2**50, jnp.int8))  # more than a process can address
     said = str(raised.value)
     assert said.startswith("memory is full: 1,048,576.0 GiB at once were asked for, on 8 x cpu. JAX says: RESOURCE_EXH")
@@ -124,6 +123,6 @@ def test_memory_that_is_full_is_answered_by_what_helps():
 @pytest.mark.parametrize("message", ["INTERNAL: 10000000 bytes", "RESOURCE_EXHAUSTED: a kernel ran out of VMEM"])
 def test_what_is_no_lack_of_memory_stays_what_it_is(message):
     error = jax.errors.JaxRuntimeError(message)
-    with pytest.raises(jax.errors.JaxRuntimeError) as raised, diagnostics.advice_on_memory(tiny.load()):
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised, diagnostics.advice_on_memory(3, "full"):
         raise error
     assert raised.value is error

@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         sums = evaluator.sums(loaded.weights)
         set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
         say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())
-        if data.steps != -1 and (epochs := evaluator.epochs()) > 1:
+        if data.steps != -1 and (epochs := evaluator.epochs()) > 1.05:
             of = f" of {data.name}" if data.name else ""
             say([f"eval_steps={data.steps}: the data{of} were read {epochs:.1f} times (eval_steps=-1: once)"])
         counts = {"eval_tokens": counted_tokens(sums), "eval_batches": len(sums)}

@@ -79,10 +79,8 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
         listed = first_few((f"  {changes[name]}" for name in refused), "\n")
         keys = ", ".join(dict.fromkeys(accepting[name][0] for name in refused))
         if BATCH_FACTS.issuperset(refused):
-            what, given = (
-                "The checkpoint's run had other batches",
-                ", ".join(key for name in refused for key in accepting[name]),
-            )
+            what = "The checkpoint's run had other batches"
+            given = ", ".join(key for name in refused for key in accepting[name])
             restore = f"Give {given} and as many devices as before"
         else:
             what, restore = "The checkpoint stands in other data than the config describes", "Restore the data"
@@ -96,8 +94,8 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
 def _changed(old: Any, new: Any, fact: Fact) -> str:
     """Returns a fact's change in words."""
     if fact.is_file and old is None:
-        return f"added, {new:,} bytes"
-    return f"removed, it had {old:,} bytes" if fact.is_file and new is None else f"{old} -> {new}"
+        return f"added, {new} bytes"
+    return f"removed, it had {old} bytes" if fact.is_file and new is None else f"{old} -> {new}"
 
 
 def accepted_by(entry: str, fact: Fact) -> tuple[str, ...]:

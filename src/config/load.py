@@ -193,8 +193,8 @@ def _model_in(folder: Path) -> str:
     """Returns the keys to type for the model in a folder, of src.convert or Hugging Face; empty where there is none."""
     if (folder / "model.yml").is_file():
         return f"model_name={folder}/model.yml load_parameters_path={folder}/checkpoint"
-    is_hugging_face = (folder / "config.json").is_file() or any(folder.glob("*.safetensors"))
-    return f"model_name={folder} load_parameters_path={folder}" if is_hugging_face else ""
+    is_hf = folder.is_dir() and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors")))
+    return f"model_name={folder} load_parameters_path={folder}" if is_hf else ""
 
 
 def _model_name(settings: Sequence[Setting]) -> str:

@@ -159,8 +159,9 @@ def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config:
     if tokenizer:
         chats = config.use_sft and tokenizer.chat_template
         # What a model of other data than Python's source begins with is for the user to say.
-        own_data = config.prompt == KEYS["prompt"].default and (config.dataset_path or config.dataset_type != "text")
-        arguments = ["interactive=true"] if chats or own_data or config.datasets else [f"prompt={config.prompt}"]
+        own_data = config.dataset_path or config.datasets or config.dataset_type != "text"
+        asks = chats or (own_data and config.prompt == KEYS["prompt"].default)
+        arguments = ["interactive=true"] if asks else [f"prompt={config.prompt}"]
         commands["ask it"] = ["src.decode", run, *arguments, *["use_chat_template=true"] * bool(chats)]
     if config.eval_interval > 0:  # otherwise nothing was held out, and the model was trained on all of the data
         commands["measure it"] = ["src.evaluate", run]

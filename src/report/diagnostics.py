@@ -62,7 +62,7 @@ def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Iterato
         raise UserError(
             f"memory is full{size}, on {jax.device_count()} x {jax.devices()[0].device_kind}. JAX says: {message}\n"
             f"What helps: a smaller per_device_batch_size (here {per_device_batch_size:g}; "
-            "gradient_accumulation_steps keeps the global batch), remat_policy=full or one that keeps less (here "
+            "gradient_accumulation_steps keeps the global batch), remat_policy=full (here "
             f"{remat_policy}), num_vocab_tiling for the logits, more devices, over which "
             "ici_fsdp_parallelism=-1 shards the weights, or a smaller model. python -m src.train_compile with these "
             f"keys and compile_topology={where} lists what a step needs, and what would make it fit."

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         print("data to evaluate on are of type tokens then too: write them likewise, each with dataset_path=DATA")
     print(
         f"train on it: dataset_type=tokens dataset_path={config.tokenized_path}{' datasets=[]' * bool(config.datasets)}"
-        " instead of the keys that name the data here; keep the others"
+        ", instead of the keys that name the data here; keep the others"
     )
 
 

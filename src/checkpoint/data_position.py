@@ -76,6 +76,7 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
     }
     accepting = {name: accepted_by(name, facts[name]) for name in changes}
     if refused := [name for name in changes if not set(accept_changes).intersection(accepting[name])]:
+        refused.sort(key=lambda name: not facts[name].is_file)  # which says the most
         listed = first_few((f"  {changes[name]}" for name in refused), "\n")
         keys = ", ".join(dict.fromkeys(accepting[name][0] for name in refused))
         if BATCH_FACTS.issuperset(refused):

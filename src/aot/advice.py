@@ -55,7 +55,7 @@ def changes(config: Config, devices: list[jax.Device], built: TracedStep, needed
     result: list[Change] = []
     # The optimizer's precision and sharding are offered where much of the memory is the state's.
     state_decides = arguments > capacity / 2
-    for cost, *alternatives in _candidates(config.step, config.batch, config.aot, state_decides):
+    for cost, *alternatives in _candidates(built.plan.step, config.batch, config.aot, state_decides):
         best = None
         for keys in alternatives:
             best = change(keys, cost) or best

@@ -51,6 +51,7 @@ def make_report(
         "rows": built.rows,
         "tokens": built.tokens,
         "attention": plan.kernel,
+        "loss_tiles": plan.step.num_vocab_tiling,
         "seconds": dict(seconds),
         "memory": device_memory(topology, built, compiled, refusal),
         "flops": {
@@ -156,6 +157,8 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
     yield "model", f"{report['parameters']:,} parameters{a_token}"
     yield "step", f"{report['rows']:,} rows, {report['tokens']:,} tokens"
     yield "attention", report["attention"]
+    if report["loss_tiles"] > 1:
+        yield "loss", f"in {report['loss_tiles']} tiles (num_vocab_tiling)"
     parts = ", ".join(f"{name} {value:.1f}" for name, value in report["seconds"].items())
     yield "compiled", f"in {duration(sum(report['seconds'].values()))} (seconds: {parts})"
     yield "memory", "\n".join(_memory_lines(report["memory"]))

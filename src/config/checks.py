@@ -112,7 +112,7 @@ def _moments(config: FlatKeys) -> Iterator[str]:
 
 def _tiles(config: FlatKeys) -> Iterator[str]:
     length, tiles = config.max_target_length, config.num_vocab_tiling
-    if length % tiles:
+    if tiles and length % tiles:
         yield f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles"
 
 

@@ -46,7 +46,8 @@ class Numerics:
         ("default", "high", "highest"))
     attention: str = key("autoselected", "autoselected, dot_product, flash (TPU) or cudnn_flash (NVIDIA GPU)",
         ("autoselected", "dot_product", "flash", "cudnn_flash"))
-    num_vocab_tiling: int = key(1, "tiles of the sequence for the loss: logits of one are held at once", FROM_1, 2**24)
+    num_vocab_tiling: int = key(0, "tiles of the sequence for the loss: logits of one are held at once; 0: by size",
+        FROM_0, 2**24)
 
 
 @group

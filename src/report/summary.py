@@ -67,6 +67,7 @@ def run_header(
         *([("8 bits", plan.quantization.description)] if plan.quantization.kind else []),
         ("attention", plan.kernel),
         ("layers", f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={config.scan_layers})"),
+        *([("loss", f"in {tiles} tiles (num_vocab_tiling)")] if (tiles := plan.step.num_vocab_tiling) > 1 else []),
         ("recomputed", f"remat_policy {config.remat_policy}"),
         ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled),
         ("data", "\n".join(describe_data(train_specs(config.data), data))),

@@ -85,7 +85,7 @@ def test_documents_are_the_texts_in_order_by_the_tokenizer(command, tmp_path, te
 
 def test_a_mixture_of_one_beside_evaluation_sets_is_written(command, corpus, tmp_path, texts):
     entries = {"datasets": f"[{{name: one, dataset_path: {corpus}}}]", "eval_datasets": "[{name: a, dataset_path: b}]"}
-    main(command(**entries))
+    main(command(dataset_path=None, **entries))
     assert documents_in(tmp_path / "out") == [[256, *text.encode(), 257] for text in texts]
 
 

@@ -79,13 +79,7 @@ def test_where_each_slice_updates_its_part_it_gets_sums_of_that_part_alone(keys)
     assert sent["all-reduce"] <= 0.01 * gradients or not keys
 
 
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "base_moe_mlp_dim": 512,
-    "load_balance_loss_weight": 0.01,
-    "ici_expert_parallelism": 4,
-}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "load_balance_loss_weight": 0.01, "ici_expert_parallelism": 4}
 
 
 @needs_libtpu

@@ -37,7 +37,7 @@ class RunFolder:
         self.local = Path(tempfile.mkdtemp(prefix="mintext-")) if self._is_remote else Path(self.path)
         self._synced: dict[Path, tuple[int, int]] = {}  # (bytes, modification time in ns) of what the store has
         self._lock: int | None = None  # a file descriptor
-        self._is_new = False  # made by `lock`
+        self._made: list[Path] = []  # by `lock`: the folder and those above it, innermost first
 
     def check_writable(self) -> None:
         """Raises UserError if the folder is not writable or has a folder in a file's place; leaves nothing behind."""
@@ -65,7 +65,7 @@ class RunFolder:
         """Keeps other runs out of a folder on a local disk until `close`; raises UserError if one is in it."""
         if jax.process_index() != 0 or self._is_remote:
             return
-        is_new = not self.path.exists()
+        made = [folder for folder in (Path(self.path), *Path(self.path).parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY)
         try:
@@ -73,7 +73,7 @@ class RunFolder:
         except BlockingIOError:
             message = f"another process is running in {self.path}: wait for it, or use another run_name"
             raise UserError(message) from None
-        self._is_new = is_new
+        self._made = made
 
     def write_text(self, name: str, text: str) -> None:
         """Writes the file `name` in the folder atomically: readers find the old or the new content, whole."""
@@ -124,12 +124,12 @@ class RunFolder:
                 self._synced[file] = version
 
     def close(self) -> None:
-        """Syncs, then unlocks the folder and deletes the temporary one, and a new one to which nothing was written."""
+        """Syncs, then unlocks the folder and deletes the temporary one, and new ones to which nothing was written."""
         self.sync()
         if self._lock is not None:
-            if self._is_new:
-                with contextlib.suppress(OSError):  # it holds files
-                    os.rmdir(self.path)
+            with contextlib.suppress(OSError):  # one holds files
+                for folder in self._made:
+                    folder.rmdir()
             os.close(self._lock)
             self._lock = None
         if self._is_remote:

@@ -55,8 +55,7 @@ OF_LAYERS = (
     Need(["original_max_position_embeddings"], {"rope_type": ["llama3.1", "yarn"]}),
     Need(["rope_low_freq_factor", "rope_high_freq_factor"], {"rope_type": ["llama3.1"]}),
     Need(["beta_fast", "beta_slow", "rope_truncate", "mscale", "mscale_all_dim"], {"rope_type": ["yarn"]}),
-    Need(_of_group("Model: feed-forward", "mlp_", "num_experts"), {"num_experts": FROM_2}),
-    Need(["num_experts_per_tok"], {"num_experts": FROM_2}),
+    Need(_of_group("Model: feed-forward", "mlp_"), {"num_experts": FROM_2}),
     Need(["topk_routing_group", "routing_group_score"], {"n_routing_groups": FROM_2}),
     Need(["base_mlp_dim"], {"num_experts": [1], "base_moe_mlp_dim": [0]}),
 )

@@ -16,6 +16,7 @@ def checked(tmp_path, *only):
     return json.loads(out.read_text())["checks"]
 
 
+@pytest.mark.long
 def test_kernels_are_held_to_plain_ones(tmp_path):
     found = checked(tmp_path, "kernels")["kernels"]
     assert 0 < found["greatest_difference"] < 0.02

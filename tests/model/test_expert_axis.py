@@ -38,14 +38,13 @@ MESHES = {
 }
 # Each axis beside experts once, and each model (fsdp 2 x tensor 2: tests/parallel/test_axes.py).
 CASES = [
-    ("mixtral", "expert 2 x data 4"),
     ("mixtral", "expert 2 x stage 2 x fsdp 2"),
     ("deepseek", "expert 8"),
     # Where devices share rows, whole rows choose who is dropped.
     ("capacity", "expert 4 x context 2"),
 ]
 FURTHER = [
-    *(("mixtral", mesh) for mesh in ("expert 8", "expert 4 x fsdp 2", "expert 4 x context 2")),
+    *(("mixtral", mesh) for mesh in ("expert 2 x data 4", "expert 8", "expert 4 x fsdp 2", "expert 4 x context 2")),
     *((model, "expert 2 x fsdp 2 x tensor 2") for model in ("mixtral", "deepseek")),
     ("deepseek", "expert 4 x context 2"),
     *(("capacity", mesh) for mesh in ("expert 4 x fsdp 2", "context 4 x fsdp 2")),

@@ -53,7 +53,7 @@ CASES = [
 # expert and context (test_expert_axis.py and test_context_axis.py there). The rest take an hour.
 SHORT = {
     "dense": ["data 8", "context 4", "tensor 4", "stage 2 context 2"],
-    "windowed": ["data 2 context 2"],
+    "windowed": [],  # in stages tests/model/test_pipeline.py has it, windows over context test_context_axis.py
     "latent experts": ["fsdp 2 expert 2 tensor 2"],
     "gpt3": [
         *("fsdp 8", "data 2 fsdp 2, in micro-batches", "data 2 context 2, recomputed", "stage 2 fsdp 2, recomputed")

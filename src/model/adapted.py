@@ -29,6 +29,10 @@ class Adapted(Wrapped):
         """Returns all of it for `...`, or for `[..., part]` that part of the last dim, which `up` has too."""
         return self if index is Ellipsis else Adapted(self.base[index], self.down, self.up[index])
 
+    def grouped(self, x: Array, product: Callable[[Array, Array], Array]) -> Array:
+        """Multiplies `x` by it, by `product` of plain weights of groups."""
+        return product(x, self.base) + product(product(x, self.down), self.up)
+
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Array, str], Array]) -> Array:
         """Multiplies `x` by it as `einsum` says, by `matmul` of plain weights."""
         inputs, out = einsum.split("->")

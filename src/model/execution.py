@@ -20,6 +20,7 @@ class Execution:
     remat_policy: str = "none"
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
     schedule: Schedule | None = None  # of pipeline stages
+    has_experts: bool = False  # whose whole weights, once gathered, no policy keeps
 
     @property
     def kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -31,7 +32,7 @@ class Execution:
 
     def remat(self, block: Callable, repeats: int) -> Callable:
         """Wraps a block of a pattern that runs `repeats` times, to keep for the backward pass what the policy names."""
-        if self.remat_policy == "none":
+        if self.remat_policy == "none" and not self.has_experts:
             return block
         # A loop's body is compiled by itself, so common subexpressions cannot undo the recomputation there; a loop of
         # one round is none to XLA.
@@ -45,6 +46,8 @@ class Execution:
 
     def _policy(self, *more: str) -> Callable[..., Any]:
         """Returns JAX's policy that keeps what `remat_policy` names, and `more` on the device."""
+        if self.remat_policy == "none":
+            return jax.checkpoint_policies.save_anything_except_these_names("gathered_experts")
         on_device, on_host = self.kept
         on_device = {*on_device, *more} - {*on_host}
         if on_host:
@@ -69,4 +72,4 @@ def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: Schedu
     scans = step.scan_layers.lower() == "true"
     if step.scan_layers == "auto":
         scans = layout.platform != "cpu" or layout.mesh.size > 1 or len(spec.layers) > MAX_UNROLLED
-    return Execution(scans, step.remat_policy, dict(step.remat_custom), schedule)
+    return Execution(scans, step.remat_policy, dict(step.remat_custom), schedule, spec.has_experts)

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -53,16 +54,17 @@ class FeedForward(nnx.Module):
         if self.spec.mlp_bias:
             hidden_BTAF += self.wi_bias[...].astype(x_BTD.dtype)
         hidden_BTAF = context.layout.constrain(hidden_BTAF, "batch", "length", None, "mlp")
-        hidden_BTF = activated(checkpoint_name(hidden_BTAF, "mlpwi"), self.spec)
+        factors = [hidden_BTAF[..., index, :] for index in range(len(self.spec.mlp_activations))]
+        hidden_BTF = activated(factors, self.spec)
         out_BTD = context.reduce_scatter_sequence(matmul(hidden_BTF, self.wo[...], "BTF,FD->BTD"))
         if self.spec.mlp_bias:
             out_BTD += self.wo_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "mlpwo"), {}
 
 
-def activated(hidden_AF: Array, spec: LayerSpec) -> Array:
-    """Multiplies the activated factors: [..., A, F] to [..., F]."""
-    factors = [hidden_AF[..., index, :] for index in range(len(spec.mlp_activations))]
+def activated(factors: Sequence[Array], spec: LayerSpec) -> Array:
+    """Multiplies the activated factors, [..., F] each; a remat policy keeps them by the name mlpwi."""
+    factors = [checkpoint_name(factor, "mlpwi") for factor in factors]
     if limit := spec.mlp_activations_limit:  # the gate, the first factor, is clipped from above only
         gate, *others = factors
         factors = [jnp.minimum(gate, limit), *(jnp.clip(x, -limit, limit) for x in others)]

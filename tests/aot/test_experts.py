@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
+from scripts.program_stats import copies, instructions
 from src.aot.devices import abstract_devices
 from src.model import params
 from src.model.forward_context import ForwardContext
@@ -86,23 +87,32 @@ def test_experts_cost_what_their_rows_do(layer):
     program = lowered(overrides, topology, experts).compile()
     text = program.as_text()
     first = [name for path, name in KERNEL.findall(text) if "while" not in path]
-    assert sorted(first) == ["gmm"] * 4 + ["tgmm"] * 2
+    assert sorted(first) == ["gmm"] * 6 + ["tgmm"] * 3
     room, here = TOKENS * k * 5 // 4, E // experts
     # Rows as tokens that choose at random bring them.
     sizes = np.random.default_rng(0).multinomial(TOKENS * k, np.full(here, 1 / here))
     tile = row_tile(room, here)
     work = 0
-    for X, Y in ((D, 2 * F), (F, D)):
-        for x, y in ((X, Y), (Y, X), (X, Y)):  # forward, the gradient to rows, that to weights
+    for X, Y in ((D, F), (D, F), (F, D)):
+        for x, y in ((X, Y), (Y, X), (D, F)):  # forward, the gradient to rows, that to weights
             padded = np.prod([-(-n // part) * part for n, part in zip((x, y), tile_sizes(tile, x, y, 2), strict=True)])
             work += 2 * tiles_computed(sizes, tile) * tile * padded
     active = 3 * 2 * TOKENS * k * 3 * D * F
     assert work < 1.15 * active
     # XLA counts each kernel for the room it is given, those of the loop over further windows too, which balanced
     # experts don't enter: of forward 3 products, of backward 6, and in the loop the 2 of the hidden units once more.
-    assert text.count('custom_call_target="tpu_custom_call"') == 6 + 7
+    assert text.count('custom_call_target="tpu_custom_call"') == 9 + 11
     counted = (9 + 11) / 9 * room / (TOKENS * k)
     assert 0 <= program.cost_analysis()["flops"] / active - counted < 0.02
+
+
+@needs_libtpu
+@pytest.mark.usefixtures("little_effort")
+def test_nothing_of_experts_is_laid_out_anew():
+    """Neither the rows' factors nor the gathered weights are copied, whose kernels take them as they lie."""
+    text = lowered({**MIXTRAL, "base_emb_dim": 1024, "base_moe_mlp_dim": 2048}, "v5p-8", 1).compile().as_text()
+    large = [each["name"] for each in copies(list(instructions(text))) if each["bytes"] > 2**20]
+    assert not [name for name in large if "experts" in name or "all_gather" in name]
 
 
 @needs_cuda
@@ -113,9 +123,9 @@ def test_experts_on_gpus_cost_what_their_rows_do(experts):
     here, room = 64 // experts, TOKENS * k * (1 if experts == 1 else 5 / 4)
     step = lowered(SMALL_DEEPSEEK, "a3", experts)
     found = {tuple(map(int, grid)) for grid in GPU_KERNEL.findall(step.as_text())}
-    rows, d, f, ff = int(room // TILE) + here, *(-(-size // TILE) for size in (D, F, 2 * F))
+    rows, d, f = int(room // TILE) + here, -(-D // TILE), -(-F // TILE)
     # Forward and the gradient to rows, of both products: the sums are over all of X. Then the gradients to weights.
-    assert found == {(ff, rows, 1), (d, rows, 1), (f, rows, 1), (ff, d, here), (d, f, here)}
+    assert found == {(f, rows, 1), (d, rows, 1), (f, d, here)}
     every_row_for_every_expert = 2 * 64 * TOKENS * k * F
     assert step.compile().memory_analysis().temp_size_in_bytes < every_row_for_every_expert
 

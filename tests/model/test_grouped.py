@@ -15,16 +15,17 @@ SIZES = {"all": [100, 28, 72, 1, 99], "empty groups": [0, 130, 0, 20, 0], "none"
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_group_has_its_weight(dtype, platform, sizes):
+@pytest.mark.parametrize(("dtype", "transposed"), [("float32", False), ("bfloat16", False), ("float32", True)])
+def test_each_group_has_its_weight(dtype, transposed, platform, sizes):
     rng = np.random.default_rng(0)
-    shapes = (ROWS, 40), (5, 40, 2, 72), (ROWS, 2, 72)
+    shapes = (ROWS, 40), (5, 40, 72), (ROWS, 72)
     x, kernel, gradient = (np.array(rng.normal(size=shape), jnp.dtype(dtype)) for shape in shapes)
     if platform != "cpu":
         x[sum(sizes) :] = gradient[sum(sizes) :] = np.nan  # undefined past the last group, and nothing comes of it
 
     def product(x, kernel):
-        return grouped_matmul(x, kernel, jnp.array(sizes, jnp.int32), platform, interpret=True)
+        kernel = kernel.swapaxes(1, 2) if transposed else kernel
+        return grouped_matmul(x, kernel, jnp.array(sizes, jnp.int32), platform, transposed, interpret=True)
 
     out, to_inputs = jax.vjp(jax.jit(product), jnp.asarray(x), jnp.asarray(kernel))
     to_x, to_kernel = to_inputs(jnp.asarray(gradient))
@@ -39,9 +40,9 @@ def test_each_group_has_its_weight(dtype, platform, sizes):
 
     for group, start in enumerate(np.cumsum([0, *sizes[:-1]])):
         part = slice(start, start + sizes[group])
-        assert_product(out[part], "rx,xaf->raf", x[part], kernel[group])
-        assert_product(to_x[part], "raf,xaf->rx", gradient[part], kernel[group])
-        assert_product(to_kernel[group], "rx,raf->xaf", x[part], gradient[part])
+        assert_product(out[part], "rx,xy->ry", x[part], kernel[group])
+        assert_product(to_x[part], "ry,xy->rx", gradient[part], kernel[group])
+        assert_product(to_kernel[group], "rx,ry->xy", x[part], gradient[part])
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(8192, 2), (40960, 16), (16384, 1), (65536, 8)])

@@ -15,9 +15,14 @@ from src.model.adapted import Adapted
 
 
 def grouped_matmul(
-    x_RX: Array, kernel: Array | Adapted, rows_G: Array, platform: str, interpret: bool = False
+    x_RX: Array,
+    kernel_GXY: Array | Adapted,
+    rows_G: Array,
+    platform: str,
+    transposed: bool = False,
+    interpret: bool = False,
 ) -> Array:
-    """Multiplies rows of `x` by the weight of their group: [R, X] and [G, X, ...] to [R, ...].
+    """Multiplies rows of `x` by the weight of their group: [R, X] and [G, X, Y], or [G, Y, X] `transposed`, to [R, Y].
 
     The first rows_G[0] rows are group 0's, the next rows_G[1] group 1's, and so on. Rows past the last group cost
     nothing where `platform` has a kernel; their output is undefined, and no gradient comes from them.
@@ -26,21 +31,20 @@ def grouped_matmul(
     make dense products over all groups of the weights' gradient on a TPU, and of all three on a GPU. `interpret` runs
     the kernels without an accelerator, slowly, for tests.
     """
-    if isinstance(kernel, Adapted):
-        product = functools.partial(grouped_matmul, rows_G=rows_G, platform=platform, interpret=interpret)
-        return product(x_RX, kernel.base) + product(product(x_RX, kernel.down), kernel.up)
-    kernel_GXY = kernel.astype(x_RX.dtype).reshape(*kernel.shape[:2], -1)
+    how = {"rows_G": rows_G, "platform": platform, "transposed": transposed, "interpret": interpret}
+    if isinstance(kernel_GXY, Adapted):
+        return kernel_GXY.grouped(x_RX, functools.partial(grouped_matmul, **how))
+    kernel_GXY = kernel_GXY.astype(x_RX.dtype)
     if platform == "cpu":
-        return jax.lax.ragged_dot(x_RX, kernel_GXY, rows_G).reshape(-1, *kernel.shape[2:])
-    return _product(x_RX, kernel_GXY, rows_G, platform, interpret).reshape(-1, *kernel.shape[2:])
+        return jax.lax.ragged_dot(x_RX, kernel_GXY.swapaxes(1, 2) if transposed else kernel_GXY, rows_G)
+    return _product(x_RX, kernel_GXY, rows_G, platform, transposed, interpret)
 
 
-def batched_matmul(x_GRX: Array, kernel: Array | Adapted) -> Array:
-    """Multiplies each group's rows by its weight: [G, R, X] and [G, X, ...] to [G, R, ...]."""
-    if isinstance(kernel, Adapted):
-        return batched_matmul(x_GRX, kernel.base) + batched_matmul(batched_matmul(x_GRX, kernel.down), kernel.up)
-    kernel_GXY = kernel.astype(x_GRX.dtype).reshape(*kernel.shape[:2], -1)
-    return jnp.matmul(x_GRX, kernel_GXY).reshape(*x_GRX.shape[:2], *kernel.shape[2:])
+def batched_matmul(x_GRX: Array, kernel_GXY: Array | Adapted, transposed: bool = False) -> Array:
+    """Multiplies each group's rows by its weight: [G, R, X] and [G, X, Y], or [G, Y, X] `transposed`, to [G, R, Y]."""
+    if isinstance(kernel_GXY, Adapted):
+        return kernel_GXY.grouped(x_GRX, functools.partial(batched_matmul, transposed=transposed))
+    return jnp.einsum("grx,gyx->gry" if transposed else "grx,gxy->gry", x_GRX, kernel_GXY.astype(x_GRX.dtype))
 
 
 def add_by_group(x: Array, bias: Array, factor_R1: Array | None = None, *, rows_G: Array) -> Array:
@@ -54,20 +58,23 @@ def add_by_group(x: Array, bias: Array, factor_R1: Array | None = None, *, rows_
     return jnp.where(in_group_R, x + bias_RY.reshape(x.shape), 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _product(x_RX: Array, kernel_GXY: Array, rows_G: Array, platform: str, interpret: bool) -> Array:
-    return _kernels(platform).rows_times_kernel(x_RX, kernel_GXY, rows_G, interpret, transposed=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _product(x_RX: Array, kernel_GXY: Array, rows_G: Array, platform: str, transposed: bool, interpret: bool) -> Array:
+    return _kernels(platform).rows_times_kernel(x_RX, kernel_GXY, rows_G, interpret, transposed=transposed)
 
 
 def _forward(*arguments: Any) -> tuple[Array, tuple]:
     return _product(*arguments), arguments[:3]
 
 
-def _backward(platform: str, interpret: bool, residuals: tuple, gradient_RY: Array) -> tuple[Array, Array, None]:
+def _backward(
+    platform: str, transposed: bool, interpret: bool, residuals: tuple, gradient_RY: Array
+) -> tuple[Array, Array, None]:
     x_RX, kernel_GXY, rows_G = residuals
     kernels = _kernels(platform)
-    to_x_RX = kernels.rows_times_kernel(gradient_RY, kernel_GXY, rows_G, interpret, transposed=True)
-    return to_x_RX, kernels.rows_times_rows(x_RX, gradient_RY, rows_G, interpret), None
+    to_x_RX = kernels.rows_times_kernel(gradient_RY, kernel_GXY, rows_G, interpret, transposed=not transposed)
+    factors = (gradient_RY, x_RX) if transposed else (x_RX, gradient_RY)
+    return to_x_RX, kernels.rows_times_rows(*factors, rows_G, interpret), None
 
 
 _product.defvjp(_forward, _backward)

@@ -30,11 +30,11 @@ from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows, zigzag_order
 from src.parallel.slices import axes_within_slices
 
-# The logical axes of the experts' weights.
+# The logical axes of the experts' weights, of wi and its bias those of each factor's part.
 AXES = {
-    "wi": ("expert", "expert_embed", None, "mlp"),
+    "wi": ("expert", "expert_embed", "mlp"),
     "wo": ("expert", "mlp", "expert_embed"),
-    "wi_bias": ("expert", None, "mlp"),
+    "wi_bias": ("expert", "mlp"),
     "wo_bias": ("expert", None),
 }
 
@@ -50,10 +50,10 @@ class Experts(nnx.Module):
             self.router_bias = weight(rngs, (E,), (None,), dtype, constant=0.0, decays=False)
         if spec.routed_bias:
             self.correction_bias = Buffer(jnp.zeros(E), out_sharding=(None,), fan_in=(), decays=False)
-        self.wi = weight(rngs, (E, emb_dim, A, F), AXES["wi"], dtype, fan_in=(1,))
+        self.wi = weight(rngs, (E, emb_dim, A, F), ("expert", "expert_embed", None, "mlp"), dtype, fan_in=(1,))
         self.wo = weight(rngs, (E, F, emb_dim), AXES["wo"], dtype, fan_in=(1,), scale=out_scale)
         if spec.mlp_bias:
-            self.wi_bias = weight(rngs, (E, A, F), AXES["wi_bias"], dtype, constant=0.0, decays=False)
+            self.wi_bias = weight(rngs, (E, A, F), ("expert", None, "mlp"), dtype, constant=0.0, decays=False)
             self.wo_bias = weight(rngs, (E, emb_dim), AXES["wo_bias"], dtype, constant=0.0, decays=False)
         if spec.shared_experts:
             self.shared = FeedForward(spec, out_scale, dtype, rngs, spec.shared_experts * F)
@@ -95,8 +95,7 @@ class Experts(nnx.Module):
 
         Each device has its tokens, whole, and its part of the experts' weights, which it gathers along D.
         """
-        kernels = {name: getattr(self, name)[...] for name in AXES if hasattr(self, name)}
-        axes = {name: _by_leaf(kernels[name], AXES[name]) for name in kernels}
+        kernels, axes = self._kernels(x_BTD.dtype)
         spec, (_, T, k), kept_BTk, capacity = self.spec, experts_BTk.shape, jnp.ones(experts_BTk.shape, bool), 0
         if spec.capacity_factor != -1:
             capacity = math.ceil(T * k * spec.capacity_factor / spec.num_experts)
@@ -111,29 +110,42 @@ class Experts(nnx.Module):
         def on_device(
             x_BTD: Array, experts_BTk: Array, kept_BTk: Array, weights_BTk: Array, non_padding_BT: Array, kernels: Any
         ) -> tuple[Array, Array]:
-            def run(x_BTD: Array, weights_BTk: Array, kernels: Any) -> Array:
-                gather = functools.partial(_gather, over=gathered, dtype=x_BTD.dtype)
-                kernels = jax.tree.map(gather, axes, kernels, is_leaf=_is_axes)
-                if spec.mlp_bias:
-                    kernels["wo_bias"] /= parts  # each device adds its part
-                x_XD = x_BTD.reshape(-1, x_BTD.shape[2])
-                tokens = x_XD, weights_BTk.reshape(-1, k).astype(x_XD.dtype)
-                # Padding goes to no expert: it is all alike, and would go to the same ones.
-                sent_BTk = jnp.where(non_padding_BT[..., None] & kept_BTk, experts_BTk, spec.num_experts)
-                out_XD = _run_experts(spec, tokens, sent_BTk.reshape(-1, k), slots, kernels, group)
-                return (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(x_BTD.shape)
-
             slots = None
             if capacity:
                 slots = dispatch.assign_slots(experts_BTk, non_padding_BT, spec.num_experts, capacity)
                 kept_BTk = slots.kept_M().reshape(experts_BTk.shape)
-            policy = jax.checkpoint_policies.save_anything_except_these_names("gathered_experts")
-            return jax.checkpoint(run, policy=policy)(x_BTD, weights_BTk, kernels), kept_BTk
+            kernels = jax.tree.map(functools.partial(_gather, over=gathered), axes, kernels, is_leaf=_is_axes)
+            if spec.mlp_bias:
+                kernels["wo_bias"] /= parts  # each device adds its part
+            x_XD = x_BTD.reshape(-1, x_BTD.shape[2])
+            tokens = x_XD, weights_BTk.reshape(-1, k).astype(x_XD.dtype)
+            # Padding goes to no expert: it is all alike, and would go to the same ones.
+            sent_BTk = jnp.where(non_padding_BT[..., None] & kept_BTk, experts_BTk, spec.num_experts)
+            out_XD = _run_experts(spec, tokens, sent_BTk.reshape(-1, k), slots, kernels, group)
+            return (jax.lax.psum(out_XD, summed) if summed else out_XD).reshape(x_BTD.shape), kept_BTk
 
         tokens, of_tokens = layout.spec(("batch", "length", None)), layout.spec(("batch", "length"))
         kernel_specs = jax.tree.map(layout.spec, axes, is_leaf=_is_axes)
         mapped = layout.shard_map(on_device, (*[tokens] * 4, of_tokens, kernel_specs), (tokens, tokens))
         return mapped(x_BTD, experts_BTk, kept_BTk, weights_BTk, non_padding_BT, kernels)
+
+    def _kernels(self, dtype: Any) -> tuple[Any, Any]:
+        """Returns the weights as they are multiplied by, in this dtype, and their logical axes, nested alike.
+
+        A TPU's compiler lays an array with a dim of two factors out anew for each kernel, and a weight that is gathered
+        along its last dim. So each factor is an array, and wo is transposed: a device's part of it, not the whole.
+        """
+
+        weights = {name: getattr(self, name)[...] for name in AXES if hasattr(self, name)}
+        weights = jax.tree.map(lambda x: x.astype(dtype), weights)
+        axes = {name: _by_leaf(weights[name], AXES[name]) for name in weights}
+        factors = len(self.spec.mlp_activations)
+        for name in weights.keys() & {"wi", "wi_bias"}:
+            weights[name] = [weights[name][..., factor, :] for factor in range(factors)]
+            axes[name] = [axes[name]] * factors
+        weights["wo"] = jax.tree.map(lambda x: x.swapaxes(1, 2), weights["wo"])
+        axes["wo"] = jax.tree.map(lambda each: (each[0], each[2], each[1]), axes["wo"], is_leaf=_is_axes)
+        return weights, axes
 
 
 def _kept_in_rows(experts_BTk: Array, non_padding_BT: Array, experts: int, capacity: int, layout: Layout) -> Array:
@@ -157,7 +169,7 @@ def _kept_in_rows(experts_BTk: Array, non_padding_BT: Array, experts: int, capac
 def _by_leaf(kernel: Array | Adapted, axes: tuple[str | None, ...]) -> Any:
     """Returns the logical axes of an expert weight, or of an adapted one's parts."""
     if isinstance(kernel, Adapted):
-        return Adapted(axes, (*axes[:2], None), (axes[0], None, *axes[2:]))
+        return Adapted(axes, (*axes[:2], None), (axes[0], None, axes[2]))
     return axes
 
 
@@ -165,15 +177,12 @@ def _is_axes(node: Any) -> bool:
     return isinstance(node, tuple)
 
 
-def _gather(axes: tuple[str | None, ...], kernel: Array, over: tuple[str, ...], dtype: Any) -> Array:
-    kernel = kernel.astype(dtype)
+def _gather(axes: tuple[str | None, ...], kernel: Array, over: tuple[str, ...]) -> Array:
     if not over or "expert_embed" not in axes:
         return kernel
     # Its gradient is a reduce-scatter; on TPUs only of three dims, otherwise a sum of the whole.
-    matrices = kernel.reshape(*kernel.shape[:2], -1)
-    matrices = jax.lax.all_gather(matrices, over, axis=axes.index("expert_embed"), tiled=True)
-    # Named, so that no policy keeps whole weights for the backward pass.
-    return checkpoint_name(matrices, "gathered_experts").reshape(*matrices.shape[:2], *kernel.shape[2:-1], -1)
+    whole = jax.lax.all_gather(kernel, over, axis=axes.index("expert_embed"), tiled=True)
+    return checkpoint_name(whole, "gathered_experts")  # so that no policy keeps it for the backward pass
 
 
 def _run_experts(
@@ -209,13 +218,13 @@ def _by_expert(spec: LayerSpec, rows: Rows, kernels: Any) -> Array:
 def _feed_forward(spec: LayerSpec, rows: Rows, kernels: Any, product: Callable, add: Callable) -> Array:
     """Computes `FeedForward` with each expert's weights; `product` and `add` know which rows are whose."""
     x, weights = rows
-    hidden = product(x, kernels["wi"])
+    factors = [product(x, kernel) for kernel in kernels["wi"]]
     if spec.mlp_bias:
-        hidden = add(hidden, kernels["wi_bias"])
-    hidden = activated(checkpoint_name(hidden, "mlpwi"), spec)
+        factors = list(map(add, factors, kernels["wi_bias"]))
+    hidden = activated(factors, spec)
     if weights is not None:  # before the last product, so that their gradient does not need its output
         hidden *= weights
-    out = product(hidden, kernels["wo"])
+    out = product(hidden, kernels["wo"], transposed=True)
     return add(out, kernels["wo_bias"], weights) if spec.mlp_bias else out
 
 

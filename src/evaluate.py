@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     if config is None:
         return None
     scores = config.texts_path or config.tokens_path
-    run = run_folder(file_name(argv[0])) if isinstance(argv, list) else None
+    run = run_folder(file_name(argv[0])) if not isinstance(argv, ConfigDict) else None
     if run and not scores:
         trained = load([str(run)])
         _check_held_out(run, trained.data, trained.evaluation.eval_interval, config.data)

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     compiled, refusal = _compile(lowered, topology, profile)
     times.append(time.monotonic())
     if profile and compiled:
-        pgle.check_used(config.pgle_profile, header, compiled.as_text())
+        pgle.check_used(config.pgle_profile, profile, compiled.as_text())
     parts = zip(("tracing", "lowering", "compiling"), itertools.pairwise(times), strict=True)
     seconds = {name: end - start for name, (start, end) in parts}
 

@@ -123,7 +123,7 @@ def named_collectives(text: str, mesh: Mesh) -> Iterator[tuple[str, Collective]]
         # A start may be told to wait, as XLA's for GPUs is where nothing runs meanwhile.
         starts = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
         asynchronous = starts or instruction.opcode == "send" or "chain_id" in instruction.attributes
-        facts = {"dtype": _ARRAY.search(instruction.type)[1], "asynchronous": asynchronous or computation in wrapped}
+        facts = {"dtype": first_array(instruction.type)[0], "asynchronous": asynchronous or computation in wrapped}
         for collective in places.collectives(kind, groups, times, whole):
             yield instruction.name, replace(collective, **facts)
 
@@ -212,6 +212,12 @@ def type_bytes(types: str) -> int:
         bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
         total += math.prod(_ints(dims)) * bits // 8
     return total
+
+
+def first_array(types: str) -> tuple[str, list[int]]:
+    """Returns the dtype and dims of the first array in a type."""
+    dtype, dims = _ARRAY.search(types).groups()
+    return dtype, _ints(dims)
 
 
 def _ints(text: str) -> list[int]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -53,8 +53,9 @@ def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path
     if keys.pgle == "collect":
         path = folder / "pgle" / f"{hashlib.sha256(json.dumps(header).encode()).hexdigest()[:16]}.profile"
         return _Collector(lowered, header, path)
-    compiled = lowered.compile(options(keys.pgle_profile, header))
-    check_used(keys.pgle_profile, header, compiled.as_text())
+    option = options(keys.pgle_profile, header)
+    compiled = lowered.compile(option)
+    check_used(keys.pgle_profile, option, compiled.as_text())
     return compiled
 
 
@@ -73,9 +74,9 @@ def options(path: str, header: Header) -> dict[str, bytes]:
     return {"fdo_profile": profile}
 
 
-def check_used(path: str, header: Header, text: str) -> None:
-    """Raises UserError if the compiled program `text` has few of the instructions of which the profile has times."""
-    names = set(profiled(read_file(PROFILE_FILE, path, header)))
+def check_used(path: str, option: Mapping[str, bytes], text: str) -> None:
+    """Raises UserError if `text`, compiled with `options` of `path`, has few of the instructions that have times."""
+    names = set(profiled(option["fdo_profile"]))
     there = {name for name in names if f"%{name} = " in text}
     if len(there) < len(names) / 2:
         raise UserError(

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from src.aot.hlo import Computation, Instruction, callees, loop_rounds, named_collectives, parse, type_bytes
+from src.aot.hlo import Computation, Instruction, callees, first_array, loop_rounds, named_collectives, parse
+
+# isort: split
+from src.aot.hlo import type_bytes
 from src.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
 from src.parallel.topology import Chip
 
@@ -92,14 +95,14 @@ class _Clock:
             return sum(self.operations(each, inner) for each in inner.values())
         target = re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
         if instruction.opcode == "dot" or (target and "matmul" in target[1]):
-            dtype, left = _shape(computation[instruction.operands[0]].type)
+            dtype, left = first_array(computation[instruction.operands[0]].type)
             named = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)', instruction.attributes)[1]
             contracted = math.prod(left[int(dim)] for dim in re.findall(r"\d+", named))
             bits = int(re.search(r"\d+", dtype)[0])  # twice the rate with half the bits
-            return 2 * math.prod(_shape(instruction.type)[1]) * contracted / self.peak * bits / 16
+            return 2 * math.prod(first_array(instruction.type)[1]) * contracted / self.peak * bits / 16
         if target and "fmha" in target[1]:
-            B, T, N, H = _shape(computation[instruction.operands[0]].type)[1]
-            S = _shape(computation[instruction.operands[1]].type)[1][1]
+            B, T, N, H = first_array(computation[instruction.operands[0]].type)[1]
+            S = first_array(computation[instruction.operands[1]].type)[1][1]
             products = _ATTENTION_PRODUCTS["Backward" if "Backward" in target[1] else "fmha"]
             half = 0.5 if re.search(r'"mask_type": ?"\w*CAUSAL"', instruction.attributes) else 1.0
             return 2 * products * B * N * T * S * H * half / self.peak
@@ -134,9 +137,3 @@ def _read(array: Instruction, computation: Computation) -> int:
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != array.name:
             return type_bytes(array.type)
     return min(read, type_bytes(array.type))
-
-
-def _shape(type_: str) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and dims of a type's first array."""
-    dtype, dims = re.search(r"([a-z]\w*)\[([\d,]*)\]", type_).groups()
-    return dtype, tuple(int(dim) for dim in dims.split(",") if dim)

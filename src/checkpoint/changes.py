@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 from src.checkpoint.data_position import TOKENIZER_KEYS
+from src.checkpoint.restore import flatten
 from src.checkpoint.run_folder import RunFolder
 from src.config.load import compare_runs, from_yaml
 from src.config.schema import KEYS, Config
@@ -55,7 +54,7 @@ def _state_of(old: Config, plan: StepPlan) -> TrainState | None:
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    return {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {name: leaf.shape for name, leaf in flatten(tree).items()}
 
 
 def check_vocabulary(vocab_size: int, meta: Mapping[str, Any]) -> None:

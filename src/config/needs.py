@@ -121,15 +121,14 @@ def idle_settings(settings: Sequence[Setting], config: Mapping[str, Any], failed
 
 
 def _idle_in_segments(config: Mapping[str, Any]) -> Iterator[str]:
-    for number, entry in enumerate(config.get("decoder_segments", ()), start=1):
-        for facts in entry["pattern"]:
-            layer = {**config, **facts}
-            for need in OF_LAYERS:
-                if need.one_of.keys() <= layer.keys() and not need.met(layer):
-                    for fact in facts.keys() & need.keys:
-                        if facts[fact] != KEYS[fact].default:
-                            value = f"{fact}={dump(facts[fact])}"
-                            yield f"decoder_segments, segment {number}: {value} has no effect: it needs {need}"
+    patterns = enumerate((entry["pattern"] for entry in config.get("decoder_segments", ())), start=1)
+    for number, facts in [(number, facts) for number, pattern in patterns for facts in pattern]:
+        layer = {**config, **facts}
+        unmet = [need for need in OF_LAYERS if need.one_of.keys() <= layer.keys() and not need.met(layer)]
+        for fact, need in ((fact, each) for each in unmet for fact in each.keys if fact in facts):
+            if facts[fact] != KEYS[fact].default:
+                value = f"{fact}={dump(facts[fact])}"
+                yield f"decoder_segments, segment {number}: {value} has no effect: it needs {need}"
 
 
 def _idle(key: str, config: Mapping[str, Any], changed: set[str]) -> Iterator[str]:

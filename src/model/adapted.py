@@ -1,5 +1,6 @@
 """Weights that multiply in their own way, and one of them: with an adapter beside it (src/model/lora.py makes them)."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -8,12 +9,12 @@ import jax
 from jax import Array
 
 
-class Wrapped:
+class Wrapped(ABC):
     """Stands for a weight where products take one; `[...]` returns it, `[..., part]` that part of its last dim."""
 
+    @abstractmethod
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
         """Multiplies `x` by it as `einsum` says; `matmul` multiplies by any other weight."""
-        raise NotImplementedError
 
 
 @jax.tree_util.register_dataclass

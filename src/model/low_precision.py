@@ -79,7 +79,7 @@ class Products:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the codes are multiplied in float32, which holds each product exactly: CPUs have none of 8 bits."""
+        """Returns whether codes are multiplied in float32, where products are exact: CPUs have none of 8 bits."""
         return self.layout.platform == "cpu"
 
     def multiply(self, x: Array, weight: Array, bound: Array, axes: tuple[str | None, ...], einsum: str) -> Array:

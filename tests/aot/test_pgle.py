@@ -75,10 +75,10 @@ def test_a_profile_changes_the_schedule_of_the_same_program(tmp_path):
     before_schedule = r'fingerprint_before_lhs="(\w+)"'
     assert re.search(before_schedule, steered)[1] == re.search(before_schedule, plain)[1]
     assert instructions(steered) != instructions(plain)
-    pgle.check_used(path, header, steered)
+    pgle.check_used(path, pgle.options(path, header), steered)
     foreign = written(tmp_path / "foreign", header, proto(dict.fromkeys(("a", "b", "c"), 1.0)))
     with pytest.raises(UserError, match="has times of 3 instructions, of which 0 are in this program"):
-        pgle.check_used(foreign, header, steered)
+        pgle.check_used(foreign, pgle.options(foreign, header), steered)
 
 
 def test_the_instructions_of_a_profile():

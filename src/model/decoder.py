@@ -86,6 +86,8 @@ class Decoder(nnx.Module):
         logits_BTV = context.layout.constrain(logits_BTV, "batch", "length", "vocab").astype(jnp.float32)
         if cap := self.spec.final_logits_soft_cap:
             logits_BTV = cap * jnp.tanh(logits_BTV / cap)
+        if self.spec.padded_vocab_size == self.spec.vocab_size:
+            return logits_BTV  # XLA for CPUs would write them a second time for a mask that is always true
         in_vocabulary = jnp.arange(self.spec.padded_vocab_size) < self.spec.vocab_size
         return jnp.where(in_vocabulary, logits_BTV, MASKED)
 

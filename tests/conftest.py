@@ -39,8 +39,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
 
 
+def freeze_what_was_in_use(phase, info):
+    """After a search of everything for cycles, of which each run of a test ends in one: what JAX traced only grows."""
+    if phase == "stop" and info["generation"] == 2:
+        gc.freeze()
+
+
 def pytest_collection_finish():
     gc.freeze()  # all that is imported: every search for cycles would walk through it
+    gc.callbacks.append(freeze_what_was_in_use)
 
 
 @pytest.fixture

@@ -93,9 +93,11 @@ class Products:
         stored = {dim: self.layout.axes(axis) for dim, axis in axis_of.items()}
         by_rows = {name for dim in rows for name in stored[dim]}  # along these a weight is gathered, as codes
         parts = {dim: tuple(n for n in stored[dim] if dim in rows or n not in by_rows) for dim in stored}
+        # A gradient is cut by those axes last, whichever place the rules give them.
+        scattered = {dim: (*parts[dim], *(n for n in stored[dim] if n not in parts[dim])) for dim in stored}
         forward = _Product(self, w_dims, x_dims, out_dims, parts, parts)
         to_x = _Product(self, w_dims, out_dims, x_dims, parts, parts)
-        to_weight = _Product(self, x_dims, out_dims, w_dims, parts, stored)
+        to_weight = _Product(self, x_dims, out_dims, w_dims, parts, scattered)
         _, x_bound, gradient_bound = self.bounds
 
         def run(x: Array, weight: Array, bound: Array) -> tuple[Array, tuple[Coded, Coded]]:

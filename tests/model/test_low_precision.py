@@ -117,7 +117,12 @@ def test_products_and_gradients_are_those_of_rounded_operands(kind, case):
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("case", [QUERY, OUT], ids=["query", "out"])
-def test_a_mesh_makes_the_products_of_one_device(kind, case):
+@pytest.mark.parametrize(
+    "rules",
+    [{}, {"logical_axis_rules__heads": "[fsdp,tensor]", "logical_axis_rules__embed": "[]"}],
+    ids=["", "heads over rows' axis, then another"],
+)
+def test_a_mesh_makes_the_products_of_one_device(kind, case, rules):
     """Where each device finds the same largest magnitudes, each with its part of rows, tokens, heads and weights."""
     einsum, axes, fan_in = case
     rng = np.random.default_rng(0)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -187,8 +188,9 @@ def _check_devices(kind: str, device: jax.Device) -> None:
     """Raises UserError where a device has no products of this kind. A CPU computes their numbers in float32."""
     if device.platform == "cpu" or peak_flops(device.device_kind, kind):
         return
-    # Other GPUs tell what they have: float8 came with compute capability 8.9.
-    if kind == "fp8" and float(getattr(device, "compute_capability", None) or 0) >= 8.9:
+    # Other GPUs of NVIDIA tell what they have, such as 8.9, with which float8 came; AMD's tell a name, such as gfx942.
+    capability = str(getattr(device, "compute_capability", ""))
+    if kind == "fp8" and re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= 8.9:
         return
     raise UserError(
         f"quantization={kind}: a {device.device_kind} has no such products. Those that have: "

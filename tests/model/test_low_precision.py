@@ -132,7 +132,7 @@ def test_a_mesh_makes_the_products_of_one_device(kind, case, rules):
     arrays = [array.astype(np.float32) for array in arrays]
     on_one = product(kind, einsum, axes, fan_in, layout_of(1))(*arrays)
     mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_context_parallelism": 2}
-    assert_close(product(kind, einsum, axes, fan_in, layout_of(8, **mesh))(*arrays), on_one, 1e-6)
+    assert_close(product(kind, einsum, axes, fan_in, layout_of(8, **mesh, **rules))(*arrays), on_one, 1e-6)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -148,11 +148,21 @@ def test_what_is_not_finite_stays_so(kind, value):
 
 def test_fixed_bounds_clip():
     x, w, gradient = operands(QUERY[0])
-    run = product("fp8", *QUERY, layout_of(1), bounds=(4.0, 1.75, 0.0))
-    clipped = rounded(np.clip(x, -1.75, 1.75), (), ml_dtypes.float8_e4m3fn)
-    assert np.max(np.abs(x)) > 1.75 == np.max(clipped)
-    expected = np.einsum(QUERY[0], clipped, rounded(w, (), ml_dtypes.float8_e4m3fn))
-    assert_close(run(x, w, gradient)[0], expected, 1e-6)
+    run = product("fp8", *QUERY, layout_of(1), bounds=(0.0, 1.75, 0.875))
+    x8, w8 = (rounded(array, (), ml_dtypes.float8_e4m3fn) for array in (np.clip(x, -1.75, 1.75), w))
+    gradient8 = rounded(np.clip(gradient, -0.875, 0.875), (), ml_dtypes.float8_e5m2)
+    assert np.max(np.abs(x)) > 1.75 == np.max(x8)
+    assert np.max(np.abs(gradient)) > 0.875 == np.max(gradient8)
+    expected = (np.einsum(QUERY[0], x8, w8), np.einsum("BTNH,DNH->BTD", gradient8, w8))
+    assert_close(run(x, w, gradient), (*expected, np.einsum("BTD,BTNH->DNH", x8, gradient8)), 1e-6)
+
+
+def test_fixed_bounds_of_weights_are_theirs():
+    ranges = {"weight": "fixed,-0.25,0.25", "act": "fixed,-8,8", "bwd": "fixed,-0.5,0.5"}
+    _, plan = make(quantization="fp8", **{f"{of}_quantization_calibration_method": it for of, it in ranges.items()})
+    query = plan.quantization.attach(random_weights(plan), plan.layout)["segments"][0][0]["attention"]["query"]
+    assert query.products.bounds == (0.25, 8.0, 0.5)
+    np.testing.assert_array_equal(query.bound, np.full((2, 1, 1, 1), 0.25))
 
 
 def test_more_products_than_an_int32_can_sum_are_refused():
@@ -171,6 +181,7 @@ KINDS = {
     "unrolled, recomputed": {"scan_layers": "false", "remat_policy": "full"},
     "kept products": {"remat_policy": "minimal"},
     "tied": {"logits_via_embedding": "true"},
+    "adapters": {"lora_rank": 3, "lora_parameters": "['*']", "load_parameters_path": "elsewhere"},
 }
 
 
@@ -261,6 +272,7 @@ def test_keys_that_do_not_go_together_are_refused():
         ("fp8", "TPU v6 lite", None),
         ("int8", "TPU v4", None),
         ("fp8", "NVIDIA A100-SXM4-80GB", "8.0"),
+        ("fp8", "AMD Instinct MI300X", "gfx942"),
         ("int8", "NVIDIA H100 80GB HBM3", "9.0"),
     ],
 )

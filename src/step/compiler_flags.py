@@ -41,9 +41,9 @@ _GPU = {
     # Percent of the memory up to which the scheduler starts collectives early: beyond it they wait, one after another.
     "xla_gpu_memory_limit_slop_factor": "112",
 }
-# What every step has, whatever `compile_xla_flags` says of other flags. XLA's own kernels for products (Triton) are
-# tuned by trying them on a device: a program compiled without one would have them in their first shape.
-ALWAYS: dict[str, dict[str, str]] = {"gpu": {"xla_gpu_enable_triton_gemm": "false"}}
+# What every step has, an evaluation's too, whatever `compile_xla_flags` says of other flags. XLA's own kernels for
+# products (Triton) are tuned by trying them on a device: a program compiled without one would have them untuned.
+ALWAYS: dict[str, dict[str, str]] = {"gpu": {"xla_gpu_enable_triton_gemm": "False"}}
 # The flags that `auto` stands for, by `jax.Device.device_kind` (before it "multi-slice", where there are several), or
 # else by platform. docs/aot.md tells what each does, and which of MaxText's and Pax's are left out: those that today's
 # compilers do unasked, or take without a difference.

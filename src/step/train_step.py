@@ -14,6 +14,7 @@ from src.model.moe import router
 from src.model.params import DROPOUT, Tree, Weights, random_stream
 from src.parallel.accumulate import accumulate
 from src.parallel.sequence import from_zigzag
+from src.step.compiler_flags import ALWAYS
 from src.step.loss import (
     LossFunction,
     Metrics,
@@ -52,6 +53,7 @@ def compile_eval_step(plan: StepPlan) -> jax.stages.Wrapped:
         functools.partial(eval_step, plan=plan),
         in_shardings=(plan.split(plan.shardings), batch_sharding(plan.layout)),
         out_shardings=plan.layout.sharding(()),
+        compiler_options=ALWAYS.get(plan.layout.platform),
     )
 
 

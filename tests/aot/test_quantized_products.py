@@ -15,6 +15,7 @@ from src.model.block import Block
 from src.model.forward_context import ForwardContext
 from src.parallel.mesh import make_layout, weight_shardings
 from src.parallel.topology import parse_topology
+from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from tests.compilers import needs_cuda, needs_libtpu
 from tests.tiny import load, spec_of
@@ -90,3 +91,12 @@ def test_a_gpu_makes_every_product_with_a_weight_of_float8():
         operations += math.prod(shapes[name]) * shapes[left][int(summed)]
     assert operations == 3 * T * ELEMENTS
     assert sent(text, "all-gather") == {"f8e4m3fn"}
+
+
+@needs_cuda
+def test_an_evaluation_on_a_gpu_multiplies_in_float8_too():
+    keys = {**LLAMA, "quantization": "fp8", "vocab_size": 512}
+    built = build(load(**keys), abstract_devices(parse_topology("a3:1", 1)))
+    text = built.eval.lower(built.state.weights, built.batch).compile().as_text()
+    # Those of query, key and value are made as one; the loop's body stands there once.
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == WEIGHTS - 2

@@ -181,7 +181,7 @@ KINDS = {
     "unrolled, recomputed": {"scan_layers": "false", "remat_policy": "full"},
     "kept products": {"remat_policy": "minimal"},
     "tied": {"logits_via_embedding": "true"},
-    "adapters": {"lora_rank": 3, "lora_parameters": "['*']", "load_parameters_path": "elsewhere"},
+    "adapters": {"lora_rank": 3, "lora_alpha": 0.5, "lora_parameters": "['*']", "load_parameters_path": "elsewhere"},
 }
 
 

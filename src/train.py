@@ -82,6 +82,10 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
         program_header = program.header(built, config.model, config.step, config.batch, config.mesh)
         train_step = pgle.chosen_step(config.aot, built, program_header, folder.path)
+    elif plan.quantization.kind:
+        from src.aot import eight_bits
+
+        train_step = eight_bits.compiled(built)
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size)

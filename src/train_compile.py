@@ -15,7 +15,7 @@ import src.aot.compilers  # noqa: F401  isort: skip  before JAX
 import jax
 from ml_collections import ConfigDict
 
-from src.aot import pgle, program, report
+from src.aot import eight_bits, pgle, program, report
 from src.aot.advice import changes
 from src.aot.devices import abstract_devices
 from src.aot.outputs import check_outputs, write_output
@@ -78,6 +78,8 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     times.append(time.monotonic())
     if profile and compiled:
         pgle.check_used(config.pgle_profile, profile, compiled.as_text())
+    if compiled:
+        eight_bits.check(compiled, built.plan.quantization.kind, topology.platform)
     parts = zip(("tracing", "lowering", "compiling"), itertools.pairwise(times), strict=True)
     seconds = {name: end - start for name, (start, end) in parts}
 

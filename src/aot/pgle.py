@@ -18,6 +18,7 @@ from etils import epath
 from jax._src import config as jax_config
 from jax.experimental.profiler import get_profiled_instructions_proto
 
+from src.aot import eight_bits
 from src.aot.program import FileKind, Header, load, read_file, write_file
 from src.config.command_keys import Aot
 from src.console import say
@@ -57,6 +58,7 @@ def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path
     option = options(keys.pgle_profile, header)
     compiled = lowered.compile(option)
     check_used(keys.pgle_profile, option, compiled.as_text())
+    eight_bits.check(compiled, built.plan.quantization.kind, "gpu")
     return compiled
 
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from src.errors import UserError
 from src.parallel.mesh import Layout
 
+SCOPE = "in_8_bits"  # of every such product, by which compiled programs are checked (src/aot/eight_bits.py)
 MAX_SUMMED = (2**31 - 1) // 127**2  # so many products of two int8 always fit in an int32
 
 
@@ -95,9 +96,9 @@ class Products:
         parts = {dim: tuple(n for n in stored[dim] if dim in rows or n not in by_rows) for dim in stored}
         # A gradient is cut by those axes last, whichever place the rules give them.
         scattered = {dim: (*parts[dim], *(n for n in stored[dim] if n not in parts[dim])) for dim in stored}
-        forward = _Product(self, w_dims, x_dims, out_dims, parts, parts)
-        to_x = _Product(self, w_dims, out_dims, x_dims, parts, parts)
-        to_weight = _Product(self, x_dims, out_dims, w_dims, parts, scattered)
+        forward = Product(self, w_dims, x_dims, out_dims, parts, parts)
+        to_x = Product(self, w_dims, out_dims, x_dims, parts, parts)
+        to_weight = Product(self, x_dims, out_dims, w_dims, parts, scattered)
         _, x_bound, gradient_bound = self.bounds
 
         def run(x: Array, weight: Array, bound: Array) -> tuple[Array, tuple[Coded, Coded]]:
@@ -119,7 +120,7 @@ class Products:
 
 
 @dataclass(frozen=True)
-class _Product:
+class Product:
     """The product of a coded array with one that is rounded for it.
 
     A device rounds its part, multiplies it by its part of the coded array, and by the scales, before sums over devices:
@@ -137,7 +138,7 @@ class _Product:
         """Returns the product in x's dtype, and x as it was rounded: to `dtype`, within the fixed bound if not 0."""
 
         def on_device(coded: Coded, x: Array) -> tuple[Array, Coded]:
-            return self._on_device(coded, x, bound, dtype)
+            return self.on_device(coded, x, bound, dtype)
 
         if self.how.layout.mesh.size == 1:
             return on_device(coded, x)
@@ -151,7 +152,8 @@ class _Product:
     def _spec(self, dims: str, parts: dict[str, tuple[str, ...]]) -> PartitionSpec:
         return PartitionSpec(*(parts[dim] or None for dim in dims))
 
-    def _on_device(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
+    def on_device(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
+        """Does it with a device's parts."""
         summed = [dim for dim in self.other if dim not in self.out]
         scales, scaled = coded.scales, x
         if varies := any(scales.shape[self.coded.index(dim)] > 1 for dim in summed):
@@ -162,22 +164,22 @@ class _Product:
             bounds = largest(scaled, tuple(map(self.other.index, summed)) if self.how.format.per_channel else None)
         coded_x = encode(scaled, bounds, dtype, self.how.on_cpu)
         out = self._product(coded.codes, coded_x.codes, x.dtype)
-        factor = aligned(coded_x.scales, self.other, self.out)
-        factor = factor if varies else factor * aligned(scales, self.coded, self.out)
-        # cuBLASLt multiplies float8's products by their factor where it has their dtype.
-        out = out * factor if out.dtype != x.dtype else out * factor.astype(x.dtype)
+        factors = [aligned(coded_x.scales, self.other, self.out)]
+        factors += [] if varies else [aligned(scales, self.coded, self.out)]
+        if not self.how.format.per_channel:  # cuBLASLt multiplies by one number of the product's dtype
+            factors = [math.prod(factors).astype(x.dtype)]
+        for factor in factors:  # the product of rows' and channels' would be an array as large as `out`
+            out = out * factor
         return self._sum_over_devices(out.astype(x.dtype), summed), coded_x
 
     def _product(self, codes: Array, other: Array, dtype: Any) -> Array:
         einsum, is_integer = f"{self.coded},{self.other}->{self.out}", self.how.format.per_channel
         count = math.prod(codes.shape[self.coded.index(dim)] for dim in self.other if dim not in self.out)
-        if is_integer and count > MAX_SUMMED:
-            raise UserError(
-                f"quantization=int8 sums {count:,} products on a device, and their sum may exceed 32 bits beyond "
-                f"{MAX_SUMMED:,}: use fewer tokens at once (per_device_batch_size, gradient_accumulation_steps)"
-            )
+        if is_integer:
+            check_summed(count)
         wide = jnp.float32 if self.how.on_cpu else jnp.int32 if is_integer else dtype
-        return jnp.einsum(einsum, codes, other, preferred_element_type=wide)
+        with jax.named_scope(SCOPE):
+            return jnp.einsum(einsum, codes, other, preferred_element_type=wide)
 
     def _sum_over_devices(self, out: Array, summed: Sequence[str]) -> Array:
         axes = tuple(name for dim in summed for name in self.parts[dim])
@@ -190,6 +192,15 @@ class _Product:
                 sums = jax.lax.psum_scatter(sums, scattered, scatter_dimension=index, tiled=True)
                 axes = tuple(name for name in axes if name not in scattered)
         return (jax.lax.psum(sums, axes) if axes else sums).astype(out.dtype)
+
+
+def check_summed(count: int) -> None:
+    """Raises UserError where an int32 may not hold the sum of so many products of two int8."""
+    if count > MAX_SUMMED:
+        raise UserError(
+            f"quantization=int8 sums {count:,} products on a device, and their sum may exceed 32 bits beyond "
+            f"{MAX_SUMMED:,}: use fewer tokens at once (per_device_batch_size, gradient_accumulation_steps)"
+        )
 
 
 def aligned(scales: Array, dims: str, onto: str) -> Array:

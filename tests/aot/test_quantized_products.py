@@ -3,13 +3,16 @@
 import functools
 import math
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from src.aot import eight_bits
 from src.aot.devices import abstract_devices
+from src.errors import UserError
 from src.model import params, quantization
 from src.model.block import Block
 from src.model.forward_context import ForwardContext
@@ -30,7 +33,7 @@ ELEMENTS = 2 * D * N * H + 2 * D * K * H + 3 * D * F
 
 
 @functools.cache
-def compiled(kind, topology):
+def compiled(kind, topology, flags=""):
     """The gradients of a Llama layer to its input and its weights, sharded by fsdp, on a row a device: the program."""
     config = load(**LLAMA, quantization=kind)
     layout, spec = make_layout(config.mesh, abstract_devices(parse_topology(topology, 1))), spec_of(config)
@@ -48,7 +51,7 @@ def compiled(kind, topology):
         out_BTD, _, _ = block(x_BTD, ForwardContext(ones_BT, ones_BT, layout, "dot_product", True), None, 0)
         return jnp.sum(jnp.square(out_BTD.astype(jnp.float32)))
 
-    options = compiler_options("", layout.mesh.devices.flat[0], 1)
+    options = compiler_options(flags, layout.mesh.devices.flat[0], 1)
     step = jax.jit(jax.grad(loss, argnums=(0, 1)), compiler_options=options, out_shardings=(at, rows))
     return step.lower(weights, x).compile().as_text()
 
@@ -70,6 +73,7 @@ def test_a_tpu_makes_every_product_with_a_weight_of_int8(topology):
     products = re.findall(r'= (\w+)\[\S* convolution\((.*?)\), .*?op_name="([^"]*)"', text)
     with_weights = [dtype for dtype, _, name in products if "SKH" not in name]  # that is attention's
     assert with_weights == ["s32"] * 3 * WEIGHTS
+    assert [narrow for _, _, narrow in eight_bits.products(text)] == [True] * 3 * WEIGHTS
     assert sent(text, "all-gather") == {"s8"}
     assert sent(text, "all-reduce") == {"bf16"}  # gradients, no sum of 32 bits
     # No device waits for another's largest magnitudes, but for the weights', which are found before the first layer.
@@ -91,6 +95,7 @@ def test_a_gpu_makes_every_product_with_a_weight_of_float8():
         operations += math.prod(shapes[name]) * shapes[left][int(summed)]
     assert operations == 3 * T * ELEMENTS
     assert sent(text, "all-gather") == {"f8e4m3fn"}
+    assert all(narrow for _, _, narrow in eight_bits.products(text))
 
 
 @needs_cuda
@@ -100,3 +105,15 @@ def test_an_evaluation_on_a_gpu_multiplies_in_float8_too():
     text = built.eval.lower(built.state.weights, built.batch).compile().as_text()
     # Those of query, key and value are made as one; the loop's body stands there once.
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == WEIGHTS - 2
+
+
+@needs_cuda
+def test_a_gpus_program_with_wider_products_is_refused():
+    """Triton's: its float8 becomes float16."""
+    program = SimpleNamespace(as_text=lambda: compiled("fp8", "a3", "--xla_gpu_enable_triton_gemm=true"))
+    with pytest.raises(
+        UserError, match=r"quantization=fp8: the compiled step makes .* in more than 8 bits .*in_8_bits"
+    ):
+        eight_bits.check(program, "fp8", "gpu")
+    with pytest.raises(UserError, match="makes all of its 0 products in more than 8 bits"):
+        eight_bits.check(SimpleNamespace(as_text=lambda: "ENTRY %main (x: f32[]) -> f32[] {\n}"), "fp8", "gpu")

@@ -1,0 +1,58 @@
+"""Whether a compiled step makes in 8 bits what `quantization` says: XLA may take 16 instead, and says nothing."""
+
+import re
+
+import jax
+
+from src.aot.hlo import first_array, parse
+from src.console import say
+from src.errors import UserError, first_few
+from src.model.low_precision import SCOPE
+from src.step.build import TracedStep
+
+
+def compiled(built: TracedStep) -> jax.stages.Compiled:
+    """Compiles a run's step; raises UserError where `check` does."""
+    program = built.traced.lower().compile()
+    check(program, built.plan.quantization.kind, built.plan.layout.platform)
+    return program
+
+
+def check(program: jax.stages.Compiled, kind: str, platform: str) -> None:
+    """Raises UserError unless a program's products that are to be of 8 bits are; of a CPU they never are.
+
+    A program that some backends have from the compilation cache has no text to be checked by.
+    """
+    if not kind or platform == "cpu":
+        return
+    if not (text := program.as_text()):
+        say([f"quantization={kind}: the program is from the compilation cache, without a text, and was not checked"])
+        return
+    found = products(text)
+    wide = [f"{name} of {how}" for name, how, is_narrow in found if not is_narrow]
+    if wide or not found:
+        raise UserError(
+            f"quantization={kind}: the compiled step makes {len(wide) or 'all'} of its {len(found)} products in more "
+            f"than 8 bits ({first_few(wide)}). Look at compile_xla_flags and at XLA_FLAGS in the environment, and at "
+            "sizes that are no multiple of 16; quantization_exclude keeps products in dtype"
+        )
+
+
+def products(text: str) -> list[tuple[str, str, bool]]:
+    """Returns the products of low_precision.py in a program: their line of the model, how, and whether of 8 bits.
+
+    cuBLASLt has a call for float8's. Products within fusions are Triton's on GPUs, and it multiplies float8 as float16.
+    A kernel for TPUs takes two arrays of codes beside the scales and where groups begin.
+    """
+    found = []
+    for computation in parse(text)[0].values():
+        for instruction in computation.values():
+            name = re.search(rf'op_name="([^"]*/{SCOPE}/[^"]*)"', instruction.attributes)
+            target = re.search(
+                r'custom_call_target="([^"]*(?:gemm|matmul|tpu_custom_call)[^"]*)"', instruction.attributes
+            )
+            if name and (target or instruction.opcode in ("dot", "convolution")):
+                dtypes = [first_array(computation[operand].type)[0] for operand in instruction.operands]
+                how = target[1] if target else " x ".join(dtypes)
+                found.append((name[1], how, how.endswith("$f8") or dtypes.count("s8") == 2))
+    return found

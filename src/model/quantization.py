@@ -163,9 +163,9 @@ def _chosen(
         layers = sum(axis in LAYERS for axis in axes[path])
         bounded = fan_ins[path] if FORMATS[kind].per_channel else range(layers, len(axes[path]))
         places[path] = Place(tuple(bounded), axes[path][layers:])
-        if "expert" in axes[path]:
+        if "expert" in axes[path] and words != "quantization=int8":  # on GPUs Triton makes fp8's of float16
             raise UserError(
-                f"{words} has no products of experts: keep theirs with "
+                f"{words} has no products of experts, which quantization=int8 has: keep theirs with "
                 f"quantization_exclude=[{','.join(patterns)},feed_forward.wi,feed_forward.wo]"
             )
     if not places:

@@ -9,9 +9,10 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
-from scripts.program_stats import copies, instructions
+from scripts.program_stats import copies, instructions, kernels
+from src.aot import eight_bits
 from src.aot.devices import abstract_devices
-from src.model import params
+from src.model import params, quantization
 from src.model.forward_context import ForwardContext
 from src.model.moe.grouped_gpu import TILE
 from src.model.moe.grouped_tpu import row_tile, tile_sizes
@@ -47,6 +48,7 @@ def lowered(overrides, topology, experts):
     devices = abstract_devices(parse_topology(topology, 1))
     layout, spec = make_layout(config.mesh, devices), spec_of(config)
     graphdef, declarations = params.abstract(lambda rngs: Experts(spec.layers[0], 1.0, "float32", rngs))
+    quantized = quantization.select(config.step, declarations, layout)
     shapes = params.values(declarations)
     at = weight_shardings(layout, shapes, params.field(declarations, "out_sharding"))
     given = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, at)
@@ -55,10 +57,11 @@ def lowered(overrides, topology, experts):
 
     def loss(given, x_BTD):
         ones_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
-        out_BTD, _ = nnx.merge(graphdef, given)(x_BTD, ForwardContext(ones_BT, ones_BT, layout, "dot_product", True))
+        experts = nnx.merge(graphdef, quantized.attach(given, layout))
+        out_BTD, _ = experts(x_BTD, ForwardContext(ones_BT, ones_BT, layout, "dot_product", True))
         return jnp.sum(jnp.square(out_BTD.astype(jnp.float32)))
 
-    return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(given, x)
+    return jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=(at, rows)).lower(given, x)
 
 
 def tiles_computed(sizes, tile):
@@ -113,6 +116,30 @@ def test_nothing_of_experts_is_laid_out_anew():
     text = lowered({**MIXTRAL, "base_emb_dim": 1024, "base_moe_mlp_dim": 2048}, "v5p-8", 1).compile().as_text()
     large = [each["name"] for each in copies(list(instructions(text))) if each["bytes"] > 2**20]
     assert not [name for name in large if "experts" in name or "all_gather" in name]
+
+
+@needs_libtpu
+@pytest.mark.usefixtures("little_effort")
+@pytest.mark.parametrize("settings", [{}, pytest.param({"capacity_factor": 1.25}, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "topology", ["v5e-4", *(pytest.param(name, marks=pytest.mark.long) for name in ("v6e-4", "v5p-8"))]
+)
+def test_a_tpu_makes_experts_products_of_int8(topology, settings):
+    """Forward, to rows and to weights, of gate, up and down; weights are gathered as codes."""
+    small = {**MIXTRAL, "base_emb_dim": 1024, "base_moe_mlp_dim": 2048, "quantization": "int8", **settings}
+    text = lowered(small, topology, 1).compile().as_text()
+    calls = {each["kind"]: each["executions"] for each in kernels(list(instructions(text)))}
+    products = [narrow for _, _, narrow in eight_bits.products(text)]
+    assert products == [True] * 9
+    assert calls == ({} if settings else {"in_8_bits: s32,s8,f32 -> bf16": 9})
+    sent = {
+        (kind, dtype)
+        for kind, types in re.findall(r"(?m)^ *(?:ROOT )?%([a-z-]+?)(?:-start)?[\d.]* = (.*?) (?:all|reduce)-", text)
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]+)\]", types)
+        if np.prod(list(map(int, dims.split(",")))) >= 1024 * 2048
+    }
+    assert {dtype for kind, dtype in sent if kind == "all-gather"} == {"s8"}
+    assert {dtype for kind, dtype in sent if kind != "all-gather"} == {"bf16"}
 
 
 @needs_cuda

@@ -12,12 +12,14 @@ import pytest
 from src.errors import UserError
 from src.generate import Generator, Sampling, kept_in_int8, unrolled
 from src.model import params
+from src.model.adapted import Adapted
 from src.model.decoder import Decoder
+from src.model.forward_context import ForwardContext
 from src.model.low_precision import FORMATS, MAX_SUMMED, Products, largest
 from src.model.quantization import Quantized, select
 from src.parallel.mesh import make_layout
 from src.parallel.topology import peak_flops
-from tests.tiny import LENGTH, Trainer, assert_close, load, loss_and_gradients, make, packed_rows, random_weights
+from tests.tiny import LENGTH, VOCAB, Trainer, assert_close, load, loss_and_gradients, make, packed_rows, random_weights
 
 QUERY = ("BTD,DNH->BTNH", ("embed", "heads", "head_dim"), (0,))
 OUT = ("BTNH,NHD->BTD", ("heads", "head_dim", "embed"), (0, 1))
@@ -78,11 +80,15 @@ def rounded(x, dims, dtype):
     return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale
 
 
-@pytest.mark.parametrize("case", [QUERY, OUT], ids=["query", "out"])
-@pytest.mark.parametrize("kind", FORMATS)
-def test_products_and_gradients_are_those_of_rounded_operands(kind, case):
-    einsum, axes, fan_in = case
-    x, w, gradient = operands(einsum)
+def transposes(einsum):
+    """The einsums of a product's gradients: to x of gradient and w, to w of x and gradient."""
+    x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
+    return f"{out_dims},{w_dims}->{x_dims}", f"{x_dims},{out_dims}->{w_dims}"
+
+
+def reference(kind, case, x, w, gradient):
+    """The product of operands that are rounded, and its gradients."""
+    einsum, _, fan_in = case
     forward, backward = ((np.int8, np.int8), (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))[kind == "fp8"]
     x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
     rows = tuple(out_dims.index(dim) for dim in out_dims if dim in x_dims)
@@ -94,25 +100,58 @@ def test_products_and_gradients_are_those_of_rounded_operands(kind, case):
 
     x_scale = scale(x, tuple(range(2, x.ndim))).reshape(*([4, 8] if kind == "int8" else [1]), *[1] * len(channels))
     w_scale = scale(w, fan_in)
-    expected = [
+    to_x, to_w = transposes(einsum)
+    return [
         np.einsum(einsum, x8, w8),
         # The scales of the other operand are along the dims that are summed over, so the gradient has them in it.
-        np.einsum(f"{out_dims},{w_dims}->{x_dims}", rounded(gradient * w_scale, channels, backward) / w_scale, w8),
-        np.einsum(f"{x_dims},{out_dims}->{w_dims}", x8, rounded(gradient * x_scale, rows, backward) / x_scale),
+        np.einsum(to_x, rounded(gradient * w_scale, channels, backward) / w_scale, w8),
+        np.einsum(to_w, x8, rounded(gradient * x_scale, rows, backward) / x_scale),
     ]
+
+
+@pytest.mark.parametrize("case", [QUERY, OUT], ids=["query", "out"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_products_and_gradients_are_those_of_rounded_operands(kind, case):
+    einsum, axes, fan_in = case
+    x, w, gradient = operands(einsum)
     made = product(kind, einsum, axes, fan_in, layout_of(1))(x, w, gradient)
-    for array, reference, plain in zip(
-        made,
-        expected,
-        (
-            np.einsum(einsum, x, w),
-            np.einsum(f"{out_dims},{w_dims}->{x_dims}", gradient, w),
-            np.einsum(f"{x_dims},{out_dims}->{w_dims}", x, gradient),
-        ),
-        strict=True,
-    ):
-        assert_close(array, reference, 1e-6)
-        assert np.max(np.abs(plain - reference)) > 1e-3 * np.max(np.abs(reference))  # they are rounded
+    to_x, to_w = transposes(einsum)
+    wide = np.einsum(einsum, x, w), np.einsum(to_x, gradient, w), np.einsum(to_w, x, gradient)
+    for array, expected, plain in zip(made, reference(kind, case, x, w, gradient), wide, strict=True):
+        assert_close(array, expected, 1e-6)
+        assert np.max(np.abs(plain - expected)) > 1e-3 * np.max(np.abs(expected))  # they are rounded
+
+
+@pytest.mark.parametrize("case", [QUERY, OUT], ids=["query", "out"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_adapters_beside_rounded_weights_stay_wide(kind, case):
+    """LoRA: a frozen weight's product is of 8 bits, and the adapters' products and gradients of what they take."""
+    einsum, axes, fan_in = case
+    x, w, gradient = operands(einsum)
+    rng = np.random.default_rng(1)
+    down, up = (rng.normal(size=shape) for shape in ((*w.shape[: len(fan_in)], 3), (3, *w.shape[len(fan_in) :])))
+    products = Products(FORMATS[kind], layout_of(1))
+    dims = fan_in if kind == "int8" else None
+
+    @jax.jit
+    def run(x, down, up):
+        base = Quantized(jnp.asarray(w), largest(jnp.asarray(w), dims), products, axes)
+        out, transpose = jax.vjp(lambda x, *pair: params.matmul(x, Adapted(base, *pair), einsum), x, down, up)
+        return out, *transpose(jnp.asarray(gradient))
+
+    out, to_x, _ = reference(kind, case, x, w, gradient)
+    to_x_einsum, to_w_einsum = transposes(einsum)
+    added = np.tensordot(down, up, axes=1)  # the weight that the adapters stand for, and its gradient
+    to_added = np.einsum(to_w_einsum, x.astype(np.float64), gradient)
+    inner = len(fan_in)
+    expected = [
+        out + np.einsum(einsum, x, added),
+        to_x + np.einsum(to_x_einsum, gradient, added),
+        np.tensordot(to_added, up, axes=(list(range(inner, w.ndim)), list(range(1, up.ndim)))),
+        np.tensordot(down, to_added, axes=(list(range(inner)), list(range(inner)))),
+    ]
+    for array, near in zip(run(x, down.astype(np.float32), up.astype(np.float32)), expected, strict=True):
+        assert_close(array, near, 1e-5)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -242,10 +281,13 @@ def test_weights_that_no_pattern_may_mean_are_refused():
     for facts, message in [
         ({"quantization_exclude": "[atention.query]"}, r"atention.query fits no weight.*attention.query"),
         ({"quantization_exclude": "['*']"}, "finds no weight that quantization_exclude leaves"),
-        (EXPERTS, r"no products of experts.*quantization_exclude=\[output,router,embedding,feed_forward.wi"),
+        (
+            {"quantization": "fp8", **EXPERTS},
+            r"=fp8 has no products of experts.*quantization_exclude=\[output,router,embedding,feed_forward.wi",
+        ),
     ]:
         with pytest.raises(UserError, match=message):
-            make(quantization="int8", **facts)
+            make(**{"quantization": "int8", **facts})
 
 
 def test_keys_that_do_not_go_together_are_refused():
@@ -308,3 +350,36 @@ def test_weights_kept_in_int8_generate_what_rounded_weights_do(facts):
     np.testing.assert_array_equal(tokens(kept_plan, kept), tokens(*placed(params.nested(by_path))))
     codes = [leaf.size for leaf in jax.tree.leaves(kept) if leaf.dtype == jnp.int8]
     assert sum(codes) == sum(by_path[path].size for path in products)
+
+
+def test_logits_of_weights_kept_in_int8_differ_as_much_as_their_rounding_explains():
+    """To first order a logit moves by its derivatives times the weights' rounding errors.
+
+    Of these each is even within half a step either way, so of a third of that squared in the mean.
+    """
+    _, plan = make(scan_layers="false")
+    weights = random_weights(plan)
+    text = packed_rows(0, rows=1)["tokens"]
+    kept_plan, kept = kept_in_int8(*unrolled(plan, plan.split(jax.device_put(weights, plan.shardings))), plan)
+    wide_plan, wide = unrolled(plan, plan.split(jax.device_put(weights, plan.shardings)))
+
+    def logits(of_plan, tree):
+        decoder = of_plan.decoder(tree)
+        positions = np.arange(text.size)[None]
+        context = ForwardContext(positions, np.ones_like(text), of_plan.layout, of_plan.kernel, packed=False)
+        hidden_BTD, _, _ = decoder(text, context, of_plan.execution)
+        return decoder.logits(hidden_BTD, context)[0, -1, :VOCAB]
+
+    moved = np.asarray(logits(kept_plan, kept)) - np.asarray(logits(wide_plan, wide))
+    slopes = params.by_path(jax.jit(jax.jacrev(lambda tree: logits(wide_plan, tree)))(wide).merged())
+    coded = {path: leaf.coded for path, leaf in params.by_path(kept.merged()).items() if hasattr(leaf, "coded")}
+    assert len(coded) == 12
+    explained = sum(
+        np.sum(
+            np.square(np.asarray(slopes[path]) * np.asarray(each.scales) / 2), axis=tuple(range(1, slopes[path].ndim))
+        )
+        for path, each in coded.items()
+    )
+    ratios = moved / np.sqrt(explained / 3)
+    assert 0.6 < np.sqrt(np.mean(np.square(ratios))) < 1.4  # 1 but for how many logits and weights there are
+    assert np.max(np.abs(ratios)) < 4.5

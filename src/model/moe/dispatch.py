@@ -122,7 +122,8 @@ def _windows_backward(windows: Windows, inputs: Any, gradient_RD: Array) -> tupl
 
     def add(window: Array, sums: Any) -> Any:
         _, to_inputs = jax.vjp(lambda x, w: windows.run(x, w, rows_PE, window), rows, kernels)
-        return jax.tree.map(jnp.add, sums, to_inputs(gradient_RD))
+        # Codes of weights, which are integers, have no gradient.
+        return jax.tree.map(lambda x, y: x if y.dtype == jax.dtypes.float0 else x + y, sums, to_inputs(gradient_RD))
 
     # Weights' too are summed in the compute dtype, which a window's gradients have: sums in float32 would take their
     # memory even without later windows (docs/log.md).

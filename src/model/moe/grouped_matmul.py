@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from src.model.adapted import Adapted
+from src.model.moe.grouped_codes import GroupedCodes, batched_product, grouped_product
 
 
 def grouped_matmul(
     x_RX: Array,
-    kernel_GXY: Array | Adapted,
+    kernel_GXY: Array | Adapted | GroupedCodes,
     rows_G: Array,
     platform: str,
     transposed: bool = False,
@@ -34,16 +35,20 @@ def grouped_matmul(
     how = {"rows_G": rows_G, "platform": platform, "transposed": transposed, "interpret": interpret}
     if isinstance(kernel_GXY, Adapted):
         return kernel_GXY.grouped(x_RX, functools.partial(grouped_matmul, **how))
+    if isinstance(kernel_GXY, GroupedCodes):
+        return grouped_product(x_RX, kernel_GXY, **how)
     kernel_GXY = kernel_GXY.astype(x_RX.dtype)
     if platform == "cpu":
         return jax.lax.ragged_dot(x_RX, kernel_GXY.swapaxes(1, 2) if transposed else kernel_GXY, rows_G)
     return _product(x_RX, kernel_GXY, rows_G, platform, transposed, interpret)
 
 
-def batched_matmul(x_GRX: Array, kernel_GXY: Array | Adapted, transposed: bool = False) -> Array:
+def batched_matmul(x_GRX: Array, kernel_GXY: Array | Adapted | GroupedCodes, transposed: bool = False) -> Array:
     """Multiplies each group's rows by its weight: [G, R, X] and [G, X, Y], or [G, Y, X] `transposed`, to [G, R, Y]."""
     if isinstance(kernel_GXY, Adapted):
         return kernel_GXY.grouped(x_GRX, functools.partial(batched_matmul, transposed=transposed))
+    if isinstance(kernel_GXY, GroupedCodes):
+        return batched_product(x_GRX, kernel_GXY, transposed)
     return jnp.einsum("grx,gyx->gry" if transposed else "grx,gxy->gry", x_GRX, kernel_GXY.astype(x_GRX.dtype))
 
 

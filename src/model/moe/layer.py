@@ -20,11 +20,14 @@ from src.model.adapted import Adapted
 from src.model.costs import Costs
 from src.model.feed_forward import FeedForward, activated
 from src.model.forward_context import ForwardContext
-from src.model.moe import dispatch, router
+from src.model.low_precision import Coded
+from src.model.moe import dispatch, grouped_codes, router
 from src.model.moe.dispatch import CapacitySlots, ExpertGroup, Rows
+from src.model.moe.grouped_codes import GroupedCodes
 from src.model.moe.grouped_matmul import add_by_group, batched_matmul, grouped_matmul
 from src.model.moe.router import Report
 from src.model.params import Buffer, Rngs, matmul, weight
+from src.model.quantization import Quantized
 from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import Layout
 from src.parallel.sequence import replicate_rows, zigzag_order
@@ -136,13 +139,14 @@ class Experts(nnx.Module):
         along its last dim. So each factor is an array, and wo is transposed: a device's part of it, not the whole.
         """
 
+        def multiplied(weight: Array | Quantized) -> Array | GroupedCodes:
+            return grouped_codes.encoded(weight, dtype) if _is_quantized(weight) else weight.astype(dtype)
+
         weights = {name: getattr(self, name)[...] for name in AXES if hasattr(self, name)}
-        weights = jax.tree.map(lambda x: x.astype(dtype), weights)
-        axes = {name: _by_leaf(weights[name], AXES[name]) for name in weights}
-        factors = len(self.spec.mlp_activations)
+        weights = jax.tree.map(multiplied, weights, is_leaf=_is_quantized)
         for name in weights.keys() & {"wi", "wi_bias"}:
-            weights[name] = [weights[name][..., factor, :] for factor in range(factors)]
-            axes[name] = [axes[name]] * factors
+            weights[name] = [weights[name][..., factor, :] for factor in range(len(self.spec.mlp_activations))]
+        axes = {name: _by_leaf(kernel, AXES[name]) for name, kernel in weights.items()}
         weights["wo"] = jax.tree.map(lambda x: x.swapaxes(1, 2), weights["wo"])
         axes["wo"] = jax.tree.map(lambda each: (each[0], each[2], each[1]), axes["wo"], is_leaf=_is_axes)
         return weights, axes
@@ -166,15 +170,22 @@ def _kept_in_rows(experts_BTk: Array, non_padding_BT: Array, experts: int, capac
     return run(replicate_rows(experts_BTk, layout, None), replicate_rows(non_padding_BT, layout))
 
 
-def _by_leaf(kernel: Array | Adapted, axes: tuple[str | None, ...]) -> Any:
-    """Returns the logical axes of an expert weight, or of an adapted one's parts."""
-    if isinstance(kernel, Adapted):
-        return Adapted(axes, (*axes[:2], None), (axes[0], None, axes[2]))
-    return axes
+def _by_leaf(kernel: Any, axes: tuple[str | None, ...]) -> Any:
+    """Returns the logical axes of an expert weight, or of the parts of what stands for it, nested as it is."""
+    if isinstance(kernel, list):
+        return [_by_leaf(each, axes) for each in kernel]
+    if isinstance(kernel, Adapted):  # a rank may be 1
+        return Adapted(_by_leaf(kernel.base, axes), (*axes[:2], None), (axes[0], None, axes[2]))
+    # Scales have dims of size 1.
+    return jax.tree.map(lambda x: tuple(axes[dim] if size > 1 else None for dim, size in enumerate(x.shape)), kernel)
 
 
 def _is_axes(node: Any) -> bool:
-    return isinstance(node, tuple)
+    return isinstance(node, tuple) and not isinstance(node, Coded)
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, Quantized)
 
 
 def _gather(axes: tuple[str | None, ...], kernel: Array, over: tuple[str, ...]) -> Array:

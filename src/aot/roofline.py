@@ -15,7 +15,17 @@ from src.aot.hlo import Collective
 from src.aot.memory import device_bytes
 from src.model.block import layer_costs
 from src.model.execution import Execution
-from src.model.flops import FlopsPerToken, all_layers, count_params, flops_per_token, layer_share, recomputed_flops
+from src.model.flops import (
+    FlopsPerToken,
+    all_layers,
+    count_params,
+    flops_per_token,
+    layer_share,
+    product_widths,
+    recomputed_flops,
+)
+from src.model.low_precision import FORMATS
+from src.model.quantization import Quantization
 from src.model.spec import ModelSpec
 from src.parallel.topology import Chip
 from src.step.build import TracedStep
@@ -25,6 +35,7 @@ from src.step.build import TracedStep
 COMPUTE_REACHED = 0.85
 # What a copy in an H100's memory reaches.
 MEMORY_REACHED = 0.9
+NONE = Quantization()
 # Weights are gathered while the layer before computes; sums of activations have the next product wait for them. How
 # much of either hides, a program does not say: half.
 HIDDEN = 0.5
@@ -99,7 +110,7 @@ def work_of(built: TracedStep) -> Work:
         sharing=layout.mesh.size // (layout.shards("batch") * layout.shards("length") * stages),
         state_bytes=device_bytes(built.state),
         vocab_tiles=plan.step.num_vocab_tiling,
-        low_precision=layer_share(plan.spec, {path[3:] for path in plan.quantization.places}),
+        quantization=plan.quantization,
         # Each of a pipeline's micro-batches reads a stage's part of the weights.
         micro_batches=plan.accumulation.micro_batches * (schedule.micro_batches / stages if schedule else 1),
     )
@@ -115,14 +126,15 @@ def step_work(
     sharing: int,
     state_bytes: int,
     vocab_tiles: int = 1,
-    low_precision: float = 0.0,
+    quantization: Quantization = NONE,
     micro_batches: float = 1,
 ) -> Work:
     """Returns the work of one device in a step.
 
     Each device has `tokens` of the step in rows of `length`, and computes them together with `sharing` devices, each
     with its part of heads and hidden units. `kernel` is attention's; `state_bytes` are of weights and optimizer on the
-    device; the loss has `vocab_tiles`; the weights are read in `micro_batches` passes.
+    device; the loss has `vocab_tiles`; the weights are read in `micro_batches` passes. Of `quantization` count the
+    products' own peak and the rounding of what they take, not that of the weights: each device rounds its part of them.
     """
     model = flops_per_token(spec, length)
     again = recomputed_flops(spec, length, execution, vocab_tiles)
@@ -139,6 +151,14 @@ def step_work(
     activations = passes * tokens * arrays * itemsize
     if kernel == "dot_product":  # scores and weights of each key, in float32
         activations += passes * tokens * 2 * heads * length * 4
+    quantized = {path[3:] for path in quantization.places}
+    if quantized:
+        taken, made = product_widths(spec, quantized)
+        # An array is read for its largest magnitude, read again, and written as codes: what a product takes forward,
+        # and again if it is not kept; its gradient for either product, or for both where scales are per tensor.
+        per_channel = FORMATS[quantization.kind].per_channel
+        rounded = (1 if passes == 5 else 2) * taken + (2 if per_channel else 1) * made
+        activations += tokens * rounded * (2 * itemsize + 1)
     # Forward and backward, float32: written and read, and their gradient.
     logits = 4 * tokens * (1 + spec.mtp_num_layers) * spec.padded_vocab_size * 4
     # A weight is gathered (written) and read, forward and backward; its gradient is written, and read to be summed.
@@ -146,7 +166,7 @@ def step_work(
     return Work(
         model_flops=FlopsPerToken(*(tokens * count for count in dataclasses.astuple(model))),
         recomputed_flops=FlopsPerToken(*(tokens * count for count in dataclasses.astuple(again))),
-        low_precision=low_precision,
+        low_precision=layer_share(spec, quantized) if quantized else 0.0,
         whole_scores=kernel == "dot_product",
         memory_bytes=activations + logits + weights + 2 * state_bytes,
         bubble=execution.schedule.bubble if execution.schedule else 0.0,

@@ -54,6 +54,9 @@ class BlockWeight(NamedTuple):
     path: tuple[str, ...]  # in the block
     size: int  # elements
     used: float  # elements that a token goes through: of experts, those it is sent to
+    summed: int  # of its entries, those that a product sums over
+    taken: float  # numbers of a token that its product takes, for each expert that the token is sent to
+    input: tuple[str | None, ...]  # the logical axes of those
     multiplies: bool
     ends_block: bool  # its product is only added to the residual stream
     spared_by: tuple[str, ...]  # the arrays that spare its product in the backward pass; none: it is not spared
@@ -69,7 +72,11 @@ def _weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
         added = layer.normalization_placement == "before"  # to the residual stream, as it is
         ends_block = path[0] == "feed_forward" and name == part.last and added
         spared_by = part.spared_by.get(name, ()) if part else ()
-        yield BlockWeight(path, size, used, bool(fan_in[path]), ends_block, spared_by)
+        summed = math.prod(leaf.shape[dim] for dim in fan_in[path])
+        taken = summed * used / size * (leaf.shape[0] if "expert" in axes[path] else 1)
+        input_axes = tuple(axes[path][dim] for dim in fan_in[path])
+        multiplies = bool(fan_in[path])
+        yield BlockWeight(path, size, used, summed, taken, input_axes, multiplies, ends_block, spared_by)
 
 
 def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
@@ -88,6 +95,19 @@ def layer_share(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> float:
     """Returns the share of the products with layers' weights that are with those of these paths in their block."""
     products = list(_layer_products(spec))
     return sum(used for path, used in products if path in paths) / sum(used for _, used in products)
+
+
+def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple[float, float]:
+    """Counts a token's numbers that the products with layers' weights of these paths take, and that they make.
+
+    What several of a block's part take counts once: of attention's query, key and value.
+    """
+    taken = made = 0.0
+    for layer, count in all_layers(spec).items():
+        weights = [each for each in _weights(layer, spec) if each.path in paths]
+        taken += count * sum({(each.path[0], each.input): each.taken for each in weights}.values())
+        made += count * sum(each.used / each.summed for each in weights)
+    return taken, made
 
 
 def _layer_products(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], float]]:

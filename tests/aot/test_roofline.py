@@ -13,7 +13,7 @@ from src import command_line
 from src.aot.hlo import Collective
 from src.aot.roofline import Work, predict, step_work, work_of
 from src.model.execution import Execution
-from src.model.flops import FlopsPerToken, flops_per_token, layer_share
+from src.model.flops import FlopsPerToken, flops_per_token, layer_share, product_widths
 from src.step.build import build
 from tests.tiny import BASE, LENGTH, load, make, spec_of
 
@@ -138,6 +138,27 @@ def test_products_in_8_bits_take_the_time_of_their_own_peak():
     wide = predict(work, CHIP, PEAK, []).compute_seconds
     assert wide == predict(WORK, CHIP, PEAK, []).compute_seconds
     assert predict(work, CHIP, PEAK, [], 2 * PEAK).compute_seconds == pytest.approx(wide * (4 - 0.5) / 4)
+
+
+@pytest.mark.parametrize(("kind", "gradients"), [("int8", 2), ("fp8", 1)])
+def test_what_is_rounded_moves_through_memory(kind, gradients):
+    """Read twice and written as codes, in float32 and 8 bits: inputs once or twice, and gradients of outputs."""
+    _, plan = make(quantization=kind, quantization_exclude="[output,attention.out]")
+    arguments = {"tokens": 64, "length": 16, "sharing": 1, "state_bytes": 0}
+    for policy, times in (("none", 1), ("full", 2)):
+        execution = Execution(remat_policy=policy)
+        wide = step_work(plan.spec, execution, "flash", **arguments)
+        rounded = step_work(plan.spec, execution, "flash", **arguments, quantization=plan.quantization)
+        # Of 2 layers: what query, key and value take, and wi and wo; what these make, of 4, 2 and 2 heads of 8, ...
+        taken, made = 2 * (32 + 32 + 64), 2 * (8 * 8 + 2 * 64 + 32)
+        assert rounded.memory_bytes - wide.memory_bytes == 64 * (times * taken + gradients * made) * (4 + 4 + 1)
+        assert 0 < rounded.low_precision < 1
+
+
+def test_what_experts_take_is_rounded_for_each():
+    _, plan = make(quantization="int8", num_experts=4, num_experts_per_tok=2, base_moe_mlp_dim=24)
+    experts = {("feed_forward", "wi"), ("feed_forward", "wo")}
+    assert product_widths(plan.spec, experts) == (2 * 2 * (32 + 24), 2 * 2 * (2 * 24 + 32))
 
 
 def test_the_share_in_8_bits_is_of_what_a_token_meets():

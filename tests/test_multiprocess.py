@@ -29,7 +29,6 @@ def keys_of(folder, corpus, steps, **more):
         "checkpoint_period": 2,
         "max_num_checkpoints_to_keep": -1,
         "eval_interval": 2,
-        "sample_length": 8,
     }
     return {**keys, **more}
 
@@ -46,7 +45,7 @@ def start_two(logs, keys):
 def run_on_two(folder, corpus, steps):
     """Runs up to `steps` as two processes; returns their outputs."""
     logs = [folder.parent / f"{steps}_{process}.log" for process in range(2)]
-    processes = start_two(logs, 2 * [keys_of(folder, corpus, steps, per_device_batch_size=1)])
+    processes = start_two(logs, 2 * [keys_of(folder, corpus, steps, per_device_batch_size=1, sample_length=8)])
     with runs.ended(*processes):
         return [runs.finish(process, log) for process, log in zip(processes, logs, strict=True)]
 

@@ -59,3 +59,12 @@ def write(tmp_path):
         return tmp_path / name
 
     return to_file
+
+
+@pytest.fixture(scope="module")
+def steps_built_once():
+    from tests import runs  # which sets the folder of compiled programs: for tests of runs alone
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs.train, "build", runs.build_once)
+        yield

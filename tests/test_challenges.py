@@ -14,6 +14,8 @@ from src.data.readers.text import TextSource
 from src.errors import UserError
 from tests import runs
 
+pytestmark = pytest.mark.usefixtures("steps_built_once")
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):

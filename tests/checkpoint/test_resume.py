@@ -25,6 +25,7 @@ from src.step import train_step
 from tests import runs
 from tests.data.one_source import train_batches
 
+pytestmark = pytest.mark.usefixtures("steps_built_once")
 STEPS = 30
 
 

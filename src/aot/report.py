@@ -26,9 +26,8 @@ from src.step.build import TracedStep
 Report = dict[str, Any]
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 USUAL_ERROR = "a fifth"  # of an estimate, compared with compiled steps (docs/performance.md)
-# How the TPU compiler says what a program would need: without its arguments, or in all.
-TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
-TOTAL = re.compile(r"(?:Total hbm usage >=|Used) ([\d.]+)([KMGT])")
+# How the TPU compiler says what a program would need; its "temporaries" have the arguments too.
+TOTAL = re.compile(r"(?:HLO temporaries \(|Total hbm usage >= |Used )([\d.]+)([KMGT])")
 
 
 def make_report(
@@ -94,11 +93,13 @@ def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Co
         if topology.platform != "cpu":  # where it counts arguments alone
             sizes["peak"] = stats.peak_memory_in_bytes
         kept_on_host = stats.host_temp_size_in_bytes
-        # Outputs that take the place of donated arguments need no memory.
-        needed = sizes["arguments"] + sizes["temporaries"] + sizes["outputs"] - sizes["donated"]
+        # A TPU's compiler refuses what it finds no place for, and its "temporaries" have what a loop carries twice.
+        # Elsewhere: outputs that take the place of donated arguments need no memory.
+        in_all = sizes["arguments"] + sizes["temporaries"] + sizes["outputs"] - sizes["donated"]
+        needed = sizes["peak"] if topology.platform == "tpu" else in_all
     else:
         arguments = sum(parts.arguments.values())
-        needed = max(arguments + _stated_bytes(TEMPORARIES, refusal), _stated_bytes(TOTAL, refusal))
+        needed = max(arguments, _stated_bytes(TOTAL, refusal))
         sizes = {"arguments": arguments, "temporaries": needed - arguments}
     return {
         **sizes,
@@ -199,9 +200,7 @@ def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
     if any(memory["host"].values()):
         sums.append((sum(memory["host"].values()), "in host memory, for each device", memory["host"]))
     if "peak" in memory:
-        # A TPU's compiler counts its cores' memory too, where small programs keep most of what the estimates have.
-        words = ", its cores' VMEM included" * (memory["peak"] > memory["needed"])
-        sums.append((memory["peak"], f"at once, by the compiler's own count{words}", {}))
+        sums.append((memory["peak"], "at once, by the compiler's own count", {}))
     for total, name, parts in sums:
         yield f"{readable(total):>11}  {name}"
         yield from (f"{readable(size):>15}  {part}" for part, size in parts.items() if size)

@@ -43,14 +43,16 @@ DO_NOT = [
 
 
 def compilers_own(keys):
-    """Whether the step compiles into what the compiler's errors say that the device has, 15.75 GiB."""
+    """Whether the step compiles; the compiler refuses what it finds no place for in a device's 15.75 GiB."""
     config = command_line.load([str(BASE), *SMALL, *keys])
     step = build(config, abstract_devices(parse_topology("v5e-4", 1)))
     try:
-        stats = step.traced.lower().compile().memory_analysis()
+        step.traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        return "RESOURCE_EXHAUSTED" not in str(error)
-    return stats.argument_size_in_bytes + stats.temp_size_in_bytes <= 15.75 * 2**30
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return False
+    return True
 
 
 @pytest.mark.parametrize("keys", [*FIT, *DO_NOT], ids=" ".join)

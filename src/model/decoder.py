@@ -66,7 +66,9 @@ class Decoder(nnx.Module):
             )
             new_caches.append(new)
             first_layer += len(group.pattern) * group.repeats
-        return self.final_norm(x_BTD), new_caches, {"segments": reports}
+        graphdef, norm = nnx.split(self.final_norm)
+        x_BTD, norm = context.gradients_together(x_BTD, norm)
+        return nnx.merge(graphdef, norm)(x_BTD), new_caches, {"segments": reports}
 
     def mtp_hidden_states(
         self, hidden_BTD: Array, mtp_tokens: Sequence[Array], context: ForwardContext, execution: Execution
@@ -78,11 +80,10 @@ class Decoder(nnx.Module):
     @jax.named_scope("output_projection")
     def logits(self, hidden_BTD: Array, context: ForwardContext) -> Array:
         """Maps hidden states [B, T, D] to float32 logits [B, T, V]; those past the vocabulary's end are about -1e38."""
+        tied = self.spec.logits_via_embedding
+        hidden_BTD, kernel = context.gradients_together(hidden_BTD, (self.embedding if tied else self.output)[...])
         hidden_BTD = context.all_gather_sequence(hidden_BTD)
-        if self.spec.logits_via_embedding:
-            logits_BTV = matmul(hidden_BTD, self.embedding[...], "BTD,VD->BTV")
-        else:
-            logits_BTV = matmul(hidden_BTD, self.output[...], "BTD,DV->BTV")
+        logits_BTV = matmul(hidden_BTD, kernel, "BTD,VD->BTV" if tied else "BTD,DV->BTV")
         logits_BTV = context.layout.constrain(logits_BTV, "batch", "length", "vocab").astype(jnp.float32)
         if cap := self.spec.final_logits_soft_cap:
             logits_BTV = cap * jnp.tanh(logits_BTV / cap)

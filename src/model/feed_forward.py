@@ -50,16 +50,25 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BTD: Array, context: ForwardContext) -> tuple[Array, dict[str, Array]]:
         """Maps [B, T, D] to [B, T, D]; reports nothing."""
-        hidden_BTAF = matmul(x_BTD, self.wi[...], "BTD,DAF->BTAF")
-        if self.spec.mlp_bias:
-            hidden_BTAF += self.wi_bias[...].astype(x_BTD.dtype)
-        hidden_BTAF = context.layout.constrain(hidden_BTAF, "batch", "length", None, "mlp")
-        factors = [hidden_BTAF[..., index, :] for index in range(len(self.spec.mlp_activations))]
-        hidden_BTF = activated(factors, self.spec)
+        hidden_BTF = activated(self._factors(x_BTD, context), self.spec)
         out_BTD = context.reduce_scatter_sequence(matmul(hidden_BTF, self.wo[...], "BTF,FD->BTD"))
         if self.spec.mlp_bias:
             out_BTD += self.wo_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "mlpwo"), {}
+
+    def _factors(self, x_BTD: Array, context: ForwardContext) -> list[Array]:
+        """Returns each factor's product [B, T, F]."""
+        wi, indices = self.wi[...], range(len(self.spec.mlp_activations))
+        if context.layout.platform == "tpu" and isinstance(wi, Array) and not context.decoding:
+            # Arrays of their own, whose gradients no product computes again (docs/log.md).
+            factors = context.gradients_together(*(matmul(x_BTD, wi[:, index], "BTD,DF->BTF") for index in indices))
+        else:
+            hidden_BTAF = matmul(x_BTD, wi, "BTD,DAF->BTAF")
+            factors = [hidden_BTAF[..., index, :] for index in indices]
+        if self.spec.mlp_bias:
+            biases = self.wi_bias[...].astype(x_BTD.dtype)
+            factors = [factor + biases[index] for index, factor in enumerate(factors)]
+        return [context.layout.constrain(factor, "batch", "length", "mlp") for factor in factors]
 
 
 def activated(factors: Sequence[Array], spec: LayerSpec) -> Array:

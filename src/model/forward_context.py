@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from src.model.params import Tree
 from src.parallel.mesh import Layout
 
 
@@ -40,6 +41,14 @@ class ForwardContext:
             x_BTD = self.layout.constrain(x_BTD, "batch", axis, "activation_embed")
         return x_BTD
 
+    def gradients_together(self, *arrays: Tree) -> tuple[Tree, ...]:
+        """Returns `arrays`, pytrees; on TPUs all their gradients are there before any is used.
+
+        XLA would leave a gradient that only the optimizer needs to the end of the step, and keep through the backward
+        pass what it is made of.
+        """
+        return _gradients_together(arrays) if self.layout.platform == "tpu" else arrays
+
     def dropout(self, x_BTD: Array, rate: float, site: Array | int) -> Array:
         """Applies inverted dropout (Srivastava et al. 2014, section 10) to [B, T, D] by the tokens' keys, if any.
 
@@ -60,3 +69,13 @@ def token_keys(key: Array, rows: int, length: int) -> Array:
     """Returns a random key for each token of a batch, as key data [B, T, words] that moves with the token."""
     token_BT = jnp.arange(rows * length).reshape(rows, length)
     return jax.random.key_data(jax.vmap(jax.vmap(functools.partial(jax.random.fold_in, key)))(token_BT))
+
+
+@jax.custom_vjp
+def _gradients_together(arrays: Tree) -> Tree:
+    return arrays
+
+
+_gradients_together.defvjp(
+    lambda arrays: (arrays, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),)
+)

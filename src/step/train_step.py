@@ -106,7 +106,11 @@ def loss_gradient(
 ) -> tuple[Tree, Any]:
     """Returns the gradient of a micro-batch's objective by the trainable weights, and what `objective` reports."""
     weights, counts = inputs
-    return jax.grad(objective, has_aux=True)(weights.trainable, weights, counts, batch, plan, loss)
+    of_trainable = functools.partial(objective, weights=weights, counts=counts, batch=batch, plan=plan, loss=loss)
+    total, backward, (losses, buffers) = jax.vjp(of_trainable, weights.trainable, has_aux=True)
+    # The loss is there before the backward pass begins: else XLA may keep the logits through it, to sum them up then.
+    one, losses = jax.lax.optimization_barrier((jnp.ones_like(total), losses))
+    return backward(one)[0], (losses, buffers)
 
 
 @jax.named_scope("optimizer")

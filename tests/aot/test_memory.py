@@ -243,3 +243,14 @@ def test_tiles_that_are_offered_divide_a_row():
     config, step = built(max_target_length=12, vocab_size=8192)
     found = changes(config, jax.devices(), step, memory(step).total + 10**6, PLENTY)
     assert {"num_vocab_tiling": 4} in [change.keys for change in found]
+
+
+@needs_libtpu
+def test_on_a_tpu_nothing_is_kept_beyond_these_parts(little_effort):
+    """No logits, and no factor of a feed-forward layer, beside what the layers' backward pass is said to hold."""
+    sizes = {"base_num_decoder_layers": 2, "base_emb_dim": 512, "base_mlp_dim": 2048, "vocab_size": 8192}
+    heads = {"base_num_query_heads": 4, "base_num_kv_heads": 4, "head_dim": 128}
+    numbers = {"dtype": "bfloat16", "matmul_precision": "default", "remat_policy": "full"}
+    config = load(**sizes, **heads, **numbers, max_target_length=512, per_device_batch_size=2)
+    step = build(config, abstract_devices(parse_topology("v5e-8", 1)))
+    assert step.traced.lower().compile().memory_analysis().peak_memory_in_bytes <= memory(step).total

@@ -30,7 +30,7 @@ from src.aot.hlo import collectives
 from src.cli import run_command
 from src.model.attention import repeat_kv
 from src.model.attention_kernels.scores import score_spec
-from src.model.attention_kernels.splash import BLOCKS, ZigzagCausalMask, splash
+from src.model.attention_kernels.splash import ZigzagCausalMask, block_sizes, splash
 from src.model.forward_context import ForwardContext
 from src.model.spec import LayerSpec, model_spec
 from src.parallel.mesh import Layout, make_layout
@@ -131,12 +131,7 @@ def _ring(axis: str, n: int, length: int, heads: int, interpret: bool) -> Callab
 
 def _kernel(mask: sa.Mask, heads: int, interpret: bool) -> kernels.SplashAttentionKernel:
     """JAX's, which gives the logarithms of its scores' sums too."""
-    q, kv = (max(size for size in BLOCKS if length % size == 0) for length in mask.shape)
-    blocks = sa.BlockSizes(
-        **{f"block_q{of}": q for of in ("", "_dkv", "_dq")},
-        **{f"block_kv{of}": kv for of in ("", "_compute", "_dkv", "_dkv_compute", "_dq")},
-    )
-    masks = sa.MultiHeadMask([mask] * heads)
+    masks, blocks = sa.MultiHeadMask([mask] * heads), block_sizes(*mask.shape, 0, 128, jnp.dtype(jnp.bfloat16))
     return sa.make_splash_mha_single_device(masks, block_sizes=blocks, save_residuals=True, interpret=interpret)
 
 

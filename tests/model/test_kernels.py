@@ -111,6 +111,20 @@ def test_splash_equals_dot_product(kv_heads, overrides):
     assert_close(computed, output_and_gradients(dot_product, *arrays, context), 1e-5)
 
 
+@pytest.mark.parametrize("length", [384, 640])
+def test_splash_equals_dot_product_at_lengths_that_larger_blocks_do_not_divide(length):
+    """Of three blocks of keys, with one kernel for all gradients; of five, with two."""
+    *arrays, context, expected = on_one_device(length)
+    assert_close(output_and_gradients(functools.partial(splash, interpret=True), *arrays[0], context), expected, 1e-5)
+
+
+def test_splash_in_its_larger_blocks_of_bfloat16_is_attention_but_for_rounding():
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in inputs(heads=2, kv_heads=1, length=1024)]
+    context = context_of(make()[1], cuts=(70, 140, 600), length=1024)
+    expected = output_and_gradients(dot_product, *(x.astype(jnp.float32) for x in arrays), context)
+    assert_close(output_and_gradients(functools.partial(splash, interpret=True), *arrays, context), expected, 2e-2)
+
+
 @pytest.mark.parametrize("facts", [{"window": 50}, {"soft_cap": 3.0}, {"sinks": (1.0, -2.0, 0.5, 6.0)}, {"chunk": 40}])
 def test_splash_equals_dot_product_in_what_a_layer_sees(facts):
     plan = make()[1]

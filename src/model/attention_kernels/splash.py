@@ -14,7 +14,8 @@ from src.model.attention_kernels.scores import FLASH_BLOCK, ScoreSpec
 from src.model.forward_context import ForwardContext
 from src.parallel.sequence import replicate_rows, zigzag_order, zigzag_parts
 
-BLOCKS = tuple(FLASH_BLOCK * times for times in (1, 2, 4))  # sizes of the kernel's blocks
+BLOCKS = tuple(FLASH_BLOCK << power for power in range(5))  # sizes of the kernel's blocks, up to 2048
+COMPUTED = 512  # keys of a block whose scores are in vector memory at once
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,30 @@ class ZigzagCausalMask(sa.Mask):
         return hash((self.q_sequence.tobytes(), self.mask_function))
 
 
+def block_sizes(queries: int, keys: int, window: int, head_dim: int, dtype: jnp.dtype) -> sa.BlockSizes:
+    """Returns the kernel's blocks, for numbers of neighbouring queries and of keys that they divide.
+
+    A larger block takes fewer instructions a score and computes more that the mask hides; docs/performance.md counts
+    both for heads of 128 in bfloat16, alike for v4, v5e, v5p and v6e. Others have blocks as before: in float32, larger
+    ones don't fit in a v4's 16 MiB of vector memory. One kernel for all gradients takes fewer than two, and writes
+    those of queries once for each block of keys, memory that grows with a row's length: long rows and large heads have
+    two.
+    """
+    large = dtype.itemsize == 2 and head_dim <= 128
+    largest = max(COMPUTED, min(window or 1024, 1024)) if large else COMPUTED
+    block_q = max(size for size in BLOCKS if queries % size == 0 and size <= largest)
+    largest = 2048 if large and keys >= 8192 and not window else largest
+    block_kv = max(size for size in BLOCKS if keys % size == 0 and size <= largest)
+    fused = head_dim <= 128 and keys // block_kv <= 4
+    return sa.BlockSizes(
+        **{f"block_q{of}": block_q for of in ("", "_dkv")},
+        **{f"block_kv{of}": block_kv for of in ("", "_dkv")},
+        **{f"block_kv{of}_compute": min(block_kv, COMPUTED) for of in ("", "_dkv")},
+        **({} if fused else {f"block_{of}_dq": min(block, 1024) for of, block in (("q", block_q), ("kv", block_kv))}),
+        use_fused_bwd_kernel=fused,
+    )
+
+
 def splash(
     q_BTNH: Array,
     k_BSKH: Array,
@@ -79,18 +104,14 @@ def splash(
     layout = context.layout
     T, N = q_BTNH.shape[1:3]
     shards = layout.shards("length")
-    block_q, block_kv = (max(size for size in BLOCKS if n % size == 0) for n in (T // zigzag_parts(shards), T))
-    blocks = sa.BlockSizes(
-        **{f"block_q{of}": block_q for of in ("", "_dkv", "_dq")},
-        **{f"block_kv{of}": block_kv for of in ("", "_compute", "_dkv", "_dkv_compute", "_dq")},
-    )
     window = spec.window or spec.chunk  # `attend` made segments of chunks; as a window they spare the blocks beyond
+    head_dim = max(spec.head_dim, spec.value_dim)
     mask = ZigzagCausalMask(zigzag_order(T, layout), window)
     kernel = sa.make_splash_mha(
         sa.MultiHeadMask([mask] * (N // layout.shards("heads"))),
         head_shards=1,
         q_seq_shards=shards,
-        block_sizes=blocks,
+        block_sizes=block_sizes(T // zigzag_parts(shards), T, window, head_dim, q_BTNH.dtype),
         attn_logits_soft_cap=spec.soft_cap or None,
         interpret=interpret,
     )

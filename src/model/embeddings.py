@@ -47,9 +47,11 @@ def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
     interleaved = spec.rope_interleave
     pairs = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else jnp.split(rotated, 2, axis=-1)
     first, second = (half.astype(jnp.float32) for half in pairs)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    joined = jnp.stack(turned, -1).reshape(rotated.shape) if interleaved else jnp.concatenate(turned, -1)
-    return jnp.concatenate([joined.astype(x_BTNH.dtype), rest], axis=-1)
+    # Cast before they are joined, so that the backward pass takes the halves of a gradient that is not in float32 yet.
+    turned = [half.astype(x_BTNH.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
+    if interleaved:
+        turned = [jnp.stack(turned, -1).reshape(rotated.shape)]
+    return jnp.concatenate([*turned, rest], axis=-1)
 
 
 def sinusoidal(positions_BT: Array, emb_dim: int) -> Array:

@@ -63,6 +63,7 @@ PRESETS: dict[str, dict[str, str]] = {
     },
     "TPU v5": {**_ASYNC, "xla_tpu_scoped_vmem_limit_kib": "81920"},
     "TPU v5 lite": _ASYNC_ALL_REDUCE,
+    "TPU v6 lite": {"xla_tpu_scoped_vmem_limit_kib": "98304"},
 }
 
 # JAX adds this flag to LIBTPU_INIT_ARGS where it finds TPUs: it is not the user's, and not there on another machine.

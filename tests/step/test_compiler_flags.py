@@ -100,7 +100,7 @@ def test_a_run_with_flags_dumps_its_step_and_learns_the_same(tmp_path):
         ("v4-16", 2, {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"}),
         ("v4-16", 1, {"xla_enable_async_all_gather": "True"}),
         ("v5p-16", 2, {"xla_enable_async_all_gather": "True", "xla_tpu_scoped_vmem_limit_kib": "81920"}),
-        ("v5e-16", 2, {"xla_enable_async_all_reduce": "True"}),
+        ("v5e-16", 2, {"xla_enable_async_all_reduce": "True", "xla_tpu_scoped_vmem_limit_kib": "32768"}),
         ("v6e-16", 1, {"xla_tpu_scoped_vmem_limit_kib": "98304"}),
         ("tpu7x-16", 1, {}),
         ("a3", 1, {"xla_gpu_enable_latency_hiding_scheduler": "True", "xla_gpu_memory_limit_slop_factor": "112"}),

@@ -134,7 +134,7 @@ def test_a_tpu_makes_experts_products_of_int8(topology, settings):
     assert calls == ({} if settings else {"in_8_bits: s32,s8,f32 -> bf16": 9})
     sent = {
         (kind, dtype)
-        for kind, types in re.findall(r"(?m)^ *(?:ROOT )?%([a-z-]+?)(?:-start)?[\d.]* = (.*?) (?:all|reduce)-", text)
+        for types, kind in re.findall(r" = (.*?) (all-gather|all-reduce|reduce-scatter)(?:-start)?\(", text)
         for dtype, dims in re.findall(r"(\w+)\[([\d,]+)\]", types)
         if np.prod(list(map(int, dims.split(",")))) >= 1024 * 2048
     }

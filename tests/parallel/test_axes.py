@@ -54,7 +54,7 @@ CASES = [
 SHORT = {
     "dense": ["data 8", "context 4", "tensor 4", "stage 2 context 2"],
     "windowed": [],  # in stages tests/model/test_pipeline.py has it, windows over context test_context_axis.py
-    "latent experts": ["fsdp 2 expert 2 tensor 2"],
+    "latent experts": [],  # test_expert_axis.py
     "gpt3": [
         *("fsdp 8", "data 2 fsdp 2, in micro-batches", "data 2 context 2, recomputed", "stage 2 fsdp 2, recomputed")
     ],

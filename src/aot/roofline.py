@@ -166,7 +166,7 @@ def step_work(
     return Work(
         model_flops=FlopsPerToken(*(tokens * count for count in dataclasses.astuple(model))),
         recomputed_flops=FlopsPerToken(*(tokens * count for count in dataclasses.astuple(again))),
-        low_precision=layer_share(spec, quantized) if quantized else 0.0,
+        low_precision=layer_share(spec, quantized),
         whole_scores=kernel == "dot_product",
         memory_bytes=activations + logits + weights + 2 * state_bytes,
         bubble=execution.schedule.bubble if execution.schedule else 0.0,

@@ -1,5 +1,6 @@
 """Resolves command lines to configurations, Hugging Face models among what they may name."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from ml_collections import ConfigDict
 
 from src.config import load as config_load
 from src.config.base_yml import TRAIN, Usage, help_for
+from src.config.migration_hints import environment_notes
 from src.config.schema import Config
 from src.config.yaml import parse_keys
 from src.errors import UserError, clipped
@@ -34,6 +36,8 @@ def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
 
 def load(argv: Sequence[str] | ConfigDict, notes: list[str] | None = None, *, uses_weights: bool = False) -> Config:
     """Returns a command line's configuration, as `src.config.load.load`; raises UserError, OSError for a bad disk."""
+    if notes is not None:
+        notes += environment_notes(os.environ)
     try:
         return config_load.load(argv, notes, uses_weights=uses_weights, read_folder=read_folder)
     except OSError as error:  # such as a folder that may not be read

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from src.config.checks import check_config, read_entries
 from src.config.keys import frozen
-from src.config.migration_hints import corrected_command, migration_hint, with_own_mesh_word
+from src.config.migration_hints import corrected_command, is_maxtext_default, migration_hint, own_value
 from src.config.model_checks import read_segments
 from src.config.needs import Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults
@@ -20,6 +20,7 @@ from src.config.sources import CONFIG, config_dict_keys, model_keys, read_python
 from src.config.yaml import BASE, CONFIGS, NOTHING, convert, dump, file_name, literal, parse_argument, parse_keys
 
 # isort: split
+from src.config.migration_hints import with_own_mesh_word
 from src.config.yaml import read_file, unprintable
 from src.errors import UserError, changed_keys, clipped, did_you_mean, first_few
 
@@ -100,7 +101,8 @@ def _load(argv: Sequence[str] | ConfigDict, notes: list[str], uses_weights: bool
     problems += check_config(config, failed)
     # A run's own file has every key, also those that say nothing.
     chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{CONFIG}"))]
-    problems += idle_settings([*chosen, *arguments], config, failed)
+    for key, sentence in idle_settings([*chosen, *arguments], config, failed):
+        (notes if is_maxtext_default(key, config.get(key)) else problems).append(sentence)
     problems = [clipped(problem) for problem in dict.fromkeys(problems)]
     if len(problems) > 1:
         listed = "".join(f"\n  - {problem}" for problem in problems)
@@ -254,7 +256,7 @@ def _resolve(settings: Sequence[Setting], problems: list[str], notes: list[str])
             failed.add(key)
         else:
             try:
-                value = _typed(setting.key, setting.value)
+                value = _typed(setting.key, own_value(setting.key, setting.value))
                 config[key] = frozen({**config[key], entry: value}) if dot else value
             except ValueError as error:
                 problem = f"{setting.key} ({setting.where}): {error}"

@@ -6,7 +6,7 @@ import functools
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ MESH_WORDS = {
     **{"dp": "data", "replica": "data", "stage": "pipeline", "pp": "pipeline", "cp": "context", "sp": "context"},
     **{"ep": "expert", "model": "tensor", "mdl": "tensor", "tp": "tensor"},
 }
+NOTHING_TO_TYPE = "nothing to type"
 LEFT_OPEN = re.compile(r"=(NAME|FOLDER|FILE|TEXT)\b")  # in the page: what only the user knows
 
 
@@ -41,7 +42,7 @@ class Renamed(NamedTuple):
         """Returns what to say to `key`=`value`."""
         typed, certain = _fill(self.template, value)
         words, _, note = typed.partition("  # ")
-        if not typed:
+        if not typed or value in NOTHING:
             return Hint(True, f"{key}={_spell(value)}, of {self.program}, is what happens here anyway")
         sentence = f"{key} is a name of {self.program}; type {words} instead{f' ({note})' if note else ''}"
         return Hint(False, sentence, words if certain else "")
@@ -70,7 +71,8 @@ class Page(NamedTuple):
     """Holds the page's tables, by name."""
 
     names: dict[str, Renamed | Explained]
-    values: dict[tuple[str, str], str]  # of keys that MaxText and MinText both have
+    values: dict[tuple[str, str], str]  # of keys that MaxText and MinText both have: `key=value`, or what to say
+    patterns: list[str]  # the names with a *
 
 
 @functools.cache
@@ -95,19 +97,19 @@ def read_page() -> Page:
                 values[keys[0][0], keys[0][2]] = right
             else:
                 names[keys[0][0]] = Renamed(program, _template(right))
-    return Page(names, values)
+    return Page(names, values, [name for name in names if "*" in name])
 
 
 def _template(cell: str) -> str | dict[str, str]:
     if cell.startswith("`"):
         return cell.strip("`")
-    return dict(re.findall(r"(\S+): (?:`([^`]*)`|nothing to type)", cell))
+    return dict(re.findall(rf"(\S+): (?:`([^`]*)`|{NOTHING_TO_TYPE})", cell))
 
 
 def migration_hint(key: str, value: Any) -> Hint | None:
     """Returns what to say to `key`=`value`, a parsed value, if `key` is a name of another trainer's; else None."""
-    names = read_page().names
-    name = key if key in names else next((name for name in names if fnmatch.fnmatchcase(key, name)), None)
+    names, _, patterns = read_page()
+    name = key if key in names else next((name for name in patterns if fnmatch.fnmatchcase(key, name)), None)
     return names[name].hint(key, value) if name else None
 
 
@@ -119,8 +121,34 @@ def with_own_mesh_word(key: str) -> str:
 
 def value_hint(key: str, value: Any) -> str:
     """Returns what to type instead of MaxText's `value` for a `key` that both have; "" if there is nothing to say."""
-    hint = read_page().values.get((key, str(value)), "")
+    hint = _about_value(key, value)
     return f" (MaxText's {value}: {hint})" if hint else ""
+
+
+def own_value(key: str, value: Any) -> Any:
+    """Returns how MinText spells MaxText's parsed `value` for a `key` that both have: mostly as it is."""
+    hint = _about_value(key, value)
+    return Plain(hint.strip("`").removeprefix(f"{key}=")) if hint.startswith("`") else value
+
+
+def is_maxtext_default(key: str, value: Any) -> bool:
+    """Returns whether MaxText's base.yml has this `value` for a `key` without effect: typed, it asks for nothing."""
+    return _about_value(key, value) == NOTHING_TO_TYPE
+
+
+def _about_value(key: str, value: Any) -> str:
+    rows = read_page().values.items()
+    return next((hint for (name, theirs), hint in rows if name == key and _same(value, Plain(theirs))), "")
+
+
+def environment_notes(variables: Iterable[str]) -> list[str]:
+    """Returns a line for each environment variable that would set a key in MaxText (M_STEPS), where it does nothing."""
+    keys = {name: name[2:].lower() for name in variables if name.startswith("M_") and name.isupper()}
+    return [
+        f"{name} in the environment, by which MaxText sets a key, has no effect here: type {key}=... as an argument"
+        for name, key in sorted(keys.items())
+        if key in KEYS or migration_hint(key, Plain("..."))
+    ]
 
 
 def _fill(template: str | dict[str, str], value: Any) -> tuple[str, bool]:
@@ -129,7 +157,8 @@ def _fill(template: str | dict[str, str], value: Any) -> tuple[str, bool]:
         bare = Plain(_spell(value).rpartition(".")[2])  # jnp.bfloat16 and layers.GELU are Python in Pax's files
         for theirs, typed in template.items():
             if _same(value, Plain(theirs)) or _same(bare, Plain(theirs)) or fnmatch.fnmatchcase(bare, theirs):
-                return typed, theirs != "*" and not LEFT_OPEN.search(typed)
+                certain = (theirs != "*" or "..." in typed) and not LEFT_OPEN.search(typed)
+                return typed.replace("...", _spell(value)), certain
         return " or ".join(dict.fromkeys(typed for typed in template.values() if typed)), False
     if "{0}" not in template:
         return template.replace("...", _spell(value)), not LEFT_OPEN.search(template)

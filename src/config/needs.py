@@ -99,8 +99,8 @@ class Setting(NamedTuple):
     where: str
 
 
-def idle_settings(settings: Sequence[Setting], config: Mapping[str, Any], failed: set[str]) -> list[str]:
-    """Returns a sentence for each of a user's settings that has no effect, because nothing reads it.
+def idle_settings(settings: Sequence[Setting], config: Mapping[str, Any], failed: set[str]) -> list[tuple[str, str]]:
+    """Returns the key of each of a user's settings that has no effect, because nothing reads it, and a sentence.
 
     `settings` stand in the order in which they apply, `config` is what they led to; nothing is said of a key in
     `failed`, nor of one that a later source than its own made idle.
@@ -112,11 +112,11 @@ def idle_settings(settings: Sequence[Setting], config: Mapping[str, Any], failed
         changed = {later.key.partition(".")[0] for later in settings[number:] if later.where != setting.where}
         if key in known and known[key] != KEYS[key].default:
             problems += [
-                f"{key}={dump(known[key])} ({setting.where}) has no effect: {reason}"
+                (key, f"{key}={dump(known[key])} ({setting.where}) has no effect: {reason}")
                 for reason in _idle(key, known, changed)
             ]
     if "decoder_segments" in last:
-        problems += _idle_in_segments(known)
+        problems += [("decoder_segments", sentence) for sentence in _idle_in_segments(known)]
     return problems
 
 

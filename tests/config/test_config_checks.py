@@ -36,7 +36,7 @@ def error_of(*arguments, config=BASE):
         (["steps=0"], ["steps=0", "1 or more, or -1"]),
         (["steps=1:30"], ["steps", "an integer"]),
         (["steps=-1"], ["learning_rate_schedule_steps"]),
-        (["max_num_checkpoints_to_keep=None"], ["-1: all are kept"]),
+        (["checkpoint_period=None"], ["one is also saved at the end"]),
         (["learning_rate=fast"], ["learning_rate", "a number", "a string (fast)"]),
         (["learning_rate=nan"], ["learning_rate", "a number"]),
         (["learning_rate=0"], ["learning_rate", "positive"]),

@@ -1,5 +1,6 @@
 """Commands and names of MaxText, Pax and other trainers: each works here or is answered."""
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -7,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from src.command_line import load
-from src.config.migration_hints import Explained, Renamed, migration_hint, read_page
+from src.config.migration_hints import Explained, Renamed, is_maxtext_default, migration_hint, own_value, read_page
 from src.config.schema import KEYS
-from src.config.yaml import Plain, dump, parse_argument
+from src.config.yaml import Plain, convert, dump, parse_argument
 from src.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +80,12 @@ ANSWERED = [
     ("PERCORE_BATCH_SIZE=16", "per_device_batch_size=16"),
     ("LR_COS_WARMUP=265", "warmup_steps_fraction"),
     ("--exp=tasks.lm.params.c4.C4Spmd1BAdam4Replicas", "type configs/recipes/pax-c4-1b-v4-8.yml instead"),
-    ("--exp=C4Spmd22BAdam2xv4_128", "configs/recipes/pax-22b-v4-128.yml"),
+    ("--exp=C4Spmd22BAdam2xv4_128", "configs/recipes/pax-22b-v4-128.yml dcn_data_parallelism=2"),
+    ("NORM_POLICY=primer_hybrid", "normalization_placement=both"),
+    ("ATTEN_LOGIT_CAP=50", "attn_logits_soft_cap=50"),
+    ("restore_checkpoint_step=500", "load_full_state_path"),
+    ("--server_addr=10.0.0.1:1234", "coordinator_address=10.0.0.1:1234"),
+    ("lora.lora_rank=8", "lora_rank=8"),
     ("--exp=tasks.lm.params.mine.Mine", "model_name=NAME"),
     ("--job_log_dir=gs://bucket", "base_output_directory=gs://bucket"),
     ("block_size=1024", "type max_target_length=1024 instead"),
@@ -135,11 +141,104 @@ def test_a_secret_is_not_printed():
     assert "hf_secret" not in "".join(notes)
 
 
-@pytest.mark.parametrize("file", ["maxtext", "pax"])
-def test_all_their_names_are_answered(file):
-    """The keys of MaxText's base.yml and the flags of Pax's main.py, as of 2026."""
-    names = (NAMES / f"{file}.txt").read_text().split()
-    assert [name for name in names if name not in KEYS and migration_hint(name, Plain("1")) is None] == []
+def typed_names(file):
+    """The keys of MaxText's base.yml, those that its types.py has beside them, or the flags of Pax's main.py, of 2026.
+
+    Each is `name=value`, with its default there.
+    """
+    return shlex.split((NAMES / f"{file}.txt").read_text())
+
+
+@pytest.mark.parametrize(("file", "count"), [("maxtext", 684), ("maxtext_types", 137), ("pax", 36)])
+def test_all_their_names_are_answered(file, count):
+    """Each is taken with its default, or the error says why; with another value too."""
+    words = typed_names(file)
+    assert len(words) == len(set(words)) == count
+    for name, _, default in (word.partition("=") for word in words):
+        error = refusal(f"{name}={default}")
+        assert not error or (name in error and "unknown key" not in error)
+        assert name in KEYS or migration_hint(name, Plain("7"))
+
+
+@functools.cache
+def refusal(*words):
+    """The error with which a command is refused; "" where it is not."""
+    try:
+        load([BASE, *words])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+# Of MaxText's base.yml, what is not taken with its own default: MinText does not do it, or has another key for it.
+NOT_TAKEN = {
+    *("save_checkpoint_on_start", "normalize_embedding_logits", "num_layers_per_pipeline_stage", "grain_worker_count"),
+    *("muon_weight_decay", "muon_consistent_rms", "mesh_axes", "logical_axis_rules"),
+}
+BESIDE = {  # which MaxText has by default, and a path that nothing can have by default
+    "dataset_type": "dataset_path=x dataset_name=c4",
+    "dataset_name": "dataset_path=x dataset_type=tfds",
+    "eval_dataset_name": "dataset_path=x dataset_type=tfds dataset_name=c4",
+    "tokenizer_type": "tokenizer_path=x",
+}
+
+
+def test_maxtexts_own_defaults_are_taken():
+    words = {word.partition("=")[0]: word for word in typed_names("maxtext")}
+    refused = {key for key, word in words.items() if refusal(word, *BESIDE.get(key, "").split())}
+    assert refused == NOT_TAKEN
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        *[("max_num_checkpoints_to_keep=None", -1), ("compile_topology_num_slices=-1", 1)],
+        *[("routed_score_func=", "softmax"), ("mlp_activations_limit=-1.0", 0)],
+        ("attention=cudnn_flash_jax", "cudnn_flash"),
+    ],
+)
+def test_their_value_is_taken_for_ours(word, value):
+    assert load([BASE, word])[word.partition("=")[0]] == value
+
+
+def test_a_default_of_maxtexts_without_effect_is_noted_and_another_value_is_refused():
+    notes = []
+    load([BASE, "rope_factor=40"], notes)
+    assert notes == [
+        "rope_factor=40.0 (on the command line) has no effect: it needs rope_type=linear or llama3.1 or yarn"
+    ]
+    with pytest.raises(UserError, match="has no effect"):
+        load([BASE, "rope_factor=8"])
+    assert load([BASE, "rope_factor=40", "rope_type=yarn"]).rope_factor == 40
+
+
+def test_other_defaults_are_listed():
+    """A key whose default is not MaxText's stands in the page, with both."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().partition("## Other defaults")[2].splitlines()]
+    listed = {row[0]: row[1:] for row in rows if len(row) == 3 and row[0] in KEYS}
+    for key, _, text in (word.partition("=") for word in typed_names("maxtext")):
+        if key in KEYS and key not in ("mesh_axes", "logical_axis_rules"):
+            default = KEYS[key].default
+            theirs = convert(own_value(key, parse_argument(text, default, key)), default)
+            if theirs == default or is_maxtext_default(key, theirs):
+                assert key not in listed
+            else:
+                assert listed[key] == [text or "empty", dump(default)], key
+
+
+def test_keys_in_the_environment_are_said(monkeypatch):
+    for name in ("M_STEPS", "M_HF_ACCESS_TOKEN", "M_PATH", "m_steps", "M_ENABLE_GOODPUT_RECORDING"):
+        monkeypatch.setenv(name, "secret")
+    notes = []
+    assert load([BASE], notes).steps == KEYS["steps"].default
+    assert [note.split()[0] for note in notes] == ["M_ENABLE_GOODPUT_RECORDING", "M_HF_ACCESS_TOKEN", "M_STEPS"]
+    assert "type steps=... as an argument" in notes[-1]
+    assert "secret" not in "".join(notes)
+
+
+def test_a_command_without_a_file_is_of_base_yml():
+    """As MaxText's of 2026 are."""
+    assert load(["steps=7", "learning_rate=1e-3"]) == load([BASE, "steps=7", "learning_rate=1e-3"])
 
 
 def test_no_name_stands_twice_or_is_a_key_here():
@@ -172,9 +271,13 @@ NEEDS = {
     "eval_dataset_path": "dataset_path=x",
     "eval_mode": "eval_steps=1",
     "dataset_type=tfds": "dataset_name=c4",
+    "coordinator_address": "coordinator_address=a:1 num_processes=2 process_id=0",
+    "num_processes": "coordinator_address=a:1 num_processes=2 process_id=0",
+    "process_id": "coordinator_address=a:1 num_processes=2 process_id=0",
 }
 SAMPLES = {
     **{"decode_sampling_top_k": 3, "decode_sampling_nucleus_p": 0.5, "sliding_window_size": 8},
+    **{"coordinator_address": "a:1", "num_processes": 2, "process_id": 1},
     "model_name": "llama2-7b",
 }
 
@@ -184,17 +287,15 @@ def test_what_is_to_be_typed_is_taken(words):
     """Each word is a file, or a key with a value that loads: nothing is renamed to what is not here."""
     for word, filler in LEFT_OPEN.items():
         words = words.replace(word, filler)
-    if words.endswith(".yml"):
-        assert (ROOT / words).is_file()
-        return
+    file, *words = [BASE, *shlex.split(words)] if "=" in words.split()[0] else shlex.split(words)
     arguments = []
-    for word in shlex.split(words):
+    for word in words:
         key, _, text = word.partition("=")
         sample = SAMPLES.get(key, KEYS[key.partition(".")[0]].default)
         text = re.sub(r"{[0-9]}|\.\.\.", dump("x" if sample == "" else sample), text)
         arguments.append(f"{key}={text}")
     needs = [need for word in arguments for need in NEEDS.get(word, NEEDS.get(re.match(r"\w+", word)[0], "")).split()]
-    load([BASE, *needs, *arguments])
+    load([str(ROOT / file), *needs, *arguments])
 
 
 def reasons():
@@ -211,7 +312,7 @@ def test_nothing_that_is_missing_is_here():
 
 
 def test_reasons_name_keys_that_are_here():
-    words = {"XLA_FLAGS", "xla_dump_to", "NORM_POLICY"}
+    words = {"XLA_FLAGS", "xla_dump_to", "JAX_ENABLE_CHECKS"}
     for _, why in reasons():
         named = set(re.findall(r"(?<![\w./-])([A-Za-z]\w+)=", why)) - words
         assert named <= {*KEYS, *read_page().names}, why

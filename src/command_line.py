@@ -34,12 +34,14 @@ def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
     return keys
 
 
-def load(argv: Sequence[str] | ConfigDict, notes: list[str] | None = None, *, uses_weights: bool = False) -> Config:
+def load(
+    argv: Sequence[str] | ConfigDict, notes: list[str] | None = None, *, uses_weights: bool = False, command: str = ""
+) -> Config:
     """Returns a command line's configuration, as `src.config.load.load`; raises UserError, OSError for a bad disk."""
     if notes is not None:
         notes += environment_notes(os.environ)
     try:
-        return config_load.load(argv, notes, uses_weights=uses_weights, read_folder=read_folder)
+        return config_load.load(argv, notes, uses_weights=uses_weights, command=command, read_folder=read_folder)
     except OSError as error:  # such as a folder that may not be read
         if failure_of(error) is Failure.TRANSIENT:
             raise
@@ -52,6 +54,6 @@ def of_command(argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN) -> Config
         print(text)
         return None
     notes: list[str] = []
-    config = load(argv, notes)
+    config = load(argv, notes, command=usage.command)
     print("".join(f"{note}\n" for note in notes), end="")
     return config

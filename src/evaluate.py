@@ -129,8 +129,6 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
-    if kept := config.quantize_weights:
-        raise UserError(f"quantize_weights={kept} is for src.decode: src.evaluate measures the weights as saved")
     scores = config.texts_path or config.tokens_path
     run = run_folder(file_name(argv[0])) if not isinstance(argv, ConfigDict) else None
     if run and not scores:

@@ -55,7 +55,7 @@ def configured(
         return None
     print(f"MinText {version()}", flush=True)
     notes: list[str] = []
-    config = command_line.load(argv, notes, uses_weights=uses_weights)
+    config = command_line.load(argv, notes, uses_weights=uses_weights, command=usage.command)
     configure_jax(config.step)
     if joins:
         platforms, mesh = jax.config.jax_platforms, config.mesh  # no platforms: whichever JAX finds

@@ -70,8 +70,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
     exits.callback(folder.close)
     check_hardware(config.run.hardware)
-    if topology := config.compile_topology:
-        say([f"compile_topology={topology} is for src.train_compile: this run is on the devices that are here"])
     options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
     built = build(config, jax.devices(), options)  # before anything is written: what does not fit comes out here
     plan, global_batch = built.plan, built.rows

@@ -178,7 +178,7 @@ def test_the_loss_on_any_data_and_metrics_of_ones_own(model, tmp_path):
         ({"tokens_path": "{tmp}/big.npy", "logits_path": "out"}, "ids reach from 0 to 300"),
         ({"tokens_path": "{tmp}/long.txt", "logits_path": "out"}, "cannot be read as a .npy file"),
         ({"load_parameters_path": ""}, "load_parameters_path says whose weights to use"),
-        ({"quantize_weights": "int8"}, "quantize_weights=int8 is for src.decode"),
+        ({"quantize_weights": "int8"}, "it is for src.decode, and this is src.evaluate"),
         ({"eval_metrics": "accuracy"}, "expected module:function"),
         ({"eval_metrics": "tests.test_scoring:precision"}, "has no function precision"),
     ],

@@ -1,5 +1,6 @@
 """Writes configs/base.yml (`python -m src.config.base_yml > configs/base.yml`), and answers `--help` by its lines."""
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -64,6 +65,11 @@ class Usage(NamedTuple):
 
     text: str  # what it does, and its command lines
     groups: tuple[str, ...] = ()  # how the titles of base.yml begin whose keys are its own
+
+    @property
+    def command(self) -> str:
+        """Returns the command's name, such as src.train."""
+        return re.search(r"python -m (\S+)", self.text)[1]
 
 
 TRAIN = Usage(

@@ -48,6 +48,10 @@ class Key:
     is_path: bool = False
     is_local: bool = False  # its path is read or written through this machine's file system alone
     any_text: bool = False  # its text may have any character, not only those that a name may have
+    commands: tuple[str, ...] = ()  # that read it, the main one first; none: all that have to do with what it is of
+    ignored: str = (
+        "in files"  # where other commands take it, and list it: anywhere, in files (which they share), nowhere
+    )
     above: str = ""  # comment lines above it in base.yml
     entries: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what explains each entry of a mapping
     name: str = ""
@@ -67,6 +71,8 @@ def key(
 ) -> Any:
     """Declares a key; the arguments are `Key`'s."""
     most = allowed.most if most is None and isinstance(allowed, Range) else most
+    commands = more.get("commands", ())
+    comment = f"{commands[0]}: {comment}" if len(commands) == 1 else comment
     declared = Key(frozen(default), comment, allowed, most, **more)
     return dataclasses.field(default_factory=lambda: declared.default, metadata={"key": declared})
 

@@ -13,7 +13,7 @@ from src.config.checks import check_config, read_entries
 from src.config.keys import frozen
 from src.config.migration_hints import corrected_command, is_maxtext_default, migration_hint, own_value
 from src.config.model_checks import read_segments
-from src.config.needs import Setting, idle_settings
+from src.config.needs import TYPED, Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults
 from src.config.source_spec import ENTRY_KEYS
 from src.config.sources import CONFIG, config_dict_keys, model_keys, read_python, run_folder, run_keys, runs_in
@@ -45,6 +45,7 @@ def load(
     notes: list[str] | None = None,
     *,
     uses_weights: bool = False,
+    command: str = "",
     read_folder: FolderReader = lambda folder, tokenizer_only: None,
 ) -> Config:
     """Returns the configuration of a command line: a config file or a run's folder (else base.yml), then `key=value`.
@@ -54,8 +55,9 @@ def load(
     (`logical_axis_rules.mlp=[]`) sets one entry of a mapping. A run's folder has every key of the run.
 
     `argv` is the command line without the program, or a ConfigDict, which stands for a config file. `notes` takes a
-    line for each key of another trainer's that was accepted but changes nothing. With `uses_weights` a folder that is
-    named, as the run or as the model, is the default of `load_parameters_path`. `read_folder` reads models' folders.
+    line for each key that was accepted but changes nothing: another trainer's, or one of another `command` than this.
+    With `uses_weights` a folder that is named, as the run or as the model, is the default of `load_parameters_path`.
+    `read_folder` reads models' folders.
 
     Raises UserError: everything that is wrong, in one message. Raises OSError: a file cannot be read.
     """
@@ -65,14 +67,16 @@ def load(
             f"got {argv!r}"
         )
     try:
-        return _load(argv, [] if notes is None else notes, uses_weights, read_folder)
+        return _load(argv, [] if notes is None else notes, uses_weights, command, read_folder)
     except UserError as error:
         is_typed = not isinstance(argv, ConfigDict)
-        command = is_typed and corrected_command(argv, lambda words: _load(words, [], uses_weights, read_folder))
-        raise UserError(f"{error}{command or ''}") from None
+        line = is_typed and corrected_command(argv, lambda words: _load(words, [], uses_weights, command, read_folder))
+        raise UserError(f"{error}{line or ''}") from None
 
 
-def _load(argv: Sequence[str] | ConfigDict, notes: list[str], uses_weights: bool, read_folder: FolderReader) -> Config:
+def _load(
+    argv: Sequence[str] | ConfigDict, notes: list[str], uses_weights: bool, command: str, read_folder: FolderReader
+) -> Config:
     problems: list[str] = []
     run, files, words = None, [], argv
     if isinstance(argv, ConfigDict):
@@ -83,7 +87,7 @@ def _load(argv: Sequence[str] | ConfigDict, notes: list[str], uses_weights: bool
         words = argv[1:]
         if run := run_folder(file_name(argv[0])):
             with _collected(problems):
-                weights = {"load_parameters_path": str(run)} if uses_weights else {}
+                weights = {"load_parameters_path": str(run), "load_full_state_path": ""} if uses_weights else {}
                 files = _settings(run_keys(run) | weights, f"in {run}")
         else:
             files = _chain(Path(argv[0]), problems)
@@ -101,7 +105,7 @@ def _load(argv: Sequence[str] | ConfigDict, notes: list[str], uses_weights: bool
     problems += check_config(config, failed)
     # A run's own file has every key, also those that say nothing.
     chosen = [setting for setting in files if not (run or setting.where.endswith(f"/{CONFIG}"))]
-    for key, sentence in idle_settings([*chosen, *arguments], config, failed):
+    for key, sentence in idle_settings([*chosen, *arguments], config, failed, command, notes):
         (notes if is_maxtext_default(key, config.get(key)) else problems).append(sentence)
     problems = [clipped(problem) for problem in dict.fromkeys(problems)]
     if len(problems) > 1:
@@ -138,7 +142,7 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
             problems.append(f"{argument}: keys are typed without dashes, {key}={text}")
         else:
             with _collected(problems):
-                yield Setting(key, parse_argument(text, _default(key), key), "on the command line")
+                yield Setting(key, parse_argument(text, _default(key), key), TYPED)
 
 
 def _default(key: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which keys have no effect without which values of others, and the settings that have none for that reason."""
+"""Which keys have no effect without which values of others, or in which commands, and settings that so have none."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -91,6 +91,9 @@ NEEDS = (
 # fmt: on
 
 
+TYPED = "on the command line"  # where a setting was, beside files
+
+
 class Setting(NamedTuple):
     """One `key: value` or `key=value` as it was typed, and where."""
 
@@ -99,11 +102,14 @@ class Setting(NamedTuple):
     where: str
 
 
-def idle_settings(settings: Sequence[Setting], config: Mapping[str, Any], failed: set[str]) -> list[tuple[str, str]]:
+def idle_settings(
+    settings: Sequence[Setting], config: Mapping[str, Any], failed: set[str], command: str, notes: list[str]
+) -> list[tuple[str, str]]:
     """Returns the key of each of a user's settings that has no effect, because nothing reads it, and a sentence.
 
     `settings` stand in the order in which they apply, `config` is what they led to; nothing is said of a key in
-    `failed`, nor of one that a later source than its own made idle.
+    `failed`, nor of one that a later source than its own made idle. `notes` takes the sentences of what is for another
+    command than this one (empty: any) and may stand here too.
     """
     last = {setting.key.partition(".")[0]: (number, setting) for number, setting in enumerate(settings)}
     known = {key: value for key, value in config.items() if key not in failed}
@@ -111,10 +117,14 @@ def idle_settings(settings: Sequence[Setting], config: Mapping[str, Any], failed
     for key, (number, setting) in last.items():
         changed = {later.key.partition(".")[0] for later in settings[number:] if later.where != setting.where}
         if key in known and known[key] != KEYS[key].default:
-            problems += [
-                (key, f"{key}={dump(known[key])} ({setting.where}) has no effect: {reason}")
-                for reason in _idle(key, known, changed)
-            ]
+            commands, sentence = KEYS[key].commands, f"{key}={dump(known[key])} ({setting.where}) has no effect: "
+            if command and commands and command not in commands:
+                taken = {"anywhere": True, "in files": setting.where != TYPED, "nowhere": False}[KEYS[key].ignored]
+                sentence += f"it is for {commands[0]}, and this is {command}"
+                notes += [sentence] * taken
+                problems += [(key, sentence)] * (not taken)
+            else:
+                problems += [(key, sentence + reason) for reason in _idle(key, known, changed)]
     if "decoder_segments" in last:
         problems += [("decoder_segments", sentence) for sentence in _idle_in_segments(known)]
     return problems

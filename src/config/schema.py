@@ -39,6 +39,8 @@ LOGICAL_AXES = {
     "other_layers": ((), "those of the others"),
 }
 
+_EVALUATE = {"commands": ("src.evaluate",)}
+
 
 # fmt: off
 @group
@@ -103,10 +105,10 @@ class Evaluation:
         "each evaluation begins with the first batch (reset) or after the last one's (rolling)", ("reset", "rolling"))
     eval_per_device_batch_size: float = key(0.0, "0: per_device_batch_size", FROM_0, 2**20)
     eval_metrics: str = key("", "module:function(logits, batch) -> {name: (sum, count)}: evaluations report quotients")
-    texts_path: str = path("", "src.evaluate: texts to score, one per line or JSONL with a field text", is_local=True)
-    scores_path: str = path("", "src.evaluate: where the scores of texts_path go, JSONL", is_local=True)
-    tokens_path: str = path("", "src.evaluate: ids to compute logits for, a .npy file of int32 [B, T]", is_local=True)
-    logits_path: str = path("", "src.evaluate: where their logits go, a .npy file of float32 [B, T, V]", is_local=True)
+    texts_path: str = path("", "texts to score, one per line or JSONL with a field text", is_local=True, **_EVALUATE)
+    scores_path: str = path("", "where the scores of texts_path go, JSONL", is_local=True, **_EVALUATE)
+    tokens_path: str = path("", "ids to compute logits for, a .npy file of int32 [B, T]", is_local=True, **_EVALUATE)
+    logits_path: str = path("", "where their logits go, a .npy file of float32 [B, T, V]", is_local=True, **_EVALUATE)
 
 
 @group

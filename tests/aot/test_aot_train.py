@@ -116,7 +116,10 @@ def test_what_enters_at_run_time_may_change(tmp_path, corpus, saved):
 def test_a_topology_to_compile_for_is_not_what_a_run_is_on(tmp_path, corpus, capsys):
     keys = {**MODEL, "dataset_path": corpus, "enable_checkpointing": "false", "steps": 1}
     runs.run_here(**keys, base_output_directory=tmp_path, compile_topology="v5e-4")
-    assert "compile_topology=v5e-4 is for src.train_compile: this run is on the devices" in capsys.readouterr().out
+    said = (
+        "compile_topology=v5e-4 (on the command line) has no effect: it is for src.train_compile, and this is src.train"
+    )
+    assert said in capsys.readouterr().out
 
 
 def test_a_run_goes_on_with_or_without_the_file(tmp_path, corpus, saved):

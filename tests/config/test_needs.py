@@ -1,10 +1,12 @@
 """A user's setting that nothing reads is refused, but for one that a later source made idle."""
 
+import importlib
 import re
 
 import pytest
 
 from src.command_line import load
+from src.config.base_yml import TRAIN
 from src.config.needs import NEEDS
 from src.config.schema import KEYS
 from src.errors import UserError
@@ -53,3 +55,60 @@ def test_what_a_later_source_makes_idle_is_not(write):
 def test_needs_are_of_keys_that_are_there():
     for need in NEEDS:
         assert {*need.keys, *need.one_of} <= KEYS.keys()
+
+
+COMMANDS = ("train", "train_compile", "evaluate", "decode", "inspect_data", "tokenize_dataset", "train_tokenizer")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_refuses_what_is_typed_for_another(name):
+    """By its own `main`, before it does anything."""
+    command = importlib.import_module(f"src.{name}")
+    key = "texts_path=a scores_path=b" if name == "decode" else "quantize_weights=int8"
+    with pytest.raises(UserError, match=rf"has no effect: it is for src.\w+, and this is src.{name}\b"):
+        command.main([BASE, *key.split()])
+    assert getattr(command, "USAGE", TRAIN).command == f"src.{name}"
+
+
+def test_keys_are_of_commands_that_are_there():
+    named = {name for key in KEYS.values() for name in key.commands}
+    assert named <= {f"src.{name}" for name in COMMANDS}
+    # And base.yml says so in each such key's line.
+    alone = {key.name: key.commands[0] for key in KEYS.values() if len(key.commands) == 1}
+    told = {key.name: re.match(r"(src\.\w+): ", key.comment) for key in KEYS.values()}
+    assert {name: found[1] for name, found in told.items() if found} == alone
+
+
+@pytest.mark.parametrize(
+    ("setting", "command", "typed", "in_file"),
+    [
+        ("quantize_weights: int8", "src.train", "refused", "refused"),  # a run in 8 bits is what it seems to ask for
+        ("quantize_weights: int8", "src.decode", "", ""),
+        ("process_count: 4", "src.train", "refused", "listed"),
+        ("process_count: 4", "src.inspect_data", "", ""),
+        ("tokenized_path: tokens", "src.train", "refused", "listed"),
+        ("prompt_path: prompts.txt", "src.train", "refused", "listed"),
+        ("interactive: true", "src.evaluate", "refused", "listed"),
+        ("compile_topology: v5p-8", "src.train", "listed", "listed"),  # the same line is typed for both
+        ("profiler: xplane", "src.decode", "refused", "listed"),
+        ("profiler: xplane", "src.inspect_data", "", ""),
+        ("compile_xla_flags: auto", "src.evaluate", "refused", "listed"),
+        ("compile_xla_flags: auto", "src.train_compile", "", ""),
+        ("prompt: a", "src.evaluate", "", ""),  # of a run's sample too
+    ],
+)
+def test_a_key_of_another_command(setting, command, typed, in_file, write):
+    word, value = setting.split(": ")
+    file = write("shared.yml", f"base_config: base.yml\n{setting}\n")
+    for argv, expected in (([BASE, f"{word}={value}"], typed), ([str(file)], in_file)):
+        notes = []
+        if expected == "refused":
+            with pytest.raises(UserError, match=rf"{word}={value} .* has no effect: it is for .*{command}$"):
+                load(argv, notes, command=command)
+        else:
+            load(argv, notes, command=command)
+        assert [bool(re.search(rf"{word}={value} .* has no effect: it is for", note)) for note in notes] == (
+            [True] if expected == "listed" else []
+        )
+    # A file's value that the line takes back is nobody's.
+    assert load([str(file), f"{word}={KEYS[word].default}"], command=command)[word] == KEYS[word].default

@@ -41,6 +41,13 @@ def test_a_run_is_asked_by_its_folder(trained, answer):
     assert decode.main([str(trained[0]), *ASKED]) == answer
 
 
+def test_a_run_that_began_with_anothers_state_is_asked_for_its_own(tmp_path):
+    (tmp_path / "config.yml").write_text("load_full_state_path: runs/another\nquantize_weights: int8\n")
+    config = load([str(tmp_path)], uses_weights=True, command="src.evaluate")
+    assert (config.load_parameters_path, config.load_full_state_path) == (str(tmp_path), "")
+    assert load([str(tmp_path)]).load_full_state_path == "runs/another"
+
+
 def test_a_runs_folder_is_a_model_with_its_weights(trained, answer):
     keys = ["dtype=float32", f"jax_cache_dir={runs.TINY['jax_cache_dir']}", "max_target_length=24"]
     assert decode.main([runs.BASE, f"model_name={trained[0]}", *keys, *ASKED]) == answer

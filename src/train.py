@@ -79,7 +79,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         from src.aot import pgle, program  # import private modules of JAX, which another JAX may have elsewhere
 
         program_header = program.header(built, config.model, config.step, config.batch, config.mesh)
-        train_step = pgle.chosen_step(config.aot, built, program_header, folder.path)
+        train_step = pgle.chosen_step(config.aot, built, program_header, folder.path, exits)
     elif plan.quantization.kind:
         from src.aot import eight_bits
 

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     if profile and compiled:
         pgle.check_used(config.pgle_profile, profile, compiled.as_text())
     if compiled:
-        eight_bits.check(compiled, built.plan.quantization.kind, topology.platform)
+        eight_bits.check(compiled, built.plan)
     parts = zip(("tracing", "lowering", "compiling"), itertools.pairwise(times), strict=True)
     seconds = {name: end - start for name, (start, end) in parts}
 

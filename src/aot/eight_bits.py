@@ -9,21 +9,23 @@ from src.console import say
 from src.errors import UserError, first_few
 from src.model.low_precision import SCOPE
 from src.step.build import TracedStep
+from src.step.plan import StepPlan
 
 
 def compiled(built: TracedStep) -> jax.stages.Compiled:
     """Compiles a run's step; raises UserError where `check` does."""
     program = built.traced.lower().compile()
-    check(program, built.plan.quantization.kind, built.plan.layout.platform)
+    check(program, built.plan)
     return program
 
 
-def check(program: jax.stages.Compiled, kind: str, platform: str) -> None:
-    """Raises UserError unless a program's products that are to be of 8 bits are; of a CPU they never are.
+def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
+    """Raises UserError unless the products of a plan's program that are to be of 8 bits are; of a CPU they never are.
 
     A program that some backends have from the compilation cache has no text to be checked by.
     """
-    if not kind or platform == "cpu":
+    kind = plan.quantization.kind
+    if not kind or plan.layout.platform == "cpu":
         return
     if not (text := program.as_text()):
         say([f"quantization={kind}: the program is from the compilation cache, without a text, and was not checked"])

@@ -5,6 +5,7 @@ writes a profile, by which `pgle_profile` compiles; `pgle=auto` has JAX do both 
 profile that it cannot read or that is of another program, and says nothing, so a file names the program that it is of.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -35,11 +36,11 @@ PGLE_STEPS = 3  # that are profiled, after the first
 Step = Callable  # of (state, batch, hparams), as `train_step`
 
 
-def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path) -> Step:
+def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path, exits: contextlib.ExitStack) -> Step:
     """Returns the run's step: loaded from a file, or compiled here as `pgle` and `pgle_profile` say.
 
-    `folder` is the run's. Raises UserError if a file is not of the program of `header`, or PGLE asked for elsewhere
-    than on a GPU.
+    `folder` is the run's; `exits` takes what is to be closed at its end. Raises UserError if a file is not of the
+    program of `header`, PGLE asked for elsewhere than on a GPU, or a product wider than `quantization` says.
     """
     if keys.compiled_trainstep_file and keys.pgle_profile:
         raise UserError(
@@ -50,15 +51,20 @@ def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path
         return load(keys.compiled_trainstep_file, header, built)
     check_platform(keys, built.plan.layout.platform)
     if keys.pgle == "auto":
+        if built.plan.quantization.kind:  # JAX compiles where no one can look, but the same products
+            eight_bits.compiled(built)
         return _automatic(built.train)
     lowered = built.traced.lower()
     if keys.pgle == "collect":
         path = folder / "pgle" / f"{hashlib.sha256(json.dumps(header).encode()).hexdigest()[:16]}.profile"
-        return _Collector(lowered, header, path)
+        collector = _Collector(lowered, header, path)
+        eight_bits.check(collector.program, built.plan)
+        exits.callback(collector.close)
+        return collector
     option = options(keys.pgle_profile, header)
     compiled = lowered.compile(option)
     check_used(keys.pgle_profile, option, compiled.as_text())
-    eight_bits.check(compiled, built.plan.quantization.kind, "gpu")
+    eight_bits.check(compiled, built.plan)
     return compiled
 
 
@@ -148,7 +154,7 @@ class _Collector:
     """
 
     def __init__(self, lowered: jax.stages.Lowered, header: Header, path: epath.Path) -> None:
-        self._step = lowered.compile({"xla_gpu_enable_command_buffer": ""})
+        self.program = lowered.compile({"xla_gpu_enable_command_buffer": ""})
         self._header, self._path = header, path
         self._calls = 0
         self._traced = tempfile.TemporaryDirectory(prefix="mintext-pgle-")
@@ -157,13 +163,22 @@ class _Collector:
         if self._calls == 1 and jax.process_index() == 0:
             jax.block_until_ready(arguments)
             jax.profiler.start_trace(self._traced.name)
-        result = self._step(*arguments)
+        result = self.program(*arguments)
         self._calls += 1
         if self._calls == 1 + PGLE_STEPS and jax.process_index() == 0:
             jax.block_until_ready(result)
             jax.profiler.stop_trace()
             self._write()
         return result
+
+    def close(self) -> None:
+        """Ends a profile whose steps have not been made, of a run that goes on near its end or was stopped."""
+        if 0 < self._calls <= PGLE_STEPS:
+            if self._calls > 1 and jax.process_index() == 0:
+                jax.profiler.stop_trace()
+            say(
+                [f"pgle=collect: no profile is written: it takes {1 + PGLE_STEPS} steps, this start made {self._calls}"]
+            )
 
     def _write(self) -> None:
         (session,) = (Path(self._traced.name) / "plugins" / "profile").iterdir()

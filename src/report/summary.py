@@ -52,6 +52,8 @@ def run_header(
     trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""
     packed = "packed, none cut that fits a row" if config.use_sft else "packed"
     order = f"shuffled by seed {config.data_shuffle_seed}, {packed if config.packing else 'a document per row'}"
+    loss = [config.loss, "in evaluations next_token_loss"] if config.loss else []
+    loss += [f"in {tiles} tiles (num_vocab_tiling)"] if (tiles := plan.step.num_vocab_tiling) > 1 else []
     compiled = "compiled by this run" + (f" by the profile {config.pgle_profile}" if config.pgle_profile else "")
     return [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
@@ -67,7 +69,7 @@ def run_header(
         *([("8 bits", plan.quantization.description)] if plan.quantization.kind else []),
         ("attention", plan.kernel),
         ("layers", f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={config.scan_layers})"),
-        *([("loss", f"in {tiles} tiles (num_vocab_tiling)")] if (tiles := plan.step.num_vocab_tiling) > 1 else []),
+        *([("loss", ", ".join(loss))] if loss else []),
         ("recomputed", f"remat_policy {config.remat_policy}"),
         ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled),
         ("data", "\n".join(describe_data(train_specs(config.data), data))),

@@ -1,5 +1,6 @@
 """Profiles that steer XLA's scheduler: taken for the program that they are of, and for no other."""
 
+import contextlib
 import re
 import struct
 import warnings
@@ -142,6 +143,31 @@ def test_a_run_that_collects_writes_a_profile_of_its_program(tiny, tmp_path, mon
     calls(pgle._Collector(built.traced.lower(), header, tmp_path / "profile"), built, 2 + pgle.PGLE_STEPS)
     assert pgle.options(str(tmp_path / "profile"), header)["fdo_profile"] == proto({"fusion.1": 2.0})
     assert f"compile by it with pgle_profile={tmp_path / 'profile'}" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_before_the_profile_does_says_so(tiny, tmp_path, capsys):
+    """As one that goes on near its end; its profiler is off then."""
+    built, header = tiny
+    for steps in (1, pgle.PGLE_STEPS):
+        collector = pgle._Collector(built.traced.lower(), header, tmp_path / "profile")
+        calls(collector, built, steps)
+        collector.close()
+        assert f"no profile is written: it takes 4 steps, this start made {steps}" in capsys.readouterr().out
+    with jax.profiler.trace(str(tmp_path / "free")):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["auto", "collect"])
+def test_a_step_whose_products_are_wider_than_they_are_to_be_is_not_profiled(kind, tmp_path):
+    """As the other steps of a run: of a GPU's program whose products are all made in float32."""
+    text = "ENTRY %main (x: f32[]) -> f32[] {\n}"
+    program = SimpleNamespace(as_text=lambda: text)
+    lowered = SimpleNamespace(compile=lambda options=None: program)
+    plan = SimpleNamespace(quantization=SimpleNamespace(kind="fp8"), layout=SimpleNamespace(platform="gpu"))
+    built = SimpleNamespace(plan=plan, train=None, traced=SimpleNamespace(lower=lambda: lowered))
+    keys = SimpleNamespace(pgle=kind, pgle_profile="", compiled_trainstep_file="")
+    with pytest.raises(UserError, match="quantization=fp8: the compiled step makes all of its 0 products in more"):
+        pgle.chosen_step(keys, built, {}, tmp_path, contextlib.ExitStack())
 
 
 def test_automatic_profiles_are_of_the_step_alone_and_never_empty():

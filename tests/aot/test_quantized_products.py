@@ -111,9 +111,10 @@ def test_an_evaluation_on_a_gpu_multiplies_in_float8_too():
 def test_a_gpus_program_with_wider_products_is_refused():
     """Triton's: its float8 becomes float16."""
     program = SimpleNamespace(as_text=lambda: compiled("fp8", "a3", "--xla_gpu_enable_triton_gemm=true"))
+    plan = SimpleNamespace(quantization=SimpleNamespace(kind="fp8"), layout=SimpleNamespace(platform="gpu"))
     with pytest.raises(
         UserError, match=r"quantization=fp8: the compiled step makes .* in more than 8 bits .*in_8_bits"
     ):
-        eight_bits.check(program, "fp8", "gpu")
+        eight_bits.check(program, plan)
     with pytest.raises(UserError, match="makes all of its 0 products in more than 8 bits"):
-        eight_bits.check(SimpleNamespace(as_text=lambda: "ENTRY %main (x: f32[]) -> f32[] {\n}"), "fp8", "gpu")
+        eight_bits.check(SimpleNamespace(as_text=lambda: "ENTRY %main (x: f32[]) -> f32[] {\n}"), plan)

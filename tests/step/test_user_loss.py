@@ -49,11 +49,12 @@ def test_label_smoothing_as_documented_is_optaxs(my_loss):
 def test_both_commands_train_on_it(my_loss, tmp_path):
     keys = {"loss": my_loss, "compiled_trainstep_file": tmp_path / "step", "jax_cache_dir": ""}
     keys |= {"dataset_path": runs.write_corpus(tmp_path / "corpus"), "base_num_decoder_layers": 1, "steps": 2}
-    keys |= {"base_output_directory": tmp_path, "checkpoint_period": 1}
+    keys |= {"base_output_directory": tmp_path, "checkpoint_period": 1, "num_vocab_tiling": 4}
     command = [sys.executable, "-m", "src.train_compile", *runs.arguments(1, compile_topology="cpu-1", **keys)]
     runs.finish(runs.start_command(command, tmp_path / "log"), tmp_path / "log")
     output = runs.finish(runs.start(tmp_path / "log", **keys), tmp_path / "log")
     assert f"loaded from {tmp_path / 'step'}" in output
+    assert re.search(r"\nloss +my_loss:smoothed, in evaluations next_token_loss, in 4 tiles", output)
     with pytest.raises(UserError, match=r"loss: 'my_loss:smoothed' -> \"\"\n.*accept_changes=\[loss\]"):
         runs.run_here(**{**keys, "loss": "", "compiled_trainstep_file": "", "per_device_batch_size": 1})
 

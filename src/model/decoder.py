@@ -10,7 +10,7 @@ from jax import Array
 
 from src.model.attention_kernels.scores import MASKED
 from src.model.block import Block
-from src.model.embeddings import embed_tokens, sinusoidal
+from src.model.embeddings import look_up, sinusoidal
 from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
 from src.model.layers import run_layer_group
@@ -50,8 +50,8 @@ class Decoder(nnx.Module):
         with jax.named_scope("embedding"):
             x_BTD = self._embed(tokens_BT, context)
             if self.spec.position_type == "learned":
-                table_SD = self.position_embedding[...].astype(x_BTD.dtype)
-                x_BTD += context.layout.constrain(table_SD, "position", "activation_embed")[context.positions_BT]
+                table_SD = context.layout.constrain(self.position_embedding[...].astype(x_BTD.dtype), "position", None)
+                x_BTD += look_up(table_SD, context.positions_BT, context.layout, "position")
             elif self.spec.position_type == "sinusoidal":
                 x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
             site = 2 * (len(self.spec.layers) + self.spec.mtp_num_layers)  # after those of all blocks
@@ -95,7 +95,7 @@ class Decoder(nnx.Module):
     def _embed(self, tokens_BT: Array, context: ForwardContext) -> Array:
         # Gathered over fsdp before the lookup, as every weight is: otherwise XLA replicates the result.
         table_VD = context.layout.constrain(self.embedding[...].astype(self.spec.dtype), "vocab", None)
-        x_BTD = embed_tokens(table_VD, tokens_BT, context.layout)
+        x_BTD = look_up(table_VD, tokens_BT, context.layout, "vocab")
         x_BTD = context.layout.constrain(x_BTD, "batch", "length", "activation_embed")
         # Gemma's own code has the factor in the compute dtype too.
         return x_BTD * jnp.sqrt(float(self.spec.emb_dim)).astype(x_BTD.dtype) if self.spec.scale_embedding else x_BTD

@@ -10,24 +10,24 @@ from src.model.spec import LayerSpec
 from src.parallel.mesh import Layout
 
 
-def embed_tokens(table_VD: Array, tokens_BT: Array, layout: Layout) -> Array:
-    """Looks up the tokens' rows [B, T, D] of the vocabulary's table.
+def look_up(table_VD: Array, ids_BT: Array, layout: Layout, axis: str) -> Array:
+    """Looks up rows [B, T, D] of a table whose first dim has the logical axis `axis`, and whose second is whole.
 
     Where the table is sharded, each device looks up what its part has, and the sum over devices has the rest (Shoeybi
-    et al. 2019, section 3). XLA makes the same program of `table_VD[tokens_BT]`, but that of JAX 0.11 aborts on it
-    within a map over other axes.
+    et al. 2019, section 3). XLA makes the same program of `table_VD[ids_BT]`, but within a map over other axes that of
+    JAX 0.11 aborts on it, and of a whole table every device would look up the rows of all.
     """
-    sharing = layout.axes("vocab")
-    if layout.size(sharing) == 1:
-        return table_VD[tokens_BT]
+    sharing = layout.axes(axis)
+    if not (sharing or jax.sharding.get_abstract_mesh().manual_axes):
+        return table_VD[ids_BT]
 
-    def on_device(part_VD: Array, tokens_BT: Array) -> Array:
-        row_BT = tokens_BT - jax.lax.axis_index(sharing) * len(part_VD)
+    def on_device(part_VD: Array, ids_BT: Array) -> Array:
+        row_BT = ids_BT - (jax.lax.axis_index(sharing) * len(part_VD) if sharing else 0)
         return part_VD.at[row_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)[None]
 
-    in_specs = layout.spec(("vocab", None)), layout.spec(("batch", "length"))
-    mapped = layout.shard_map(on_device, in_specs, layout.spec(("vocab", "batch", "length", None)))
-    return jax.lax.reduce_sum(mapped(table_VD, tokens_BT), axes=(0,))
+    in_specs = layout.spec((axis, None)), layout.spec(("batch", "length"))
+    mapped = layout.shard_map(on_device, in_specs, layout.spec((axis, "batch", "length", None)))
+    return jax.lax.reduce_sum(mapped(table_VD, ids_BT), axes=(0,))
 
 
 def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:

@@ -65,6 +65,24 @@ def test_a_step_sends_its_gradients_between_slices_once_and_nothing_else(slices,
 
 @needs_libtpu
 @pytest.mark.usefixtures("little_effort")
+def test_a_device_looks_up_the_tokens_and_positions_of_its_own_rows():
+    """XLA by itself makes of a lookup within the map over slices one of all their rows, on every device."""
+    emb_dim, rows, length = 384, 2, 256  # of a micro-batch on one device
+    keys = {"base_emb_dim": emb_dim, "base_num_decoder_layers": 1, "per_device_batch_size": rows}
+    keys |= {"position_type": "learned", "trainable_position_size": length, "gradient_accumulation_steps": 2}
+    config = load(**{**MODEL, **keys})
+    text = build(config, abstract_devices(parse_topology("v5e-4", 2))).traced.lower().compile().as_text()
+
+    def of_rows(rows):
+        return [shape for shape in (f"[{rows},{length},{emb_dim}]", f"[{rows * length},{emb_dim}]") if shape in text]
+
+    assert of_rows(rows)
+    assert not of_rows(4 * rows)
+    assert not of_rows(8 * rows)
+
+
+@needs_libtpu
+@pytest.mark.usefixtures("little_effort")
 @pytest.mark.long
 @pytest.mark.parametrize("keys", [MICRO_BATCHES, PLAIN, TENSOR, STAGES], ids=str)
 def test_where_each_slice_updates_its_part_it_gets_sums_of_that_part_alone(keys):

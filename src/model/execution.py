@@ -1,4 +1,4 @@
-"""How layers run: scanned or not, in pipeline stages, and what they keep for the backward pass."""
+"""How a step runs: layers scanned or not, in pipeline stages; what is kept for the backward pass; for which devices."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,13 +14,15 @@ from src.parallel.mesh import Layout
 
 @dataclass(frozen=True)
 class Execution:
-    """How layer groups run: nothing here changes a result."""
+    """How layer groups and the update run: nothing here changes a result."""
 
     scan_layers: bool = True
     remat_policy: str = "none"
     remat_custom: dict[str, str] = field(default_factory=dict)  # array -> device or offload
     schedule: Schedule | None = None  # of pipeline stages
     has_experts: bool = False  # whose whole weights, once gathered, no policy keeps
+    early_gradients: bool = False  # `ForwardContext.gradients_together`
+    update_in_branch: bool = False  # taken when all gradients are there, and whether it is made is known
 
     @property
     def kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -72,4 +74,16 @@ def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: Schedu
     scans = step.scan_layers.lower() == "true"
     if step.scan_layers == "auto":
         scans = layout.platform != "cpu" or layout.mesh.size > 1 or len(spec.layers) > MAX_UNROLLED
-    return Execution(scans, step.remat_policy, dict(step.remat_custom), schedule, spec.has_experts)
+    return Execution(
+        scan_layers=scans,
+        remat_policy=step.remat_policy,
+        remat_custom=dict(step.remat_custom),
+        schedule=schedule,
+        has_experts=spec.has_experts,
+        # XLA for TPUs would leave a gradient that only the optimizer needs to the end of the step, and keep through the
+        # backward pass what it is made of.
+        early_gradients=layout.platform == "tpu",
+        # Elsewhere XLA would have an offloaded state on the device all through the step; and for CPUs, which make each
+        # new array by a loop of its own, it copies the old moments before it writes the new ones.
+        update_in_branch=step.optimizer_memory_host_offload or layout.platform == "cpu",
+    )

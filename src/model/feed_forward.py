@@ -59,7 +59,7 @@ class FeedForward(nnx.Module):
     def _factors(self, x_BTD: Array, context: ForwardContext) -> list[Array]:
         """Returns each factor's product [B, T, F]."""
         wi, indices = self.wi[...], range(len(self.spec.mlp_activations))
-        if context.layout.platform == "tpu" and isinstance(wi, Array) and not context.decoding:
+        if context.early_gradients and isinstance(wi, Array):
             # Arrays of their own, whose gradients no product computes again (docs/log.md).
             factors = context.gradients_together(*(matmul(x_BTD, wi[:, index], "BTD,DF->BTF") for index in indices))
         else:

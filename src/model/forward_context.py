@@ -23,6 +23,7 @@ class ForwardContext:
     dropout_keys_BTW: Array | None = None  # of each token (`token_keys`); None: no dropout
     decoding: bool = False  # each row is one token, whose past is in the cache
     layer: Array | int = 0  # number of the block that runs, counted through the model
+    early_gradients: bool = False  # `Execution.early_gradients`
 
     # Between blocks more devices may share T than within: those that share heads and hidden units there (sequence
     # parallelism). Stating both placements makes one all-gather serve all projections forward, and one reduce-scatter
@@ -42,12 +43,8 @@ class ForwardContext:
         return x_BTD
 
     def gradients_together(self, *arrays: Tree) -> tuple[Tree, ...]:
-        """Returns `arrays`, pytrees; on TPUs all their gradients are there before any is used.
-
-        XLA would leave a gradient that only the optimizer needs to the end of the step, and keep through the backward
-        pass what it is made of.
-        """
-        return _gradients_together(arrays) if self.layout.platform == "tpu" else arrays
+        """Returns `arrays`, pytrees; with `early_gradients` all their gradients are there before any is used."""
+        return _gradients_together(arrays) if self.early_gradients else arrays
 
     def dropout(self, x_BTD: Array, rate: float, site: Array | int) -> Array:
         """Applies inverted dropout (Srivastava et al. 2014, section 10) to [B, T, D] by the tokens' keys, if any.

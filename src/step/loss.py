@@ -102,7 +102,10 @@ def count_tokens(batch: Batch, plan: StepPlan) -> TokenCounts:
 def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Array, ForwardContext, Tree]:
     """Returns the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
     positions_BT, segment_ids_BT, keys_BTW = (inputs.get(name) for name in ("positions", "segment_ids", "dropout_keys"))
-    context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, plan.kernel, plan.packed, keys_BTW)
+    early = plan.execution.early_gradients
+    context = ForwardContext(
+        positions_BT, segment_ids_BT, plan.layout, plan.kernel, plan.packed, keys_BTW, early_gradients=early
+    )
     hidden_BTD, _, reports = model(inputs["tokens"], context, plan.execution)
     return hidden_BTD, context, reports
 

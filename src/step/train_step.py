@@ -122,12 +122,9 @@ def apply_update(
     if plan.accumulation.updates != plan.accumulation.weights:
         weights = jax.lax.with_sharding_constraint(weights, plan.accumulation.updates)
     updated = functools.partial(update, grad_norm=grad_norm, hparams=hparams, plan=plan)
-    if not plan.step.optimizer_memory_host_offload and plan.layout.platform != "cpu":
-        return _where(keep_if, updated(grads, weights, state.opt), (weights, state.opt))
-    # In a branch, which is taken when all gradients are there: elsewhere XLA would have an offloaded state on the
-    # device all through the step; and for CPUs, which make each new array by a loop of its own, it copies the old
-    # moments before it writes the new ones.
-    return jax.lax.cond(keep_if, updated, lambda _, weights, opt: (weights, opt), grads, weights, state.opt)
+    if plan.execution.update_in_branch:
+        return jax.lax.cond(keep_if, updated, lambda _, weights, opt: (weights, opt), grads, weights, state.opt)
+    return _where(keep_if, updated(grads, weights, state.opt), (weights, state.opt))
 
 
 def update(

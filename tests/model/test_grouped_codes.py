@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from src.model.low_precision import FORMATS, Coded, Products
-from src.model.moe.grouped_codes import GroupedCodes
+from src.model.low_precision import FORMATS, Coded, Products, largest
+from src.model.moe.grouped_codes import GroupedCodes, encoded
 from src.model.moe.grouped_matmul import batched_matmul, grouped_matmul
+from src.model.quantization import Quantized
 from src.parallel.mesh import make_layout
 from tests.tiny import Trainer, assert_close, load, loss_and_gradients, make, packed_rows, random_weights
 
@@ -106,6 +107,18 @@ def test_batches_of_rows_are_multiplied_as_rounded(transposed):
     for array, of_group in zip(made, expected, strict=True):
         of_group = of_group.reshape(array.shape[1:])
         assert_close(array, np.stack([of_group, of_group / 4]), 1e-6)
+
+
+def test_weights_scales_are_exact_in_bfloat16():
+    """As they are looked up backward; codes reach to 126 at least, and none is clipped."""
+    _, kernel, _ = operands(3)
+    kernel *= np.random.default_rng(1).uniform(0.5, 2, [3, 1, Y]).astype(np.float32)
+    products = Products(FORMATS["int8"], make_layout(load().mesh, jax.devices()[:1]))
+    weight = Quantized(jnp.asarray(kernel), largest(jnp.asarray(kernel), (1,)), products, ("expert", None, None))
+    codes, scales = map(np.asarray, encoded(weight, jnp.float32).coded)
+    np.testing.assert_allclose(scales, scales.astype(jnp.bfloat16).astype(np.float32), rtol=1e-6)
+    assert np.all(np.abs(codes * scales - kernel) <= scales * 0.501)
+    assert 126 <= np.min(np.max(np.abs(codes), axis=1)) <= np.max(np.abs(codes)) <= 127
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24, "remat_policy": "full"}

@@ -34,8 +34,10 @@ class GroupedCodes:
 
 def encoded(weight: Quantized, dtype: Any) -> GroupedCodes:
     """Rounds a weight; its gradient is of `dtype`."""
-    products = weight.products
-    coded = encode(jax.lax.stop_gradient(weight.weight), weight.bound, products.format.forward, products.on_cpu)
+    products, limit = weight.products, jnp.iinfo(jnp.int8).max
+    # Up to a scale that is exact in bfloat16: backward a row's scales are looked up, an array as large as its gradient.
+    bound = limit * (weight.bound / limit * (1 + 2**-8)).astype(jnp.bfloat16).astype(jnp.float32)
+    coded = encode(jax.lax.stop_gradient(weight.weight), bound, products.format.forward, products.on_cpu)
     return GroupedCodes(weight.weight.astype(dtype), coded, products)
 
 
@@ -96,7 +98,7 @@ def _backward(
     on_cpu, dtype, how = platform == "cpu", gradient_RY.dtype, {"platform": platform, "interpret": interpret}
     check_summed(len(gradient_RY))
     gradient_RY, group_R = gradient_RY.astype(jnp.float32), _group_of_rows(rows_G, len(gradient_RY))
-    to_x_RY = gradient_RY * scales_GY[jnp.minimum(group_R, len(rows_G) - 1)]
+    to_x_RY = gradient_RY * scales_GY.astype(jnp.bfloat16)[jnp.minimum(group_R, len(rows_G) - 1)]
     to_x = encode(to_x_RY, largest(to_x_RY, (1,)), jnp.int8, on_cpu)
     ones_GX = jnp.ones((len(rows_G), x.codes.shape[1]))
     dx_RX = _rows_times_kernel(to_x.codes, codes, ones_GX, rows_G, dtype, transposed=not transposed, **how)

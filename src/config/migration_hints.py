@@ -21,6 +21,7 @@ MESH_WORDS = {
     **{"ep": "expert", "model": "tensor", "mdl": "tensor", "tp": "tensor"},
 }
 NOTHING_TO_TYPE = "nothing to type"
+RETIRED_FLAGS = "Retired XLA flags"
 LEFT_OPEN = re.compile(r"=(NAME|FOLDER|FILE|TEXT)\b")  # in the page: what only the user knows
 
 
@@ -73,6 +74,7 @@ class Page(NamedTuple):
     names: dict[str, Renamed | Explained]
     values: dict[tuple[str, str], str]  # of keys that MaxText and MinText both have: `key=value`, or what to say
     patterns: list[str]  # the names with a *
+    flags: dict[str, str | dict[str, str]]  # of XLA, retired: what to type instead, as of `Renamed`
 
 
 @functools.cache
@@ -80,10 +82,11 @@ def read_page() -> Page:
     """Returns the tables of the page. The first of a program has names, the second those that have no other name."""
     names: dict[str, Renamed | Explained] = {}
     values: dict[tuple[str, str], str] = {}
+    flags: dict[str, str | dict[str, str]] = {}
     program, explains = "", False
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
-            program = line[3:]
+            program, explains = line[3:], False
         elif line.startswith("| Keys |") or line.startswith(f"| {program} |"):
             explains = line.startswith("| Keys |")
         elif line.startswith("| `"):
@@ -93,11 +96,13 @@ def read_page() -> Page:
                 for name, equals, value in keys:
                     accepted = value if value == "..." else parse(value, str(PAGE)) if equals else None
                     names[name] = Explained(program, right, accepted)
+            elif program == RETIRED_FLAGS:
+                flags[keys[0][0]] = _template(right)
             elif keys[0][1]:
                 values[keys[0][0], keys[0][2]] = right
             else:
                 names[keys[0][0]] = Renamed(program, _template(right))
-    return Page(names, values, [name for name in names if "*" in name])
+    return Page(names, values, [name for name in names if "*" in name], flags)
 
 
 def _template(cell: str) -> str | dict[str, str]:
@@ -108,7 +113,7 @@ def _template(cell: str) -> str | dict[str, str]:
 
 def migration_hint(key: str, value: Any) -> Hint | None:
     """Returns what to say to `key`=`value`, a parsed value, if `key` is a name of another trainer's; else None."""
-    names, _, patterns = read_page()
+    names, _, patterns, _ = read_page()
     name = key if key in names else next((name for name in patterns if fnmatch.fnmatchcase(key, name)), None)
     return names[name].hint(key, value) if name else None
 
@@ -139,6 +144,12 @@ def is_maxtext_default(key: str, value: Any) -> bool:
 def _about_value(key: str, value: Any) -> str:
     rows = read_page().values.items()
     return next((hint for (name, theirs), hint in rows if name == key and _same(value, Plain(theirs))), "")
+
+
+def retired_flag(name: str, value: str) -> str | None:
+    """Returns what to type for a retired flag of XLA; "" where XLA does so by itself, None if it is not listed."""
+    template = read_page().flags.get(name)
+    return None if template is None else _fill(template, Plain(value))[0]
 
 
 def environment_notes(variables: Iterable[str]) -> list[str]:

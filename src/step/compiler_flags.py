@@ -17,6 +17,8 @@ from pathlib import Path
 
 import jax
 
+from src.config.migration_hints import retired_flag
+from src.console import say
 from src.errors import UserError, did_you_mean
 
 # A collective is fused with the computation it runs beside where both flags are on; today's libtpu has them off.
@@ -66,6 +68,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "TPU v6 lite": {"xla_tpu_scoped_vmem_limit_kib": "98304"},
 }
 
+BY_ITSELF = "it is retired, and XLA does so by itself"
 # JAX adds this flag to LIBTPU_INIT_ARGS where it finds TPUs: it is not the user's, and not there on another machine.
 _JAX_TPU_FLAG = "--xla_tpu_use_enhanced_launch_barrier"
 
@@ -110,9 +113,18 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
     # XLA's parser of options, unlike that of flags, reads a truth value with a capital alone.
     options = {name: value.title() if value in ("true", "false") else value for name, value in flags.items()}
     if options and _error(options, device):
+        for name, value in flags.items():
+            if retired_flag(name, value) == "" and _is_unknown(name, device):
+                say([f"compile_xla_flags: {name}={value} is left out: {BY_ITSELF}"])
+                del options[name]
         errors = [_error_with_hint(name, value, device) for name, value in options.items()]
-        raise UserError("\n".join(f"compile_xla_flags: {error}" for error in errors if error))
+        if any(errors):
+            raise UserError("\n".join(f"compile_xla_flags: {error}" for error in errors if error))
     return options
+
+
+def _is_unknown(name: str, device: jax.Device) -> bool:
+    return _error({name: ""}, device).startswith("No such compile option")
 
 
 def _error(options: Mapping[str, str], device: jax.Device) -> str:
@@ -135,8 +147,15 @@ def _error_with_hint(name: str, value: str, device: jax.Device) -> str:
     packages = ["jaxlib", "libtpu"] if device.platform == "tpu" else ["jaxlib"]
     # Some names are of flags that are retired or can't be options: those are no help.
     similar = difflib.get_close_matches(name, _names_in(packages), n=8)
-    options_too = [other for other in similar if not _error({other: ""}, device).startswith("No such")]
-    return f"{name} is no option of {_versions(packages)}.{did_you_mean(name, options_too)}"
+    options_too = [other for other in similar if not _is_unknown(other, device)]
+    return f"{name} is no option of {_versions(packages)}.{_instead(name, value, options_too)}"
+
+
+def _instead(name: str, value: str, names: Sequence[str]) -> str:
+    """Returns a sentence with what replaced a flag, or else those of `names` that are like it, not its opposite."""
+    if instead := retired_flag(name, value):
+        return f" It is retired: {instead} is in its place."
+    return did_you_mean(name, [other for other in names if ("disable" in other) == ("disable" in name)])
 
 
 def _names_in(packages: Sequence[str]) -> list[str]:
@@ -165,6 +184,7 @@ def environment_flags() -> dict[str, str]:
 def check_environment(uses_tpu: bool) -> None:
     """Raises UserError for flags in the environment that would end the process once JAX starts a backend.
 
+    Those that XLA retired, because it does by itself what they say, are taken out, each with a printed line.
     `uses_tpu`: this process will load libtpu. It takes 0.3 seconds for each variable that is set.
     """
     flags, problems = environment_flags(), []
@@ -174,16 +194,26 @@ def check_environment(uses_tpu: bool) -> None:
     if "LIBTPU_INIT_ARGS" in flags and uses_tpu and find_spec("libtpu") and not problems:
         logged = re.findall(r"(?m)^ERROR: (.+)", _start(_READ_LIBTPU_INIT_ARGS))
         problems = [("LIBTPU_INIT_ARGS", "libtpu", line) for line in logged]
-    messages = []
+    messages, left_out = [], False
     for variable, package, line in problems:
         match = re.match(r"Unknown flags? in XLA_FLAGS: (.+)|Unknown command line flag '(\w+)'", line)
         for flag in (match[1] or match[2]).split() if match else ():
-            similar = did_you_mean(re.search(r"\w+", flag)[0], _names_in([package]))
-            messages.append(f"{variable} in the environment: {flag} is no flag of {_versions([package])}.{similar}")
+            name = re.search(r"\w+", flag)[0]
+            typed = next((word for word in flags[variable].split() if re.match(rf"--{name}(=|$)", word)), flag)
+            value = typed.partition("=")[2] or "true"
+            if retired_flag(name, value) == "":
+                print(f"{variable} in the environment: {typed} is left out: {BY_ITSELF}", flush=True)
+                os.environ[variable] = " ".join(word for word in os.environ[variable].split() if word != typed)
+                left_out = True
+            else:
+                instead = _instead(name, value, _names_in([package]))
+                messages.append(f"{variable} in the environment: {flag} is no flag of {_versions([package])}.{instead}")
         if not match:
             messages.append(f"{variable} in the environment: {line}")
     if messages:
         raise UserError("\n".join(messages))
+    if left_out:
+        check_environment(uses_tpu)
 
 
 def _start(program: str) -> str:

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from src.aot.devices import abstract_devices
+from src.config.migration_hints import read_page
 from src.errors import UserError
 from src.parallel.topology import parse_topology
+from src.step import compiler_flags
 from src.step.compiler_flags import check_environment, compiler_options, environment_flags, parse_flags
 from tests import runs
 
@@ -60,13 +62,14 @@ def test_what_is_no_flag_is_refused(text, wrong):
 def test_every_unknown_flag_is_named_with_its_like_before_anything_is_written(monkeypatch, capsys, tmp_path):
     argv = runs.arguments(
         base_output_directory=tmp_path,
-        compile_xla_flags="--xla_cpu_enable_fast_mth=true --xla_cpu_use_acl=no --xla_gpu_enable_async_collectives",
+        compile_xla_flags="--xla_cpu_enable_fast_mth=true --xla_cpu_use_acl=no --xla_gpu_enable_async_collective",
     )
     message = runs.refusal(monkeypatch, capsys, argv)
     assert "xla_cpu_enable_fast_mth is no option of jaxlib" in message
     assert "Did you mean xla_cpu_enable_fast_math" in message
     assert "xla_cpu_use_acl, 'no' is not a valid bool value" in message
-    assert "xla_gpu_enable_async_collectives is no option of jaxlib" in message
+    assert "xla_gpu_enable_async_collective is no option of jaxlib" in message
+    assert "xla_gpu_disable_async" not in message, "the opposite of what was typed"
     assert not list(tmp_path.iterdir())
 
 
@@ -89,6 +92,42 @@ def test_a_run_with_flags_dumps_its_step_and_learns_the_same(tmp_path):
     assert "jit_train_step" in dumped
     assert "jit_init_state" not in dumped
     assert runs.losses(tmp_path / "flags" / "run") == runs.losses(tmp_path / "none" / "run")
+
+
+def test_a_retired_flag_is_left_out_where_xla_does_so_by_itself(capsys):
+    retired = "--xla_gpu_enable_async_collectives=true --xla_gpu_enable_triton_softmax_fusion --xla_gpu_graph_level=3"
+    assert compiler_options(f"--xla_dump_to=x {retired}", jax.devices()[0], 1) == {"xla_dump_to": "x"}
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in said] == [
+        *("xla_gpu_enable_async_collectives=true", "xla_gpu_enable_triton_softmax_fusion=true", "xla_gpu_graph_level=3")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--xla_gpu_enable_async_collectives=false", "--xla_gpu_disable_async_collectives=ALLCOLLECTIVES"),
+        ("--xla_gpu_enable_async_all_gather=0", "--xla_gpu_disable_async_collectives=ALLGATHER"),
+        ("--xla_gpu_graph_level=0", "--xla_gpu_enable_command_buffer="),
+        ("--xla_gpu_enable_cudnn_fmha=true", "attention=cudnn_flash"),
+    ],
+)
+def test_a_retired_flag_is_answered_with_what_is_in_its_place(flag, instead):
+    with pytest.raises(UserError) as refused:
+        compiler_options(flag, jax.devices()[0], 1)
+    assert f"It is retired: {instead} is in its place." in str(refused.value)
+
+
+def test_what_is_in_a_retired_flags_place_is_there():
+    """Of each pair of names that the page gives, this JAX has one, and takes the value that the page gives it."""
+    device = jax.devices()[0]
+    for name, answers in read_page().flags.items():
+        texts = [text for text in answers.values() if text.startswith("--")]
+        if texts and compiler_flags._is_unknown(name, device):
+            for text in texts:
+                assert compiler_options(text, device, 1) == {
+                    flag: value.title() if value == "true" else value for flag, value in parse_flags(text).items()
+                }
 
 
 # ---- Presets
@@ -147,7 +186,8 @@ def test_options_that_the_pages_show_are_taken():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--xla_gpu_enable_async_collectives=true", "--xla_gpu_enable_async_collectives=true is no flag of jaxlib"),
+        ("--xla_gpu_async_collectives=true", "--xla_gpu_async_collectives=true is no flag of jaxlib"),
+        ("--xla_gpu_enable_async_collectives=false", "--xla_gpu_disable_async_collectives=ALLCOLLECTIVES is in its"),
         ("--xla_cpu_enable_fast_mth --xla_dump_to=x --xla_no_such=1", "Did you mean xla_cpu_enable_fast_math"),
         ("--xla_dump_to=x --xla_a=1 --xla_no_such=1", "--xla_no_such=1 is no flag of"),
         ("--xla_cpu_enable_fast_math=yes", "value yes for flag xla_cpu_enable_fast_math"),
@@ -169,6 +209,13 @@ def test_xla_flags_that_work_are_let_through(monkeypatch, write):
     check_environment(uses_tpu=False)
 
 
+def test_retired_xla_flags_are_taken_out_with_a_line(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_async_collectives=true --xla_cpu_enable_fast_math")
+    check_environment(uses_tpu=False)
+    assert environment_flags() == {"XLA_FLAGS": "--xla_cpu_enable_fast_math"}
+    assert "--xla_gpu_enable_async_collectives=true is left out" in capsys.readouterr().out
+
+
 def test_flags_for_the_environment_that_the_pages_show_are_taken(monkeypatch):
     shown = re.findall(r'XLA_FLAGS="?(--\w+=\w+(?: --\w+=\w+)*)', PAGES)
     assert shown
@@ -177,11 +224,11 @@ def test_flags_for_the_environment_that_the_pages_show_are_taken(monkeypatch):
 
 
 def test_a_command_says_what_is_wrong_with_the_environment(tmp_path):
-    environment = {"XLA_FLAGS": "--xla_gpu_enable_async_collectives=true", "JAX_PLATFORMS": "cpu", "PATH": ""}
+    environment = {"XLA_FLAGS": "--xla_gpu_async_collectives=true", "JAX_PLATFORMS": "cpu", "PATH": ""}
     command = [sys.executable, "-m", "src.train", *runs.arguments(base_output_directory=tmp_path)]
     ended = subprocess.run(command, cwd=runs.ROOT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: XLA_FLAGS in the environment: --xla_gpu_enable_async_collectives=true is")
+    assert ended.stderr.startswith("error: XLA_FLAGS in the environment: --xla_gpu_async_collectives=true is")
     assert len(ended.stderr.splitlines()) == 1
 
 

@@ -10,11 +10,13 @@ import sqlite3
 import string
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
 from src import command_line, convert, inspect_data
 from src.config.base_yml import help_for
+from src.config.schema import KEYS
 from src.convert import Agreement
 from src.model.flops import count_active_params, count_params
 from tests.hf import saved
@@ -187,6 +189,25 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_what_the_promises_name_is_there():
+    """Each row of docs/promises.md says by what it is shown, or why not; files, modules, tests and keys exist."""
+    lines = (ROOT / "docs" / "promises.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| (?!---)", line) and "| here |" not in line]
+    assert len(rows) > 130
+    for _, shown in rows:
+        assert re.search(r"`|\]\(|^No: |^not yet", shown), shown
+        for words in (span.split() for span in re.findall(r"`([^`]+)`", shown)):
+            for before, word in zip(["", *words], words, strict=False):
+                path, _, test = word.partition("::")
+                if before == "-m":
+                    assert find_spec(word), word
+                elif re.fullmatch(r"(src|tests|configs|scripts|end_to_end)/[\w/.-]*", path):
+                    assert (ROOT / path).exists(), path
+                    assert not test or f"def {test}(" in (ROOT / path).read_text(), word
+                elif key := re.match(r"([a-z][a-z0-9_]+)(\.\w+)?=", word):
+                    assert key[1] in KEYS, word
 
 
 def test_the_table_of_models_has_each_file_and_its_numbers():

@@ -83,6 +83,7 @@ def compiled(argv: Sequence[str]) -> tuple[str, Mesh, str, dict[str, int]]:
     program = built.traced.lower().compile()
     stated = program.memory_analysis()
     memory = {"arguments": stated.argument_size_in_bytes, "temporaries": stated.temp_size_in_bytes}
+    memory["at once"] = stated.peak_memory_in_bytes  # arguments included
     memory["accessed"] = int(program.cost_analysis().get("bytes accessed", 0))
     return program.as_text(), built.plan.layout.mesh, devices[0].device_kind, memory
 

@@ -1,0 +1,131 @@
+"""What a compiled step's temporaries are when they fill most of a TPU's memory, by the compiler's dump.
+
+    XLA_FLAGS=--xla_dump_to=FOLDER python scripts/program_stats.py configs/base.yml key=value ...
+    python scripts/program_memory.py FOLDER
+
+The dump is there when the compiler has placed all arrays, long before it is done. A place in memory counts once,
+however many values are in it, as those that a loop carries are: so this is the assignment itself, to the byte, and less
+than the temporaries that the compiler states. Arguments are not in it, nor what lies in vector memory.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from src.cli import run_command
+from src.errors import UserError
+
+LEAST = 20_000_000  # bytes of what is listed by itself
+_NAME = r"(\S+?)(\{[\d,]*\})?"
+
+
+class Value(NamedTuple):
+    """An array that the compiler has given a place, and when it is alive, in instructions of its schedule."""
+
+    name: str  # with its index in a tuple
+    type: str
+    place: int  # the offset in bytes
+    size: int
+    first: int
+    last: int
+
+
+class Fullest(NamedTuple):
+    """The moment at which most bytes are taken: the instruction, the bytes, and what is alive, the largest first."""
+
+    instruction: str
+    size: int
+    values: list[Value]
+
+
+def main(argv: list[str]) -> None:
+    """Prints what is alive when memory is fullest."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("folder", help="that the compiler wrote to (xla_dump_to)")
+    arguments.add_argument("--module", default="jit_train_step", help="the program's name")
+    given = arguments.parse_args(argv)
+    assignment, ranges, program = (
+        newest(Path(given.folder), f"*{given.module}.*after_optimizations{kind}.txt").read_text()
+        for kind in ("-buffer-assignment", "-live-range", "_after_buffer_assignment")
+    )
+    moment = fullest(assignment, ranges)
+    print(f"{moment.size / 1e9:.3f} GB of temporaries at {moment.instruction}, {made_by(program, moment.instruction)}")
+    listed: dict[tuple[int, int], Value] = {}
+    for value in moment.values:
+        listed.setdefault((value.place, value.size), value)
+    for value in listed.values():
+        if value.size >= LEAST:
+            print(f"  {value.size / 1e9:7.3f}  {value.type}  {made_by(program, value.name)}")
+
+
+def newest(folder: Path, pattern: str) -> Path:
+    """The last file of the dump with this name; raises UserError where there is none."""
+    if found := list(folder.glob(pattern)):
+        return max(found, key=lambda path: path.stat().st_mtime)
+    raise UserError(
+        f"{folder}: no {pattern}; expected what a TPU's compiler writes with XLA_FLAGS=--xla_dump_to=FOLDER"
+    )
+
+
+def fullest(assignment: str, ranges: str) -> Fullest:
+    """The fullest moment of the memory for temporaries, by the texts of both dumps.
+
+    Raises UserError where they are no texts of this kind.
+    """
+    alive = {name + index: (int(first), int(last)) for name, index, first, last in _ranges(ranges)}
+    values = [
+        Value(name, type_, place, size, *alive[name])
+        for name, type_, place, size in _temporaries(assignment)
+        if name in alive
+    ]
+    if not values:
+        raise UserError("the dump has no temporaries with a place and a time")
+    moments = sorted({value.first for value in values})
+    at = max(moments, key=lambda moment: _taken(values, moment))
+    schedule = dict(re.findall(r"^\s+(\d+):(\S+)$", ranges, re.MULTILINE))
+    there = sorted((v for v in values if v.first <= at <= v.last), key=lambda v: (-v.size, v.place, v.first))
+    return Fullest(schedule[str(at)], _taken(values, at), there)
+
+
+def _ranges(text: str) -> Iterator[Sequence[str]]:
+    """Names, indices, first and last instruction of values."""
+    return re.findall(rf"^\s+{_NAME}:(\d+)-(\d+)$", text.partition("BufferLiveRange:")[2], re.MULTILINE)
+
+
+def _temporaries(text: str) -> Iterator[tuple[str, str, int, int]]:
+    """Names, types, places and sizes of the values in the main memory's allocation for temporaries."""
+    inside = False
+    for line in text.splitlines():
+        if line.startswith("allocation "):
+            inside = line.rstrip().endswith("preallocated-temp:") and ", color " not in line
+        elif inside and (
+            found := re.match(rf"\s*value: <\d+ {_NAME} (?:\(phi\) )?@\d+> \(size=(\d+),offset=(\d+)\): ([^{{]+)", line)
+        ):
+            yield found[1] + (found[2] or "{}"), found[5].strip(), int(found[4]), int(found[3])
+
+
+def _taken(values: Sequence[Value], moment: int) -> int:
+    """Counts the bytes that are taken then; values may share them."""
+    total = end = 0
+    for place, size in sorted((v.place, v.size) for v in values if v.first <= moment <= v.last):
+        total += max(place + size, end) - max(place, end)
+        end = max(place + size, end)
+    return total
+
+
+def made_by(program: str, name: str) -> str:
+    """The operation that makes a value, and the line of the model that it is of, where the program says it."""
+    found = re.search(rf"^\s*(?:ROOT )?%{re.escape(name.partition('{')[0])} = (.*)$", program, re.MULTILINE)
+    if not found:
+        return ""
+    opcode, line = re.search(r"\s([a-z][a-z\-]*)\(", found[1]), re.search(r'op_name="([^"]*)"', found[1])
+    return f"{opcode[1] if opcode else ''} {line[1] if line else ''}".strip()
+
+
+if __name__ == "__main__":
+    run_command(main, may_exit=True)

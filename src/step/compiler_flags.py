@@ -63,7 +63,7 @@ PRESETS: dict[str, dict[str, str]] = {
         "xla_tpu_spmd_threshold_for_allgather_cse": "10000",
         "xla_tpu_enable_latency_hiding_scheduler": "true",
     },
-    "TPU v5": {**_ASYNC, "xla_tpu_scoped_vmem_limit_kib": "81920"},
+    "TPU v5": {**_ASYNC, "xla_tpu_scoped_vmem_limit_kib": "40960"},
     "TPU v5 lite": {**_ASYNC_ALL_REDUCE, "xla_tpu_scoped_vmem_limit_kib": "32768"},
     "TPU v6 lite": {"xla_tpu_scoped_vmem_limit_kib": "98304"},
 }

@@ -96,7 +96,8 @@ def test_a_run_with_flags_dumps_its_step_and_learns_the_same(tmp_path):
 
 def test_a_retired_flag_is_left_out_where_xla_does_so_by_itself(capsys):
     retired = "--xla_gpu_enable_async_collectives=true --xla_gpu_enable_triton_softmax_fusion --xla_gpu_graph_level=3"
-    assert compiler_options(f"--xla_dump_to=x {retired}", jax.devices()[0], 1) == {"xla_dump_to": "x"}
+    kept = {"xla_cpu_enable_fast_math": "False"}
+    assert compiler_options(f"--xla_cpu_enable_fast_math=false {retired}", jax.devices()[0], 1) == kept
     said = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in said] == [
         *("xla_gpu_enable_async_collectives=true", "xla_gpu_enable_triton_softmax_fusion=true", "xla_gpu_graph_level=3")

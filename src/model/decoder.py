@@ -50,7 +50,7 @@ class Decoder(nnx.Module):
         with jax.named_scope("embedding"):
             x_BTD = self._embed(tokens_BT, context)
             if self.spec.position_type == "learned":
-                table_SD = context.layout.constrain(self.position_embedding[...].astype(x_BTD.dtype), "position", None)
+                table_SD = self.position_embedding[...].astype(x_BTD.dtype)
                 x_BTD += look_up(table_SD, context.positions_BT, context.layout, "position")
             elif self.spec.position_type == "sinusoidal":
                 x_BTD += sinusoidal(context.positions_BT, self.spec.emb_dim).astype(x_BTD.dtype)
@@ -93,9 +93,7 @@ class Decoder(nnx.Module):
         return jnp.where(in_vocabulary, logits_BTV, MASKED)
 
     def _embed(self, tokens_BT: Array, context: ForwardContext) -> Array:
-        # Gathered over fsdp before the lookup, as every weight is: otherwise XLA replicates the result.
-        table_VD = context.layout.constrain(self.embedding[...].astype(self.spec.dtype), "vocab", None)
-        x_BTD = look_up(table_VD, tokens_BT, context.layout, "vocab")
+        x_BTD = look_up(self.embedding[...].astype(self.spec.dtype), tokens_BT, context.layout, "vocab")
         x_BTD = context.layout.constrain(x_BTD, "batch", "length", "activation_embed")
         # Gemma's own code has the factor in the compute dtype too.
         return x_BTD * jnp.sqrt(float(self.spec.emb_dim)).astype(x_BTD.dtype) if self.spec.scale_embedding else x_BTD

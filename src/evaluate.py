@@ -56,7 +56,7 @@ class Evaluator:
     ) -> None:
         self.name, self._eval_step = data.name, eval_step
         self._global_batch = eval_batch_size(section, inputs.batch, plan)
-        self._sharding = batch_sharding(plan.layout)
+        self._sharding = batch_sharding(plan.layout, plan.fields)
         self._rows = host_rows(self._sharding["tokens"], (self._global_batch, inputs.batch.max_target_length))
         rolls = section.eval_mode == "rolling"
         self._batches = EvalBatches(inputs, data, self._rows, self._global_batch, rolls, position)

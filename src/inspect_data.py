@@ -13,10 +13,12 @@ from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.source_spec import train_specs
 from src.console import printable
+from src.data.batch_transform import added_fields
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import HostBatch, train_batches
 from src.data.open import open_sources
 from src.data.order import Mixture
+from src.data.streams import StreamSource
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, RowArrays, RowSource, Tokenizer, TrainData
 from src.errors import UserError
@@ -68,9 +70,12 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             *([("conversations", describe_conversations(inputs, data))] if config.use_sft else []),
         ]
     )
+    for name, field in added_fields(config.batch, config.vocab_size).items():
+        print(f"batch_transform adds {name}: {field.dtype} {['rows', *field.shape]}")
     # Where packing streams keep a position, all batches before the first one shown are made too.
     first = config.inspect_first_step
-    computed = all(rows_per_epoch(inputs, source) is not None for source in data.sources)
+    is_stream = any(isinstance(source, StreamSource) for source in data.sources)
+    computed = not is_stream and all(rows_per_epoch(inputs, source) is not None for source in data.sources)
     batches = train_batches(inputs, data, rows, global_batch, first * global_batch if computed else 0)
     made = 0 if computed else first
     shown = list(itertools.islice(batches, made, made + config.inspect_num_steps))
@@ -84,7 +89,9 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             print("\n".join(_lines(title, batch.arrays, index, tokenizer, cuts)))
     summary = _summary(shown, batches)
     batches.close()
-    if tokenizer and not (config.use_sft and tokenizer.chat_template):  # whose tokens the decoded text lacks
+    if (
+        tokenizer and not is_stream and not (config.use_sft and tokenizer.chat_template)
+    ):  # whose tokens the decoded text lacks
         summary.append(("round trip", _round_trip(inputs, data)))
     print_header(summary)
 

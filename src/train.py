@@ -23,7 +23,7 @@ from src.config import load as configuration
 from src.config.schema import Config
 from src.console import printable, say
 from src.data.fingerprint import data_fingerprint
-from src.data.host_arrays import check_same, host_rows, rows_to_global, to_global
+from src.data.host_arrays import check_same, gather_json, host_rows, rows_to_global, to_global
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
@@ -89,7 +89,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     tokenizer = make_tokenizer(config.data, config.vocab_size)
     inputs = InputSpec.of(config, tokenizer)
     data, eval_sets = open_sources(inputs, config.evaluation)
-    place = batch_sharding(plan.layout)
+    place = batch_sharding(plan.layout, plan.fields)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
     fingerprint = data_fingerprint(inputs, data, global_batch)
     check_same(fingerprint, "data", "the same files, tokenizer and keys")
@@ -125,10 +125,10 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         conclude(config, plan, state, tokenizer, folder, report)
         train_line, eval_line = (report.history.last_train, report.history.last_eval) if report else ({}, {})
         return Result(state, train_line, {key: eval_line[key] for key in eval_line if key != "step"}, 0)
-    streams, rows_taken, rows_before = start.position
+    streams, rows_taken, rows_before, saved = start.position
     meta |= {"rows_before": rows_before, "mixture": {"names": data.names, "weights": data.weights}}
     position = None if streams is None else streams[rows]
-    batches = train_batches(inputs, data, rows, global_batch, rows_taken, position, rows_before)
+    batches = train_batches(inputs, data, rows, global_batch, rows_taken, position, rows_before, saved)
     exits.callback(batches.close)
     evaluations = [
         Evaluator(config.evaluation, inputs, plan, built.eval, eval_set, start.eval_position.get(eval_set.name))
@@ -189,6 +189,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
                     folder.sync()
                     meta["rows_taken"] = rows_taken + (done - first_step) * global_batch
+                    if host_batch.saved:
+                        meta["streams"] = gather_json(host_batch.saved)
                     if config.eval_mode == "rolling":
                         meta["eval_position"] = {each.name: each.position() for each in evaluations}
                     entries = checkpoint_entries(plan, state, host_batch.stream_positions, rows, global_batch)

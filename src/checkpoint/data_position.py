@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from src.config.schema import Data
@@ -44,6 +45,7 @@ class DataPosition(NamedTuple):
     streams: np.ndarray | None = None  # int32 [B, S, 2], of each row's documents in each source; None: at their start
     rows_taken: int = 0  # see `rows_consumed`
     rows_before: Mapping[str, int] = {}
+    saved: Mapping[str, Any] = {}  # of this process, where each `StreamSource` goes on, by its name
 
 
 def data_position(
@@ -57,7 +59,15 @@ def data_position(
     """
     messages = accepted_changes(meta, data, accept_changes, fingerprint)
     streams, moved = remapped_streams(streams, meta, data, fingerprint["global batch"])
-    return DataPosition(streams, *rows_consumed(step, meta, data, fingerprint)), [*messages, *moved]
+    everyones = meta.get("streams", [{}] * jax.process_count())
+    if len(everyones) != jax.process_count():
+        raise UserError(
+            f"the data are streams, one for each process: the checkpoint is of {len(everyones)} processes, and this "
+            f"job has {jax.process_count()}. Give it as many; numbered documents (dataset_type=parquet, array_record, "
+            "tokens, or grain.MapDataset) go on with any number"
+        )
+    place = DataPosition(streams, *rows_consumed(step, meta, data, fingerprint), everyones[jax.process_index()])
+    return place, [*messages, *moved]
 
 
 def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fingerprint: Facts) -> list[str]:

@@ -19,7 +19,7 @@ from src.errors import UserError, did_you_mean, first_few
 
 # What a type of data can't do without.
 _NEEDED = {"tfds": "dataset_name", "custom": "dataset_factory"}
-_NEEDED |= dict.fromkeys(("array_record", "parquet", "tokens"), "dataset_path")
+_NEEDED |= dict.fromkeys(("array_record", "parquet", "tokens", "hf"), "dataset_path")
 
 
 def check_config(config: Mapping[str, Any], failed: set[str]) -> list[str]:

@@ -59,7 +59,7 @@ OF_LAYERS = (
     Need(["topk_routing_group", "routing_group_score"], {"n_routing_groups": FROM_2}),
     Need(["base_mlp_dim"], {"num_experts": [1], "base_moe_mlp_dim": [0]}),
 )
-_WITH_COLUMN = ("text", "tfds", "array_record", "parquet", "custom")
+_WITH_COLUMN = ("text", "tfds", "array_record", "parquet", "hf", "custom")
 _STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
 NEEDS = (
     *OF_LAYERS,
@@ -73,8 +73,8 @@ NEEDS = (
     Need(["wsd_decay_steps_fraction"], {"lr_schedule_type": ["wsd"]}),
     Need(["quantization_exclude"], {"quantization": ["int8", "fp8"], "quantize_weights": ["int8"]}),
     Need(["lora_alpha", "lora_parameters"], {"lora_rank": ABOVE_0}),
-    Need(["dataset_name", "eval_dataset_name"], {"dataset_type": ["tfds"]}),
-    Need(["train_split", "eval_split"], {"dataset_type": ["tfds", "custom"]}),
+    Need(["dataset_name", "eval_dataset_name"], {"dataset_type": ["tfds", "hf"]}),
+    Need(["train_split", "eval_split"], {"dataset_type": ["tfds", "hf", "custom"]}),
     Need(["dataset_column"], {"dataset_type": _WITH_COLUMN}),
     Need(["array_record_format"], {"dataset_type": ["array_record"]}),
     Need(["dataset_factory"], {"dataset_type": ["custom"]}),

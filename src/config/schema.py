@@ -66,18 +66,18 @@ class BatchKeys:
     packing: bool = key(True, "true: documents fill rows, apart by segment; false: one a row, padded", fixed=True)
     long_documents: str = key("split", "packing=false: what does not fit goes on (split) or is left out (truncate)",
         ("split", "truncate"), fixed=True)
-    batch_transform: str = key("", "module:function(rows) -> rows of the same shapes: alters batches", fixed=True)
+    batch_transform: str = key("", "module:function(rows) -> rows: alters batches, may add fields", fixed=True)
 
 
 @group
 class DataSources:
     """Data"""
-    dataset_type: str = key("text", "text (files, JSONL), tfds, array_record, parquet, tokens, synthetic or custom",
-        ("text", "tfds", "array_record", "parquet", "tokens", "synthetic", "custom"))
+    dataset_type: str = key("text", "text (files, JSONL), tfds, array_record, parquet, tokens, hf, synthetic or custom",
+        ("text", "tfds", "array_record", "parquet", "tokens", "hf", "synthetic", "custom"))
     dataset_path: str = path("", "a file, folder or glob; tfds: the data folder; text: empty is Python's own source")
-    dataset_name: str = key("", "tfds: the dataset, such as c4/en:3.0.1")
-    train_split: str = key("train", "tfds: of the dataset, such as train[10%:]")
-    dataset_column: str = key("text", "JSONL, tfds, array_record, parquet: the field with a text, or a list of ids")
+    dataset_name: str = key("", "tfds: the dataset, such as c4/en:3.0.1; hf: its configuration")
+    train_split: str = key("train", "tfds, hf: of the dataset; tfds: such as train[10%:]")
+    dataset_column: str = key("text", "JSONL, tfds, array_record, parquet, hf: the field with a text, or a list of ids")
     array_record_format: str = key("example",
         "array_record: a record is an example (tf.train.Example), json or text", ("example", "json", "text"))
     dataset_factory: str = key("", "custom: module:function(config, split) -> documents (docs/data.md)")

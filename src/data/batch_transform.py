@@ -1,35 +1,64 @@
-"""Applies the function of the user that `batch_transform` names."""
+"""Applies the function of the user that `batch_transform` names, and finds which fields it adds to a batch."""
 
 from collections.abc import Callable, Mapping
 
+import jax
 import numpy as np
 
-from src.data.types import RowArrays
+from src.config.schema import BatchKeys
+from src.data.packing import empty_batch
+from src.data.types import BATCH_ARRAYS, RowArrays
 from src.errors import UserError, changed_keys
-from src.user_code import call, class_name
+from src.user_code import call, class_name, load_function
 
 MAX_WEIGHT = 1e30  # of a token in the loss, either way
 
+Fields = Mapping[str, jax.ShapeDtypeStruct]  # that a function adds to those of BATCH_ARRAYS: what a row has of each
 
-def apply_transform(function: Callable[[RowArrays], RowArrays], vocab_size: int, batch: RowArrays) -> RowArrays:
+
+def added_fields(batch: BatchKeys, vocab_size: int) -> Fields:
+    """Returns the fields that `batch_transform` adds; none without one. Raises UserError as `apply_transform`.
+
+    A step is compiled for them, which may be where no data are, so the function is shown two rows of padding.
+    """
+    if not batch.batch_transform:
+        return {}
+    function, rows = load_function(batch.batch_transform, "batch_transform"), empty_batch(2, batch.max_target_length)
+    added = {name: x for name, x in _returned(function, rows).items() if name not in rows}
+    for name, x in added.items():
+        if x.shape[:1] != (2,) or x.dtype.kind not in "biuf" or x.dtype.itemsize > 4 or name == "dropout_keys":
+            raise UserError(
+                f"batch_transform added {name}: {x.dtype} {list(x.shape)}, to a batch of 2 rows. Expected [2, ...], a "
+                "row of it for each row, numbers of 32 bits at most (.astype(np.int32), np.float32), and a name that "
+                "is not dropout_keys"
+            )
+    fields = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in sorted(added.items())}
+    apply_transform(function, vocab_size, empty_batch(2, batch.max_target_length), fields)
+    return fields
+
+
+def apply_transform(
+    function: Callable[[RowArrays], RowArrays],
+    vocab_size: int,
+    batch: RowArrays,
+    fields: Mapping[str, jax.ShapeDtypeStruct] = {},
+) -> RowArrays:
     """Returns what the function `batch_transform` makes of this host's rows, those of `BATCH_ARRAYS`.
 
-    It may change them in place, and returns the same names, shapes and dtypes. Raises UserError where it raises,
-    returns others, or values that the model can't take: ids outside the vocabulary, positions below 0, or NaN.
+    It may change them in place, and returns the same names, shapes and dtypes, and the `fields` it adds. Raises
+    UserError where it raises, returns others, or values that the model can't take: ids outside the vocabulary,
+    positions below 0, or NaN.
     """
+    rows = len(batch["tokens"])
     expected = {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}
-    changed = call("batch_transform", function, dict(batch))
-    if not isinstance(changed, Mapping):
-        raise UserError(
-            f"batch_transform returned a value of type {class_name(changed)}: expected a dict of {', '.join(expected)}"
-        )
-    arrays = {name: np.asarray(array) for name, array in changed.items()}
+    expected |= {name: f"{field.dtype} {[rows, *field.shape]}" for name, field in fields.items()}
+    arrays = _returned(function, batch)
     found = {name: f"{array.dtype} {list(array.shape)}" for name, array in arrays.items()}
     if different := changed_keys(expected, found):
         listed = "\n".join(f"  {n}: {expected.get(n, 'none')} -> {found.get(n, 'none')}" for n in different)
         raise UserError(
-            f"batch_transform returned other arrays than it was given (given -> returned):\n{listed}\n"
-            "Expected the same names, shapes and dtypes"
+            f"batch_transform returned other arrays than expected (expected -> returned):\n{listed}\n"
+            "Expected the names, shapes and dtypes it was given, and the fields that it adds to two rows of padding"
         )
     ids, whole, any_number = (0, vocab_size - 1), (0, np.iinfo(np.int32).max), (-MAX_WEIGHT, MAX_WEIGHT)
     ranges = {"tokens": ids, "targets": ids, "segment_ids": whole, "positions": whole, "loss_mask": any_number}
@@ -40,3 +69,13 @@ def apply_transform(function: Callable[[RowArrays], RowArrays], vocab_size: int,
                 f"batch_transform returned {name} with the value {arrays[name][unfit][0]}: expected {least} to {most}"
             )
     return arrays
+
+
+def _returned(function: Callable[[RowArrays], RowArrays], batch: RowArrays) -> RowArrays:
+    changed = call("batch_transform", function, dict(batch))
+    if not isinstance(changed, Mapping):
+        raise UserError(
+            f"batch_transform returned a value of type {class_name(changed)}: expected a dict of "
+            f"{', '.join(BATCH_ARRAYS)}, and fields of its own"
+        )
+    return {name: np.asarray(array) for name, array in changed.items()}

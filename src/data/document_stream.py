@@ -1,7 +1,8 @@
 """Turns a source into an endless stream of documents in ids, and the stream into rows."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -9,6 +10,8 @@ from src.data.best_fit import best_fit
 from src.data.conversations import encode_conversation
 from src.data.order import Shuffle
 from src.data.packing import Cuts, PackingStream, RowLayout, concatenate, fill_row, one_per_row
+from src.data.read_ahead import ReadAhead
+from src.data.streams import StreamReader, StreamSource
 from src.data.types import Conversation, Document, InputSpec, Item, RowArrays, RowSource, Source
 from src.errors import UserError
 
@@ -49,6 +52,7 @@ class RowFiller:
     Sources without `rows_per_epoch` need a packing stream for each row, which keeps a position: `positions`, int32
     [rows, 2], says where they resume. Any other row is a function of its number, and `rows_before` of them came before
     the run's are counted. With `one_epoch` each document comes once, and then padding; else the rows never end.
+    A `StreamSource` fills all rows in their order, by one thread, and goes on where `saved` (see there) says.
     """
 
     def __init__(
@@ -62,16 +66,28 @@ class RowFiller:
         rows_before: int = 0,
         positions: np.ndarray | None = None,
         one_epoch: bool = False,
+        saved: Mapping[str, Any] | None = None,
     ) -> None:
-        self._documents, self._rows_before = DocumentStream(inputs, source, name), rows_before
+        self.name, self._reader = name, None
         self._streams: list[PackingStream] | None = None
+        if isinstance(source, StreamSource):
+            source.check_rows(len(rows), global_batch)
+            self._reader = reader = StreamReader(source, inputs.data.data_shuffle_seed, saved)
+            position = saved["position"] if saved else (0, 0)
+            stream = PackingStream(lambda number: encode(inputs, reader(number)), 0, 1, layout_of(inputs), position)
+            self._streams = [stream] * len(rows)
+            return
+        self._documents, self._rows_before = DocumentStream(inputs, source, name), rows_before
         row_count, self._end = rows_per_epoch(inputs, source), math.inf
         if one_epoch:
             self._end = len(source) if row_count is None else row_count
         if row_count is None:
             positions = np.zeros((len(rows), 2), np.int32) if positions is None else positions
+            read = self._documents.documents
+            if source.is_remote:
+                read = ReadAhead(read, global_batch, self._end)
             self._streams = [
-                PackingStream(self._documents.documents, row, global_batch, layout_of(inputs), position, self._end)
+                PackingStream(read, row, global_batch, layout_of(inputs), position, self._end)
                 for row, position in zip(rows, positions, strict=True)
             ]
 
@@ -84,7 +100,13 @@ class RowFiller:
 
     def position(self, row: int) -> tuple[int, int]:
         """Returns the position of the row's packing stream; zeros where none is needed."""
-        return (0, 0) if self._streams is None else self._streams[row].position
+        return (0, 0) if self._streams is None or self._reader else self._streams[row].position
+
+    def saved(self) -> dict[str, Any] | None:
+        """Returns where a stream goes on after the rows so far, as JSON has it; None for other sources."""
+        if self._reader is None:
+            return None
+        return {**self._reader.saved((position := self._streams[0].position)[0]), "position": position}
 
 
 def layout_of(inputs: InputSpec) -> RowLayout:
@@ -96,6 +118,8 @@ def layout_of(inputs: InputSpec) -> RowLayout:
 
 def rows_per_epoch(inputs: InputSpec, source: Source | RowSource) -> float | None:
     """Counts the rows of an epoch, infinity without an end; None where only tokenizing all of it could tell."""
+    if isinstance(source, StreamSource):
+        return math.inf
     if isinstance(source, RowSource):
         return math.inf if source.row_count is None else source.row_count
     return len(source) if not inputs.batch.packing and inputs.batch.long_documents == "truncate" else None

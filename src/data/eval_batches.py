@@ -12,6 +12,7 @@ from src.data.host_arrays import max_over_hosts
 from src.data.loader import BatchMaker, count_targets
 from src.data.order import Mixture
 from src.data.packing import RowLayout
+from src.data.streams import StreamSource
 from src.data.types import EvalSet, InputSpec, RowArrays
 from src.errors import UserError
 
@@ -45,6 +46,8 @@ class EvalBatches:
             )
         if not count_targets(inputs, data.source, 1):
             raise UserError(f"the evaluation data{of} have no text: give other data with eval_dataset_path=PATH")
+        if rolls and isinstance(data.source, StreamSource):
+            raise UserError(f"the evaluation data{of} are a stream, which begins anew each time: set eval_mode=reset")
         self._inputs, self._source, self._rows, self._global_batch = inputs, data.source, rows, global_batch
         self._rolls, self._steps = rolls, None if row_count is None else math.ceil(row_count / global_batch)
         self._start(position)

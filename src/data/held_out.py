@@ -20,6 +20,10 @@ class _Subset:
 class Subset(_Subset, Source):
     """Selects some items of another source."""
 
+    @property
+    def is_remote(self) -> bool:
+        return self._source.is_remote
+
     def __len__(self) -> int:
         return len(self._items)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,14 +48,19 @@ def max_over_hosts(value: np.ndarray) -> np.ndarray:
     return np.max(multihost_utils.process_allgather(value), axis=0)
 
 
-def check_same(facts: Mapping[str, str | int], what: str, needed: str) -> None:
-    """Raises UserError on every process, naming both sides, if one reads another `what`, by its `facts`."""
-    content = json.dumps(facts, sort_keys=True).encode()
+def gather_json(value: Any) -> list[Any]:
+    """Returns the value of each process, which JSON can write."""
+    content = json.dumps(value, sort_keys=True).encode()
     longest = int(max_over_hosts(np.array(len(content))))
     contents = np.atleast_2d(multihost_utils.process_allgather(np.frombuffer(content.ljust(longest), np.uint8)))
-    others = np.flatnonzero((contents != contents[0]).any(axis=1)).tolist()
-    if others:
-        first, other = (json.loads(contents[process].tobytes()) for process in (0, others[0]))
+    return [json.loads(each.tobytes()) for each in contents]
+
+
+def check_same(facts: Mapping[str, str | int], what: str, needed: str) -> None:
+    """Raises UserError on every process, naming both sides, if one reads another `what`, by its `facts`."""
+    everyones = gather_json(facts)
+    if others := [process for process, each in enumerate(everyones) if each != everyones[0]]:
+        first, other = everyones[0], everyones[others[0]]
         listed = "\n".join(
             f"  {name}: {first.get(name)} in process 0, {other.get(name)} in process {others[0]}"
             for name in changed_keys(first, other)

@@ -10,14 +10,15 @@ import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from src.data.batch_transform import apply_transform
+from src.data.batch_transform import added_fields, apply_transform
 from src.data.document_stream import RowFiller, encode
 from src.data.order import Mixture
 from src.data.packing import empty_batch
+from src.data.streams import StreamSource
 from src.data.types import InputSpec, RowArrays, RowSource, Source, TrainData
 from src.errors import UserError
 from src.user_code import load_function
@@ -32,6 +33,7 @@ class HostBatch(NamedTuple):
     arrays: RowArrays
     stream_positions: np.ndarray  # int32 [rows, S, 2], where each row's packing streams resume after it
     cuts: np.ndarray  # int32 [rows, 2], `packing.Cuts` of each row
+    saved: dict[str, Any]  # where each `StreamSource`, by its name, goes on after it
 
 
 def train_batches(
@@ -42,13 +44,14 @@ def train_batches(
     rows_taken: int = 0,
     position: np.ndarray | None = None,
     rows_before: Mapping[str, int] | None = None,
+    saved: Mapping[str, Any] | None = None,
 ) -> Iterator[HostBatch]:
     """Yields endless batches, made ahead of time in a thread. Errors there are raised here; closing ends the thread.
 
     `rows` are those of the global batch to make, ascending (see `host_rows`). `rows_taken` rows of the run, over all
-    hosts, came before; `position` is `positions` of the batch before, None at the start of every source. Of sources of
-    rows, `rows_before` (by name) came before `rows_taken` was counted. Raises UserError if a source has less text than
-    one row.
+    hosts, came before; `position` is `positions` of the batch before, None at the start of every source, and `saved` is
+    what that had. Of sources of rows, `rows_before` (by name) came before `rows_taken` was counted. Raises UserError if
+    a source has less text than one row.
     """
     fillers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
@@ -59,7 +62,8 @@ def train_batches(
                 "max_target_length to less, or give a dataset_path with more text"
             )
         before, at = (rows_before or {}).get(name, 0), None if position is None else position[:, index]
-        fillers.append(RowFiller(inputs, source, rows, global_batch, name=name, rows_before=before, positions=at))
+        place, stream = (inputs, source, rows, global_batch), (saved or {}).get(name)
+        fillers.append(RowFiller(*place, name=name, rows_before=before, positions=at, saved=stream))
     return BatchMaker(inputs, fillers, Mixture(data.weights), rows, global_batch).batches(rows_taken)
 
 
@@ -78,6 +82,7 @@ class BatchMaker:
         self._closing = threading.Event()  # once it is set, threads begin no further row
         name = inputs.batch.batch_transform
         self._transform = load_function(name, "batch_transform") if name else None
+        self._fields = added_fields(inputs.batch, inputs.vocab_size)
 
     def batches(self, rows_taken: int, count: int | None = None) -> Iterator[HostBatch]:
         """Yields the batches after so many rows of the run, `count` or without end, while a thread makes the next ones.
@@ -97,7 +102,8 @@ class BatchMaker:
             thread.shutdown(cancel_futures=True)
 
     def _made(self, rows_taken: int, count: int | None) -> Iterator[HostBatch]:
-        threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(self._inputs.data.data_threads)]
+        workers = 1 if any(filler.saved() for filler in self._fillers) else self._inputs.data.data_threads
+        threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(workers)]
         try:
             starts = itertools.islice(itertools.count(rows_taken, self._global_batch), count)
             begun = (self._begin(threads, start) for start in starts)
@@ -108,7 +114,8 @@ class BatchMaker:
                     share.result()
                 ahead.extend(itertools.islice(begun, 1))
                 if self._transform:
-                    arrays = apply_transform(self._transform, self._inputs.vocab_size, batch.arrays)
+                    vocab_size = self._inputs.vocab_size
+                    arrays = apply_transform(self._transform, vocab_size, batch.arrays, self._fields)
                     batch = batch._replace(arrays=arrays)
                 yield batch
         finally:
@@ -120,7 +127,7 @@ class BatchMaker:
         count, seed = len(self._rows), self._inputs.data.data_shuffle_seed
         arrays = empty_batch(count, self._inputs.batch.max_target_length)
         positions = np.empty((count, len(self._fillers), 2), np.int32)
-        batch = HostBatch(arrays, positions, np.empty((count, 2), np.int32))
+        batch = HostBatch(arrays, positions, np.empty((count, 2), np.int32), {})
         assigned = self._mixture.assign(rows_before, self._rows, self._global_batch, seed)
         return batch, [
             thread.submit(self._fill, batch, assigned, range(n, count, len(threads)))
@@ -134,11 +141,12 @@ class BatchMaker:
             source, ordinal = assigned[row]
             batch.cuts[row] = self._fillers[source].fill(batch.arrays, row, ordinal)
             batch.stream_positions[row] = [filler.position(row) for filler in self._fillers]
+        batch.saved.update({filler.name: saved for filler in self._fillers if (saved := filler.saved())})
 
 
 def count_targets(inputs: InputSpec, source: Source | RowSource, enough: int) -> int:
     """Counts the targets of a source until there are `enough`, which mostly takes a few reads."""
-    if isinstance(source, RowSource):
+    if isinstance(source, RowSource | StreamSource):
         return enough  # a row is never empty
     targets = 0
     for i in range(len(source)):

@@ -67,6 +67,10 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
             from src.data.readers.parquet import ParquetSource
 
             return ParquetSource(spec)
+        case "hf":
+            from src.data.readers.hf import open_hf
+
+            return open_hf(spec, inputs.vocab_size)
         case "tokens":
             from src.data.readers.tokens import TokenDocuments, TokenRows
 
@@ -75,6 +79,6 @@ def open_source(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
             source.check(inputs.vocab_size, inputs.tokenizer.fingerprint() if inputs.tokenizer else None)
             return source
         case _:
-            from src.data.readers.custom import CustomSource
+            from src.data.readers.custom import open_custom
 
-            return CustomSource(spec, inputs)
+            return open_custom(spec, inputs)

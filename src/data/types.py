@@ -45,6 +45,8 @@ Item = str | Conversation | np.ndarray
 class Source(Protocol):
     """Numbers documents from 0; they are read in any order and from several threads at a time."""
 
+    is_remote = False  # reading a document is a request to a store
+
     def __len__(self) -> int:
         """Counts the documents. Opening a source of a hundred million and this cost no more than of one."""
 

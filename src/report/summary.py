@@ -15,6 +15,7 @@ from src.config import load as configuration
 from src.config.schema import KEYS, Config
 from src.config.source_spec import SourceSpec, train_specs
 from src.data.document_stream import DocumentStream
+from src.data.streams import StreamSource
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData
 from src.errors import UserError, counted
 from src.json_text import parse_json
@@ -120,6 +121,9 @@ def describe_eval_set(data: EvalSet) -> str:
 
 def amount(source: Source | RowSource) -> str:
     """Returns how much data a source has, in words, and how many of its documents are cut, if they are not few."""
+    if isinstance(source, StreamSource):
+        order = "shuffled in windows" if source.shuffles else "in its own order"
+        return f"a stream for each host, {order}: a run goes on with {counted(jax.process_count(), 'host')} alone"
     if isinstance(source, RowSource):
         return f"{counted(source.row_count, 'row')} per epoch" if source.row_count else "random tokens"
     count, cut = len(source), 0.0

@@ -48,7 +48,8 @@ LossFunction = Callable[[Decoder, Batch, StepPlan], LossSums]
 def next_token_loss(model: Decoder, batch: Batch, plan: StepPlan) -> LossSums:
     """Sums the cross-entropy of each next token, and with `mtp_num_layers` of the tokens after it.
 
-    The batch has arrays [b, T] as src/data/types.py lists them, in the text's order; with `dropout_keys` for dropout.
+    The batch has arrays [b, T] as src/data/types.py lists them, in the text's order; `dropout_keys` for dropout; and
+    the fields that `batch_transform` adds.
     """
     inputs = in_zigzag(batch, plan.layout)
     ahead = [in_zigzag(each, plan.layout) for each in mtp_batches(batch, plan)]
@@ -111,8 +112,12 @@ def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Ar
 
 
 def in_zigzag(batch: Batch, layout: Layout) -> Batch:
-    """Reorders a batch's arrays [B, T, ...] from the text's order to that in which devices share out T."""
-    return {name: to_zigzag(x, layout) for name, x in batch.items()}
+    """Reorders a batch's arrays [B, T, ...] from the text's order to that in which devices share out T.
+
+    Fields that `batch_transform` added in another shape are left as they are.
+    """
+    of_tokens = batch["targets"].shape
+    return {name: to_zigzag(x, layout) if x.shape[:2] == of_tokens else x for name, x in batch.items()}
 
 
 def mtp_batches(batch: Batch, plan: StepPlan) -> list[Batch]:

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 from src.config.schema import BatchKeys, Mesh, Step
+from src.data.batch_transform import Fields, added_fields
 from src.model import lora, params, quantization
 from src.model.block import kernel_for
 from src.model.decoder import Decoder
@@ -44,6 +45,7 @@ class StepPlan:
     execution: Execution
     kernel: str
     packed: bool
+    fields: Fields  # of a batch, beside BATCH_ARRAYS
     eval_metrics: Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]] | None
     accumulation: Accumulation
 
@@ -78,9 +80,9 @@ class StepPlan:
 def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: BatchKeys, eval_metrics: str) -> StepPlan:
     """Returns the plan of a step on this layout.
 
-    Raises UserError if there is no function `eval_metrics`, sizes do not divide over the mesh or its pipeline stages,
-    the attention kernel or products in 8 bits do not run on its devices, or a pattern of `trainable_parameters`,
-    `lora_parameters` or `quantization_exclude` fits no weight.
+    Raises UserError if there is no function `eval_metrics` or `batch_transform`, sizes do not divide over the mesh or
+    its pipeline stages, the attention kernel or products in 8 bits do not run on its devices, or a pattern of
+    `trainable_parameters`, `lora_parameters` or `quantization_exclude` fits no weight.
     """
     moe.check_mesh(spec, layout)
     schedule = make_schedule(mesh, spec, layout)
@@ -114,6 +116,7 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
         execution=make_execution(step, spec, layout, schedule),
         kernel=kernel_for(step.attention, spec, batch.max_target_length, layout),
         packed=batch.packing,
+        fields=added_fields(batch, spec.vocab_size),
         eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
         accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),
     )

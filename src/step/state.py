@@ -56,10 +56,13 @@ def abstract_state(plan: StepPlan) -> TrainState:
     return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
 
 
-def batch_sharding(layout: Layout) -> dict[str, jax.sharding.NamedSharding]:
-    """Returns the sharding of each array of a batch."""
-    rows = layout.sharding(("batch", None))  # whole, as the sequence's order over a context axis is the step's own
-    return dict.fromkeys(BATCH_ARRAYS, rows)
+def batch_sharding(
+    layout: Layout, fields: Mapping[str, jax.ShapeDtypeStruct] = {}
+) -> dict[str, jax.sharding.NamedSharding]:
+    """Returns the sharding of each array of a batch, with the fields that `batch_transform` adds."""
+    ndims = dict.fromkeys(BATCH_ARRAYS, 1) | {name: field.ndim for name, field in fields.items()}
+    # Rows are whole, as the sequence's order over a context axis is the step's own.
+    return {name: layout.sharding(("batch", *[None] * ndim)) for name, ndim in ndims.items()}
 
 
 def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
@@ -80,5 +83,6 @@ def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
             f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles on each of the "
             f"devices that share a row ({plan.layout.sharded_by('norm_length')})"
         )
-    placed = batch_sharding(plan.layout).items()
-    return {name: jax.ShapeDtypeStruct((rows, length), BATCH_ARRAYS[name], sharding=at) for name, at in placed}
+    row = {name: jax.ShapeDtypeStruct((length,), dtype) for name, dtype in BATCH_ARRAYS.items()} | dict(plan.fields)
+    placed = batch_sharding(plan.layout, plan.fields)
+    return {n: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype, sharding=placed[n]) for n, x in row.items()}

@@ -36,7 +36,7 @@ def compile_steps(
 ) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
     """Returns the jitted `train_step(state, batch, hparams)`, to minimise `loss`, and `eval_step(weights, batch)`."""
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    batch, copy = batch_sharding(plan.layout), plan.layout.sharding(())
+    batch, copy = batch_sharding(plan.layout, plan.fields), plan.layout.sharding(())
     train = jax.jit(
         functools.partial(train_step, plan=plan, loss=loss),
         in_shardings=(state_shardings, batch, copy),
@@ -51,7 +51,7 @@ def compile_eval_step(plan: StepPlan) -> jax.stages.Wrapped:
     """Returns the jitted `eval_step(weights, batch)`."""
     return jax.jit(
         functools.partial(eval_step, plan=plan),
-        in_shardings=(plan.split(plan.shardings), batch_sharding(plan.layout)),
+        in_shardings=(plan.split(plan.shardings), batch_sharding(plan.layout, plan.fields)),
         out_shardings=plan.layout.sharding(()),
         compiler_options=ALWAYS.get(plan.layout.platform),
     )

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import struct
 
 import numpy as np
 
@@ -95,6 +96,29 @@ def write_tfds(folder, documents, shards=1):
     builder = _builder()(data_dir=folder, file_format="array_record")
     builder.documents = documents
     builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=shards))
+
+
+def write_tfds_as_tfrecord(folder, documents, shards=1):
+    """The same dataset of TFRecord files, as TFDS writes it where TensorFlow is; returns their folder."""
+    import google_crc32c
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    def checksum(data):
+        crc = google_crc32c.value(data)
+        return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+
+    write_tfds(folder, documents, shards)
+    dataset = folder / "documents" / "1.0.0"
+    for file in dataset.glob("*.array_record-*"):
+        reader = ArrayRecordReader(str(file))
+        with open(file.with_name(file.name.replace("array_record", "tfrecord")), "wb") as output:
+            for record in reader.read_all():
+                length = struct.pack("<Q", len(record))
+                output.write(length + checksum(length) + record + checksum(record))
+        file.unlink()
+    info = json.loads((dataset / "dataset_info.json").read_text())
+    (dataset / "dataset_info.json").write_text(json.dumps({**info, "fileFormat": "tfrecord"}))
+    return dataset
 
 
 @functools.cache  # TFDS takes no second one of this name

@@ -15,10 +15,14 @@ import pytest
 from src import storage_errors
 from src.config.source_spec import train_specs
 from src.data.conversations import ConversationSource
+from src.data.open import open_source
 from src.data.readers import files
 from src.data.readers.text import TextSource
+from src.data.types import InputSpec
 from src.errors import TransientError, UserError
 from tests import runs
+from tests.data import every_source
+from tests.data.batches import TOKENIZER, assert_same, joined
 from tests.gcs_server import GcsServer
 
 KIB = 1024
@@ -50,6 +54,7 @@ def bucket():
     server = Bucket()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        patch.setenv("CLOUD_STORAGE_EMULATOR_ENDPOINT", server.url)  # Of the client in the package array_record.
         patch.setenv("GCE_METADATA_ROOT", server.url.removeprefix("http://"))  # No search for credentials outside.
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         clients = fsspec.get_filesystem_class("gs")
@@ -310,3 +315,55 @@ def test_a_run_on_a_bucket_is_the_run_on_a_folder(bucket, tmp_path):
     for name, path in (("here", corpus), ("there", "gs://data/corpus")):
         runs.run_here(base_output_directory=tmp_path, run_name=name, dataset_path=path, steps=3, data_threads=2)
     assert runs.losses(tmp_path / "there") == runs.losses(tmp_path / "here")
+
+
+def write_records_of(kind, folder):
+    """Makes a folder of ArrayRecord files, or a TFDS dataset of them or of TFRecord files; the settings to read it."""
+    write = {"tfrecord": every_source.write_tfds_as_tfrecord, "tfds": every_source.write_tfds}.get(kind)
+    if write is None:
+        return every_source.write(folder, kind, None)
+    write(folder, every_source.texts("tfds"), shards=3)
+    return {"dataset_type": "tfds", "dataset_name": "documents", "dataset_path": str(folder)}
+
+
+@pytest.mark.parametrize("kind", ["array_record", "tfds", "tfrecord"])
+def test_records_on_a_bucket_are_those_of_a_folder(bucket, tmp_path, config, kind, monkeypatch):
+    pytest.importorskip("tensorflow_datasets", reason="bash setup.sh data installs it")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "data"
+    local = config(**(settings := write_records_of(kind, folder)))
+    bucket.fill({str(path.relative_to(tmp_path)): path.read_bytes() for path in folder.rglob("*") if path.is_file()})
+    remote = config(**{**settings, "dataset_path": "gs://data/data"}, data_threads=3)
+    here, there = (open_source(train_specs(made.data)[0], InputSpec.of(made, TOKENIZER)) for made in (local, remote))
+    assert there.fingerprint() == here.fingerprint()
+    assert there.is_remote and not here.is_remote  # noqa: PT018
+    bucket.reads.clear()
+    assert there[5] == here[5]
+    assert len(bucket.reads) <= 2  # the file's index, and the record
+    assert_same(joined(remote, there, 2, 6), joined(local, here, 1, 6))
+
+
+@pytest.mark.parametrize("kind", ["array_record", "tfds"])
+def test_records_that_a_store_does_not_give_are_named(bucket, tmp_path, config, kind, monkeypatch):
+    pytest.importorskip("tensorflow_datasets", reason="bash setup.sh data installs it")
+    folder = tmp_path / "data"
+    settings = write_records_of(kind, folder)
+
+    def opened(path="gs://data/data"):
+        made = config(**{**settings, "dataset_path": path})
+        return open_source(train_specs(made.data)[0], InputSpec.of(made, TOKENIZER))
+
+    contents = {str(path.relative_to(tmp_path)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    bucket.fill(contents)
+    with pytest.raises(UserError, match=r"gs://data/other.*no such file|not prepared in dataset_path=gs://data/other"):
+        opened("gs://data/other")
+    shards = sorted(name for name in contents if "array_record" in name)
+    bucket.fill({**contents, shards[1]: contents[shards[1]][:-3000]})
+    with pytest.raises(UserError, match=rf"{shards[1]} is no whole ArrayRecord file"):
+        opened()
+    bucket.fill(contents)
+    source = opened()
+    for shard in shards:
+        del bucket.objects[shard]
+    with pytest.raises(UserError, match=r"record \d+ can't be read|can't be read"):
+        [source[i] for i in range(len(source))]

@@ -2,7 +2,8 @@
 
 An ArrayRecord file is a Riegeli file of chunks, each of one record or a group of them; then a footer, itself a chunk,
 with a record of metadata and one for each chunk; then a block of 64 KiB that says where the footer begins. A reader
-of a file keeps the place of each chunk in memory, 8 bytes for each.
+of a file keeps the place of each chunk in memory, 8 bytes for each. The package reads local files, and those on gs://
+by a request for each record.
 
 The package's own ArrayRecordDataSource is not used: it keeps every file open, opens each to count its records, and
 reads one record by going through all chunks of its file (docs/log.md has figures).
@@ -11,10 +12,10 @@ reads one record by going through all chunks of its file (docs/log.md has figure
 import functools
 import re
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -51,18 +52,25 @@ class RecordSource(Source):
     """Reads documents that are records of ArrayRecord files.
 
     The first is read at once, so that data of another form are an error at the start. A file is opened when it is first
-    read from, and only some are open at a time. `record_format` is that of `read_record`; `facts` go into the
-    fingerprint. Raises UserError where the first record can't be read.
+    read from, by `open_file`, and only some are open at a time. `record_format` is that of `read_record`; `facts` go
+    into the fingerprint. Raises UserError where the first record can't be read.
     """
 
     def __init__(
-        self, spec: SourceSpec, parts: list[RecordRange], record_format: str, listing: files.Listing, facts: Fingerprint
+        self,
+        spec: SourceSpec,
+        parts: list[RecordRange],
+        record_format: str,
+        listing: files.Listing,
+        facts: Fingerprint,
+        open_file: Callable[[str], Any] | None = None,
     ) -> None:
         self._format, self._column = record_format, spec.dataset_column
         self._column_setting, self._listing = spec.setting("dataset_column"), listing
         self._parts, self._index = parts, Index([part.count for part in parts])
+        self.is_remote = files.is_remote(listing.folder)
         self._facts = {**facts, "records": len(self), "column": self._column}
-        self._reader = functools.lru_cache(maxsize=_open_files_allowed())(_open_reader)
+        self._reader = functools.lru_cache(maxsize=_open_files_allowed())(open_file or _open_reader)
         self[0]
 
     def __len__(self) -> int:
@@ -72,11 +80,9 @@ class RecordSource(Source):
         place, offset = self._index.find(i)
         file, first, _ = self._parts[place]
         number = first + offset
-        try:
-            # A range is found at once; of a list of numbers the package goes through all the chunks of the file.
-            (record,) = self._reader(file).read(number, number + 1)
-        except (RuntimeError, IndexError) as error:
-            raise UserError(f"{file}, record {number} can't be read, the file is damaged: {error}") from error
+        reader, damaged = self._reader(file), "can't be read, the file is damaged"
+        # A range is found at once; of a list of numbers the package goes through all the chunks of the file.
+        (record,) = files.attempted(f"{file}, record {number}", lambda: reader.read(number, number + 1), damaged)
         try:
             return read_record(record, self._format, self._column)
         except ValueError as error:
@@ -96,7 +102,7 @@ class ArrayRecordSource(RecordSource):
 
     def __init__(self, spec: SourceSpec) -> None:
         listing = _list_record_files(spec)
-        counts = count_records(listing.paths, spec)
+        counts = count_records(listing.paths, list(listing.sizes.values()), spec)
         if not sum(counts):
             raise UserError(f"{spec.setting('dataset_path')}: the {len(counts)} ArrayRecord files there have no record")
         record_format = spec.array_record_format
@@ -104,12 +110,12 @@ class ArrayRecordSource(RecordSource):
         super().__init__(spec, ranges, record_format, listing, {"type": "array_record", "format": record_format})
 
 
-def check_local(spec: SourceSpec) -> None:
-    """Raises UserError for a remote path, which the package array_record can't read."""
-    if files.is_remote(spec.dataset_path):
+def check_store(spec: SourceSpec) -> None:
+    """Raises UserError for a path of another store than Cloud Storage, which the package array_record can't read."""
+    if files.is_remote(spec.dataset_path) and not spec.dataset_path.startswith("gs://"):
         raise UserError(
-            f"{spec.setting('dataset_path')}: ArrayRecord files are read through this machine's file system. Mount the "
-            "bucket (Cloud Storage FUSE does it for gs://) or copy the files, and give the folder where they then are"
+            f"{spec.setting('dataset_path')}: ArrayRecord files are read from gs:// and from this machine's file "
+            "system. Mount the bucket or copy the files, and give the folder where they then are"
         )
 
 
@@ -118,20 +124,23 @@ def missing_package(spec: SourceSpec, error: ImportError) -> UserError:
     return UserError(f"{spec.setting('dataset_type')}: {error.name} is not installed. bash setup.sh data installs it")
 
 
-def count_records(names: Sequence[str], spec: SourceSpec) -> list[int]:
-    """Counts the records of each file; raises UserError for one that is not whole, or without what reads them."""
+def count_records(names: Sequence[str], sizes: Sequence[int], spec: SourceSpec) -> list[int]:
+    """Counts the records of each file, of these sizes in bytes.
+
+    Raises UserError for one that is not whole, or without what reads them.
+    """
     try:
         import array_record  # noqa: F401
     except ImportError as error:
         raise missing_package(spec, error) from error
     with ThreadPoolExecutor(_COUNTING_THREADS) as threads:  # for file systems where each read is a request
-        return list(threads.map(_count, names))
+        return list(threads.map(_count, names, sizes))
 
 
 def _list_record_files(spec: SourceSpec) -> files.Listing:
-    check_local(spec)
+    check_store(spec)
     listing, setting = files.list_files(spec.dataset_path, spec.key("dataset_path")), spec.setting("dataset_path")
-    if not Path(spec.dataset_path.removeprefix("file://")).expanduser().is_dir():
+    if not files.is_folder(spec.dataset_path):
         return listing
     if any(Path(name).name == "dataset_info.json" for name in listing.sizes):
         raise UserError(
@@ -148,22 +157,21 @@ def _open_reader(file: str) -> "ArrayRecordReader":
     """Opens a reader that several threads may use at a time."""
     from array_record.python.array_record_module import ArrayRecordReader
 
-    reader = ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15)
-    try:
+    def opened() -> ArrayRecordReader:
+        reader = ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15)
         if not reader.ok():
             reader.close()  # which says what is wrong
-    except RuntimeError as error:
-        raise UserError(f"{file} is no whole ArrayRecord file ({error}): restore it, or leave it out") from error
-    return reader
+        return reader
+
+    return files.attempted(file, opened, "is no whole ArrayRecord file: restore it, or leave it out")
 
 
-def _count(file: str) -> int:
+def _count(file: str, end: int) -> int:
     """Counts the records of a file.
 
     In files to be read in any order each chunk has one record, and the header of the footer says how many there are.
     Opening a reader would read the whole footer: 5 s for a hundred million records in a thousand files; this takes 0.1.
     """
-    end = files.size(file)
     is_whole = end > 0 and end % _BLOCK == 0
     postscript = _POSTSCRIPT.search(files.read(file, end - _BLOCK, end - _BLOCK + 256)) if is_whole else None
     if postscript and _chunk_records(file, _FIRST_CHUNK) == 1:

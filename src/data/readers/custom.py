@@ -3,13 +3,15 @@
 import functools
 import hashlib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from src.config.source_spec import SourceSpec
 from src.data.readers.records import as_document, from_fields
+from src.data.streams import StreamSource
 from src.data.types import Fingerprint, InputSpec, Source
 from src.errors import UserError
 from src.user_code import call, class_name, load_function, says_if_slow
@@ -20,21 +22,43 @@ _MAX_BYTES = 8 << 30
 _END = object()
 
 
+def open_custom(spec: SourceSpec, inputs: InputSpec) -> Source:
+    """Opens what the function `dataset_factory` returns: a `CustomSource`, or of an iterable with a state a stream.
+
+    Raises UserError as these do, and where there is no such function or it raises.
+    """
+    name, factory = spec.setting("dataset_factory"), load_function(spec.dataset_factory, spec.key("dataset_factory"))
+    with says_if_slow(f"{name}, which has not returned"):
+        made = call(name, factory, inputs.config, spec.split)
+    read = functools.partial(document_of, name, spec.dataset_column, inputs.vocab_size)
+    is_iterable = isinstance(made, Iterable) and not hasattr(made, "__getitem__")
+    if hasattr(made, "load_state_dict") or (is_iterable and hasattr(call(name, iter, made), "get_state")):
+        facts = {"class": class_name(made), "type": "custom", "column": spec.dataset_column}
+        return StreamSource(name, made, read, facts, shuffles=False)
+    return CustomSource(name, made, read)
+
+
+def document_of(name: str, column: str, vocab_size: int, i: int, item: Any) -> str | np.ndarray:
+    """Reads the document in item `i` of what `name` gives; raises UserError where there is none."""
+    read = functools.partial(as_document, vocab_size=vocab_size)
+    try:
+        return from_fields(item, column, read) if isinstance(item, Mapping) else read(item)
+    except ValueError as error:
+        raise UserError(f"{name}: item {i}: {error}") from None
+
+
 class CustomSource(Source):
-    """Reads the documents that the function `dataset_factory`, module:function, returns.
+    """Reads the documents that the function `dataset_factory`, module:function, returned.
 
     It is called with the config and the split, and returns an object with `__len__` and `__getitem__`, or an iterable,
     which is read whole at the start. docs/data.md says what either has to hold to, and what their items may be.
-    Raises UserError where there is no such function, it raises, or it returns something else, or no document.
+    Raises UserError where it returned something else, or no document.
     """
 
-    def __init__(self, spec: SourceSpec, inputs: InputSpec) -> None:
-        self._name = name = spec.setting("dataset_factory")
-        self._column = spec.dataset_column
-        self._as_document = functools.partial(as_document, vocab_size=inputs.vocab_size)
-        factory = load_function(spec.dataset_factory, spec.key("dataset_factory"))
-        with says_if_slow(f"{name}, which has not returned"):
-            made = call(name, factory, inputs.config, spec.split)
+    def __init__(self, name: str, made: Any, read: Callable[[int, Any], str | np.ndarray]) -> None:
+        self._name, self._document = name, read
+        # An element that is not there is what a filter of Grain's MapDataset left out.
+        self._may_filter = hasattr(made, "to_iter_dataset")
         self._facts: Mapping[str, str | int] = {"class": class_name(made)}
         is_indexed = hasattr(made, "__len__") and hasattr(made, "__getitem__")
         if isinstance(made, (str, bytes, Mapping)) or not (is_indexed or isinstance(made, Iterable)):
@@ -54,22 +78,18 @@ class CustomSource(Source):
         self._length = call(f"{name}: len() of what it returned", len, made)
         if not self._length:
             raise UserError(f"{name} returned no document")
+        if self._length == sys.maxsize:
+            raise UserError(f"{name} returned a dataset without an end: leave repeat() out, a run repeats its data")
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, i: int) -> str | np.ndarray:
-        return self._document(i, call(f"{self._name}: item {i}", operator.getitem, self._documents, i))
+        item = call(f"{self._name}: item {i}", operator.getitem, self._documents, i)
+        return "" if item is None and self._may_filter else self._document(i, item)
 
     def fingerprint(self) -> Fingerprint:
         return {**self._facts, "type": "custom", "documents": self._length}
-
-    def _document(self, i: int, item: Any) -> str | np.ndarray:
-        try:
-            is_mapping = isinstance(item, Mapping)
-            return from_fields(item, self._column, self._as_document) if is_mapping else self._as_document(item)
-        except ValueError as error:
-            raise UserError(f"{self._name}: item {i}: {error}") from None
 
     def _read_whole(self, made: Iterable[Any]) -> tuple[list[str | np.ndarray], str]:
         """Returns the documents of an iterable, and their digest."""

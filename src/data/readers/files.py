@@ -90,6 +90,13 @@ def is_remote(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
+def is_folder(path: str) -> bool:
+    """Says whether a path is a folder that has something; raises as `attempted`."""
+    if is_remote(path):
+        return _remote(path, path, lambda fs, place: fs.isdir(place))
+    return Path(path.removeprefix("file://")).expanduser().is_dir()
+
+
 def list_files(path: str, key: str) -> Listing:
     """Lists the files of a config's path: a file, a folder (its files at any depth, but for hidden ones) or a glob.
 

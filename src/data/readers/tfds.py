@@ -4,17 +4,19 @@ TFDS knows which records of which files make a split, and the kinds of the featu
 builder or TensorFlow. The records are read as those of other ArrayRecord files, and of each only the wanted feature.
 """
 
-import glob
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from etils import epath
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
-from src.data.readers.array_record import RecordRange, RecordSource, check_local, count_records, missing_package
+from src.data.readers.array_record import RecordRange, RecordSource, check_store, count_records, missing_package
+from src.data.readers.tfrecord import TfRecordReader, indices
 from src.errors import UserError, first_few
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from tensorflow_datasets.core.utils.shard_utils import FileInstruction
 
 _INFO = "dataset_info.json"
-_FORMAT = "array_record"
+_FORMAT, _SLOWER_FORMAT = "array_record", "tfrecord"
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 
@@ -31,20 +33,21 @@ class TfdsSource(RecordSource):
     """Reads a split of a prepared dataset, or slices of splits (train[:10%]), in TFDS's order.
 
     `dataset_name` is NAME, NAME/CONFIG, or one of them with :VERSION; without one it is the newest there.
-    `dataset_path` is the data folder, in which NAME is; empty: TFDS's own. Raises UserError where there is no such
-    dataset or split, it is not ArrayRecord, a file is missing or damaged, or `dataset_column` is neither text nor ids.
+    `dataset_path` is the data folder, in which NAME is; empty: TFDS's own. ArrayRecord files are read where they are
+    there, else TFRecord files. Raises UserError where there is no such dataset or split, neither of them, a file is
+    missing or damaged, or `dataset_column` is neither text nor ids.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
-        check_local(spec)
-        folder = _find(spec)
+        check_store(spec)
+        folder = files.attempted(spec.setting("dataset_path"), lambda: _find(spec))
         info = _read_info(spec, folder)
         _check_feature(spec, info.features)
         slices = _file_slices(spec, info)
-        listing = _check_files(spec, info, slices)
+        listing, open_file = _check_files(spec, info, slices)
         ranges = [RecordRange(each.filename, each.skip, each.take) for each in slices]
         facts = {"type": "tfds", "dataset": info.full_name, "split": spec.split}
-        super().__init__(spec, ranges, "example", listing, facts)
+        super().__init__(spec, ranges, "example", listing, facts, open_file)
 
 
 def _find(spec: SourceSpec) -> str:
@@ -52,13 +55,13 @@ def _find(spec: SourceSpec) -> str:
     root = os.path.expanduser(spec.dataset_path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     full_name = spec.dataset_name
     name, _, version = full_name.partition(":")
-    found = [Path(info).parent.name for info in glob.glob(f"{glob.escape(os.path.join(root, name))}/*/{_INFO}")]
+    found = [info.parent.name for info in epath.Path(root, name).glob(f"*/{_INFO}")]
     versions = list(filter(_VERSION.fullmatch, found))
     if versions and version in ("", *versions):
         newest = max(versions, key=lambda version: [int(part) for part in version.split(".")])
         return os.path.join(root, name, version or newest)
-    infos = [info for depth in ("*/*", "*/*/*") for info in Path(root).glob(f"{depth}/{_INFO}")]
-    folders = sorted(info.parent.relative_to(root) for info in infos)
+    infos = [info for depth in ("*/*", "*/*/*") for info in epath.Path(root).glob(f"{depth}/{_INFO}")]
+    folders = sorted(info.parent.relative_to(epath.Path(root)) for info in infos)
     prepared = [f"{folder.parent}:{folder.name}" for folder in folders]
     where = spec.setting("dataset_path") if spec.dataset_path else f"{root}, TFDS's own data folder"
     listed = f"There: {first_few(prepared, near=full_name)}" if prepared else "No dataset is"
@@ -77,9 +80,10 @@ def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
     try:
         info = tfds.builder_from_directory(folder).info
         formats = {each.value for each in info.available_file_formats()}
-        if _FORMAT in formats:
-            info.set_file_format(_FORMAT, override=True, override_if_initialized=True)
-            return info
+        for each in (_FORMAT, _SLOWER_FORMAT):
+            if each in formats:
+                info.set_file_format(each, override=True, override_if_initialized=True)
+                return info
     except Exception as error:  # of many kinds: those of JSON, protocol buffers, files, and TFDS's own
         raise UserError(f"{spec.setting('dataset_name')}: TFDS can't read {folder}: {error}") from error
     raise UserError(
@@ -133,18 +137,37 @@ def _file_slices(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction
     return slices
 
 
-def _check_files(spec: SourceSpec, info: "DatasetInfo", slices: "list[FileInstruction]") -> files.Listing:
-    """Lists the files of a split, each of which is there and has as many records as TFDS wrote into it."""
+def _check_files(
+    spec: SourceSpec, info: "DatasetInfo", slices: "list[FileInstruction]"
+) -> tuple[files.Listing, Callable[[str], Any] | None]:
+    """Lists the files of a split, each of which is there and has as many records as TFDS wrote into it.
+
+    Also returns what opens one, for `RecordSource`.
+    """
     expected = {each.filename: each.examples_in_shard for each in slices}
-    names = list(expected)
-    if missing := [Path(name).name for name in names if not os.path.isfile(name)]:
+    names, folder = list(expected), str(info.data_dir)
+    if files.is_remote(folder):
+        there = files.list_files(folder, spec.key("dataset_path")).sizes
+    else:
+        there = {Path(name).name: files.size(name) for name in names if os.path.isfile(name)}
+    if missing := [name for name in map(os.path.basename, names) if name not in there]:
         raise UserError(
             f"{spec.setting('dataset_name')}: {len(missing)} of {len(names)} files are missing in {info.data_dir}: "
             f"{first_few(missing)}"
         )
-    for name, count in zip(names, count_records(names, spec), strict=True):
+    sizes, open_file = [there[os.path.basename(name)] for name in names], None
+    if info.file_format.value == _FORMAT:
+        counts = count_records(names, sizes, spec)
+    else:
+        starts = dict(zip(names, indices(names, sizes), strict=True))
+        counts = [len(each) - 1 for each in starts.values()]
+
+        def open_file(name: str) -> TfRecordReader:
+            return TfRecordReader(name, starts[name])
+
+    for name, count in zip(names, counts, strict=True):
         if count != expected[name]:
             raise UserError(
                 f"{name} has {count:,} records, and {_INFO} beside it says {expected[name]:,}: restore the file"
             )
-    return files.Listing(str(info.data_dir), {Path(name).name: files.size(name) for name in names})
+    return files.Listing(folder, dict(zip(map(os.path.basename, names), sizes, strict=True))), open_file

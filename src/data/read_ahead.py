@@ -1,0 +1,29 @@
+"""Reads the documents of a remote source before packing streams ask for them: each is a request, which mostly waits."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+_THREADS = 64  # requests at a time
+_DEPTH = 12  # documents ahead of each packing stream
+
+Result = TypeVar("Result")
+
+
+class ReadAhead:
+    """Calls `read(ordinal)`, and in threads those of the next ordinals of the same stream, `stride` apart, below `end`.
+
+    Streams may call from threads of their own. An error is raised where its ordinal is asked for.
+    """
+
+    def __init__(self, read: Callable[[int], Result], stride: int, end: float) -> None:
+        self._read, self._stride, self._end = read, stride, end
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="read-ahead")
+        self._begun: dict[int, Future[Result]] = {}
+
+    def __call__(self, ordinal: int) -> Result:
+        """Returns `read(ordinal)`."""
+        for coming in range(ordinal, ordinal + (_DEPTH + 1) * self._stride, self._stride):
+            if coming not in self._begun and coming < self._end:
+                self._begun[coming] = self._pool.submit(self._read, coming)
+        return self._begun.pop(ordinal).result()

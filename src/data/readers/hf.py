@@ -1,0 +1,44 @@
+"""Streams a dataset by Hugging Face's package `datasets`: `dataset_type=hf`, of the hub or of a local folder."""
+
+import functools
+import os
+
+import jax
+
+from src.config.source_spec import SourceSpec
+from src.data.readers import files
+from src.data.readers.custom import document_of
+from src.data.streams import StreamSource
+from src.data.types import Fingerprint
+from src.errors import UserError
+from src.user_code import call
+
+
+def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
+    """Opens this host's share of a split: each N-th file, or each N-th row where N hosts do not divide the files.
+
+    `dataset_path` is a dataset of the hub or a folder, and `dataset_name` one of its configurations. Raises UserError
+    where there is no such dataset, split or column, or `datasets` is not installed.
+    """
+    try:
+        import datasets
+        from datasets.distributed import split_dataset_by_node
+    except ImportError as error:
+        raise UserError(
+            f"dataset_type=hf: {error.name} is not installed. .venv/bin/python -m pip install datasets==5.2.0"
+        ) from error
+    path, what = os.path.expanduser(spec.dataset_path), spec.setting("dataset_path")
+    facts: Fingerprint = {
+        "type": "hf",
+        "dataset": spec.dataset_path,
+        "split": spec.split,
+        "column": spec.dataset_column,
+    }
+    if os.path.isdir(path):
+        facts |= {"dataset": "", **files.list_files(path, spec.key("dataset_path")).fingerprint}
+    load = functools.partial(datasets.load_dataset, path, spec.dataset_name or None, split=spec.split, streaming=True)
+    whole = call(what, load)
+    facts |= {"configuration": spec.dataset_name, "shards": whole.num_shards}
+    read = functools.partial(document_of, what, spec.dataset_column, vocab_size)
+    share = split_dataset_by_node(whole, jax.process_index(), jax.process_count())
+    return StreamSource(what, share, read, facts, shuffles=True)

@@ -1,0 +1,127 @@
+"""Documents that come one after the other: Grain's IterDataset, Hugging Face's IterableDataset, and what is like them.
+
+They have no numbers, so each host has a stream of its own, and fills its rows from it in their order. The stream's own
+state, saved with a checkpoint, says where a host goes on, so a run goes on with as many hosts as it had.
+"""
+
+import collections
+import json
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import jax
+
+from src.data.host_arrays import gather_json
+from src.data.order import permute
+from src.data.types import Fingerprint, Item, Source
+from src.errors import UserError
+from src.user_code import call
+
+_WINDOW = 1024  # documents that are read, and may be shuffled, together; the state before each window can be saved
+
+
+class StreamSource(Source):
+    """Reads one host's documents from an iterable, which begins anew each time it is iterated over.
+
+    Either its iterators have get_state and set_state, as Grain's have, or it has state_dict and load_state_dict itself.
+    `read(i, item)` makes a document of its item i. With `shuffles` the documents of a window come in a random order.
+    Raises UserError on every process where two have the same documents first, which each is to have of its own.
+    """
+
+    def __init__(
+        self, name: str, made: Any, read: Callable[[int, Any], Item], facts: Fingerprint, shuffles: bool = False
+    ) -> None:
+        self.name, self._made, self._read, self._facts, self.shuffles = name, made, read, facts, shuffles
+        everyones = [str(first) for first in gather_json(list(map(str, self.items(self.open(0, None)[0], 0, 8))))]
+        if len(set(everyones)) < len(everyones):
+            raise UserError(
+                f"{name}: the streams of two processes begin with the same documents. Give each documents of its own, "
+                "such as those of dataset[jax.process_index() :: jax.process_count()]"
+            )
+
+    def __len__(self) -> int:
+        raise UserError(
+            f"{self.name} is a stream, whose documents come one after the other: they are not counted, and none are "
+            "held out. Name data to evaluate on (eval_dataset_path, eval_datasets), with eval_mode=reset and "
+            "eval_steps=N; other tools take numbered documents"
+        )
+
+    def check_rows(self, rows: int, global_batch: int) -> None:
+        """Raises UserError unless each row of a batch, of which this process has `rows`, is of one process alone."""
+        if jax.process_count() > 1 and sum(gather_json(rows)) != global_batch:
+            raise UserError(
+                f"{self.name} is a stream for each process, and on this mesh processes share rows: let the sizes of "
+                "the axes data, fsdp and expert multiply to a multiple of the number of processes"
+            )
+
+    def fingerprint(self) -> Fingerprint:
+        """Returns the facts it was made with, which are every host's."""
+        return self._facts
+
+    def open(self, epoch: int, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
+        """Begins an epoch, at its start or at a state of it; returns its items, and what gives the state among them."""
+        if hasattr(self._made, "load_state_dict"):
+            call(self.name, self._made.set_epoch, epoch)  # of which datasets has another order of files
+            if state is not None:
+                call(self.name, self._made.load_state_dict, state)
+            return call(self.name, iter, self._made), self._made.state_dict
+        iterator = call(self.name, iter, self._made)
+        if state is not None:
+            call(self.name, iterator.set_state, state)
+        return iterator, iterator.get_state
+
+    def items(self, iterator: Iterator[Any], before: int, count: int = _WINDOW) -> list[Item]:
+        """Reads the next documents, `count` at most; `before` came before them in the epoch."""
+        found = call(f"{self.name}, after {before} documents of an epoch", lambda: list(islice(iterator, count)))
+        return [self._read(number, item) for number, item in enumerate(found, start=before)]
+
+    def state(self, get_state: Callable[[], Any]) -> Any:
+        """Returns a state as JSON has it. Raises UserError for one that would not go on exactly."""
+        text = call(f"{self.name}: its state", lambda: json.dumps(get_state(), default=int))
+        if "BufferShuffled" in text:
+            raise UserError(
+                f"{self.name}: datasets does not save the buffer of shuffle(buffer_size=...), so a run could not go "
+                "on exactly: leave it out; documents are shuffled in windows of 1,024 here"
+            )
+        return json.loads(text)
+
+
+class StreamReader:
+    """Numbers the documents of a host's stream; `saved` says where it begins, None: at the start."""
+
+    def __init__(self, source: StreamSource, seed: int, saved: Mapping[str, Any] | None) -> None:
+        self._source, self._seed = source, seed
+        # How the next window begins: its first document's number, and in its epoch, the length of the epoch before.
+        self._next = dict(saved or {"first": 0, "epoch": 0, "read": 0, "length": None, "state": None})
+        self._iterator, self._get_state = source.open(self._next["epoch"], self._next["state"])
+        self._first, self._items = self._next["first"], []
+        self._windows: collections.deque[dict[str, Any]] = collections.deque()  # how each of them began
+
+    def __call__(self, number: int) -> Item:
+        """Returns document `number`; a later call asks for a later one."""
+        while number >= self._first + len(self._items):
+            self._read_window()
+        return self._items[number - self._first]
+
+    def saved(self, oldest: int) -> dict[str, Any]:
+        """Returns where to begin for document `oldest` and those after it: less than a window before it."""
+        while len(self._windows) > 1 and self._windows[1]["first"] <= oldest:
+            self._windows.popleft()
+        return self._windows[0] if self._windows else self._next
+
+    def _read_window(self) -> None:
+        at, source = self._next, self._source
+        while not (items := source.items(self._iterator, read := at["read"])):
+            if not read or read != (length := at["length"] or read):
+                before = f", and the epoch before had {length:,}" if read else ""
+                raise UserError(f"{source.name}: the stream ended after {read:,} documents of an epoch{before}")
+            at = {**at, "epoch": at["epoch"] + 1, "length": read, "read": 0, "state": None}
+            self._iterator, self._get_state = source.open(at["epoch"], None)
+        self._windows.append(at)
+        count, read_ = len(items), at["read"] + len(items)
+        self._next = {**at, "first": at["first"] + count, "read": read_, "state": source.state(self._get_state)}
+        if source.shuffles:
+            key = f"window {at['first']}"
+            items = [items[permute(i, count, self._seed, key, at["epoch"])] for i in range(count)]
+        self._first, self._items = at["first"], items

@@ -1,0 +1,242 @@
+"""Documents that come one after the other: Grain's and Hugging Face's own iterators, exact after a restart."""
+
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from src.checkpoint.data_position import data_position
+from src.config.source_spec import train_specs
+from src.data import loader
+from src.data.open import open_source
+from src.data.tokenizer import ByteTokenizer
+from src.data.types import InputSpec
+from src.errors import UserError
+from src.report.summary import describe_data
+from tests import runs
+from tests.data.batches import TOKENIZER, B, assert_same, joined, take
+from tests.data.one_source import alone, eval_batches, held_out
+
+MODULE = """
+import grain
+
+TEXTS = [f"text {n} " + "word " * (n * 7 % 50) for n in range(300)]
+
+
+def numbered(config, split):
+    return grain.MapDataset.source(TEXTS).seed(3).shuffle().map(str.upper)
+
+
+def some(config, split):
+    return numbered(config, split).filter(lambda text: len(text) > 100)
+
+
+def endless(config, split):
+    return numbered(config, split).repeat()
+
+
+def stream(config, split):
+    return some(config, split).to_iter_dataset()
+
+
+class Cut:
+    # A stream that has fewer documents each time.
+    counts = [30, 20]
+
+    def __iter__(self):
+        return Iterator(self.counts.pop(0) if self.counts else 0)
+
+
+class Iterator:
+    def __init__(self, count):
+        self.left = count
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.left -= 1
+        if self.left < 0:
+            raise StopIteration
+        return "a document"
+
+    def get_state(self):
+        return {"left": self.left}
+
+    def set_state(self, state):
+        self.left = state["left"]
+
+
+def cut(config, split):
+    Cut.counts[:] = [1, 30, 30, 20]
+    return Cut()
+
+
+def none(config, split):
+    Cut.counts[:] = []
+    return Cut()
+"""
+
+
+@pytest.fixture
+def open_data(tmp_path, monkeypatch, config):
+    """Opens what a function of the module, or a folder of JSONL by `datasets`, gives."""
+    pytest.importorskip("grain", reason="bash setup.sh dev installs it")
+    (tmp_path / "my_grain.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_grain", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def opened(name, **keys):
+        if name == "hf":
+            pytest.importorskip("datasets", reason="bash setup.sh dev installs it")
+            folder = tmp_path / "files"
+            folder.mkdir(exist_ok=True)
+            for n in range(3):
+                lines = [json.dumps({"text": f"text {n} {k} " + "word " * (k * 7 % 30)}) for k in range(40)]
+                (folder / f"train-{n}.jsonl").write_text("\n".join(lines))
+            keys = {"dataset_type": "hf", "dataset_path": str(folder), **keys}
+        else:
+            keys = {"dataset_type": "custom", "dataset_factory": f"my_grain:{name}", **keys}
+        made = config(**{"max_target_length": 64, "data_threads": 3, **keys})
+        spec = train_specs(made.data)[0]
+        return made, spec, open_source(spec, InputSpec.of(made, TOKENIZER))
+
+    return opened
+
+
+def batches_of(opened, count, saved=None):
+    made, _, source = opened
+    inputs = InputSpec.of(made, TOKENIZER)
+    return take(loader.train_batches(inputs, alone(source), range(B), B, saved=saved), count)
+
+
+def targets_of(batches):
+    """The ids of the documents of whole batches of one host, each up to where it is cut, as one list."""
+    return np.concatenate([batch.arrays["tokens"].reshape(-1) for batch in batches]).tolist()
+
+
+def test_a_map_dataset_is_a_source_like_any_other(open_data):
+    made, _, source = open_data("some")
+    on_one = joined(made, source, 1, 8)
+    assert_same(on_one, joined(made, source, 4, 8))
+    assert_same(on_one[5:], joined(made, source, 2, 3, 5 * B, on_one[4]["data_position"]))
+    import my_grain
+
+    wanted = {text.upper() for text in my_grain.TEXTS if len(text) > 100}
+    assert len(source) == len(my_grain.TEXTS)
+    assert {source[i] for i in range(len(source))} == wanted | {""}  # what the filter left out has no text
+
+
+def test_a_stream_is_read_in_its_own_order_and_over_again(open_data):
+    opened = open_data("stream")
+    batches = batches_of(opened, 130)
+    texts = list(sys.modules["my_grain"].stream(None, None))
+    expected = itertools.cycle(ByteTokenizer().encode(text)[:-1].tolist() for text in texts)
+    tokens = targets_of(batches)
+    assert batches[-1].saved[""]["epoch"] == 1
+    assert len(tokens) > sum(map(len, texts))
+    assert tokens == list(itertools.islice(itertools.chain.from_iterable(expected), len(tokens)))
+
+
+@pytest.mark.parametrize("name", ["stream", "hf"])
+@pytest.mark.parametrize("keys", [{}, {"packing": False}], ids=["packed", "a document a row"])
+def test_a_stream_goes_on_exactly(open_data, name, keys):
+    batches = batches_of(open_data(name, **keys), 130)
+    assert batches[120].saved[""]["epoch"]
+    for step in (0, 7, 20, 120):
+        saved = json.loads(json.dumps(batches[step].saved))
+        for batch, other in zip(batches[step + 1 :], batches_of(open_data(name, **keys), 4, saved), strict=False):
+            assert_same([batch.arrays], [other.arrays])
+            assert batch.saved == other.saved or step  # the same document, counted from another window
+
+
+def test_documents_of_the_hub_s_package_come_once_an_epoch(open_data):
+    batches = batches_of(open_data("hf", packing=False, max_target_length=256), 45)
+    firsts = [bytes(row[1:13].tolist()).split()[1:3] for batch in batches for row in batch.arrays["tokens"]]
+    epochs = [firsts[start : start + 120] for start in (0, 120, 240)]
+    assert all(len(set(map(tuple, epoch))) == 120 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[0] != sorted(epochs[0])
+
+
+def test_a_stream_is_evaluated_by_batches_from_its_start_each_time(open_data):
+    made, _, source = open_data("stream")
+    sets = eval_batches(made, held_out(source, 3), TOKENIZER, range(B), B)
+    assert_same(list(sets), list(sets))
+    with pytest.raises(UserError, match="have no end to evaluate to: set eval_steps"):
+        eval_batches(made, held_out(source, -1), TOKENIZER, range(B), B)
+    made = made.replace(eval_mode="rolling", eval_steps=3)
+    with pytest.raises(UserError, match="are a stream, which begins anew each time: set eval_mode=reset"):
+        eval_batches(made, held_out(source, 3), TOKENIZER, range(B), B)
+
+
+def test_the_header_says_that_host_counts_are_fixed(open_data):
+    for name, order in (("stream", "in its own order"), ("hf", "shuffled in windows")):
+        _, spec, source = open_data(name)
+        (line,) = describe_data([spec], alone(source))
+        assert line.endswith(f"a stream for each host, {order}: a run goes on with 1 host alone")
+
+
+def test_another_number_of_hosts_is_refused(open_data):
+    made, _, _ = open_data("stream")
+    facts = {"global batch": B, "max_target_length": 64, "packing": True}
+    meta = {"data": facts, "streams": [{"": {"first": 0}}] * 2}
+    with pytest.raises(UserError, match=r"one for each process: the checkpoint is of 2 processes, and this job has 1"):
+        data_position(1, np.zeros((B, 1, 2), np.int32), meta, made.data, (), facts)
+
+
+def test_two_hosts_that_read_the_same_are_refused(open_data, monkeypatch):
+    monkeypatch.setattr("src.data.streams.gather_json", lambda value: [value, value])
+    with pytest.raises(UserError, match="streams of two processes begin with the same documents"):
+        open_data("stream")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("endless", {}, r"dataset_factory=my_grain:endless returned a dataset without an end: leave repeat\(\) out"),
+        ("hf", {"dataset_path": "/not/there"}, "dataset_path=/not/there raised FileNotFoundError"),
+        ("hf", {"train_split": "test"}, "raised ValueError: Bad split: test"),
+        ("hf", {"dataset_column": "body"}, "item 0: it has no field body. Its fields: text"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(open_data, name, keys, message):
+    with pytest.raises(UserError, match=message):
+        open_data(name, **keys)
+
+
+def test_a_stream_that_ends_early_is_an_error(open_data):
+    with pytest.raises(UserError, match="ended after 20 documents of an epoch, and the epoch before had 30"):
+        batches_of(open_data("cut"), 20)
+    with pytest.raises(UserError, match="ended after 0 documents of an epoch"):
+        batches_of(open_data("none"), 1)
+
+
+def test_a_file_that_ends_early_is_an_error(open_data, tmp_path):
+    opened = open_data("hf")
+    file = tmp_path / "files" / "train-2.jsonl"
+    file.write_text(file.read_text()[:-200] + '{"text": "cut')
+    with pytest.raises(UserError, match=r"dataset_path=.*, after 0 documents of an epoch raised .*"):
+        batches_of(opened, 60)
+
+
+def test_nothing_is_held_out_of_a_stream(open_data):
+    _, _, source = open_data("stream")
+    with pytest.raises(UserError, match="is a stream, whose documents come one after the other"):
+        len(source)
+
+
+def test_a_run_goes_on_with_the_state_of_its_stream(open_data, tmp_path):
+    open_data("stream")
+    keys = {"dataset_type": "custom", "dataset_factory": "my_grain:stream", "base_num_decoder_layers": 1, "steps": 6}
+    keys |= {"base_output_directory": tmp_path, "checkpoint_period": 3}
+    runs.run_here(**keys)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "run" / "checkpoints" / "6").rename(tmp_path / "6")  # as if it had been killed
+    runs.run_here(**keys)
+    again = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in again] == [json.loads(line)["loss"] for line in lines]

@@ -1,9 +1,10 @@
 """Generates text from a model: `python -m src.decode CONFIG.yml load_parameters_path=PATH prompt="..."`."""
 
+import dataclasses
+import json
 import math
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +12,38 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from src.checkpoint.load_weights import identity
 from src.cli import run_command
+from src.completion import Completion, Prompt, generate, make_generator, write_now
 from src.config.base_yml import Usage
 from src.config.command_keys import Decoding
+from src.config.source_spec import eval_specs, names_eval_data, train_specs
 from src.console import printable, say
 from src.data.conversations import read_message
+from src.data.document_stream import encode
+from src.data.host_arrays import gather_json
+from src.data.open import open_source
+from src.data.streams import StreamReader, StreamSource
 from src.data.tokenizer import make_tokenizer
-from src.data.types import Message, Tokenizer, missing_template
-from src.errors import UserError
-from src.generate import Generator, in_training, kept_in_int8, sampling, unrolled
-from src.json_text import parse_json, read_lines, well_formed
+from src.data.types import Conversation, InputSpec, Tokenizer, missing_template
+from src.errors import UserError, changed_keys, first_few
+from src.generate import Generator, in_training, kept_in_int8, unrolled
+from src.json_text import parse_json, read_lines, read_object
 from src.loaded_model import load_model
 from src.model.params import Weights
 from src.startup import configured
 from src.step.plan import StepPlan
+from src.user_code import call, load_function
 
 USAGE = Usage(
     """Draws text from a model.
 
 python -m src.decode RUN prompt=TEXT [key=value ...]
 python -m src.decode CONFIG load_parameters_path=PATH prompt=TEXT [key=value ...]
+python -m src.decode RUN decode_path=OUT.jsonl decode_prompt_tokens=N dataset_path=DATA [decode_samples=S]
 python -m src.decode --help KEY                   what a key does, and its default""",
     ("Decoding",),
 )
-
-Prompt = str | tuple[Message, ...]
-_EXPECTED = '{"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}'
-
-# Only the last WINDOW tokens or so are decoded again with each new one; the text before them is settled. The window
-# moves on by leaving CONTEXT tokens in it, because a tokenizer may spell a token by those around it.
-WINDOW, CONTEXT = 128, 16
 
 
 def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
@@ -57,8 +60,11 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     if config.use_chat_template and tokenizer.chat_template is None:
         raise missing_template()
     decoding, length = config.decoding, config.max_target_length
-    prompts = [] if config.interactive else read_prompts(decoding) if config.prompt_path else [config.prompt]
-    completions = [Completion(decoding, length, tokenizer, prompt) for prompt in prompts]
+    if not decoding.decode_path:  # the documents of a run's config are decode_metrics'
+        decoding = dataclasses.replace(decoding, decode_prompt_tokens=0)
+    prompts = [] if config.interactive else prompts_of(decoding, InputSpec.of(config, tokenizer))
+    looked_at = prompts[:1] if decoding.decode_prompt_tokens else prompts
+    completions = [Completion(decoding, length, tokenizer, prompt) for prompt in looked_at]
     wanted = max((len(completion.prompt) for completion in completions), default=0) + decoding.sample_length
     if decoding.sample_length and wanted > length:
         say([f"sample_length={decoding.sample_length}: prompt and text end at max_target_length={length} tokens"])
@@ -73,7 +79,11 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
         texts = converse(decoding, tokenizer, generator)
     else:
         rows = math.ceil(config.per_device_batch_size * loaded.plan.layout.mesh.size)
-        texts = complete_all(generator, completions, rows)
+        if decoding.decode_path:
+            facts = {"weights": identity(config.load_parameters_path), "tokenizer": tokenizer.fingerprint()}
+            texts = write_completions(decoding, tokenizer, generator, prompts, rows, facts)
+        else:
+            texts = complete_all(generator, completions, rows)
     say(generator.speed.lines())
     return texts
 
@@ -89,13 +99,49 @@ def sample(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: 
     return completion.prompt_text + completion.text
 
 
-def make_generator(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights) -> Generator:
-    """Returns a generator with these keys."""
-    lengths = max_target_length, decoding.max_prefill_predict_length
-    return Generator(plan, weights, sampling(decoding), decoding.decode_seed, *lengths)
-
-
 # ---- Prompts
+
+
+_EXPECTED = '{"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}'
+
+
+def prompts_of(decoding: Decoding, inputs: InputSpec) -> Sequence[Prompt]:
+    """Returns the prompts that the keys name: of documents, of a file, or the one; raises UserError."""
+    if decoding.decode_prompt_tokens:
+        return DocumentPrompts(decoding, inputs)
+    return read_prompts(decoding) if decoding.prompt_path else [decoding.prompt]
+
+
+class DocumentPrompts(Sequence[Prompt]):
+    """Reads prompts in data: the first `decode_prompt_tokens` ids of each document, in their order.
+
+    Of conversations, what comes before the last message of the assistant. The data are those to evaluate on where they
+    are named, else to train on. Raises UserError as their reader.
+    """
+
+    def __init__(self, decoding: Decoding, inputs: InputSpec) -> None:
+        self._inputs = inputs._replace(batch=dataclasses.replace(inputs.batch, packing=False))
+        specs = (eval_specs if names_eval_data(inputs.data) else train_specs)(inputs.data)
+        source, most = open_source(specs[0], self._inputs), decoding.decode_num_prompts
+        self._tokens = decoding.decode_prompt_tokens
+        is_stream, self.facts = isinstance(source, StreamSource) and most != -1, source.fingerprint()
+        if is_stream and jax.process_count() > 1:
+            raise UserError(f"{source.name} is a stream for each process: give it to a job of one")
+        self._read = StreamReader(source, inputs.data.data_shuffle_seed, None) if is_stream else source.__getitem__
+        self._count = most if is_stream else min(len(source), most if most != -1 else len(source))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, i: int | slice) -> Any:
+        if isinstance(i, slice):
+            return [self[n] for n in range(*i.indices(len(self)))]
+        item = self._read(i)
+        if isinstance(item, Conversation):
+            last = max(n for n, message in enumerate(item.messages) if message["role"] == "assistant")
+            return item.messages[:last]
+        ids = encode(self._inputs, item)[0].ids
+        return ids[: min(self._tokens, len(ids) - 1)] if len(ids) > 1 else np.array([self._inputs.tokenizer.bos])
 
 
 def read_prompts(decoding: Decoding) -> list[Prompt]:
@@ -116,134 +162,104 @@ def _prompt_of_json(line: str) -> Prompt:
     raise ValueError(f"expected {_EXPECTED}")
 
 
-def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:
-    """Returns the prompt's token ids, int32 [n].
+def complete_batch(
+    decoding: Decoding, tokenizer: Tokenizer, generator: Generator, prompts: Sequence[Prompt], first: int, rows: int
+) -> list[dict[str, Any]]:
+    """Draws the texts from number `first` on, `rows` at most: `decode_samples` of each prompt, one after the other.
 
-    The chat template renders a conversation and, with `use_chat_template`, also a text, as a user's message. Raises
-    UserError: the prompt is too long, or the tokenizer has no template.
+    Returns what a line of `decode_path` has: the prompt's number, the text's among its samples, both texts, the ids
+    drawn and their log-probabilities in nats, before temperature and limits, and the sum of these.
     """
-    text = well_formed(prompt) if isinstance(prompt, str) else prompt[-1]["content"]
-    if isinstance(prompt, str) and not decoding.use_chat_template:
-        ids = tokenizer.encode_prompt(text)
-    else:
-        messages = ({"role": "user", "content": text},) if isinstance(prompt, str) else prompt
-        ids = tokenizer.encode_text(tokenizer.render_chat(messages, add_generation_prompt=True))
-    prefill = decoding.max_prefill_predict_length
-    for key, value, limit in (
-        ("max_target_length", max_target_length, max_target_length - 1),  # at least one token is generated
-        ("max_prefill_predict_length", prefill, prefill),
-    ):
-        if limit != -1 and len(ids) > limit:
-            raise UserError(
-                f"the prompt {text[:40]!r} has {len(ids)} tokens, more than the {limit} that {key}={value} has "
-                f"room for: raise {key}, or shorten the prompt"
-            )
-    return ids
+    count = decoding.decode_samples
+    numbers = range(first, min(first + rows, count * len(prompts)))
+    batch = [Completion(decoding, generator.length, tokenizer, prompts[number // count]) for number in numbers]
+    generate(generator, batch, rows, first)
+    return [
+        {"id": number // count, "sample": number % count, "prompt": each.prompt_text, "text": each.text}
+        | {"ids": [token for token, _ in each.drawn], "log_probs": [log_prob for _, log_prob in each.drawn]}
+        | {"log_prob": sum(log_prob for _, log_prob in each.drawn)}
+        for number, each in zip(numbers, batch, strict=True)
+    ]
+
+
+def write_completions(
+    decoding: Decoding,
+    tokenizer: Tokenizer,
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    rows: int,
+    facts: Mapping[str, Any],
+) -> list[str]:
+    """Writes the lines of `complete_batch` for all prompts to `decode_path`, and returns the texts of this start.
+
+    Goes on after the whole batches that are there, which were computed as they would be now. `facts` are what the texts
+    depend on beside the keys. Raises UserError where the file is of other settings, or can't be written.
+    """
+    path, total, texts = Path(decoding.decode_path).expanduser(), decoding.decode_samples * len(prompts), []
+    of_prompts = prompts.facts if isinstance(prompts, DocumentPrompts) else list(map(str, prompts))
+    keys = {key: value for key, value in vars(decoding).items() if key not in ("decode_path", "decode_metrics")}
+    facts = {**facts, **keys, "prompts": of_prompts, "rows": rows, "max_target_length": generator.length}
+    try:
+        is_writer = jax.process_index() == 0
+        done = gather_json(_written(path, json.loads(json.dumps(facts)), rows, total) if is_writer else 0)[0]
+        for first in range(done, total, rows):
+            lines = complete_batch(decoding, tokenizer, generator, prompts, first, rows)
+            texts += [line["text"] for line in lines]
+            if is_writer:
+                with open(path, "a") as file:
+                    file.writelines(json.dumps(line) + "\n" for line in lines)
+    except OSError as error:
+        raise UserError(f"decode_path={path} can't be written: {error.strerror}") from error
+    say([f"{total:,} texts, {total - done:,} of them drawn now: {path}"])
+    return texts
+
+
+def _written(path: Path, facts: Mapping[str, Any], rows: int, total: int) -> int:
+    """Counts the texts of whole batches in the file, of which it keeps no more; `path`.settings has its facts."""
+    settings, data = path.with_name(f"{path.name}.settings"), path.read_bytes() if path.exists() else b""
+    if data and (changed := changed_keys(read_object(settings) if settings.exists() else {}, facts)):
+        raise UserError(
+            f"decode_path={path} has texts of other settings ({first_few(changed)}): name a new file, or delete it"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text(json.dumps(facts))
+    whole = data.count(b"\n")
+    done = whole if whole == total else whole // rows * rows
+    with open(path, "ab") as file:
+        file.truncate(sum(map(len, data.splitlines(keepends=True)[:done])))
+    return done
+
+
+class DecodeMetrics:
+    """Measures texts of a model in training by `decode_metrics`, module:function(lines) -> {name: number}."""
+
+    def __init__(self, decoding: Decoding, inputs: InputSpec, rows: int) -> None:
+        self._function = load_function(decoding.decode_metrics, "decode_metrics")
+        self._decoding, self._inputs, self._rows = decoding, inputs, rows
+        self._prompts, self._generator = prompts_of(dataclasses.replace(decoding, prompt_path=""), inputs), None
+
+    def run(self, plan: StepPlan, weights: Weights) -> dict[str, float]:
+        """Returns the function's numbers as `decode_NAME`; raises UserError where it raises or returns others."""
+        plan, weights = in_training(plan, weights)
+        lengths = self._decoding, self._inputs.batch.max_target_length
+        self._generator = self._generator or make_generator(*lengths, plan, weights)
+        generator = dataclasses.replace(self._generator, weights=weights)
+        batch = self._decoding, self._inputs.tokenizer, generator
+        starts = range(0, self._decoding.decode_samples * len(self._prompts), self._rows)
+        lines = [line for first in starts for line in complete_batch(*batch, self._prompts, first, self._rows)]
+        numbers = call("decode_metrics", self._function, lines)
+        if not isinstance(numbers, Mapping) or not all(np.ndim(each) == 0 for each in numbers.values()):
+            raise UserError(f"decode_metrics must return a mapping of names to numbers: it returned {numbers!r:.200}")
+        return {f"decode_{name}": float(number) for name, number in numbers.items()}
 
 
 # ---- Completions
 
 
-class Completion:
-    """Collects the text after one prompt until a stop token, a stop text (left out), or the limit of its length.
-
-    There are `max_target_length` tokens at most, including the prompt's. Raises UserError as `encode_prompt` does.
-    """
-
-    def __init__(self, decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> None:
-        self.prompt = encode_prompt(decoding, max_target_length, tokenizer, prompt)
-        self.prompt_text = tokenizer.decode(self.prompt)
-        self.text = ""  # without the prompt
-        self.done = False
-        self._tokenizer, self._stop_texts = tokenizer, list(decoding.decode_stop)
-        self._ids: list[int] = self.prompt.tolist()
-        self._max_tokens = min(len(self.prompt) + (decoding.sample_length or max_target_length), max_target_length)
-        self._settled = ""  # text that no later token changes
-        self._window = 0  # index of the first token that is decoded again with each new one
-        self._context = self.prompt_text  # the text of the window's tokens up to where `_settled` ends
-
-    def add(self, token: int) -> None:
-        """Appends the next token."""
-        self.done = token in self._tokenizer.stop_ids
-        if not self.done:
-            self._ids.append(token)
-            self.done = len(self._ids) == self._max_tokens
-        if self.done or self._stop_texts:
-            self._update()
-
-    def stable_text(self) -> str:
-        """Returns the part of the text that no later token changes: whole characters, and no start of a stop text."""
-        self._update()
-        if self.done:
-            return self.text
-        text = self.text.rstrip("\ufffd")  # bytes of a character that is not complete yet
-        held = [size for stop in self._stop_texts for size in range(1, len(stop)) if text.endswith(stop[:size])]
-        return text[: len(text) - max(held, default=0)]
-
-    def _update(self) -> None:
-        """Brings `text` up to date. Without stop texts `add` leaves that to the end."""
-        text = self._decode(self._window)
-        self.text = self._settled + text[len(self._context) :]
-        longest = max(map(len, self._stop_texts), default=0)
-        begin = max(0, len(self._settled) - longest)  # an earlier stop text would have been found before
-        ends = [end for stop in self._stop_texts if (end := self.text.find(stop, begin)) >= 0]
-        if ends:
-            self.text = self.text[: min(ends)]
-            self.done = True
-        elif not self.done:
-            self._move_window(text)
-
-    def _decode(self, first: int, end: int | None = None) -> str:
-        return self._tokenizer.decode(np.array(self._ids[first:end], np.int32))
-
-    def _move_window(self, text: str) -> None:
-        """Moves on a long window, whose text is given, if what follows is then decoded as before."""
-        end = len(self._ids) - CONTEXT
-        if end < len(self.prompt) or end - self._window < WINDOW:
-            return
-        head, context = self._decode(self._window, end), self._decode(end - CONTEXT, end)
-        if context and head + self._decode(end - CONTEXT)[len(context) :] == text:
-            self._settled += head[len(self._context) :]
-            self._window, self._context = end - CONTEXT, context
-
-
-def generate(
-    generator: Generator, completions: Sequence[Completion], rows: int, first_index: int, stream: bool = False
-) -> None:
-    """Generates until all of the new completions are done; with `stream`, prints the first one as it grows.
-
-    At least `rows` rows are computed, because batches of equal size share one compiled program. `first_index` is the
-    first completion's among all that are sampled with one seed.
-    """
-    tokens_BT, lengths_B = generator.padded([completion.prompt for completion in completions], rows)
-    indices_B = np.arange(first_index, first_index + len(lengths_B), dtype=np.int32)
-    generator.compile(*tokens_BT.shape)
-    speed, start, first_token, printed = generator.speed, time.perf_counter(), None, 0
-    for next_B in generator.tokens(tokens_BT, lengths_B, indices_B):
-        if first_token is None:
-            first_token = time.perf_counter()
-        else:
-            speed.decoded_tokens += sum(not completion.done for completion in completions)
-        for completion, token in zip(completions, next_B.tolist(), strict=False):  # further rows fill up the mesh
-            if not completion.done:
-                completion.add(token)
-        if stream:
-            text = completions[0].stable_text()
-            _write(text[printed:])
-            printed = max(printed, len(text))
-        if all(completion.done for completion in completions):
-            break
-    speed.prompt_tokens += sum(len(completion.prompt) for completion in completions)
-    speed.prefill_seconds += first_token - start
-    speed.decode_seconds += time.perf_counter() - first_token
-    if stream:
-        _write("\n")
-
-
 def complete_all(generator: Generator, completions: Sequence[Completion], rows: int) -> list[str]:
     """Generates `rows` completions at a time, prints them, a single one as it grows, and returns their texts."""
     if len(completions) == 1:
-        _write(completions[0].prompt_text)
+        write_now(completions[0].prompt_text)
         generate(generator, completions, 1, 0, stream=True)
         return [completions[0].text]
     for first in range(0, len(completions), rows):
@@ -278,18 +294,13 @@ def converse(decoding: Decoding, tokenizer: Tokenizer, generator: Generator) -> 
         texts.append(completion.text)
         if decoding.use_chat_template:
             conversation = (*prompt, {"role": "assistant", "content": completion.text})
-    _write("\n")
+    write_now("\n")
     return texts
 
 
 def _read_line() -> str:
-    _write("> ")
+    write_now("> ")
     return sys.stdin.readline()
-
-
-def _write(text: str) -> None:
-    if jax.process_index() == 0:
-        print(printable(text), end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,11 @@ def sample_tokens(
     return jax.vmap(sample_row)(filter_logits(logits_BV, sampling), indices_B, positions_B).astype(jnp.int32)
 
 
+def log_probs(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+    """Returns the log-probability of each row's token, in nats [B], before temperature and limits."""
+    return jnp.take_along_axis(jax.nn.log_softmax(logits_BV), tokens_B[:, None], axis=-1)[:, 0]
+
+
 def filter_logits(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
     """Divides logits by the temperature, and sets those of tokens outside the limits to minus infinity: [B, V]."""
     V = logits_BV.shape[-1]
@@ -226,6 +231,7 @@ class Generator:
     seed: int  # of the sampling
     length: int  # the most tokens of a row, prompt included: the caches' length
     prefill_length: int = -1  # the length that prompts are padded to; -1: the power of two that holds the longest
+    log_probs_B: jax.Array | None = None  # of the tokens that `tokens` yielded last, as `log_probs` has them
     speed: Speed = dataclasses.field(default_factory=Speed)  # so far; `compile` adds its seconds, callers the others
     _compiled: dict[tuple[int, ...], jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
@@ -253,7 +259,7 @@ class Generator:
             for pattern in cache_arrays(self.plan.spec, 1, self.length)
         ]
         replicated, one_B = layout.sharding(()), jax.ShapeDtypeStruct((B,), jnp.int32)
-        out_shardings = (cache_shardings, replicated, replicated)
+        out_shardings = (cache_shardings, *(replicated,) * 3)
         if (B, T) not in self._compiled:
             in_shardings = (weight_shardings, *(replicated,) * 3)
             prefill = jax.jit(self._prefill, in_shardings=in_shardings, out_shardings=out_shardings)
@@ -273,16 +279,18 @@ class Generator:
         prefill, step = self._compiled[B, T], self._compiled[B,]
         arrays = (tokens_BT, lengths_B, indices_B)
         tokens_BT, lengths_B, indices_B = jax.device_put(arrays, self.plan.layout.sharding(()))
-        caches, next_B, positions_B = prefill(self.weights, tokens_BT, lengths_B, indices_B)
+        caches, next_B, positions_B, next_log_probs_B = prefill(self.weights, tokens_BT, lengths_B, indices_B)
         while True:
-            last_B = next_B  # the next step runs while the caller handles these
-            caches, next_B, positions_B = step(self.weights, caches, last_B, positions_B, indices_B)
+            last_B, last_log_probs_B = next_B, next_log_probs_B  # the next step runs while the caller handles these
+            arrays = (caches, last_B, positions_B, indices_B)
+            caches, next_B, positions_B, next_log_probs_B = step(self.weights, *arrays)
+            self.log_probs_B = last_log_probs_B
             yield np.asarray(last_B)
 
     def _prefill(
         self, weights: Weights, tokens_BT: jax.Array, lengths_B: jax.Array, indices_B: jax.Array
-    ) -> tuple[Any, jax.Array, jax.Array]:
-        """Returns caches that hold the prompts, the first new tokens [B] and their positions."""
+    ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+        """Returns caches that hold the prompts, the first new tokens [B], their positions and log-probabilities."""
         plan = self.plan
         B, T = tokens_BT.shape
         tokens_BT = plan.layout.constrain(tokens_BT, "batch", "length")
@@ -297,12 +305,13 @@ class Generator:
         hidden_BTD, caches, _ = decoder(tokens_BT, context, plan.execution, caches)
         last_B1D = jnp.take_along_axis(hidden_BTD, lengths_B[:, None, None] - 1, axis=1)
         logits_BV = decoder.logits(last_B1D, context)[:, 0]
-        return caches, sample_tokens(logits_BV, self.sampling, self.seed, indices_B, lengths_B), lengths_B
+        next_B = sample_tokens(logits_BV, self.sampling, self.seed, indices_B, lengths_B)
+        return caches, next_B, lengths_B, log_probs(logits_BV, next_B)
 
     def _step(
         self, weights: Weights, caches: Any, tokens_B: jax.Array, positions_B: jax.Array, indices_B: jax.Array
-    ) -> tuple[Any, jax.Array, jax.Array]:
-        """Returns caches that hold these tokens too, the tokens after them [B] and their positions."""
+    ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+        """Returns caches that hold these tokens too, the tokens after them [B], their positions, log-probabilities."""
         plan = self.plan
         tokens_B1 = plan.layout.constrain(tokens_B[:, None], "batch", "length")
         positions_B1 = positions_B[:, None]
@@ -312,4 +321,4 @@ class Generator:
         hidden_B1D, caches, _ = decoder(tokens_B1, context, plan.execution, caches)
         logits_BV = decoder.logits(hidden_B1D, context)[:, 0]
         next_B = sample_tokens(logits_BV, self.sampling, self.seed, indices_B, positions_B + 1)
-        return caches, next_B, positions_B + 1
+        return caches, next_B, positions_B + 1, log_probs(logits_BV, next_B)

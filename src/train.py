@@ -19,6 +19,7 @@ from src.checkpoint.preemption import Preemption
 from src.checkpoint.resume import checkpoint_entries, saved_meta, starting_state
 from src.checkpoint.run_folder import RunFolder, in_run_folder, kept_checkpoint
 from src.cli import run_command
+from src.completion import encode_prompt
 from src.config import load as configuration
 from src.config.schema import Config
 from src.console import printable, say
@@ -28,13 +29,13 @@ from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, Tokenizer
-from src.decode import encode_prompt, sample
+from src.decode import DecodeMetrics, sample
 from src.errors import UserError
 from src.evaluate import Evaluator
 from src.model.flops import flops_per_token
 from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, advice_on_memory, stack_traces
-from src.report.metrics import MetricsLog, StepPrinter
+from src.report.metrics import MetricsLog, StepPrinter, eval_key
 from src.report.recorder import LiveReport, Recorder, sets_aside
 from src.report.summary import dates, next_commands, print_header, run_header
 from src.startup import configured, environment
@@ -97,6 +98,10 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     if config.sample_length and tokenizer:
         # A prompt that is too long fails now rather than after the run.
         encode_prompt(config.decoding, config.max_target_length, tokenizer, config.prompt)
+
+    if config.decode_metrics and not tokenizer:
+        raise UserError("decode_metrics needs a tokenizer, which dataset_type=synthetic does not have")
+    generated = DecodeMetrics(config.decoding, inputs, global_batch) if config.decode_metrics else None
 
     # ---- The run's folder, and where in the run it is
     exits.enter_context(in_run_folder(folder.path))
@@ -184,6 +189,9 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 if evaluates:
                     results = [evaluation.run(state.weights) for evaluation in evaluations]
                     eval_metrics = {name: value for result in results for name, value in result.items()}
+                    if generated:
+                        drawn = generated.run(plan, state.weights).items()
+                        eval_metrics |= {eval_key(f"eval_{name}", evaluations[0].name): value for name, value in drawn}
                     recorder.add_evaluation(done, eval_metrics)
                 if saves and config.enable_checkpointing and not recorder.skipped:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is

@@ -1,5 +1,6 @@
 """Text from a model, as users ask for it, against transformers' generation."""
 
+import importlib
 import io
 import json
 import re
@@ -14,15 +15,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from src import decode
+from src.command_line import load
 from src.console import printable
 from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from src.data.types import InputSpec
 from src.decode import Completion, generate
 from src.errors import UserError
 from src.generate import Generator, Sampling, in_training, unrolled
 from src.loaded_model import inference_plan
 from src.parallel.mesh import make_layout
 from tests import runs, tiny
+from tests.data import every_source
 
 BYTES = ByteTokenizer()
 LENGTH = 48
@@ -431,3 +435,107 @@ def test_another_tokenizer_than_the_checkpoint_was_trained_with(tmp_path, llama)
     keys = ["tokenizer_type=huggingface", f"tokenizer_path={llama[0]}"]
     said = refused(str(folder / "config.yml"), f"load_parameters_path={folder}", *keys)
     assert "type: byte -> huggingface" in said
+
+
+# ---- Texts of many prompts, in a file
+
+
+DOCUMENTS = ["What is the answer?", "zz top and more", "def main(argv):", "x = 1; y", "a b c d e f g"]
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """A .jsonl file of documents, and keys that draw after the first five ids of each."""
+    file = tmp_path / "data" / "documents.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    keys = {"dataset_path": file, "decode_prompt_tokens": 5, "decode_path": tmp_path / "out" / "texts.jsonl"}
+    return {**keys, "per_device_batch_size": 0.25}
+
+
+def test_documents_are_continued_as_greedy_generation_does(llama, documents):
+    folder, reference = llama
+    texts = decode.main(arguments(folder, **documents))
+    lines = [json.loads(line) for line in documents["decode_path"].read_text().splitlines()]
+    assert [line["id"] for line in lines] == list(range(len(DOCUMENTS)))
+    for line, document, text in zip(lines, DOCUMENTS, texts, strict=True):
+        prompt = BYTES.encode_prompt(document)[:5]
+        expected, count = continuation(reference, prompt)
+        assert line["prompt"] == document[:4]
+        assert line["text"] == text == expected
+        assert len(line["ids"]) == count
+        ids = torch.tensor(np.concatenate([prompt, line["ids"]])[None].astype(np.int64))
+        with torch.no_grad():
+            log_probs = torch.log_softmax(reference(ids).logits[0, 4:-1].double(), dim=-1)
+        wanted = log_probs.gather(1, ids[0, 5:, None])[:, 0].numpy()
+        np.testing.assert_allclose(line["log_probs"], wanted, atol=1e-4)
+        np.testing.assert_allclose(line["log_prob"], sum(line["log_probs"]))
+
+
+def test_a_killed_command_goes_on_to_the_same_file(llama, documents, capsys):
+    keys = {**documents, "decode_samples": 3, "decode_sampling_strategy": "weighted"}
+    decode.main(arguments(llama[0], **keys))
+    path = documents["decode_path"]
+    whole = path.read_bytes()
+    lines = [json.loads(line) for line in whole.splitlines()]
+    assert [(line["id"], line["sample"]) for line in lines] == [(n, s) for n in range(len(DOCUMENTS)) for s in range(3)]
+    assert len({line["text"] for line in lines}) > len(DOCUMENTS)
+    for kept in (0, len(whole) // 3, len(whole) - 1, len(whole)):
+        path.write_bytes(whole[:kept])
+        capsys.readouterr()
+        decode.main(arguments(llama[0], **keys))
+        assert path.read_bytes() == whole
+    assert "15 texts, 0 of them drawn now" in capsys.readouterr().out
+    said = refused(*arguments(llama[0], **{**keys, "decode_seed": 5}))
+    assert f"decode_path={path} has texts of other settings (decode_seed): name a new file" in said
+    (path.parent / f"{path.name}.settings").unlink()
+    assert "has texts of other settings" in refused(*arguments(llama[0], **keys))
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "tokens", "custom"])
+def test_prompts_are_the_beginnings_of_the_documents_of_any_type(kind, tmp_path):
+    settings = every_source.write(tmp_path / "data", kind, lambda text: BYTES.encode(text).tolist())
+    argv = [runs.BASE, "decode_prompt_tokens=4", "decode_path=x", "decode_num_prompts=30", "vocab_size=258"]
+    config = load([*argv, *(f"{key}={value}" for key, value in settings.items())])
+    prompts = decode.prompts_of(config.decoding, InputSpec.of(config, BYTES))
+    assert len(prompts) == 30
+    beginnings = {tuple(BYTES.encode(text)[:4].tolist()) for text in every_source.texts(kind)}
+    assert {tuple(ids.tolist()) for ids in prompts[:]} <= beginnings
+
+
+def test_of_conversations_the_prompt_ends_before_the_last_answer(tmp_path):
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
+    keys = ["use_sft=true", f"dataset_path={tmp_path}", "decode_prompt_tokens=4", "decode_path=x"]
+    config = load([runs.BASE, *keys])
+    (prompt,) = decode.prompts_of(config.decoding, InputSpec.of(config, BYTES))[:]
+    assert [message["content"] for message in prompt] == ["a", "b", "c"]
+
+
+def test_texts_are_measured_at_each_evaluation(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_metrics.py").write_text(
+        "seen = []\n\ndef measure(lines):\n    seen.append(lines)\n"
+        "    return {'ids': sum(len(line['ids']) for line in lines)}\n\ndef bad(lines):\n    return 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    corpus = runs.write_corpus(tmp_path / "corpus", documents=20)
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 4, "eval_interval": 2, "eval_steps": 1}
+    keys |= {"decode_prompt_tokens": 3, "decode_num_prompts": 5, "decode_samples": 2, "sample_length": 7}
+    result = runs.run_here(**keys, decode_metrics="my_metrics:measure", base_num_decoder_layers=1)
+    my_metrics = importlib.import_module("my_metrics")
+    assert [len(lines) for lines in my_metrics.seen] == [10, 10]
+    counts = [sum(len(line["ids"]) for line in lines) for lines in my_metrics.seen]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["eval_decode_ids"] for line in lines if "eval_loss" in line] == counts
+    assert result.eval_metrics["eval_decode_ids"] == counts[-1]
+    folder = tmp_path / "run"
+    drawn = ["decode_path=" + str(tmp_path / "drawn.jsonl"), "decode_metrics=", "per_device_batch_size=1"]
+    decode.main([str(folder), *drawn])
+    again = [json.loads(line) for line in (tmp_path / "drawn.jsonl").read_text().splitlines()]
+    assert [line["ids"] for line in again] == [line["ids"] for line in my_metrics.seen[-1]]
+    capsys.readouterr()
+    decode.main([str(folder), "prompt=zebra"])
+    assert capsys.readouterr().out.startswith("zebra")
+    with pytest.raises(UserError, match="decode_metrics must return a mapping of names to numbers: it returned 3"):
+        runs.run_here(**{**keys, "run_name": "bad"}, decode_metrics="my_metrics:bad", base_num_decoder_layers=1)

@@ -189,6 +189,10 @@ def _decoding(config: FlatKeys) -> Iterator[str]:
             yield f"decode_sampling_strategy={strategy} needs {key}"
     if config.interactive and config.prompt_path:
         yield "interactive and prompt_path exclude each other: prompts are typed, or read from a file"
+    if config.interactive and config.decode_path:
+        yield "interactive and decode_path exclude each other: texts are shown, or written to a file"
+    if config.decode_path and config.decode_prompt_tokens and config.prompt_path:
+        yield "decode_prompt_tokens and prompt_path exclude each other: prompts are of documents, or of a file"
     prefill, length = config.max_prefill_predict_length, config.max_target_length
     if prefill >= length:
         yield f"max_prefill_predict_length={prefill} leaves no room in max_target_length={length}, prompt and all"

@@ -60,6 +60,12 @@ class Decoding:
     decode_sampling_nucleus_p: float = key(-1.0,
         "nucleus, composite: draw from the fewest tokens that have this probability together", SHARE_OR_UNSET)
     decode_seed: int = key(0, "of the draws", SEED)
+    decode_path: str = path("", "texts go there as JSONL, with ids and log-probabilities", is_local=True, **_DECODE)
+    decode_samples: int = key(1, "decode_path, decode_metrics: texts drawn for each prompt", FROM_1, 2**20)
+    decode_prompt_tokens: int = key(0, "prompts are so many ids of each document of the data; 0: none", FROM_0)
+    decode_num_prompts: int = key(-1, "decode_prompt_tokens: of the first so many documents; -1: all", FROM_1_OR_UNSET)
+    decode_metrics: str = key("", "module:function(lines of decode_path) -> {name: number}, of texts at evaluations",
+        commands=OF_RUNS)
     quantize_weights: str = key("", "int8 keeps the weights of products in 8 bits", ("", "int8"), **_DECODE,
         ignored="nowhere")
     decode_stop: tuple = key((), "texts that end what is drawn, beside the tokenizer's own end",

@@ -60,6 +60,7 @@ OF_LAYERS = (
     Need(["base_mlp_dim"], {"num_experts": [1], "base_moe_mlp_dim": [0]}),
 )
 _WITH_COLUMN = ("text", "tfds", "array_record", "parquet", "hf", "custom")
+_NAMED = Range("NAME", bool)
 _STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
 NEEDS = (
     *OF_LAYERS,
@@ -81,6 +82,9 @@ NEEDS = (
     Need(["max_document_bytes"], {"dataset_type": ["text"]}),
     Need(["long_documents"], {"packing": [False]}),
     Need(["sft_train_on_completion_only"], {"use_sft": [True]}),
+    Need(["decode_samples", "decode_prompt_tokens"], {"decode_path": _NAMED, "decode_metrics": _NAMED}),
+    Need(["decode_num_prompts"], {"decode_prompt_tokens": ABOVE_0}),
+    Need(["decode_metrics"], {"eval_interval": ABOVE_0}),
     Need(["decode_sampling_top_k"], {"decode_sampling_strategy": ["topk", "composite"]}),
     Need(["decode_sampling_nucleus_p"], {"decode_sampling_strategy": ["nucleus", "composite"]}),
     Need(["num_pipeline_microbatches", "num_pipeline_repeats"],

@@ -31,7 +31,7 @@ WINDOW = "sliding_window_size=8 (on the command line) has no effect: it needs at
         ("model_name=deepseek3-671b head_dim=64", "attention_type=global or local_sliding or chunk"),
         ("decoder_segments=[{repeats: -1, pattern: [{qk_nope_head_dim: 8}]}]", "attention_type=mla"),
         ("base_mlp_dim=64 decoder_segments=[{repeats: -1, pattern: [{base_mlp_dim: 32}]}]", "gives each its own"),
-        ("datasets=[{name: a, dataset_path: x}] train_split=a", "dataset_type=tfds or custom"),
+        ("datasets=[{name: a, dataset_path: x}] train_split=a", "dataset_type=tfds or hf or custom"),
     ],
 )
 def test_a_setting_that_nothing_reads_is_refused(typed, says):

@@ -10,6 +10,8 @@ from src.data.tokenizer import ByteTokenizer
 class ListSource:
     """Texts in memory, which remembers what was read."""
 
+    is_remote = False
+
     def __init__(self, texts):
         self.texts = list(texts)
         self.read = []

@@ -1,5 +1,6 @@
 """Fields that `batch_transform` adds: in the loss and in evaluations, on any mesh and after a restart."""
 
+import importlib
 import json
 import sys
 
@@ -55,9 +56,7 @@ def my_fields(tmp_path, monkeypatch):
     (tmp_path / "my_fields.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_fields", raising=False)
-    import my_fields
-
-    return my_fields
+    return importlib.import_module("my_fields")
 
 
 MESH = {"ici_context_parallelism": 2, "ici_tensor_parallelism": 2, "gradient_accumulation_steps": 2}

@@ -1,0 +1,160 @@
+"""Completes prompts with a model: what is asked, as ids; what is drawn, until its end, as text."""
+
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from src.config.command_keys import Decoding
+from src.console import printable
+from src.data.types import Message, Tokenizer
+from src.errors import UserError
+from src.generate import Generator, sampling
+from src.json_text import well_formed
+from src.model.params import Weights
+from src.step.plan import StepPlan
+
+Prompt = str | tuple[Message, ...] | np.ndarray  # ids as they are
+
+# Only the last WINDOW tokens or so are decoded again with each new one; the text before them is settled. The window
+# moves on by leaving CONTEXT tokens in it, because a tokenizer may spell a token by those around it.
+WINDOW, CONTEXT = 128, 16
+
+
+def make_generator(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights) -> Generator:
+    """Returns a generator with these keys."""
+    lengths = max_target_length, decoding.max_prefill_predict_length
+    return Generator(plan, weights, sampling(decoding), decoding.decode_seed, *lengths)
+
+
+def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:
+    """Returns the prompt's token ids, int32 [n].
+
+    The chat template renders a conversation and, with `use_chat_template`, also a text, as a user's message. Raises
+    UserError: the prompt is too long, or the tokenizer has no template.
+    """
+    if isinstance(prompt, np.ndarray):
+        text, ids = tokenizer.decode(prompt), prompt
+    elif isinstance(prompt, str) and not decoding.use_chat_template:
+        ids = tokenizer.encode_prompt(text := well_formed(prompt))
+    else:
+        text = well_formed(prompt) if isinstance(prompt, str) else prompt[-1]["content"]
+        messages = ({"role": "user", "content": text},) if isinstance(prompt, str) else prompt
+        ids = tokenizer.encode_text(tokenizer.render_chat(messages, add_generation_prompt=True))
+    prefill = decoding.max_prefill_predict_length
+    for key, value, limit in (
+        ("max_target_length", max_target_length, max_target_length - 1),  # at least one token is generated
+        ("max_prefill_predict_length", prefill, prefill),
+    ):
+        if limit != -1 and len(ids) > limit:
+            raise UserError(
+                f"the prompt {text[:40]!r} has {len(ids)} tokens, more than the {limit} that {key}={value} has "
+                f"room for: raise {key}, or shorten the prompt"
+            )
+    return ids
+
+
+class Completion:
+    """Collects the text after one prompt until a stop token, a stop text (left out), or the limit of its length.
+
+    There are `max_target_length` tokens at most, including the prompt's. Raises UserError as `encode_prompt` does.
+    """
+
+    def __init__(self, decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> None:
+        self.prompt = encode_prompt(decoding, max_target_length, tokenizer, prompt)
+        self.prompt_text = tokenizer.decode(self.prompt)
+        self.text = ""  # without the prompt
+        self.drawn: list[tuple[int, float]] = []  # ids and their log-probabilities, with the one that ended the text
+        self.done = False
+        self._tokenizer, self._stop_texts = tokenizer, list(decoding.decode_stop)
+        self._ids: list[int] = self.prompt.tolist()
+        self._max_tokens = min(len(self.prompt) + (decoding.sample_length or max_target_length), max_target_length)
+        self._settled = ""  # text that no later token changes
+        self._window = 0  # index of the first token that is decoded again with each new one
+        self._context = self.prompt_text  # the text of the window's tokens up to where `_settled` ends
+
+    def add(self, token: int, log_prob: float) -> None:
+        """Appends the next token, which the model gave this log-probability."""
+        self.drawn.append((token, log_prob))
+        self.done = token in self._tokenizer.stop_ids
+        if not self.done:
+            self._ids.append(token)
+            self.done = len(self._ids) == self._max_tokens
+        if self.done or self._stop_texts:
+            self._update()
+
+    def stable_text(self) -> str:
+        """Returns the part of the text that no later token changes: whole characters, and no start of a stop text."""
+        self._update()
+        if self.done:
+            return self.text
+        text = self.text.rstrip("\ufffd")  # bytes of a character that is not complete yet
+        held = [size for stop in self._stop_texts for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        return text[: len(text) - max(held, default=0)]
+
+    def _update(self) -> None:
+        """Brings `text` up to date. Without stop texts `add` leaves that to the end."""
+        text = self._decode(self._window)
+        self.text = self._settled + text[len(self._context) :]
+        longest = max(map(len, self._stop_texts), default=0)
+        begin = max(0, len(self._settled) - longest)  # an earlier stop text would have been found before
+        ends = [end for stop in self._stop_texts if (end := self.text.find(stop, begin)) >= 0]
+        if ends:
+            self.text = self.text[: min(ends)]
+            self.done = True
+        elif not self.done:
+            self._move_window(text)
+
+    def _decode(self, first: int, end: int | None = None) -> str:
+        return self._tokenizer.decode(np.array(self._ids[first:end], np.int32))
+
+    def _move_window(self, text: str) -> None:
+        """Moves on a long window, whose text is given, if what follows is then decoded as before."""
+        end = len(self._ids) - CONTEXT
+        if end < len(self.prompt) or end - self._window < WINDOW:
+            return
+        head, context = self._decode(self._window, end), self._decode(end - CONTEXT, end)
+        if context and head + self._decode(end - CONTEXT)[len(context) :] == text:
+            self._settled += head[len(self._context) :]
+            self._window, self._context = end - CONTEXT, context
+
+
+def generate(
+    generator: Generator, completions: Sequence[Completion], rows: int, first_index: int, stream: bool = False
+) -> None:
+    """Generates until all of the new completions are done; with `stream`, prints the first one as it grows.
+
+    At least `rows` rows are computed, because batches of equal size share one compiled program. `first_index` is the
+    first completion's among all that are sampled with one seed.
+    """
+    tokens_BT, lengths_B = generator.padded([completion.prompt for completion in completions], rows)
+    indices_B = np.arange(first_index, first_index + len(lengths_B), dtype=np.int32)
+    generator.compile(*tokens_BT.shape)
+    speed, start, first_token, printed = generator.speed, time.perf_counter(), None, 0
+    for next_B in generator.tokens(tokens_BT, lengths_B, indices_B):
+        if first_token is None:
+            first_token = time.perf_counter()
+        else:
+            speed.decoded_tokens += sum(not completion.done for completion in completions)
+        drawn_B = zip(next_B.tolist(), np.asarray(generator.log_probs_B).tolist(), strict=True)
+        for completion, drawn in zip(completions, drawn_B, strict=False):  # further rows fill up the mesh
+            if not completion.done:
+                completion.add(*drawn)
+        if stream:
+            text = completions[0].stable_text()
+            write_now(text[printed:])
+            printed = max(printed, len(text))
+        if all(completion.done for completion in completions):
+            break
+    speed.prompt_tokens += sum(len(completion.prompt) for completion in completions)
+    speed.prefill_seconds += first_token - start
+    speed.decode_seconds += time.perf_counter() - first_token
+    if stream:
+        write_now("\n")
+
+
+def write_now(text: str) -> None:
+    """Prints a part of a line, on process 0."""
+    if jax.process_index() == 0:
+        print(printable(text), end="", flush=True)

@@ -74,7 +74,7 @@ class Completion:
         self._window = 0  # index of the first token that is decoded again with each new one
         self._context = self.prompt_text  # the text of the window's tokens up to where `_settled` ends
 
-    def add(self, token: int, log_prob: float) -> None:
+    def add(self, token: int, log_prob: float = 0.0) -> None:
         """Appends the next token, which the model gave this log-probability."""
         self.drawn.append((token, log_prob))
         self.done = token in self._tokenizer.stop_ids

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from src.config.schema import KEYS
-from src.config.yaml import NOTHING, Plain, dump, literal, parse, parse_argument
+from src.config.yaml import CONFIGS, NOTHING, Plain, dump, literal, parse, parse_argument
 from src.errors import UserError
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_maxtext_and_pax.md"
@@ -215,6 +215,8 @@ def _joined(argv: Sequence[str]) -> Iterator[str]:
 def _corrected(word: str) -> list[str]:
     """Returns what a word of a command line certainly meant; the word itself where that is unknown."""
     key, equals, text = word.lstrip("-").partition("=")
+    if not equals and not Path(word).exists() and (CONFIGS / Path(word).name).is_file():
+        return [f"configs/{Path(word).name}"]  # such as src/maxtext/configs/base.yml
     if not equals or key.partition(".")[0] in KEYS:
         return [f"{key}{equals}{text}"]
     if hint := migration_hint(key, parse_argument(text, None, key)):

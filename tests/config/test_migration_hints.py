@@ -122,6 +122,13 @@ def test_a_command_is_answered(command, says):
     assert "unknown key" not in str(error.value)
 
 
+def test_maxtexts_own_base_yml_is_ours_in_the_command_to_paste():
+    with pytest.raises(UserError) as error:
+        load(["src/maxtext/configs/base.yml", "steps=7", "base_num_heads=8"])
+    words = "configs/base.yml steps=7 base_num_query_heads=8 base_num_kv_heads=8"
+    assert str(error.value).endswith(f"Type: python -m src.train {words}")
+
+
 @pytest.mark.parametrize("word", ["init_from=resume", "num_samples=3"])
 def test_a_name_that_only_the_user_knows_is_in_no_command_to_paste(word):
     with pytest.raises(UserError) as error:

@@ -130,7 +130,8 @@ def _compile(
     raise UserError(
         f"the compiler for {topology.name} failed with {kind}, which says nothing of the step's memory:\n{message}\n"
         "Such a failure is a limit of the compiler or of a kernel, mostly for some sizes alone. Try max_target_length "
-        "as a multiple of 128, another attention (flash, dot_product), or other compile_xla_flags."
+        "as a multiple of 128, another attention (flash, dot_product), or other flags (compile_xla_flags,"
+        " LIBTPU_INIT_ARGS)."
     )
 
 

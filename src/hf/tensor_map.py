@@ -10,10 +10,10 @@ dim E, `{A:a,b}` the name for each index along A. A row is for weights of its nu
 over layers has one more in front. With a fourth entry, a row is only for weights whose module has one of this name too.
 
 `dims` maps a tensor's dims to its weight's, in both directions and by slices. "(N H) D -> D N H" reads: the file's
-first dim is the head, then the place in the head; its second is D; the weight's dims are D, N, H. One of several equal
-parts of a dim of the file is written "i/n": GPT-2's c_attn holds queries, keys and values, and "D (0/3 N H) -> D N H"
-are its queries. Letters of the weight that the file's dims lack are dims that are split over several tensors, one for
-each index.
+first dim is the head, then the place in the head; its second is D; the weight's dims are D, N, H. A dim in which
+several weights follow each other is written with bars, and a star at the row's own: GPT-2's c_attn holds the heads of
+queries, keys and values, and "D (N|K*|K H) -> D K H" are its keys. Letters of the weight that the file's dims lack are
+dims that are split over several tensors, one for each index.
 """
 
 import math
@@ -42,29 +42,30 @@ class TensorMap(NamedTuple):
 
 
 class Rearrangement:
-    """A pattern, and the size of each of its letters."""
+    """A pattern, and the sizes of its letters, among them those of other weights of its module."""
 
     def __init__(self, pattern: str, sizes: Mapping[str, int]) -> None:
         file_side, _, weight_side = pattern.partition(" -> ")
+        self.sizes, self._file_sizes, self._offsets = sizes, dict(sizes), dict.fromkeys(sizes, 0)
+        for before, own, after in re.findall(r"([\w|]*)(\w)\*([\w|]*)", file_side):
+            self._offsets[own] = sum(sizes[letter] for letter in before.replace("|", ""))
+            self._file_sizes[own] = sum(sizes[letter] for letter in (before + own + after).replace("|", ""))
+            file_side = file_side.replace(f"{before}{own}*{after}", own)
         groups = re.findall(r"\(([^)]*)\)|(\S+)", file_side)
         self._file_dims = [(group or single).split() for group, single in groups]  # factors, outermost first
         self._factors = [factor for dim in self._file_dims for factor in dim]
-        parts = {factor: tuple(map(int, factor.split("/"))) for factor in self._factors if "/" in factor}
-        self._parts: dict[str, Range] = {factor: (part, part + 1) for factor, (part, _) in parts.items()}
-        self.sizes = {**sizes, **{factor: count for factor, (_, count) in parts.items()}}
         self.dims = weight_side.split()  # the weight's letters, then those that are split over several tensors
         self.split = [letter for letter in self.dims if letter not in self._factors]
-        self.file_shape = tuple(math.prod(self.sizes[factor] for factor in dim) for dim in self._file_dims)
+        self.file_shape = tuple(math.prod(self._file_sizes[factor] for factor in dim) for dim in self._file_dims)
 
     def read(self, tensor: Tensor, wanted: Mapping[str, Range]) -> np.ndarray:
         """Returns the part of the weight in the range `wanted` of each letter, split dims of size 1."""
         # Of each dim of the file it reads the shortest run of whole inner factors that holds the ranges.
-        ranges = {**wanted, **self._parts}
         index, shape, cut = [], [], []
         for dim in self._file_dims:
             start, length = 0, 1  # in elements of the factors so far
             for factor in dim:
-                size, (first, last) = self.sizes[factor], ranges[factor]
+                size, (first, last) = self._file_sizes[factor], (at + self._offsets[factor] for at in wanted[factor])
                 start *= size
                 if length == 1:  # one index of all factors further out: this one's range is contiguous
                     start, length = start + first, last - first
@@ -79,15 +80,13 @@ class Rearrangement:
 
     def write(self, part: np.ndarray, tensor: np.ndarray) -> None:
         """Copies `part` of a weight, with split dims of size 1, into the file's `tensor`."""
-        by_factor = tensor.reshape([self.sizes[factor] for factor in self._factors])  # a view
-        taken = tuple(slice(*self._parts.get(factor, (None,))) for factor in self._factors)
-        self._to_weight(by_factor[taken])[...] = part
+        by_factor = tensor.reshape([self._file_sizes[factor] for factor in self._factors])  # a view
+        spans = [(self._offsets[factor], self._offsets[factor] + self.sizes[factor]) for factor in self._factors]
+        self._to_weight(by_factor[tuple(slice(*span) for span in spans)])[...] = part
 
     def _to_weight(self, block: np.ndarray) -> np.ndarray:
         """Returns a view of `block`, whose dims are the file's factors, with the weight's dims."""
-        letters = [factor for factor in self._factors if factor not in self._parts]
-        block = block.squeeze(tuple(place for place, factor in enumerate(self._factors) if factor in self._parts))
-        block = block.transpose([letters.index(letter) for letter in self.dims if letter in letters])
+        block = block.transpose([self._factors.index(letter) for letter in self.dims if letter in self._factors])
         return np.expand_dims(block, tuple(self.dims.index(letter) for letter in self.split))
 
 
@@ -131,16 +130,18 @@ def lay_out(
     in no row.
     """
     layers = _layer_numbers(shapes)
-    pieces, unmapped = [], []
+    pieces, unmapped, found, module_sizes = [], [], {}, dict[WeightPath, dict[str, int]]()
     for weight, shape in shapes.items():
-        name, numbers = _place(weight, layers)
-        stacked = weight[0] == "segments"
+        (name, numbers), stacked = _place(weight, layers), weight[0] == "segments"
         row = next((row for row in rows if _is_for(row, name, shape[stacked:], weight, shapes)), None)
         if row is None:
             unmapped.append(f"{'.'.join(map(str, weight))} {list(shape)}")
             continue
-        dims = row.dims.partition(" -> ")[2].split()
-        sizes = dict(zip(dims, shape[stacked:], strict=True)) | {"V": vocab_size}
+        own = dict(zip(row.dims.partition(" -> ")[2].split(), shape[stacked:], strict=True)) | {"V": vocab_size}
+        found[weight] = name, numbers, stacked, row, own
+        module_sizes.setdefault(weight[:-1], {}).update(own)
+    for weight, (name, numbers, stacked, row, own) in found.items():
+        sizes = {**module_sizes[weight[:-1]], **own}
         rearrangement = Rearrangement(row.dims, sizes)
         for at, number in enumerate(numbers):
             for file, split_index in _files(row.file.replace("{layer}", str(number)), sizes):

@@ -25,8 +25,9 @@ CASES = {
     "V D -> V D": lambda x: x,
     "(N H) D -> D N H": lambda x: x.T.reshape(5, 4, 3),
     "D (N H) -> N H D": lambda x: x.T.reshape(4, 3, 5),
-    "D (1/3 K H) -> D K H": lambda x: x[:, 6:12].reshape(5, 2, 3),
-    "(2/3 N H) -> N H": lambda x: x[24:].reshape(4, 3),
+    "(N*|K|K H) D -> D N H": lambda x: x[:12].T.reshape(5, 4, 3),
+    "D (N|K*|K H) -> D K H": lambda x: x[:, 12:18].reshape(5, 2, 3),
+    "(N|K|K* H) -> K H": lambda x: x[18:].reshape(2, 3),
     "F D -> E D A F": lambda x: x.T[None, :, None, :],
     "F -> A F": lambda x: x[None],
     "E D (F A) -> E D A F": lambda x: np.stack([x[..., 0::2], x[..., 1::2]], axis=2),
@@ -80,7 +81,7 @@ def test_a_slice_read_is_the_slice_of_the_whole(pattern, data):
         ("(N H) D -> D N H", {"N": (1, 3)}, 2 * 3 * 5),  # whole heads: their rows alone
         ("(N H) D -> D N H", {"N": (2, 3), "H": (1, 2)}, 1 * 5),
         ("(N H) D -> D N H", {"N": (1, 3), "H": (0, 1)}, 2 * 3 * 5),  # a part of each head: the heads
-        ("D (1/3 K H) -> D K H", {"D": (0, 2)}, 2 * 2 * 3),  # none of the queries or values
+        ("D (N|K*|K H) -> D K H", {"D": (0, 2)}, 2 * 2 * 3),  # none of the queries or values
         ("E D (F A) -> E D A F", {"E": (1, 2), "F": (2, 4)}, 1 * 5 * 2 * 2),
         ("E D (F A) -> E D A F", {"A": (0, 1)}, 3 * 5 * 12),  # interleaved: both
     ],

@@ -48,6 +48,9 @@ def _rope(facts: FlatKeys) -> Iterator[str]:
     if facts.position_type == "rope" and rotated % 2:
         part = "" if facts.partial_rotary_factor == 1 else f" times partial_rotary_factor, {rotated},"
         yield f"position_type=rope rotates pairs: {name}={facts[name]}{part} must be even"
+    for key in ("rope_short_factor", "rope_long_factor") if facts.rope_type == "longrope" else ():
+        if len(facts[key]) != rotated // 2 or not all(type(x) in (int, float) and x > 0 for x in facts[key]):
+            yield f"rope_type=longrope needs {key}: a list of {rotated // 2} positive numbers, one for each pair"
     low, high = facts.rope_low_freq_factor, facts.rope_high_freq_factor
     if high < low and facts.rope_type == "llama3.1":
         yield f"rope_high_freq_factor={high} must be at least rope_low_freq_factor={low}"

@@ -37,6 +37,9 @@ class LayerFacts:
     dropout_rate: float = fact(0.0, "on the embedding's and on each residual branch's output", SHARE_BELOW_1)
     logits_via_embedding: bool = key(False, "the output projection is the embedding table, transposed")
     scale_embedding: bool = key(False, "embeddings times the root of their width (Gemma)")
+    embedding_multiplier: float = key(1.0, "embeddings times this (Granite)", POSITIVE)
+    residual_multiplier: float = fact(1.0, "the outputs of attention and feed-forward times this (Granite)", POSITIVE)
+    logits_scaling: float = key(1.0, "logits are divided by this (Granite)", POSITIVE)
     final_logits_soft_cap: float = key(0.0, "c: logits become c * tanh(logits / c); 0: off", FROM_0)
     mtp_num_layers: int = key(0, "extra layers that predict further tokens, in training (DeepSeek V3)", FROM_0, 2**4)
 
@@ -75,10 +78,13 @@ class PositionFacts:
     rope_max_timescale: int = fact(10_000, "rope: longest wavelength over 2 pi (theta)", POSITIVE, 2**40)
     rope_interleave: bool = fact(False, "rope: pairs (2i, 2i + 1) rotate, not (i, i + half) (DeepSeek, Llama 4)")
     partial_rotary_factor: float = fact(1.0, "rope rotates this first fraction of a head", SHARE_ABOVE_0)
-    rope_type: str = fact("default",
-        "for longer contexts: default (off), linear, llama3.1 or yarn", ("default", "linear", "llama3.1", "yarn"))
+    rope_type: str = fact("default", "for longer contexts; default: off; dynamic, longrope: by max_target_length",
+        ("default", "linear", "llama3.1", "yarn", "dynamic", "longrope"))
     rope_factor: float = fact(1.0, "how many times longer", FROM_1)
-    original_max_position_embeddings: int = fact(8192, "llama3.1, yarn: the length trained on before", FROM_1, 2**24)
+    original_max_position_embeddings: int = fact(8192, "not linear: the length trained on before", FROM_1, 2**24)
+    rope_short_factor: tuple = fact((), "longrope: how much each pair is stretched up to the original length")
+    rope_long_factor: tuple = fact((), "longrope: how much where max_target_length is longer; as many as pairs")
+    rope_attention_factor: float = fact(0.0, "yarn, longrope: rotated heads times this; 0: by rope_factor", FROM_0)
     rope_low_freq_factor: float = fact(1.0, "llama3.1: waves above the original length / this are stretched", POSITIVE)
     rope_high_freq_factor: float = fact(4.0, "llama3.1: waves below the original length / this stay", POSITIVE)
     beta_fast: float = fact(32.0, "yarn: pairs that turn more often in the original length stay", POSITIVE)

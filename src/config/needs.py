@@ -38,7 +38,7 @@ def _of_group(start: str, *without: str) -> tuple[str, ...]:
     return tuple(key.name for key in KEYS.values() if key.group.startswith(start) and not key.name.startswith(without))
 
 
-_SCALED_ROPE = ("linear", "llama3.1", "yarn")
+_SCALED_ROPE = ("linear", "llama3.1", "yarn", "dynamic", "longrope")
 # fmt: off
 # Of facts that may differ by layer: what a layer does without is not a part of its description.
 OF_LAYERS = (
@@ -51,8 +51,10 @@ OF_LAYERS = (
     Need(["attn_temperature_floor"], {"attn_temperature_scale": ABOVE_0}),
     Need(_of_group("Model: positions", "position_type", "trainable_position_size"), {"position_type": ["rope"]}),
     Need(["rope_factor"], {"rope_type": _SCALED_ROPE}),
-    Need(["rope_type"], {"rope_factor": ABOVE_1}),
-    Need(["original_max_position_embeddings"], {"rope_type": ["llama3.1", "yarn"]}),
+    Need(["rope_type"], {"rope_factor": ABOVE_1, "rope_attention_factor": ABOVE_0, "rope_type": _SCALED_ROPE[3:]}),
+    Need(["original_max_position_embeddings"], {"rope_type": _SCALED_ROPE[1:]}),
+    Need(["rope_attention_factor"], {"rope_type": ["yarn", "longrope"]}),
+    Need(["rope_short_factor", "rope_long_factor"], {"rope_type": ["longrope"]}),
     Need(["rope_low_freq_factor", "rope_high_freq_factor"], {"rope_type": ["llama3.1"]}),
     Need(["beta_fast", "beta_slow", "rope_truncate", "mscale", "mscale_all_dim"], {"rope_type": ["yarn"]}),
     Need(_of_group("Model: feed-forward", "mlp_"), {"num_experts": FROM_2}),

@@ -9,7 +9,7 @@ from src.config.migration_hints import value_hint
 from src.config.schema import KEYS
 from src.config.yaml import MAX_NAME, convert, dump, too_long, unprintable
 
-ACTIVATIONS = ("silu", "gelu", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
+ACTIVATIONS = ("silu", "gelu", "gelu_exact", "quick_gelu", "relu", "squared_relu", "linear", "plus_one")
 
 
 class FlatKeys(dict[str, Any]):

@@ -1,14 +1,14 @@
 """Rows of the families' tables of fields that many of them share."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from src.errors import UserError
 from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with
 
 # isort: split
-from src.hf.fields import read_fields, require, write_fields
+from src.hf.fields import read_fields, require, require_known, write_fields
 
 # Entries that alter no logits in any family: names, dtypes, special tokens, what training and generation read alone.
 # fmt: off
@@ -47,8 +47,9 @@ HEADS = (
 ATTENTION_BIAS = Field("attention_bias", "attention_bias", absent=False)
 MLP_BIAS = Field("mlp_bias", "mlp_bias", absent=False)
 
-# Their names of activations -> ours. Their "gelu" is the exact one, which is not here.
+# Their names of activations -> ours.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "relu": "relu", "relu2": "squared_relu"}
+ACTIVATIONS["gelu"] = "gelu_exact"
 GATED = {theirs: (ours, "linear") for theirs, ours in ACTIVATIONS.items()}
 HIDDEN_ACT = Field("hidden_act", "mlp_activations", absent=GATED["silu"], values=GATED)
 DECODER = (*SIZES, *HEADS, HIDDEN_ACT)
@@ -93,6 +94,31 @@ def read_windowed_layers(hf: Mapping[str, Any], keys: Keys, global_every: int, *
     return layer_pattern([of_kind[kind] for kind in read_layer_types(hf, default, WINDOWED, GLOBAL)])
 
 
+def read_kinds(hf: Mapping[str, Any], keys: Keys, global_every: int, theta: float, local_theta: float) -> Keys:
+    """Returns the pattern of layers of which some have windows, each kind with rotary positions of its own."""
+    by_kind = entry(hf, "rope_parameters", {})
+    require_known(by_kind, (WINDOWED, GLOBAL))
+    windowed, everywhere = (entry(by_kind, kind, {}) for kind in (WINDOWED, GLOBAL))
+    everywhere = {**everywhere, **entry(hf, "rope_scaling", {})}
+    for parameters in (windowed, everywhere):
+        require(parameters, truncate=True)  # transformers truncates here, whatever this says
+    longest = {"max_position_embeddings": hf.get("max_position_embeddings")}
+    local = read_rope({**longest, "rope_theta": local_theta, "rope_parameters": windowed}, keys)
+    return {
+        **read_rope({**longest, "rope_theta": theta, "rope_parameters": everywhere}, keys),
+        **read_windowed_layers(hf, keys, global_every, **local),
+    }
+
+
+def read_rotated_layers(hf: Mapping[str, Any], keys: Keys) -> list[Any]:
+    """Returns whether each layer has rotary positions, by no_rope_layers, which says just that."""
+    count, every = keys["base_num_decoder_layers"], count_entry(hf, "no_rope_layer_interval", 4)
+    rotated = entry(hf, "no_rope_layers", []) or [(i + 1) % every for i in range(count)]
+    if len(rotated) < count:
+        raise UserError(f"config.json has {len(rotated)} no_rope_layers: expected {count}, one a layer")
+    return rotated[:count]
+
+
 def write_layer_types(layers: Layers, kind: str = "local_sliding", name: str = WINDOWED) -> Json:
     """Returns layer_types; `name` is config.json's for layers whose attention_type is `kind`."""
     return {"layer_types": [name if layer.attention_type == kind else GLOBAL for layer in layers]}
@@ -107,58 +133,68 @@ ALTERNATING_WINDOWS = FieldGroup(
 ORIGINAL = "original_max_position_embeddings"
 _FACTOR, _ORIGINAL_LENGTH = Field("factor", "rope_factor"), Field(ORIGINAL, ORIGINAL)
 # Kinds of scaled rotary positions: their name -> ours, and the fields of each. transformers requires some of them.
-ROPE_TYPES = {"default": "default", "linear": "linear", "llama3": "llama3.1", "yarn": "yarn"}
+ROPE_TYPES = {"llama3": "llama3.1", **{kind: kind for kind in ("default", "linear", "yarn", "dynamic", "longrope")}}
 _FREQUENCIES = tuple(Field(name, f"rope_{name}") for name in ("low_freq_factor", "high_freq_factor"))
+_ATTENTION = Field("attention_factor", "rope_attention_factor", UNSET)
+_PAIRS = tuple(Field(f"{length}_factor", f"rope_{length}_factor") for length in ("short", "long"))
 _YARN = tuple(Field(name, name, UNSET) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
 ROPE_PARAMETERS: dict[str, tuple[Field, ...]] = {
     "default": (),
     "linear": (_FACTOR,),
     "llama3": (_ORIGINAL_LENGTH, _FACTOR, *_FREQUENCIES),
-    "yarn": (_ORIGINAL_LENGTH, _FACTOR, *_YARN, Field("truncate", "rope_truncate", UNSET)),
+    "yarn": (_ORIGINAL_LENGTH, _FACTOR, _ATTENTION, *_YARN, Field("truncate", "rope_truncate", UNSET)),
+    "dynamic": (_ORIGINAL_LENGTH, _FACTOR),
+    "longrope": (_ORIGINAL_LENGTH, _FACTOR, _ATTENTION, *_PAIRS),
 }
-_ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "attention_factor"}.union(
+_ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}.union(
     row.name for rows in ROPE_PARAMETERS.values() for row in rows
 )
 ROPE_ENTRIES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", ORIGINAL)
 
 
-def rope(theta: float = 10_000.0) -> FieldGroup:
-    """Returns the row of rotary positions, with `theta` where config.json has none."""
-    return FieldGroup(ROPE_ENTRIES, functools.partial(read_rope, theta=theta), write_rope)
+def rope(theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE_TYPES) -> FieldGroup:
+    """Returns the row of rotary positions; `theta`, `partial` and `kinds` are as in `read_rope`."""
+    read = functools.partial(read_rope, theta=theta, partial=partial, kinds=kinds)
+    return FieldGroup(ROPE_ENTRIES, read, functools.partial(write_rope, partial=partial))
 
 
-def read_rope(hf: Mapping[str, Any], keys: Keys, theta: float = 10_000.0) -> Keys:
+def read_rope(
+    hf: Mapping[str, Any], keys: Keys, theta: float = 1e4, partial: float = 0.0, kinds: Collection[str] = ROPE_TYPES
+) -> Keys:
     """Returns the keys of rotary positions, which transformers 5 has in rope_parameters, older folders in rope_scaling.
 
     As in transformers, a rope_scaling replaces all of rope_parameters, its theta too; original_max_position_embeddings
-    beside them comes before the one within; and max_position_embeddings stands in for both. Raises UserError if the
-    positions are scaled in a way that is not here.
+    beside them comes before the one within; and max_position_embeddings stands in for both. `theta` and `partial`, the
+    part of a head that rotates, are for where config.json has none; without `partial` the family rotates whole heads.
+    Raises UserError for positions scaled otherwise than by `kinds`.
     """
     parameters = entry(hf, "rope_scaling", {}) or entry(hf, "rope_parameters", {})
     kind = entry(parameters, "rope_type", entry(parameters, "type", "default"))
-    if kind not in ROPE_TYPES:
-        raise UserError(f"config.json has rotary positions of type {kind}: expected one of {', '.join(ROPE_TYPES)}")
+    if kind not in kinds:
+        raise UserError(f"config.json has rotary positions of type {kind}: expected one of {', '.join(kinds)}")
     if unknown := sorted(set(parameters) - _ROPE_NAMES):
         raise UserError(f"config.json has rotary positions with {', '.join(unknown)}, which is not known here")
-    require({**hf, **parameters}, partial_rotary_factor=1.0)
-    if parameters.get("attention_factor") is not None:
-        raise UserError("config.json has an attention_factor for rotary positions: expected mscale, or neither")
-    if kind != "yarn" and parameters.get("mscale_all_dim"):
-        raise UserError(f"config.json has mscale_all_dim for rotary positions of type {kind}: expected type yarn")
+    share = {"partial_rotary_factor": partial or 1.0, **hf, **parameters}
+    require(share, **({} if partial else {"partial_rotary_factor": 1.0}))
+    for name in ("attention_factor", "mscale_all_dim"):
+        if parameters.get(name) and all(row.name != name for row in ROPE_PARAMETERS[kind]):
+            raise UserError(f"config.json has {name} for rotary positions of type {kind}: expected type yarn")
     if _ORIGINAL_LENGTH in ROPE_PARAMETERS[kind]:
-        lengths = (hf.get(ORIGINAL), parameters.get(ORIGINAL), hf.get("max_position_embeddings"))
+        lengths = [hf.get(ORIGINAL), parameters.get(ORIGINAL), hf.get("max_position_embeddings")]
+        lengths = lengths[-1:] if kind == "dynamic" else lengths
         parameters = {**parameters, ORIGINAL: next((length for length in lengths if length is not None), None)}
-    if kind == "yarn" and parameters.get("factor", 1) is None:
+    if kind in ("yarn", "longrope") and parameters.get("factor", 1 if kind == "yarn" else None) is None:
         longest, original = count_entry(hf, "max_position_embeddings", 0), count_entry(parameters, ORIGINAL, 0)
         parameters["factor"] = longest / original
     return {
         "rope_max_timescale": entry(parameters, "rope_theta", entry(hf, "rope_theta", theta)),
         "rope_type": ROPE_TYPES[kind],
+        **({"partial_rotary_factor": entry(share, "partial_rotary_factor", 1.0)} if partial else {}),
         **read_fields(ROPE_PARAMETERS[kind], parameters),
     }
 
 
-def write_rope(layers: Layers) -> Json:
+def write_rope(layers: Layers, partial: float = 0.0) -> Json:
     """Reverses `read_rope`, in the older style, which every version of transformers reads."""
     layer = layer_with(layers, "rope_max_timescale")
     kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == layer.rope_type)
@@ -169,6 +205,8 @@ def write_rope(layers: Layers) -> Json:
         "rope_theta": layer.rope_max_timescale,
         "rope_scaling": None if kind == "default" else {"rope_type": kind, **parameters},
     }
-    if ORIGINAL in parameters:
-        entries["max_position_embeddings"] = round(layer.original_max_position_embeddings * layer.rope_factor)
-    return entries
+    if original := parameters.get(ORIGINAL):
+        entries["max_position_embeddings"] = original if kind == "dynamic" else round(original * layer.rope_factor)
+    if kind == "longrope":  # beside rope_scaling, Phi's own would come before the one within
+        entries[ORIGINAL] = original
+    return {**entries, "partial_rotary_factor": layer.partial_rotary_factor} if partial else entries

@@ -26,7 +26,7 @@ NOT_IN_JSON = {
     **dict.fromkeys(("attn_logits_soft_cap", "final_logits_soft_cap", "query_pre_attn_scalar"), 0),
     **dict.fromkeys(("mlp_activations_limit", "sliding_window_size", "chunk_attn_window_size", "base_moe_mlp_dim"), 0),
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
-    "num_experts": 1,
+    **{"num_experts": 1, "rope_attention_factor": 0},
 }
 
 
@@ -59,7 +59,8 @@ class Field:
             return {self.key: False} if isinstance(default, bool) and self.name in hf else {}
         if self.values:
             if (value := hf[self.name]) not in list(self.values):
-                raise UserError(f"config.json has {self.name} {value}: expected one of {', '.join(self.values)}")
+                known = ", ".join(map(str, self.values))
+                raise UserError(f"config.json has {self.name} {value}: expected one of {known}")
             return {self.key: self.values[value]}
         value = entry(hf, self.name, default)
         if problem := check_value(self.key, value):
@@ -121,7 +122,7 @@ def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
     value = hf.get(name)
     if value is None:
         return False if isinstance(default, bool) and name in hf else default
-    fits = (int, float) if isinstance(default, float) else type(default)
+    fits = {float: (int, float), tuple: (list, tuple)}.get(type(default), type(default))
     # To Python, true is an integer too.
     if not isinstance(value, fits) or isinstance(value, bool) != isinstance(default, bool):
         expected = type_name(default).partition(",")[0]

@@ -56,7 +56,7 @@ class Block(nnx.Module):
         # 2 L branches add up in the residual stream: each starts smaller (Radford et al. 2019, section 2.3).
         out_scale = 1.0 / math.sqrt(2 * len(model.layers))
         before, after = (spec.normalization_placement in (place, "both") for place in ("before", "after"))
-        self.dropout_rate = spec.dropout_rate
+        self.dropout_rate, self.multiplier = spec.dropout_rate, spec.residual_multiplier
         self.attention_norm = Norm(spec, (D,), dtype, rngs) if before else None
         self.attention = mixer(spec)(spec, out_scale, dtype, rngs)
         self.attention_out_norm = Norm(spec, (D,), dtype, rngs) if after else None
@@ -81,6 +81,7 @@ class Block(nnx.Module):
         return x_BTD, cache, {"feed_forward": report}
 
     def _add(self, x_BTD: Array, out_BTD: Array, context: ForwardContext, site: Array) -> Array:
+        out_BTD = out_BTD if self.multiplier == 1 else out_BTD * self.multiplier
         x_BTD = x_BTD + context.dropout(out_BTD, self.dropout_rate, site)
         return context.layout.constrain(x_BTD, "batch", "norm_length", "activation_embed")
 

@@ -85,6 +85,8 @@ class Decoder(nnx.Module):
         hidden_BTD = context.all_gather_sequence(hidden_BTD)
         logits_BTV = matmul(hidden_BTD, kernel, "BTD,VD->BTV" if tied else "BTD,DV->BTV")
         logits_BTV = context.layout.constrain(logits_BTV, "batch", "length", "vocab").astype(jnp.float32)
+        if self.spec.logits_scaling != 1:
+            logits_BTV /= self.spec.logits_scaling
         if cap := self.spec.final_logits_soft_cap:
             logits_BTV = cap * jnp.tanh(logits_BTV / cap)
         if self.spec.padded_vocab_size == self.spec.vocab_size:
@@ -95,8 +97,8 @@ class Decoder(nnx.Module):
     def _embed(self, tokens_BT: Array, context: ForwardContext) -> Array:
         x_BTD = look_up(self.embedding[...].astype(self.spec.dtype), tokens_BT, context.layout, "vocab")
         x_BTD = context.layout.constrain(x_BTD, "batch", "length", "activation_embed")
-        # Gemma's own code has the factor in the compute dtype too.
-        return x_BTD * jnp.sqrt(float(self.spec.emb_dim)).astype(x_BTD.dtype) if self.spec.scale_embedding else x_BTD
+        scale = self.spec.embedding_multiplier * (self.spec.emb_dim**0.5 if self.spec.scale_embedding else 1.0)
+        return x_BTD if scale == 1 else x_BTD * jnp.asarray(scale, x_BTD.dtype)  # rounded, as in Gemma's own code
 
 
 def _group_blocks(spec: ModelSpec, index: int, rngs: Rngs) -> nnx.Module:

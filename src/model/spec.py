@@ -34,6 +34,7 @@ class LayerSpec(Model):
     """
 
     shared_weights: str = ""
+    max_length: int = 0  # of a run's texts, where positions depend on it
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def model_spec(model: Model, numerics: Numerics, max_target_length: int) -> Mode
         resolved["trainable_position_size"] = -1
     elif model.trainable_position_size == -1:
         resolved["trainable_position_size"] = max_target_length
-    layers = tuple(_layer_spec(layer, shared_weights) for layer, shared_weights in layer_models(model))
+    layers = tuple(_layer_spec(*layer, max_target_length) for layer in layer_models(model))
     return ModelSpec(**resolved, layers=layers, weight_dtype=numerics.weight_dtype, dtype=numerics.dtype)
 
 
@@ -123,7 +124,7 @@ def layer_models(model: Model) -> list[tuple[Model, str]]:
     return layers
 
 
-def _layer_spec(layer: Model, shared_weights: str) -> LayerSpec:
+def _layer_spec(layer: Model, shared_weights: str, max_target_length: int) -> LayerSpec:
     idle = {fact for need in OF_LAYERS if not need.met(vars(layer)) for fact in need.keys}
     head_dim = layer.qk_nope_head_dim + layer.qk_rope_head_dim if layer.attention_type == "mla" else layer.head_dim
     resolved = {key: getattr(layer, key) for key in PER_LAYER} | {
@@ -137,7 +138,8 @@ def _layer_spec(layer: Model, shared_weights: str) -> LayerSpec:
         "position_type": "rope" if layer.position_type == "rope" else "none",
     }
     facts = {key: value for key, value in resolved.items() if key not in idle}
-    return LayerSpec(**facts, shared_weights=shared_weights)
+    by_length = facts.get("rope_type") in ("dynamic", "longrope")
+    return LayerSpec(**facts, shared_weights=shared_weights, max_length=max_target_length if by_length else 0)
 
 
 @functools.cache  # a hundred layers take a second

@@ -57,8 +57,19 @@ VARIATIONS = (
     {**ROPE, "rope_type": "llama3.1", "rope_factor": 6.0, "rope_low_freq_factor": 0.5, "rope_high_freq_factor": 2.0},
     *(
         {**ROPE, "rope_type": "yarn", "rope_factor": 2.5, **more}
-        for more in ({"rope_truncate": False}, {"mscale": 1.0})
+        for more in ({"rope_truncate": False}, {"mscale": 1.0}, {"rope_attention_factor": 0.8})
     ),
+    {**ROPE, "rope_type": "dynamic", "rope_factor": 2.5},
+    *(
+        {
+            **ROPE,
+            "rope_type": "longrope",
+            "rope_short_factor": [1.0] * pairs,
+            "rope_long_factor": [1, 3, 4, 5, 5][:pairs],
+        }
+        for pairs in (3, 5)
+    ),
+    *({"embedding_multiplier": 3.0}, {"residual_multiplier": 0.4}, {"logits_scaling": 2.5}),
     *({"mlp_activations": kind} for kind in (["gelu", "linear"], ["relu", "linear"], ["linear", "silu"], ["relu"])),
     *(
         {"mlp_activations": kind}
@@ -93,6 +104,7 @@ OF_A_LAYER = (
     ),
     *({"base_mlp_dim": 28}, {"rope_max_timescale": 300.0}, {"position_type": "none"}, {"qk_norm": "none"}),
     *({"rope_type": "linear", "rope_factor": 3.0}, {"normalization_layer_epsilon": 0.01}, {"num_experts_per_tok": 1}),
+    {"residual_multiplier": 0.4},
 )
 
 

@@ -33,6 +33,8 @@ def other_value(key, value):
         return next(choice for choice in KEYS[key].allowed if choice != value and choice != "none")
     if key in ("dropout_rate", "partial_rotary_factor"):
         return 0.5
+    if isinstance(value, tuple):
+        return tuple(2 * factor for factor in value) or (2.0,)
     return not value if isinstance(value, bool) else 2 * abs(value) or 2
 
 
@@ -66,7 +68,7 @@ def test_a_fact_of_attention_changes_the_model_or_is_refused(kind):
 
 OF_THE_MODEL = {
     *("decoder_segments", "trainable_position_size", "logits_via_embedding", "scale_embedding"),
-    *("final_logits_soft_cap", "mtp_num_layers"),
+    *("final_logits_soft_cap", "mtp_num_layers", "embedding_multiplier", "logits_scaling"),
 }
 
 
@@ -86,6 +88,7 @@ MODELS = [
     {"attn_temperature_scale": 0.1},
     {"rope_type": "yarn", "rope_factor": 4},
     {"rope_type": "llama3.1", "rope_factor": 4},
+    {"rope_type": "longrope", "rope_short_factor": "[1, 1, 1, 1]", "rope_long_factor": "[1, 2, 3, 4]"},
 ]
 
 
@@ -94,7 +97,8 @@ def test_a_layer_has_its_own_value_of_a_fact(key):
     for model in MODELS:
         value = other_value(key, load(**model)[key])
         with contextlib.suppress(UserError):
-            pattern = f"[{{}}, {{{key}: {str(value).lower()}}}]"
+            written = str(list(value) if isinstance(value, tuple) else value).lower()
+            pattern = f"[{{}}, {{{key}: {written}}}]"
             config = load(decoder_segments=f"[{{pattern: {pattern}}}]", **model)
             assert [getattr(layer, key) for layer, _ in layer_models(config.model)] == [config[key], value]
             return

@@ -9,9 +9,8 @@ from typing import Any
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.common_fields import GLOBAL, WINDOWED
 from src.hf.family import Family
-from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, require, require_known
+from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry
 
 DEFAULTS = {"head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 # The published files name the exact GELU; Gemma was trained with the approximate one, which is what transformers
@@ -68,19 +67,8 @@ GEMMA2 = Family(
 
 
 def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
-    by_kind = entry(hf, "rope_parameters", {})
-    require_known(by_kind, (WINDOWED, GLOBAL))
-    windowed, everywhere = (entry(by_kind, kind, {}) for kind in (WINDOWED, GLOBAL))
-    everywhere = {**everywhere, **entry(hf, "rope_scaling", {})}
-    for parameters in (windowed, everywhere):
-        require(parameters, truncate=True)  # transformers truncates here, whatever this says
-    longest = {"max_position_embeddings": hf.get("max_position_embeddings")}
-    local_theta, theta = entry(hf, "rope_local_base_freq", 1e4), entry(hf, "rope_theta", 1e6)
-    local = fields.read_rope({**longest, "rope_theta": local_theta, "rope_parameters": windowed}, keys)
-    return {
-        **fields.read_rope({**longest, "rope_theta": theta, "rope_parameters": everywhere}, keys),
-        **fields.read_windowed_layers(hf, keys, count_entry(hf, "sliding_window_pattern", 6), **local),
-    }
+    theta, local_theta = entry(hf, "rope_theta", 1e6), entry(hf, "rope_local_base_freq", 1e4)
+    return fields.read_kinds(hf, keys, count_entry(hf, "sliding_window_pattern", 6), theta, local_theta)
 
 
 def _write_layers(layers: Layers) -> Json:

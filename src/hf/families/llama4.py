@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from src.errors import UserError
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
 from src.hf.family import Family
@@ -28,11 +27,8 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     count = keys["base_num_decoder_layers"]
     step = count_entry(hf, "interleave_moe_layer_step", 1)
     sparse = entry(hf, "moe_layers", list(range(step - 1, count, step)))
-    every = count_entry(hf, "no_rope_layer_interval", 4)
-    rotated = entry(hf, "no_rope_layers", []) or [(i + 1) % every for i in range(count)]
-    if len(rotated) < count:
-        raise UserError(f"config.json has {len(rotated)} no_rope_layers: expected {count}, one a layer")
-    default = [CHUNKED if rotates else fields.GLOBAL for rotates in rotated[:count]]
+    rotated = fields.read_rotated_layers(hf, keys)
+    default = [CHUNKED if rotates else fields.GLOBAL for rotates in rotated]
     kinds = fields.read_layer_types(hf, default, CHUNKED, fields.GLOBAL)
     with_positions = {"qk_norm": "l2" if entry(hf, "use_qk_norm", True) else "none"}
     without = {"position_type": "none", **read_fields(TEMPERATURE, hf)}
@@ -44,7 +40,7 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
             **({"attention_type": "chunk"} if kind == CHUNKED else {}),
             **({} if i in sparse else {"num_experts": 1}),
         }
-        for i, (rotates, kind) in enumerate(zip(rotated, kinds, strict=False))
+        for i, (rotates, kind) in enumerate(zip(rotated, kinds, strict=True))
     ]
     return fields.layer_pattern(layers)
 

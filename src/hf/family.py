@@ -23,6 +23,7 @@ class Family:
     architecture: str  # the class that transformers loads it with
     fields: Table
     tensors: tuple[TensorMap, ...]
+    other_model_types: tuple[str, ...] = ()  # of models that are all the same but for this name
     defaults: Mapping[str, Any] = field(default_factory=dict)  # entries that transformers adds where they are absent
     # What all of its models have and no entry says, beside RMS norms and rotary positions.
     keys: Mapping[str, Any] = field(default_factory=dict)

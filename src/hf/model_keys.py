@@ -31,9 +31,9 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
     if "tie_word_embeddings" in whole:  # of several parts the whole says this; to transformers a null there is false
         hf = {**hf, "tie_word_embeddings": whole["tie_word_embeddings"]}
     kind = hf.get("model_type")
-    family = next((family for family in FAMILIES if family.model_type == kind), None)
-    if family is None:
-        known = first_few((family.model_type for family in FAMILIES), near=str(kind))
+    families = {name: family for family in FAMILIES for name in (family.model_type, *family.other_model_types)}
+    if (family := families.get(kind)) is None:
+        known = first_few(families, near=str(kind))
         raise UserError(f"{folder.path} holds a model of type {kind}, which is not supported; those that are: {known}")
     try:
         keys = family.read_config(hf)

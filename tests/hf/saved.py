@@ -53,6 +53,20 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 0.7,
 }
+NO_PADDING = {"pad_token_id": None}  # a class's own id is past the tiny vocabulary
+LONG_ROPE = {  # of 4 pairs
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1, 2.5, 4.0, 4.5],
+    "partial_rotary_factor": 0.8,
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.5,
+}
 VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 
 # Name -> transformers' class of the config, and its entries.
@@ -61,6 +75,7 @@ CONFIGS = {
     "llama3": ("LlamaConfig", {**SIZES, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {**SIZES, **HEAD, "sliding_window": 5}),
     "mixtral": ("MixtralConfig", {**SIZES, **EXPERTS}),
+    "qwen2": ("Qwen2Config", SIZES),
     "qwen3": ("Qwen3Config", {**SIZES, **HEAD}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -74,6 +89,7 @@ CONFIGS = {
         },
     ),
     "olmo2": ("Olmo2Config", SIZES),
+    "olmo3": ("Olmo3Config", {**SIZES, "num_hidden_layers": 4, "sliding_window": 5}),
     "gemma": ("GemmaConfig", {**SIZES, **HEAD}),
     "gemma2": ("Gemma2Config", {**SIZES, **HEAD, "sliding_window": 5, "query_pre_attn_scalar": 7}),
     "gemma3": ("Gemma3TextConfig", {**SIZES, **HEAD, "num_hidden_layers": 8, "sliding_window": 5}),
@@ -86,6 +102,20 @@ CONFIGS = {
     "deepseek_v2_lite": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek_v3": ("DeepseekV3Config", {**LATENT, "rope_parameters": YARN}),
     "gpt_oss": ("GptOssConfig", {**SIZES, **HEAD, **EXPERTS, "sliding_window": 5}),
+    "phi3": ("Phi3Config", {**SIZES, **NO_PADDING, "sliding_window": 5}),
+    "phi4_mini": (
+        "Phi3Config",
+        {**SIZES, **NO_PADDING, "hidden_size": 40, "original_max_position_embeddings": 8, "rope_parameters": LONG_ROPE},
+    ),
+    "smollm3": ("SmolLM3Config", {**SIZES, **NO_PADDING, "num_hidden_layers": 5}),
+    "granite": ("GraniteConfig", {**SIZES, **MULTIPLIERS}),
+    "glm": ("GlmConfig", {**SIZES, **NO_PADDING, "head_dim": 12}),
+    "glm4": ("Glm4Config", {**SIZES, **NO_PADDING, "head_dim": 12}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {**SIZES, "head_dim": 12, "attention_bias": True, "use_qk_norm": True, "n_group": 2}
+        | {name: LATENT[name] for name in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")},
+    ),
     "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 4}),
 }
 

@@ -19,17 +19,24 @@ FILES_OF = {
     "llama": ("llama2-", "llama3"),
     "mistral": ("mistral-",),
     "mixtral": ("mixtral-",),
+    "qwen2": ("qwen2.5-",),
     "qwen3": ("qwen3-",),
     "qwen3_moe": ("qwen3-",),
     "olmo2": ("olmo2-",),
+    "olmo3": ("olmo3-",),
     "gemma": ("gemma-",),
     "gemma2": ("gemma2-",),
     "gemma3_text": ("gemma3-",),
     "llama4_text": ("llama4-",),
     "deepseek_v2": ("deepseek2-",),
-    "deepseek_v3": ("deepseek3-",),
+    "deepseek_v3": ("deepseek3-", "kimi-k2"),
     "gpt_oss": ("gpt-oss-",),
     "gpt2": ("gpt3-",),  # of one shape
+    "phi3": ("phi3-", "phi4-"),
+    "smollm3": ("smollm3-",),
+    "granite": ("granite3",),
+    "glm4": ("glm4-",),
+    "glm4_moe": ("glm4.5-",),
 }
 
 
@@ -150,9 +157,11 @@ def test_the_folder_is_named_whose_config_json_is_wrong(tmp_path, entries, messa
     ("entries", "message"),
     [
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, which"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu: expected one of silu"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary positions of type dynamic"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.0}}, "attention_factor"),
+        ({"hidden_act": "tanh"}, "hidden_act tanh: expected one of silu"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rotary positions of type ntk"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.0}}, "attention_factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 0.0}}, "attention_factor 0.0, which"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0, "short_factor": 1}}, "lacks long_factor"),
         ({"num_attention_heads": None}, "config.json lacks num_attention_heads"),
         ({"num_hidden_layers": 32.5}, "num_hidden_layers 32.5: expected an integer"),
         ({"attention_bias": "false"}, 'attention_bias "false": expected true or false'),
@@ -175,6 +184,32 @@ def test_a_layer_of_an_unknown_kind_is_refused():
         common_fields.read_windowed_layers(
             {"layer_types": ["linear_attention"]}, {"base_num_decoder_layers": 1}, global_every=2
         )
+
+
+def test_kimi_k2s_folder_is_deepseek_v3s(tmp_path):
+    folder = saved.save(tmp_path, "deepseek_v3")
+    keys = read_model_keys(folder)
+    saved.edit_config(folder, model_type="kimi_k2")
+    assert read_model_keys(folder) == keys
+
+
+@pytest.mark.parametrize("multiplier", [0.0078125, 0.1, 0.3, 1 / 7])
+def test_granites_multiplier_of_scores_comes_back(multiplier):
+    hf = {**LLAMA31, "model_type": "granite", "attention_multiplier": multiplier}
+    spec = facts(hf)
+    assert spec.layers[0].query_pre_attn_scalar ** -0.5 == pytest.approx(multiplier, rel=1e-11)
+    family = next(family for family in FAMILIES if family.model_type == "granite")
+    written = family.write_config([model_of({**defaults(), **family.read_config(hf)})], 64)
+    assert facts({**hf, **written}) == spec
+    with pytest.raises(UserError, match=r"attention_multiplier -0\.1: expected a positive"):
+        facts({**hf, "attention_multiplier": -0.1})
+
+
+def test_a_phi_of_another_kind_of_positions_is_refused():
+    """Its own class in transformers takes yarn for longrope, and has no others."""
+    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    with pytest.raises(UserError, match="positions of type yarn: expected one of default, longrope"):
+        facts({**LLAMA31, "model_type": "phi3", "rope_scaling": yarn})
 
 
 def test_layers_that_repeat_are_one_pattern(tmp_path):

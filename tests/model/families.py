@@ -193,6 +193,67 @@ CONFIGS = {
 }
 
 
+CONFIGS |= {
+    "qwen2": {**{name: size for name, size in SIZES.items() if name != "head_dim"}, "model_type": "qwen2"},
+    "mistral-small3": {**SIZES, "model_type": "mistral", "sliding_window": None, "rope_theta": 1e8},
+    "olmo3": {
+        **{name: size for name, size in SIZES.items() if name != "head_dim"},
+        "model_type": "olmo3",
+        "num_hidden_layers": 5,
+        "sliding_window": 7,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            "full_attention": {**YARN, "attention_factor": 0.8},
+        },
+    },
+    "phi3": {**SIZES, "model_type": "phi3", "sliding_window": 7},
+    "phi4-mini": {
+        **SIZES,
+        "model_type": "phi3",
+        "tie_word_embeddings": True,
+        "hidden_size": 60,
+        "original_max_position_embeddings": 9,  # of which all texts have more
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 50.0,
+            "partial_rotary_factor": 0.8,
+            "short_factor": [1.0, 1.1, 1.3, 1.6],
+            "long_factor": [1, 2.5, 4.0, 4.5],
+        },
+    },
+    "smollm3": {**SIZES, "model_type": "smollm3", "num_hidden_layers": 5},
+    "granite": {
+        **SIZES,
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.5,
+    },
+    "glm": {**SIZES, "model_type": "glm", "head_dim": 12},
+    "glm4": {**SIZES, "model_type": "glm4", "head_dim": 12},
+    "glm4.5": {
+        **SIZES,
+        "model_type": "glm4_moe",
+        "num_hidden_layers": 2,
+        "head_dim": 12,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 18,
+        "routed_scaling_factor": 1.7,
+    },
+    "kimi-k2": {
+        **LATENT,
+        "model_type": "deepseek_v3",
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
+
 # Seeds with which the tests' texts leave no expert's or group's choice to rounding; 0 for the others.
 SEEDS = {"deepseek2": 4}
 

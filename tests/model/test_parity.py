@@ -18,10 +18,14 @@ RUNS = {
     **{f"{name}-unrolled": (name, UNROLLED) for name in ("gemma3", "deepseek3")},
     **{f"{name}-mesh": (name, MESH) for name in ("mixtral", "deepseek3")},
 }
-# What another run has too: experts on a mesh, latents unrolled, latents and experts otherwise chosen, biases.
-LONG = ("mixtral-mesh", "deepseek3-unrolled", "deepseek2-lite", "llama4-maverick", "llama-biases")
+# What another run has too: experts on a mesh, latents unrolled, latents and experts otherwise chosen, biases, and the
+# facts of families that differ in little.
+LONG = (
+    *("mixtral-mesh", "deepseek3-unrolled", "deepseek2-lite", "llama4-maverick", "llama-biases"),
+    *("mistral-small3", "phi3", "glm", "kimi-k2"),
+)
 # Decoded on a mesh and unrolled: tests/test_decode.py.
-LONG_DECODED = (*LONG, "deepseek3-mesh", "gemma3-unrolled")
+LONG_DECODED = (*LONG, "deepseek3-mesh", "gemma3-unrolled", "qwen2", "smollm3", "granite", "glm4", "glm4.5")
 
 
 def runs(names, long=LONG):

@@ -2,18 +2,20 @@
 
 from src.hf.families.deepseek import DEEPSEEK2, DEEPSEEK3
 from src.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
+from src.hf.families.glm4 import GLM, GLM4, GLM4_MOE
 from src.hf.families.gpt2 import GPT2
 from src.hf.families.gpt_oss import GPT_OSS
-from src.hf.families.llama import LLAMA
+from src.hf.families.llama import GRANITE, LLAMA, SMOLLM3
 from src.hf.families.llama4 import LLAMA4
 from src.hf.families.mistral import MISTRAL, MIXTRAL
-from src.hf.families.olmo2 import OLMO2
-from src.hf.families.qwen3 import QWEN3, QWEN3_MOE
+from src.hf.families.olmo2 import OLMO2, OLMO3
+from src.hf.families.phi3 import PHI3
+from src.hf.families.qwen3 import QWEN2, QWEN3, QWEN3_MOE
 from src.hf.family import Family
 
 # fmt: off
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, MISTRAL, MIXTRAL, QWEN3, QWEN3_MOE, OLMO2, GEMMA, GEMMA2, GEMMA3, LLAMA4, DEEPSEEK2, DEEPSEEK3, GPT_OSS,
-    GPT2,
+    LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, LLAMA4, DEEPSEEK2, DEEPSEEK3,
+    GPT_OSS, GPT2, PHI3, SMOLLM3, GRANITE, GLM, GLM4, GLM4_MOE,
 )
 # fmt: on

@@ -29,6 +29,13 @@ def _write_layers(layers: Layers) -> Json:
     return {"first_k_dense_replace": sum(layer.num_experts == 1 for layer in layers)}
 
 
+EXPERT_FIELDS = (
+    Field("n_shared_experts", "shared_experts", absent=0),
+    Field("n_routed_experts", "num_experts"),
+    Field("moe_intermediate_size", "base_moe_mlp_dim"),
+    *(Field(name, name) for name in ("num_experts_per_tok", "routed_scaling_factor")),
+    FieldGroup(("first_k_dense_replace",), _read_layers, _write_layers),
+)
 _HEADS = "base_num_query_heads"
 FIELDS = (
     *fields.SIZES,
@@ -38,13 +45,15 @@ FIELDS = (
     fields.HIDDEN_ACT,
     Field("q_lora_rank", "q_lora_rank", absent=0, written=lambda layer: layer.q_lora_rank or None),
     *(Field(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
-    Field("n_shared_experts", "shared_experts", absent=0),
-    Field("n_routed_experts", "num_experts"),
-    Field("moe_intermediate_size", "base_moe_mlp_dim"),
-    *(Field(name, name) for name in ("num_experts_per_tok", "routed_scaling_factor")),
-    FieldGroup(("first_k_dense_replace",), _read_layers, _write_layers),
+    *EXPERT_FIELDS,
 )
 GROUPS = (Field("n_group", "n_routing_groups"), Field("topk_group", "topk_routing_group"))
+V3_EXPERT_FIELDS = (
+    *GROUPS,
+    Field("norm_topk_prob", "norm_topk_prob", absent=False),
+    Field("num_nextn_predict_layers", "mtp_num_layers", absent=1),
+)
+V3_EXPERT_KEYS = {"routed_score_func": "sigmoid", "routing_group_score": "top2", "routed_bias": True}
 
 
 def _read_v2_groups(hf: Mapping[str, Any], keys: Keys) -> Keys | None:
@@ -119,14 +128,13 @@ DEEPSEEK2 = Family(
 DEEPSEEK3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    other_model_types=("kimi_k2",),
     fields=(
         *FIELDS,
-        *GROUPS,
+        *V3_EXPERT_FIELDS,
         # transformers rotates so many.
         FieldGroup(("head_dim",), lambda hf, keys: require(hf, head_dim=keys["qk_rope_head_dim"]), _write_head_dim),
         Field("rope_interleave", "rope_interleave", absent=False),
-        Field("norm_topk_prob", "norm_topk_prob", absent=False),
-        Field("num_nextn_predict_layers", "mtp_num_layers", absent=1),
     ),
     tensors=V3_TENSORS,
     defaults={
@@ -134,10 +142,7 @@ DEEPSEEK3 = Family(
         **{"n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
         **{"rope_interleave": True, "norm_topk_prob": True},
     },
-    keys={
-        **{"attention_type": "mla", "routed_score_func": "sigmoid", "routing_group_score": "top2"},
-        "routed_bias": True,
-    },
+    keys={"attention_type": "mla", **V3_EXPERT_KEYS},
     constants={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **ONLY},
     inert=("qk_head_dim",),

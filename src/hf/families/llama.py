@@ -1,8 +1,14 @@
-"""Llama 1 to 3, whose names most other families have taken over."""
+"""Llama 1 to 3, whose names most other families have taken over, and two that are one but for a few entries."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from src.errors import UserError
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
 from src.hf.family import Family
+from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, Layers, entry
 
 LLAMA = Family(
     model_type="llama",
@@ -12,4 +18,52 @@ LLAMA = Family(
     defaults={"rms_norm_eps": 1e-6},
     skipped=(tensors.ROTARY_TABLES,),
     whole_heads=True,
+)
+
+
+def _read_multiplier(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    if (multiplier := entry(hf, "attention_multiplier", 1.0)) <= 0:
+        raise UserError(f"config.json has attention_multiplier {multiplier}: expected a positive number")
+    return {"query_pre_attn_scalar": float(f"{multiplier**-2:.12g}")}  # so that 0.1 is 100 here, and that 0.1 again
+
+
+GRANITE = replace(  # Granite 3's dense models
+    LLAMA,
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    fields=(
+        *LLAMA.fields,
+        *(Field(name, name, UNSET) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+        FieldGroup(
+            ("attention_multiplier",),
+            _read_multiplier,
+            lambda layers: {"attention_multiplier": (layers[0].query_pre_attn_scalar or layers[0].head_dim) ** -0.5},
+        ),
+    ),
+    whole_heads=False,
+)
+
+
+def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    rotated = fields.read_rotated_layers(hf, keys)
+    fields.read_layer_types(hf, [fields.GLOBAL] * len(rotated), fields.GLOBAL)
+    return fields.layer_pattern([{} if rotates else {"position_type": "none"} for rotates in rotated])
+
+
+def _write_layers(layers: Layers) -> Json:
+    return {"no_rope_layers": [int(layer.position_type == "rope") for layer in layers]}
+
+
+SMOLLM3 = replace(
+    LLAMA,
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    fields=(
+        *(*fields.DECODER, fields.rope(theta=2e6), fields.ATTENTION_BIAS, fields.MLP_BIAS),
+        FieldGroup(("no_rope_layers", "no_rope_layer_interval", "layer_types"), _read_layers, _write_layers),
+    ),
+    defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+    only={"use_sliding_window": False},
+    inert=("sliding_window", "max_window_layers"),
+    whole_heads=False,
 )

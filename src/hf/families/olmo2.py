@@ -1,8 +1,13 @@
-"""OLMo 2: norms after attention and feed-forward alone, and on all heads of the queries and of the keys together."""
+"""OLMo 2: norms after attention and feed-forward, and of all heads at once; OLMo 3: windows in three of four layers."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
 from src.hf.family import Family
+from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, entry
 from src.hf.tensor_map import TensorMap
 
 LAYER = tensors.LAYER
@@ -20,4 +25,29 @@ OLMO2 = Family(
     ),
     defaults={"rms_norm_eps": 1e-5},
     keys={"qk_norm": "all_heads", "normalization_placement": "after"},
+)
+
+
+def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    # transformers gives rope_theta to the layers without windows alone; in rope_parameters each kind has its own.
+    return fields.read_kinds(hf, keys, 4, theta=entry(hf, "rope_theta", 5e5), local_theta=5e5)
+
+
+def _write_layers(layers: Layers) -> Json:
+    rope = fields.write_rope([layer for layer in layers if layer.attention_type == "global"] or layers)
+    local = fields.layer_with(layers, "sliding_window_size").rope_max_timescale
+    thetas = {fields.WINDOWED: local, fields.GLOBAL: rope["rope_theta"]}
+    by_kind = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
+    return {**rope, "rope_parameters": by_kind, **fields.write_layer_types(layers)}
+
+
+OLMO3 = replace(
+    OLMO2,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    fields=(
+        *(*fields.DECODER, fields.ATTENTION_BIAS, Field("sliding_window", "sliding_window_size")),
+        FieldGroup(("rope_parameters", "rope_scaling", "rope_theta", "layer_types"), _read_layers, _write_layers),
+    ),
+    defaults={**OLMO2.defaults, "sliding_window": 4096},
 )

@@ -1,6 +1,7 @@
-"""Qwen 3, a Llama with a norm on the queries and keys of each head, and its models with experts in most layers."""
+"""Qwen 2 and 2.5, a Llama with biases on queries, keys and values; 3, with norms of each head; 3's with experts."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from src.errors import UserError
@@ -23,6 +24,14 @@ QWEN3 = Family(
     keys={"qk_norm": "head"},
     only={"use_sliding_window": False},
     inert=("sliding_window", "max_window_layers"),  # of windows that are not used
+)
+QWEN2 = replace(
+    QWEN3,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    fields=(*fields.DECODER, fields.rope(), FieldGroup(("layer_types",), _check_layer_types)),
+    defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-6},
+    keys={"attention_bias": True, "attention_out_bias": False},
 )
 
 

@@ -134,7 +134,8 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
     if dtype and dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is none of {', '.join(DTYPES)}")
     config, checkpoint, model_folder = _find(source)
-    family, hf = find_family(config.model, config.max_target_length)
+    original = _original_config(model_folder)
+    family, hf = find_family(config.model, config.max_target_length, original.get("model_type", ""))
     tree, _ = declared_weights(model_spec(config.model, config.step, config.max_target_length))
     _make_empty(out_dir)  # before the weights are read, which takes minutes
     arrays, _, messages = load_any_weights(str(checkpoint), tree, keep_dtypes=True)
@@ -142,7 +143,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
     notes: list[str] = []
     entries = _write_tokenizer(config.data, model_folder, out_dir, notes)
     weights = {weight: np.asarray(leaf) for weight, leaf in params.by_path(arrays).items()}
-    config_json = {**hf, **_original_entries(model_folder), **entries}
+    config_json = {**hf, **{name: original[name] for name in ENTRIES if name in original}, **entries}
     save_folder(out_dir, family, config_json, weights, config.vocab_size, jnp.dtype(dtype) if dtype else None)
     say([*notes, f"wrote {out_dir}"])
 
@@ -197,13 +198,12 @@ def _find(source: Path) -> tuple[Config, Path, Path | None]:
     raise UserError(f"there is no model.yml in {source}, and no config.yml in it or above it: {expected}")
 
 
-def _original_entries(model_folder: Path | None) -> dict[str, Any]:
-    """Returns those of `ENTRIES` that the config.json has from which the model file comes."""
+def _original_config(model_folder: Path | None) -> dict[str, Any]:
+    """Returns the config.json from which the model file comes, if from any, with its text model's entries on top."""
     for name in (ORIGINAL, "config.json") if model_folder else ():
         if (model_folder / name).is_file():
             entries = read_object(model_folder / name)
-            entries = {**entries, **(entries.get("text_config") or {})}
-            return {name: entries[name] for name in ENTRIES if name in entries}
+            return {**entries, **(entries.get("text_config") or {})}
     return {}
 
 

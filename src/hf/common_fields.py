@@ -165,8 +165,8 @@ def read_rope(
 
     As in transformers, a rope_scaling replaces all of rope_parameters, its theta too; original_max_position_embeddings
     beside them comes before the one within; and max_position_embeddings stands in for both. `theta` and `partial`, the
-    part of a head that rotates, are for where config.json has none; without `partial` the family rotates whole heads.
-    Raises UserError for positions scaled otherwise than by `kinds`.
+    part of a head that rotates (0: none has but whole heads), are for where config.json has none. Raises UserError for
+    positions scaled otherwise than by `kinds`.
     """
     parameters = entry(hf, "rope_scaling", {}) or entry(hf, "rope_parameters", {})
     kind = entry(parameters, "rope_type", entry(parameters, "type", "default"))

@@ -40,10 +40,7 @@ FEED_FORWARD = (
     TensorMap("layer.feed_forward.wi", LAYER + "mlp.{A:gate_proj,up_proj}.weight", "F D -> D A F"),
     TensorMap("layer.feed_forward.wo", LAYER + "mlp.down_proj.weight", "D F -> F D"),
 )
-FUSED_FEED_FORWARD = (  # Phi's and GLM's
-    TensorMap("layer.feed_forward.wi", LAYER + "mlp.gate_up_proj.weight", "(A F) D -> D A F"),
-    FEED_FORWARD[1],
-)
+FUSED_MLP = (TensorMap("layer.feed_forward.wi", LAYER + "mlp.gate_up_proj.weight", "(A F) D -> D A F"), FEED_FORWARD[1])
 FEED_FORWARD_BIASES = (
     TensorMap("layer.feed_forward.wi_bias", LAYER + "mlp.{A:gate_proj,up_proj}.bias", "F -> A F"),
     TensorMap("layer.feed_forward.wo_bias", LAYER + "mlp.down_proj.bias", "D -> D"),

@@ -59,11 +59,11 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
     return family, keys
 
 
-def find_family(model: Model, max_target_length: int) -> tuple[Family, Json]:
-    """Returns the first family that reads its own config.json as the model, and that; raises UserError if none does."""
+def find_family(model: Model, max_target_length: int, preferred: str = "") -> tuple[Family, Json]:
+    """Returns the first family, `preferred` before all, that reads its own config.json as the model; or UserError."""
     spec, layers = _spec(model, max_target_length), _layers(model)
     missing: dict[str, list[str]] = {}  # by family
-    for family in FAMILIES:
+    for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         hf = family.write_config(layers, max_target_length)
         try:
             # The dropout rate alters no logits: it is the run's, and in no config.json.

@@ -18,8 +18,7 @@ def stretch(plain: np.ndarray, spec: LayerSpec) -> tuple[np.ndarray, float]:
         between = max(spec.rope_high_freq_factor - spec.rope_low_freq_factor, 1e-6)  # Llama 4 Scout has none between
         share = np.clip((turns - spec.rope_low_freq_factor) / between, 0.0, 1.0)
         return (stretched + share * (plain - stretched)).astype(np.float32), 1.0
-    # The next two go by the run's length, so that cached keys stay valid as a text grows; transformers by that of each
-    # batch's longest text.
+    # The next two go by the run's length, so that cached keys stay valid; transformers' by each batch's longest text.
     if spec.rope_type == "dynamic":  # NTK-aware: theta grows with the length (Peng et al. 2023, appendix A.1)
         growth = spec.rope_factor * max(spec.max_length / original, 1.0) - (spec.rope_factor - 1.0)
         return (plain * growth ** (-np.arange(pairs) / max(pairs - 1, 1))).astype(np.float32), 1.0

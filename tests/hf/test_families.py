@@ -16,8 +16,8 @@ from tests.tiny import BASE, spec_of
 
 # How the names of a family's model files begin.
 FILES_OF = {
-    "llama": ("llama2-", "llama3"),
-    "mistral": ("mistral-",),
+    "llama": ("llama2-", "llama3", "mistral-small3-", "phi4-14b"),  # of one kind, but for tensors' names
+    "mistral": ("mistral-", "phi3-mini"),
     "mixtral": ("mixtral-",),
     "qwen2": ("qwen2.5-",),
     "qwen3": ("qwen3-",),

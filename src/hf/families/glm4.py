@@ -15,7 +15,7 @@ GLM = Family(
     model_type="glm",
     architecture="GlmForCausalLM",
     fields=FIELDS,
-    tensors=(*tensors.DECODER, *tensors.FUSED_FEED_FORWARD),
+    tensors=(*tensors.DECODER, *tensors.FUSED_MLP),
     defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True},
     keys={"attention_out_bias": False, "rope_interleave": True},
 )

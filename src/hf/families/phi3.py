@@ -16,7 +16,7 @@ PHI3 = Family(
         FieldGroup(("sliding_window",), fields.read_window, fields.write_window),
     ),
     tensors=(
-        *(*tensors.OUTER, *tensors.NORMS_BEFORE, *tensors.FUSED_FEED_FORWARD, tensors.ATTENTION[3]),
+        *(*tensors.OUTER, *tensors.NORMS_BEFORE, *tensors.FUSED_MLP, tensors.ATTENTION[3]),
         TensorMap("layer.attention.query", QKV, "(N*|K|K H) D -> D N H"),
         TensorMap("layer.attention.key", QKV, "(N|K*|K H) D -> D K H"),
         TensorMap("layer.attention.value", QKV, "(N|K|K* H) D -> D K H"),

@@ -49,8 +49,7 @@ FIELDS = (
 )
 GROUPS = (Field("n_group", "n_routing_groups"), Field("topk_group", "topk_routing_group"))
 V3_EXPERT_FIELDS = (
-    *GROUPS,
-    Field("norm_topk_prob", "norm_topk_prob", absent=False),
+    *(*GROUPS, Field("norm_topk_prob", "norm_topk_prob", absent=False)),
     Field("num_nextn_predict_layers", "mtp_num_layers", absent=1),
 )
 V3_EXPERT_KEYS = {"routed_score_func": "sigmoid", "routing_group_score": "top2", "routed_bias": True}

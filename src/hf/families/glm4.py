@@ -6,10 +6,13 @@ from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
 from src.hf.families import deepseek
 from src.hf.family import Family
-from src.hf.fields import Field
+from src.hf.fields import Field, FieldGroup, require
 from src.hf.tensor_map import TensorMap
 
-FIELDS = (*fields.DECODER, fields.rope(partial=0.5), fields.ATTENTION_BIAS)
+FIELDS = (
+    *(*fields.DECODER, fields.rope(partial=0.5), fields.ATTENTION_BIAS),
+    FieldGroup((), lambda hf, keys: require(hf, head_dim=keys["head_dim"])),  # transformers has none for a null
+)
 
 GLM = Family(
     model_type="glm",

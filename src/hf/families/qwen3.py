@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from src.errors import UserError
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
 from src.hf.family import Family
-from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, count_entry, entry
+from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, count_entry, entry, require
 
 
 def _check_layer_types(hf: Mapping[str, Any], keys: Keys) -> None:
@@ -36,8 +35,7 @@ QWEN2 = replace(
 
 
 def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
-    if hf.get("head_dim", 0) is None:
-        raise UserError("config.json: head_dim is null, with which transformers makes no such model: give its size")
+    require(hf, head_dim=keys["head_dim"])  # transformers makes no such model for a null
     dense, step = entry(hf, "mlp_only_layers", []), count_entry(hf, "decoder_sparse_step", 1)
     layers = range(keys["base_num_decoder_layers"])
     return fields.layer_pattern([{"num_experts": 1} if i in dense or (i + 1) % step else {} for i in layers])

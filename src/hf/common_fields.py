@@ -197,7 +197,8 @@ def read_rope(
 def write_rope(layers: Layers, partial: float = 0.0) -> Json:
     """Reverses `read_rope`, in the older style, which every version of transformers reads."""
     layer = layer_with(layers, "rope_max_timescale")
-    kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == layer.rope_type)
+    rope_type = layer.rope_type if layer.position_type == "rope" else "default"
+    kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == rope_type)
     # A zero stands for an mscale that is not given.
     written = write_fields(ROPE_PARAMETERS[kind], [layer]).items()
     parameters = {name: value for name, value in written if value or name == "truncate"}

@@ -53,8 +53,7 @@ class Family:
         """Returns the config.json that `read_config` reads as these layers' keys, if the family has such a model."""
         longest = "max_position_embeddings"
         length = {} if longest in self.aliases else {longest: max_target_length}
-        padding = {"pad_token_id": None}  # a class's own may be past the vocabulary
-        return {**padding, **length, **write_fields(self.fields, layers), **self.constants}
+        return {**length, **write_fields(self.fields, layers), **self.constants}
 
     @property
     def known(self) -> set[str]:

@@ -30,10 +30,10 @@ def save_folder(
 ) -> None:
     """Writes config.json and the safetensors files; one tensor beside `weights` is in memory at a time.
 
-    `hf` is config.json but for the names of the family and of the tensors' dtype. `weights` are all of the model's, the
-    embedding with padding below `vocab_size` rows. Tensors are in `dtype`, or in their weights' own; a file has at most
-    `shard_bytes`, but for a single tensor that is larger. Raises UserError if the family has no such weights, or
-    `dtype` does not hold their values.
+    `hf` is config.json but for the names of the family and of the tensors' dtype, and no padding. `weights` are all of
+    the model's, the embedding with padding below `vocab_size` rows. Tensors are in `dtype`, or in their weights' own; a
+    file has at most `shard_bytes`, but for a single tensor that is larger. Raises UserError if the family has no such
+    weights, or `dtype` does not hold their values.
     """
     shapes = {weight: array.shape for weight, array in weights.items()}
     by_file: dict[str, list[Piece]] = {}
@@ -48,7 +48,7 @@ def save_folder(
     _check_range(weights, {pieces[0].weight: dtypes[name] for name, pieces in by_file.items()})
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in file_shapes.items()}
     largest = max(sizes, key=sizes.__getitem__)
-    names = {"architectures": [family.architecture], "model_type": family.model_type}
+    names = {"architectures": [family.architecture], "model_type": family.model_type, "pad_token_id": None}
     _write_json(path / "config.json", {**names, **hf, "torch_dtype": dtypes[largest].name})
 
     shards = _shards(sizes, shard_bytes)

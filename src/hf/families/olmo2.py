@@ -29,8 +29,7 @@ OLMO2 = Family(
 
 
 def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
-    # transformers gives rope_theta to the layers without windows alone; in rope_parameters each kind has its own.
-    return fields.read_kinds(hf, keys, 4, theta=entry(hf, "rope_theta", 5e5), local_theta=5e5)
+    return fields.read_kinds(hf, keys, 4, entry(hf, "rope_theta", 5e5), 5e5)  # rope_theta is of full attention alone
 
 
 def _write_layers(layers: Layers) -> Json:

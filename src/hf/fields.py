@@ -79,7 +79,7 @@ class Field:
             value = next((name for name, other in self.values.items() if other == value), next(iter(self.values)))
         elif self.absent is UNSET and value == NOT_IN_JSON.get(self.key):
             value = None
-        return {self.name: value}
+        return {self.name: list(value) if isinstance(value, tuple) else value}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def entry(hf: Mapping[str, Any], name: str, default: Any) -> Any:
     value = hf.get(name)
     if value is None:
         return False if isinstance(default, bool) and name in hf else default
-    fits = {float: (int, float), tuple: (list, tuple)}.get(type(default), type(default))
+    fits = {float: (int, float), tuple: list}.get(type(default), type(default))
     # To Python, true is an integer too.
     if not isinstance(value, fits) or isinstance(value, bool) != isinstance(default, bool):
         expected = type_name(default).partition(",")[0]

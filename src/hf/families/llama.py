@@ -8,7 +8,7 @@ from src.errors import UserError
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
 from src.hf.family import Family
-from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, Layers, entry
+from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, entry
 
 LLAMA = Family(
     model_type="llama",
@@ -33,7 +33,7 @@ GRANITE = replace(  # Granite 3's dense models
     architecture="GraniteForCausalLM",
     fields=(
         *LLAMA.fields,
-        *(Field(name, name, UNSET) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+        *(Field(name, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
         FieldGroup(
             ("attention_multiplier",),
             _read_multiplier,

@@ -212,7 +212,8 @@ def test_a_default_of_maxtexts_without_effect_is_noted_and_another_value_is_refu
     notes = []
     load([BASE, "rope_factor=40"], notes)
     assert notes == [
-        "rope_factor=40.0 (on the command line) has no effect: it needs rope_type=linear or llama3.1 or yarn"
+        "rope_factor=40.0 (on the command line) has no effect: it needs rope_type=linear or llama3.1 or yarn or "
+        "dynamic or longrope"
     ]
     with pytest.raises(UserError, match="has no effect"):
         load([BASE, "rope_factor=8"])

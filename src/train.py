@@ -124,9 +124,10 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     if first_step > config.steps or (first_step == config.steps and not start.resumed):
         begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
         raise UserError(f"steps={config.steps} is already reached: {begun} is at step {first_step}. Raise steps.")
-    if first_step == config.steps:  # in a restart loop, or after a kill between the last checkpoint and the end
+    finished = ending(config, first_step, start.eval_loss)
+    if finished:  # in a restart loop, or after a kill between the last checkpoint and the end
         folder.fetch("metrics.jsonl")
-        say([*start.messages, f"finished: this run has made its {config.steps} steps. To go on, raise steps."])
+        say([*start.messages, f"finished: {finished}."])
         conclude(config, plan, state, tokenizer, folder, report)
         train_line, eval_line = (report.history.last_train, report.history.last_eval) if report else ({}, {})
         return Result(state, train_line, {key: eval_line[key] for key in eval_line if key != "step"}, 0)
@@ -193,7 +194,10 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                         drawn = generated.run(plan, state.weights).items()
                         eval_metrics |= {eval_key(f"eval_{name}", evaluations[0].name): value for name, value in drawn}
                     recorder.add_evaluation(done, eval_metrics)
-                if saves and config.enable_checkpointing and not recorder.skipped:
+                losses = [loss for name, loss in eval_metrics.items() if name.partition("/")[0] == "eval_loss"]
+                meta["eval_loss"] = max(losses) if evaluates and np.isfinite(losses).all() else None
+                finished = ending(config, done, meta["eval_loss"])
+                if (saves or finished) and config.enable_checkpointing and not recorder.skipped:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
                     folder.sync()
                     meta["rows_taken"] = rows_taken + (done - first_step) * global_batch
@@ -208,6 +212,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 recorder.start_clock()
             if preempted:
                 stopped_by = preemption.signal or signal.SIGTERM  # another process of the job got it
+            if preempted or finished:
                 break
         say(checkpointer.finish())  # while signals are still caught
 
@@ -216,8 +221,18 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         kept = kept_checkpoint(folder.path)
         kept += f"; the same command, run_name={folder.name}, goes on from it" if kept.endswith("stands") else ""
         say([f"stopped by {'Ctrl-C' if stopped_by == signal.SIGINT else 'SIGTERM'} after step {done}; {kept}"])
+    elif done < config.steps:
+        say([f"finished: {finished}."])
     conclude(config, plan, state, tokenizer, folder, report, stopped_by)
     return Result(state, recorder.last, eval_metrics, stopped_by)
+
+
+def ending(config: Config, step: int, eval_loss: float | None) -> str:
+    """Returns why a run is finished at this step, by its evaluation there if there was one; empty where it is not."""
+    if eval_loss is not None and eval_loss <= config.target_eval_loss:
+        target = f"target_eval_loss={config.target_eval_loss:g}"
+        return f"eval_loss {eval_loss:.4f} after step {step} reached {target}. To go on, set that to less, or to 0"
+    return f"this run has made its {config.steps} steps. To go on, raise steps" if step == config.steps else ""
 
 
 def conclude(

@@ -265,3 +265,22 @@ def test_a_profile_has_the_steps_that_it_says(tmp_path):
 def test_help_returns_without_a_run(capsys):
     assert train.main(["--help", "learning_rate"]) is None
     assert "learning_rate: 3.0e-4" in capsys.readouterr().out
+
+
+# ---- An end before the last step
+
+
+def test_a_run_ends_at_its_target_loss_and_goes_on_when_it_is_lowered(tmp_path, corpus, run, capsys):
+    keys = {**KEYS, "base_output_directory": tmp_path, "dataset_path": corpus, "checkpoint_period": 100}
+    losses = dict(runs.evaluations(run[0]))
+    target = (losses[5] + losses[10]) / 2
+    ended = runs.run_here(**keys, target_eval_loss=target)
+    assert int(ended.state.step) == 10
+    assert runs.steps_saved(tmp_path / "run") == [10]
+    assert f"eval_loss {losses[10]:.4f} after step 10 reached target_eval_loss={target:g}" in capsys.readouterr().out
+    again = runs.run_here(**keys, target_eval_loss=target)
+    assert int(again.state.step) == 10
+    assert "finished: eval_loss" in capsys.readouterr().out
+    on = runs.run_here(**keys, target_eval_loss=losses[10] / 2)
+    assert on.metrics["loss"] == run[1].metrics["loss"]
+    assert int(on.state.step) == STEPS

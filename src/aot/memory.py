@@ -57,7 +57,7 @@ def memory(built: TracedStep) -> Memory:
             "weights": device_bytes(state.weights),
             "optimizer": device_bytes(state.opt),
             "batch": device_bytes(batch),
-            "scalars": device_bytes((state.step, hparams)),
+            "scalars": device_bytes((state.step, state.spikes, hparams)),
         },
         temporaries={
             KEPT: _kept_bytes(built),

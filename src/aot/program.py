@@ -81,7 +81,8 @@ JAX_SETTINGS = (
 RUN_TIME_KEYS = frozenset((
     "jax_cache_dir", "learning_rate", "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction",
     "learning_rate_final_fraction", "wsd_decay_steps_fraction", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay",
-    "muon_beta", "gradient_clipping_threshold", "on_nonfinite", "long_documents", "batch_transform",
+    "muon_beta", "gradient_clipping_threshold", "on_nonfinite", "abort_on_nan_loss", "abort_on_inf_loss",
+    "skip_step_scaling_factor", "long_documents", "batch_transform",
     "coordinator_address", "num_processes", "process_id",
     "jax_distributed_initialization_timeout", "jax_distributed_heartbeat_timeout_seconds",
 ))

@@ -19,6 +19,7 @@ class Range(NamedTuple):
 POSITIVE         = Range("a positive number, 1e-30 or more", lambda x: x >= 1e-30)
 FROM_0           = Range("0 or more", lambda x: x >= 0)
 FROM_1           = Range("1 or more", lambda x: x >= 1)
+FROM_2           = Range("2 or more", lambda x: x >= 2)
 FROM_64          = Range("64 or more", lambda x: x >= 64)
 FROM_0_OR_UNSET  = Range("0 or more, or -1", lambda x: x >= -1)
 FROM_1_OR_UNSET  = Range("1 or more, or -1", lambda x: x >= 1 or x == -1)

@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from src.config.keys import Range
+from src.config.keys import FROM_1, FROM_2, Range
 from src.config.schema import KEYS
 from src.config.source_spec import SETTINGS
 from src.config.yaml import dump
 
 ABOVE_0 = Range("a positive number", lambda x: x > 0)
 ABOVE_1 = Range("a number above 1", lambda x: x > 1)
-FROM_2 = Range("2 or more", lambda x: x >= 2)
 
 
 class Need(NamedTuple):
@@ -73,6 +72,9 @@ NEEDS = (
     Need(["remat_custom"], {"remat_policy": ["custom"]}),
     Need(["adam_b1", "adam_b2", "adam_eps", "mu_dtype"], {"opt_type": ["adamw", "muon"]}),
     Need(["muon_beta"], {"opt_type": ["muon"]}),
+    Need(["abort_on_nan_loss", "abort_on_inf_loss"], {"on_nonfinite": ["stop"]}),
+    Need(["skip_step_interval", "skip_step_scaling_factor"], {"skip_step_on_spikes": [True]}),
+    Need(["target_eval_loss"], {"eval_interval": FROM_1}),
     Need(["wsd_decay_steps_fraction"], {"lr_schedule_type": ["wsd"]}),
     Need(["quantization_exclude"], {"quantization": ["int8", "fp8"], "quantize_weights": ["int8"]}),
     Need(["lora_alpha", "lora_parameters"], {"lora_rank": ABOVE_0}),

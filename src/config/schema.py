@@ -100,6 +100,8 @@ class DataSources:
 class Evaluation:
     """Evaluation"""
     eval_interval: int = key(-1, "steps between evaluations, and one at the end; -1: none", FROM_1_OR_UNSET)
+    target_eval_loss: float = key(0.0, "training ends once the eval_loss of every set is at most this; 0: never",
+        FROM_0)
     eval_steps: int = key(-1, "batches per evaluation; -1: one epoch of the evaluation data", FROM_1_OR_UNSET)
     eval_mode: str = key("reset",
         "each evaluation begins with the first batch (reset) or after the last one's (rolling)", ("reset", "rolling"))

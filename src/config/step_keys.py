@@ -3,7 +3,10 @@
 import dataclasses
 from collections.abc import Mapping
 
-from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, SEED, SHARE, SHARE_BELOW_1, group, key, path
+from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_2, POSITIVE, SEED, SHARE, SHARE_BELOW_1, group, key
+
+# isort: split
+from src.config.keys import path
 from src.config.quantization_keys import Quantization
 
 DTYPES = ("bfloat16", "float32")
@@ -90,6 +93,14 @@ class Optimizer:
     mtp_loss_scaling_factor: float = key(0.1, "mtp_num_layers: weight of the extra predictions' mean loss", FROM_0)
     on_nonfinite: str = key("stop",
         "a loss or gradient that is not finite: stop, or skip the update (ten in a row stop too)", ("stop", "skip"))
+    abort_on_nan_loss: bool = key(True, "on_nonfinite=stop: a loss that is no number stops; false: skip its update")
+    abort_on_inf_loss: bool = key(True, "on_nonfinite=stop: an infinite loss stops; false: skip its update")
+    skip_step_on_spikes: bool = key(False,
+        "skip an update whose loss or gradient norm is far above the last ones", fixed=True)
+    skip_step_interval: int = key(128, "skip_step_on_spikes: the last ones are of so many steps", FROM_2, 2**16,
+        fixed=True)
+    skip_step_scaling_factor: float = key(6.0,
+        "skip_step_on_spikes: far is more than so many standard deviations above their mean", POSITIVE)
     init_weights_seed: int = key(0, "of the weights and of dropout", SEED)
 
 

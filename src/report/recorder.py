@@ -1,6 +1,7 @@
 """Records the metrics that steps return, in metrics.jsonl, TensorBoard, the console and report.html."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -117,12 +118,14 @@ class Recorder:
             self._printer.train(self.last)
             if self.skipped:
                 self._printer.say(f"step {step}: the update is skipped, for it is not finite")
+            elif metrics.get("spike"):
+                self._printer.say(f"step {step}: the update is skipped, for its loss or gradient norm is a spike")
 
     def _check(self, step: int, metrics: Entry) -> None:
         advice = ""
         if not metrics["usable"]:
             problem = f"step {step}: the update made weights so large that no layer can be computed with them."
-        elif self.skipped and self._keys.on_nonfinite == "stop":
+        elif self.skipped and self._stops_at(metrics["loss"]):
             numbers = f"loss {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g}"
             problem = f"step {step}: {numbers} are not both finite. The update was not made."
             advice = ", or leave such updates out with on_nonfinite=skip"
@@ -136,6 +139,12 @@ class Recorder:
                 "and at the weights that the run began with."
             )
         raise NonFiniteError(f"{problem} Try a smaller learning_rate or gradient_clipping_threshold{advice}.")
+
+    def _stops_at(self, loss: float) -> bool:
+        """Returns whether a run ends at this loss, of an update that is not finite: the gradient's norm may be why."""
+        keys = self._keys
+        aborts = {math.isnan(loss): keys.abort_on_nan_loss, math.isinf(loss): keys.abort_on_inf_loss}
+        return keys.on_nonfinite == "stop" and aborts.get(True, True)
 
     def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Records an evaluation after update `step`."""

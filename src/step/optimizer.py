@@ -50,6 +50,7 @@ def hparams_at(keys: Step, steps: int, step: int) -> HParams:
         "eps": keys.adam_eps,
         "weight_decay": keys.adam_weight_decay,
         "clip": keys.gradient_clipping_threshold,
+        **({"spike_factor": keys.skip_step_scaling_factor} if keys.skip_step_on_spikes else {}),
     }
     return {name: np.float32(value) for name, value in values.items()}
 

@@ -1,5 +1,6 @@
 """The state of a run and a batch of its rows: their shapes, and where each array lies."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +11,15 @@ import jax.numpy as jnp
 
 from src.data.types import BATCH_ARRAYS
 from src.errors import UserError
-from src.model.params import ROLES, Weights
+from src.model.params import ROLES, Tree, Weights
 from src.model.pipeline import check_rows
 from src.parallel.mesh import Layout
 from src.parallel.sequence import sharing_keys, zigzag_order
 from src.step.optimizer import hparams_at, state_shardings
 from src.step.plan import Batch, StepPlan
+from src.step.spikes import empty_window
+
+EXTRAS = ("spikes",)  # entries of a state that some runs have
 
 
 @jax.tree_util.register_dataclass
@@ -26,23 +30,27 @@ class TrainState:
     step: jax.Array  # int32: updates done or skipped
     weights: Weights
     opt: Any
+    spikes: Tree = dataclasses.field(default_factory=dict)  # of `spikes.empty_window`; {} without skip_step_on_spikes
 
     def by_name(self) -> dict[str, Any]:
-        """Returns the state as checkpoints name its entries: the weights by their roles."""
-        return {"step": self.step, **vars(self.weights), "opt": self.opt}
+        """Returns the state as checkpoints name its entries: the weights by their roles, and what this run keeps."""
+        kept = {name: tree for name in EXTRAS if (tree := getattr(self, name))}
+        return {"step": self.step, **vars(self.weights), "opt": self.opt, **kept}
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Self:
         """Returns the state with these entries of `by_name`."""
         weights = Weights(*(entries[role] for role in ROLES))
-        return cls(entries["step"], weights, entries["opt"])
+        kept = {name: entries[name] for name in EXTRAS if name in entries}
+        return cls(entries["step"], weights, entries["opt"], **kept)
 
 
 def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
     """Returns the state before the first step, with these weights; None: the initial ones."""
     weights = weights or plan.init_weights()
     opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # it depends on none of these values
-    return TrainState(jnp.zeros((), jnp.int32), weights, opt)
+    spikes = empty_window(plan.step.skip_step_interval) if plan.step.skip_step_on_spikes else {}
+    return TrainState(jnp.zeros((), jnp.int32), weights, opt, spikes)
 
 
 def abstract_state(plan: StepPlan) -> TrainState:
@@ -52,7 +60,8 @@ def abstract_state(plan: StepPlan) -> TrainState:
     if plan.step.optimizer_memory_host_offload:
         updates = jax.tree.map(lambda at: at.with_memory_kind("pinned_host"), updates)
     opt = state_shardings(shapes.opt, plan.split(plan.shapes).trainable, updates, copy)
-    shardings = TrainState(copy, plan.split(plan.shardings), opt)
+    spikes = jax.tree.map(lambda _: copy, shapes.spikes)
+    shardings = TrainState(copy, plan.split(plan.shardings), opt, spikes)
     return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
 
 

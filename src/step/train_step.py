@@ -28,6 +28,7 @@ from src.step.loss import (
 )
 from src.step.optimizer import HParams, clip
 from src.step.plan import Batch, StepPlan
+from src.step.spikes import skip_spikes
 from src.step.state import TrainState, batch_sharding
 
 
@@ -68,10 +69,11 @@ def train_step(
 
     Returns:
         The next state; and `loss` (nats per token), `grad_norm` (before clipping), `tokens` (that count), `finite`
-        (the update was made), `usable` (layers can be computed with the weights). Where the model has them also
-        `mtp_loss` (mean over the extra prediction layers), `load_balance_loss` and `router_z_loss` (sums over layers;
-        means over micro-batches where one has a weight, else of the whole batch), and of each layer of experts
-        `expert_load_max` (the busiest one's load over the mean) and `tokens_dropped` (the fraction of choices).
+        (both are: else the update was not made), `usable` (layers can be computed with the weights). Where the step has
+        them also `spike` and `updates_skipped` (`skip_spikes`), `mtp_loss` (mean over the extra prediction layers),
+        `load_balance_loss` and `router_z_loss` (sums over layers; means over micro-batches where one has a weight, else
+        of the whole batch), and of each layer of experts `expert_load_max` (the busiest one's load over the mean) and
+        `tokens_dropped` (the fraction of choices).
     """
     counts = count_tokens(batch, plan)
     rows = with_dropout_keys(batch, state.step, plan)
@@ -79,17 +81,20 @@ def train_step(
     grads, (losses, buffers) = accumulate(gradient, (state.weights, counts), rows, plan.accumulation)
     grad_norm = _norm(grads)
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
-    trainable, opt = apply_update(grads, grad_norm, state, hparams, plan, keep_if=finite)
+    made, spikes, monitored = finite, state.spikes, {}
+    if plan.step.skip_step_on_spikes:
+        made, spikes, monitored = skip_spikes(spikes, losses["loss"], grad_norm, finite, hparams["spike_factor"])
+    trainable, opt = apply_update(grads, grad_norm, state, hparams, plan, keep_if=made)
     if plan.spec.has_experts:
         buffers = router.totals(buffers)
         layers = router.by_layer(buffers, counts.non_padding)
         losses = {name: jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")} | losses
         losses |= {name: layers[name] for name in ("expert_load_max", "tokens_dropped")}
     stats, rate = state.weights.stats, plan.step.routed_bias_update_rate
-    stats = _where(finite, router.update_router_bias(stats, buffers, counts.non_padding, rate), stats)
+    stats = _where(made, router.update_router_bias(stats, buffers, counts.non_padding, rate), stats)
     weights = Weights(trainable, state.weights.frozen, stats)
     metrics = {"grad_norm": grad_norm, "tokens": counts.loss, "finite": finite, "usable": _usable(trainable)}
-    return TrainState(state.step + 1, weights, opt), {**losses, **metrics}
+    return TrainState(state.step + 1, weights, opt, spikes), {**losses, **metrics, **monitored}
 
 
 def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:

@@ -340,7 +340,8 @@ RUN_TIME = {
     "warmup_steps_fraction": 0.3, "learning_rate_final_fraction": 0.2, "wsd_decay_steps_fraction": 0.4,
     "adam_b1": 0.7, "adam_b2": 0.8, "adam_eps": 1e-3, "adam_weight_decay": 0.3, "muon_beta": 0.5,
     "gradient_clipping_threshold": 0.0,
-    "on_nonfinite": "skip", "long_documents": "truncate", "batch_transform": "module:function",
+    "on_nonfinite": "skip", "abort_on_nan_loss": False, "abort_on_inf_loss": False, "skip_step_scaling_factor": 3.0,
+    "long_documents": "truncate", "batch_transform": "module:function",
 }
 # fmt: on
 

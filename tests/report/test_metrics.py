@@ -78,8 +78,17 @@ def test_a_line_a_step_with_keys_in_order_whatever_order_they_came_in(tmp_path):
         "router_z_loss": 0.5,
         "expert_load_max": [1.5, 2.0],
         "tokens_dropped": [0, 0.1],
+        "updates_skipped": 1,
     }
-    entry = {**train_entry(1), "mfu_palm": 0.5, "mfu": 0.4, "mtp_loss": 3.0, "conversations_cut": 2, **experts}
+    entry = {
+        **train_entry(1),
+        "mfu_palm": 0.5,
+        "mfu": 0.4,
+        "mtp_loss": 3.0,
+        "conversations_cut": 2,
+        "updates_skipped": 1,
+        **experts,
+    }
     log.write(dict(reversed(entry.items())))
     log.write({"eval_own": 3.0, "eval_perplexity": 2.0, "eval_loss": 1.0, "step": 1})
     log.close()

@@ -107,6 +107,30 @@ def test_skip_says_so_and_goes_on(tmp_path, capsys):
     assert "step 8: the update is skipped" not in out
 
 
+@pytest.mark.parametrize(("loss", "key"), [(math.nan, "abort_on_nan_loss"), (math.inf, "abort_on_inf_loss")])
+def test_a_loss_that_shall_not_abort_is_skipped_and_the_other_kind_stops(tmp_path, capsys, loss, key):
+    recorder = recorder_in(tmp_path, **{key: False})
+    recorder.add(1, step_metrics(2.0))
+    recorder.add(2, step_metrics(loss, math.nan))
+    recorder.add(3, step_metrics(math.nan if math.isinf(loss) else math.inf))
+    with pytest.raises(NonFiniteError, match="step 3: loss"):
+        recorder.flush()
+    assert "step 2: the update is skipped" in capsys.readouterr().out
+    recorder = recorder_in(tmp_path, **{key: False})
+    recorder.add(1, step_metrics(2.0, math.inf))  # a gradient that is not finite is no such loss
+    with pytest.raises(NonFiniteError, match="step 1: loss"):
+        recorder.flush()
+
+
+def test_a_spike_is_named_and_is_no_reason_to_stop(tmp_path, capsys):
+    recorder = recorder_in(tmp_path)
+    recorder.add(1, {**step_metrics(9.0), "spike": jnp.bool_(True), "updates_skipped": jnp.int32(3)})
+    recorder.flush()
+    assert "step 1: the update is skipped, for its loss or gradient norm is a spike" in capsys.readouterr().out
+    assert lines(tmp_path)[0]["updates_skipped"] == 3
+    assert (recorder.skipped, recorder.last_finite) == (0, 1)
+
+
 @pytest.mark.parametrize("good_first", [True, False])
 def test_skipping_ends_after_ten_in_a_row(tmp_path, good_first):
     """A finite update in between begins the count anew; so many at the end are an end of their own."""

@@ -1,0 +1,37 @@
+"""Updates whose loss or gradient norm is far above those of the steps before are found, so that they can be skipped."""
+
+import jax
+import jax.numpy as jnp
+
+from src.model.params import Tree
+
+
+def empty_window(interval: int) -> Tree:
+    """Returns a window over the losses and gradient norms of `interval` steps, and how many updates were skipped."""
+    values = {name: jnp.zeros(interval) for name in ("loss", "grad_norm")}
+    return {**values, "count": jnp.zeros((), jnp.int32), "skipped": jnp.zeros((), jnp.int32)}
+
+
+def skip_spikes(
+    window: Tree, loss: jax.Array, grad_norm: jax.Array, finite: jax.Array, factor: jax.Array
+) -> tuple[jax.Array, Tree, dict[str, jax.Array]]:
+    """Returns whether an update is to be made, the window with its step, and metrics.
+
+    It is not where loss or gradient norm exceeds the window's mean by more than `factor` times its standard deviation
+    (of a sample, over N - 1), once half of the window is filled: the rule of OLMo-core and MaxText.
+    A spike itself enters the window, so that a loss that stays high is soon none; what is not finite never does.
+    """
+    interval = window["loss"].size
+    filled = jnp.minimum(window["count"], interval)
+    is_filled = jnp.arange(interval) < filled
+    new, spike = {}, jnp.bool_(False)
+    for name, value in (("loss", loss), ("grad_norm", grad_norm)):
+        mean = jnp.mean(window[name], where=is_filled)
+        deviation = jnp.std(window[name], where=is_filled, ddof=1)
+        spike |= value > mean + factor * deviation  # false beside a NaN: of a window that is empty
+        entered = window[name].at[window["count"] % interval].set(value)
+        new[name] = jnp.where(finite, entered, window[name])
+    spike &= finite & (filled >= max(2, interval // 2))
+    made = finite & ~spike
+    new |= {"count": window["count"] + finite, "skipped": window["skipped"] + ~made}
+    return made, new, {"spike": spike, "updates_skipped": new["skipped"]}

@@ -1,18 +1,20 @@
 """Converts Hugging Face model folders to checkpoints and back.
 
     python -m src.convert from-hf HF_DIR OUT_DIR
-    python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16]
+    python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16] [load_ema=true]
     python -m src.convert check HF_DIR CKPT_OR_RUN
 
 `from-hf` writes OUT_DIR/model.yml, OUT_DIR/checkpoint and the tokenizer's files; weights keep the dtypes they have in
 the folder. `to-hf` takes such an OUT_DIR, a run's folder or one of its checkpoints, and writes a folder that
-transformers loads, with the tokenizer, in the checkpoint's dtypes or in the one given. `check` compares the logits of a
-checkpoint with those that transformers, where it is installed, computes of the folder.
+transformers loads, with the tokenizer, in the checkpoint's dtypes or in the one given; with `load_ema=true` the average
+of a run's weights (ema_decay). `check` compares the logits of a checkpoint with those that transformers, where it is
+installed, computes of the folder.
 """
 
 import functools
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,14 +79,13 @@ def main(argv: Sequence[str]) -> None:
             print(__doc__)
         case ["from-hf", hf_dir, out_dir]:
             from_hf(_folder(hf_dir), _folder(out_dir))
-        case ["to-hf", source, out_dir]:
-            to_hf(_folder(source), _folder(out_dir))
         case ["check", hf_dir, source]:
             source = _folder(source)
             checkpoint = source / "checkpoint" if (source / "model.yml").is_file() else source
             print(describe_agreement(compare(_folder(hf_dir), checkpoint)), flush=True)
-        case ["to-hf", source, out_dir, option] if option.startswith("dtype="):
-            to_hf(_folder(source), _folder(out_dir), option.removeprefix("dtype="))
+        case ["to-hf", source, out_dir, *options] if all(re.fullmatch("dtype=.*|load_ema=true", it) for it in options):
+            dtype = next((it.removeprefix("dtype=") for it in options if it.startswith("dtype=")), "")
+            to_hf(_folder(source), _folder(out_dir), dtype, "load_ema=true" in options)
         case _:
             raise UserError(f"expected one of\n{USAGE}\ngot: {' '.join(argv)}")
 
@@ -125,7 +126,7 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     say([f"{count_params(spec):,} parameters; to train them further: {command}"])
 
 
-def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
+def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> None:
     """Writes a checkpoint as a Hugging Face folder, its tensors in `dtype` or in those of the checkpoint.
 
     `source` is what `from_hf` wrote, or a run's folder or one of its checkpoints. Raises UserError if there is no
@@ -138,7 +139,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "") -> None:
     family, hf = find_family(config.model, config.max_target_length, original.get("model_type", ""))
     tree, _ = declared_weights(model_spec(config.model, config.step, config.max_target_length))
     _make_empty(out_dir)  # before the weights are read, which takes minutes
-    arrays, _, messages = load_any_weights(str(checkpoint), tree, keep_dtypes=True)
+    arrays, _, messages = load_any_weights(str(checkpoint), tree, ema, keep_dtypes=True)
     say(messages)
     notes: list[str] = []
     entries = _write_tokenizer(config.data, model_folder, out_dir, notes)

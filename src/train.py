@@ -94,7 +94,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
     fingerprint = data_fingerprint(inputs, data, global_batch)
     check_same(fingerprint, "data", "the same files, tokenizer and keys")
-    meta = saved_meta(plan, config.load_parameters_path, fingerprint, tokenizer)
+    meta = saved_meta(plan, config.checkpoint, fingerprint, tokenizer)
     if config.sample_length and tokenizer:
         # A prompt that is too long fails now rather than after the run.
         encode_prompt(config.decoding, config.max_target_length, tokenizer, config.prompt)

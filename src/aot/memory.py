@@ -57,6 +57,7 @@ def memory(built: TracedStep) -> Memory:
             "weights": device_bytes(state.weights),
             "optimizer": device_bytes(state.opt),
             "batch": device_bytes(batch),
+            **({"average of the weights": device_bytes(state.ema)} if state.ema else {}),
             "scalars": device_bytes((state.step, state.spikes, hparams)),
         },
         temporaries={

@@ -2,44 +2,108 @@
 
 import functools
 import os
+import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from src.checkpoint.restore import checkpoint_identity, restore_weights
+from src.checkpoint.restore import checkpoint_identity, restore_any, restore_weights
 from src.data.host_arrays import check_same
 from src.data.tokenizer import folder_tokenizer, has_tokenizer
-from src.errors import UserError
+from src.errors import UserError, counted, first_few
 from src.model import lora
-from src.model.params import Tree, by_path, dotted, join, nested
+from src.model.params import ROLES, Tree, by_path, dotted, join, nested
 
 TAIL_BYTES = 2**16  # read of each file: training changes the last bytes as it does all others
 
 
-def load_weights(path: str, tree: Tree, keep_dtypes: bool = False) -> tuple[Tree, dict[str, Any], list[str]]:
+def load_weights(
+    path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = False
+) -> tuple[Tree, dict[str, Any], list[str]]:
     """Loads the weights of a run's folder, a checkpoint or a Hugging Face folder, merging adapters into theirs.
 
-    `tree` has all of a model's weights as `jax.ShapeDtypeStruct`s with shardings; `keep_dtypes` takes the saved dtypes
-    in place of `tree`'s. Returns the weights; a checkpoint's meta, or a Hugging Face folder's `vocab_size` and
-    `tokenizer`; messages for the user. Raises UserError if there are none, or damaged ones, or another model's.
+    `tree` has all of a model's weights as `jax.ShapeDtypeStruct`s with shardings; `ema` takes the averages of those
+    that the run trained; `keep_dtypes` takes the saved dtypes in place of `tree`'s. Returns the weights; a checkpoint's
+    meta, or a Hugging Face folder's `vocab_size` and `tokenizer`; messages for the user. Raises UserError if there are
+    none, or damaged ones, or another model's.
     """
     if _is_hf_folder(path):
+        if ema:
+            raise UserError(f"load_ema: {path} is a Hugging Face folder, which has no average of its weights")
         check_same({"their identity": identity(path)}, f"weights in {path}", "the same files")
         return _load_hf_weights(path, tree)
 
-    restored, meta, messages = restore_weights(path, functools.partial(_wanted, tree, keep_dtypes))
+    restored, meta, messages = restore_weights(path, functools.partial(_wanted, tree, keep_dtypes), ema)
     if "lora" not in meta:
         return restored, meta, messages
     adapters = restored.pop("lora")
-    check_base(meta["lora"], meta["lora"]["base"])
-    base, _, base_messages = load_weights(meta["lora"]["base"], tree, keep_dtypes)
+    base_ema = meta["lora"].get("base_ema", False)
+    check_base(meta["lora"], meta["lora"]["base"], base_ema)
+    base, _, base_messages = load_weights(meta["lora"]["base"], tree, base_ema, keep_dtypes)
     whole = join(base, restored)  # weights trained beside the adapters replace the base's
     merged = lora.merge(whole, adapters, meta["lora"]["alpha"])
     return merged, meta, [*base_messages, *messages, "its adapters are merged."]
+
+
+def load_by_rules(
+    rules: Sequence[Mapping[str, str]], tree: Tree, axes: Tree
+) -> tuple[Tree, list[dict[str, Any]], list[str]]:
+    """Loads the weights of `tree`, as of `load_weights`, that `load_weights_rules` name, each by the first that fits.
+
+    Returns them; the meta of each path from which a weight of the vocabulary came, by its logical `axes`; messages.
+    Raises UserError for a rule that takes no weight, a name that is not there, and as `load_weights` does.
+    """
+    leaves, axes_of, metas, messages = by_path(tree), by_path(axes), [], []
+    taken: dict[Any, jax.Array] = {}
+    for rule in rules:
+        fitting = {path: re.fullmatch(rule["match"], dotted(path)) for path in leaves if path not in taken}
+        try:
+            names = {path: fit.expand(rule.get("name") or r"\g<0>") for path, fit in fitting.items() if fit}
+        except (re.error, IndexError) as error:
+            raise UserError(f"load_weights_rules: name={rule['name']} does not fit {rule['match']}: {error}") from None
+        if not names:
+            left = first_few(sorted(map(dotted, leaves.keys() - taken)), near=rule["match"])
+            raise UserError(f"load_weights_rules: {rule['match']} fits none of the weights that are left: {left}")
+        if len(set(names.values())) < len(names):
+            raise UserError(
+                f"load_weights_rules: {rule['match']} gives two weights one name: {first_few(names.values())}"
+            )
+        arrays, meta, notes = _load_named(rule["path"], {name: leaves[path] for path, name in names.items()}, tree)
+        taken |= {path: arrays[name] for path, name in names.items()}
+        metas += [meta] if any("vocab" in axes_of[path] for path in names) else []
+        pairs = [dotted(path) + f" (there {name})" * (dotted(path) != name) for path, name in names.items()]
+        messages += [*notes, f"load_weights_rules: from {rule['path']}: {', '.join(pairs)}"]
+    if rules:
+        messages.append(f"load_weights_rules: {counted(len(leaves) - len(taken), 'weight')} as without rules")
+    return nested(taken), metas, messages
+
+
+def _load_named(path: str, wanted: Tree, tree: Tree) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Loads the weights with these dotted names; of a Hugging Face folder, which must have all of `tree`."""
+    if _is_hf_folder(path):
+        arrays, meta, messages = load_weights(path, tree)
+        arrays = {dotted(where): array for where, array in by_path(arrays).items()}
+        _check_names(path, wanted, arrays)
+        return arrays, meta, messages
+
+    def entries(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        entry_of = {name.partition(".")[2]: name for name in saved if name.partition(".")[0] in ROLES}
+        _check_names(path, wanted, entry_of)
+        return {entry_of[name]: leaf for name, leaf in wanted.items()}
+
+    restored, meta, messages = restore_any(path, entries, f"{len(wanted)} weights")
+    return {name.partition(".")[2]: array for name, array in restored.items()}, meta, messages
+
+
+def _check_names(path: str, wanted: Iterable[str], there: Iterable[str]) -> None:
+    """Raises UserError for a weight that is not there."""
+    for name in wanted:
+        if name not in there:
+            raise UserError(f"load_weights_rules: {path} has no {name}: it has {first_few(there, near=name)}")
 
 
 def _wanted(tree: Tree, keep_dtypes: bool, meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:
@@ -101,8 +165,10 @@ def _is_hf_folder(path: str) -> bool:
     return kind
 
 
-def check_base(adapters: Mapping[str, Any], path: str) -> None:
+def check_base(adapters: Mapping[str, Any], path: str, ema: bool) -> None:
     """Raises UserError if adapters, as their checkpoint's meta describes them, were trained on other weights."""
+    if ema != adapters.get("base_ema", False):
+        raise UserError(f"these adapters were trained with load_ema={str(not ema).lower()}: set it so again")
     if identity(path) != adapters["base_identity"]:
         raise UserError(
             f"the weights at {path} are not those on which these adapters were trained, at {adapters['base']}, or have "

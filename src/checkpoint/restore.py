@@ -55,23 +55,33 @@ def restore_step(path: epath.PathLike, abstract_state: Mapping[str, Any]) -> Res
     parts are pytrees of `jax.ShapeDtypeStruct`s with shardings. Raises UserError if there is no checkpoint, none is
     good, or the arrays of these parts differ in name or shape.
     """
-    return _restore_of_any_run(path, lambda meta, saved: abstract_state, ", ".join(abstract_state))
+    return restore_any(path, lambda meta, saved: abstract_state, ", ".join(abstract_state))
 
 
-def restore_weights(path: epath.PathLike, tree_of: AbstractOf) -> Restored:
-    """Restores the weights of any run's checkpoint, as `restore_step` does, whichever part of its state each was in."""
+def restore_weights(path: epath.PathLike, tree_of: AbstractOf, ema: bool = False) -> Restored:
+    """Restores the weights of any run's checkpoint, as `restore_step` does, whichever part of its state each was in.
+
+    With `ema` those that were trained are their average. Raises UserError, too, where the run has none.
+    """
+
+    entries = ("ema" if ema else "trainable", "frozen", "stats")
 
     def by_role(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        role_of = {name.partition(".")[2]: role for name in saved if (role := name.partition(".")[0]) in params.ROLES}
-        tree = tree_of(meta, {name: saved[f"{role}.{name}"] for name, role in role_of.items()})
+        entry_of = {name.partition(".")[2]: entry for name in saved if (entry := name.partition(".")[0]) in entries}
+        if ema and "ema" not in entry_of.values():
+            raise UserError(f"load_ema: {path} has no average of its weights: that run was made without ema_decay")
+        tree = tree_of(meta, {name: saved[f"{entry}.{name}"] for name, entry in entry_of.items()})
+        role_of = {name: dict(zip(entries, params.ROLES, strict=True))[entry] for name, entry in entry_of.items()}
         roles = jax.tree.map_with_path(lambda where, _: role_of.get(_dotted(where), "trainable"), tree)
-        return vars(params.Weights.split(tree, roles))
+        return dict(zip(entries, vars(params.Weights.split(tree, roles)).values(), strict=True))
 
-    entries, meta, messages = _restore_of_any_run(path, by_role, "the weights")
-    return Restored(params.Weights(**entries).merged(), meta, messages)
+    what = "the average of the weights" if ema else "the weights"
+    restored, meta, messages = restore_any(path, by_role, what)
+    return Restored(params.Weights(*(restored[entry] for entry in entries)).merged(), meta, messages)
 
 
-def _restore_of_any_run(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Restored:
+def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Restored:
+    """Restores `what` of any run's checkpoint, as `restore_step` does; or single arrays, by their dotted names."""
     folder, steps = _find_steps(path)
     step, state, meta, problems = restore_newest(folder, steps, abstract_of)
     messages = [f"checkpoint {damaged} of {folder} is passed over: {problem}." for damaged, problem in problems.items()]
@@ -132,7 +142,7 @@ def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str
     """Restores (state, meta) of one checkpoint. Raises DamagedError or UserError, on all processes alike."""
     meta, saved = _read_meta(step_folder)
     abstract_state = abstract_of(meta, saved)
-    saved = {name: entry for name, entry in saved.items() if name.split(".")[0] in abstract_state}
+    saved = {name: entry for name, entry in saved.items() if {name, name.split(".")[0]} & set(abstract_state)}
     wanted = flatten(abstract_state)
     host_arrays = [name for name, x in wanted.items() if isinstance(x, HostArray)]
     for name in saved.keys() & set(host_arrays):

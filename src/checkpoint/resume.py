@@ -9,13 +9,13 @@ import numpy as np
 from src.checkpoint.changes import check_tokenizer, check_vocabulary
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.data_position import DataPosition, Facts, data_position
-from src.checkpoint.load_weights import check_base, identity, load_weights
+from src.checkpoint.load_weights import check_base, identity, load_by_rules, load_weights
 from src.checkpoint.restore import HostArray, Restored, restore_step
 from src.checkpoint.run_folder import absolute
 from src.config.schema import Checkpoint, Data
 from src.data.host_arrays import rows_to_global
 from src.data.types import Tokenizer
-from src.model.params import Tree
+from src.model.params import Tree, by_path, join
 from src.step.plan import StepPlan
 from src.step.state import TrainState, init_state
 
@@ -49,8 +49,8 @@ def starting_state(
     wanted = {**saved_entries(plan, abstract), "data_position": HostArray(plan.layout.sharding(()))}
     if restored := checkpointer.restore_latest(wanted):
         if plan.step.lora_rank:  # a checkpoint of adapters leaves the weights under them out
-            check_base(restored.meta["lora"], loading.load_parameters_path)
-            weights, _, _ = load_weights(loading.load_parameters_path, all_weights(abstract))
+            check_base(restored.meta["lora"], loading.load_parameters_path, loading.load_ema)
+            weights, _, _ = load_weights(loading.load_parameters_path, all_weights(abstract), loading.load_ema)
             restored.state["frozen"] = plan.split(weights).frozen
         restored.messages.append(f"resumed from step {int(restored.state['step'])}")
         point = _resume_point(restored, data, accept_changes, fingerprint)
@@ -60,12 +60,15 @@ def starting_state(
         restored = restore_step(path, wanted)
         check_vocabulary(plan.spec.vocab_size, restored.meta)
         return _resume_point(restored, data, accept_changes, fingerprint)
+    by_rules, metas, messages = load_by_rules(loading.load_weights_rules, all_weights(abstract), plan.axes)
+    weights = by_rules
     if path := loading.load_parameters_path:
-        weights, meta, messages = load_weights(path, all_weights(abstract))
+        weights, meta, notes = load_weights(path, all_weights(abstract), loading.load_ema)
+        metas, messages, weights = [meta, *metas], [*notes, *messages], join(weights, by_rules)
+    for meta in metas:
         check_vocabulary(plan.spec.vocab_size, meta)
         check_tokenizer(accept_changes, meta, tokenizer)
-        return ResumePoint(new_state(plan, abstract, weights), messages)
-    return ResumePoint(new_state(plan, abstract), [])
+    return ResumePoint(new_state(plan, abstract, weights), messages)
 
 
 def _resume_point(restored: Restored, data: Data, accept_changes: Sequence[str], fingerprint: Facts) -> ResumePoint:
@@ -91,16 +94,17 @@ def saved_entries(plan: StepPlan, state: TrainState) -> dict[str, Any]:
     return {name: entry for name, entry in state.by_name().items() if not (plan.step.lora_rank and name == "frozen")}
 
 
-def saved_meta(plan: StepPlan, base: str, fingerprint: Facts, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns what a checkpoint says about itself beside its arrays; `base` is where the weights under adapters are."""
+def saved_meta(plan: StepPlan, loading: Checkpoint, fingerprint: Facts, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Returns what a checkpoint says about itself beside its arrays; `loading` says what the weights began with."""
     vocab_size, tokenizer_facts = plan.spec.vocab_size, tokenizer.fingerprint() if tokenizer else None
     meta = {"data": fingerprint, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}
     if plan.step.lora_rank:
         meta["lora"] = {
             "rank": plan.step.lora_rank,
             "alpha": plan.step.lora_alpha,
-            "base": str(absolute(base)),
-            "base_identity": identity(base),
+            "base": str(absolute(loading.load_parameters_path)),
+            "base_identity": identity(loading.load_parameters_path),
+            "base_ema": loading.load_ema,
         }
     return meta
 
@@ -113,16 +117,16 @@ def all_weights(abstract: TrainState) -> Tree:
     return {name: entry for name, entry in abstract.weights.merged().items() if name != "lora"}
 
 
-def new_state(plan: StepPlan, abstract: TrainState, weights: Tree | None = None) -> TrainState:
-    """Returns the state before the first step, the same on every mesh: initial, or of `weights`, which are donated."""
+def new_state(plan: StepPlan, abstract: TrainState, weights: Mapping[str, Any] = {}) -> TrainState:
+    """Returns the state before the first step, the same on every mesh: initial but for `weights`, which are donated."""
+    whole = len(by_path(weights)) == len(by_path(all_weights(abstract)))
 
-    def init(loaded: Tree | None) -> TrainState:
-        if loaded is None:
-            return init_state(plan)
+    def init(loaded: Tree) -> TrainState:
+        initial = {} if whole else plan.init_weights().merged()
         adapters = {"lora": plan.init_adapters()} if plan.step.lora_rank else {}
-        return init_state(plan, plan.split({**loaded, **adapters}))
+        return init_state(plan, plan.split(join(initial, loaded, adapters)))
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     # It runs once: XLA's CPU backend takes six times as long to optimise the random numbers as to compile them plainly.
-    options = None if weights else {"xla_backend_optimization_level": 0}
+    options = None if whole else {"xla_backend_optimization_level": 0}
     return jax.jit(init, out_shardings=shardings, donate_argnums=0, compiler_options=options)(weights)

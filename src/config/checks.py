@@ -6,10 +6,11 @@ What depends on the devices or the data is checked where those are known.
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from src.config import model_checks, source_spec
+from src.config.keys import FROM_0
 from src.config.quantization_keys import CALIBRATION_METHODS, fixed_bound
 from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, size_key
 from src.config.step_keys import REMAT_ARRAYS
@@ -75,6 +76,8 @@ def _rules(config: FlatKeys) -> Iterator[str]:
 def _schedule(config: FlatKeys) -> Iterator[str]:
     if config.steps == -1 and config.learning_rate_schedule_steps == -1:
         yield "steps=-1 takes its value from learning_rate_schedule_steps, which is -1 too: set one of them"
+    if config.lr_schedule_type == "exponential" and config.learning_rate_final_fraction == 0:
+        yield "lr_schedule_type=exponential never comes to 0: set learning_rate_final_fraction above 0, such as 0.1"
     warmup, decay = config.warmup_steps_fraction, config.wsd_decay_steps_fraction
     if config.lr_schedule_type == "wsd" and warmup + decay > 1:
         yield f"warmup_steps_fraction={warmup} and wsd_decay_steps_fraction={decay} leave no room: their sum exceeds 1"
@@ -102,7 +105,8 @@ def _profile(config: FlatKeys) -> Iterator[str]:
 
 def _moments(config: FlatKeys) -> Iterator[str]:
     moments = {"adam_b1": config.mu_dtype or config.weight_dtype, "adam_b2": config.weight_dtype}
-    for name, dtype in moments.items() if config.opt_type in ("adamw", "muon") else ():
+    types = {config.opt_type, *(rule.get("opt_type") for rule in config.optimizer_rules)}
+    for name, dtype in moments.items() if types & {"adamw", "muon"} else ():
         if dtype == "bfloat16" and 0 < 1 - config[name] < 2**-8:  # half of what a bfloat16 can be less by
             yield (
                 f"{name}={config[name]} needs a moment in float32: rounded to bfloat16 it would never decay. Set "
@@ -201,6 +205,15 @@ def _decoding(config: FlatKeys) -> Iterator[str]:
 def _loading(config: FlatKeys) -> Iterator[str]:
     if config.load_parameters_path and config.load_full_state_path:
         yield "load_parameters_path and load_full_state_path exclude each other: weights alone, or the whole state"
+    if config.load_weights_rules and (config.load_full_state_path or config.lora_rank):
+        yield "load_weights_rules gives weights to train from step 0: set neither load_full_state_path nor lora_rank"
+    for rule in config.load_weights_rules:
+        try:
+            re.compile(rule["match"])
+        except re.error as error:
+            yield f"load_weights_rules: {rule['match']} is no regular expression: {error}"
+        if not rule.get("path"):
+            yield f"load_weights_rules: {rule['match']} needs a path: a run, checkpoint or Hugging Face folder"
     if config.lora_rank and not config.lora_parameters:
         yield "lora_rank needs lora_parameters, such as [attention.query, attention.value]"
     if config.lora_rank and not config.load_parameters_path:
@@ -248,29 +261,47 @@ CHECKS = (
 )
 
 
-# ---- Entries of datasets and eval_datasets
+# ---- Entries of datasets, eval_datasets and of rules
+
+# The settings that an entry of a key may have, each with a value of its type; the first of them it must.
+RULES: dict[str, dict[str, Any]] = {
+    "optimizer_rules": {"match": "", "learning_rate_scale": 1.0, "opt_type": "", "weight_decay": 0.0},
+    "load_weights_rules": {"match": "", "path": "", "name": ""},
+}
+ENTRIES = RULES | {
+    key: {name: {"weight": 1.0, "eval_steps": 1}.get(name, "") for name in names}
+    for key, names in source_spec.ENTRY_KEYS.items()
+}
+_RANGES = {"learning_rate_scale": FROM_0, "weight_decay": FROM_0}
 
 
 def read_entries(key: str, value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Returns a parsed `datasets` or `eval_datasets`, each setting typed; raises ValueError with all that is wrong."""
-    entries = read_list(value, "entry", functools.partial(_read_entry, source_spec.ENTRY_KEYS[key]))
+    """Returns a parsed list of mappings, each setting typed; raises ValueError with all that is wrong."""
+    entries = read_list(value, "entry", functools.partial(_read_entry, ENTRIES[key]))
+    if key in RULES:
+        return entries
     names = [entry["name"] for entry in entries]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise ValueError("; ".join(f"two entries have the name {name}" for name in twice))
     return entries
 
 
-def _read_entry(known: Sequence[str], entry: Any) -> dict[str, Any]:
+def _read_entry(known: Mapping[str, Any], entry: Any) -> dict[str, Any]:
+    first = next(iter(known))
     if not isinstance(entry, Mapping):
-        raise ValueError(f"expected a mapping such as {{name: web, dataset_path: FOLDER}}, got {dump(entry)}")
+        raise ValueError(f"expected a mapping such as {{{first}: web, {list(known)[-1]}: ...}}, got {dump(entry)}")
     typed = {}
     for name, value in entry.items():
         if name not in known:
             hint = did_you_mean(name, known) or f" There are {first_few(known, near=name)}"
             raise ValueError(f"no setting {name}.{hint}")
-        typed[name] = convert(value, {"weight": 1.0, "eval_steps": 1}.get(name, ""), name)
+        typed[name] = convert(value, known[name], name)
+        if name in _RANGES and not _RANGES[name].holds(typed[name]):
+            raise ValueError(f"{name}={dump(typed[name])} must be {_RANGES[name].words}")
         if name in KEYS and (problem := check_value(name, typed[name])):
             raise ValueError(problem)
-    if not re.fullmatch(r"[\w.-]+", typed.get("name", "")):
+    if first == "match" and not typed.get("match"):
+        raise ValueError(f"it needs match, a pattern of weights' names, got {dump(entry)}")
+    if first == "name" and not re.fullmatch(r"[\w.-]+", typed.get("name", "")):
         raise ValueError("it needs a name, of letters, digits, dots, dashes and underscores")
     return typed

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from src.config.checks import check_config, read_entries
+from src.config.checks import ENTRIES, check_config, read_entries
 from src.config.keys import frozen
 from src.config.migration_hints import corrected_command, is_maxtext_default, migration_hint, own_value
 from src.config.model_checks import read_segments
 from src.config.needs import TYPED, Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults
-from src.config.source_spec import ENTRY_KEYS
 from src.config.sources import CONFIG, config_dict_keys, model_keys, read_python, run_folder, run_keys, runs_in
 from src.config.yaml import BASE, CONFIGS, NOTHING, convert, dump, file_name, literal, parse_argument, parse_keys
 
@@ -274,7 +273,7 @@ def _typed(key: str, value: Any) -> Any:
     """Returns a parsed value as the type of a key, or of an entry where the key is dotted; raises ValueError."""
     if key == "decoder_segments":
         return read_segments(value)
-    if key in ENTRY_KEYS:
+    if key in ENTRIES:
         return read_entries(key, value)
     default = _default(key)  # None: of an unknown key or entry, which a check answers
     return frozen(literal(value) if default is None else convert(value, default))

@@ -36,6 +36,7 @@ class LayerFacts:
         ("before", "after", "both"))
     dropout_rate: float = fact(0.0, "on the embedding's and on each residual branch's output", SHARE_BELOW_1)
     logits_via_embedding: bool = key(False, "the output projection is the embedding table, transposed")
+    logits_bias: bool = key(False, "a learned bias of each logit (Pax's C4 models)")
     scale_embedding: bool = key(False, "embeddings times the root of their width (Gemma)")
     embedding_multiplier: float = key(1.0, "embeddings times this (Granite)", POSITIVE)
     residual_multiplier: float = fact(1.0, "the outputs of attention and feed-forward times this (Granite)", POSITIVE)
@@ -58,6 +59,7 @@ class AttentionFacts:
     query_pre_attn_scalar: float = fact(0.0, "scores are divided by its root; 0: that of a query head's size", FROM_0)
     qk_norm: str = fact("none", "of queries and keys: head (each), all_heads (at once), l2 (after RoPE, no scale)",
         ("none", "head", "all_heads", "l2"), not_with="mla")
+    query_dim_scale: bool = fact(False, "a learned scale of each dim of a query head (Pax's C4 models)", not_with="mla")
     attn_temperature_scale: float = fact(0.0,
         "s: queries times 1 + s * log(1 + floor((1 + position) / attn_temperature_floor)) (Llama 4)",
         FROM_0, not_with="mla")

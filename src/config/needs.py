@@ -8,6 +8,7 @@ from src.config.schema import KEYS
 from src.config.source_spec import SETTINGS
 from src.config.yaml import dump
 
+GIVEN = Range("...", bool)
 ABOVE_0 = Range("a positive number", lambda x: x > 0)
 ABOVE_1 = Range("a number above 1", lambda x: x > 1)
 
@@ -70,11 +71,13 @@ NEEDS = (
     Need(["routed_bias_update_rate"], {"routed_bias": [True]}),
     Need(["mtp_loss_scaling_factor"], {"mtp_num_layers": ABOVE_0}),
     Need(["remat_custom"], {"remat_policy": ["custom"]}),
-    Need(["adam_b1", "adam_b2", "adam_eps", "mu_dtype"], {"opt_type": ["adamw", "muon"]}),
-    Need(["muon_beta"], {"opt_type": ["muon"]}),
+    Need(["adam_b1", "adam_b2", "adam_eps", "mu_dtype"], {"opt_type": ["adamw", "muon"], "optimizer_rules": GIVEN}),
+    Need(["adam_clip_threshold"], {"opt_type": ["adamw"], "optimizer_rules": GIVEN}),
+    Need(["muon_beta"], {"opt_type": ["muon"], "optimizer_rules": GIVEN}),
     Need(["abort_on_nan_loss", "abort_on_inf_loss"], {"on_nonfinite": ["stop"]}),
     Need(["skip_step_interval", "skip_step_scaling_factor"], {"skip_step_on_spikes": [True]}),
     Need(["target_eval_loss"], {"eval_interval": FROM_1}),
+    Need(["load_ema"], {"load_parameters_path": GIVEN}),
     Need(["wsd_decay_steps_fraction"], {"lr_schedule_type": ["wsd"]}),
     Need(["quantization_exclude"], {"quantization": ["int8", "fp8"], "quantize_weights": ["int8"]}),
     Need(["lora_alpha", "lora_parameters"], {"lora_rank": ABOVE_0}),

@@ -121,6 +121,9 @@ class Checkpoint:
     checkpoint_period: int = key(1000, "steps between checkpoints; one is also saved at the end and on SIGTERM", FROM_1)
     max_num_checkpoints_to_keep: int = key(3, "at the end; one more in training; -1: all are kept", FROM_1_OR_UNSET)
     load_parameters_path: str = path("", "a run, checkpoint or Hugging Face folder: start with its weights, at step 0")
+    load_weights_rules: tuple = key((),
+        "for each weight the first that fits: [{match: REGEX, path: as above, name: its name there, such as \\1}, ...]")
+    load_ema: bool = key(False, "load_parameters_path: the average of that run's weights (ema_decay)")
     load_full_state_path: str = path("", "the same: start with its weights, optimizer, step and data position")
 
 

@@ -69,15 +69,21 @@ class Optimizer:
     opt_type: str = key("adamw", "adamw, adafactor (learning_rate is then relative to a weight's size), muon or sgd",
         ("adamw", "adafactor", "muon", "sgd"), fixed=True)
     learning_rate: float = key(3e-4, "the schedule's highest", POSITIVE, 2**120)
-    lr_schedule_type: str = key("cosine", "cosine, or wsd: warm-up, stable, linear decay", ("cosine", "wsd"))
+    lr_schedule_type: str = key("cosine", "cosine, exponential, or wsd: warm-up, stable, linear decay",
+        ("cosine", "exponential", "wsd"))
     learning_rate_schedule_steps: int = key(-1, "the schedule's length, then the rate is 0; -1: steps", FROM_1_OR_UNSET)
     warmup_steps_fraction: float = key(0.1, "of the schedule: linear from 0 to learning_rate", SHARE)
     learning_rate_final_fraction: float = key(0.1, "the schedule ends at this fraction of learning_rate", SHARE)
     wsd_decay_steps_fraction: float = key(0.1, "wsd: of the schedule, the decay at its end", SHARE)
+    optimizer_rules: tuple = key((),
+        'for each weight the first that fits: [{match: "*norm*", learning_rate_scale: 0.1, weight_decay: 0}, ...]',
+        fixed=True)
     adam_b1: float = key(0.9, "decay of the first moment", SHARE_BELOW_1)
     adam_b2: float = key(0.95, "decay of the second moment", SHARE_BELOW_1)
     adam_eps: float = key(1e-8, "added to the root of the second moment", POSITIVE)
     adam_weight_decay: float = key(0.1, "decoupled, on weights only: not on norms, biases", FROM_0)
+    adam_clip_threshold: float = key(0.0,
+        "root mean square that adamw's update of each matrix or vector is scaled down to (Pax); 0: off", FROM_0)
     muon_beta: float = key(0.95, "muon: decay of the momentum; what is no matrix in a layer has adamw", SHARE_BELOW_1)
     mu_dtype: str = key("", "of the first moment of adamw and muon; empty: weight_dtype", ("", *DTYPES), fixed=True)
     shard_optimizer_over_data: bool = key(False, "the optimizer's state is cut over copies of the weights too (ZeRO-1)")
@@ -93,6 +99,8 @@ class Optimizer:
     mtp_loss_scaling_factor: float = key(0.1, "mtp_num_layers: weight of the extra predictions' mean loss", FROM_0)
     on_nonfinite: str = key("stop",
         "a loss or gradient that is not finite: stop, or skip the update (ten in a row stop too)", ("stop", "skip"))
+    ema_decay: float = key(0.0, "the state has an average of the weights too, which decays by this a step; 0: none",
+        SHARE_BELOW_1, fixed=True)
     abort_on_nan_loss: bool = key(True, "on_nonfinite=stop: a loss that is no number stops; false: skip its update")
     abort_on_inf_loss: bool = key(True, "on_nonfinite=stop: an infinite loss stops; false: skip its update")
     skip_step_on_spikes: bool = key(False,
@@ -101,6 +109,8 @@ class Optimizer:
         fixed=True)
     skip_step_scaling_factor: float = key(6.0,
         "skip_step_on_spikes: far is more than so many standard deviations above their mean", POSITIVE)
+    log_internals: int = key(0,
+        "steps between records of the norms of weights, gradients, updates and of layers' outputs; 0: none", FROM_0)
     init_weights_seed: int = key(0, "of the weights and of dropout", SEED)
 
 

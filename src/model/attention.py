@@ -7,6 +7,7 @@ layer's window, with weights softmax(scale q k). Scores may be capped, and a sin
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -46,6 +47,8 @@ class Attention(nnx.Module):
         elif spec.qk_norm == "all_heads":
             self.query_norm = Norm(spec, (N, H), dtype, rngs, ("heads", "head_dim"))
             self.key_norm = Norm(spec, (K, H), dtype, rngs, ("kv_heads", "head_dim"))
+        if spec.query_dim_scale:
+            self.query_dim_scale = weight(rngs, (H,), ("head_dim",), dtype, constant=0.0, decays=False)
         if spec.attention_sink:
             self.sinks = weight(rngs, (N,), ("heads",), dtype, constant=0.0, decays=False)
 
@@ -106,6 +109,9 @@ class Attention(nnx.Module):
         if spec.qk_norm == "l2":
             epsilon = spec.normalization_layer_epsilon
             q_BTNH, k_BTKH = root_mean_square(q_BTNH, epsilon), root_mean_square(k_BTKH, epsilon)
+        if spec.query_dim_scale:  # praxis's PerDimScale: 1 where the weight is 0
+            scale_H = jax.nn.softplus(self.query_dim_scale[...].astype(jnp.float32)) / math.log(2)
+            q_BTNH = (q_BTNH * scale_H).astype(q_BTNH.dtype)
         if spec.attn_temperature_scale:
             # Llama 4: attention flattens over long texts, so queries grow with the position.
             floors_BT = jnp.floor((positions_BT + 1.0) / spec.attn_temperature_floor)

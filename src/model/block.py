@@ -78,7 +78,7 @@ class Block(nnx.Module):
             normed_BTD = context.all_gather_sequence(_normalise(self.feed_forward_norm, x_BTD))
             out_BTD, report = self.feed_forward(normed_BTD, context)
             x_BTD = self._add(x_BTD, _normalise(self.feed_forward_out_norm, out_BTD), context, 2 * layer + 1)
-        return x_BTD, cache, {"feed_forward": report}
+        return x_BTD, cache, {"feed_forward": report, **context.activations(x_BTD)}
 
     def _add(self, x_BTD: Array, out_BTD: Array, context: ForwardContext, site: Array) -> Array:
         out_BTD = out_BTD if self.multiplier == 1 else out_BTD * self.multiplier

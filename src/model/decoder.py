@@ -37,6 +37,8 @@ class Decoder(nnx.Module):
         self.final_norm = Norm(spec, (D,), dtype, rngs)
         if not spec.logits_via_embedding:
             self.output = weight(rngs, (D, V), ("embed", "vocab"), dtype, fan_in=(0,))
+        bias = {"constant": 0.0, "decays": False}
+        self.output_bias = weight(rngs, (V,), ("vocab",), dtype, **bias) if spec.logits_bias else None
         self.mtp = nnx.List([MtpLayer(spec.layers[-1], spec, rngs) for _ in range(spec.mtp_num_layers)])
 
     def __call__(
@@ -87,6 +89,8 @@ class Decoder(nnx.Module):
         logits_BTV = context.layout.constrain(logits_BTV, "batch", "length", "vocab").astype(jnp.float32)
         if self.spec.logits_scaling != 1:
             logits_BTV /= self.spec.logits_scaling
+        if self.output_bias is not None:
+            logits_BTV += self.output_bias[...].astype(jnp.float32)
         if cap := self.spec.final_logits_soft_cap:
             logits_BTV = cap * jnp.tanh(logits_BTV / cap)
         if self.spec.padded_vocab_size == self.spec.vocab_size:

@@ -22,6 +22,7 @@ class ForwardContext:
     packed: bool  # False: rows hold one segment, then padding, and a causal kernel needs no segments
     dropout_keys_BTW: Array | None = None  # of each token (`token_keys`); None: no dropout
     decoding: bool = False  # each row is one token, whose past is in the cache
+    log_internals: bool = False  # blocks report the size of what they return
     layer: Array | int = 0  # number of the block that runs, counted through the model
     early_gradients: bool = False  # `Execution.early_gradients`
 
@@ -45,6 +46,13 @@ class ForwardContext:
     def gradients_together(self, *arrays: Tree) -> tuple[Tree, ...]:
         """Returns `arrays`, pytrees; with `early_gradients` all their gradients are there before any is used."""
         return _gradients_together(arrays) if self.early_gradients else arrays
+
+    def activations(self, x_BTD: Array) -> Tree:
+        """Reports a block's output: its sum of squares over the tokens that are no padding, [1, 1] as routers' sums."""
+        if not self.log_internals:
+            return {}
+        squares_BT = jnp.sum(jnp.square(jax.lax.stop_gradient(x_BTD).astype(jnp.float32)), axis=-1)
+        return {"activations": jnp.sum(squares_BT * (self.segment_ids_BT > 0))[None, None]}
 
     def dropout(self, x_BTD: Array, rate: float, site: Array | int) -> Array:
         """Applies inverted dropout (Srivastava et al. 2014, section 10) to [B, T, D] by the tokens' keys, if any.

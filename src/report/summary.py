@@ -22,6 +22,7 @@ from src.json_text import parse_json
 from src.model.flops import FlopsPerToken, count_params
 from src.parallel.slices import describe_mesh
 from src.step.build import TracedStep
+from src.step.optimizer_rules import describe_rules
 
 _CONVERSATIONS_LOOKED_AT = 256  # of each source
 _FEW = 0.03  # of a source's documents: if no more are cut, the header does not mention it
@@ -51,6 +52,7 @@ def run_header(
     weights = plan.split(plan.shapes)
     trained = f"{sum(leaf.size for leaf in jax.tree.leaves(weights.trainable)):,} parameters"
     trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""
+    by_rule = describe_rules(plan.step, plan.rules, weights.trainable)
     packed = "packed, none cut that fits a row" if config.use_sft else "packed"
     order = f"shuffled by seed {config.data_shuffle_seed}, {packed if config.packing else 'a document per row'}"
     loss = [config.loss, "in evaluations next_token_loss"] if config.loss else []
@@ -63,6 +65,7 @@ def run_header(
         ("mesh", describe_mesh(plan.layout.mesh.shape)),
         *([("pipeline", schedule.describe())] if (schedule := plan.execution.schedule) else []),
         ("model", f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}"),
+        *([("optimizer", by_rule)] if by_rule else []),
         ("trained", trained if weights.frozen else "all parameters"),
         ("step", f"{counted(built.rows, 'row')} x {config.max_target_length} = {built.tokens:,} tokens"),
         ("FLOPs per token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),

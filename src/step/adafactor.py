@@ -23,13 +23,16 @@ class AdafactorState(NamedTuple):
     full: Any  # of all other weights
 
 
-def scale_by_adafactor(matrices: Any) -> optax.GradientTransformation:
+def scale_by_adafactor(matrices: Any, chosen: Any) -> optax.GradientTransformation:
     """Gradients over the root of their second moment, clipped, times each weight's scale (algorithms 4 and 5).
+
+    Those of weights that are not `chosen` pass as they are.
 
     The learning rate is then relative to the weights' root mean square. Layers and experts that share an array have
     rows, columns and scales of their own, as each weight's `Matrix` says. There is no first moment.
     """
-    kinds: dict[Any, Matrix] = by_path(matrices)
+    is_chosen = by_path(chosen)
+    kinds: dict[Any, Matrix] = {path: kind for path, kind in by_path(matrices).items() if is_chosen[path]}
 
     def init(weights: Any) -> AdafactorState:
         shapes = {path: weight.shape for path, weight in by_path(weights).items()}
@@ -45,9 +48,9 @@ def scale_by_adafactor(matrices: Any) -> optax.GradientTransformation:
         count = state.count + 1
         decay = 1.0 - count.astype(jnp.float32) ** -DECAY
         rows, columns, full, weights = map(by_path, (state.rows, state.columns, state.full, weights))
-        updates = {}
-        for path, gradient in by_path(gradients).items():
-            kind, gradient = kinds[path], gradient.astype(jnp.float32)
+        updates = by_path(gradients)
+        for path, kind in kinds.items():
+            gradient = updates[path].astype(jnp.float32)
             square = jnp.square(gradient) + EPSILON_1
             if kind.inputs:
                 rows[path] = decay * rows[path] + (1 - decay) * jnp.mean(square, kind.outputs, keepdims=True)
@@ -57,11 +60,23 @@ def scale_by_adafactor(matrices: Any) -> optax.GradientTransformation:
             else:
                 full[path] = decay * full[path] + (1 - decay) * square
                 scaled = gradient * jax.lax.rsqrt(full[path])
-            clipped = scaled / jnp.maximum(1.0, _root_mean_square(scaled, kind) / CLIP)
-            updates[path] = clipped * jnp.maximum(EPSILON_2, _root_mean_square(weights[path], kind))
+            updates[path] = _clip(scaled, kind, CLIP) * jnp.maximum(EPSILON_2, _root_mean_square(weights[path], kind))
         return nested(updates), AdafactorState(count, nested(rows), nested(columns), nested(full))
 
     return optax.GradientTransformation(init, update)
+
+
+def clip_matrices(matrices: Any, chosen: Any, threshold: jax.Array) -> optax.GradientTransformation:
+    """Scales each matrix or vector of the `chosen` weights' updates down to a root mean square of `threshold`."""
+
+    def clip(x: jax.Array, kind: Matrix, is_chosen: bool) -> jax.Array:
+        return _clip(x, kind, threshold) if is_chosen else x
+
+    return optax.stateless(lambda updates, _: jax.tree.map(clip, updates, matrices, chosen))
+
+
+def _clip(x: jax.Array, kind: Matrix, threshold: jax.Array | float) -> jax.Array:
+    return (x / jnp.maximum(1.0, _root_mean_square(x, kind) / threshold)).astype(x.dtype)
 
 
 def _root_mean_square(x: jax.Array, kind: Matrix) -> jax.Array:

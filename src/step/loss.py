@@ -6,7 +6,7 @@ here or in a file of one's own that the key `loss` names; docs/forking.md has on
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -31,7 +31,8 @@ class LossSums(NamedTuple):
     z: jax.Array  # squared log-normalisers
     mtp: jax.Array  # [P] nats, of each multi-token prediction layer
     non_padding: jax.Array  # int32: tokens that go through the experts, all but padding
-    router: Tree  # the layers' buffers of what their experts did
+    router: Tree  # the layers' reports: buffers of what their experts did
+    metrics: Mapping[str, tuple[jax.Array, jax.Array]] = {}  # of a loss of one's own: what to record, (sum, count)
 
 
 class TokenCounts(NamedTuple):
@@ -73,7 +74,7 @@ def objective(
     model = plan.decoder(dataclasses.replace(weights, trainable=trainable))
     sums = loss(model, batch, plan)
     step, denominator = plan.step, jnp.maximum(counts.loss, 1.0)
-    losses = {"loss": sums.loss / denominator}
+    losses = {"loss": sums.loss / denominator, **({"user_metrics": dict(sums.metrics)} if sums.metrics else {})}
     total = (sums.loss + step.z_loss_multiplier * sums.z) / denominator
     if plan.spec.has_experts and (step.load_balance_loss_weight or step.router_z_loss_weight):
         # They are no sums over tokens, so all of a micro-batch's come first, of which a replica has a part.
@@ -103,10 +104,9 @@ def count_tokens(batch: Batch, plan: StepPlan) -> TokenCounts:
 def hidden_states(model: Decoder, inputs: Batch, plan: StepPlan) -> tuple[jax.Array, ForwardContext, Tree]:
     """Returns the hidden states [B, T, D] of a batch that is `in_zigzag`, their context, and the layers' reports."""
     positions_BT, segment_ids_BT, keys_BTW = (inputs.get(name) for name in ("positions", "segment_ids", "dropout_keys"))
-    early = plan.execution.early_gradients
-    context = ForwardContext(
-        positions_BT, segment_ids_BT, plan.layout, plan.kernel, plan.packed, keys_BTW, early_gradients=early
-    )
+    settings = (plan.layout, plan.kernel, plan.packed, keys_BTW)
+    more = {"early_gradients": plan.execution.early_gradients, "log_internals": plan.step.log_internals > 0}
+    context = ForwardContext(positions_BT, segment_ids_BT, *settings, **more)
     hidden_BTD, _, reports = model(inputs["tokens"], context, plan.execution)
     return hidden_BTD, context, reports
 

@@ -32,7 +32,7 @@ def matrices(declarations: Any, vocab_size: int) -> Any:
 
 def _matrix(axes: tuple[str | None, ...], fan_in: tuple[int, ...], vocab_size: int) -> Matrix:
     stacks = tuple(dim for dim, axis in enumerate(axes) if axis in STACKED)
-    is_table = bool(axes) and axes[0] in LOOKED_UP
+    is_table = len(axes) > 1 and axes[0] in LOOKED_UP
     inputs = (0,) if is_table else fan_in
     outputs = tuple(dim for dim in range(len(axes)) if dim not in (*stacks, *inputs))
     if inputs and any(axes[dim] for dim in outputs):

@@ -18,8 +18,8 @@ MeshAxes = tuple[str, ...]  # of the mesh
 UPDATE_RMS = 0.2  # AdamW's, so that one learning rate serves both (Liu et al. 2025, section 2.2)
 
 
-def orthogonal_updates(matrices: Any, shardings: Any) -> optax.GradientTransformation:
-    """The nearest orthogonal matrix, about, of each hidden matrix, times 0.2 and the root of its longer side.
+def orthogonal_updates(matrices: Any, chosen: Any, shardings: Any) -> optax.GradientTransformation:
+    """The nearest orthogonal matrix, about, of each `chosen` matrix, times 0.2 and the root of its longer side.
 
     So updates have the root mean square 0.2 (Liu et al. 2025, equation 4). All other weights' pass as they are. On a
     mesh a device makes whole matrices, as many as another, and their shards go there and back (all-to-all). Where that
@@ -27,13 +27,13 @@ def orthogonal_updates(matrices: Any, shardings: Any) -> optax.GradientTransform
     """
 
     def update(updates: Any, _: Any) -> Any:
-        return jax.tree.map(_update, matrices, shardings, updates)
+        return jax.tree.map(_update, matrices, chosen, shardings, updates)
 
     return optax.stateless(update)
 
 
-def _update(matrix: Matrix, at: NamedSharding, x: jax.Array) -> jax.Array:
-    if not matrix.hidden:
+def _update(matrix: Matrix, chosen: bool, at: NamedSharding, x: jax.Array) -> jax.Array:
+    if not chosen:
         return x
     order = (*matrix.stacks, *matrix.inputs, *matrix.outputs)
     shape = [[x.shape[dim] for dim in dims] for dims in (matrix.stacks, matrix.inputs, matrix.outputs)]

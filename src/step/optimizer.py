@@ -1,7 +1,7 @@
 """The optimizer, built inside the step from run-time values, and the learning rate of each step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,9 @@ from jax.tree_util import DictKey
 
 from src.config.schema import Step
 from src.model.params import by_path
-from src.step.adafactor import scale_by_adafactor
+from src.step.adafactor import clip_matrices, scale_by_adafactor
 from src.step.muon import orthogonal_updates
+from src.step.optimizer_rules import Rule
 
 HParams = dict[str, Any]
 
@@ -23,9 +24,10 @@ def learning_rate(keys: Step, steps: int, step: int) -> float:
 
     With n = learning_rate_schedule_steps, w = warmup_steps_fraction n and r = learning_rate: r (step + 1) / w while
     step < w; then, for cosine, from r down half a cosine (Loshchilov and Hutter 2017, equation 5) to
-    learning_rate_final_fraction r at n; for wsd, r until the last wsd_decay_steps_fraction of n, then a straight line
-    to that end (Hu et al. 2024, section 4). Zero from n on.
+    learning_rate_final_fraction r at n; for exponential, to that end by an equal factor a step; for wsd, r until the
+    last wsd_decay_steps_fraction of n, then a straight line to that end (Hu et al. 2024, section 4). Zero from n on.
     """
+    # optax's schedules compute in float32 on a device, and so differ in the last bit; the loop would wait for them.
     total = steps if keys.learning_rate_schedule_steps == -1 else keys.learning_rate_schedule_steps
     warmup = round(keys.warmup_steps_fraction * total)
     peak, final = keys.learning_rate, keys.learning_rate_final_fraction
@@ -37,6 +39,8 @@ def learning_rate(keys: Step, steps: int, step: int) -> float:
         decay = round(keys.wsd_decay_steps_fraction * total)
         return peak * min(1.0, final + (1.0 - final) * (total - step) / max(decay, 1))
     progress = (step - warmup) / max(total - warmup, 1)
+    if keys.lr_schedule_type == "exponential":
+        return peak * final**progress
     return peak * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
@@ -50,38 +54,52 @@ def hparams_at(keys: Step, steps: int, step: int) -> HParams:
         "eps": keys.adam_eps,
         "weight_decay": keys.adam_weight_decay,
         "clip": keys.gradient_clipping_threshold,
+        **({"adam_clip": keys.adam_clip_threshold} if keys.adam_clip_threshold else {}),
+        **({"ema_decay": keys.ema_decay} if keys.ema_decay else {}),
         **({"spike_factor": keys.skip_step_scaling_factor} if keys.skip_step_on_spikes else {}),
     }
     return {name: np.float32(value) for name, value in values.items()}
 
 
 def make_optimizer(
-    keys: Step, decays: Any, matrices: Any, shardings: Any, hparams: HParams
+    keys: Step, decays: Any, matrices: Any, shardings: Any, hparams: HParams, rules: Any
 ) -> optax.GradientTransformation:
     """Returns the optimizer, with decoupled weight decay (Loshchilov and Hutter 2019).
 
-    `decays`, `matrices` (of `Matrix`) and `shardings` (of updates) are trees with an entry for each weight. `hparams`
-    may be traced arrays; the state does not depend on them. Muon (Jordan et al. 2024) updates all but hidden matrices
-    by adamw.
+    `decays`, `matrices` (of `Matrix`), `shardings` (of updates) and `rules` (of `Rule`) are trees with an entry for
+    each weight. `hparams` may be traced arrays; the state does not depend on them. Muon (Jordan et al. 2024) updates
+    all but hidden matrices by adamw.
     """
     mu_dtype = keys.mu_dtype or keys.weight_dtype
     adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=mu_dtype)
-    hidden = jax.tree.map(lambda matrix: matrix.hidden, matrices)
-    rules = {
-        "adamw": [adam],
-        "adafactor": [scale_by_adafactor(matrices)],
-        "muon": [
-            optax.masked(optax.trace(hparams["muon_beta"], nesterov=True, accumulator_dtype=mu_dtype), hidden),
-            orthogonal_updates(matrices, shardings),
-            optax.masked(adam, jax.tree.map(lambda is_hidden: not is_hidden, hidden)),
-        ],
-        "sgd": [optax.identity()],
-    }
-    return optax.chain(
-        *rules[keys.opt_type],
-        optax.add_decayed_weights(hparams["weight_decay"], decays),
-        optax.scale_by_learning_rate(hparams["learning_rate"]),
-    )
+    trace = optax.trace(hparams["muon_beta"], nesterov=True, accumulator_dtype=mu_dtype)
+    leaves = jax.tree.leaves(rules)
+    types = {rule.opt_type for rule in leaves}
+
+    def where(holds: Callable[[Rule], bool]) -> Any:
+        return jax.tree.map(holds, rules)
+
+    by_muon = jax.tree.map(lambda rule, it: rule.opt_type == "muon" and it.hidden, rules, matrices)
+    by_adam = jax.tree.map(lambda rule, muon: rule.opt_type in ("adamw", "muon") and not muon, rules, by_muon)
+    scaling: list[optax.GradientTransformation] = []
+    if "muon" in types:
+        scaling += [optax.masked(trace, by_muon), orthogonal_updates(matrices, by_muon, shardings)]
+    if "adafactor" in types:
+        scaling.append(scale_by_adafactor(matrices, where(lambda rule: rule.opt_type == "adafactor")))
+    if types & {"adamw", "muon"}:
+        scaling.append(adam if types == {"adamw"} else optax.masked(adam, by_adam))
+    if keys.adam_clip_threshold:
+        scaling.append(clip_matrices(matrices, where(lambda rule: rule.opt_type == "adamw"), hparams["adam_clip"]))
+    default = jax.tree.map(lambda rule, it: rule.weight_decay is None and it, rules, decays)
+    decay = [optax.add_decayed_weights(hparams["weight_decay"], default)]
+    for rate in sorted({rule.weight_decay for rule in leaves if rule.weight_decay}):
+        decay.append(optax.add_decayed_weights(rate, where(lambda rule, rate=rate: rule.weight_decay == rate)))
+    scales = sorted({rule.learning_rate_scale for rule in leaves} - {1.0})
+    rates = [
+        optax.masked(optax.scale(scale), where(lambda rule, scale=scale: rule.learning_rate_scale == scale))
+        for scale in scales
+    ]
+    return optax.chain(*scaling, *decay, optax.scale_by_learning_rate(hparams["learning_rate"]), *rates)
 
 
 def state_shardings(opt: Any, shapes: Any, shardings: Any, copy: NamedSharding) -> Any:

@@ -24,6 +24,7 @@ from src.parallel.accumulate import Accumulation, Batch
 from src.parallel.mesh import Layout, add_mesh_axes, replica_axes, weight_shardings
 from src.step.matrices import matrices
 from src.step.optimizer import HParams, make_optimizer
+from src.step.optimizer_rules import assign_rules
 from src.user_code import load_function
 
 
@@ -48,6 +49,7 @@ class StepPlan:
     fields: Fields  # of a batch, beside BATCH_ARRAYS
     eval_metrics: Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]] | None
     accumulation: Accumulation
+    rules: Any  # of each trained weight: a src/step/optimizer_rules.py Rule
 
     def init_weights(self) -> Weights:
         """Returns the initial weights."""
@@ -67,7 +69,7 @@ class StepPlan:
     def optimizer(self, hparams: HParams) -> optax.GradientTransformation:
         """Returns the optimizer with these values."""
         decays, matrices = (self.split(tree).trainable for tree in (self.decays, self.matrices))
-        return make_optimizer(self.step, decays, matrices, self.accumulation.updates, hparams)
+        return make_optimizer(self.step, decays, matrices, self.accumulation.updates, hparams, self.rules)
 
     def decoder(self, model_weights: Weights) -> Decoder:
         """Returns the model with these weights."""
@@ -82,7 +84,7 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
 
     Raises UserError if there is no function `eval_metrics` or `batch_transform`, sizes do not divide over the mesh or
     its pipeline stages, the attention kernel or products in 8 bits do not run on its devices, or a pattern of
-    `trainable_parameters`, `lora_parameters` or `quantization_exclude` fits no weight.
+    `trainable_parameters`, `lora_parameters`, `optimizer_rules` or `quantization_exclude` fits no weight.
     """
     moe.check_mesh(spec, layout)
     schedule = make_schedule(mesh, spec, layout)
@@ -96,9 +98,8 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
     shapes, axes = params.values(declarations), params.field(declarations, "out_sharding")
     shardings = weight_shardings(layout, shapes, axes)
     replicas, trainable = replica_axes(layout, shardings), Weights.split(shardings, roles).trainable
-    updates = trainable
+    updates, trained = trainable, Weights.split(shapes, roles).trainable
     if step.shard_optimizer_over_data:
-        trained = Weights.split(shapes, roles).trainable
         updates = jax.tree.map(lambda at, shape: add_mesh_axes(at, shape.shape, replicas), trainable, trained)
     micro_batches = step.gradient_accumulation_steps
     return StepPlan(
@@ -119,4 +120,5 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
         fields=added_fields(batch, spec.vocab_size),
         eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
         accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),
+        rules=assign_rules(step, trained),
     )

@@ -19,7 +19,7 @@ from src.step.optimizer import hparams_at, state_shardings
 from src.step.plan import Batch, StepPlan
 from src.step.spikes import empty_window
 
-EXTRAS = ("spikes",)  # entries of a state that some runs have
+EXTRAS = ("ema", "spikes")  # entries of a state that some runs have
 
 
 @jax.tree_util.register_dataclass
@@ -30,6 +30,7 @@ class TrainState:
     step: jax.Array  # int32: updates done or skipped
     weights: Weights
     opt: Any
+    ema: Tree = dataclasses.field(default_factory=dict)  # float32: the trainable weights' average, with ema_decay
     spikes: Tree = dataclasses.field(default_factory=dict)  # of `spikes.empty_window`; {} without skip_step_on_spikes
 
     def by_name(self) -> dict[str, Any]:
@@ -50,7 +51,8 @@ def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:
     weights = weights or plan.init_weights()
     opt = plan.optimizer(hparams_at(plan.step, 1, 0)).init(weights.trainable)  # it depends on none of these values
     spikes = empty_window(plan.step.skip_step_interval) if plan.step.skip_step_on_spikes else {}
-    return TrainState(jnp.zeros((), jnp.int32), weights, opt, spikes)
+    ema = jax.tree.map(lambda w: w.astype(jnp.float32), weights.trainable) if plan.step.ema_decay else {}
+    return TrainState(jnp.zeros((), jnp.int32), weights, opt, ema, spikes)
 
 
 def abstract_state(plan: StepPlan) -> TrainState:
@@ -61,7 +63,8 @@ def abstract_state(plan: StepPlan) -> TrainState:
         updates = jax.tree.map(lambda at: at.with_memory_kind("pinned_host"), updates)
     opt = state_shardings(shapes.opt, plan.split(plan.shapes).trainable, updates, copy)
     spikes = jax.tree.map(lambda _: copy, shapes.spikes)
-    shardings = TrainState(copy, plan.split(plan.shardings), opt, spikes)
+    weights = plan.split(plan.shardings)
+    shardings = TrainState(copy, weights, opt, weights.trainable if shapes.ema else {}, spikes)
     return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
 
 

@@ -15,6 +15,7 @@ from src.model.params import DROPOUT, Tree, Weights, random_stream
 from src.parallel.accumulate import accumulate
 from src.parallel.sequence import from_zigzag
 from src.step.compiler_flags import ALWAYS
+from src.step.internals import activation_rms, norms
 from src.step.loss import (
     LossFunction,
     Metrics,
@@ -84,7 +85,17 @@ def train_step(
     made, spikes, monitored = finite, state.spikes, {}
     if plan.step.skip_step_on_spikes:
         made, spikes, monitored = skip_spikes(spikes, losses["loss"], grad_norm, finite, hparams["spike_factor"])
-    trainable, opt = apply_update(grads, grad_norm, state, hparams, plan, keep_if=made)
+    of_gradients = norms(grads, plan.axes) if plan.step.log_internals else {}
+    skipped = jax.tree.map(jnp.zeros_like, of_gradients)
+    trainable, opt, of_updates = apply_update(grads, grad_norm, state, hparams, plan, keep_if=made, if_not=skipped)
+    if plan.step.log_internals:
+        kinds = {"weight": norms(trainable, plan.axes), "gradient": of_gradients, "update": of_updates}
+        internals = {f"{kind}_norm/{name}": each for kind, of in kinds.items() for name, each in of.items()}
+        internals["activation_rms"] = activation_rms(buffers, counts.non_padding, plan.spec.emb_dim)
+        monitored = {**monitored, "internals": internals}
+    if "user_metrics" in losses:
+        means = {name: total / count for name, (total, count) in losses["user_metrics"].items()}
+        losses = {**losses, "user_metrics": means}
     if plan.spec.has_experts:
         buffers = router.totals(buffers)
         layers = router.by_layer(buffers, counts.non_padding)
@@ -94,7 +105,10 @@ def train_step(
     stats = _where(made, router.update_router_bias(stats, buffers, counts.non_padding, rate), stats)
     weights = Weights(trainable, state.weights.frozen, stats)
     metrics = {"grad_norm": grad_norm, "tokens": counts.loss, "finite": finite, "usable": _usable(trainable)}
-    return TrainState(state.step + 1, weights, opt, spikes), {**losses, **metrics, **monitored}
+    ema = state.ema
+    if plan.step.ema_decay:
+        ema = _where(made, optax.incremental_update(trainable, ema, 1 - hparams["ema_decay"]), ema)
+    return TrainState(state.step + 1, weights, opt, ema, spikes), {**losses, **metrics, **monitored}
 
 
 def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
@@ -120,29 +134,38 @@ def loss_gradient(
 
 @jax.named_scope("optimizer")
 def apply_update(
-    grads: Tree, grad_norm: jax.Array, state: TrainState, hparams: HParams, plan: StepPlan, keep_if: jax.Array
-) -> tuple[Tree, Any]:
-    """Returns the trainable weights and the optimizer's state after an update; as they were where not `keep_if`."""
+    grads: Tree,
+    grad_norm: jax.Array,
+    state: TrainState,
+    hparams: HParams,
+    plan: StepPlan,
+    keep_if: jax.Array,
+    if_not: Tree,
+) -> tuple[Tree, Any, Tree]:
+    """Returns the trainable weights and the optimizer's state after an update, and with `log_internals` its norms.
+
+    They are as they were, and the norms `if_not`, where not `keep_if`.
+    """
     weights = state.weights.trainable
     if plan.accumulation.updates != plan.accumulation.weights:
         weights = jax.lax.with_sharding_constraint(weights, plan.accumulation.updates)
     updated = functools.partial(update, grad_norm=grad_norm, hparams=hparams, plan=plan)
     if plan.execution.update_in_branch:
-        return jax.lax.cond(keep_if, updated, lambda _, weights, opt: (weights, opt), grads, weights, state.opt)
-    return _where(keep_if, updated(grads, weights, state.opt), (weights, state.opt))
+        return jax.lax.cond(keep_if, updated, lambda _, weights, opt: (weights, opt, if_not), grads, weights, state.opt)
+    return _where(keep_if, updated(grads, weights, state.opt), (weights, state.opt, if_not))
 
 
 def update(
     grads: Tree, weights: Tree, opt: Any, grad_norm: jax.Array, hparams: HParams, plan: StepPlan
-) -> tuple[Tree, Any]:
-    """Returns the weights and the optimizer's state, where it lay, after an update by clipped gradients."""
+) -> tuple[Tree, Any, Tree]:
+    """Returns the weights and the optimizer's state, where it lay, after an update by clipped gradients; its norms."""
     offloaded = plan.step.optimizer_memory_host_offload
     on_device = jax.device_put(opt, jax.memory.Space.Device) if offloaded else opt
     updates, new = plan.optimizer(hparams).update(clip(grads, grad_norm, hparams["clip"]), on_device, weights)
     weights = optax.apply_updates(weights, updates)
     if offloaded:
         new = jax.tree.map(lambda new, old: jax.device_put(new, jax.typeof(old).memory_space), new, opt)
-    return weights, new
+    return weights, new, norms(updates, plan.axes) if plan.step.log_internals else {}
 
 
 def _usable(trainable: Tree) -> jax.Array:

@@ -36,6 +36,12 @@ def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPla
                 f"loss={plan.step.loss} returned LossSums with {field} of {given}: expected {kind.__name__}"
                 f"{list(shape)}, {meaning}"
             )
+    checked = isinstance(sums.metrics, dict) and all(isinstance(name, str) for name in sums.metrics)
+    if not checked or any([jnp.shape(each) for each in pair] != [(), ()] for pair in sums.metrics.values()):
+        raise UserError(
+            f"loss={plan.step.loss} returned LossSums with metrics={sums.metrics}: expected {{name: (sum, count)}}, "
+            "scalars both"
+        )
     if not isinstance(sums.router, dict) or (plan.spec.has_experts and not sums.router):
         raise UserError(
             f"loss={plan.step.loss} returned LossSums with router={sums.router}: expected the layers' reports, which "

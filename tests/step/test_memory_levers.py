@@ -37,6 +37,14 @@ def test_eight_devices_update_as_one_does(opt_type):
     np.testing.assert_allclose(losses(opt_type, 8, **several), expected, rtol=1e-5)
 
 
+def test_so_they_do_by_rules():
+    rules = """[{match: "*norm.scale", opt_type: sgd}, {match: "attention.*", opt_type: muon, learning_rate_scale: 2},
+        {match: embedding, opt_type: adafactor, weight_decay: 0}]"""
+    keys = {"optimizer_rules": rules, "ema_decay": 0.5, "base_num_decoder_layers": 1}
+    expected = losses("adamw", **keys)
+    np.testing.assert_allclose(losses("adamw", 8, **COPIES, **CUT, **keys), expected, rtol=1e-5)
+
+
 @pytest.mark.long
 def test_so_they_do_with_experts():
     opt_type = "muon"

@@ -7,11 +7,15 @@ import optax
 import pytest
 import torch
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
+from src.errors import UserError
 from src.model.params import by_path
+from src.step.adafactor import scale_by_adafactor
 from src.step.matrices import Matrix
-from src.step.muon import orthogonalise
+from src.step.muon import orthogonal_updates, orthogonalise
 from src.step.optimizer import clip, hparams_at, learning_rate, make_optimizer, state_shardings
+from src.step.optimizer_rules import assign_rules, describe_rules
 from tests.tiny import VOCAB, assert_close, load, make
 
 SETTINGS = {"adam_weight_decay": 0.3, "gradient_clipping_threshold": 1.0, "learning_rate": 0.1}
@@ -37,16 +41,17 @@ def our_updates(opt_type, weights, decays, gradients, matrices=MATRICES, **overr
     adam = ADAM if opt_type in ("adamw", "muon") else {}
     config = load(opt_type=opt_type, **{**SETTINGS, **adam, **overrides})
     whole = jax.tree.map(lambda w: NamedSharding(MESH, PartitionSpec(*(None,) * w.ndim)), weights)
-    given = (config.step, decays, matrices, whole)
+    given = config.step, decays, matrices, whole
+    rules = assign_rules(config.step, weights)
 
     @jax.jit
     def update(weights, state, gradient, hparams):
-        optimizer = make_optimizer(*given, hparams)
+        optimizer = make_optimizer(*given, hparams, rules)
         clipped = clip(gradient, optax.tree.norm(gradient), hparams["clip"])
         updates, state = optimizer.update(clipped, state, weights)
         return optax.apply_updates(weights, updates), state
 
-    state = make_optimizer(*given, hparams_at(config.step, config.steps, 0)).init(weights)
+    state = make_optimizer(*given, hparams_at(config.step, config.steps, 0), rules).init(weights)
     for step, gradient in enumerate(gradients):
         weights, state = update(weights, state, gradient, hparams_at(config.step, config.steps, step))
     return weights, state
@@ -224,6 +229,66 @@ def test_matrices_are_what_a_layers_products_multiply_by():
     assert found["output"] == ((), (0,), (1,), False)
     assert found["query_bias"] == ((0,), (), (1, 2), False)
     assert found["scale"] == ((0,), (), (1,), False)
+
+
+RULES = """[{match: bias, learning_rate_scale: 0.1, opt_type: sgd, weight_decay: 0.2}, {match: table, weight_decay: 0},
+    {match: scale, opt_type: adafactor}, {match: "k*", opt_type: muon, learning_rate_scale: 3}]"""
+
+
+def test_rules_give_each_weight_its_own_optimizer_and_rates():
+    """Beside each weight alone with optax's transformations, written out."""
+    weights, decays, gradients = problem()
+    rng = np.random.default_rng(1)
+    more = {"table": (6, 4), "scale": (4,), "other": (3, 4)}
+    weights |= {name: rng.normal(size=shape).astype(np.float32) for name, shape in more.items()}
+    gradients = [
+        gradient | {name: rng.normal(size=shape).astype(np.float32) for name, shape in more.items()}
+        for gradient in gradients
+    ]
+    decays |= {"table": True, "scale": False, "other": True}
+    matrices = MATRICES | {
+        "table": Matrix((), (0,), (1,), hidden=False),
+        "scale": Matrix((), (), (0,), hidden=False),
+        "other": Matrix((), (0,), (1,), hidden=True),
+    }
+    config = load(**SETTINGS, **ADAM, optimizer_rules=RULES)
+    ours, state = our_updates("adamw", weights, decays, gradients, matrices, optimizer_rules=RULES)
+    adam = optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_eps)
+    orthogonal = orthogonal_updates({"w": matrices["kernel"]}, {"w": True}, {"w": NamedSharding(MESH, P(None, None))})
+    kinds = {  # scaling, decay, rate over the others'
+        "bias": ([], 0.2, 0.1),
+        "table": ([adam], 0.0, 1.0),
+        "scale": ([scale_by_adafactor({"w": matrices["scale"]}, {"w": True})], 0.0, 1.0),
+        "kernel": ([optax.trace(config.muon_beta, nesterov=True), orthogonal], 0.3, 3.0),
+        "other": ([adam], 0.3, 1.0),
+    }
+    for name, (scaling, decay, scale) in kinds.items():
+        weight, own = {"w": weights[name]}, None
+        for step, gradient in enumerate(gradients):
+            clipped = clip(gradient, optax.tree.norm(gradient), np.float32(config.gradient_clipping_threshold))
+            rate = learning_rate(config.step, config.steps, step)
+            chain = optax.chain(*scaling, optax.add_decayed_weights(decay), optax.scale(-rate * scale))
+            own = chain.init(weight) if own is None else own
+            updates, own = chain.update({"w": clipped[name]}, own, weight)
+            weight = optax.apply_updates(weight, updates)
+        np.testing.assert_allclose(ours[name], weight["w"], rtol=2e-6, atol=2e-6, err_msg=name)
+    held = {jax.tree_util.keystr(path).rpartition("['")[2][:-2] for path, _ in jax.tree.leaves_with_path(state)}
+    assert "bias" not in held, "sgd keeps nothing"
+
+
+def test_a_rule_that_takes_nothing_is_refused():
+    with pytest.raises(UserError, match=r"optimizer_rules: \*\.nrom fits no weight that is trained: attention"):
+        make(optimizer_rules='[{match: "*.nrom"}]')
+    with pytest.raises(UserError, match=r"every weight that \*norm.scale fits is taken by a rule before it"):
+        make(optimizer_rules='[{match: "*.scale"}, {match: "*norm.scale"}]')
+    with pytest.raises(UserError, match="fits no weight that is trained"):
+        make(optimizer_rules="[{match: embedding}]", trainable_parameters="[attention.query]")
+    config, plan = make(optimizer_rules='[{match: "*.scale", opt_type: sgd}, {match: embedding, weight_decay: 0}]')
+    assert describe_rules(config.step, plan.rules, plan.shapes).splitlines() == [
+        "*.scale: 3 weights, 160 parameters: sgd, learning rate x 1",
+        "embedding: 1 weight, 4,096 parameters: adamw, learning rate x 1, weight decay 0",
+        "the rest: 7 weights, 22,528 parameters: adamw, learning rate x 1",
+    ]
 
 
 def test_the_first_moment_has_mu_dtype():

@@ -1,5 +1,6 @@
 """The training step on every mesh, its micro-batches, and what an update that is not finite leaves behind."""
 
+import dataclasses
 import functools
 import re
 
@@ -177,6 +178,19 @@ def test_an_update_that_is_not_finite_changes_no_weight_and_no_moment(one_device
     metrics = trainer.step(packed_rows(1001), 0)
     assert metrics["finite"] is True
     assert tree_bits(trainer.state.weights.trainable) != tree_bits(before.weights.trainable)
+
+
+def test_the_average_of_the_weights_is_optaxs(one_device):
+    """float32 whatever the weights are, from the initial ones on; a skipped update leaves it."""
+    trainer = Trainer(initial=False, base_num_decoder_layers=1, ema_decay=0.75, weight_dtype="bfloat16")
+    expected = jax.tree.map(lambda w: np.float32(w), jax.device_get(trainer.state.weights.trainable))
+    trainer.state = dataclasses.replace(trainer.state, ema=jax.device_put(expected))
+    for number in range(3):
+        trainer.step(packed_rows(number), number)
+        weights = jax.tree.map(lambda w: np.float32(w), jax.device_get(trainer.state.weights.trainable))
+        expected = jax.tree.map(lambda e, w: 0.75 * e + 0.25 * w, expected, weights)
+        jax.tree.map(lambda e, a: np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-7), expected, trainer.state.ema)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(trainer.state.ema)} == {"float32"}
 
 
 def test_hyper_parameters_change_without_another_compilation(one_device):

@@ -1,0 +1,52 @@
+"""Which optimizer, learning rate and weight decay each weight has, by `optimizer_rules`."""
+
+from dataclasses import dataclass
+
+from src.config.schema import Step
+from src.errors import UserError, counted
+from src.model.params import Tree, by_path, matches, nested
+from src.model.selection import require_matches
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a weight is updated."""
+
+    opt_type: str
+    learning_rate_scale: float = 1.0
+    weight_decay: float | None = None  # None: adam_weight_decay if the weight decays
+    match: str = ""  # the rule's pattern; empty: no rule fits the weight
+
+
+def assign_rules(keys: Step, trained: Tree) -> Tree:
+    """Returns the `Rule` of each trained weight: the first of `optimizer_rules` whose pattern fits it.
+
+    Raises UserError for a rule that takes no weight.
+    """
+    rules = {path: Rule(keys.opt_type) for path in by_path(trained)}
+    for rule in _rules(keys)[:-1]:
+        require_matches("optimizer_rules", [rule.match], rules, "that is trained:")
+        taken = [path for path in rules if not rules[path].match and matches(path, [rule.match])]
+        if not taken:
+            raise UserError(
+                f"optimizer_rules: every weight that {rule.match} fits is taken by a rule before it, as the first that "
+                "fits counts: put it before them, or leave it out"
+            )
+        rules |= dict.fromkeys(taken, rule)
+    return nested(rules)
+
+
+def _rules(keys: Step) -> list[Rule]:
+    """Returns the rules in order, and last that of the other weights."""
+    return [Rule(**{"opt_type": keys.opt_type, **settings}) for settings in (*keys.optimizer_rules, {})]
+
+
+def describe_rules(keys: Step, rules: Tree, trained: Tree) -> str:
+    """Returns a line for each rule: what it took, and how that is updated; empty without rules."""
+    sizes, rule_of, lines = by_path(trained), by_path(rules), []
+    for rule in _rules(keys) if keys.optimizer_rules else ():
+        taken = [sizes[path].size for path in rule_of if rule_of[path] == rule]
+        decay = "" if rule.weight_decay is None else f", weight decay {rule.weight_decay:g}"
+        rate = f"{rule.opt_type}, learning rate x {rule.learning_rate_scale:g}{decay}"
+        lines.append(f"{rule.match or 'the rest'}: {counted(len(taken), 'weight')}, {sum(taken):,} parameters: {rate}")
+    return "\n".join(lines)

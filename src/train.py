@@ -37,7 +37,7 @@ from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, advice_on_memory, stack_traces
 from src.report.metrics import MetricsLog, StepPrinter, eval_key
 from src.report.recorder import LiveReport, Recorder, sets_aside
-from src.report.summary import dates, next_commands, print_header, run_header
+from src.report.summary import dates, ending, next_commands, print_header, run_header
 from src.startup import configured, environment
 from src.step.build import build, check_same_program
 from src.step.compiler_flags import compiler_options
@@ -225,14 +225,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         say([f"finished: {finished}."])
     conclude(config, plan, state, tokenizer, folder, report, stopped_by)
     return Result(state, recorder.last, eval_metrics, stopped_by)
-
-
-def ending(config: Config, step: int, eval_loss: float | None) -> str:
-    """Returns why a run is finished at this step, by its evaluation there if there was one; empty where it is not."""
-    if eval_loss is not None and eval_loss <= config.target_eval_loss:
-        target = f"target_eval_loss={config.target_eval_loss:g}"
-        return f"eval_loss {eval_loss:.4f} after step {step} reached {target}. To go on, set that to less, or to 0"
-    return f"this run has made its {config.steps} steps. To go on, raise steps" if step == config.steps else ""
 
 
 def conclude(

@@ -8,8 +8,10 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
+
+import numpy as np
 
 from src.errors import TransientError, UserError, did_you_mean
 from src.storage_errors import Failure, failure_of
@@ -83,3 +85,14 @@ def _failure(what: str, error: BaseException) -> Exception:
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     kind = TransientError if failure_of(error) is Failure.TRANSIENT else UserError
     return kind(f"{what} raised {type(error).__name__}: {error}{place}")
+
+
+def check_metrics(what: str, metrics: Any, taken: Collection[str] = ()) -> Any:
+    """Returns metrics that `what` returned; raises UserError for what is no {name: (sum, count)}, or a `taken` name."""
+    if not isinstance(metrics, dict) or not all(
+        isinstance(pair, tuple | list) and [np.shape(each) for each in pair] == [(), ()] for pair in metrics.values()
+    ):
+        raise UserError(f"{what} must return {{name: (sum, count)}}, scalars both: it returned {metrics}")
+    if wrong := sorted({*taken}.intersection(metrics)):
+        raise UserError(f"{what} must name its metrics otherwise than {', '.join(wrong)}")
+    return metrics

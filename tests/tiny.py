@@ -91,7 +91,7 @@ class Trainer:
         """Makes update `number` (from 0); returns its metrics as numbers and lists of such."""
         placed = jax.device_put(batch, batch_sharding(self.plan.layout))
         self.state, metrics = self.train_step(self.state, placed, self.hparams(number))
-        return {name: value.tolist() for name, value in jax.device_get(metrics).items()}
+        return jax.tree.map(lambda value: value.tolist(), jax.device_get(metrics))
 
 
 def packed_rows(seed, rows=8, length=LENGTH, vocab=VOCAB):

@@ -16,7 +16,7 @@ from src.config.model_checks import read_segments
 from src.config.needs import TYPED, Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults
 from src.config.sources import CONFIG, config_dict_keys, model_keys, read_python, run_folder, run_keys, runs_in
-from src.config.yaml import BASE, CONFIGS, NOTHING, convert, dump, file_name, literal, parse_argument, parse_keys
+from src.config.yaml import BASE, CONFIGS, NOTHING, Plain, convert, dump, file_name, literal, parse_argument, parse_keys
 
 # isort: split
 from src.config.migration_hints import with_own_mesh_word
@@ -86,7 +86,8 @@ def _load(
         words = argv[1:]
         if run := run_folder(file_name(argv[0])):
             with _collected(problems):
-                weights = {"load_parameters_path": str(run), "load_full_state_path": ""} if uses_weights else {}
+                own = {"load_parameters_path": str(run), "load_full_state_path": "", "load_ema": Plain("false")}
+                weights = own if uses_weights else {}
                 files = _settings(run_keys(run) | weights, f"in {run}")
         else:
             files = _chain(Path(argv[0]), problems)

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from src.config.command_keys import Aot, Conversations, Decoding, Diagnostics, Tools
+from src.config.command_keys import OF_RUNS, Aot, Conversations, Decoding, Diagnostics, Tools
 from src.config.keys import AXIS_SIZE, FROM_0, FROM_0_OR_UNSET, FROM_1, FROM_1_OR_UNSET, FROM_64, POSITIVE, SEED
 
 # isort: split
@@ -101,7 +101,7 @@ class Evaluation:
     """Evaluation"""
     eval_interval: int = key(-1, "steps between evaluations, and one at the end; -1: none", FROM_1_OR_UNSET)
     target_eval_loss: float = key(0.0, "training ends once the eval_loss of every set is at most this; 0: never",
-        FROM_0)
+        FROM_0, commands=OF_RUNS)
     eval_steps: int = key(-1, "batches per evaluation; -1: one epoch of the evaluation data", FROM_1_OR_UNSET)
     eval_mode: str = key("reset",
         "each evaluation begins with the first batch (reset) or after the last one's (rolling)", ("reset", "rolling"))
@@ -122,7 +122,8 @@ class Checkpoint:
     max_num_checkpoints_to_keep: int = key(3, "at the end; one more in training; -1: all are kept", FROM_1_OR_UNSET)
     load_parameters_path: str = path("", "a run, checkpoint or Hugging Face folder: start with its weights, at step 0")
     load_weights_rules: tuple = key((),
-        "for each weight the first that fits: [{match: REGEX, path: as above, name: its name there, such as \\1}, ...]")
+        "each weight by the first that fits: [{match: REGEX, path: as above, name: there, as \\1}, ...]",
+        commands=OF_RUNS)
     load_ema: bool = key(False, "load_parameters_path: the average of that run's weights (ema_decay)")
     load_full_state_path: str = path("", "the same: start with its weights, optimizer, step and data position")
 

@@ -32,7 +32,7 @@ def count_params(spec: ModelSpec) -> int:
     _, declarations = abstract(functools.partial(Decoder, spec))
     physical = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(values(declarations)))
     tables = 1 if spec.logits_via_embedding else 2
-    return physical - tables * (spec.padded_vocab_size - spec.vocab_size) * spec.emb_dim
+    return physical - (spec.padded_vocab_size - spec.vocab_size) * (tables * spec.emb_dim + spec.logits_bias)
 
 
 def count_active_params(spec: ModelSpec) -> int:

@@ -198,8 +198,38 @@ function build(chart, runs) {
   return figure;
 }
 
+// A heat map: a column for each step and a row for each layer, the first at the bottom; the colours are logarithmic.
+function heatMap({ title, steps, values }) {
+  const figure = document.createElement("figure");
+  figure.innerHTML = `<figcaption><b></b><output></output></figcaption><div class="chart"><div class="y"></div>
+    <div class="plot"><canvas></canvas></div><div class="x"></div></div><p class="note"></p>`;
+  const part = (selector) => figure.querySelector(selector), canvas = part("canvas"), layers = values[0].length;
+  const all = values.flat().filter((x) => x > 0), low = Math.min(...all), high = Math.max(...all);
+  part("b").textContent = title;
+  part(".note").textContent = `From ${showNumber(low)} (blue) to ${showNumber(high)} (yellow), on a logarithmic scale.`;
+  [canvas.width, canvas.height] = [steps.length, layers];
+  canvas.style.cssText = "display: block; width: 100%; height: 100%; image-rendering: pixelated";
+  const pen = canvas.getContext("2d");
+  values.forEach((column, i) => column.forEach((x, layer) => {
+    const part = x > 0 ? (high > low ? Math.log(x / low) / Math.log(high / low) : 0.5) : null;
+    pen.fillStyle = part === null ? "#888" : `hsl(${250 - 200 * part} 70% ${25 + 40 * part}%)`;
+    pen.fillRect(i, layers - 1 - layer, 1, 1);
+  }));
+  part(".y").innerHTML = [0, layers - 1].map((layer) =>
+    `<span style="top:${100 * (1 - (layer + 0.5) / layers)}%">${layer}</span>`).join("");
+  part(".x").innerHTML = [0, steps.length - 1].map((i) =>
+    `<span style="left:${(100 * (i + 0.5)) / steps.length}%">${showNumber(steps[i])}</span>`).join("");
+  canvas.addEventListener("pointermove", (event) => {
+    const i = Math.min(steps.length - 1, Math.max(0, Math.floor((event.offsetX / canvas.clientWidth) * steps.length)));
+    const row = Math.min(layers - 1, Math.max(0, Math.floor((event.offsetY / canvas.clientHeight) * layers)));
+    const x = values[i][layers - 1 - row];
+    part("output").textContent = `step ${steps[i]}, layer ${layers - 1 - row}: ${x === null ? "not finite" : showNumber(x)}`;
+  });
+  return figure;
+}
+
 if (typeof document !== "undefined") {
   const data = JSON.parse(document.getElementById("data").textContent);
-  document.getElementById("charts").append(...data.charts.map((chart) => build(chart, data.runs.length)));
+  document.getElementById("charts").append(...data.charts.map((chart) => build(chart, data.runs.length)), ...data.maps.map(heatMap));
   figures.forEach((draw) => draw());
 }

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from src.report.internals import HeatMaps
 from src.report.metrics import PER_LAYER, TRAIN_KEYS, Entry, read_entry
 
 Point = tuple[int, float | None]  # step and value; None where the value is not finite, which leaves a gap
@@ -89,6 +90,7 @@ class History:
     def __init__(self) -> None:
         self.train: dict[str, Curve] = defaultdict(Curve)  # by key
         self.evals: dict[str, Curve] = defaultdict(Curve)
+        self.heat_maps = HeatMaps()
         self.last_train: Entry = {}  # the last line; empty before there is one
         self.last_eval: Entry = {}
         self.tokens = self.seconds = 0.0  # totals over all steps
@@ -114,6 +116,8 @@ class History:
         for entry in entries:
             if "loss" in entry:
                 train.append(entry)
+            elif "activation_rms" in entry:
+                self.heat_maps.add(entry)
             elif keys := [key for key in entry if key.startswith("eval_")]:
                 self.last_eval = entry
                 for key in keys:
@@ -121,7 +125,7 @@ class History:
         if not train:
             return
         self.last_train = train[-1]
-        for key in TRAIN_KEYS:
+        for key in dict.fromkeys((*TRAIN_KEYS, *self.last_train)):
             self.train[key].extend([(entry["step"], _number(key, entry.get(key))) for entry in train])
         times = [(entry.get("step_time_seconds") or 0.0, entry.get("tokens_per_second") or 0.0) for entry in train]
         self.seconds += sum(seconds for seconds, _ in times)

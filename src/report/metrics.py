@@ -9,7 +9,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +31,8 @@ TRAIN_KEYS = (
 EVAL_KEYS = ("eval_loss", "eval_perplexity")
 # Lists, with a number for each layer of experts, and how a curve makes them one number.
 PER_LAYER: dict[str, Callable[[Sequence[float]], float]] = {"expert_load_max": max, "tokens_dropped": statistics.fmean}
+# How the keys begin of the lines that `log_internals` adds, lists with a number for each layer or one for a variable.
+INTERNALS = ("activation_rms", "weight_norm/", "gradient_norm/", "update_norm/")
 Clock = Callable[[], float]  # returns seconds
 Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, or None for what is not finite, and lists of such
 
@@ -50,10 +52,11 @@ def read_entry(line: bytes) -> Entry | None:
         return None
     if not isinstance(entry, dict) or type(entry.get("step")) is not int or not 0 <= entry["step"] < 2**53:
         return None
-    lists = [entry[key] for key in PER_LAYER if key in entry]
+    is_list = {key: key in PER_LAYER or key.startswith(INTERNALS) for key in entry}
+    lists = [entry[key] for key in entry if is_list[key]]
     if not all(isinstance(values, list) for values in lists):
         return None
-    lists.append([value for key, value in entry.items() if key not in PER_LAYER])
+    lists.append([value for key, value in entry.items() if not is_list[key]])
     return entry if all(map(_are_numbers, lists)) else None
 
 
@@ -95,9 +98,10 @@ class MetricsLog:
         start = SessionLog(status=SessionLog.START)
         self._tensorboard.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
 
-    def write(self, entry: Entry) -> None:
-        """Adds a line: `step` with keys of TRAIN_KEYS, or with those of an evaluation after that step."""
-        ordered = [*(key for key in TRAIN_KEYS + EVAL_KEYS if key in entry), *user_metrics(entry)]
+    def write(self, entry: Entry, own: Collection[str] = ()) -> None:
+        """Adds a line: `step` with keys of TRAIN_KEYS and a loss's `own`, of an evaluation, or of INTERNALS."""
+        ordered = [*(key for key in TRAIN_KEYS + EVAL_KEYS if key in entry), *own, *user_metrics(entry)]
+        ordered += [key for key in entry if key.startswith(INTERNALS)]
         assert len(ordered) == len(entry), f"metrics without a place in the line: {set(entry) - set(ordered)}"
         finite = {key: _or_null(entry[key]) for key in ordered}
         self._file.write(json.dumps(finite) + "\n")

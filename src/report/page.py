@@ -22,7 +22,7 @@ from src.config.yaml import dump, literal, parse_keys
 from src.errors import UserError, counted
 from src.json_text import parse_json
 from src.report.history import Curve, History, Point
-from src.report.metrics import duration, eval_key, eval_sets, perplexity
+from src.report.metrics import TRAIN_KEYS, duration, eval_key, eval_sets, perplexity
 
 _FOLDER = Path(__file__).parent
 USAGE = """usage: python -m src.report RUN_DIR [OTHER_RUN_DIR ...]
@@ -78,7 +78,7 @@ def page(folder: epath.Path, history: History, others: Mapping[str, History] | N
         status.append(_invalid_lines(history))
     after, _, sample = _read(folder / "sample.txt").partition("\n")
     histories = {folder.name: history, **(others or {})}
-    data = {"runs": list(histories), "charts": charts(histories)}
+    data = {"runs": list(histories), "charts": charts(histories), "maps": history.heat_maps.maps()}
     return Template((_FOLDER / "page.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(folder.name),
         status=" ".join(status),
@@ -172,6 +172,7 @@ def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
     "eval", or "noisy" where a running median is to be drawn.
     """
     result = []
+    own = dict.fromkeys(key for history in histories.values() for key in history.train if key not in TRAIN_KEYS)
     for title, key, scale, note in [
         ("Loss", "loss", "settled", ""),
         ("Perplexity", "perplexity", "settled", ""),
@@ -181,6 +182,7 @@ def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
         ("Dropped choices", "tokens_dropped", "wide", "Of all choices, the mean over layers."),
         ("Load-balance loss", "load_balance_loss", "wide", "Sum over layers: 1 per layer when even."),
         ("Tokens per second", "tokens_per_second", "zero", ""),
+        *((key, key, "wide", "") for key in own),
     ]:
         series = []
         for run, (name, history) in enumerate(histories.items()):

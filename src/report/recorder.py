@@ -92,6 +92,10 @@ class Recorder:
         if self._pending is None:
             return
         (step, arrays, data_wait), self._pending = self._pending, None
+        arrays = dict(arrays)
+        internals, own = arrays.pop("internals", {}), jax.device_get(arrays.pop("user_metrics", {}))
+        if taken := sorted({*TRAIN_KEYS} & {*own}):
+            raise UserError(f"loss={self._keys.loss}: metrics must have names of their own, not {', '.join(taken)}")
         metrics = {name: value.tolist() for name, value in jax.device_get(arrays).items()}
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
@@ -112,9 +116,13 @@ class Recorder:
             "tokens_per_second": self._tokens / seconds,
             "tflops_per_device": rate * flops.causal / 1e12,
             **mfu,  # docs/performance.md explains both
+            **{name: value.tolist() for name, value in own.items()},
         }
         if self._log and self._printer:
-            self._log.write(self.last)
+            self._log.write(self.last, own)
+            if internals and step % self._keys.log_internals == 0:
+                norms = jax.device_get(internals)
+                self._log.write({"step": step, **{name: value.tolist() for name, value in norms.items()}})
             self._printer.train(self.last)
             if self.skipped:
                 self._printer.say(f"step {step}: the update is skipped, for it is not finite")

@@ -158,6 +158,14 @@ def describe_conversations(inputs: InputSpec, data: TrainData) -> str:
 # ---- What to do with its model
 
 
+def ending(config: Config, step: int, eval_loss: float | None) -> str:
+    """Returns why a run is finished at this step, by its evaluation there if there was one; empty where it is not."""
+    if eval_loss is not None and eval_loss <= config.target_eval_loss:
+        target = f"target_eval_loss={config.target_eval_loss:g}"
+        return f"eval_loss {eval_loss:.4f} after step {step} reached {target}. To go on, set that to less, or to 0"
+    return f"this run has made its {config.steps} steps. To go on, raise steps" if step == config.steps else ""
+
+
 def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config: Config) -> list[str]:
     """Returns a line for each command that would work with a run: to ask the model, to measure it, to export it."""
     if jax.process_count() > 1:  # a mesh of several hosts may not fit one

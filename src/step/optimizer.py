@@ -1,7 +1,7 @@
 """The optimizer, built inside the step from run-time values, and the learning rate of each step."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from src.config.schema import Step
 from src.model.params import by_path
 from src.step.adafactor import clip_matrices, scale_by_adafactor
 from src.step.muon import orthogonal_updates
-from src.step.optimizer_rules import Rule
+from src.step.optimizer_rules import decayed, scaled, where
 
 HParams = dict[str, Any]
 
@@ -73,33 +73,20 @@ def make_optimizer(
     mu_dtype = keys.mu_dtype or keys.weight_dtype
     adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=mu_dtype)
     trace = optax.trace(hparams["muon_beta"], nesterov=True, accumulator_dtype=mu_dtype)
-    leaves = jax.tree.leaves(rules)
-    types = {rule.opt_type for rule in leaves}
-
-    def where(holds: Callable[[Rule], bool]) -> Any:
-        return jax.tree.map(holds, rules)
-
+    types = {rule.opt_type for rule in jax.tree.leaves(rules)}
     by_muon = jax.tree.map(lambda rule, it: rule.opt_type == "muon" and it.hidden, rules, matrices)
     by_adam = jax.tree.map(lambda rule, muon: rule.opt_type in ("adamw", "muon") and not muon, rules, by_muon)
     scaling: list[optax.GradientTransformation] = []
     if "muon" in types:
         scaling += [optax.masked(trace, by_muon), orthogonal_updates(matrices, by_muon, shardings)]
     if "adafactor" in types:
-        scaling.append(scale_by_adafactor(matrices, where(lambda rule: rule.opt_type == "adafactor")))
+        scaling.append(scale_by_adafactor(matrices, where(rules, "opt_type", "adafactor")))
     if types & {"adamw", "muon"}:
         scaling.append(adam if types == {"adamw"} else optax.masked(adam, by_adam))
     if keys.adam_clip_threshold:
-        scaling.append(clip_matrices(matrices, where(lambda rule: rule.opt_type == "adamw"), hparams["adam_clip"]))
-    default = jax.tree.map(lambda rule, it: rule.weight_decay is None and it, rules, decays)
-    decay = [optax.add_decayed_weights(hparams["weight_decay"], default)]
-    for rate in sorted({rule.weight_decay for rule in leaves if rule.weight_decay}):
-        decay.append(optax.add_decayed_weights(rate, where(lambda rule, rate=rate: rule.weight_decay == rate)))
-    scales = sorted({rule.learning_rate_scale for rule in leaves} - {1.0})
-    rates = [
-        optax.masked(optax.scale(scale), where(lambda rule, scale=scale: rule.learning_rate_scale == scale))
-        for scale in scales
-    ]
-    return optax.chain(*scaling, *decay, optax.scale_by_learning_rate(hparams["learning_rate"]), *rates)
+        scaling.append(clip_matrices(matrices, where(rules, "opt_type", "adamw"), hparams["adam_clip"]))
+    decay = decayed(rules, decays, hparams["weight_decay"])
+    return optax.chain(*scaling, *decay, optax.scale_by_learning_rate(hparams["learning_rate"]), *scaled(rules))
 
 
 def state_shardings(opt: Any, shapes: Any, shardings: Any, copy: NamedSharding) -> Any:

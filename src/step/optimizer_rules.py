@@ -1,6 +1,10 @@
 """Which optimizer, learning rate and weight decay each weight has, by `optimizer_rules`."""
 
 from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
 
 from src.config.schema import Step
 from src.errors import UserError, counted
@@ -34,6 +38,25 @@ def assign_rules(keys: Step, trained: Tree) -> Tree:
             )
         rules |= dict.fromkeys(taken, rule)
     return nested(rules)
+
+
+def where(rules: Tree, field: str, value: Any) -> Tree:
+    """Returns of each weight whether this field of its rule has this value."""
+    return jax.tree.map(lambda rule: getattr(rule, field) == value, rules)
+
+
+def decayed(rules: Tree, decays: Tree, rate: jax.Array) -> list[optax.GradientTransformation]:
+    """Adds each weight's decay: its rule's, or `rate` if the weight `decays`."""
+    default = jax.tree.map(lambda rule, decays: rule.weight_decay is None and decays, rules, decays)
+    own = sorted({rule.weight_decay for rule in jax.tree.leaves(rules) if rule.weight_decay})
+    by_rule = [optax.add_decayed_weights(it, where(rules, "weight_decay", it)) for it in own]
+    return [optax.add_decayed_weights(rate, default), *by_rule]
+
+
+def scaled(rules: Tree) -> list[optax.GradientTransformation]:
+    """Multiplies each weight's update by its rule's scale."""
+    scales = sorted({rule.learning_rate_scale for rule in jax.tree.leaves(rules)} - {1.0})
+    return [optax.masked(optax.scale(scale), where(rules, "learning_rate_scale", scale)) for scale in scales]
 
 
 def _rules(keys: Step) -> list[Rule]:

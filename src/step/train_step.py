@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from src.errors import UserError
 from src.model.forward_context import token_keys
 from src.model.moe import router
 from src.model.params import DROPOUT, Tree, Weights, random_stream
 from src.parallel.accumulate import accumulate
 from src.parallel.sequence import from_zigzag
 from src.step.compiler_flags import ALWAYS
-from src.step.internals import activation_rms, norms
+from src.step.internals import activation_rms, by_kind, norms
 from src.step.loss import (
     LossFunction,
     Metrics,
@@ -31,6 +30,7 @@ from src.step.optimizer import HParams, clip
 from src.step.plan import Batch, StepPlan
 from src.step.spikes import skip_spikes
 from src.step.state import TrainState, batch_sharding
+from src.user_code import check_metrics
 
 
 def compile_steps(
@@ -90,9 +90,8 @@ def train_step(
     trainable, opt, of_updates = apply_update(grads, grad_norm, state, hparams, plan, keep_if=made, if_not=skipped)
     if plan.step.log_internals:
         kinds = {"weight": norms(trainable, plan.axes), "gradient": of_gradients, "update": of_updates}
-        internals = {f"{kind}_norm/{name}": each for kind, of in kinds.items() for name, each in of.items()}
-        internals["activation_rms"] = activation_rms(buffers, counts.non_padding, plan.spec.emb_dim)
-        monitored = {**monitored, "internals": internals}
+        outputs = activation_rms(buffers, counts.non_padding, plan.spec.emb_dim)
+        monitored = {**monitored, "internals": by_kind(kinds, outputs)}
     if "user_metrics" in losses:
         means = {name: total / count for name, (total, count) in losses["user_metrics"].items()}
         losses = {**losses, "user_metrics": means}
@@ -195,16 +194,5 @@ def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
         hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
         hidden_BTD = from_zigzag(hidden_BTD, plan.layout.shards("length"))
         metrics = plan.eval_metrics(logits_of(hidden_BTD)[..., : plan.spec.vocab_size], batch)
-        sums["user_metrics"] = _checked_user_metrics(metrics)
+        sums["user_metrics"] = check_metrics("eval_metrics", metrics, {"loss", "perplexity"})
     return sums
-
-
-def _checked_user_metrics(metrics: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns what a user's `eval_metrics` returned. Raises UserError where it is no {name: (sum, count)}."""
-    if not isinstance(metrics, dict) or not all(
-        isinstance(pair, tuple | list) and [jnp.shape(each) for each in pair] == [(), ()] for pair in metrics.values()
-    ):
-        raise UserError(f"eval_metrics must return {{name: (sum, count)}}, scalars both: it returned {metrics}")
-    if taken := {"loss", "perplexity"}.intersection(metrics):
-        raise UserError(f"eval_metrics must name its metrics otherwise than {', '.join(sorted(taken))}")
-    return metrics

@@ -9,7 +9,7 @@ from src.errors import UserError
 from src.model.decoder import Decoder
 from src.step.loss import LossFunction, LossSums, next_token_loss
 from src.step.plan import Batch, StepPlan
-from src.user_code import call, class_name, load_function
+from src.user_code import call, check_metrics, class_name, load_function
 
 
 def loss_function(name: str) -> LossFunction:
@@ -36,12 +36,7 @@ def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPla
                 f"loss={plan.step.loss} returned LossSums with {field} of {given}: expected {kind.__name__}"
                 f"{list(shape)}, {meaning}"
             )
-    checked = isinstance(sums.metrics, dict) and all(isinstance(name, str) for name in sums.metrics)
-    if not checked or any([jnp.shape(each) for each in pair] != [(), ()] for pair in sums.metrics.values()):
-        raise UserError(
-            f"loss={plan.step.loss} returned LossSums with metrics={sums.metrics}: expected {{name: (sum, count)}}, "
-            "scalars both"
-        )
+    check_metrics(f"loss={plan.step.loss}, its metrics,", sums.metrics)
     if not isinstance(sums.router, dict) or (plan.spec.has_experts and not sums.router):
         raise UserError(
             f"loss={plan.step.loss} returned LossSums with router={sums.router}: expected the layers' reports, which "

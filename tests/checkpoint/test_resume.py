@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from src import command_line
+from src import command_line, evaluate
 from src.checkpoint.changes import check_tokenizer
 from src.checkpoint.data_position import accepted_by, rows_consumed
 from src.data.fingerprint import Fact
@@ -502,6 +503,51 @@ def test_a_checkpoint_that_leads_to_no_finite_loss_is_set_aside_and_the_one_befo
     monkeypatch.undo()
     runs.run_here(**keys_of(stopped, corpus))
     assert_same_run(stopped, whole, STEPS)
+
+
+# ---- What some runs keep beside weights and optimizer
+
+
+KEPT = {
+    "ema_decay": 0.9,
+    "skip_step_on_spikes": True,
+    "skip_step_interval": 4,
+    "skip_step_scaling_factor": 0.5,
+    "learning_rate": 1e-4,
+    "log_internals": 3,
+    "shard_optimizer_over_data": True,
+    "ici_data_parallelism": 2,
+    "optimizer_rules": """[{match: "*.scale", opt_type: sgd, learning_rate_scale: 0.1},
+        {match: "attention.*", opt_type: muon}]""",
+}
+
+
+@pytest.mark.long
+def test_averages_spikes_and_rules_go_on_where_they_were(tmp_path, corpus, monkeypatch, capsys):
+    keys = {**KEPT, "base_output_directory": tmp_path, "dataset_path": corpus, "checkpoint_period": 5}
+    runs.run_here(**keys, run_name="whole", steps=12)
+    runs.run_here(**keys, run_name="cut", steps=5, learning_rate_schedule_steps=12)
+    runs.run_here(**keys, run_name="cut", steps=12)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole", 12)
+    whole, cut = (
+        [{key: line[key] for key in line if "second" not in key and "tflops" not in key} for line in runs.lines(run)]
+        for run in (tmp_path / "whole", tmp_path / "cut")
+    )
+    assert whole == cut
+    assert [line["step"] for line in whole if "activation_rms" in line] == [3, 6, 9, 12]
+    assert whole[-2]["updates_skipped"] > 0
+    assert "*.scale: 3 weights, 160 parameters: sgd, learning rate x 0.1" in capsys.readouterr().out
+    saved = runs.saved_arrays(tmp_path / "cut", 12)
+    assert {name.partition(".")[2] for name in saved if name.startswith("ema.")} == {
+        name.partition(".")[2] for name in saved if name.startswith("trainable.")
+    }
+    monkeypatch.setattr("sys.stdout", sys.__stdout__)
+    typed = ["eval_fraction=0.02", "eval_interval=1", f"eval_dataset_path={corpus}", "eval_steps=1"]
+    own, average = (evaluate.main([str(tmp_path / "cut"), *typed, f"load_ema={ema}"]) for ema in ("false", "true"))
+    assert own["eval_loss"] != average["eval_loss"]
+    refusal = runs.refusal(monkeypatch, capsys, runs.arguments(**{**keys, "ema_decay": 0}, run_name="cut", steps=13))
+    assert "ema_decay: 0.9 -> 0.0" in refusal
+    assert "checkpoints have arrays of the old shapes" in refusal
 
 
 # ---- Checkpoints that are gone

@@ -9,6 +9,7 @@ import pytest
 
 from src import convert, decode, evaluate, train
 from src.command_line import load
+from src.config.load import to_yaml
 from src.errors import UserError
 from src.report.summary import next_commands
 from tests import runs
@@ -188,3 +189,11 @@ def test_resuming_by_the_folder_is_the_same_run(trained, capsys):
     result = train.main([str(folder), "steps=6"])
     assert int(result.state.step) == 6
     assert "resumed from step 4" in capsys.readouterr().out
+
+
+def test_the_average_that_a_run_began_with_is_not_asked_of_itself(tmp_path):
+    text = to_yaml(load([runs.BASE, "load_parameters_path=other", "load_ema=true"]))
+    (tmp_path / "config.yml").write_text(text)
+    assert load([str(tmp_path)]).load_ema
+    assert not load([str(tmp_path)], uses_weights=True).load_ema
+    assert load([str(tmp_path), "load_ema=true"], uses_weights=True).load_ema

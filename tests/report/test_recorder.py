@@ -13,6 +13,7 @@ from src.checkpoint.run_folder import RunFolder
 from src.errors import UserError
 from src.model.flops import FlopsPerToken
 from src.report import recorder as recorder_module
+from src.report.history import History
 from src.report.metrics import MetricsLog, StepPrinter
 from src.report.recorder import LiveReport, NonFiniteError, Recorder
 from tests.tiny import load
@@ -216,3 +217,26 @@ def test_the_page_of_a_run_that_goes_on_is_written_again_only_after_fifty_times_
     assert written == [1, 4, 5]
     report.close()
     assert [path.name for path in sorted((tmp_path / "a").iterdir())] == ["metrics.jsonl", "report.html"]
+
+
+def test_internals_are_recorded_at_their_interval_and_a_losss_metrics_by_their_names(tmp_path):
+    recorder = recorder_in(tmp_path, log_internals=2)
+    norms = {"activation_rms": jnp.ones(3), "weight_norm/segments.0.0.attention.query": jnp.array([1.0, math.nan, 3.0])}
+    for step in (1, 2, 3):
+        recorder.add(step, {**step_metrics(2.0), "internals": norms, "user_metrics": {"accuracy": jnp.float32(0.5)}})
+    recorder.flush()
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == [1, 2, 2, 3]
+    assert written[2] == {
+        "step": 2,
+        "activation_rms": [1, 1, 1],
+        "weight_norm/segments.0.0.attention.query": [1, None, 3],
+    }
+    assert [line["accuracy"] for line in written if "loss" in line] == [0.5] * 3
+    history = History()
+    history.read(tmp_path / "metrics.jsonl")
+    assert history.invalid_lines == 0
+    assert history.train["accuracy"].points() == [(step, 0.5) for step in (1, 2, 3)]
+    recorder.add(4, {**step_metrics(2.0), "user_metrics": {"grad_norm": jnp.float32(0.5)}})
+    with pytest.raises(UserError, match="metrics must have names of their own, not grad_norm"):
+        recorder.flush()

@@ -151,6 +151,27 @@ def history_of(entries):
     return history
 
 
+def test_internals_are_heat_maps_of_layers_over_steps(tmp_path):
+    """Four layers: a segment of one, and a pattern of one and of another that is run once and once, with adapters."""
+    line = {
+        "activation_rms": [1.0, 2.0, None, 4.0],
+        "weight_norm/embedding": [9.0],
+        "weight_norm/segments.0.0.attention.query": [3.0],
+        "weight_norm/segments.0.0.norm.scale": [4.0],
+        "weight_norm/segments.1.0.attention.query": [1.0, 2.0],
+        "weight_norm/segments.1.1.attention.query": [1.5, None],
+    }
+    rows = [{"step": step, **line} for step in (10, 20)]
+    maps = json.loads(Page(report(tmp_path, [train_entry(20), *rows])).json)["maps"]
+    assert [(each["steps"], each["values"][1]) for each in maps] == [
+        ([10, 20], [1.0, 2.0, None, 4.0]),
+        ([10, 20], [5.0, 1.0, 1.5, 2.0, None]),
+    ]
+    history = History()
+    history.add({"step": step, **line} for step in range(100_000))
+    assert len(history.heat_maps.maps()[0]["steps"]) <= 400
+
+
 def test_names_and_values_are_escaped(tmp_path):
     name = "eval_loss/</script><b>"
     entries = [train_entry(1), {"step": 1, name: 2.0, name.replace("loss", "perplexity"): 7.4}]

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from src.errors import UserError
 from src.model.params import by_path
-from src.step.adafactor import scale_by_adafactor
+from src.step.adafactor import clip_matrices, scale_by_adafactor
 from src.step.matrices import Matrix
 from src.step.muon import orthogonal_updates, orthogonalise
 from src.step.optimizer import clip, hparams_at, learning_rate, make_optimizer, state_shardings
@@ -331,6 +331,58 @@ def test_wsd_schedule():
     np.testing.assert_allclose(rate[5:81], 2.0)
     np.testing.assert_allclose(rate[80:], 2.0 - 1.5 * np.arange(20) / 20)
     assert learning_rate(config.step, config.steps, 100) == 0.0
+
+
+def test_schedules_are_optaxs():
+    """Which compute in float32, so that the last bits differ: why ours are not theirs."""
+    steps, warmup, peak, final = 200, 20, 2.0, 0.25
+    decay = steps - warmup
+    stable_then_line = [optax.constant_schedule(peak), optax.linear_schedule(peak, peak * final, 40)]
+    for kind, theirs in {
+        "cosine": optax.cosine_decay_schedule(peak, decay, final),
+        "exponential": optax.exponential_decay(peak, decay, final),
+        "wsd": optax.join_schedules(stable_then_line, [decay - 40]),
+    }.items():
+        keys = {"wsd_decay_steps_fraction": 0.2} if kind == "wsd" else {}
+        ours, _ = rates(steps, warmup_steps_fraction=warmup / steps, lr_schedule_type=kind, **keys)
+        expected = [optax.linear_schedule(0.0, peak, warmup)(step + 1) for step in range(warmup)]
+        expected += [theirs(step) for step in range(decay)]
+        np.testing.assert_allclose(ours, expected, rtol=2e-6, err_msg=kind)
+
+
+def test_clipping_is_optaxs():
+    _, _, gradients = problem()
+    for threshold in (0.5, 3.0, 1e9):
+        for gradient in gradients:
+            expected, _ = optax.clip_by_global_norm(threshold).update(gradient, None)
+            assert_close(clip(gradient, optax.tree.norm(gradient), np.float32(threshold)), expected, 1e-6)
+
+
+def test_adams_updates_are_clipped_as_optax_clips_blocks():
+    """Each layer's matrix and vector by itself, and of a vocabulary's table the rows that there are."""
+    rng = np.random.default_rng(0)
+    shapes = {"bias": (2, 4), "kernel": (2, 3, 4), "table": (6, 4)}
+    updates = {name: rng.normal(0, 3, shape).astype(np.float32) for name, shape in shapes.items()}
+    updates["table"][5] = 0.0
+    matrices = {
+        "bias": Matrix((0,), (), (1,), hidden=False),
+        "kernel": Matrix((0,), (1,), (2,), hidden=True),
+        "table": Matrix((), (0,), (1,), hidden=False, vocab=(0, 5)),
+    }
+    chosen = {"bias": True, "kernel": True, "table": True}
+    clipped, _ = clip_matrices(matrices, chosen, 1.0).update(updates, None)
+    theirs = optax.clip_by_block_rms(1.0)
+    for name in ("bias", "kernel"):
+        expected = np.stack([theirs.update(layer, None)[0] for layer in updates[name]])
+        np.testing.assert_allclose(clipped[name], expected, rtol=1e-6)
+    np.testing.assert_allclose(clipped["table"][:5], theirs.update(updates["table"][:5], None)[0], rtol=1e-6)
+    weights, decays, gradients = problem()
+    plain, _ = our_updates("adamw", weights, decays, gradients[:1], adam_weight_decay=0)
+    halved, _ = our_updates("adamw", weights, decays, gradients[:1], adam_weight_decay=0, adam_clip_threshold=0.5)
+    for name in weights:  # Adam's first update has a root mean square of 1
+        np.testing.assert_allclose(
+            2 * (halved[name] - weights[name]), plain[name] - weights[name], rtol=1e-3, atol=1e-6
+        )
 
 
 def test_a_schedule_may_be_longer_or_shorter_than_the_run():

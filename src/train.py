@@ -15,8 +15,9 @@ from ml_collections import ConfigDict
 
 from src.checkpoint.changes import compare_configs
 from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.contents import checkpoint_entries, saved_meta
 from src.checkpoint.preemption import Preemption
-from src.checkpoint.resume import checkpoint_entries, saved_meta, starting_state
+from src.checkpoint.resume import starting_state
 from src.checkpoint.run_folder import RunFolder, in_run_folder, kept_checkpoint
 from src.cli import run_command
 from src.completion import encode_prompt

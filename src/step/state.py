@@ -15,7 +15,8 @@ from src.model.params import ROLES, Tree, Weights
 from src.model.pipeline import check_rows
 from src.parallel.mesh import Layout
 from src.parallel.sequence import sharing_keys, zigzag_order
-from src.step.optimizer import hparams_at, state_shardings
+from src.step.optimizer import hparams_at
+from src.step.optimizer_shardings import state_shardings
 from src.step.plan import Batch, StepPlan
 from src.step.spikes import empty_window
 

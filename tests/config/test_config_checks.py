@@ -43,7 +43,10 @@ def error_of(*arguments, config=BASE):
         (["packing=yes"], ["packing", "true or false", "a string ('yes')"]),
         (["packing=1"], ["packing", "true or false", "an integer (1)"]),
         (["mlp_activations=silu"], ["mlp_activations", "a list", "a string (silu)"]),
-        (["mlp_activations=[swish]"], ["swish", "silu, gelu, quick_gelu, relu, squared_relu, linear, plus_one"]),
+        (
+            ["mlp_activations=[swish]"],
+            ["swish", "silu, gelu, gelu_exact, quick_gelu, relu, squared_relu, linear, plus_one"],
+        ),
         (["mlp_activations=[]"], ["mlp_activations", "empty"]),
         (["mlp_activations=[a"], ["mlp_activations", "line 1, column 3"]),
         (["remat_custom=3"], ["remat_custom", "a mapping", "an integer (3)"]),

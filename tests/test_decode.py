@@ -313,7 +313,10 @@ WINDOWS = "[{repeats: 2, pattern: [{attention_type: local_sliding, sliding_windo
             },
             marks=pytest.mark.long,
         ),
-        {"attention_type": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+        pytest.param(
+            {"attention_type": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             {"num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 16, "ici_expert_parallelism": 4},
             marks=pytest.mark.long,

@@ -142,6 +142,7 @@ def test_processes_with_other_keys_or_code_are_told_so(tmp_path):
         ]
 
 
+@pytest.mark.long  # whoever fails, tests/test_rendezvous.py tells it to all
 def test_a_host_that_fails_alone_ends_all_and_says_why(tmp_path):
     """The first lines are whole, so that the run begins; process 1 alone comes to the one that is not."""
     folder = tmp_path / "data"

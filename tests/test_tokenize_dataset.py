@@ -169,7 +169,7 @@ def test_a_killed_command_goes_on_and_writes_the_same_bytes(tmp_path, capsys, mo
     """SIGKILL when the first shard is finished and others are not."""
     monkeypatch.undo()  # processes of their own have shards of the usual size
     line = json.dumps({"text": "some words of a document " * 4}) + "\n"
-    (tmp_path / "corpus.jsonl").write_text(line * 100_000)
+    (tmp_path / "corpus.jsonl").write_text(line * 45_000)
     argv = ["configs/base.yml", f"dataset_path={tmp_path / 'corpus.jsonl'}", "vocab_size=258"]
     out = tmp_path / "out"
     command = [sys.executable, "-m", "src.tokenize_dataset", *argv, f"tokenized_path={out}"]

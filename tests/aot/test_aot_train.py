@@ -30,9 +30,10 @@ def start_saving(module, log, devices=8, **keys):
     return runs.start_command(command, log, devices)
 
 
-# ---- Processes of their own
+# ---- Processes of their own; tests/step/test_user_loss.py has two of the quick ones
 
 
+@pytest.mark.long
 def test_a_run_that_loads_its_step_is_the_run_that_compiles_it(tmp_path, corpus):
     file, logs = tmp_path / "step", [tmp_path / f"{name}.log" for name in ("saving", "compiled", "loaded")]
     keys = {**MODEL, **NO_CACHE, "dataset_path": corpus, "steps": STEPS, "eval_interval": 3}

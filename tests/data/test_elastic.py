@@ -109,7 +109,7 @@ KEYS = st.fixed_dictionaries(
 EVAL_INTERVAL = st.sampled_from([-1, 10])  # whether a part of the data is left to evaluate on
 
 
-@settings(max_examples=10)
+@settings(max_examples=7)
 @given(
     parts=PARTS,
     keys=KEYS,
@@ -125,7 +125,7 @@ def test_stopped_anywhere_and_resumed_on_other_hosts_a_run_goes_on(
     assert_same(stopped_and_resumed(batches, parts), batches(1, sum(steps for _, steps in parts)))
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     parts=PARTS,
     keys=KEYS,

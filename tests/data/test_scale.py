@@ -182,7 +182,14 @@ BEGIN, GO_ON = (0, None, {}), (10**10, 123_456_789, {})
 NO_POSITION = 987_654_321 * ROWS, None, {"packing": False, "long_documents": "truncate"}
 
 
-@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), ["tokens", "array_record", "custom"]], ids="+".join)
+MIXED = ["tokens", "array_record", "custom"]  # each alone takes no more
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [pytest.param([kind], marks=pytest.mark.long if kind in MIXED else ()) for kind in KINDS] + [MIXED],
+    ids="+".join,
+)
 def test_opening_and_going_on_from_a_position_take_little_memory(settings, kinds):
     rows = -(-DOCUMENTS * 99 // 256)
     for found in start(settings, kinds, BEGIN, GO_ON):

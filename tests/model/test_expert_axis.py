@@ -147,8 +147,15 @@ def output_and_gradients(choices, **mesh):
     return out, gradients, expected
 
 
-@pytest.mark.parametrize("experts", [2, pytest.param(4, marks=pytest.mark.long), 8])
-@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize(
+    ("choices", "experts"),
+    [
+        *((choices, 8) for choices in CHOICES),
+        ("uneven", 2),
+        *(pytest.param(choices, 2, marks=pytest.mark.long) for choices in ("one of one", "three")),
+        *(pytest.param(choices, 4, marks=pytest.mark.long) for choices in CHOICES),
+    ],
+)
 def test_no_token_is_lost_however_they_choose(choices, experts):
     """Also where more windows than one are needed: the output, and gradients as one device's."""
     out, gradients, expected = output_and_gradients(choices, ici_expert_parallelism=experts)

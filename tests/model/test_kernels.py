@@ -160,7 +160,8 @@ def kept_and_spread(plan, x, axes):
         (CONTEXT, {"sinks": (1.0, -2.0, 0.5, 6.0)}, 512),
         (CONTEXT, {"chunk": 40}, 512),
         ({**CONTEXT, "logical_axis_rules__kv_heads": "[]"}, {}, 512),
-        ({"ici_context_parallelism": 4, "ici_data_parallelism": 2}, {}, 1024),
+        # As tests/model/test_bench_context.py has it.
+        pytest.param({"ici_context_parallelism": 4, "ici_data_parallelism": 2}, {}, 1024, marks=pytest.mark.long),
         # Rows over the axis of the heads, which then are whole.
         ({**CUBE, **{f"logical_axis_rules__{axis}": "[]" for axis in ("heads", "kv_heads")},
           "logical_axis_rules__length": "[tensor]"}, {}, 512),

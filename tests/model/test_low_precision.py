@@ -253,9 +253,13 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(name, marks=pytest.mark.long) if index else name for index, name in enumerate(MESHES)]
+    ("kind", "mesh"),
+    [
+        pytest.param(kind, mesh, marks=() if (kind, mesh) == ("int8", "fsdp, tensor and context") else pytest.mark.long)
+        for mesh in MESHES
+        for kind in FORMATS
+    ],
 )
 def test_a_step_on_a_mesh_is_near_that_on_one_device(kind, mesh):
     facts = {"quantization": kind, "base_num_kv_heads": 4, "remat_policy": "full"}

@@ -24,8 +24,12 @@ LONG = (
     *("mixtral-mesh", "deepseek3-unrolled", "deepseek2-lite", "llama4-maverick", "llama-biases"),
     *("mistral-small3", "phi3", "glm", "kimi-k2"),
 )
-# Decoded on a mesh and unrolled: tests/test_decode.py.
-LONG_DECODED = (*LONG, "deepseek3-mesh", "gemma3-unrolled", "qwen2", "smollm3", "granite", "glm4", "glm4.5")
+# Decoded on a mesh and unrolled: tests/test_decode.py. The rest as families with more in their caches: of Llama 3.1, of
+# Gemma 2, which has windows too, and of Qwen 3 with experts.
+LONG_DECODED = (
+    *(*LONG, "deepseek3-mesh", "gemma3-unrolled", "qwen2", "smollm3", "granite", "glm4", "glm4.5"),
+    *("llama2", "gemma", "mistral", "qwen3"),
+)
 
 
 def runs(names, long=LONG):

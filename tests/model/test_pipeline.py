@@ -95,7 +95,8 @@ def one_device(model):
         ("dense", keys_of(2, data=2, gradient_accumulation_steps=2)),
         ("windowed", keys_of(2, repeats=2, fsdp=2)),
         pytest.param("windowed", keys_of(4, fsdp=2), marks=pytest.mark.long),
-        ("gpt3", keys_of(2, fsdp=2, tensor=2)),
+        # Its kind, in stages too: tests/parallel/test_axes.py.
+        pytest.param("gpt3", keys_of(2, fsdp=2, tensor=2), marks=pytest.mark.long),
         pytest.param("gpt3", keys_of(4, repeats=2), marks=pytest.mark.long),
         pytest.param("latent experts", keys_of(2, repeats=2, micro_batches=4), marks=pytest.mark.long),
         pytest.param("latent experts", keys_of(4, fsdp=2), marks=pytest.mark.long),

@@ -1,4 +1,4 @@
-"""Four models and many meshes, and what one run of a model on a mesh gives: its first gradients and four losses."""
+"""Four models and many meshes, and what one run of a model on a mesh gives: its first gradients and three losses."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from jax.tree_util import keystr
 from src.step.state import batch_sharding
 from tests.tiny import GPT3, Trainer, assert_close, packed_rows
 
-LENGTH, ROWS, STEPS = 32, 16, 4
+LENGTH, ROWS, STEPS = 32, 16, 3
 
 COMMON = {"max_target_length": LENGTH, "base_num_decoder_layers": 4, "learning_rate": 3e-3}
 HEADS = {"base_num_kv_heads": 4}

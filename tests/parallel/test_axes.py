@@ -50,9 +50,9 @@ CASES = [
     if "expert" not in mesh or model == "latent experts"
 ]
 # Each axis alone and with others, but for those that tests of an axis's own have: stage (tests/model/test_pipeline.py),
-# expert and context (test_expert_axis.py and test_context_axis.py there). The rest take an hour.
+# expert and context (test_expert_axis.py and test_context_axis.py there); data is with others. The rest take an hour.
 SHORT = {
-    "dense": ["data 8", "context 4", "tensor 4", "stage 2 context 2"],
+    "dense": ["tensor 4", "stage 2 context 2"],
     "windowed": [],  # in stages tests/model/test_pipeline.py has it, windows over context test_context_axis.py
     "latent experts": [],  # test_expert_axis.py
     "gpt3": [
@@ -130,8 +130,12 @@ FACTS = {
 }
 
 
-# Others have their kinds; and windows, sinks and chunks those of tests/model/test_context_axis.py.
-LONG_FACTS = ("biases", "three query heads of six a device", "dropout", "sinks, windows and chunks")
+# Others have their kinds; and windows, sinks and chunks those of tests/model/test_context_axis.py, as has dropout over
+# rows; adapters those of test_lora.py there, and unrolled layers those of test_pipeline.py.
+LONG_FACTS = (
+    *("biases", "three query heads of six a device", "dropout", "sinks, windows and chunks", "dropout over rows"),
+    *("adapters", "unrolled"),
+)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def random_state(abstract):
     )
 
 
-@pytest.mark.parametrize("opt_type", OF_ALL_SHAPES)
+@pytest.mark.parametrize("opt_type", [*OF_ALL_SHAPES[:2], pytest.param("muon", marks=pytest.mark.long)])
 def test_a_checkpoint_is_restored_however_the_state_lies(tmp_path, opt_type):
     def abstract(devices=8, **overrides):
         _, plan = make(devices, opt_type=opt_type, **overrides)

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 _THREADS = 64  # requests at a time
-_DEPTH = 12  # documents ahead of each packing stream
+_DEPTH = 6  # documents ahead of each packing stream
 
 Result = TypeVar("Result")
 

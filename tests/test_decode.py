@@ -520,7 +520,7 @@ def test_of_conversations_the_prompt_ends_before_the_last_answer(tmp_path):
 def test_texts_are_measured_at_each_evaluation(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_metrics.py").write_text(
         "seen = []\n\ndef measure(lines):\n    seen.append(lines)\n"
-        "    return {'ids': sum(len(line['ids']) for line in lines)}\n\ndef bad(lines):\n    return 3\n"
+        "    return {'ids': sum(len(line['ids']) for line in lines)}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     corpus = runs.write_corpus(tmp_path / "corpus", documents=20)
@@ -541,5 +541,16 @@ def test_texts_are_measured_at_each_evaluation(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     decode.main([str(folder), "prompt=zebra"])
     assert "\nzebra" in capsys.readouterr().out
-    with pytest.raises(UserError, match="decode_metrics must return a mapping of names to numbers: it returned 3"):
-        runs.run_here(**{**keys, "run_name": "bad"}, decode_metrics="my_metrics:bad", base_num_decoder_layers=1)
+
+
+@pytest.mark.parametrize("returned", [3, {"a": [1.0, 2.0]}])
+def test_what_is_no_number_of_texts_is_refused(tmp_path, monkeypatch, returned):
+    (tmp_path / "my_numbers.py").write_text(f"def bad(lines):\n    return {returned}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_numbers", raising=False)
+    monkeypatch.setattr(decode, "complete_batch", lambda *rest: [])
+    config = load([runs.BASE, "decode_metrics=my_numbers:bad", "eval_interval=1"])
+    _, plan = tiny.make()
+    measured = decode.DecodeMetrics(config.decoding, InputSpec.of(config, BYTES), 4)
+    with pytest.raises(UserError, match="decode_metrics must return a mapping of names to numbers: it returned"):
+        measured.run(plan, plan.split(tiny.random_weights(plan)))

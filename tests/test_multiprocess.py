@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 
+from src.errors import UserError
 from tests import runs
 
 STEPS = 6
@@ -183,3 +184,46 @@ def test_ctrl_c_in_one_process_has_all_save_and_end(tmp_path):
         processes[1].send_signal(signal.SIGINT)
         assert [process.wait(timeout=200) for process in processes] == [143, 130]
     assert runs.steps_saved(tmp_path / "run") == [runs.last_step(tmp_path / "run")]
+
+
+STREAMS = """
+import grain
+import jax
+
+TEXTS = [f"text {n} " + "word " * (n * 7 % 50) for n in range(300)]
+
+
+def own(config, split):
+    return grain.MapDataset.source(TEXTS)[jax.process_index() :: jax.process_count()].to_iter_dataset()
+
+
+def same(config, split):
+    return grain.MapDataset.source(TEXTS).to_iter_dataset()
+"""
+
+
+@pytest.mark.long
+def test_streams_of_two_processes_go_on_exactly_on_two_alone(tmp_path, monkeypatch):
+    pytest.importorskip("grain", reason="bash setup.sh dev installs it")
+    (tmp_path / "my_streams.py").write_text(STREAMS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def job(name, steps, factory="own"):
+        keys = keys_of(tmp_path / name, "", steps, eval_interval=-1, per_device_batch_size=1, dataset_type="custom")
+        logs = [tmp_path / f"{name}_{steps}_{process}.log" for process in range(2)]
+        return logs, start_two(logs, 2 * [{**keys, "dataset_factory": f"my_streams:{factory}"}])
+
+    for name, steps in (("whole", 6), ("parts", 2), ("parts", 6)):
+        logs, processes = job(name, steps)
+        with runs.ended(*processes):
+            outputs = [runs.finish(process, log) for process, log in zip(processes, logs, strict=True)]
+        assert "a stream for each host, in its own order: a run goes on with 2 hosts alone" in outputs[0]
+    assert runs.losses(tmp_path / "parts") == runs.losses(tmp_path / "whole")
+    logs, processes = job("same", 2, "same")
+    with runs.ended(*processes):
+        assert {process.wait(timeout=120) for process in processes} == {2}
+    assert "the streams of two processes begin with the same documents" in logs[0].read_text()
+    keys = keys_of(tmp_path / "whole", "", 8, eval_interval=-1, dataset_type="custom")
+    with pytest.raises(UserError, match="the checkpoint is of 2 processes, and this job has 1"):
+        runs.run_here(**keys, dataset_factory="my_streams:own")

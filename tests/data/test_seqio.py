@@ -138,6 +138,7 @@ def test_what_the_export_writes_is_read_as_the_same_documents(folder, config):
     assert found == sorted(tokenizer.encode(text).tolist() for text in texts("tfds"))
 
 
+@pytest.mark.long
 def test_the_factory_yields_the_same_documents(folder):
     ids = run(folder, "-c", "import my_seqio; print([list(map(int, d)) for d in my_seqio.documents(None, 'train')])")
     import sentencepiece

@@ -5,13 +5,13 @@ writes a profile, by which `pgle_profile` compiles; `pgle=auto` has JAX do both 
 profile that it cannot read or that is of another program, and says nothing, so a file names the program that it is of.
 """
 
-import contextlib
 import hashlib
 import json
 import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -36,7 +36,7 @@ PGLE_STEPS = 3  # that are profiled, after the first
 Step = Callable  # of (state, batch, hparams), as `train_step`
 
 
-def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path, exits: contextlib.ExitStack) -> Step:
+def chosen_step(keys: Aot, built: TracedStep, header: Header, folder: epath.Path, exits: ExitStack) -> Step:
     """Returns the run's step: loaded from a file, or compiled here as `pgle` and `pgle_profile` say.
 
     `folder` is the run's; `exits` takes what is to be closed at its end. Raises UserError if a file is not of the

@@ -5,7 +5,7 @@ from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, SEED, SHARE_OR_UNSE
 # What is of runs alone, other commands on a run or its data take too, but not those that use a model.
 OF_RUNS = ("src.train", "src.train_compile", "src.inspect_data", "src.tokenize_dataset", "src.train_tokenizer")
 _TRAIN_COMPILE = {"commands": ("src.train_compile",), "ignored": "anywhere"}  # the same line is typed for src.train
-_DECODE, _INSPECT_DATA = {"commands": ("src.decode",)}, {"commands": ("src.inspect_data",)}
+_DECODE, _INSPECT, _RUNS = ({"commands": names} for names in (("src.decode",), ("src.inspect_data",), OF_RUNS))
 
 
 # fmt: off
@@ -16,13 +16,12 @@ class Aot:
     compile_topology_num_slices: int = key(1, "how many such slices or hosts", FROM_1, 2**16, **_TRAIN_COMPILE)
     compile_report: str = path("", "where its report goes as JSON", **_TRAIN_COMPILE)
     compiled_trainstep_file: str = path("", "src.train_compile writes the compiled step there; src.train loads it",
-        commands=OF_RUNS)
+        **_RUNS)
     pgle: str = key("", "NVIDIA GPU (docs/profiling.md): collect writes kernels' times to a file; auto uses them",
-        ("", "auto", "collect"), commands=OF_RUNS)
-    pgle_profile: str = path("", "NVIDIA GPU: a file of pgle=collect, by whose times the step is compiled",
-        commands=OF_RUNS)
+        ("", "auto", "collect"), **_RUNS)
+    pgle_profile: str = path("", "NVIDIA GPU: a file of pgle=collect, by whose times the step is compiled", **_RUNS)
     compile_xla_flags: str = key("", "compiler options, such as --xla_a=true --xla_b=2; auto: those for this hardware",
-        commands=OF_RUNS)
+        **_RUNS)
 
 
 @group
@@ -35,13 +34,11 @@ class Conversations:
 @group
 class Tools:
     """Tools for data"""
-    tokenized_path: str = path("", "the folder it writes, for dataset_type=tokens",
-        commands=("src.tokenize_dataset",))
-    inspect_first_step: int = key(0, "the first batch it shows", FROM_0, **_INSPECT_DATA)
-    inspect_num_steps: int = key(1, "how many", FROM_1, **_INSPECT_DATA)
-    process_count: int = key(1, "as if of so many processes with these devices each", FROM_1, 2**20,
-        **_INSPECT_DATA)
-    process_index: int = key(0, "the process whose rows it shows", FROM_0, 2**20, **_INSPECT_DATA)
+    tokenized_path: str = path("", "the folder it writes, for dataset_type=tokens", commands=("src.tokenize_dataset",))
+    inspect_first_step: int = key(0, "the first batch it shows", FROM_0, **_INSPECT)
+    inspect_num_steps: int = key(1, "how many", FROM_1, **_INSPECT)
+    process_count: int = key(1, "as if of so many processes with these devices each", FROM_1, 2**20, **_INSPECT)
+    process_index: int = key(0, "the process whose rows it shows", FROM_0, 2**20, **_INSPECT)
 
 
 @group
@@ -65,7 +62,7 @@ class Decoding:
     decode_prompt_tokens: int = key(0, "prompts are so many ids of each document of the data; 0: none", FROM_0)
     decode_num_prompts: int = key(-1, "decode_prompt_tokens: of the first so many documents; -1: all", FROM_1_OR_UNSET)
     decode_metrics: str = key("", "module:function(lines of decode_path) -> {name: number}, of texts at evaluations",
-        commands=OF_RUNS)
+        **_RUNS)
     quantize_weights: str = key("", "int8 keeps the weights of products in 8 bits", ("", "int8"), **_DECODE,
         ignored="nowhere")
     decode_stop: tuple = key((), "texts that end what is drawn, beside the tokenizer's own end",
@@ -76,10 +73,10 @@ class Decoding:
 class Diagnostics:
     """Diagnostics"""
     profiler: str = key("", "xplane: write a profile of some steps to the run's tensorboard folder", ("", "xplane"),
-        commands=OF_RUNS)
+        **_RUNS)
     skip_first_n_steps_for_profiler: int = key(1, "steps before the profile", FROM_0)
     profiler_steps: int = key(5, "steps in it", FROM_1)
-    collect_stack_trace: bool = key(False, "write all threads' stacks now and then, and on a fault", commands=OF_RUNS)
+    collect_stack_trace: bool = key(False, "write all threads' stacks now and then, and on a fault", **_RUNS)
     stack_trace_to_cloud: bool = key(False, "true: to /tmp/debugging, which a TPU VM uploads; false: the console")
     stack_trace_interval_seconds: int = key(600, "between two of them", FROM_1, 2**24)
 # fmt: on

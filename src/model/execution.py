@@ -74,16 +74,10 @@ def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: Schedu
     scans = step.scan_layers.lower() == "true"
     if step.scan_layers == "auto":
         scans = layout.platform != "cpu" or layout.mesh.size > 1 or len(spec.layers) > MAX_UNROLLED
-    return Execution(
-        scan_layers=scans,
-        remat_policy=step.remat_policy,
-        remat_custom=dict(step.remat_custom),
-        schedule=schedule,
-        has_experts=spec.has_experts,
-        # XLA for TPUs would leave a gradient that only the optimizer needs to the end of the step, and keep through the
-        # backward pass what it is made of.
-        early_gradients=layout.platform == "tpu",
-        # Elsewhere XLA would have an offloaded state on the device all through the step; and for CPUs, which make each
-        # new array by a loop of its own, it copies the old moments before it writes the new ones.
-        update_in_branch=step.optimizer_memory_host_offload or layout.platform == "cpu",
-    )
+    # XLA for TPUs would leave a gradient that only the optimizer needs to the end of the step, and keep through the
+    # backward pass what it is made of.
+    early = layout.platform == "tpu"
+    # Elsewhere XLA would have an offloaded state on the device all through the step; and for CPUs, which make each new
+    # array by a loop of its own, it copies the old moments before it writes the new ones.
+    branch = step.optimizer_memory_host_offload or layout.platform == "cpu"
+    return Execution(scans, step.remat_policy, dict(step.remat_custom), schedule, spec.has_experts, early, branch)

@@ -103,7 +103,7 @@ def test_a_command_is_understood(argv, anywhere, monkeypatch):
     monkeypatch.chdir(anywhere)
     monkeypatch.setenv("HOME", str(anywhere))
     if help_for(argv) is None:
-        command_line.load(argv)
+        command_line.load(argv, uses_weights="load_ema=true" in argv)  # of src.evaluate and src.decode
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ from src.report.diagnostics import Profile, advice_on_memory, stack_traces
 from src.report.metrics import MetricsLog, StepPrinter, eval_key
 from src.report.recorder import LiveReport, Recorder, sets_aside
 from src.report.summary import dates, ending, next_commands, print_header, run_header
+from src.report.watchdog import Watchdog
 from src.startup import configured, environment
 from src.step.build import build, check_same_program
 from src.step.compiler_flags import compiler_options
@@ -171,6 +172,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         contextlib.closing(Profile(config.diagnostics, first_step, config.steps, folder.local)) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
         sets_aside(checkpointer, recorder, folder),
+        Watchdog(config.diagnostics, folder, rows, data.names) as watchdog,
     ):
         for step in range(first_step, config.steps):
             with recorder.waits_for_data():
@@ -183,11 +185,14 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 metrics["conversations_cut"] = count_cut(cuts)
             done = step + 1
             recorder.add(done, metrics)
+            taken = rows_taken + (done - first_step) * global_batch
+            watchdog.step(done, taken, host_batch.stream_positions)
             preempted = preemption.reached(done) and done < config.steps  # else nothing is left to resume
             evaluates = evaluations and not preempted and (done % config.eval_interval == 0 or done == config.steps)
             saves = done % config.checkpoint_period == 0 or preempted or done == config.steps
             if evaluates or saves:
                 recorder.flush()
+                watchdog.pause()
                 if evaluates:
                     results = [evaluation.run(state.weights) for evaluation in evaluations]
                     eval_metrics = {name: value for result in results for name, value in result.items()}
@@ -201,7 +206,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 if (saves or finished) and config.enable_checkpointing and not recorder.skipped:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
                     folder.sync()
-                    meta["rows_taken"] = rows_taken + (done - first_step) * global_batch
+                    meta["rows_taken"] = taken
                     if host_batch.saved:
                         meta["streams"] = gather_json(host_batch.saved)
                     if config.eval_mode == "rolling":
@@ -211,10 +216,12 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 if report:
                     report.update()
                 recorder.start_clock()
+                watchdog.resume()
             if preempted:
                 stopped_by = preemption.signal or signal.SIGTERM  # another process of the job got it
             if preempted or finished:
                 break
+        watchdog.pause()
         say(checkpointer.finish())  # while signals are still caught
 
     # ---- The end

@@ -1,6 +1,6 @@
 """Declares the keys of what an ordinary training run does not do: compiling ahead of time, decoding, diagnosing."""
 
-from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, SEED, SHARE_OR_UNSET, group, key, path
+from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, SEED, SHARE_OR_UNSET, group, key, path
 
 # What is of runs alone, other commands on a run or its data take too, but not those that use a model.
 OF_RUNS = ("src.train", "src.train_compile", "src.inspect_data", "src.tokenize_dataset", "src.train_tokenizer")
@@ -79,4 +79,8 @@ class Diagnostics:
     collect_stack_trace: bool = key(False, "write all threads' stacks now and then, and on a fault", **_RUNS)
     stack_trace_to_cloud: bool = key(False, "true: to /tmp/debugging, which a TPU VM uploads; false: the console")
     stack_trace_interval_seconds: int = key(600, "between two of them", FROM_1, 2**24)
+    hang_after_steps: float = key(20.0, "no step ends in so many times the median: a hang; 0: not looked for", FROM_0)
+    hang_after_seconds: float = key(300.0, "... and in so many seconds; not in evaluations and saves", POSITIVE)
+    hang_action: str = key("log", "log: stacks and more go to the run's hang-*.txt; exit: it also ends, with code 75",
+        ("log", "exit"))
 # fmt: on

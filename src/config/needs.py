@@ -97,6 +97,7 @@ NEEDS = (
     Need(["num_pipeline_microbatches", "num_pipeline_repeats"],
          {"ici_pipeline_parallelism": _STAGES, "dcn_pipeline_parallelism": _STAGES}),
     Need(["skip_first_n_steps_for_profiler", "profiler_steps"], {"profiler": ["xplane"]}),
+    Need(["hang_after_seconds", "hang_action"], {"hang_after_steps": ABOVE_0}),
     Need(["stack_trace_to_cloud", "stack_trace_interval_seconds"], {"collect_stack_trace": [True]}),
 )
 # fmt: on

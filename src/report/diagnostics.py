@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ _TRACES = Path("/tmp/debugging")
 
 @contextlib.contextmanager
 def stack_traces(keys: Diagnostics) -> Iterator[None]:
-    """Writes all threads' stacks now and then, and on a crash, if `collect_stack_trace` is set."""
+    """Writes all threads' stacks now and then, on SIGUSR1 and on a crash, if `collect_stack_trace` is set."""
     if not keys.collect_stack_trace:
         yield
         return
@@ -40,6 +41,8 @@ def stack_traces(keys: Diagnostics) -> Iterator[None]:
                 ) from None
         faulthandler.enable(out)
         exits.callback(faulthandler.disable)
+        faulthandler.register(signal.SIGUSR1, out)  # kill -USR1 PID: now
+        exits.callback(faulthandler.unregister, signal.SIGUSR1)
         faulthandler.dump_traceback_later(keys.stack_trace_interval_seconds, repeat=True, file=out)
         exits.callback(faulthandler.cancel_dump_traceback_later)
         yield

@@ -1,5 +1,7 @@
 """Stack traces of a run come while it lasts, and do not keep it from ending; a profile is of the steps it says."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -126,3 +128,14 @@ def test_what_is_no_lack_of_memory_stays_what_it_is(message):
     with pytest.raises(jax.errors.JaxRuntimeError) as raised, diagnostics.advice_on_memory(3, "full"):
         raise error
     assert raised.value is error
+
+
+def test_a_signal_asks_for_the_stacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnostics, "_TRACES", tmp_path)
+    keys = Diagnostics(collect_stack_trace=True, stack_trace_to_cloud=True, stack_trace_interval_seconds=600)
+    before = signal.getsignal(signal.SIGUSR1)
+    with diagnostics.stack_traces(keys):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        (file,) = tmp_path.iterdir()
+        assert "test_a_signal_asks_for_the_stacks" in file.read_text()
+    assert signal.getsignal(signal.SIGUSR1) is before

@@ -1,0 +1,112 @@
+"""Notices that a run hangs, and writes what its threads do, where in the data it is and how full its devices are."""
+
+import faulthandler
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Self, TextIO
+
+import jax
+import numpy as np
+
+from src.checkpoint.run_folder import RunFolder, is_remote
+from src.cli import end
+from src.config.command_keys import Diagnostics
+from src.errors import TRY_AGAIN
+
+TIMED_STEPS = 10  # of a start, before a step is watched: the first compiles, and with pgle=auto a later one too
+_GRACE_SECONDS = 10  # before hang_action=exit: for a store to take the file, and other processes to write theirs
+
+
+class Watchdog:
+    """Watches in a thread that steps go on, each within `hang_after_steps` median times or `hang_after_seconds`.
+
+    Every process of a job watches its own loop and writes a file of its own. Not watched are evaluations and saves
+    (`pause`) and the first steps of a start; nor is what blocks the thread too: C code that keeps Python's lock.
+    """
+
+    def __init__(self, keys: Diagnostics, folder: RunFolder, rows: Sequence[int], sources: Sequence[str]) -> None:
+        """Takes the run's folder, which of a batch's rows are this host's, and the names of the S sources."""
+        self._keys, self._folder, self._rows, self._sources = keys, folder, rows, sources
+        self._times: deque[float] = deque(maxlen=100)
+        self._last = self._begin = self._reported = 0.0  # when a step ended, was begun to be watched; 0: not now
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Self:
+        if self._keys.hang_after_steps:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+
+    def step(self, dispatched: int, rows_taken: int, stream_positions: np.ndarray) -> None:
+        """Takes note that the step before `dispatched` has ended; data go on at `stream_positions`, [rows, S, 2]."""
+        now = time.monotonic()
+        if self._last:
+            self._times.append(now - self._last)
+        if self._reported and self._reported == self._begin:
+            print(f"step {dispatched - 1} ended after {now - self._begin:,.0f} s: it was slow, no hang", flush=True)
+        self._last, self._at = now, (dispatched, rows_taken, stream_positions)
+        self.resume()
+
+    def pause(self) -> None:
+        """Stops watching until `resume`: what comes is no step."""
+        self._last = self._begin = 0.0
+
+    def resume(self) -> None:
+        """Watches the wait for the next step's end, which begins now."""
+        if len(self._times) >= TIMED_STEPS:
+            least = self._keys.hang_after_seconds
+            self._limit = max(self._keys.hang_after_steps * statistics.median(self._times), least)
+            self._begin = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self._keys.hang_after_seconds / 10)):
+            begin = self._begin
+            if begin not in (0.0, self._reported) and (seconds := time.monotonic() - begin) > self._limit:
+                self._reported = begin
+                self._report(f"no step has ended for {seconds:,.0f} s")
+                if self._keys.hang_action == "exit":
+                    time.sleep(_GRACE_SECONDS)
+                    if self._begin == begin:
+                        end(TRY_AGAIN, "error: a hang, and hang_action=exit: the same command goes on", at_once=True)
+
+    def _report(self, problem: str) -> None:
+        process = jax.process_index()
+        name = time.strftime(f"hang-%Y-%m-%d-%H-%M-%S-process-{process}.txt")
+        local, where = self._folder.local / name, self._folder.path / name
+        try:
+            local.parent.mkdir(parents=True, exist_ok=True)
+            with local.open("x", encoding="utf-8") as out:
+                self._write(f"{socket.gethostname()}, process {process}: {problem}", out)
+        except OSError as error:
+            where = f"stderr, for {where} cannot be written: {error.strerror}"
+            self._write(problem, sys.stderr)
+        else:
+            if is_remote(self._folder.path):  # in a thread, because the store may be what does not answer
+                threading.Thread(target=lambda: where.write_text(local.read_text("utf-8")), daemon=True).start()
+        print(f"process {process}: {problem}: stacks, data position and device memory are in {where}", flush=True)
+
+    def _write(self, problem: str, out: TextIO) -> None:
+        dispatched, rows_taken, positions = self._at
+        lines = [
+            f"{problem}, at {time.strftime('%F %T %z')}.",
+            f"Step {dispatched - 1} has ended, step {dispatched} was dispatched; a hang is {self._limit:.3g} s.",
+            f"\nThe run has taken {rows_taken:,} rows; then, in each of this host's rows, come",
+        ]
+        for row, places in zip(self._rows, positions.tolist(), strict=True):
+            pairs = zip(self._sources, places, strict=True)
+            lines.append(f"  row {row}: {'; '.join(f'{s} document {n}, token {t}'.strip() for s, (n, t) in pairs)}")
+        lines += ["\nThreads", *(f"  {thread.ident or 0:#018x} {thread.name}" for thread in threading.enumerate())]
+        print(*lines, sep="\n", file=out, flush=True)
+        faulthandler.dump_traceback(out, all_threads=True)
+        print("\nDevice memory", file=out, flush=True)  # last, for it asks the devices
+        for device in jax.local_devices():
+            stats = (device.memory_stats() or {}).items()
+            known = [f"{name} {size / 2**30:.2f} GiB" for name, size in stats if "bytes" in name]
+            print(f"  {device}: {', '.join(known) or 'it does not say'}", file=out, flush=True)

@@ -1,0 +1,174 @@
+"""A step that hangs is written about by each process, and nothing else is taken for one."""
+
+import re
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from src.checkpoint.run_folder import RunFolder
+from src.config.command_keys import Diagnostics
+from src.report import watchdog as module
+from src.report.watchdog import TIMED_STEPS, Watchdog
+from src.train import Evaluator
+from tests import runs
+
+POSITIONS = np.array([[[3, 17], [0, 5]], [[4, 0], [9, 9]]], np.int32)
+# The thread that makes batches comes to one and waits: until the file about it is there, or in process 1 for good.
+DATA = """
+import itertools, pathlib, time
+import jax
+
+number = itertools.count(1)
+
+def a_source_that_blocks(rows):
+    if next(number) == {batch} and jax.process_index() == {process}:
+        while not list(pathlib.Path({folder!r}).glob("hang-*process-{process}.txt")) or {process}:
+            time.sleep(0.01)
+    return rows
+"""
+
+
+@pytest.mark.usefixtures("steps_built_once")
+def test_a_hang_is_written_about_once_and_slow_evaluations_and_saves_are_none(tmp_path, monkeypatch, write, capsys):
+    folder, steps, blocked = tmp_path / "run", 24, 20
+    # One batch is that of the evaluation.
+    write("data_that_blocks.py", DATA.format(batch=blocked + 1, process=0, folder=str(folder)))
+    monkeypatch.syspath_prepend(tmp_path)
+    evaluate = Evaluator.run
+    monkeypatch.setattr(Evaluator, "run", lambda *arguments: time.sleep(1) or evaluate(*arguments))
+    runs.run_here(
+        base_output_directory=tmp_path, dataset_path=runs.write_corpus(tmp_path / "corpus"), steps=steps,
+        batch_transform="data_that_blocks:a_source_that_blocks", hang_after_steps=2, hang_after_seconds=0.5,
+        eval_interval=14, eval_steps=1, checkpoint_period=14,
+    )  # fmt: skip
+    (file,) = folder.glob("hang-*.txt")
+    assert file.name.endswith("-process-0.txt")
+    text = file.read_text()
+    assert f"Step {blocked - 2} has ended, step {blocked - 1} was dispatched;" in text
+    assert "a_source_that_blocks" in text, "the thread that makes batches"
+    assert re.search(r"in train$", text, re.MULTILINE), "the main thread"
+    assert f"The run has taken {(blocked - 1) * runs.GLOBAL_BATCH} rows" in text
+    assert len(re.findall(r"^  row \d: document \d+, token \d+$", text, re.MULTILINE)) == runs.GLOBAL_BATCH
+    assert text.partition("Device memory")[2].count("it does not say") == 8, "which CPUs do not"
+    output = capsys.readouterr().out
+    begins, ends = [line for line in output.splitlines() if re.match(r"process 0: no|step \d+ ended", line)]
+    assert re.fullmatch(rf"process 0: no step has ended for \d+ s: stacks, .* are in {re.escape(str(file))}", begins)
+    assert re.fullmatch(rf"step {blocked - 1} ended after \d+ s: it was slow, no hang", ends)
+
+
+@pytest.mark.long
+def test_each_process_of_a_job_writes_its_own_and_all_end(tmp_path, monkeypatch, write):
+    """In process 1 the data hang, so process 0 waits for it in a collective: no Python code of its own runs there."""
+    folder = tmp_path / "run"
+    write("data_that_blocks.py", DATA.format(batch=20, process=1, folder=str(folder)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    keys = {
+        "base_output_directory": tmp_path, "steps": 40, "batch_transform": "data_that_blocks:a_source_that_blocks",
+        "hang_after_seconds": 2, "hang_action": "exit", "num_processes": 2, "coordinator_address": runs.free_address(),
+        "per_device_batch_size": 4, "enable_checkpointing": "false",
+    }  # fmt: skip
+    logs = [tmp_path / "0.log", tmp_path / "1.log"]
+    processes = [runs.start(log, **keys, process_id=process) for process, log in enumerate(logs)]
+    with runs.ended(*processes):
+        outputs = [runs.finish(process, log, code=75) for process, log in zip(processes, logs, strict=True)]
+    for process, output in enumerate(outputs):
+        (file,) = folder.glob(f"hang-*-process-{process}.txt")
+        assert f"process {process}: no step has ended for" in output
+        assert str(file) in output
+        assert ("a_source_that_blocks" in file.read_text()) == (process == 1)
+    assert any("hang_action=exit: the same command goes on" in output for output in outputs)
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """(a watchdog for steps of up to 0.2 s, how it ended the process, what lists the files it wrote)."""
+    ends = []
+    monkeypatch.setattr(module, "end", lambda *arguments, at_once: ends.append(arguments))
+    monkeypatch.setattr(module, "_GRACE_SECONDS", 0)
+
+    def make(action="log"):
+        keys = Diagnostics(hang_after_steps=1, hang_after_seconds=0.2, hang_action=action)
+        return Watchdog(keys, RunFolder(str(tmp_path), "run"), range(2), ["web", "code"])
+
+    return make, ends, lambda: list((tmp_path / "run").glob("hang-*"))
+
+
+def wait_for(condition):
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come within a minute")
+
+
+def step_often(watchdog, first=1, last=TIMED_STEPS):
+    for step in range(first, last + 1):
+        watchdog.step(step, 2 * step, POSITIONS)
+
+
+def test_the_first_steps_are_not_watched(watched):
+    make, _, files = watched
+    with make() as watchdog:
+        step_often(watchdog)
+        time.sleep(0.6)
+        assert not files()
+        watchdog.step(TIMED_STEPS + 1, 22, POSITIONS)
+        wait_for(files)
+    wait_for(lambda: "Device memory" in files()[0].read_text())
+    text = files()[0].read_text()
+    assert "  row 0: web document 3, token 17; code document 0, token 5\n" in text
+    assert "  row 1: web document 4, token 0; code document 9, token 9\n" in text
+
+
+def test_a_pause_is_no_hang_and_what_comes_after_it_is_watched(watched):
+    make, _, files = watched
+    with make() as watchdog:
+        step_often(watchdog, last=TIMED_STEPS + 1)
+        watchdog.pause()
+        time.sleep(0.6)
+        assert not files()
+        watchdog.resume()
+        wait_for(files)
+
+
+def test_a_hang_ends_the_process_if_that_is_asked_for(watched):
+    make, ends, files = watched
+    with make("exit") as watchdog:
+        step_often(watchdog, last=TIMED_STEPS + 1)
+        wait_for(lambda: ends)
+    assert len(files()) == 1
+    ((code, message),) = ends
+    assert code == 75
+    assert message == "error: a hang, and hang_action=exit: the same command goes on"
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_the_stacks_are_on_the_console(watched, tmp_path, capfd):
+    make, _, _ = watched
+    (tmp_path / "run").write_text("a file")
+    with make() as watchdog:
+        step_often(watchdog, last=TIMED_STEPS + 1)
+        said = ""
+        while "cannot be written" not in said:
+            said += "".join(capfd.readouterr())
+    assert "Thread" in said
+    assert "row 1: web document 4" in said
+
+
+def test_a_remote_folder_gets_the_file_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "is_remote", lambda path: True)
+    store, local = tmp_path / "store", tmp_path / "local"
+    store.mkdir()
+    keys = Diagnostics(hang_after_steps=1, hang_after_seconds=0.1)
+    with Watchdog(keys, SimpleNamespace(path=store, local=local), range(2), ["web", "code"]) as watchdog:
+        step_often(watchdog, last=TIMED_STEPS + 1)
+        wait_for(lambda: list(store.iterdir()) and "Device memory" in next(store.iterdir()).read_text())
+
+
+def test_no_thread_watches_where_it_is_switched_off(tmp_path):
+    keys, before = Diagnostics(hang_after_steps=0, hang_after_seconds=0.1), set(threading.enumerate())
+    with Watchdog(keys, RunFolder(str(tmp_path), "run"), range(2), ["web", "code"]) as watchdog:
+        step_often(watchdog, last=TIMED_STEPS + 1)
+        assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "watchdog"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from src import rendezvous
+from src import as_installed, rendezvous
 from src.errors import BROKEN_PIPE, FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError
 from src.storage_errors import Failure, failure_of
 
@@ -76,7 +76,7 @@ def end_now(code: int, message: str) -> NoReturn:
 def _print(message: str) -> None:
     if message and sys.stderr:
         with contextlib.suppress(OSError):
-            print(message, file=sys.stderr, flush=True)
+            print(as_installed(message), file=sys.stderr, flush=True)
 
 
 def _kept_checkpoint(error: BaseException) -> str:

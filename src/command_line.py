@@ -7,6 +7,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from src import as_installed
 from src.config import load as config_load
 from src.config.base_yml import TRAIN, Usage, help_for
 from src.config.migration_hints import environment_notes
@@ -51,7 +52,7 @@ def load(
 def of_command(argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN) -> Config | None:
     """Returns the configuration of a command that needs no JAX, and prints its notes; None for --help alone."""
     if (text := help_for(argv, usage)) is not None:
-        print(text)
+        print(as_installed(text))
         return None
     notes: list[str] = []
     config = load(argv, notes, command=usage.command)

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import jax
 
+from src import as_installed
+
 
 def printable(text: str) -> str:
     """Replaces control characters, which a terminal would obey and a model of bytes may generate, by U+FFFD."""
@@ -14,4 +16,4 @@ def say(lines: Iterable[str]) -> None:
     """Prints lines, from one process of the job."""
     if jax.process_index() == 0:
         for line in lines:
-            print(line, flush=True)
+            print(as_installed(line), flush=True)

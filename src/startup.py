@@ -13,23 +13,23 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
 
-from src import command_line, rendezvous
+from src import FOLDER, as_installed, command_line, rendezvous
 from src.cli import end_now
 from src.config.base_yml import TRAIN, Usage, help_for
 from src.config.schema import Config, Mesh, Step
 from src.config.yaml import dump
 from src.console import say
 from src.errors import UserError
+from src.parallel.device_holders import named_device_holders
 from src.parallel.topology import GPU_MEMORY_FRACTION
 from src.step.compiler_flags import check_environment
 
-_REPOSITORY = Path(__file__).resolve().parents[1]
+_CHECKOUT = FOLDER.parent if (FOLDER.parent / "pyproject.toml").exists() else None  # None: pip has installed it
 REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
@@ -48,10 +48,11 @@ def configured(
     the caller checks the environment's flags, as it alone knows which will be read. `uses_weights` as `config.load`'s.
 
     Raises UserError: the command line or, with `joins`, a flag in the environment is wrong; or another process of the
-    job has another configuration, code or packages. Raises TransientError: another process of the job did not come.
+    job has another configuration, code or packages. Raises TransientError: another process of the job did not come, or
+    another program holds the devices.
     """
     if (help_text := help_for(argv, usage)) is not None:
-        print(help_text)
+        print(as_installed(help_text))
         return None
     print(f"MinText {version()}", flush=True)
     notes: list[str] = []
@@ -66,7 +67,8 @@ def configured(
                 place = find_place(mesh.jax_distributed_initialization_timeout)
             if place and place.num_processes > 1:
                 start_distributed(place, mesh, shared_facts(config))
-        say(notes)
+        with named_device_holders():
+            say(notes)  # the first that has JAX look for devices
     else:  # `say` would have JAX look for devices
         print("".join(f"{note}\n" for note in notes), end="", flush=True)
     return config
@@ -158,17 +160,19 @@ def find_place(timeout: int) -> Place | None:
 
 def shared_facts(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns what all processes must share, by name: keys, versions, and a digest of each file of the code."""
-    names = [path.relative_to(_REPOSITORY).as_posix() for path in sorted((_REPOSITORY / "src").rglob("*.py"))]
+    code = {f"src/{path.relative_to(FOLDER).as_posix()}": path for path in sorted(FOLDER.rglob("*.py"))}
     return {
         **{key: dump(value) for key, value in config.items() if key not in PER_PROCESS_KEYS},
         **{"MinText": version(), **_versions()},
-        **{name: hashlib.sha256((_REPOSITORY / name).read_bytes()).hexdigest()[:8] for name in names},
+        **{name: hashlib.sha256(path.read_bytes()).hexdigest()[:8] for name, path in code.items()},
     }
 
 
 def version() -> str:
     """Returns MinText's version, which pyproject.toml alone states."""
-    return tomllib.loads((_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    if _CHECKOUT is None:
+        return metadata.version("mintext")
+    return tomllib.loads((_CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
 
 def _versions() -> dict[str, str]:
@@ -180,10 +184,11 @@ def environment() -> dict[str, str]:
 
     Starts JAX's backend, so call it after `jax.distributed.initialize`.
     """
-    command = ["git", "-C", str(_REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = ""  # without git or outside a checkout
+    command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = ""  # without git or outside a checkout, whose folder may be in another repository
     with contextlib.suppress(FileNotFoundError):
-        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        if _CHECKOUT:
+            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "MinText": version() + f" ({commit})" * bool(commit),
         **_versions(),

@@ -156,6 +156,8 @@ def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) 
     """Returns the settings of a config file after those of its `base_config`, and so on, without base.yml."""
     settings: list[Setting] = []  # `keys` are those of the first, where it is no file
     visited: list[Path] = []
+    if path.parts[:1] == ("configs",) and not path.exists() and CONFIGS.parent.joinpath(path).is_file():
+        path = CONFIGS.parent / path  # from anywhere, as where the package is installed
     while (resolved := Path(os.path.realpath(path))) != BASE:
         if resolved in visited:
             problems.append(f"base_config goes round in a circle: {' -> '.join(map(str, [*visited, resolved]))}")

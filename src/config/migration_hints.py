@@ -7,14 +7,14 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from src import shipped
 from src.config.schema import KEYS
 from src.config.yaml import CONFIGS, NOTHING, Plain, dump, literal, parse, parse_argument
 from src.errors import UserError
 
-PAGE = Path(__file__).parents[2] / "docs" / "from_maxtext_and_pax.md"
+PAGE = shipped("docs") / "from_maxtext_and_pax.md"
 # What others call the axes of the mesh in the keys of their sizes.
 MESH_WORDS = {
     **{"dp": "data", "replica": "data", "stage": "pipeline", "pp": "pipeline", "cp": "context", "sp": "context"},

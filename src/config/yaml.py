@@ -15,10 +15,11 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
+from src import shipped
 from src.config.keys import frozen
 from src.errors import UserError, clipped
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = shipped("configs")
 BASE = CONFIGS / "base.yml"
 
 BOOLS = {"true": True, "True": True, "false": False, "False": False}

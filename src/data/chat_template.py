@@ -75,7 +75,7 @@ class ChatTemplate:
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the reply of the process, which is started first if there is none."""
         if self._process is None:
-            serve = f"import sys; sys.path.insert(0, {_ROOT!r}); from src.data.chat_template import serve; serve()"
+            serve = f"import sys; sys.path.insert(0, {_ROOT!r}); from {__name__} import serve; serve()"
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             # In a session of its own, as Ctrl-C is not for it.
             self._process = subprocess.Popen([sys.executable, "-c", serve], **streams, start_new_session=True)

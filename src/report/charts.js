@@ -54,7 +54,8 @@ function curves(chart, view) {
     const points = inView(series.points, view), medians = inView(series.medians || series.points, view);
     const width = 2 * Math.floor(medians.length / 100) + 1;
     if (series.kind !== "noisy" || width < 5) return [{ ...series, points, style: series.kind === "eval" ? "marked" : "line" }];
-    const steps = width * (medians[1][0] - medians[0][0]), name = `${series.name} median of ${steps} steps`;
+    const steps = width * (medians[1][0] - medians[0][0]), several = chart.series.some(({ run }) => run > 0);
+    const name = several ? series.name : `${series.name} median of ${steps} steps`;
     return [
       { ...series, points, style: "raw" },
       { ...series, points: runningMedian(medians, width), style: "line", isMedian: true, name },
@@ -123,6 +124,9 @@ function nearest(points, step) {
   return finite.reduce((best, point) => (Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best), finite[0]);
 }
 
+// The color of a run among several, in its curves and at the head of its column in tables.
+const runColor = (run, kind) => `hsl(${205 + 137 * run} 60% ${kind === "eval" ? 32 : 46}%)`;
+
 const figures = []; // one function each that draws a figure anew
 let zoom = null; // the first and last step shown, of all figures; null: the whole runs
 
@@ -138,8 +142,7 @@ function build(chart, runs) {
   log.checked = startsLog(chart);
   const steps = chart.series.flatMap(({ points }) => [points[0][0], points[points.length - 1][0]]);
   let view, drawn;
-  const color = ({ run, kind }) =>
-    runs > 1 ? `hsl(${205 + 137 * run} 60% ${kind === "eval" ? 35 : 50}%)` : kind === "eval" ? "var(--eval)" : "var(--train)";
+  const color = ({ run, kind }) => (runs > 1 ? runColor(run, kind) : kind === "eval" ? "var(--eval)" : "var(--train)");
   const named = () => drawn.filter((curve) => runs === 1 || curve.style !== "raw");
   const draw = () => {
     view = zoom || [Math.min(...steps), Math.max(...steps)];
@@ -232,4 +235,5 @@ if (typeof document !== "undefined") {
   const data = JSON.parse(document.getElementById("data").textContent);
   document.getElementById("charts").append(...data.charts.map((chart) => build(chart, data.runs.length)), ...data.maps.map(heatMap));
   figures.forEach((draw) => draw());
+  document.querySelectorAll("[data-run]").forEach((mark) => { mark.style.background = runColor(Number(mark.dataset.run)); });
 }

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from src.config import load as config
 from src.errors import UserError
+from src.report.comparison import key_figures, show_number
 from src.report.history import Curve, History
 from src.report.metrics import EVAL_KEYS, perplexity, read_entry
-from src.report.page import key_figures, main, show_number
+from src.report.page import main
 from tests.runs import ROOT
 
 VOID = {"meta", "br", "img", "link", "input"}
@@ -119,12 +120,12 @@ def test_other_runs_are_drawn_beside_the_first(tmp_path, capsys):
     report(tmp_path / "a", [train_entry(1, 3.0), eval_entry(1, 4.0)])
     report(tmp_path / "b", [train_entry(1, 5.0)])
     main([str(tmp_path / "a"), str(tmp_path / "b")])
-    shown = Page((tmp_path / "a" / "report.html").read_text())
-    assert shown.points("Loss") == {"a train": [[1, 3]], "a eval": [[1, 4]], "b train": [[1, 5]]}
+    shown = Page((tmp_path / "a" / "comparison.html").read_text())
+    assert shown.points("Loss") == {"a": [[1, 3]], "a eval": [[1, 4]], "b": [[1, 5]]}
     assert [series["run"] for series in shown.charts["Loss"]["series"]] == [0, 0, 1]
     report(tmp_path / "more" / "a", [train_entry(1, 6.0)])
     main([str(tmp_path / "a"), str(tmp_path / "more" / "a")])
-    assert f"{tmp_path / 'more' / 'a'} train" in Page((tmp_path / "a" / "report.html").read_text()).points("Loss")
+    assert str(tmp_path / "more" / "a") in Page((tmp_path / "a" / "comparison.html").read_text()).points("Loss")
     with pytest.raises(UserError, match=r"c has no metrics\.jsonl"):
         main([str(tmp_path / "a"), str(tmp_path / "c")])
 
@@ -259,7 +260,7 @@ def test_the_first_steps_do_not_flatten_the_loss(tmp_path):
     assert 4 <= int(above[1]) <= 10  # at most the first twentieth
     report(tmp_path / "other", entries)
     main([str(tmp_path), str(tmp_path / "other")])
-    both = drawn((tmp_path / "report.html").read_text())["Loss"][0]
+    both = drawn((tmp_path / "comparison.html").read_text())["Loss"][0]
     assert f"{2 * int(above[1])} of 400 points lie above" in both
     heights = [float(y) for _, y in re.findall(r"[ML]([-\d.]+) ([-\d.]+)", settled[0])][20:]
     assert max(heights) - min(heights) > 700  # of 1000: what comes after fills the chart

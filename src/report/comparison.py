@@ -1,0 +1,146 @@
+"""Compares runs in tables: what they reached, what differs in their configurations, their losses at the same steps."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from src.config.schema import KEYS
+from src.config.yaml import dump, literal, parse_keys
+from src.errors import UserError, clipped
+from src.json_text import parse_json
+from src.report.history import Curve, History, Point
+from src.report.metrics import duration, eval_key, eval_sets, perplexity
+
+Table = list[list[str]]  # rows; the first has the runs' names, the first column says what the others are
+_FACTS = ("MinText", "jax", "Python", "devices", "mesh", "model", "step", "data")  # of environment.json
+_MAX_ROWS = 10  # of a table of steps, about
+
+
+class Run(NamedTuple):
+    """Holds what a comparison shows of a run."""
+
+    history: History
+    config: Mapping[str, Any]
+    facts: Mapping[str, str]  # environment.json
+
+
+def read_runs(paths: Sequence[str]) -> dict[str, Run]:
+    """Reads runs' folders, by name; raises UserError for what is none or malformed, OSError for what is unreadable."""
+    runs = {}
+    names = [epath.Path(path).name for path in paths]  # or as typed, where two have the same
+    for name, path in zip(names, paths, strict=True):
+        folder, history = epath.Path(path), History()
+        for file in ("metrics.jsonl", "config.yml"):
+            if not (folder / file).exists():
+                raise UserError(f"{folder} has no {file}: expected the folder of a run, such as runs/NAME")
+        history.read(folder / "metrics.jsonl")
+        config = literal(parse_keys((folder / "config.yml").read_text(), f"{folder}/config.yml"))
+        facts = read_facts(folder / "environment.json")
+        runs[name if names.count(name) == 1 else path] = Run(history, config, facts)
+    return runs
+
+
+def read_facts(file: epath.Path) -> dict[str, str]:
+    """Returns the content of environment.json; raises UserError if it is malformed."""
+    try:
+        facts = parse_json(file.read_bytes().decode(errors="replace") if file.exists() else "{}")
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}. Delete it: the page then goes without it") from None
+    if not isinstance(facts, dict):
+        raise UserError(f"{file} is no mapping of names to texts. Delete it: the page then goes without it")
+    return facts
+
+
+def tables(runs: Mapping[str, Run]) -> dict[str, Table]:
+    """Returns the tables, by title; the first two are of what runs reached, and of how they differ."""
+    histories = [run.history for run in runs.values()]
+    steps = [
+        {"Steps": f"{run.history.last_train.get('step', 0)} of {run.config.get('steps')}"} for run in runs.values()
+    ]
+    results = [first | dict(key_figures(history)) for first, history in zip(steps, histories, strict=True)]
+    result = {
+        "Results": _rows(results),
+        "What differs": [row for row in _rows([_settings(run) for run in runs.values()]) if len(set(row[1:])) > 1],
+        "Training loss, mean since the step above": _at_steps([history.train["loss"] for history in histories], True),
+    }
+    for name in dict.fromkeys(name for history in histories for name in eval_sets(history.evals)):
+        curves = [history.evals[eval_key("eval_loss", name)] for history in histories]
+        result["Eval loss" + f", {name}" * bool(name)] = _at_steps(curves, False)
+    return {title: [["", *runs], *rows] for title, rows in result.items()}
+
+
+def _rows(columns: Sequence[Mapping[str, str]]) -> Table:
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [[name, *(column.get(name, "-") for column in columns)] for name in names]
+
+
+def _settings(run: Run) -> dict[str, str]:
+    """Returns keys and facts; a key that config.yml, of an older version, lacks has its default of today."""
+    keys = {name: key.default for name, key in KEYS.items()} | dict(run.config)
+    keys |= {"run_name": "", "base_output_directory": ""}  # which always differ
+    facts = {name: str(run.facts[name]) for name in _FACTS if name in run.facts}
+    return {name: clipped(dump(value), 200) for name, value in keys.items()} | facts
+
+
+def _at_steps(curves: Sequence[Curve], mean: bool) -> Table:
+    """Returns each curve's values at round steps: the mean since the step before, or the last value since then."""
+    columns = [[block for block in curve.blocks() if block.count] for curve in curves]
+    last = [column[-1].median[0] if column else 0 for column in columns]
+    rough = max(last) / _MAX_ROWS
+    power = 10 ** math.floor(math.log10(max(rough, 1)))
+    gap = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    rows = []
+    for begin in range(0, max(last), gap):
+        end, row = min(begin + gap, max(last)), []
+        for column in columns:
+            within = [block for block in column if begin < block.median[0] <= end]
+            total, count = sum(block.total for block in within), sum(block.count for block in within)
+            reached = within and (within[-1].median[0] == end or column[-1].median[0] > end)
+            row.append(f"{total / count if mean else within[-1].median[1]:.4f}" if reached else "-")
+        rows.append([f"step {end:,}", *row])
+    return rows
+
+
+def key_figures(history: History) -> list[tuple[str, str]]:
+    """Returns the names and values of a run's results; those without a finite value are left out."""
+    figures = []
+    train, evals = history.train, history.evals
+    blocks = train["loss"].blocks()
+    latest = blocks[-math.ceil(len(blocks) / 100) :]  # a mean over them, because one step's loss is noise
+    if count := sum(block.count for block in latest):
+        figures.append(("Train loss", f"{sum(block.total for block in latest) / count:.4f}"))
+    for name in eval_sets(evals):
+        losses = evals[eval_key("eval_loss", name)]
+        if losses.last is not None:
+            of = f", {name}" if name else ""
+            figures.append((f"Eval loss{of}", f"{losses.last:.4f}"))
+            if (lowest := min(finite(losses.points()))) < losses.last:
+                figures.append((f"Lowest eval loss{of}", f"{lowest:.4f}"))
+            figures.append((f"Eval perplexity{of}", f"{perplexity(losses.last):.4g}"))
+    if history.seconds:
+        figures += [("Tokens", show_number(history.tokens)), ("Time in steps", duration(history.seconds))]
+    for name, key, show in [
+        ("Tokens per second", "tokens_per_second", show_number),
+        ("TFLOP/s per device", "tflops_per_device", "{:.3g}".format),
+        ("MFU", "mfu", "{:.1%}".format),
+        ("MFU by PaLM's formula", "mfu_palm", "{:.1%}".format),
+    ]:
+        if values := finite(train[key].medians()):
+            figures.append((name, show(statistics.median(values))))
+    return figures
+
+
+def finite(points: Iterable[Point]) -> list[float]:
+    """Returns the values that are finite."""
+    return [value for _, value in points if value is not None]
+
+
+def show_number(number: float) -> str:
+    """Formats 1.234, 567.8, then 1.23k, 45.6M, 7.89B, 1.23T."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return f"{number:.4g}"

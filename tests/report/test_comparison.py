@@ -1,0 +1,120 @@
+"""Runs side by side: their results, what differs, losses at the same steps, on a page and as text."""
+
+import json
+
+import pytest
+
+from src.config import load as config
+from src.errors import UserError
+from src.report import page
+from src.report.comparison import read_runs, tables
+from tests.report.test_report import Page, eval_entry, train_entry
+
+
+def make_run(folder, losses, arguments=(), evals=(), facts=None):
+    """A run's folder with a loss for each step; returns its path."""
+    folder.mkdir(parents=True)
+    entries = [train_entry(step, loss) for step, loss in enumerate(losses, 1)] + [eval_entry(*each) for each in evals]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (folder / "config.yml").write_text(config.to_yaml(config.load(["configs/base.yml", "steps=40", *arguments])))
+    (folder / "environment.json").write_text(json.dumps(facts or {}))
+    return str(folder)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """The paths of a run of 40 steps, and of another that was stopped after 25."""
+    first = make_run(
+        tmp_path / "first",
+        [10 - step / 10 for step in range(1, 41)],
+        ["learning_rate=0.007"],
+        [(10, 9.5), (20, 8.5), (40, 6.5)],
+        {"jax": "0.10.2", "devices": "8 x TPU v4", "run": "a"},
+    )
+    facts = {"jax": "0.11.2", "devices": "8 x TPU v4", "run": "b"}
+    return first, make_run(tmp_path / "second", [5.0] * 25, ["opt_type=muon"], [(20, 5.25)], facts)
+
+
+def test_each_table_has_a_column_a_run_and_the_numbers_are_theirs(two):
+    found = tables(read_runs(two))
+    assert [rows[0] for rows in found.values()] == [["", "first", "second"]] * 4
+    results = {name: values for name, *values in found["Results"][1:]}
+    assert results["Steps"] == ["40 of 40", "25 of 40"]
+    assert results["Train loss"] == ["6.0000", "5.0000"]
+    assert results["Eval loss"] == ["6.5000", "5.2500"]
+    assert results["Tokens per second"] == ["1.5", "1.5"]
+    # Of the keys those that differ alone, and of the facts those that a result may depend on.
+    assert sorted(found["What differs"][1:]) == [
+        ["jax", "0.10.2", "0.11.2"],
+        ["learning_rate", "0.007", "0.0003"],
+        ["opt_type", "adamw", "muon"],
+    ]
+    means = {step: sum(10 - k / 10 for k in range(step - 4, step + 1)) / 5 for step in range(5, 41, 5)}
+    assert found["Training loss, mean since the step above"][1:] == [
+        [f"step {step}", f"{mean:.4f}", "5.0000" if step <= 25 else "-"] for step, mean in means.items()
+    ]
+    evals = {name: values for name, *values in found["Eval loss"][1:]}
+    assert evals["step 10"] == ["9.5000", "-"]
+    assert evals["step 20"] == ["8.5000", "5.2500"]
+    assert evals["step 40"] == ["6.5000", "-"]
+
+
+def test_a_run_of_an_older_version_has_the_defaults_of_the_keys_it_lacks(two):
+    older = f"{two[1]}/config.yml"
+    with open(older) as file:
+        lines = [line for line in file if not line.startswith(("hang_action", "adam_b1"))]
+    with open(older, "w") as file:
+        file.writelines([*lines, "a_key_of_old: 3\n"])
+    rows = {name: values for name, *values in tables(read_runs(two))["What differs"][1:]}
+    assert rows.keys() == {"jax", "learning_rate", "opt_type", "a_key_of_old"}
+    assert rows["a_key_of_old"] == ["-", "3"]
+
+
+def test_a_run_without_a_step_is_compared(tmp_path, two):
+    found = tables(read_runs([two[0], make_run(tmp_path / "new", [])]))
+    assert found["Results"][1] == ["Steps", "40 of 40", "0 of 40"]
+    assert {row[2] for row in found["Training loss, mean since the step above"][1:]} == {"-"}
+    assert len(tables(read_runs([make_run(tmp_path / "newer", [])]))["Training loss, mean since the step above"]) == 1
+
+
+def test_a_loss_that_is_not_finite_is_left_out_of_the_mean(tmp_path):
+    runs = read_runs([make_run(tmp_path / "a", [2.0, None, 4.0, None])])
+    assert tables(runs)["Training loss, mean since the step above"][1:] == [
+        ["step 1", "2.0000"], ["step 2", "-"], ["step 3", "4.0000"],
+    ]  # fmt: skip
+
+
+def test_the_page_has_the_tables_and_curves_of_all_and_leaves_the_report_alone(two, tmp_path, capsys):
+    page.main(list(two))
+    file = tmp_path / "first" / "comparison.html"
+    assert capsys.readouterr().out.endswith(f"\nwrote {file}\n")
+    assert not (tmp_path / "first" / "report.html").exists()
+    shown = Page(file.read_text())
+    assert shown.text.split("2 runs")[0].split()[-2:] == ["first,", "second"]
+    assert shown.points("Loss").keys() == {"first", "first eval", "second", "second eval"}
+    for text in ("Results", "What differs", "learning_rate", "0.007", "Training loss, mean", "Eval loss"):
+        assert text in shown.text
+
+
+def test_the_text_is_a_table_a_fact(two, capsys):
+    page.main(list(two))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["Results", "                      first    second"]
+    at = lines.index("What differs")
+    assert [line.split() for line in lines[at + 1 : at + 3]] == [["first", "second"], ["opt_type", "adamw", "muon"]]
+    assert "step 25  7.7000  5.0000" in lines
+
+
+def test_many_runs_have_a_row_each(two, tmp_path, capsys):
+    page.main([*two, *(make_run(tmp_path / f"run{n}", [3.0]) for n in range(5))])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == ["Steps", "Train", "loss"]
+    assert [line.split()[0] for line in lines[2:9]] == ["first", "second", *(f"run{n}" for n in range(5))]
+
+
+def test_what_is_no_run_is_said(two, tmp_path):
+    with pytest.raises(UserError, match=r"nowhere has no metrics\.jsonl: expected the folder of a run"):
+        page.main([two[0], str(tmp_path / "nowhere")])
+    (tmp_path / "first" / "config.yml").write_text("steps: [")
+    with pytest.raises(UserError, match=r"first/config\.yml"):
+        page.main(list(two))

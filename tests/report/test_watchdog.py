@@ -16,16 +16,18 @@ from src.train import Evaluator
 from tests import runs
 
 POSITIONS = np.array([[[3, 17], [0, 5]], [[4, 0], [9, 9]]], np.int32)
-# The thread that makes batches comes to one and waits: until the file about it is there, or in process 1 for good.
+# The thread that makes batches waits after step 16: until the file about it is there, or in process 1 for minutes.
 DATA = """
-import itertools, pathlib, time
+import pathlib, time
 import jax
 
-number = itertools.count(1)
+folder, begun = pathlib.Path({folder!r}), []
 
 def a_source_that_blocks(rows):
-    if next(number) == {batch} and jax.process_index() == {process}:
-        while not list(pathlib.Path({folder!r}).glob("hang-*process-{process}.txt")) or {process}:
+    metrics = folder / "metrics.jsonl"
+    if jax.process_index() == {process} and not begun and metrics.exists() and '{{"step": 16,' in metrics.read_text():
+        begun.append(time.monotonic())
+        while (not list(folder.glob("hang-*")) or {process}) and time.monotonic() < begun[0] + 120:
             time.sleep(0.01)
     return rows
 """
@@ -33,37 +35,37 @@ def a_source_that_blocks(rows):
 
 @pytest.mark.usefixtures("steps_built_once")
 def test_a_hang_is_written_about_once_and_slow_evaluations_and_saves_are_none(tmp_path, monkeypatch, write, capsys):
-    folder, steps, blocked = tmp_path / "run", 24, 20
-    # One batch is that of the evaluation.
-    write("data_that_blocks.py", DATA.format(batch=blocked + 1, process=0, folder=str(folder)))
+    folder = tmp_path / "run"
+    write("data_that_blocks.py", DATA.format(process=0, folder=str(folder)))
     monkeypatch.syspath_prepend(tmp_path)
     evaluate = Evaluator.run
     monkeypatch.setattr(Evaluator, "run", lambda *arguments: time.sleep(1) or evaluate(*arguments))
     runs.run_here(
-        base_output_directory=tmp_path, dataset_path=runs.write_corpus(tmp_path / "corpus"), steps=steps,
+        base_output_directory=tmp_path, dataset_path=runs.write_corpus(tmp_path / "corpus"), steps=30,
         batch_transform="data_that_blocks:a_source_that_blocks", hang_after_steps=2, hang_after_seconds=0.5,
         eval_interval=14, eval_steps=1, checkpoint_period=14,
     )  # fmt: skip
     (file,) = folder.glob("hang-*.txt")
     assert file.name.endswith("-process-0.txt")
     text = file.read_text()
-    assert f"Step {blocked - 2} has ended, step {blocked - 1} was dispatched;" in text
+    ended, dispatched = map(int, re.search(r"^Step (\d+) has ended, step (\d+) was dispatched;", text, re.M).groups())
+    assert 16 < dispatched == ended + 1 < 30
     assert "a_source_that_blocks" in text, "the thread that makes batches"
     assert re.search(r"in train$", text, re.MULTILINE), "the main thread"
-    assert f"The run has taken {(blocked - 1) * runs.GLOBAL_BATCH} rows" in text
+    assert f"The run has taken {dispatched * runs.GLOBAL_BATCH} rows" in text
     assert len(re.findall(r"^  row \d: document \d+, token \d+$", text, re.MULTILINE)) == runs.GLOBAL_BATCH
     assert text.partition("Device memory")[2].count("it does not say") == 8, "which CPUs do not"
     output = capsys.readouterr().out
     begins, ends = [line for line in output.splitlines() if re.match(r"process 0: no|step \d+ ended", line)]
     assert re.fullmatch(rf"process 0: no step has ended for \d+ s: stacks, .* are in {re.escape(str(file))}", begins)
-    assert re.fullmatch(rf"step {blocked - 1} ended after \d+ s: it was slow, no hang", ends)
+    assert re.fullmatch(rf"step {dispatched} ended after \d+ s: it was slow, no hang", ends)
 
 
 @pytest.mark.long
 def test_each_process_of_a_job_writes_its_own_and_all_end(tmp_path, monkeypatch, write):
     """In process 1 the data hang, so process 0 waits for it in a collective: no Python code of its own runs there."""
     folder = tmp_path / "run"
-    write("data_that_blocks.py", DATA.format(batch=20, process=1, folder=str(folder)))
+    write("data_that_blocks.py", DATA.format(process=1, folder=str(folder)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     keys = {
         "base_output_directory": tmp_path, "steps": 40, "batch_transform": "data_that_blocks:a_source_that_blocks",

@@ -185,8 +185,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 metrics["conversations_cut"] = count_cut(cuts)
             done = step + 1
             recorder.add(done, metrics)
-            taken = rows_taken + (done - first_step) * global_batch
-            watchdog.step(done, taken, host_batch.stream_positions)
+            watchdog.step(done, taken := rows_taken + (done - first_step) * global_batch, host_batch.stream_positions)
             preempted = preemption.reached(done) and done < config.steps  # else nothing is left to resume
             evaluates = evaluations and not preempted and (done % config.eval_interval == 0 or done == config.steps)
             saves = done % config.checkpoint_period == 0 or preempted or done == config.steps

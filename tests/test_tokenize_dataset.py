@@ -1,3 +1,4 @@
+import concurrent.futures
 import contextlib
 import fcntl
 import itertools
@@ -30,10 +31,26 @@ from tests.data.one_source import eval_batches, train_batches
 ROOT = Path(__file__).parents[1]
 
 
+PROCESSES = tokenize_dataset._processes
+
+
+def one_thread(most):
+    """In place of processes for the shards, which take a second to start."""
+    tokenize_dataset._items_of_process.cache_clear()
+    return concurrent.futures.ThreadPoolExecutor(1)
+
+
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    """Of about a thousand ids."""
+    """Of about a thousand ids, by one thread."""
     monkeypatch.setattr(tokenize_dataset, "_MIN_SHARD_IDS", 1000)
+    monkeypatch.setattr(tokenize_dataset, "_processes", one_thread)
+
+
+@pytest.fixture
+def processes(small_shards, monkeypatch):
+    """Shards are written by processes, as they are for users."""
+    monkeypatch.setattr(tokenize_dataset, "_processes", PROCESSES)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +174,7 @@ def test_a_model_is_trained_on_the_tokens(tmp_path, capsys):
     assert [step for step, _ in runs.losses(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_any_number_of_processes_writes_the_same_bytes(command, tmp_path, monkeypatch):
+def test_any_number_of_processes_writes_the_same_bytes(command, processes, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     main(command())
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
@@ -291,7 +308,7 @@ def test_two_commands_do_not_write_one_folder(command, tmp_path):
         os.close(descriptor)
 
 
-def test_an_item_that_can_not_be_read_is_an_error_that_names_its_file(command, corpus, tmp_path):
+def test_an_item_that_can_not_be_read_is_an_error_that_names_its_file(command, processes, corpus, tmp_path):
     """It is met by another process, in the middle of a shard; the command goes on once it is mended."""
     good = (corpus / "rest.jsonl").read_bytes()
     lines = good.splitlines(keepends=True)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from src.aot import advice
 from src.aot.advice import changes
 from src.aot.devices import abstract_devices
 from src.aot.memory import device_bytes, memory
@@ -13,6 +14,7 @@ from src.model.spec import VOCAB_MULTIPLE
 from src.parallel.topology import parse_topology
 from src.step.build import build
 from tests.compilers import needs_libtpu
+from tests.runs import build_once
 from tests.tiny import LENGTH, TINY, VOCAB, Trainer, load
 
 EVEN = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 4, "per_device_batch_size": 2}
@@ -26,10 +28,15 @@ MESHES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def changes_built_once(monkeypatch):
+    monkeypatch.setattr(advice, "build", build_once)
+
+
 @functools.cache
 def built(devices=8, **overrides):
     config = load(**{**EVEN, **overrides})
-    return config, build(config, jax.devices()[:devices])
+    return config, build_once(config, jax.devices()[:devices], {})
 
 
 def kept(**overrides):

@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[1]
 BASE = str(ROOT / "configs" / "base.yml")
 
 
-def train_compile(*arguments, code=0, **more):
-    """What the command prints, in an environment that names no platform but has `more`; it ends with this exit code."""
+def train_compile(*arguments, code=0):
+    """What the command prints, in an environment that names no platform; it ends with this exit code."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    environment |= quick_compilation.ENVIRONMENT | more
+    environment |= quick_compilation.ENVIRONMENT
     command = [sys.executable, "-m", "src.train_compile", BASE, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
@@ -59,7 +59,6 @@ def test_a_step_for_a_tpu_slice_fits(tmp_path):
     said = train_compile(
         *("compile_topology=v5e-4", *SMALL, "base_num_decoder_layers=1", "per_device_batch_size=1"),
         f"compile_report={path}",
-        JAX_EXEC_TIME_OPTIMIZATION_EFFORT="-1.0",
     )
     report = json.loads(path.read_text())
     assert report["memory"]["fits"]

@@ -12,10 +12,9 @@ from tests.tiny import TINY, load
 # Activations outweigh the optimizer's state, as they do in models of a useful size.
 MODEL = {
     **TINY,
-    **{"base_emb_dim": 512, "base_mlp_dim": 1024, "base_num_decoder_layers": 2, "base_num_query_heads": 4},
+    **{"base_emb_dim": 512, "base_mlp_dim": 1024, "base_num_decoder_layers": 4, "base_num_query_heads": 4},
     **{"base_num_kv_heads": 4, "head_dim": 128, "vocab_size": 1024, "max_target_length": 1024, "dtype": "bfloat16"},
     **{"matmul_precision": "default", "per_device_batch_size": 4, "remat_policy": "full"},
-    "attention": "dot_product",  # whose program is compiled in half the time
 }
 ON_HOST = {"optimizer_memory_host_offload": "true"}
 

@@ -67,7 +67,7 @@ def instructions(text):
 @needs_cuda
 def test_a_profile_changes_the_schedule_of_the_same_program(tmp_path):
     """The compiler's own digest from before it makes the schedule is the same, and the order another."""
-    built, header = step_of("a3", "base_num_decoder_layers=1")
+    built, header = step_of("a3", "base_num_decoder_layers=2")
     lowered = built.traced.lower()
     plain = lowered.compile().as_text()
     before_schedule = re.search(r'fingerprint_before_lhs="(\w+)"', plain)[1]

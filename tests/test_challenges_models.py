@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from src.completion import encode_prompt
 from src.config.command_keys import Decoding
 from src.convert import compare
 from src.data.readers.synthetic import SyntheticSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import EvalSet, InputSpec
-from src.decode import encode_prompt, read_prompts
+from src.decode import read_prompts
 from src.errors import UserError
 from src.evaluate import Evaluator
 from src.generate import Speed

@@ -148,13 +148,13 @@ def test_a_hang_ends_the_process_if_that_is_asked_for(watched):
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_the_stacks_are_on_the_console(watched, tmp_path, capfd):
-    make, _, _ = watched
+    make, ends, _ = watched
     (tmp_path / "run").write_text("a file")
-    with make() as watchdog:
+    with make("exit") as watchdog:
         step_often(watchdog, last=TIMED_STEPS + 1)
-        said = ""
-        while "cannot be written" not in said:
-            said += "".join(capfd.readouterr())
+        wait_for(lambda: ends)  # all is written then
+    said = "".join(capfd.readouterr())
+    assert "cannot be written: File exists" in said
     assert "Thread" in said
     assert "row 1: web document 4" in said
 

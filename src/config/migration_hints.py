@@ -80,12 +80,15 @@ class Page(NamedTuple):
 
 @functools.cache
 def read_page() -> Page:
-    """Returns the tables of the page. The first of a program has names, the second those that have no other name."""
+    """Returns the tables of the page. The first of a program has names, the second those that have no other name.
+
+    Where src/ and configs/ were copied without docs/, there are none: such a run knows MinText's names alone.
+    """
     names: dict[str, Renamed | Explained] = {}
     values: dict[tuple[str, str], str] = {}
     flags: dict[str, str | dict[str, str]] = {}
     program, explains = "", False
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in PAGE.read_text(encoding="utf-8").splitlines() if PAGE.is_file() else ():
         if line.startswith("## "):
             program, explains = line[3:], False
         elif line.startswith("| Keys |") or line.startswith(f"| {program} |"):

@@ -341,7 +341,7 @@ RUN_TIME = {
     "adam_b1": 0.7, "adam_b2": 0.8, "adam_eps": 1e-3, "adam_weight_decay": 0.3, "muon_beta": 0.5,
     "gradient_clipping_threshold": 0.0,
     "on_nonfinite": "skip", "abort_on_nan_loss": False, "abort_on_inf_loss": False, "skip_step_scaling_factor": 3.0,
-    "long_documents": "truncate", "batch_transform": "module:function",
+    "long_documents": "truncate", "batch_transform": "copy:copy",
 }
 # fmt: on
 

@@ -70,6 +70,7 @@ VARIATIONS = (
         for pairs in (3, 5)
     ),
     *({"embedding_multiplier": 3.0}, {"residual_multiplier": 0.4}, {"logits_scaling": 2.5}),
+    *({"query_dim_scale": True}, {"logits_bias": True}),
     *({"mlp_activations": kind} for kind in (["gelu", "linear"], ["relu", "linear"], ["linear", "silu"], ["relu"])),
     *(
         {"mlp_activations": kind}

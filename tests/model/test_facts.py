@@ -68,7 +68,7 @@ def test_a_fact_of_attention_changes_the_model_or_is_refused(kind):
 
 OF_THE_MODEL = {
     *("decoder_segments", "trainable_position_size", "logits_via_embedding", "scale_embedding"),
-    *("final_logits_soft_cap", "mtp_num_layers", "embedding_multiplier", "logits_scaling"),
+    *("final_logits_soft_cap", "mtp_num_layers", "embedding_multiplier", "logits_scaling", "logits_bias"),
 }
 
 

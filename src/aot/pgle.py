@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 from etils import epath
 from jax._src import config as jax_config
+from jax._src.pjit import _pgle_profiler_dict as jax_profilers
 from jax.experimental.profiler import get_profiled_instructions_proto
 
 from src.aot import eight_bits
@@ -133,16 +134,24 @@ def _automatic(train_step: Step) -> Step:
     """Returns the step as JAX profiles it in its first calls, and then compiles it again by what it measured.
 
     How many calls, and which percentile over the devices, are JAX's: JAX_PGLE_PROFILING_RUNS (3) and
-    JAX_PGLE_AGGREGATION_PERCENTILE (90) in the environment.
+    JAX_PGLE_AGGREGATION_PERCENTILE (90) in the environment. Once it is so compiled, a line says so.
     """
+    told: list[str] = []
 
     def step(*arguments):  # noqa: ANN002, ANN202
         with jax_config.enable_pgle(True), warnings.catch_warnings():
             warnings.filterwarnings("error", "PGLE collected an empty trace", RuntimeWarning)
             try:
-                return train_step(*arguments)
+                result = train_step(*arguments)
             except RuntimeWarning:
                 raise UserError(f"pgle=auto: {EMPTY}") from None
+        for profiler in () if told else jax_profilers.values():  # of the one function that is called under PGLE
+            if (profile := profiler.collected_fdo) is not None:
+                told.append(f"pgle=auto: compiled again by times of {len(set(profiled(profile))):,} instructions")
+            elif not profiler.is_enabled():
+                told.append("pgle=auto: jax_cache_dir has the step, compiled by an earlier run's profile")
+            say(told)
+        return result
 
     return step
 
@@ -176,9 +185,7 @@ class _Collector:
         if 0 < self._calls <= PGLE_STEPS:
             if self._calls > 1 and jax.process_index() == 0:
                 jax.profiler.stop_trace()
-            say(
-                [f"pgle=collect: no profile is written: it takes {1 + PGLE_STEPS} steps, this start made {self._calls}"]
-            )
+            say([f"pgle=collect wrote no profile: it takes {1 + PGLE_STEPS} steps, this start made {self._calls}"])
 
     def _write(self) -> None:
         (session,) = (Path(self._traced.name) / "plugins" / "profile").iterdir()

@@ -92,9 +92,12 @@ def _profile(config: FlatKeys) -> Iterator[str]:
         )
     if config.pgle == "collect" and -1 != steps < 4:
         yield f"pgle=collect profiles the steps 2 to 4, and steps={steps}: raise steps"
+    if config.pgle == "auto" and (runs := int(os.environ.get("JAX_PGLE_PROFILING_RUNS", "3"))) < 1:  # JAX's name
+        yield f"pgle=auto does nothing with JAX_PGLE_PROFILING_RUNS={runs} in the environment: unset it"
+    elif config.pgle == "auto" and -1 != steps <= runs:
+        yield f"pgle=auto compiles step {runs + 1} by a profile of those before it, and steps={steps}: raise steps"
     others = {
-        "compiled_trainstep_file": "a program compiled ahead of time is not compiled again; src.train_compile takes a "
-        "profile: pgle_profile",
+        "compiled_trainstep_file": "a saved step is not compiled again; src.train_compile takes a pgle_profile",
         "pgle_profile": "one run measures, another is compiled by what it measured",
         "profiler": "the GPU's counters have room for one profiler",
     }

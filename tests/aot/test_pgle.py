@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from jax._src import config as jax_config
+from jax._src import profiler as jax_profiler
 
 from src import command_line
 from src.aot import pgle, program
@@ -152,7 +153,7 @@ def test_a_run_that_ends_before_the_profile_does_says_so(tiny, tmp_path, capsys)
         collector = pgle._Collector(built.traced.lower(), header, tmp_path / "profile")
         calls(collector, built, steps)
         collector.close()
-        assert f"no profile is written: it takes 4 steps, this start made {steps}" in capsys.readouterr().out
+        assert f"pgle=collect wrote no profile: it takes 4 steps, this start made {steps}" in capsys.readouterr().out
     with jax.profiler.trace(str(tmp_path / "free")):
         pass
 
@@ -163,10 +164,10 @@ def test_a_step_whose_products_are_wider_than_they_are_to_be_is_not_profiled(kin
     text = "ENTRY %main (x: f32[]) -> f32[] {\n}"
     program = SimpleNamespace(as_text=lambda: text)
     lowered = SimpleNamespace(compile=lambda options=None: program)
-    plan = SimpleNamespace(quantization=SimpleNamespace(kind="fp8"), layout=SimpleNamespace(platform="gpu"))
+    plan = SimpleNamespace(quantization=SimpleNamespace(kind="fp8"), layout=SimpleNamespace(platform="gpu"), roles={})
     built = SimpleNamespace(plan=plan, train=None, traced=SimpleNamespace(lower=lambda: lowered))
     keys = SimpleNamespace(pgle=kind, pgle_profile="", compiled_trainstep_file="")
-    with pytest.raises(UserError, match="quantization=fp8: the compiled step makes all of its 0 products in more"):
+    with pytest.raises(UserError, match="0 products of 8 bits, and these in more: every forward one, every backward"):
         pgle.chosen_step(keys, built, {}, tmp_path, contextlib.ExitStack())
 
 
@@ -184,6 +185,23 @@ def test_automatic_profiles_are_of_the_step_alone_and_never_empty():
         automatic(0)
 
 
+def test_a_step_that_jax_compiled_by_its_profile_says_so(monkeypatch, capsys):
+    """JAX's own doing, with a profile in place of the one it takes of a GPU; then from its cache of programs."""
+    monkeypatch.setattr(jax_profiler._profiler, "get_fdo_profile", lambda xspace: proto({"fusion.1": 2.0, "b": 1.0}))
+    monkeypatch.setattr(jax_profiler._profiler, "aggregate_profiled_instructions", lambda profiles, _: profiles[0])
+
+    def lines(calls):
+        automatic = pgle._automatic(jax.jit(lambda x: x * 3 + 1))
+        for call in range(calls):
+            assert automatic(jax.numpy.float32(call)) == 3 * call + 1
+        jax.clear_caches()
+        return capsys.readouterr().out.splitlines()
+
+    assert lines(3) == []
+    assert lines(6) == ["pgle=auto: compiled again by times of 2 instructions"]
+    assert lines(2) == ["pgle=auto: jax_cache_dir has the step, compiled by an earlier run's profile"]
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -194,10 +212,15 @@ def test_automatic_profiles_are_of_the_step_alone_and_never_empty():
         ({"pgle": "collect", "pgle_profile": "p"}, "pgle=collect and pgle_profile=p exclude each other"),
         ({"pgle": "auto", "profiler": "xplane"}, "pgle=auto and profiler=xplane exclude each other"),
         ({"pgle": "collect", "steps": 3}, "pgle=collect profiles the steps 2 to 4, and steps=3"),
+        ({"pgle": "auto", "steps": 3}, "pgle=auto compiles step 4 by a profile of those before it, and steps=3"),
+        ({"pgle": "auto", "runs": 0}, "pgle=auto does nothing with JAX_PGLE_PROFILING_RUNS=0 in the environment"),
         ({"pgle_profile": "p", "compiled_trainstep_file": "s"}, "the step of compiled_trainstep_file is compiled"),
     ],
 )
 def test_what_excludes_a_profile_is_said(keys, said, monkeypatch, capsys, tmp_path):
+    if "runs" in keys:
+        monkeypatch.setenv("JAX_PGLE_PROFILING_RUNS", str(keys["runs"]))
+    keys = {key: value for key, value in keys.items() if key != "runs"}
     argv = runs.arguments(**{"steps": 20, "base_output_directory": tmp_path, **keys})
     assert said in runs.refusal(monkeypatch, capsys, argv)
     assert not (tmp_path / "run").exists()

@@ -193,6 +193,6 @@ def _check_devices(kind: str, device: jax.Device) -> None:
     if kind == "fp8" and re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= 8.9:
         return
     raise UserError(
-        f"quantization={kind}: a {device.device_kind} has no such products. Those that have: "
+        f"quantization={kind}: MinText makes no such products on a {device.device_kind}. It does on: "
         f"{', '.join(kinds_with(kind))}; a CPU computes the same numbers, slowly. Or leave quantization empty."
     )

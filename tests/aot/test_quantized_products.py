@@ -30,6 +30,9 @@ LLAMA = {
 }
 WEIGHTS = 6  # query, key, value, out, wi, wo; wi makes two of Llama's seven products: gate and up
 ELEMENTS = 2 * D * N * H + 2 * D * K * H + 3 * D * F
+PLAN = SimpleNamespace(
+    quantization=SimpleNamespace(kind="fp8"), layout=SimpleNamespace(platform="gpu"), roles={"wi": "trainable"}
+)
 
 
 @functools.cache
@@ -111,10 +114,26 @@ def test_an_evaluation_on_a_gpu_multiplies_in_float8_too():
 def test_a_gpus_program_with_wider_products_is_refused():
     """Triton's: its float8 becomes float16."""
     program = SimpleNamespace(as_text=lambda: compiled("fp8", "a3", "--xla_gpu_enable_triton_gemm=true"))
-    plan = SimpleNamespace(quantization=SimpleNamespace(kind="fp8"), layout=SimpleNamespace(platform="gpu"))
-    with pytest.raises(
-        UserError, match=r"quantization=fp8: the compiled step makes .* in more than 8 bits .*in_8_bits"
-    ):
-        eight_bits.check(program, plan)
-    with pytest.raises(UserError, match="makes all of its 0 products in more than 8 bits"):
-        eight_bits.check(SimpleNamespace(as_text=lambda: "ENTRY %main (x: f32[]) -> f32[] {\n}"), plan)
+    with pytest.raises(UserError, match=r"quantization=fp8: the compiled step has .* these in more: .*in_8_bits"):
+        eight_bits.check(program, PLAN)
+
+
+@needs_cuda
+def test_a_gpus_program_without_the_products_of_one_pass_is_refused():
+    """As where the compiler made them into something that has lost their name."""
+    text = compiled("fp8", "a3")
+    eight_bits.check(SimpleNamespace(as_text=lambda: text), PLAN)
+
+    def without(is_lost):
+        lines = [line for line in text.splitlines() if "in_8_bits" not in line or not is_lost("transpose(" in line)]
+        return SimpleNamespace(as_text=lambda: "\n".join(lines))
+
+    with pytest.raises(UserError, match=r"has [1-9]\d* products of 8 bits, and these in more: every forward one\. "):
+        eight_bits.check(without(lambda is_backward: not is_backward), PLAN)
+    with pytest.raises(UserError, match=r"has [1-9]\d* products of 8 bits, and these in more: every backward one\. "):
+        eight_bits.check(without(lambda is_backward: is_backward), PLAN)
+    # As where the layers' weights are frozen, and the output's alone are trained.
+    some_frozen = SimpleNamespace(**vars(PLAN) | {"roles": {"wi": "frozen", "output": "trainable"}})
+    eight_bits.check(without(lambda is_backward: is_backward), some_frozen)
+    with pytest.raises(UserError, match=r"has 0 products of 8 bits, .*: every forward one, every backward one"):
+        eight_bits.check(without(lambda is_backward: True), PLAN)

@@ -4,6 +4,7 @@ import src.aot.compilers  # noqa: F401  isort: skip  before JAX
 
 import gc
 import os
+import tempfile
 
 import hypothesis
 import jax
@@ -29,6 +30,11 @@ LONGEST = (
     *("context_axis", "remat", "pipeline", "aot_train", "layer_collectives", "memory_levers", "train_step", "tutorial"),
     *("checkpoint_meshes", "odd_exports", "stages", "offload", "adapters", "finetuning", "remote_store", "experts"),
 )
+
+# The compiled programs of runs, one folder for all workers and what they start: they are started with this environment.
+if "MINTEXT_TEST_PROGRAMS" not in os.environ:
+    _programs = tempfile.TemporaryDirectory(prefix="mintext-test-programs-")
+    os.environ["MINTEXT_TEST_PROGRAMS"] = _programs.name
 
 
 def pytest_configure(config):

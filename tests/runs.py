@@ -7,9 +7,9 @@ import random
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -23,16 +23,16 @@ from tests import quick_compilation
 ROOT = Path(__file__).parents[1]
 BASE = str(ROOT / "configs" / "base.yml")
 
-# One for all tests of a session, set before the first of them compiles: later JAX would not look at it.
-_CACHE = tempfile.TemporaryDirectory(prefix="mintext-test-programs-")
-jax.config.update("jax_compilation_cache_dir", _CACHE.name)
+# Set before the first run compiles: later JAX would not look at it.
+_CACHE = os.environ["MINTEXT_TEST_PROGRAMS"]  # of conftest.py
+jax.config.update("jax_compilation_cache_dir", _CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 GLOBAL_BATCH = 8
 TINY = {
     "base_emb_dim": 32,
     "base_mlp_dim": 64,
-    "base_num_decoder_layers": 2,
+    "base_num_decoder_layers": 1,
     "base_num_query_heads": 2,
     "base_num_kv_heads": 2,
     "head_dim": 16,
@@ -41,7 +41,7 @@ TINY = {
     "dtype": "float32",
     "remat_policy": "none",
     "learning_rate": 1e-2,
-    "jax_cache_dir": _CACHE.name,
+    "jax_cache_dir": _CACHE,
     "run_name": "run",
 }
 
@@ -65,21 +65,27 @@ def write_corpus(folder, documents=60, seed=0, words=(5, 150)):
 # ---- In this process
 
 
-def run_here(**keys):
-    """`train.main`'s result."""
-    return train.main(arguments(**keys))
-
-
 _BUILT = {}
 
 
 def build_once(config, devices, options):
-    """In place of `train.build` for files whose runs have the same step: making it takes half of a short run's time."""
-    sections = (config.model, config.step, config.batch, config.mesh, config.eval_metrics, config.steps)
+    """In place of `train.build`: tracing and compiling a step again takes half of a short run's time."""
+    sections = (config.model, config.step, config.batch, config.mesh, config.eval_metrics)
     key = repr((sections, devices, dict(options)))
     if key not in _BUILT:
         _BUILT[key] = build(config, devices, options)
     return _BUILT[key]
+
+
+def main(argv):
+    """`train.main`, which builds each step once in this process."""
+    with mock.patch.object(train, "build", build_once):
+        return train.main(argv)
+
+
+def run_here(**keys):
+    """The run's result."""
+    return main(arguments(**keys))
 
 
 def refusal(monkeypatch, capsys, argv):
@@ -88,7 +94,7 @@ def refusal(monkeypatch, capsys, argv):
     capsys.readouterr()
     code = None
     try:
-        run_command(train.main)
+        run_command(main)
     except SystemExit as end:
         code = end.code
     written = capsys.readouterr().err

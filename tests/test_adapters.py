@@ -71,7 +71,7 @@ def keys_of(folders, **more):
 
 
 def train(folders, **more):
-    return runs.train.main(keys_of(folders, **more))
+    return runs.main(keys_of(folders, **more))
 
 
 def evaluated(folders, **more):

@@ -217,7 +217,7 @@ def test_weights_of_another_size(key, finished, refused):
 
 def test_weights_of_another_depth(finished, refused):
     said = refused(load_parameters_path=finished, base_num_decoder_layers=3)
-    assert_says(said, "trainable.segments.0.0.attention.query: [2, 32, 2, 16]", "[3, 32, 2, 16]")
+    assert_says(said, "trainable.segments.0.0.attention.query: [1, 32, 2, 16]", "[3, 32, 2, 16]")
 
 
 def test_checkpoints_that_would_not_be_kept_up(finished, tmp_path, corpus, monkeypatch, capsys):

@@ -14,8 +14,6 @@ from src.data.readers.text import TextSource
 from src.errors import UserError
 from tests import runs
 
-pytestmark = pytest.mark.usefixtures("steps_built_once")
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -69,14 +67,14 @@ def test_what_is_no_checkpoint_is_let_be(folder, corpus, capsys):
     strangers = ("004", "²", "4.bak", "best")
     for name in strangers:
         shutil.copytree(folder / "checkpoints" / "4", folder / "checkpoints" / name)
-    train.main(resumed(folder, corpus))
+    runs.main(resumed(folder, corpus))
     assert "resumed from step 4" in capsys.readouterr().out
     assert {*strangers, "6"} <= {path.name for path in (folder / "checkpoints").iterdir()}
 
 
 def test_a_missing_config_is_said(folder, corpus, capsys):
     (folder / "config.yml").unlink()
-    train.main(resumed(folder, corpus))
+    runs.main(resumed(folder, corpus))
     assert "config.yml is missing" in capsys.readouterr().out
 
 
@@ -90,7 +88,7 @@ def test_a_strange_line_of_metrics_is_left_out_with_a_word(folder, corpus, stran
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([lines[0], strange, *lines[1:]]))
-    train.main(resumed(folder, corpus))
+    runs.main(resumed(folder, corpus))
     assert file.read_text().startswith(lines[0] + strange + lines[1])
     page = (folder / "report.html").read_text()
     assert "1 line of metrics.jsonl without the metrics" in page
@@ -148,7 +146,7 @@ def test_a_folder_takes_one_process_at_a_time(folder, corpus, monkeypatch, capsy
     # Or the other process could finish the run after this one has read where to go on.
     compare_configs = train.compare_configs
     monkeypatch.setattr(train, "compare_configs", compared)
-    assert int(train.main(resumed(folder, corpus)).state.step) == 6
+    assert int(runs.main(resumed(folder, corpus)).state.step) == 6
 
 
 def test_weights_of_another_vocabulary_are_refused_though_padding_hides_it(
@@ -221,8 +219,8 @@ def test_a_run_may_turn_evaluation_off_only_knowingly(folder, corpus, monkeypatc
     """What is held out for it would be trained on."""
     evaluated = folder.parent / "evaluated"
     keys = {"run_name": evaluated.name, "eval_fraction": 0.1, "eval_steps": 1}
-    train.main(resumed(folder, corpus, **keys, eval_interval=2, steps=2))
+    runs.main(resumed(folder, corpus, **keys, eval_interval=2, steps=2))
     message = runs.refusal(monkeypatch, capsys, resumed(folder, corpus, **keys, eval_interval=-1, steps=4))
     assert "accept_changes=[eval_interval]" in message
     accepted = resumed(folder, corpus, **keys, eval_interval=-1, steps=4, accept_changes="[eval_interval]")
-    assert int(train.main(accepted).state.step) == 4
+    assert int(runs.main(accepted).state.step) == 4

@@ -10,6 +10,8 @@ import pytest
 from src import evaluate
 from tests import runs
 
+LAYERS = {"base_num_decoder_layers": 2}
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -31,7 +33,7 @@ def trained(tmp_path_factory, corpus, texts):
     """The folder of a short run, and its evaluation's loss."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     keys = {"base_output_directory": folder.parent, "dataset_path": corpus, "eval_dataset_path": texts}
-    result = runs.run_here(**keys, steps=5, eval_interval=5)
+    result = runs.run_here(**keys, **LAYERS, steps=5, eval_interval=5)
     return folder, result.eval_metrics["eval_loss"]
 
 
@@ -127,6 +129,6 @@ def test_every_way_gives_the_same_loss(keys, trained, corpus, texts, tmp_path):
     folder, eval_loss = trained
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "eval_dataset_path": texts, **keys}
     keys |= {"load_parameters_path": folder, "learning_rate": 1e-30, "enable_checkpointing": "false"}
-    result = runs.run_here(**keys, steps=1, eval_interval=1)
+    result = runs.run_here(**keys, **LAYERS, steps=1, eval_interval=1)
     assert result.eval_metrics["eval_loss"] == pytest.approx(eval_loss, rel=1e-5)
     assert result.eval_metrics["eval_perplexity"] == math.exp(result.eval_metrics["eval_loss"])

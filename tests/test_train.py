@@ -19,6 +19,7 @@ from tests import runs
 
 STEPS = 12
 KEYS = {"steps": STEPS, "checkpoint_period": 5, "eval_interval": 5, "sample_length": 16, "log_period": 4}
+KEYS["base_num_decoder_layers"] = 2
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,7 @@ def test_its_config_makes_the_same_run(run, tmp_path):
     folder, _, _ = run
     config = str(folder / "config.yml")
     assert load([config])["base_output_directory"] == str(folder.parent)
-    train.main([config, f"base_output_directory={tmp_path}"])
+    runs.main([config, f"base_output_directory={tmp_path}"])
     assert runs.losses(tmp_path / "run") == runs.losses(folder)
     assert runs.evaluations(tmp_path / "run") == runs.evaluations(folder)
     assert runs.bits(runs.saved_arrays(tmp_path / "run", STEPS)) == runs.bits(runs.saved_arrays(folder, STEPS))

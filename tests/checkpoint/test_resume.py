@@ -26,7 +26,6 @@ from src.step import train_step
 from tests import runs
 from tests.data.one_source import train_batches
 
-pytestmark = pytest.mark.usefixtures("steps_built_once")
 STEPS = 30
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from src import convert, decode, evaluate, train
+from src import convert, decode, evaluate
 from src.command_line import load
 from src.config.load import to_yaml
 from src.errors import UserError
@@ -178,7 +178,7 @@ def test_weights_of_another_shape_name_the_way(trained):
 def test_a_run_of_adapters_is_asked_by_its_folder(trained, capsys):
     """Its weights are those that it was trained on, which its config.yml names, with its own adapters."""
     folder = trained[0]
-    train.main([str(folder), "run_name=adapters", f"load_parameters_path={folder}", "lora_rank=2", "steps=1"])
+    runs.main([str(folder), "run_name=adapters", f"load_parameters_path={folder}", "lora_rank=2", "steps=1"])
     (text,) = decode.main([str(folder.parent / "adapters"), *ASKED])
     assert text
     assert "its adapters are merged" in capsys.readouterr().out
@@ -186,7 +186,7 @@ def test_a_run_of_adapters_is_asked_by_its_folder(trained, capsys):
 
 def test_resuming_by_the_folder_is_the_same_run(trained, capsys):
     folder = trained[0]
-    result = train.main([str(folder), "steps=6"])
+    result = runs.main([str(folder), "steps=6"])
     assert int(result.state.step) == 6
     assert "resumed from step 4" in capsys.readouterr().out
 

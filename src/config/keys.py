@@ -50,9 +50,7 @@ class Key:
     is_local: bool = False  # its path is read or written through this machine's file system alone
     any_text: bool = False  # its text may have any character, not only those that a name may have
     commands: tuple[str, ...] = ()  # that read it, the main one first; none: all that have to do with what it is of
-    ignored: str = (
-        "in files"  # where other commands take it, and list it: anywhere, in files (which they share), nowhere
-    )
+    ignored: str = "in files"  # where other commands take and list it: anywhere, in files (which they share), nowhere
     above: str = ""  # comment lines above it in base.yml
     entries: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what explains each entry of a mapping
     name: str = ""

@@ -211,3 +211,10 @@ def write_rope(layers: Layers, partial: float = 0.0) -> Json:
     if kind == "longrope":  # beside rope_scaling, Phi's own would come before the one within
         entries[ORIGINAL] = original
     return {**entries, "partial_rotary_factor": layer.partial_rotary_factor} if partial else entries
+
+
+def write_kinds(layers: Layers) -> tuple[Json, float]:
+    """Reverses `read_kinds`; also returns the theta of layers with windows, which each family names otherwise."""
+    rope_entries = write_rope([layer for layer in layers if layer.attention_type == "global"] or layers)
+    local_theta = layer_with(layers, "sliding_window_size").rope_max_timescale
+    return {**rope_entries, **write_layer_types(layers)}, local_theta

@@ -43,10 +43,15 @@ def read_runs(paths: Sequence[str]) -> dict[str, Run]:
     return runs
 
 
+def read_text(file: epath.Path) -> str:
+    """Returns a file's text, "" where there is none."""
+    return file.read_bytes().decode(errors="replace") if file.exists() else ""
+
+
 def read_facts(file: epath.Path) -> dict[str, str]:
     """Returns the content of environment.json; raises UserError if it is malformed."""
     try:
-        facts = parse_json(file.read_bytes().decode(errors="replace") if file.exists() else "{}")
+        facts = parse_json(read_text(file) if file.exists() else "{}")
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}. Delete it: the page then goes without it") from None
     if not isinstance(facts, dict):

@@ -20,7 +20,7 @@ from src import as_installed
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
 from src.errors import UserError, counted, first_few
-from src.report.comparison import Run, Table, finite, key_figures, read_facts, read_runs, tables
+from src.report.comparison import Run, Table, finite, key_figures, read_facts, read_runs, read_text, tables
 from src.report.history import Curve, History, Point
 from src.report.metrics import TRAIN_KEYS, eval_key, eval_sets
 
@@ -77,7 +77,7 @@ def page(folder: epath.Path, history: History) -> str:
     steps, changed = _config(config_text)
     done = history.last_train.get("step", 0)
     status = f"{'Finished,' if done >= steps else 'At'} step {done:,} of {steps:,}"
-    after, _, sample = _read(folder / "sample.txt").partition("\n")
+    after, _, sample = read_text(folder / "sample.txt").partition("\n")
     figures = "".join(
         f"<div><span>{html.escape(name)}</span><b>{value}</b></div>" for name, value in key_figures(history)
     )
@@ -127,16 +127,11 @@ def _card(title: str, body: str) -> str:
 def _runs_table(table: Table) -> str:
     """Returns a table with a column for each run, headed by the color of its curves."""
     head = "".join(f'<th><i data-run="{run}"></i>{html.escape(name)}</th>' for run, name in enumerate(table[0][1:]))
-    rows = _table(map(tuple, table[1:])).removeprefix("<table>")
-    return f'<div class="runs"><table><tr><th></th>{head}</tr>{rows}</div>'
+    return f'<div class="runs">{_table(map(tuple, table[1:]), head=f"<tr><th></th>{head}</tr>")}</div>'
 
 
 def _invalid_lines(history: History) -> str:
     return f"Left out: {counted(history.invalid_lines, 'line')} of metrics.jsonl without the metrics of a step."
-
-
-def _read(file: epath.Path) -> str:
-    return file.read_bytes().decode(errors="replace") if file.exists() else ""
 
 
 @functools.lru_cache(maxsize=1)
@@ -153,12 +148,12 @@ def _config(text: str) -> tuple[int, str]:
     )
 
 
-def _table(rows: Iterable[tuple[str, ...]]) -> str:
+def _table(rows: Iterable[tuple[str, ...]], head: str = "") -> str:
     lines = (
         f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
         for name, *values in rows
     )
-    return f"<table>{''.join(lines)}</table>"
+    return f"<table>{head}{''.join(lines)}</table>"
 
 
 def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
@@ -168,7 +163,7 @@ def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
     zero) or "wide" (logarithmic where values differ much). A series has the number of its run and a kind: "train",
     "eval", or "noisy" where a running median is to be drawn.
     """
-    result = []
+    result, several = [], len(histories) > 1
     own = dict.fromkeys(key for history in histories.values() for key in history.train if key not in TRAIN_KEYS)
     for title, key, scale, note in [
         ("Loss", "loss", "settled", ""),
@@ -183,7 +178,6 @@ def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
     ]:
         series = []
         for run, (name, history) in enumerate(histories.items()):
-            several = len(histories) > 1
             kind = "train" if key == "learning_rate" else "noisy"
             series.append(_series(run, name if several else "train", kind, history.train[key]))
             if scale == "settled":

@@ -72,11 +72,8 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
 
 
 def _write_layers(layers: Layers) -> Json:
-    return {
-        **fields.write_rope([layer for layer in layers if layer.attention_type == "global"] or layers),
-        "rope_local_base_freq": fields.layer_with(layers, "sliding_window_size").rope_max_timescale,
-        **fields.write_layer_types(layers),
-    }
+    entries, local_theta = fields.write_kinds(layers)
+    return {**entries, "rope_local_base_freq": local_theta}
 
 
 LAYER_ENTRIES = (

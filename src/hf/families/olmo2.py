@@ -33,11 +33,10 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
 
 
 def _write_layers(layers: Layers) -> Json:
-    rope = fields.write_rope([layer for layer in layers if layer.attention_type == "global"] or layers)
-    local = fields.layer_with(layers, "sliding_window_size").rope_max_timescale
-    thetas = {fields.WINDOWED: local, fields.GLOBAL: rope["rope_theta"]}
+    entries, local_theta = fields.write_kinds(layers)
+    thetas = {fields.WINDOWED: local_theta, fields.GLOBAL: entries["rope_theta"]}
     by_kind = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
-    return {**rope, "rope_parameters": by_kind, **fields.write_layer_types(layers)}
+    return {**entries, "rope_parameters": by_kind}
 
 
 OLMO3 = replace(

@@ -117,6 +117,18 @@ def _moments(config: FlatKeys) -> Iterator[str]:
             )
 
 
+def _mup(config: FlatKeys) -> Iterator[str]:
+    types = {config.opt_type, *(rule.get("opt_type", config.opt_type) for rule in config.optimizer_rules)}
+    needed = {
+        "opt_type=adamw, in optimizer_rules too": types == {"adamw"},
+        "logits_via_embedding=false": not config.logits_via_embedding,
+        "lora_rank=0": not config.lora_rank,
+    }
+    for keys, holds in needed.items() if config.mup_base_emb_dim else ():
+        if not holds:
+            yield f"mup_base_emb_dim={config.mup_base_emb_dim} needs {keys}: its learning rates are of no other"
+
+
 def _tiles(config: FlatKeys) -> Iterator[str]:
     length, tiles = config.max_target_length, config.num_vocab_tiling
     if tiles and length % tiles:
@@ -258,7 +270,7 @@ def _accepted(config: FlatKeys) -> Iterator[str]:
 
 CHECKS = (
     *model_checks.CHECKS,
-    *(_remat, _mesh, _rules, _schedule, _moments, _profile, _tiles),
+    *(_remat, _mesh, _rules, _schedule, _moments, _mup, _profile, _tiles),
     *(_sources, _tokenizer, _finetuning, _evaluation),
     *(_scoring, _decoding, _loading, _quantization, _processes, _accepted),
 )

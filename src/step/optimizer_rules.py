@@ -1,6 +1,7 @@
 """Which optimizer, learning rate and weight decay each weight has, by `optimizer_rules`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import optax
 from src.config.schema import Step
 from src.errors import UserError, counted
 from src.model.params import Tree, by_path, matches, nested
-from src.model.selection import require_matches
+from src.model.selection import Path, require_matches
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class Rule:
     learning_rate_scale: float = 1.0
     weight_decay: float | None = None  # None: adam_weight_decay if the weight decays
     match: str = ""  # the rule's pattern; empty: no rule fits the weight
+    by_width: float = field(default=1.0, compare=False)  # a further factor on the learning rate, of the weight alone
 
 
-def assign_rules(keys: Step, trained: Tree) -> Tree:
+def assign_rules(keys: Step, trained: Tree, by_width: Mapping[Path, float] | None = None) -> Tree:
     """Returns the `Rule` of each trained weight: the first of `optimizer_rules` whose pattern fits it.
 
-    Raises UserError for a rule that takes no weight.
+    `by_width` has factors on weights' learning rates (`mup.learning_rate_scales`); None: all 1. Raises UserError for a
+    rule that takes no weight.
     """
     rules = {path: Rule(keys.opt_type) for path in by_path(trained)}
     for rule in _rules(keys)[:-1]:
@@ -37,7 +40,7 @@ def assign_rules(keys: Step, trained: Tree) -> Tree:
                 "fits counts: put it before them, or leave it out"
             )
         rules |= dict.fromkeys(taken, rule)
-    return nested(rules)
+    return nested({path: replace(rule, by_width=(by_width or {}).get(path, 1.0)) for path, rule in rules.items()})
 
 
 def where(rules: Tree, field: str, value: Any) -> Tree:
@@ -54,9 +57,10 @@ def decayed(rules: Tree, decays: Tree, rate: jax.Array) -> list[optax.GradientTr
 
 
 def scaled(rules: Tree) -> list[optax.GradientTransformation]:
-    """Multiplies each weight's update by its rule's scale."""
-    scales = sorted({rule.learning_rate_scale for rule in jax.tree.leaves(rules)} - {1.0})
-    return [optax.masked(optax.scale(scale), where(rules, "learning_rate_scale", scale)) for scale in scales]
+    """Multiplies each weight's update by its scales, its rule's and that of its width."""
+    scale_of = jax.tree.map(lambda rule: rule.learning_rate_scale * rule.by_width, rules)
+    scales = sorted(set(jax.tree.leaves(scale_of)) - {1.0})
+    return [optax.masked(optax.scale(it), jax.tree.map(lambda scale, it=it: scale == it, scale_of)) for it in scales]
 
 
 def _rules(keys: Step) -> list[Rule]:

@@ -22,9 +22,9 @@ from src.model.selection import weight_roles
 from src.model.spec import ModelSpec
 from src.parallel.accumulate import Accumulation, Batch
 from src.parallel.mesh import Layout, add_mesh_axes, replica_axes, weight_shardings
+from src.step import mup, optimizer_rules
 from src.step.matrices import matrices
 from src.step.optimizer import HParams, make_optimizer
-from src.step.optimizer_rules import assign_rules
 from src.user_code import load_function
 
 
@@ -53,7 +53,7 @@ class StepPlan:
 
     def init_weights(self) -> Weights:
         """Returns the initial weights."""
-        tree = params.initial(functools.partial(Decoder, self.spec), self.step.init_weights_seed)
+        tree = mup.initial(self.step, self.spec, functools.partial(Decoder, self.spec))
         return self.split({**tree, "lora": self.init_adapters()} if self.step.lora_rank else tree)
 
     def init_adapters(self) -> params.Tree:
@@ -120,5 +120,5 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
         fields=added_fields(batch, spec.vocab_size),
         eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
         accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),
-        rules=assign_rules(step, trained),
+        rules=optimizer_rules.assign_rules(step, trained, mup.learning_rate_scales(step, spec, declarations)),
     )

@@ -1,0 +1,58 @@
+"""The maximal update parametrisation: initial values and learning rates by width (Yang et al. 2022).
+
+With m = base_emb_dim / mup_base_emb_dim, initial values and adamw's learning rates go with the width as in table 3 of
+that paper, so that the learning rate which is best for the base is best for all. Its other tables scale the output as
+well: for adamw that is the same as the output projection's values and rate here (lemma J.1), and the model has no
+factor that an exported folder would need.
+"""
+
+import math
+from collections.abc import Callable
+
+from flax import nnx
+
+from src.config.schema import Step
+from src.errors import UserError
+from src.model import params
+from src.model.params import Tree, by_path, nested
+from src.model.rngs import Rngs
+from src.model.selection import Path, multiplied
+from src.model.spec import ModelSpec
+
+# Weights from the width to a number of outputs that does not go with it, by the last component of their names.
+READOUTS = ("output", "router")
+WIDTHS = {"embed", "expert_embed", "heads", "kv_heads", "mlp"}  # logical axes of dims that go with the width
+
+
+def _ratio(keys: Step, spec: ModelSpec) -> float:
+    return spec.emb_dim / keys.mup_base_emb_dim if keys.mup_base_emb_dim else 1.0
+
+
+def learning_rate_scales(keys: Step, spec: ModelSpec, declarations: Tree) -> dict[Path, float]:
+    """Returns the factor on each weight's learning rate: 1/m where activations are multiplied by it, else 1.
+
+    Raises UserError for a matrix of which it is not known how it goes with the width.
+    """
+    m = _ratio(keys, spec)
+    axes, fan_ins = (by_path(params.field(declarations, name)) for name in ("out_sharding", "fan_in"))
+    for path in multiplied(declarations) if keys.mup_base_emb_dim else ():
+        written = {axis for dim, axis in enumerate(axes[path]) if dim not in fan_ins[path]}
+        if path[-1] not in READOUTS and not written & WIDTHS:
+            raise UserError(
+                f"mup_base_emb_dim: {params.dotted(path)} writes to dims that do not go with the model's width, and no "
+                "learning rate by width is known for it: leave mup_base_emb_dim out"
+            )
+    return dict.fromkeys(axes, 1.0) | dict.fromkeys(multiplied(declarations), 1 / m)
+
+
+def initial(keys: Step, spec: ModelSpec, make: Callable[[Rngs], nnx.Module]) -> Tree:
+    """Returns the initial weights of `make`'s module (`params.initial`).
+
+    They are declared with a variance of 1/fan_in, as hidden matrices have it. Readouts have 1/fan_in**2, times what
+    makes both equal at the base; learned positions, as every table, have values that do not go with the width.
+    """
+    m, tree = _ratio(keys, spec), params.initial(make, keys.init_weights_seed)
+    factor = dict.fromkeys(READOUTS, 1 / math.sqrt(m)) | {"position_embedding": math.sqrt(m)}
+    return (
+        nested({path: value * factor.get(path[-1], 1.0) for path, value in by_path(tree).items()}) if m != 1 else tree
+    )

@@ -84,9 +84,7 @@ class Optimizer:
     adam_weight_decay: float = key(0.1, "decoupled, on weights only: not on norms, biases", FROM_0)
     adam_clip_threshold: float = key(0.0,
         "root mean square that adamw's update of each matrix or vector is scaled down to (Pax); 0: off", FROM_0)
-    mup_base_emb_dim: int = key(0,
-        "base_emb_dim at which the learning rate was tuned, to use it at any (muP: docs/optimizer.md); 0: off",
-        FROM_0, 2**20, fixed=True)
+    mup_base_emb_dim: int = key(0, "width that learning_rate was tuned at, for any other (muP)", FROM_0, fixed=True)
     muon_beta: float = key(0.95, "muon: decay of the momentum; what is no matrix in a layer has adamw", SHARE_BELOW_1)
     mu_dtype: str = key("", "of the first moment of adamw and muon; empty: weight_dtype", ("", *DTYPES), fixed=True)
     shard_optimizer_over_data: bool = key(False, "the optimizer's state is cut over copies of the weights too (ZeRO-1)")

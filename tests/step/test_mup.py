@@ -43,7 +43,8 @@ def test_a_model_four_times_as_wide_as_the_base():
 
 def test_at_the_base_nothing_changes():
     plain, base = (tiny.make(mup_base_emb_dim=width)[1] for width in (0, 32))
-    assert {rule.by_width for rule in jax.tree.leaves(base.rules)} == {1.0} and plain.rules == base.rules
+    assert {rule.by_width for rule in jax.tree.leaves(base.rules)} == {1.0}
+    assert plain.rules == base.rules
     for ours, expected in zip(jax.tree.leaves(base.init_weights()), jax.tree.leaves(plain.init_weights()), strict=True):
         np.testing.assert_array_equal(ours, expected)
 

@@ -4,7 +4,7 @@ import runpy
 import sys
 
 COMMANDS = (
-    *("train", "train_compile", "evaluate", "decode", "convert", "report"),
+    *("train", "train_compile", "train_dpo", "evaluate", "decode", "convert", "report"),
     *("inspect_data", "tokenize_dataset", "train_tokenizer"),
 )
 

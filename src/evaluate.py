@@ -1,6 +1,6 @@
 """Measures the loss on held-out data (`python -m src.evaluate CONFIG.yml ...`), scores texts, computes logits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from src.data.eval_batches import EvalBatches
 from src.data.host_arrays import host_rows, to_global
 from src.data.open import open_eval_sets
 from src.data.tokenizer import make_tokenizer
-from src.data.types import EvalSet, InputSpec
+from src.data.types import EvalSet, InputSpec, RowArrays
 from src.errors import UserError
 from src.loaded_model import load_model
 from src.model.params import Weights
@@ -43,7 +43,10 @@ python -m src.evaluate --help KEY                 what a key does, and its defau
 
 
 class Evaluator:
-    """Evaluates a model on one set by `eval_step`; a rolling one goes on at `position`, None: begins at its start."""
+    """Evaluates a model on one set by `eval_step`; a rolling one goes on at `position`, None: begins at its start.
+
+    `prepare` makes of this host's rows those that `eval_step` takes.
+    """
 
     def __init__(
         self,
@@ -53,18 +56,19 @@ class Evaluator:
         eval_step: jax.stages.Wrapped,
         data: EvalSet,
         position: Mapping[str, Any] | None = None,
+        prepare: Callable[[RowArrays], RowArrays] = lambda rows: rows,
     ) -> None:
-        self.name, self._eval_step = data.name, eval_step
+        self.name, self._eval_step, self._prepare = data.name, eval_step, prepare
         self._global_batch = eval_batch_size(section, inputs.batch, plan)
         self._sharding = batch_sharding(plan.layout, plan.fields)
-        self._rows = host_rows(self._sharding["tokens"], (self._global_batch, inputs.batch.max_target_length))
+        self.rows = host_rows(self._sharding["tokens"], (self._global_batch, inputs.batch.max_target_length))
         rolls = section.eval_mode == "rolling"
-        self._batches = EvalBatches(inputs, data, self._rows, self._global_batch, rolls, position)
+        self._batches = EvalBatches(inputs, data, self.rows, self._global_batch, rolls, position)
 
     def sums(self, weights: Weights) -> list[dict[str, Any]]:
         """Returns the sums of each batch, as `eval_step` computes them."""
-        sharding, rows, B = self._sharding, self._rows, self._global_batch
-        return jax.device_get([self._eval_step(weights, to_global(it, sharding, rows, B)) for it in self._batches])
+        place, batches = (self._sharding, self.rows, self._global_batch), map(self._prepare, self._batches)
+        return jax.device_get([self._eval_step(weights, to_global(batch, *place)) for batch in batches])
 
     def run(self, weights: Weights) -> dict[str, float]:
         """Returns the metrics of `means`, under names of this set (`eval_key`)."""

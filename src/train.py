@@ -1,16 +1,13 @@
 """Trains a model: `python -m src.train configs/base.yml key=value`. Read `main`, then `train`, from top to bottom."""
 
 import contextlib
-import datetime
 import json
 import signal
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from src.checkpoint.changes import compare_configs
@@ -18,7 +15,7 @@ from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.contents import checkpoint_entries, saved_meta
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.resume import starting_state
-from src.checkpoint.run_folder import RunFolder, in_run_folder, kept_checkpoint
+from src.checkpoint.run_folder import RunFolder, dated_name, in_run_folder, kept_checkpoint
 from src.cli import run_command
 from src.completion import encode_prompt
 from src.config import load as configuration
@@ -37,7 +34,7 @@ from src.model.flops import flops_per_token
 from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, advice_on_memory, stack_traces
 from src.report.metrics import MetricsLog, StepPrinter, eval_key
-from src.report.recorder import LiveReport, Recorder, sets_aside
+from src.report.recorder import LiveReport, Recorder, Result, sets_aside
 from src.report.summary import dates, ending, next_commands, print_header, run_header
 from src.report.watchdog import Watchdog
 from src.startup import configured, environment
@@ -46,15 +43,6 @@ from src.step.compiler_flags import compiler_options
 from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
 from src.step.state import TrainState, batch_sharding
-
-
-class Result(NamedTuple):
-    """Holds what a run ends with. If it was finished before, process 0 has the metrics from metrics.jsonl."""
-
-    state: TrainState  # after the last step
-    metrics: dict[str, float]  # of the last step
-    eval_metrics: dict[str, float]  # of the last evaluation
-    stopped_by: int  # the signal that ended the run early, SIGTERM or SIGINT; 0: none
 
 
 def main(argv: Sequence[str] | ConfigDict) -> Result | None:
@@ -253,13 +241,6 @@ def conclude(
         say([f"report: {report.finish()}"])
     if config.enable_checkpointing and not (stopped_by or config.quiet):
         say(next_commands(folder.path, tokenizer, config))
-
-
-def dated_name() -> str:
-    """Returns a name for a run without one: the time of its start by process 0's clock."""
-    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    agreed = multihost_utils.broadcast_one_to_all(np.frombuffer(now.encode(), np.uint8))
-    return bytes(np.asarray(agreed)).decode()
 
 
 def command(argv: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ from tests.tiny import spec_of
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "end_to_end" / "README.md"]
 DATA = ROOT / "docs" / "data.md"
 PROGRAMS = (
-    *("src.train", "src.train_compile", "src.train_tokenizer", "src.evaluate", "src.decode"),
+    *("src.train", "src.train_dpo", "src.train_compile", "src.train_tokenizer", "src.evaluate", "src.decode"),
     *("src.inspect_data", "src.tokenize_dataset"),
 )
 MODELS = ROOT / "docs" / "models" / "README.md"

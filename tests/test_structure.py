@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
     "train",
+    "train_dpo",
     "train_compile",
     "decode",
     "evaluate",
@@ -24,7 +25,7 @@ COMMANDS = {
 MAX_LEVELS = 10
 MAX_LINES = 400
 MAX_CORE_LINES = 4_300
-MAX_FILES_OF_THE_WHOLE_CONFIG = 12
+MAX_FILES_OF_THE_WHOLE_CONFIG = 13
 
 
 @functools.cache

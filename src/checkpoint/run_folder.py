@@ -1,6 +1,7 @@
 """Manages a run's folder, `<base_output_directory>/<run_name>`, on a disk or on a store that can't append to files."""
 
 import contextlib
+import datetime
 import fcntl
 import itertools
 import os
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 
 from src.errors import TransientError, UserError
 
@@ -134,6 +137,13 @@ class RunFolder:
             self._lock = None
         if self._is_remote:
             shutil.rmtree(self.local)
+
+
+def dated_name() -> str:
+    """Returns a name for a run without one: the time of its start by process 0's clock."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    agreed = multihost_utils.broadcast_one_to_all(np.frombuffer(now.encode(), np.uint8))
+    return bytes(np.asarray(agreed)).decode()
 
 
 def _nearest_existing(folder: epath.Path) -> epath.Path:

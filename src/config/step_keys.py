@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from src.config.command_keys import Preferences
 from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_2, POSITIVE, SEED, SHARE, SHARE_BELOW_1, group, key
 
 # isort: split
@@ -129,5 +130,5 @@ class Trainable:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step(Numerics, Quantization, Compilation, Optimizer, Trainable):
+class Step(Numerics, Quantization, Compilation, Optimizer, Trainable, Preferences):
     """How a step computes, what it keeps in memory, what it minimises, how and for which weights."""

@@ -1,5 +1,6 @@
 """Reads .jsonl files of conversations, and turns them into ids with a mark on those that count: `use_sft=true`."""
 
+import hashlib
 import itertools
 import json
 import operator
@@ -34,23 +35,32 @@ class ConversationSource(Source):
     The arguments are those of `DocumentFiles`. Raises UserError where nothing is there, or a line is neither.
     """
 
+    reader, expected = "use_sft=true", _EXPECTED
+
     def __init__(self, path: str, key: str) -> None:
         self._files = DocumentFiles(path, key)
         for file in self._files.paths:
             if not is_jsonl(file):
-                raise UserError(f"{key}: {file} is no .jsonl file; use_sft=true reads lines of JSON: {_EXPECTED}")
+                raise UserError(f"{key}: {file} is no .jsonl file; {self.reader} reads lines of JSON: {self.expected}")
+        digest = hashlib.sha256()
         for file, lines in itertools.groupby(map(self._files.locate, range(len(self))), operator.itemgetter(0)):
             extents = [extent for _, *extent in lines]
             content = b"".join(files.chunks(file, extents[-1][1]))  # at once: of a remote file a line is a request
+            digest.update(content)
             for start, stop in extents:
-                _read_line(content[start:stop], file, start)
+                self.parse(content[start:stop], file, start)
+        self.digest = digest.hexdigest()[:16]
+
+    def parse(self, line: bytes, file: str, start: int) -> Conversation:
+        """Parses the line that begins at byte `start` of a file; raises UserError where it is no conversation."""
+        return _read_line(line, file, start)
 
     def __len__(self) -> int:
         return len(self._files)
 
     def __getitem__(self, i: int) -> Conversation:
         file, start, stop = self._files.locate(i)
-        return _read_line(files.read(file, start, stop), file, start)
+        return self.parse(files.read(file, start, stop), file, start)
 
     def document_keys(self) -> np.ndarray:
         return self._files.document_keys()
@@ -112,8 +122,10 @@ def read_message(message: Any, number: int) -> Message:
     return {**message, "content": well_formed(content)}
 
 
-def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, completion_only: bool) -> list[Document]:
-    """Tokenizes a conversation, and marks which ids count in the loss.
+def encode_conversation(
+    tokenizer: Tokenizer, conversation: Conversation, completion_only: bool, first: int = 0
+) -> list[Document]:
+    """Tokenizes a conversation, and marks which ids count in the loss, none before the message `first`.
 
     The tokenizer's chat template writes it. Without one, a prompt and its completion are bos, prompt, completion, eos.
     With `completion_only` the assistant's tokens count alone, with the token after each turn that ends it, and a
@@ -127,20 +139,20 @@ def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, comple
         return [Document(ids, np.arange(len(ids)) >= len(prompt_ids) if completion_only else None)]
     try:
         if completion_only:
-            return _encode_turns(tokenizer, conversation.messages)
+            return _encode_turns(tokenizer, conversation.messages, first)
         return [Document(tokenizer.encode_text(tokenizer.render_chat(conversation.messages, False, NOW)))]
     except UserError as error:
         raise UserError(f"{files.line_name(conversation.file, conversation.start)}: {error}") from None
 
 
-def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ...]) -> list[Document]:
-    """Tokenizes a conversation as the template writes it; the ids of the assistant's turns count in the loss.
+def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ...], first: int) -> list[Document]:
+    """Tokenizes a conversation as the template writes it; the ids of the assistant's turns from `first` on count.
 
     Where the template only appends, that is one document; a turn is the text by which the conversation up to it is
     longer than the prompt for it. A template that rewrites earlier turns gives a document for each turn: the prompt for
     it, as the model will be shown it, and the turn.
     """
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn >= first]
     parts = [(len(messages), False), *((turn, True) for turn in turns), *((turn + 1, False) for turn in turns)]
     text, *rendered = tokenizer.render_parts(messages, parts, NOW)
     prompts, through = rendered[: len(turns)], rendered[len(turns) :]

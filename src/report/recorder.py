@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Self
+from typing import NamedTuple, Self
 
 import jax
 from jax.sharding import Mesh
@@ -20,9 +20,19 @@ from src.report.history import History
 from src.report.metrics import TRAIN_KEYS, Entry, MetricsLog, StepPrinter, perplexity
 from src.report.page import page
 from src.step.optimizer import learning_rate
+from src.step.state import TrainState
 from src.step.train_step import Metrics
 
 MAX_SKIPPED = 10  # consecutive updates; as batches differ, the weights must be the cause
+
+
+class Result(NamedTuple):
+    """Holds what a run ends with. If it was finished before, process 0 has the metrics from metrics.jsonl."""
+
+    state: TrainState  # after the last step
+    metrics: dict[str, float]  # of the last step
+    eval_metrics: dict[str, float]  # of the last evaluation
+    stopped_by: int  # the signal that ended the run early, SIGTERM or SIGINT; 0: none
 
 
 class NonFiniteError(UserError):

@@ -49,9 +49,18 @@ class TracedStep(NamedTuple):
         return self.batch["tokens"].size
 
 
-def build(config: Config, devices: Sequence[jax.Device], compiler_options: Mapping[str, str] = {}) -> TracedStep:
-    """Traces a checked config's step; raises UserError if it does not fit devices or mesh, or a loss of one's own."""
+def build(
+    config: Config,
+    devices: Sequence[jax.Device],
+    compiler_options: Mapping[str, str] = {},
+    fields: Mapping[str, jax.ShapeDtypeStruct] = {},
+) -> TracedStep:
+    """Traces a checked config's step; raises UserError if it does not fit devices or mesh, or a loss of one's own.
+
+    Batches have `fields` too, beside those that the config gives them.
+    """
     plan = plan_step(config, make_layout(config.mesh, devices))
+    plan = dataclasses.replace(plan, fields={**plan.fields, **fields})
     rows, micro_batches = config.per_device_batch_size, config.gradient_accumulation_steps
     rows = global_batch_size(plan.layout, rows, micro_batches, "per_device_batch_size")
     state, batch = abstract_state(plan), abstract_batch(plan, rows, config.max_target_length)

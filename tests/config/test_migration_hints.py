@@ -67,7 +67,7 @@ ANSWERED = [
     ("save_period=100", "checkpoint_period=100"),
     ("warmup_steps=100", "warmup_steps_fraction"),
     ("enable_dropout=False", "dropout_rate=0"),
-    ("use_dpo=true", "Fine-tuning on preferences"),
+    ("use_dpo=true", "python -m src.train_dpo"),
     ("use_qk_norm=true", "qk_norm=head"),
     ("decoder_block=gpt3", "position_type=learned"),
     ("NUM_LAYERS=48", "base_num_decoder_layers=48"),

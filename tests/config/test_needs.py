@@ -57,7 +57,10 @@ def test_needs_are_of_keys_that_are_there():
         assert {*need.keys, *need.one_of} <= KEYS.keys()
 
 
-COMMANDS = ("train", "train_compile", "evaluate", "decode", "inspect_data", "tokenize_dataset", "train_tokenizer")
+COMMANDS = (
+    *("train", "train_dpo", "train_compile", "evaluate", "decode"),
+    *("inspect_data", "tokenize_dataset", "train_tokenizer"),
+)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,0 +1,246 @@
+"""Trains a model on preference pairs: `python -m src.train_dpo CONFIG load_parameters_path=MODEL key=value`.
+
+A train file of its own, which begins with what `src/train.py` has and leaves out what DPO does not need. The loss is
+in `src/step/dpo.py`, the rows of a batch are made in `src/data/pairs.py`.
+"""
+
+import contextlib
+import functools
+import json
+import signal
+from collections.abc import Callable, Sequence
+
+import jax
+from ml_collections import ConfigDict
+
+from src.checkpoint.changes import compare_configs
+from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.contents import checkpoint_entries, saved_meta
+from src.checkpoint.load_weights import identity
+from src.checkpoint.preemption import Preemption
+from src.checkpoint.reference import kept_in
+from src.checkpoint.resume import starting_state
+from src.checkpoint.run_folder import RunFolder, dated_name, in_run_folder, kept_checkpoint
+from src.cli import run_command
+from src.config import load as configuration
+from src.config.base_yml import Usage
+from src.config.schema import KEYS, Config, keys_of
+from src.config.yaml import dump
+from src.console import say
+from src.data.fingerprint import data_fingerprint
+from src.data.held_out import train_validation_split
+from src.data.host_arrays import check_same, gather_json, host_rows, to_global
+from src.data.loader import train_batches
+from src.data.pairs import PairRows, PairSource, pair_batch, pair_fields, pair_keys
+from src.data.tokenizer import make_tokenizer
+from src.data.types import EvalSet, InputSpec, TrainData
+from src.errors import UserError
+from src.evaluate import Evaluator, means
+from src.model.flops import flops_per_token
+from src.model.params import Weights
+from src.parallel.slices import check_hardware, count_slices
+from src.report.diagnostics import Profile, advice_on_memory, stack_traces
+from src.report.metrics import MetricsLog, StepPrinter
+from src.report.recorder import LiveReport, Recorder, Result, sets_aside
+from src.report.summary import dates, ending, next_commands, print_header, run_header
+from src.report.watchdog import Watchdog
+from src.startup import configured, environment
+from src.step.build import build, check_same_program
+from src.step.compiler_flags import compiler_options
+from src.step.dpo import LOSS, compile_measure
+from src.step.optimizer import hparams_at
+from src.step.state import batch_sharding
+
+USAGE = Usage(
+    """Trains a model on preference pairs (DPO).
+
+python -m src.train_dpo CONFIG load_parameters_path=MODEL dataset_path=PAIRS.jsonl [key=value ...]
+python -m src.train_dpo RUN                       goes on with a run
+python -m src.train_dpo --help KEY                what a key does, and its default""",
+    ("Finetuning: preferences",),
+)
+# Keys of src.train and its data that pairs, their loss or this file have no use for.
+_NOT_HERE = (
+    *("dataset_type", "datasets", "eval_datasets", "eval_mode", "eval_metrics", "batch_transform", "packing"),
+    *("sft_train_on_completion_only", "load_full_state_path", "load_weights_rules", "z_loss_multiplier"),
+    *("mtp_num_layers", "quantization", "compiled_trainstep_file", "pgle", "pgle_profile", "decode_metrics"),
+    *("sample_length", "dataset_column", "max_document_bytes"),
+)
+
+
+def main(argv: Sequence[str] | ConfigDict) -> Result | None:
+    """Runs the command line `argv`; None if it only asked for help. Raises UserError, for a non-finite loss too."""
+    config = configured(argv, USAGE)
+    if config is None:
+        return None
+    unused = [f"{key}={dump(config[key])}" for key in _NOT_HERE if config[key] != KEYS[key].default]
+    if unused := [*unused, *[f"loss={config.loss}"] * (config.loss not in ("", LOSS))]:
+        raise UserError(f"src.train_dpo has no use for {', '.join(unused)} (docs/dpo.md): leave out, or at its default")
+    for key, what in (("dataset_path", "a .jsonl file of pairs"), ("load_parameters_path", "which is the reference")):
+        if not config[key]:
+            raise UserError(f"src.train_dpo needs {key}, {what}: answers are compared with a trained model's")
+    advice = advice_on_memory(config.per_device_batch_size, config.remat_policy)
+    with stack_traces(config.diagnostics), advice, contextlib.ExitStack() as exits:
+        return train(config.replace(loss=LOSS), exits)
+
+
+def train(config: Config, exits: contextlib.ExitStack) -> Result:
+    """Trains by a checked config. What must be closed, however the run ends, is entered in `exits`."""
+    # ---- Devices, model and step
+    folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
+    exits.callback(folder.close)
+    check_hardware(config.run.hardware)
+    options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
+    built = build(config, jax.devices(), options, pair_fields(config.max_target_length))
+    plan, global_batch = built.plan, built.rows
+    if any(layer.dropout_rate or layer.capacity_factor != -1 for layer in (plan.spec, *plan.spec.layers)):
+        raise UserError(
+            "dropout_rate and capacity_factor make a reward depend on chance, or on the other pairs of a batch: set "
+            "dropout_rate=0 and capacity_factor=-1"
+        )
+    check_same_program(built, config.steps)
+
+    # ---- Data
+    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    inputs = InputSpec.of(config.replace(use_sft=True, packing=False), tokenizer)  # of conversations, a pair per row
+    files = {key: PairSource(config[key], key) for key in ("dataset_path", "eval_dataset_path") if config[key]}
+    pairs, held_out = files["dataset_path"], files.get("eval_dataset_path")
+    if config.eval_interval > 0 and held_out is None:
+        pairs, held_out = train_validation_split(pairs, config.eval_fraction)
+    data = TrainData(("",), (PairRows(inputs, pairs),), (1.0,))
+    eval_sets = [EvalSet("", PairRows(inputs, held_out), config.eval_steps)] if config.eval_interval > 0 else []
+    place = batch_sharding(plan.layout, plan.fields)
+    rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
+    model = {key: dump(config[key]) for key in (*keys_of("model"), "load_ema", "dtype", "weight_dtype")}
+    model["weights"] = identity(config.load_parameters_path)
+    fingerprint = data_fingerprint(inputs, data, global_batch) | {"reference": model["weights"]}
+    check_same(fingerprint, "data", "the same files, tokenizer, weights and keys")
+    meta = saved_meta(plan, config.checkpoint, fingerprint, tokenizer)
+
+    # ---- The run's folder, and where in the run it is
+    exits.enter_context(in_run_folder(folder.path))
+    folder.check_writable()
+    folder.lock()
+    checkpoints, keep = folder.path / "checkpoints", config.max_num_checkpoints_to_keep
+    checkpointer = Checkpointer(checkpoints, max_to_keep=keep, async_save=config.async_checkpointing)
+    exits.callback(checkpointer.close)
+    changes = compare_configs(config, folder, plan, built.state)
+    start = starting_state(
+        config.checkpoint, config.data, config.accept_changes, plan, built.state, checkpointer, fingerprint, tokenizer
+    )
+    state, done = start.state, int(start.state.step)
+    if done > config.steps:
+        raise UserError(f"steps={config.steps} is already reached: the run is at step {done}. Raise steps.")
+    _, rows_taken, rows_before, _ = start.position
+    meta |= {"rows_before": rows_before, "mixture": {"names": data.names, "weights": data.weights}}
+
+    # ---- What the user sees
+    if not start.resumed and (aside := folder.set_aside("metrics.jsonl")):
+        start.messages.append(f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}")
+    folder.write_text("config.yml", configuration.to_yaml(config))
+    flops = flops_per_token(plan.spec, config.max_target_length)
+    log = printer = report = None
+    if jax.process_index() == 0:
+        chosen = run_header(config, built, inputs, data, eval_sets, folder, facts := environment(), flops, done)
+        own = {
+            "loss": f"DPO, dpo_beta {config.dpo_beta:g}",
+            "order": f"by seed {config.data_shuffle_seed}, a pair a row",
+        }
+        chosen = [(name, own.get(name, value)) for name, value in chosen]
+        folder.write_text("environment.json", json.dumps(dates(folder, done) | dict(chosen[2:-1]) | facts))
+        if not config.quiet:
+            print_header(chosen)
+        log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", done if start.resumed else None)
+        printer = StepPrinter(config.steps, done, config.log_period, config.quiet)
+        report = exits.enter_context(contextlib.closing(LiveReport(folder)))
+    say([*changes * start.resumed, *start.messages])
+
+    # ---- The reference, computed once, and batches with it
+    evaluator = functools.partial(Evaluator, config.evaluation, inputs, plan, compile_measure(plan))
+    sources = [EvalSet(key, PairRows(inputs, file), -1) for key, file in files.items()]
+    facts = [model, tokenizer.fingerprint(), tokenizer.chat_template, [file.fingerprint() for file in files.values()]]
+    compute = functools.partial(log_probs, evaluator, sources, None if start.resumed else state.weights)
+    with_reference = functools.partial(pair_batch, reference=kept_in(folder, facts, compute))
+    evaluations = [evaluator(each, prepare=with_reference) for each in eval_sets]
+    batches = train_batches(inputs, data, rows, global_batch, rows_taken, rows_before=rows_before)
+    exits.callback(batches.close)
+
+    # ---- The loop: a step is recorded while the next one runs
+    eval_metrics: dict[str, float] = {}
+    stopped_by, finished = 0, ending(config, done, start.eval_loss)
+    with (
+        Recorder(config.step, config.steps, log, printer, flops, built.tokens, plan.layout.mesh) as recorder,
+        contextlib.closing(Profile(config.diagnostics, done, config.steps, folder.local)) as profile,
+        contextlib.closing(Preemption(folder.path)) as preemption,
+        sets_aside(checkpointer, recorder, folder),
+        Watchdog(config.diagnostics, folder, rows, data.names) as watchdog,
+    ):
+        while not (finished or stopped_by):
+            with recorder.waits_for_data():
+                host_batch = next(batches)
+            batch = to_global(with_reference(host_batch.arrays), place, rows, global_batch)
+            with profile.step(done, state):
+                state, metrics = built.train(state, batch, hparams_at(config.step, config.steps, done))
+            done, rows_taken = done + 1, rows_taken + global_batch
+            recorder.add(done, metrics)
+            watchdog.step(done, rows_taken, host_batch.stream_positions)
+            if preemption.reached(done) and done < config.steps:  # else nothing is left to resume
+                stopped_by = preemption.signal or signal.SIGTERM  # another process of the job got it
+            evaluates = evaluations and not stopped_by and (done % config.eval_interval == 0 or done == config.steps)
+            saves = done % config.checkpoint_period == 0 or stopped_by or done == config.steps
+            if evaluates or saves:
+                recorder.flush()
+                watchdog.pause()
+                if evaluates:
+                    eval_metrics = means(evaluations[0].sums(state.weights))
+                    recorder.add_evaluation(done, eval_metrics)
+                meta["eval_loss"] = eval_metrics["eval_loss"] if evaluates else None
+                finished = ending(config, done, meta["eval_loss"])
+                if (saves or finished) and config.enable_checkpointing and not recorder.skipped:
+                    recorder.sync()  # a checkpoint's metrics are on disk before it is
+                    folder.sync()
+                    meta["rows_taken"] = rows_taken
+                    entries = checkpoint_entries(plan, state, host_batch.stream_positions, rows, global_batch)
+                    say(checkpointer.save(done, entries, meta))
+                recorder.start_clock()
+                watchdog.resume()
+        watchdog.pause()
+        say(checkpointer.finish())  # while signals are still caught
+
+    # ---- The end
+    say([f"stopped after step {done}; {kept_checkpoint(folder.path)}" if stopped_by else f"finished: {finished}."])
+    folder.sync()
+    if report:
+        say([f"report: {report.finish()}"])
+    if config.enable_checkpointing and not (stopped_by or config.quiet):
+        say(next_commands(folder.path, tokenizer, config.replace(use_sft=True, eval_interval=-1)))
+    return Result(state, recorder.last, eval_metrics, stopped_by)
+
+
+def log_probs(
+    evaluator: Callable[..., Evaluator], sources: Sequence[EvalSet], weights: Weights | None
+) -> dict[str, list[float]]:
+    """Returns the log-probabilities of both answers of each pair by `pair_keys`; raises UserError without weights."""
+    if weights is None:
+        raise UserError(
+            "the reference's log-probabilities of this model, data and precision, with which this run began, are not "
+            "in its folder (reference-*.json): restore the file, or use another run_name"
+        )
+    found: dict[str, list[float]] = {}
+    for source in sources:
+        say([f"reference: log-probabilities of {source.source.row_count:,} pairs of {source.name}"])
+        keys: list[list[str]] = []
+        each = evaluator(source, prepare=lambda rows, keys=keys: keys.append(pair_keys(rows)) or pair_batch(rows, None))
+        for of_batch, sums in zip(keys, each.sums(weights), strict=True):
+            found |= zip(of_batch, sums["log_probs"][each.rows].tolist(), strict=True)
+    return {key: pair for of_process in gather_json(found) for key, pair in of_process.items() if key}
+
+
+def command(argv: Sequence[str]) -> int:
+    """Runs `main`; returns the exit code, 143 if SIGTERM stopped the run, which tells schedulers to start it again."""
+    result = main(argv)
+    return 128 + result.stopped_by if result and result.stopped_by else 0
+
+
+if __name__ == "__main__":
+    run_command(command)

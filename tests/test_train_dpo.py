@@ -1,0 +1,175 @@
+"""`python -m src.train_dpo` as whole runs: it learns what is preferred, resumes exactly, refuses what has no sense."""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+from src import decode, train, train_dpo
+from src.checkpoint.reference import kept_in
+from src.checkpoint.run_folder import RunFolder
+from src.errors import UserError
+from tests import runs
+
+WORDS = ("red", "green", "blue", "black", "white", "gold", "pink", "grey", "cyan", "teal", "navy", "lime", "plum")
+
+
+def write_colours(folder, count, seed=0):
+    """Chats that answer three colours by the first or the last of them, and pairs that prefer the last."""
+    draw = random.Random(seed)
+    chats, pairs = [], []
+    for first, middle, last in [draw.sample(WORDS, 3) for _ in range(count)]:
+        prompt = f"{first} {middle} {last}:"
+        chats.append({"prompt": prompt, "completion": f" {draw.choice((first, last))}"})
+        pairs.append({"prompt": prompt, "chosen": f" {last}", "rejected": f" {first}"})
+    for name, lines in (("chats", chats), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Chats, pairs with the same two answers to each prompt, and in `base` a model of the chats, hardly trained."""
+    folder = write_colours(tmp_path_factory.mktemp("dpo"), 60)
+    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**pair, "chosen": " a yes", "rejected": " no"}) for pair in pairs]
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    chats = {"use_sft": True, "dataset_path": folder / "chats.jsonl", "steps": 2, "quiet": True}
+    runs.run_here(base_output_directory=folder, **{**chats, "run_name": "base"})
+    return folder
+
+
+def keys_of(folder, run_name="dpo", **keys):
+    settings = {"dataset_path": folder / "pairs.jsonl", "load_parameters_path": folder / "base", "run_name": run_name}
+    settings |= {
+        "quiet": True,
+        "base_output_directory": folder,
+        "eval_interval": 3,
+        "eval_fraction": 0.2,
+        "dpo_beta": 0.5,
+    }
+    return runs.arguments(**settings | {"steps": 6, "checkpoint_period": 3, "adam_weight_decay": 0, **keys})
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    return train_dpo.main(keys_of(folder))
+
+
+def without_times(folder):
+    return [
+        {key: line[key] for key in line if "second" not in key and "flops" not in key} for line in runs.lines(folder)
+    ]
+
+
+def test_it_begins_at_the_reference_and_prefers_what_is_chosen(folder, trained):
+    train_lines = [line for line in runs.lines(folder / "dpo") if "loss" in line]
+    evaluations = [line for line in runs.lines(folder / "dpo") if "eval_loss" in line]
+    np.testing.assert_allclose(train_lines[0]["loss"], np.log(2), rtol=1e-4)
+    assert abs(train_lines[0]["margin"]) < 1e-3
+    assert [line["step"] for line in evaluations] == [3, 6]
+    assert evaluations[1]["eval_loss"] == trained.eval_metrics["eval_loss"] < np.log(2)
+    assert evaluations[1]["eval_margin"] > evaluations[0]["eval_margin"] > 0
+    for line, of in ((train_lines[-1], ""), (evaluations[-1], "eval_")):
+        rewards = line[f"{of}reward_chosen"] - line[f"{of}reward_rejected"]
+        np.testing.assert_allclose(line[f"{of}margin"], rewards, atol=1e-5)
+        assert 0 <= line[f"{of}accuracy"] <= 1
+    (reference,) = (folder / "dpo").glob("reference-*.json")
+    # Log-probabilities are kept as they are: those that a pair had at the first step.
+    assert all(len(pair) == 2 and max(pair) < 0 for pair in json.loads(reference.read_text())["log_probs"].values())
+
+
+def test_a_run_that_stopped_ends_with_the_same_losses(folder, trained, capsys):
+    half = {"run_name": "halves", "learning_rate_schedule_steps": 6}
+    train_dpo.main(keys_of(folder, **half, steps=3))
+    (reference,) = (folder / "halves").glob("reference-*.json")
+    computed = reference.stat().st_mtime_ns
+    capsys.readouterr()
+    train_dpo.main(keys_of(folder, **half))
+    printed = capsys.readouterr().out
+    assert "resumed from step 3" in printed
+    assert "reference: " not in printed
+    assert reference.stat().st_mtime_ns == computed
+    expected = without_times(folder / "dpo")
+    assert without_times(folder / "halves") == expected
+    assert runs.bits(runs.saved_arrays(folder / "halves", 6)) == runs.bits(runs.saved_arrays(folder / "dpo", 6))
+    reference.unlink()
+    with pytest.raises(UserError, match=r"not in its folder \(reference-\*.json\): restore the file"):
+        train_dpo.main(keys_of(folder, **half, steps=7))
+
+
+def test_a_reference_is_kept_for_its_own_facts_and_checked(tmp_path):
+    folder, computed = RunFolder(str(tmp_path), "run"), []
+
+    def compute():
+        computed.append(len(computed))
+        return {"pair": [-1.5, computed[-1]]}
+
+    assert [kept_in(folder, facts, compute) for facts in ("a", "a", "b", "a")] == [
+        *({"pair": [-1.5, of]} for of in (0, 0, 1, 0))
+    ]
+    for file in (tmp_path / "run").glob("reference-*.json"):
+        file.write_text(file.read_text().replace("-1.5", "-1.6"))
+    with pytest.raises(UserError, match=r"reference-\w+.json is damaged: restore it"):
+        kept_in(folder, "a", compute)
+
+
+def test_its_folder_is_a_runs(folder, trained):
+    (text,) = decode.main([str(folder / "dpo"), "prompt=red green blue:", "sample_length=4"])
+    assert text
+    header = (folder / "dpo" / "environment.json").read_text()
+    assert "DPO, dpo_beta 0.5" in header
+    assert "a pair a row" in header
+
+
+@pytest.mark.long
+def test_adapters_begin_at_the_same_reference(folder, trained):
+    lora = {"lora_rank": 2, "run_name": "lora", "steps": 1, "eval_interval": -1}
+    result = train_dpo.main(keys_of(folder, **lora))
+    np.testing.assert_allclose(result.metrics["loss"], np.log(2), rtol=1e-4)
+    # Of the model that the adapters change nothing of yet: the file of the run of all weights, to rounding.
+    kept = [
+        json.loads(next((folder / name).glob("reference-*.json")).read_text())["log_probs"] for name in ("lora", "dpo")
+    ]
+    assert kept[0].keys() == kept[1].keys()
+    np.testing.assert_allclose(*(np.array([each[key] for key in kept[0]]) for each in kept), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"load_parameters_path": ""}, "src.train_dpo needs load_parameters_path, which is the reference"),
+        ({"dataset_path": ""}, "src.train_dpo needs dataset_path, a .jsonl file of pairs"),
+        ({"packing": False}, "src.train_dpo has no use for packing=false"),
+        ({"mtp_num_layers": 1, "loss": "a:b"}, "no use for mtp_num_layers=1, loss=a:b"),
+        ({"dropout_rate": 0.1}, "dropout_rate and capacity_factor make a reward depend on chance"),
+        ({"dpo_label_smoothing": 0.5}, "dpo_label_smoothing.*at least 0 and less than 0.5"),
+    ],
+)
+def test_what_has_no_sense_is_refused(folder, keys, message):
+    with pytest.raises(UserError, match=message):
+        train_dpo.main(keys_of(folder, **keys))
+
+
+def test_other_commands_refuse_its_keys(folder):
+    with pytest.raises(
+        UserError, match=r"dpo_beta=0.2 .* has no effect: it is for src.train_dpo, and this is src.train"
+    ):
+        train.main(runs.arguments(dpo_beta=0.2))
+
+
+@pytest.mark.long
+def test_two_hundred_steps_make_held_out_pairs_certain(tmp_path):
+    write_colours(tmp_path, 2_000)
+    size = {"base_emb_dim": 64, "base_mlp_dim": 128, "base_num_decoder_layers": 2, "learning_rate": 3e-3}
+    chats = {**size, "use_sft": True, "dataset_path": tmp_path / "chats.jsonl", "steps": 400}
+    runs.run_here(base_output_directory=tmp_path, **{**chats, "run_name": "base"})
+    result = train_dpo.main(
+        keys_of(tmp_path, steps=200, **{**size, "quiet": False, "learning_rate": 1e-4, "eval_interval": 100})
+    )
+    assert result.eval_metrics["eval_accuracy"] > 0.95
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert len({*prompts}) > 0.6 * len(prompts)  # most held-out prompts are in no pair that was trained on
+    assert re.search("red|blue", decode.main([str(tmp_path / "dpo"), "prompt=red green blue:", "sample_length=8"])[0])

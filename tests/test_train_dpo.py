@@ -76,6 +76,9 @@ def test_it_begins_at_the_reference_and_prefers_what_is_chosen(folder, trained):
         rewards = line[f"{of}reward_chosen"] - line[f"{of}reward_rejected"]
         np.testing.assert_allclose(line[f"{of}margin"], rewards, atol=1e-5)
         assert 0 <= line[f"{of}accuracy"] <= 1
+    header = (folder / "dpo" / "environment.json").read_text()
+    assert "DPO, dpo_beta 0.5" in header
+    assert "a pair a row" in header
     (reference,) = (folder / "dpo").glob("reference-*.json")
     # Log-probabilities are kept as they are: those that a pair had at the first step.
     assert all(len(pair) == 2 and max(pair) < 0 for pair in json.loads(reference.read_text())["log_probs"].values())
@@ -114,14 +117,6 @@ def test_a_reference_is_kept_for_its_own_facts_and_checked(tmp_path):
         file.write_text(file.read_text().replace("-1.5", "-1.6"))
     with pytest.raises(UserError, match=r"reference-\w+.json is damaged: restore it"):
         kept_in(folder, "a", compute)
-
-
-def test_its_folder_is_a_runs(folder, trained):
-    (text,) = decode.main([str(folder / "dpo"), "prompt=red green blue:", "sample_length=4"])
-    assert text
-    header = (folder / "dpo" / "environment.json").read_text()
-    assert "DPO, dpo_beta 0.5" in header
-    assert "a pair a row" in header
 
 
 @pytest.mark.long

@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from src.config.command_keys import Decoding
 from src.model import params
-from src.model.block import kernel_for, mixer
 from src.model.cache import Cache, CacheArray
 from src.model.decoder import Decoder
 from src.model.execution import Execution
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
+from src.model.parts import kernel_for, mixer
 from src.model.quantization import Quantization, select_at_rest
 from src.model.spec import LayerGroup, LayerSpec, ModelSpec
 from src.parallel.mesh import Layout, add_mesh_axes, axes_of_dim
@@ -180,15 +180,21 @@ def cache_arrays(spec: ModelSpec, rows: int, length: int) -> list[list[dict[str,
 
     def declare(layer: LayerSpec, repeats: int) -> dict[str, CacheArray]:
         arrays = mixer(layer).cache_arrays(layer, rows, length)
-        return {name: CacheArray((repeats, *shape), (None, *axes)) for name, (shape, axes) in arrays.items()}
+        return {
+            name: array._replace(shape=(repeats, *array.shape), axes=(None, *array.axes))
+            for name, array in arrays.items()
+        }
 
     return [[declare(layer, group.repeats) for layer in group.pattern] for group in spec.layer_groups]
 
 
 def empty_caches(spec: ModelSpec, rows: int, length: int) -> list[list[Cache]]:
-    """Makes the caches that `cache_arrays` declares, of zeros in the compute dtype."""
+    """Makes the caches that `cache_arrays` declares, of zeros."""
     return [
-        [{name: jnp.zeros(array.shape, spec.dtype) for name, array in layer.items()} for layer in pattern]
+        [
+            {name: jnp.zeros(array.shape, array.dtype or spec.dtype) for name, array in layer.items()}
+            for layer in pattern
+        ]
         for pattern in cache_arrays(spec, rows, length)
     ]
 

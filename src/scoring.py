@@ -17,9 +17,9 @@ from src.config.schema import BatchKeys, Evaluation
 from src.errors import UserError
 from src.json_text import parse_json, read_lines
 from src.loaded_model import LoadedModel
-from src.model.block import kernel_for
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
+from src.model.parts import kernel_for
 from src.model.pipeline import check_rows
 from src.parallel.mesh import global_batch_size
 from src.parallel.sequence import from_zigzag, to_zigzag

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from src.model.block import layer_costs
 from src.model.moe.dispatch import BUFFER_SLACK
 from src.model.params import by_path
+from src.model.parts import layer_costs
 from src.parallel.mesh import mesh_axes_of
 from src.step.build import TracedStep
 from src.step.plan import StepPlan

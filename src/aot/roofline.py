@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from src.aot.hlo import Collective
 from src.aot.memory import device_bytes
-from src.model.block import layer_costs
 from src.model.execution import Execution
 from src.model.flops import (
     FlopsPerToken,
@@ -25,6 +24,7 @@ from src.model.flops import (
     recomputed_flops,
 )
 from src.model.low_precision import FORMATS
+from src.model.parts import layer_costs
 from src.model.quantization import Quantization
 from src.model.spec import ModelSpec
 from src.parallel.topology import Chip

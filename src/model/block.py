@@ -1,4 +1,4 @@
-"""One layer of a decoder, and which modules it is made of."""
+"""One layer of a decoder."""
 
 import math
 from dataclasses import replace
@@ -8,48 +8,16 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from src.model.attention import Attention
-from src.model.attention_kernels.choose import choose_kernel
-from src.model.attention_kernels.scores import ScoreSpec
 from src.model.cache import Cache
-from src.model.costs import Costs
-from src.model.feed_forward import FeedForward
 from src.model.forward_context import ForwardContext
-from src.model.latent_attention import LatentAttention
-from src.model.moe.layer import Experts
 from src.model.norm import Norm
 from src.model.params import Rngs, Tree
+from src.model.parts import feed_forward, mixer
 from src.model.spec import LayerSpec, ModelSpec
-from src.parallel.mesh import Layout
-
-
-def mixer(layer: LayerSpec) -> type[Attention] | type[LatentAttention]:
-    """Returns the module that mixes a layer's tokens. Another kind of mixer needs the same methods."""
-    return LatentAttention if layer.attention_type == "mla" else Attention
-
-
-def feed_forward(layer: LayerSpec) -> type[FeedForward] | type[Experts]:
-    """Returns the module of a layer's feed-forward part."""
-    return Experts if layer.num_experts > 1 else FeedForward
-
-
-def layer_costs(layer: LayerSpec) -> dict[str, Costs]:
-    """Returns the costs of a layer's parts, by the names that their weights have in a block."""
-    return {"attention": mixer(layer).costs(layer), "feed_forward": feed_forward(layer).costs(layer)}
-
-
-def attention_scores(spec: ModelSpec) -> list[ScoreSpec]:
-    """Returns what the attention kernels of a model's layers compute."""
-    return [scores for layer in dict.fromkeys(spec.layers) if (scores := layer_costs(layer)["attention"].scores)]
-
-
-def kernel_for(attention: str, spec: ModelSpec, length: int, layout: Layout) -> str:
-    """Returns the attention kernel for a model's rows of `length` tokens on a layout; raises as `choose_kernel`."""
-    return choose_kernel(attention, layout.platform, attention_scores(spec), spec.dtype, length, layout)
 
 
 class Block(nnx.Module):
-    """One layer: attention, then a feed-forward layer or experts, each normalised before, after or both."""
+    """One layer: a mixer of tokens, then a feed-forward layer or experts, each normalised before, after or both."""
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, rngs: Rngs) -> None:
         D, dtype = model.emb_dim, model.weight_dtype

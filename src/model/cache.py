@@ -1,4 +1,4 @@
-"""The cache of attention while text is generated: one dict of arrays per layer, such as keys and values [B, K, S, H].
+"""The cache of layers while text is generated: one dict of arrays per layer, such as keys and values [B, K, S, H].
 
 A layer that attends within a window or a chunk caches no more than that: position p is in slot p mod S, so a cache of
 S slots is a ring of the last S positions. Heads come before slots, so that a token's products with all of a head's
@@ -22,6 +22,7 @@ class CacheArray(NamedTuple):
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # the logical axis of each dim
+    dtype: str = ""  # empty: that of activations
 
 
 def cache_slots(scores: ScoreSpec, length: int) -> int:

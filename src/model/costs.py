@@ -16,4 +16,5 @@ class Costs:
     spared_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     last: str = ""  # the weight whose product is the layer's output
     scores: ScoreSpec | None = None  # of attention's kernel
+    products: float = 0.0  # operations per token forward, beside those with weights and of `scores`
     active: float = 1.0  # share of the experts that a token goes through

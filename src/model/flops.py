@@ -10,10 +10,11 @@ from typing import NamedTuple
 import jax
 
 from src.model.attention_kernels.scores import ScoreSpec
-from src.model.block import Block, layer_costs
+from src.model.block import Block
 from src.model.decoder import Decoder
 from src.model.execution import Execution
 from src.model.params import abstract, by_path, field, values
+from src.model.parts import layer_costs
 from src.model.spec import LayerSpec, ModelSpec
 
 
@@ -85,7 +86,7 @@ def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
     A product with a weight of n elements takes 2 n operations forward and twice that backward: 6 n. Attention's two
     products take 2 N H S each for a query that attends to S keys; S is `length` in PaLM's count, and under a causal
     mask the mean, half of `length` without window or chunk. Packing's shorter segments are not taken off.
-    Multi-token prediction layers count with their own projection and logits.
+    Other products stand in a layer's `costs`. Multi-token prediction layers count with their own projection and logits.
     """
     elements = _head_elements(spec) + spec.mtp_num_layers * 2 * spec.emb_dim**2
     return _flops(3, elements, sum(used for _, used in _layer_products(spec)), spec, length)
@@ -150,6 +151,8 @@ def _flops(passes: int, elements: float, in_layers: float, spec: ModelSpec, leng
             per_key = passes * count * 2.0 * scores.num_heads * (scores.head_dim + scores.value_dim)
             causal += per_key * _mean_keys(scores, length)
             palm += per_key * length
+        beside = passes * count * sum(part.products for part in layer_costs(layer).values())
+        causal, palm = causal + beside, palm + beside
     return FlopsPerToken(causal, palm, 2.0 * passes * in_layers)
 
 

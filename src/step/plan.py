@@ -12,11 +12,11 @@ from flax import nnx
 from src.config.schema import BatchKeys, Mesh, Step
 from src.data.batch_transform import Fields, added_fields
 from src.model import lora, params, quantization
-from src.model.block import kernel_for
 from src.model.decoder import Decoder
 from src.model.execution import Execution, make_execution
 from src.model.moe import layer as moe
 from src.model.params import Rngs, Weights
+from src.model.parts import kernel_for
 from src.model.pipeline import make_schedule
 from src.model.selection import weight_roles
 from src.model.spec import ModelSpec

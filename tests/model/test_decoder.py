@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from src.model import block
+from src.model.attention import Attention
 from src.model.embeddings import sinusoidal
 from src.model.forward_context import ForwardContext, token_keys
+from src.model.parts import MIXERS
 from tests.tiny import LENGTH, VOCAB, assert_close, loss_and_gradients, make, packed_rows, random_weights
 
 
@@ -148,12 +149,12 @@ def test_the_program_names_the_parts_of_the_model(capacity_factor):
 def test_attention_knows_the_number_of_its_layer(monkeypatch):
     numbers = []
 
-    class Counted(block.Attention):
+    class Counted(Attention):
         def __call__(self, x_BTD, context, cache):
             jax.debug.callback(lambda number: numbers.append(int(number)), context.layer, ordered=True)
             return super().__call__(x_BTD, context, cache)
 
-    monkeypatch.setattr(block, "Attention", Counted)
+    monkeypatch.setitem(MIXERS, "global", Counted)
     segments = "[{repeats: 2, pattern: [{}, {mlp_bias: true}]}, {pattern: [{}]}]"
     _, plan = make(base_num_decoder_layers=5, decoder_segments=segments)
     batch = packed_rows(0)

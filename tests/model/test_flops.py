@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from src import command_line
-from src.model import block
 from src.model.attention import Attention
 from src.model.execution import Execution
 from src.model.flops import FlopsPerToken, count_params, flops_per_token, recomputed_flops
 from src.model.params import Weights, matmul, weight
+from src.model.parts import MIXERS
 from src.step.loss import next_token_loss
 from tests.tiny import BASE, load, make, spec_of
 
@@ -124,7 +124,7 @@ class GatedAttention(Attention):
 def test_a_weight_that_a_block_declares_is_counted_wherever_operations_are(monkeypatch, policy):
     plain, plan = counted_by_jax(remat_policy=policy)
     with monkeypatch.context() as patch:
-        patch.setattr(block, "Attention", GatedAttention)
+        patch.setitem(MIXERS, "global", GatedAttention)
         gated, gated_plan = counted_by_jax.__wrapped__(remat_policy=policy)
         count_params.cache_clear()
         gated_counts = [count_params(gated_plan.spec), *operations(gated_plan)]

@@ -18,8 +18,8 @@ from src.model.attention_kernels.choose import choose_kernel
 from src.model.attention_kernels.cudnn import cudnn
 from src.model.attention_kernels.scores import ScoreSpec, dot_product
 from src.model.attention_kernels.splash import ZigzagCausalMask, splash
-from src.model.block import attention_scores
 from src.model.forward_context import ForwardContext
+from src.model.parts import attention_scores
 from src.parallel.mesh import make_layout
 from src.parallel.sequence import zigzag_order
 from tests.tiny import assert_close, load, make, spec_of

@@ -113,7 +113,7 @@ def called(node):
 def test_weights_are_declared_in_one_way_and_multiplied_in_few_places():
     assert modules_of_model_with(lambda node: called(node) == "Param") == {"params"}
     assert modules_of_model_with(lambda node: called(node) == "Buffer") == {"moe.layer"}
-    products = {"einsum", "matmul", "dot", "tensordot", "dot_general", "ragged_dot"}
+    products = {"einsum", "matmul", "dot", "tensordot", "dot_general", "ragged_dot", "scaled_matmul"}
     doors = modules_of_model_with(
         lambda node: (
             (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in products)
@@ -122,7 +122,7 @@ def test_weights_are_declared_in_one_way_and_multiplied_in_few_places():
     )
     kernels = {name for name in doors if name.startswith(("attention_kernels.", "moe.grouped_"))}
     # lora merges adapters into weights, which no step does.
-    assert doors - kernels == {"products", "low_precision", "lora"}, doors
+    assert doors - kernels == {"products", "low_precision", "block_scaled", "lora"}, doors
 
 
 def test_the_model_takes_sections_of_the_config():

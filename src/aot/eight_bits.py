@@ -46,17 +46,20 @@ def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
 def products(text: str) -> list[tuple[str, str, bool]]:
     """Returns the products of low_precision.py in a program: their line of the model, how, and whether of 8 bits.
 
-    cuBLASLt has a call for float8's. Products within fusions are Triton's on GPUs, and it multiplies float8 as float16.
-    A kernel for TPUs takes two arrays of codes beside the scales and where groups begin.
+    cuBLASLt has a call for float8's, and cuDNN one for those in blocks. Products within fusions are Triton's on GPUs,
+    and it multiplies float8 as float16. A kernel for TPUs takes two arrays of codes beside the scales and where groups
+    begin.
     """
     found = []
     for computation in parse(text)[0].values():
         for instruction in computation.values():
             attributes = instruction.attributes
             name = re.search(rf'op_name="([^"]*/{SCOPE}/[^"]*)"', attributes)
-            target = re.search(r'custom_call_target="([^"]*(?:gemm|matmul|tpu_custom_call)[^"]*)"', attributes)
+            target = re.search(
+                r'custom_call_target="([^"]*(?:gemm|matmul|blockScaledDot|tpu_custom_call)[^"]*)"', attributes
+            )
             if name and (target or instruction.opcode in ("dot", "convolution")):
                 dtypes = [first_array(computation[operand].type)[0] for operand in instruction.operands]
                 how = target[1] if target else " x ".join(dtypes)
-                found.append((name[1], how, how.endswith("$f8") or dtypes.count("s8") == 2))
+                found.append((name[1], how, how.endswith(("$f8", "$blockScaledDot")) or dtypes.count("s8") == 2))
     return found

@@ -79,7 +79,7 @@ NEEDS = (
     Need(["target_eval_loss"], {"eval_interval": FROM_1}),
     Need(["load_ema"], {"load_parameters_path": GIVEN}),
     Need(["wsd_decay_steps_fraction"], {"lr_schedule_type": ["wsd"]}),
-    Need(["quantization_exclude"], {"quantization": ["int8", "fp8"], "quantize_weights": ["int8"]}),
+    Need(["quantization_exclude"], {"quantization": ["int8", "fp8", "mxfp8"], "quantize_weights": ["int8"]}),
     Need(["lora_alpha", "lora_parameters"], {"lora_rank": ABOVE_0}),
     Need(["dataset_name", "eval_dataset_name"], {"dataset_type": ["tfds", "hf"]}),
     Need(["train_split", "eval_split"], {"dataset_type": ["tfds", "hf", "custom"]}),

@@ -8,8 +8,8 @@ from src.config.keys import group, key
 class Quantization:
     """Products in 8 bits (docs/quantization.md)"""
     quantization: str = key("",
-        "of weights' products, forward and backward: empty, int8 (TPU v5e, v5p, v6e) or fp8 (GPUs from H100 on)",
-        ("", "int8", "fp8"))
+        "of weights' products: empty, int8 (TPU v5e, v5p, v6e), fp8 (GPUs from H100 on) or mxfp8 (B200)",
+        ("", "int8", "fp8", "mxfp8"))
     quantization_exclude: tuple = key(("output", "router", "embedding"),
         "weights whose products stay in dtype, by name; * stands for anything", example="[output, attention.*]")
     weight_quantization_calibration_method: str = key("absmax",

@@ -19,6 +19,7 @@ from src.errors import UserError
 from src.parallel.mesh import Layout
 
 SCOPE = "in_8_bits"  # of every such product, by which compiled programs are checked (src/aot/eight_bits.py)
+Shards = dict[str, tuple[str, ...]]  # the mesh axes that shard each dim, outermost first
 MAX_SUMMED = (2**31 - 1) // 127**2  # so many products of two int8 always fit in an int32
 
 
@@ -55,14 +56,20 @@ def encode(x: Array, bound: Array, dtype: Any, in_float32: bool = False) -> Code
         exponents = jax.lax.bitcast_convert_type(scales, jnp.uint32) & 0x7F800000
         scales = 2 * jax.lax.bitcast_convert_type(exponents, jnp.float32)
     codes = jnp.clip(x.astype(jnp.float32), -bound, bound) * (1 / scales)
-    if is_integer:
-        codes = jnp.round(codes)
-    elif in_float32:
-        digits, least = jnp.finfo(dtype).nmant, float(jnp.finfo(dtype).smallest_normal)
-        quantum = least / 2**digits
-        subnormal = jnp.round(codes / quantum) * quantum
-        codes = jnp.where(jnp.abs(codes) < least, subnormal, jax.lax.reduce_precision(codes, 8, digits))
+    if not is_integer:
+        return Coded(to_float8(codes, dtype, in_float32), scales)
+    codes = jnp.round(codes)
     return Coded(codes if in_float32 else codes.astype(dtype), scales)
+
+
+def to_float8(x: Array, dtype: Any, in_float32: bool) -> Array:
+    """Rounds float32 within the range of `dtype`, a float8, to its values; `in_float32` as of `encode`."""
+    if not in_float32:
+        return x.astype(dtype)
+    digits, least = jnp.finfo(dtype).nmant, float(jnp.finfo(dtype).smallest_normal)
+    quantum = least / 2**digits
+    subnormal = jnp.round(x / quantum) * quantum
+    return jnp.where(jnp.abs(x) < least, subnormal, jax.lax.reduce_precision(x, 8, digits))
 
 
 def largest(x: Array, dims: Sequence[int] | None = None) -> Array:
@@ -83,19 +90,18 @@ class Products:
         """Returns whether codes are multiplied in float32, where products are exact: CPUs have none of 8 bits."""
         return self.layout.platform == "cpu"
 
+    def bound(self, weight: Array, dims: Sequence[int]) -> Array:
+        """Returns what `multiply` takes as a weight's largest magnitudes over `dims`."""
+        found = largest(jax.lax.stop_gradient(weight), dims)
+        return jnp.full_like(found, self.bounds[0]) if self.bounds[0] else found
+
     def multiply(self, x: Array, weight: Array, bound: Array, axes: tuple[str | None, ...], einsum: str) -> Array:
         """Multiplies as `einsum` says by a weight with these logical axes, whose largest magnitudes are `bound`.
 
         Other dims of x are rows and tokens. Gradients are those of a product without rounding, made of what is rounded.
         """
         x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
-        rows = [dim for dim in x_dims if dim not in w_dims]
-        axis_of = dict(zip((*w_dims, *rows), (*axes, "batch", "length"), strict=False))
-        stored = {dim: self.layout.axes(axis) for dim, axis in axis_of.items()}
-        by_rows = {name for dim in rows for name in stored[dim]}  # along these a weight is gathered, as codes
-        parts = {dim: tuple(n for n in stored[dim] if dim in rows or n not in by_rows) for dim in stored}
-        # A gradient is cut by those axes last, whichever place the rules give them.
-        scattered = {dim: (*parts[dim], *(n for n in stored[dim] if n not in parts[dim])) for dim in stored}
+        parts, scattered = shards(self.layout, einsum, axes)
         forward = Product(self, w_dims, x_dims, out_dims, parts, parts)
         to_x = Product(self, w_dims, out_dims, x_dims, parts, parts)
         to_weight = Product(self, x_dims, out_dims, w_dims, parts, scattered)
@@ -131,8 +137,8 @@ class Product:
     coded: str  # dims of the coded array, of the other one, and of the product
     other: str
     out: str
-    parts: dict[str, tuple[str, ...]]  # the mesh axes that shard each dim of the operands
-    out_parts: dict[str, tuple[str, ...]]  # and of the product
+    parts: Shards  # of the operands
+    out_parts: Shards  # and of the product
 
     def __call__(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
         """Returns the product in x's dtype, and x as it was rounded: to `dtype`, within the fixed bound if not 0."""
@@ -149,7 +155,7 @@ class Product:
         out_specs = self._spec(self.out, self.out_parts), Coded(x_spec, x_spec)
         return self.how.layout.shard_map(on_device, in_specs, out_specs)(coded, x)
 
-    def _spec(self, dims: str, parts: dict[str, tuple[str, ...]]) -> PartitionSpec:
+    def _spec(self, dims: str, parts: Shards) -> PartitionSpec:
         return PartitionSpec(*(parts[dim] or None for dim in dims))
 
     def on_device(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
@@ -170,7 +176,8 @@ class Product:
             factors = [math.prod(factors).astype(x.dtype)]
         for factor in factors:  # the product of rows' and channels' would be an array as large as `out`
             out = out * factor
-        return self._sum_over_devices(out.astype(x.dtype), summed), coded_x
+        out = out.astype(x.dtype)
+        return sum_over_devices(out, self.out, summed, self.parts, self.out_parts, self.how.on_cpu), coded_x
 
     def _product(self, codes: Array, other: Array, dtype: Any) -> Array:
         einsum, is_integer = f"{self.coded},{self.other}->{self.out}", self.how.format.per_channel
@@ -181,17 +188,36 @@ class Product:
         with jax.named_scope(SCOPE):
             return jnp.einsum(einsum, codes, other, preferred_element_type=wide)
 
-    def _sum_over_devices(self, out: Array, summed: Sequence[str]) -> Array:
-        axes = tuple(name for dim in summed for name in self.parts[dim])
-        if not axes:
-            return out
-        # XLA for CPUs aborts on a bfloat16 sum within a map over some of the axes.
-        sums = out.astype(jnp.float32) if self.how.on_cpu else out
-        for index, dim in enumerate(self.out):
-            if scattered := tuple(name for name in self.out_parts[dim] if name in axes):
-                sums = jax.lax.psum_scatter(sums, scattered, scatter_dimension=index, tiled=True)
-                axes = tuple(name for name in axes if name not in scattered)
-        return (jax.lax.psum(sums, axes) if axes else sums).astype(out.dtype)
+
+def shards(layout: Layout, einsum: str, axes: Sequence[str | None]) -> tuple[Shards, Shards]:
+    """Returns how the dims of a product with a weight of these logical axes are sharded; further dims are rows, tokens.
+
+    First while it is made, when the weight is gathered along the mesh axes of rows, and then where it lies. A stored
+    dim is cut by those axes last, whichever place the rules give them.
+    """
+    x_dims, w_dims, _ = einsum.replace("->", ",").split(",")
+    rows = [dim for dim in x_dims if dim not in w_dims]
+    axis_of = dict(zip((*w_dims, *rows), (*axes, "batch", "length"), strict=False))
+    stored = {dim: layout.axes(axis) for dim, axis in axis_of.items()}
+    by_rows = {name for dim in rows for name in stored[dim]}
+    parts = {dim: tuple(n for n in stored[dim] if dim in rows or n not in by_rows) for dim in stored}
+    return parts, {dim: (*parts[dim], *(n for n in stored[dim] if n not in parts[dim])) for dim in stored}
+
+
+def sum_over_devices(
+    out: Array, dims: str, summed: Sequence[str], parts: Shards, out_parts: Shards, on_cpu: bool
+) -> Array:
+    """Sums a product with dims `dims` over the mesh axes of the summed dims, and cuts it as `out_parts` says."""
+    axes = tuple(name for dim in summed for name in parts[dim])
+    if not axes:
+        return out
+    # XLA for CPUs aborts on a bfloat16 sum within a map over some of the axes.
+    sums = out.astype(jnp.float32) if on_cpu else out
+    for index, dim in enumerate(dims):
+        if scattered := tuple(name for name in out_parts[dim] if name in axes):
+            sums = jax.lax.psum_scatter(sums, scattered, scatter_dimension=index, tiled=True)
+            axes = tuple(name for name in axes if name not in scattered)
+    return (jax.lax.psum(sums, axes) if axes else sums).astype(out.dtype)
 
 
 def check_summed(count: int) -> None:

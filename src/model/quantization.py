@@ -17,6 +17,7 @@ from src.config.quantization_keys import Quantization as Keys
 from src.errors import UserError, first_few
 from src.model import params
 from src.model.adapted import Wrapped
+from src.model.block_scaled import BlockProducts
 from src.model.low_precision import FORMATS, Coded, Products, aligned, encode, largest
 from src.model.selection import multiplied, require_matches
 from src.model.spec import LayerGroup
@@ -33,14 +34,14 @@ class Quantized(Wrapped):
     """A weight whose products are made in 8 bits."""
 
     weight: Array
-    bound: Array  # its largest magnitudes, as `largest` gives them
-    products: Products = field(metadata={"static": True})
+    bound: Array | None  # its largest magnitudes, as its products' `bound` gives them
+    products: Products | BlockProducts = field(metadata={"static": True})
     axes: tuple[str | None, ...] = field(metadata={"static": True})  # logical, of the weight's dims
 
     def __getitem__(self, index: Any) -> Self:
         if index is Ellipsis:
             return self
-        bound = self.bound if self.bound.shape[-1] == 1 else self.bound[index]
+        bound = self.bound if self.bound is None or self.bound.shape[-1] == 1 else self.bound[index]
         return dataclasses.replace(self, weight=self.weight[index], bound=bound)
 
     def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
@@ -113,12 +114,12 @@ class Quantization:
         """Replaces each such weight by a `Quantized`."""
         if not self.kind:
             return weights
-        products, flat = Products(FORMATS[self.kind], layout, self.bounds), params.by_path(weights)
+        block_scaled = self.kind == "mxfp8"
+        products = BlockProducts(layout) if block_scaled else Products(FORMATS[self.kind], layout, self.bounds)
+        flat = params.by_path(weights)
         for path, (bounded, axes) in self.places.items():
             # Of all layers at once: within the layers, devices would wait for each other's.
-            bound = largest(jax.lax.stop_gradient(flat[path]), bounded)
-            bound = jnp.full_like(bound, self.bounds[0]) if self.bounds[0] else bound
-            flat[path] = Quantized(flat[path], bound, products, axes)
+            flat[path] = Quantized(flat[path], products.bound(flat[path], bounded), products, axes)
         return params.nested(flat)
 
 
@@ -161,7 +162,7 @@ def _chosen(
     places = {}
     for path in [path for path in paths if path not in wide]:
         layers = sum(axis in LAYERS for axis in axes[path])
-        bounded = fan_ins[path] if FORMATS[kind].per_channel else range(layers, len(axes[path]))
+        bounded = fan_ins[path] if kind == "int8" else range(layers, len(axes[path]))
         places[path] = Place(tuple(bounded), axes[path][layers:])
         if "expert" in axes[path] and words != "quantization=int8":  # on GPUs Triton makes fp8's of float16
             raise UserError(
@@ -190,7 +191,9 @@ def _check_devices(kind: str, device: jax.Device) -> None:
         return
     # Other GPUs of NVIDIA tell what they have, such as 8.9, with which float8 came; AMD's tell a name, such as gfx942.
     capability = str(getattr(device, "compute_capability", ""))
-    if kind == "fp8" and re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= 8.9:
+    if re.fullmatch(r"\d+\.\d+", capability) and (
+        (kind == "fp8" and float(capability) >= 8.9) or (kind == "mxfp8" and capability.startswith("10."))
+    ):
         return
     raise UserError(
         f"quantization={kind}: MinText makes no such products on a {device.device_kind}. It does on: "

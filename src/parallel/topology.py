@@ -51,16 +51,16 @@ class Topology:
         return (2, 4, 1) if self.shape == (2, 4) else (2, 2, 1)
 
 
-def _nvidia(bfloat16: float, tensorfloat32: float, float32: float, fp8: float = 0.0) -> dict[str, float]:
-    return {"bfloat16": bfloat16, "tensorfloat32": tensorfloat32, "float32": float32} | ({"fp8": fp8} if fp8 else {})
+def _nvidia(bfloat16: float, tensorfloat32: float, float32: float, **of_8_bits: float) -> dict[str, float]:
+    return {"bfloat16": bfloat16, "tensorfloat32": tensorfloat32, "float32": float32, **of_8_bits}
 
 
 # A100: "NVIDIA A100 Tensor Core GPU" data sheet.
 _A100 = _nvidia(312e12, 156e12, 19.5e12)
 # H100 SXM: "NVIDIA H100 Tensor Core GPU Architecture" white paper; the H200's data sheet states the same rates.
-_H100_SXM = _nvidia(989.4e12, 494.7e12, 66.9e12, 1978.9e12)
+_H100_SXM = _nvidia(989.4e12, 494.7e12, 66.9e12, fp8=1978.9e12)
 # H100 NVL, H200 NVL: their data sheets, which state sparse rates, twice these.
-_HOPPER_NVL = _nvidia(835.5e12, 417.5e12, 60e12, 1670.5e12)
+_HOPPER_NVL = _nvidia(835.5e12, 417.5e12, 60e12, fp8=1670.5e12)
 
 # Operations per second of one JAX device, by the name JAX gives it (`jax.Device.device_kind`), for dense matrices: the
 # rates that vendors state for 2:4 sparse ones are twice as high.
@@ -79,15 +79,15 @@ _PEAK_FLOPS = {
     "NVIDIA A100-PCIE-40GB": _A100,
     "NVIDIA A100 80GB PCIe": _A100,
     "NVIDIA H100 80GB HBM3": _H100_SXM,
-    "NVIDIA H100 PCIe": _nvidia(756e12, 378e12, 51.2e12, 1513e12),  # the same white paper
+    "NVIDIA H100 PCIe": _nvidia(756e12, 378e12, 51.2e12, fp8=1513e12),  # the same white paper
     "NVIDIA H100 NVL": _HOPPER_NVL,
     "NVIDIA H200": _H100_SXM,
     "NVIDIA H200 NVL": _HOPPER_NVL,
     # "NVIDIA Blackwell" data sheet, a GPU's share; its tensor core rates are sparse.
-    "NVIDIA B200": _nvidia(2250e12, 1100e12, 75e12, 4500e12),
-    "NVIDIA GB200": _nvidia(2500e12, 1250e12, 80e12, 5000e12),
+    "NVIDIA B200": _nvidia(2250e12, 1100e12, 75e12, fp8=4500e12, mxfp8=4500e12),
+    "NVIDIA GB200": _nvidia(2500e12, 1250e12, 80e12, fp8=5000e12, mxfp8=5000e12),
     # "NVIDIA Ada GPU Architecture" white paper, appendix A, with float32 accumulation.
-    "NVIDIA GeForce RTX 4090": _nvidia(165.2e12, 82.6e12, 82.6e12, 330.3e12),
+    "NVIDIA GeForce RTX 4090": _nvidia(165.2e12, 82.6e12, 82.6e12, fp8=330.3e12),
 }
 
 

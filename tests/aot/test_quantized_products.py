@@ -102,6 +102,15 @@ def test_a_gpu_makes_every_product_with_a_weight_of_float8():
 
 
 @needs_cuda
+def test_a_blackwell_gpu_makes_every_product_with_a_weight_in_blocks():
+    text = compiled("mxfp8", "a4")
+    found = eight_bits.products(text)
+    assert [(how, narrow) for _, how, narrow in found] == [("__cudnn$blockScaledDot", True)] * 3 * WEIGHTS
+    assert sent(text, "all-gather") == {"f8e4m3fn", "f8e8m0fnu"}  # weights as codes, with the blocks' scales
+    assert sent(text, "reduce-scatter") == {"bf16"}
+
+
+@needs_cuda
 def test_an_evaluation_on_a_gpu_multiplies_in_float8_too():
     keys = {**LLAMA, "quantization": "fp8", "vocab_size": 512}
     built = build(load(**keys), abstract_devices(parse_topology("a3:1", 1)))

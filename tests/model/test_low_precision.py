@@ -299,13 +299,13 @@ def test_keys_that_do_not_go_together_are_refused():
     assert load(quantization="fp8", **fixed)
     for keys, message in [
         ({"quantization": "int4"}, "quantization=int4 is none of"),
-        ({"quantization": "nvfp4"}, "block formats are not in this version: quantization=fp8"),
+        ({"quantization": "nvfp4"}, "no products of 4 bits, whose gradients jax.nn makes in 16: quantization=mxfp8"),
         ({"quantization": "int8", **fixed}, "needs quantization=fp8"),
         ({"quantization": "fp8", "act_quantization_calibration_method": "fixed,-2,3"}, "expected absmax, or a range"),
         ({"quantization": "fp8", "compile_xla_flags": "--xla_gpu_enable_triton_gemm"}, "makes no product of"),
         (
             {"quantization_exclude": "[output]"},
-            "quantization_exclude=.* has no effect: it needs quantization=int8 or fp8",
+            "quantization_exclude=.* has no effect: it needs quantization=int8 or fp8 or mxfp8",
         ),
     ]:
         with pytest.raises(UserError, match=message):
@@ -321,13 +321,16 @@ def test_keys_that_do_not_go_together_are_refused():
         ("fp8", "NVIDIA A100-SXM4-80GB", "8.0"),
         ("fp8", "AMD Instinct MI300X", "gfx942"),
         ("int8", "NVIDIA H100 80GB HBM3", "9.0"),
+        ("mxfp8", "NVIDIA H100 80GB HBM3", "9.0"),
+        ("mxfp8", "NVIDIA GeForce RTX 5090", "12.0"),
+        ("mxfp8", "TPU v6 lite", None),
     ],
 )
 def test_devices_without_the_products_are_refused(kind, device, capability):
     platform = "tpu" if "TPU" in device else "gpu"
     fake = SimpleNamespace(platform=platform, device_kind=device, compute_capability=capability)
     layout = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([fake])))
-    of = {"fp8": "NVIDIA H100 80GB HBM3", "int8": "TPU v5 lite"}[kind]
+    of = {"fp8": "NVIDIA H100 80GB HBM3", "int8": "TPU v5 lite", "mxfp8": "NVIDIA B200"}[kind]
     makes = rf"MinText makes no such products on a {device}\. It does on: {of}"
     with pytest.raises(UserError, match=f"quantization={kind}: {makes}"):
         select(load(quantization=kind).step, {}, layout)

@@ -1,0 +1,144 @@
+"""Products of weights in MXFP8, forward and backward: float8 with a scale for each 32 values that are summed.
+
+The operands are E4M3, gradients too, and a scale is a power of two that holds its block's largest magnitude ("OCP
+Microscaling Formats" 1.0, section 5; Mishra et al. 2025, arXiv:2506.08027, which rounds it up). A block lies along what
+a product sums over, so a layer's three products each round both of their operands.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from src.errors import UserError
+from src.model.low_precision import SCOPE, Coded, Shards, shards, sum_over_devices, to_float8
+from src.parallel.mesh import Layout
+
+BLOCK = 32
+CODES = jnp.float8_e4m3fn
+_LARGEST = float(jnp.finfo(CODES).max)
+
+
+def encode(x: Array, on_cpu: bool) -> Coded:
+    """Rounds x [..., S] in blocks of 32 along S; the scales are [..., S / 32], as E8M0.
+
+    `on_cpu`: what the codes stand for, in float32, and no scales but ones.
+    """
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
+    least = 2.0**-126  # whose reciprocal is a float32
+    bound = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / _LARGEST, least)
+    bits = jax.lax.bitcast_convert_type(bound, jnp.uint32)
+    exponents = jnp.minimum((bits + 0x7FFFFF) >> 23, 255)  # rounded up; 255 is no number, and neither is the product
+    scales = jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
+    codes = to_float8(blocks * (1 / scales), CODES, on_cpu)
+    if on_cpu:
+        return Coded((codes * scales).reshape(x.shape), jnp.ones(()))
+    e8m0 = jax.lax.bitcast_convert_type(exponents[..., 0].astype(jnp.uint8), jnp.float8_e8m0fnu)
+    return Coded(codes.reshape(x.shape), e8m0)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockProducts:
+    """How the products of a step are made in MXFP8."""
+
+    layout: Layout
+
+    @property
+    def on_cpu(self) -> bool:
+        """Returns whether they are made in float32 of what the codes stand for: CPUs have none of 8 bits."""
+        return self.layout.platform == "cpu"
+
+    def bound(self, weight: Array, dims: Sequence[int]) -> None:
+        """Returns nothing: each block's largest magnitude is found where it is rounded."""
+
+    def multiply(self, x: Array, weight: Array, bound: None, axes: tuple[str | None, ...], einsum: str) -> Array:
+        """Multiplies as `einsum` says by a weight with these logical axes. Other dims of x are rows and tokens.
+
+        Raises UserError if a device's part of a dim along which blocks lie is no multiple of 32.
+        """
+        x_dims, w_dims, out_dims = einsum.replace("->", ",").split(",")
+        parts, stored = shards(self.layout, einsum, axes)
+
+        def on_devices(left: str, right: str, out: str, *, left_at: Shards, out_at: Shards) -> Any:
+            product = BlockProduct(self.on_cpu, left, right, out, left_at, parts, out_at)
+            if self.layout.mesh.size == 1:
+                return product
+            in_specs = _spec(left, left_at), _spec(right, parts)
+            return self.layout.shard_map(product, in_specs, _spec(out, out_at))
+
+        def run(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+            return on_devices(w_dims, x_dims, out_dims, left_at=stored, out_at=parts)(weight, x), (x, weight)
+
+        def gradients(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+            x, weight = operands
+            dx = on_devices(w_dims, out_dims, x_dims, left_at=stored, out_at=parts)(weight, gradient)
+            dw = on_devices(x_dims, out_dims, w_dims, left_at=parts, out_at=stored)(x, gradient)
+            return dx, dw.astype(weight.dtype)
+
+        product = jax.custom_vjp(lambda *operands: run(*operands)[0])
+        product.defvjp(run, gradients)
+        return product(x, weight)
+
+
+def _spec(dims: str, at: Shards) -> PartitionSpec:
+    return PartitionSpec(*(at[dim] or None for dim in dims))
+
+
+@dataclass(frozen=True)
+class BlockProduct:
+    """A product on one device, of its parts of two arrays: each is rounded, and gathered as codes if it must be."""
+
+    on_cpu: bool
+    left: str  # dims of the operands, and of the product
+    right: str
+    out: str
+    left_at: Shards  # where the left operand lies
+    parts: Shards  # and both of them while they are multiplied
+    out_at: Shards
+
+    def __call__(self, left: Array, right: Array) -> Array:
+        """Returns the device's part of the product in the right operand's dtype."""
+        summed = "".join(dim for dim in self.right if dim not in self.out)
+        rows, columns = ("".join(dim for dim in dims if dim not in summed) for dims in (self.right, self.left))
+        by_row = self._coded(right, self.right, rows + summed, self.parts)
+        by_column = self._coded(left, self.left, columns + summed, self.left_at)
+        with jax.named_scope(SCOPE):
+            if self.on_cpu:
+                einsum = f"{rows}{summed},{columns}{summed}->{self.out}"
+                out = jnp.einsum(einsum, by_row.codes, by_column.codes).astype(right.dtype)
+            else:
+                codes = _matrix(by_row.codes, rows), _matrix(by_column.codes, columns)
+                scales = _matrix(by_row.scales, rows), _matrix(by_column.scales, columns)
+                product = jax.nn.scaled_matmul(*codes, *scales, preferred_element_type=right.dtype)
+                sizes = by_row.codes.shape[: len(rows)] + by_column.codes.shape[: len(columns)]
+                out = jnp.einsum(f"{rows}{columns}->{self.out}", product.reshape(sizes))
+        return sum_over_devices(out, self.out, summed, self.parts, self.out_at, self.on_cpu)
+
+    def _coded(self, x: Array, dims: str, order: str, at: Shards) -> Coded:
+        """Rounds x along the last of `order`, which are its dims then, and gathers it from where it lies."""
+        x = jnp.einsum(f"{dims}->{order}", x)
+        elsewhere = [at[dim][len(self.parts[dim]) :] for dim in order]
+
+        def gathered(x: Array) -> Array:
+            for index, axes in enumerate(elsewhere):
+                x = jax.lax.all_gather(x, axes, axis=index, tiled=True) if axes and x.ndim else x
+            return x
+
+        if x.shape[-1] % BLOCK == 0:
+            return Coded(*map(gathered, encode(x, self.on_cpu)))
+        if (whole := gathered(x)).shape[-1] % BLOCK:  # a device's part has no whole blocks; nor have they all together
+            raise UserError(
+                f"quantization=mxfp8 rounds {BLOCK} values together, of those that a product sums over: "
+                f"{whole.shape[-1]} on a device (of a weight's dim, or of tokens) is no multiple of it"
+            )
+        return encode(whole, self.on_cpu)
+
+
+def _matrix(x: Array, rows: str) -> Array:
+    """Flattens x, whose first dims are `rows`, to [1, rows, the rest]."""
+    return x.reshape(1, math.prod(x.shape[: len(rows)]), -1)

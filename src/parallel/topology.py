@@ -73,7 +73,7 @@ _PEAK_FLOPS = {
     "TPU v5 lite": {"bfloat16": 197e12, "int8": 394e12},
     "TPU v5": {"bfloat16": 459e12, "int8": 918e12},
     "TPU v6 lite": {"bfloat16": 918e12, "int8": 1836e12},
-    "TPU7x": {"bfloat16": 1153.5e12},
+    "TPU7x": {"bfloat16": 1153.5e12, "fp8": 2307e12},
     "NVIDIA A100-SXM4-40GB": _A100,
     "NVIDIA A100-SXM4-80GB": _A100,
     "NVIDIA A100-PCIE-40GB": _A100,

@@ -1,10 +1,14 @@
 """Measures the loss on held-out data (`python -m src.evaluate CONFIG.yml ...`), scores texts, computes logits."""
 
+import dataclasses
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from src.cli import run_command
@@ -18,6 +22,7 @@ from src.console import say
 from src.data.eval_batches import EvalBatches
 from src.data.host_arrays import host_rows, to_global
 from src.data.open import open_eval_sets
+from src.data.text_bytes import TextBytes
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, RowArrays
 from src.errors import UserError
@@ -26,9 +31,9 @@ from src.model.params import Weights
 from src.report.metrics import eval_key, perplexity
 from src.scoring import eval_batch_size, score_texts, write_logits
 from src.startup import configured
+from src.step.eval_step import compile_eval_step
 from src.step.plan import StepPlan
 from src.step.state import batch_sharding
-from src.step.train_step import compile_eval_step
 
 USAGE = Usage(
     """Measures the loss of a model, scores texts, computes logits.
@@ -40,6 +45,9 @@ python -m src.evaluate CONFIG load_parameters_path=PATH tokens_path=IN.npy logit
 python -m src.evaluate --help KEY                 what a key does, and its default""",
     ("Evaluation",),
 )
+
+
+_OF_TEXT = ("text_nats", "text_bytes", "not_text")  # sums of `eval_step`
 
 
 class Evaluator:
@@ -86,6 +94,7 @@ class Evaluator:
 def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Returns `eval_loss`, in nats per token, `eval_perplexity`, its exponential, and the metrics of `eval_metrics`.
 
+    Where bytes are counted, of text alone, also `eval_bits_per_byte`: all its nats over all its bytes, in bits.
     Metrics that counted nothing have no value: they are left out, with a line for the user. `sums` are each batch's.
     Raises UserError: no token of the batches counts in the loss.
     """
@@ -97,6 +106,11 @@ def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         )
     loss = sum(float(batch["loss_sum"]) for batch in sums) / tokens
     metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+    nats, text, other = (sum(float(batch.get(name, 0)) for batch in sums) for name in _OF_TEXT)
+    if other:
+        say([f"eval_bits_per_byte is left out: {int(other)} tokens are ids of data that are no text"])
+    elif text:
+        metrics["eval_bits_per_byte"] = nats / math.log(2) / text
     user_metrics = [batch["user_metrics"] for batch in sums if "user_metrics" in batch]
     for name in user_metrics[0] if user_metrics else ():
         total, count = (sum(float(batch[name][index]) for batch in user_metrics) for index in (0, 1))
@@ -146,10 +160,16 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         if config.tokens_path:
             say([f"logits of shape {list(write_logits(*sections, loaded))}: {config.logits_path}"])
         return None
-    step, inputs = compile_eval_step(loaded.plan), InputSpec.of(config, loaded.tokenizer)
-    metrics: dict[str, float] = {}
+    plan, inputs, text = loaded.plan, InputSpec.of(config, loaded.tokenizer), None
+    if config.use_sft or config.batch_transform:
+        say(["eval_bits_per_byte is left out: use_sft and batch_transform choose what the loss counts of a text"])
+    elif loaded.tokenizer:
+        text = TextBytes(loaded.tokenizer)
+        row = jax.ShapeDtypeStruct((config.max_target_length,), np.int32)
+        plan, inputs = dataclasses.replace(plan, fields={"text_bytes": row}), inputs._replace(count_bytes=text.document)
+    step, metrics, counted = compile_eval_step(plan), {}, {}
     for data in open_eval_sets(inputs, config.evaluation):
-        evaluator = Evaluator(config.evaluation, inputs, loaded.plan, step, data)
+        evaluator = Evaluator(config.evaluation, inputs, plan, step, data)
         sums = evaluator.sums(loaded.weights)
         set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
         say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())
@@ -157,9 +177,25 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
             of = f" of {data.name}" if data.name else ""
             say([f"eval_steps={data.steps}: the data{of} were read {epochs:.1f} times (eval_steps=-1: once)"])
         counts = {"eval_tokens": counted_tokens(sums), "eval_batches": len(sums)}
-        say(f"{eval_key(name, data.name)} {count}" for name, count in counts.items())
-        metrics |= set_metrics
+        if eval_key("eval_bits_per_byte", data.name) in set_metrics:
+            counts["eval_text_bytes"] = sum(int(batch["text_bytes"]) for batch in sums)
+        counts = {eval_key(name, data.name): count for name, count in counts.items()}
+        say(f"{name} {count}" for name, count in counts.items())
+        metrics, counted = metrics | set_metrics, counted | counts
+    say(text.notes() if text else [])
+    numbers = (metrics | counted).items()
+    write_results(config.results_path, {name: value if math.isfinite(value) else None for name, value in numbers})
     return metrics
+
+
+def write_results(path: str, results: Mapping[str, Any]) -> None:
+    """Writes JSON, from one process of the job; nothing without a path. Raises UserError where it can't be written."""
+    if not path or jax.process_index() != 0:
+        return
+    try:
+        Path(path).expanduser().write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"results_path={path} can't be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

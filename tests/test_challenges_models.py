@@ -23,7 +23,7 @@ from src.evaluate import Evaluator
 from src.generate import Speed
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
-from src.step.train_step import eval_step
+from src.step.eval_step import eval_step
 from tests import tiny
 
 ROWS = tiny.packed_rows(0)

@@ -124,7 +124,7 @@ def nothing(logits, batch):
 def test_a_metric_that_counted_nothing_is_left_out_and_said(model, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("one line\n")
     metrics = run(model[1], eval_metrics="tests.test_scoring:nothing", eval_dataset_path=tmp_path)
-    assert set(metrics) == {"eval_loss", "eval_perplexity", "eval_rows"}
+    assert set(metrics) == {"eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_rows"}
     assert "eval_of_none is left out: its count is 0" in capsys.readouterr().out
 
 

@@ -111,6 +111,7 @@ class Evaluation:
     scores_path: str = path("", "where the scores of texts_path go, JSONL", is_local=True, **_EVALUATE)
     tokens_path: str = path("", "ids to compute logits for, a .npy file of int32 [B, T]", is_local=True, **_EVALUATE)
     logits_path: str = path("", "where their logits go, a .npy file of float32 [B, T, V]", is_local=True, **_EVALUATE)
+    results_path: str = path("", "where losses, bits per byte and counts go as JSON", is_local=True, **_EVALUATE)
 
 
 @group

@@ -130,6 +130,8 @@ def encode(inputs: InputSpec, item: Item) -> list[Document]:
     if isinstance(item, Conversation):
         return encode_conversation(inputs.tokenizer, item, inputs.data.sft_train_on_completion_only)
     if isinstance(item, str):  # of an empty one only its own end could be learned
+        if item and inputs.count_bytes:
+            return [inputs.count_bytes(item)]
         return [Document(inputs.tokenizer.encode(item) if item else np.empty(0, np.int32))]
     if len(item) and item.max() >= inputs.vocab_size:
         raise UserError(f"a document has id {item.max()}: vocab_size={inputs.vocab_size} is too small for these data")

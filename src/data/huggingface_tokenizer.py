@@ -85,6 +85,11 @@ class HuggingFaceTokenizer(Tokenizer):
         encoding = self._tokenizer.encode(text)
         return self._array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2)
 
+    def byte_ends(self, text: str) -> np.ndarray:
+        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        sizes = 1 + sum((code_points >= least).astype(np.int64) for least in (0x80, 0x800, 0x10000))
+        return np.concatenate([[0], np.cumsum(sizes)])[self.encode_with_spans(text)[1][:, 1]]
+
     def decode(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 

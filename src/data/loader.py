@@ -125,7 +125,7 @@ class BatchMaker:
     def _begin(self, threads: Sequence[ThreadPoolExecutor], rows_before: int) -> tuple[HostBatch, list[Future[None]]]:
         """Hands out the batch after `rows_before` rows of the run: thread n of N fills rows n, n + N, ..."""
         count, seed = len(self._rows), self._inputs.data.data_shuffle_seed
-        arrays = empty_batch(count, self._inputs.batch.max_target_length)
+        arrays = empty_batch(count, self._inputs.batch.max_target_length, self._inputs.count_bytes is not None)
         positions = np.empty((count, len(self._fillers), 2), np.int32)
         batch = HostBatch(arrays, positions, np.empty((count, 2), np.int32), {})
         assigned = self._mixture.assign(rows_before, self._rows, self._global_batch, seed)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from src.data.types import BATCH_ARRAYS, Document, RowArrays
+from src.data.types import BATCH_ARRAYS, NOT_TEXT, Document, RowArrays
 from src.errors import UserError
 
 MAX_EMPTY_DOCUMENTS = 10_000  # in succession, before it is an error
@@ -51,9 +51,10 @@ class Cuts(NamedTuple):
     ends_cut: bool
 
 
-def empty_batch(rows: int, length: int) -> RowArrays:
-    """Makes rows of padding: the arrays of `BATCH_ARRAYS`, [rows, T]."""
-    return {name: np.zeros((rows, length), dtype) for name, dtype in BATCH_ARRAYS.items()}
+def empty_batch(rows: int, length: int, counts_bytes: bool = False) -> RowArrays:
+    """Makes rows of padding: the arrays of `BATCH_ARRAYS`, [rows, T], and `text_bytes` where they are counted."""
+    counted = {"text_bytes": np.full((rows, length), NOT_TEXT, np.int32)} if counts_bytes else {}
+    return {name: np.zeros((rows, length), dtype) for name, dtype in BATCH_ARRAYS.items()} | counted
 
 
 def fill_row(batch: RowArrays, row: int, parts: Iterable[tuple[Document, int, int]]) -> Cuts:
@@ -68,6 +69,8 @@ def fill_row(batch: RowArrays, row: int, parts: Iterable[tuple[Document, int, in
         batch["segment_ids"][columns] = segment_id
         batch["positions"][columns] = np.arange(length)
         batch["loss_mask"][columns] = 1 if document.loss_mask is None else document.loss_mask[targets]
+        if document.text_bytes is not None:
+            batch["text_bytes"][columns] = document.text_bytes[targets]
         filled += length
         begins_cut |= first > 0
         ends_cut |= first + length < len(document.ids) - 1

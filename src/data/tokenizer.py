@@ -25,6 +25,9 @@ class ByteTokenizer(Tokenizer):
         ids[0], ids[1:-1], ids[-1] = self.bos, data, self.eos
         return ids
 
+    def byte_ends(self, text: str) -> np.ndarray:
+        return np.arange(1, len(text.encode()) + 1)
+
     def decode(self, ids: np.ndarray) -> str:
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
@@ -58,6 +61,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         return np.array([self.bos, *self._processor.encode(text), self.eos], np.int32)
+
+    def byte_ends(self, text: str) -> np.ndarray:
+        spans = self._processor.encode(text, return_type="offset_mapping", return_bytes=True)["offsets"]
+        return np.array(spans, np.int64).reshape(-1, 2)[:, 1]
 
     def decode(self, ids: np.ndarray) -> str:
         ids = np.asarray(ids)

@@ -1,6 +1,6 @@
 """Declares the types that data modules share: documents, their sources, tokenizers, and what a run reads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -17,16 +17,18 @@ BATCH_ARRAYS: dict[str, type] = {
     "positions": np.int32,  # from 0 in each segment
     "loss_mask": np.float32,  # 1 where the target counts in the loss; 0 on padding
 }
+END, NOT_TEXT = -1, -2  # of `text_bytes`: bos and eos; ids of no text, and padding
 RowArrays = dict[str, np.ndarray]  # a host's rows of them
 Fingerprint = dict[str, str | int]  # facts on which data depend, by name: equal exactly where the data are
 Message = Mapping[str, Any]  # {"role": ..., "content": ..., and any other field that a chat template reads}
 
 
 class Document(NamedTuple):
-    """Holds a document in ids, int32 [n], where n may be 0, and bool [n]: which count in the loss; None: all do."""
+    """Holds a document in ids, int32 [n], where n may be 0."""
 
     ids: np.ndarray
-    loss_mask: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None  # bool [n]: which count in the loss; None: all do
+    text_bytes: np.ndarray | None = None  # int32 [n]: bytes of text in UTF-8 that each is; END; NOT_TEXT
 
 
 class Conversation(NamedTuple):
@@ -117,6 +119,9 @@ class Tokenizer(Protocol):
         """Returns the int32 ids of the text alone."""
         return self.encode(text)[1:-1]
 
+    def byte_ends(self, text: str) -> np.ndarray:
+        """Returns how many bytes of the text, in UTF-8, each of `encode_text`'s ids and those before it stand for."""
+
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime | None = None) -> str:
         """Writes a conversation as the chat template does, special tokens included, for `encode_text`.
 
@@ -154,6 +159,7 @@ class InputSpec(NamedTuple):
     vocab_size: int  # V; ids are in [0, V)
     tokenizer: Tokenizer | None  # None where nothing is text
     config: schema.Config  # all keys, which the user's `dataset_factory` is called with; nothing else reads it
+    count_bytes: Callable[[str], Document] | None = None  # tokenizes texts with their `text_bytes`
 
     @classmethod
     def of(cls, config: schema.Config, tokenizer: Tokenizer | None) -> Self:

@@ -12,25 +12,13 @@ from src.model.forward_context import token_keys
 from src.model.moe import router
 from src.model.params import DROPOUT, Tree, Weights, random_stream
 from src.parallel.accumulate import accumulate
-from src.parallel.sequence import from_zigzag
-from src.step.compiler_flags import ALWAYS
+from src.step.eval_step import compile_eval_step
 from src.step.internals import activation_rms, by_kind, norms
-from src.step.loss import (
-    LossFunction,
-    Metrics,
-    TokenCounts,
-    batch_cross_entropy,
-    count_tokens,
-    hidden_states,
-    in_zigzag,
-    next_token_loss,
-    objective,
-)
+from src.step.loss import LossFunction, Metrics, TokenCounts, count_tokens, next_token_loss, objective
 from src.step.optimizer import HParams, clip
 from src.step.plan import Batch, StepPlan
 from src.step.spikes import skip_spikes
 from src.step.state import TrainState, batch_sharding
-from src.user_code import check_metrics
 
 
 def compile_steps(
@@ -47,16 +35,6 @@ def compile_steps(
         compiler_options=dict(compiler_options),  # XLA's
     )
     return train, compile_eval_step(plan)
-
-
-def compile_eval_step(plan: StepPlan) -> jax.stages.Wrapped:
-    """Returns the jitted `eval_step(weights, batch)`."""
-    return jax.jit(
-        functools.partial(eval_step, plan=plan),
-        in_shardings=(plan.split(plan.shardings), batch_sharding(plan.layout, plan.fields)),
-        out_shardings=plan.layout.sharding(()),
-        compiler_options=ALWAYS.get(plan.layout.platform),
-    )
 
 
 def train_step(
@@ -180,19 +158,3 @@ def _norm(tree: Tree) -> jax.Array:
 
 def _where(condition: jax.Array, tree: Any, other: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), tree, other)
-
-
-def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
-    """Returns sums over a batch: `loss_sum` in nats, `tokens`, and of `user_metrics` each a sum and its divisor."""
-    model = plan.decoder(weights)
-    inputs = in_zigzag(batch, plan.layout)
-    hidden_BTD, context, _ = hidden_states(model, inputs, plan)
-    logits_of = functools.partial(model.logits, context=context)
-    loss_sum, _ = batch_cross_entropy(logits_of, hidden_BTD, inputs, plan)
-    sums = {"loss_sum": loss_sum, "tokens": jnp.sum(batch["loss_mask"], dtype=jnp.float32)}
-    if plan.eval_metrics:
-        hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
-        hidden_BTD = from_zigzag(hidden_BTD, plan.layout.shards("length"))
-        metrics = plan.eval_metrics(logits_of(hidden_BTD)[..., : plan.spec.vocab_size], batch)
-        sums["user_metrics"] = check_metrics("eval_metrics", metrics, {"loss", "perplexity"})
-    return sums

@@ -64,7 +64,7 @@ def test_a_run_ends_with_the_commands_that_use_it(trained):
         assert environment == "JAX_NUM_CPU_DEVICES=8"
         results[name] = COMMANDS[name](argv)
     assert len(results["src.decode"][0]) > 0
-    assert results["src.evaluate"] == found
+    assert results["src.evaluate"].items() >= found.items()
     assert (folder / "hf-4" / "model.safetensors").is_file()
 
 

@@ -47,8 +47,8 @@ def products(text: str) -> list[tuple[str, str, bool]]:
     """Returns the products of low_precision.py in a program: their line of the model, how, and whether of 8 bits.
 
     cuBLASLt has a call for float8's, and cuDNN one for those in blocks. Products within fusions are Triton's on GPUs,
-    and it multiplies float8 as float16. A kernel for TPUs takes two arrays of codes beside the scales and where groups
-    begin.
+    and it multiplies float8 as float16; products for TPUs are convolutions, and a TPU7x makes them of float8. A kernel
+    for TPUs takes two arrays of codes beside the scales and where groups begin.
     """
     found = []
     for computation in parse(text)[0].values():
@@ -61,5 +61,7 @@ def products(text: str) -> list[tuple[str, str, bool]]:
             if name and (target or instruction.opcode in ("dot", "convolution")):
                 dtypes = [first_array(computation[operand].type)[0] for operand in instruction.operands]
                 how = target[1] if target else " x ".join(dtypes)
-                found.append((name[1], how, how.endswith(("$f8", "$blockScaledDot")) or dtypes.count("s8") == 2))
+                is_narrow = how.endswith(("$f8", "$blockScaledDot")) or dtypes.count("s8") == 2
+                on_tpu = instruction.opcode == "convolution" and all(dtype.startswith("f8") for dtype in dtypes)
+                found.append((name[1], how, is_narrow or on_tpu))
     return found

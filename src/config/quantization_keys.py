@@ -8,7 +8,7 @@ from src.config.keys import group, key
 class Quantization:
     """Products in 8 bits (docs/quantization.md)"""
     quantization: str = key("",
-        "of weights' products: empty, int8 (TPU v5e, v5p, v6e), fp8 (GPUs from H100 on) or mxfp8 (B200)",
+        "of weights' products: empty, int8 (TPU v5e, v5p, v6e), fp8 (H100 and later, TPU7x) or mxfp8 (B200)",
         ("", "int8", "fp8", "mxfp8"))
     quantization_exclude: tuple = key(("output", "router", "embedding"),
         "weights whose products stay in dtype, by name; * stands for anything", example="[output, attention.*]")

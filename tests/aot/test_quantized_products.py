@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -83,6 +84,17 @@ def test_a_tpu_makes_every_product_with_a_weight_of_int8(topology):
     maxima = set(re.findall(r"(?m)^%(\S+) .*\{\n(?:.*parameter.*\n)+\s*ROOT .* maximum\(", text))
     waits = [line for line in text.splitlines() if re.search(r" all-reduce(-start)?\(", line)]
     assert len([line for line in waits if re.search(r"to_apply=%(\S+?)[,\s]", line)[1] in maxima]) == 1
+
+
+@needs_libtpu
+@pytest.mark.usefixtures("little_effort")
+@pytest.mark.long
+def test_a_tpu7x_makes_every_product_with_a_weight_of_float8():
+    text = compiled("fp8", "tpu7x-8")
+    made = {"f8e4m3fn x f8e4m3fn": WEIGHTS, "f8e5m2 x f8e4m3fn": 2 * WEIGHTS}  # forward, backward
+    assert Counter(how for _, how, narrow in eight_bits.products(text) if narrow) == made
+    assert all(narrow for *_, narrow in eight_bits.products(text))
+    assert sent(text, "all-gather") == {"f8e4m3fn"}
 
 
 @needs_cuda

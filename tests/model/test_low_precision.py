@@ -316,7 +316,8 @@ def test_keys_that_do_not_go_together_are_refused():
     ("kind", "device", "capability"),
     [
         ("fp8", "TPU v6 lite", None),
-        ("fp8", "TPU7x", None),
+        ("int8", "TPU7x", None),
+        ("fp8", "TPU v5", None),
         ("int8", "TPU v4", None),
         ("fp8", "NVIDIA A100-SXM4-80GB", "8.0"),
         ("fp8", "AMD Instinct MI300X", "gfx942"),
@@ -330,7 +331,7 @@ def test_devices_without_the_products_are_refused(kind, device, capability):
     platform = "tpu" if "TPU" in device else "gpu"
     fake = SimpleNamespace(platform=platform, device_kind=device, compute_capability=capability)
     layout = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([fake])))
-    of = {"fp8": "NVIDIA H100 80GB HBM3", "int8": "TPU v5 lite", "mxfp8": "NVIDIA B200"}[kind]
+    of = {"fp8": "TPU7x, NVIDIA H100 80GB HBM3", "int8": "TPU v5 lite", "mxfp8": "NVIDIA B200"}[kind]
     makes = rf"MinText makes no such products on a {device}\. It does on: {of}"
     with pytest.raises(UserError, match=f"quantization={kind}: {makes}"):
         select(load(quantization=kind).step, {}, layout)

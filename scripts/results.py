@@ -1,0 +1,268 @@
+"""Makes the results of docs/results again: `python scripts/results.py EXPERIMENT TEXT_FOLDER`.
+
+`scripts/get_text.py TEXT_FOLDER` brings the text; every hundredth block of 64 paragraphs is held out. The experiment
+`quickstart` needs none. Runs follow one another; one that is finished is not made again, so the script may be stopped
+and started. Written are a table on the console, `docs/results/EXPERIMENT.json` and pictures beside it.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from scripts import results_plots as plots  # noqa: E402 (the path is set above)
+
+MODEL = ROOT / "docs" / "results" / "model.yml"
+BLOCK, HELD_OUT_EVERY = 64, 100  # paragraphs a block; of the blocks one is held out
+POINTS = 150  # that are kept of a curve
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a finished run recorded: `curve` has (step, mean training loss since the point before)."""
+
+    name: str
+    keys: list[str]
+    parameters: int
+    curve: list[tuple[int, float]]
+    held_out: list[tuple[int, float]]  # (step, loss in nats per token on the held-out text)
+    minutes: float  # of the steps, as their times were logged
+    version: str  # and commit of MinText
+
+    @property
+    def held_out_loss(self) -> float:
+        """Returns the loss on the held-out text at the end."""
+        return self.held_out[-1][1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lab:
+    """Trains the runs of an experiment in `folder`, on the halves of `text`."""
+
+    text: Path | None  # None: configs say what is read
+    folder: Path
+
+    def train(self, name: str, *keys: str, config: Path = MODEL) -> Run:
+        """Returns the run `name`, which is made if it is not finished."""
+        run = self.folder / name
+        if not (run / "finished").exists():
+            parts = {"dataset_path": "train", "eval_dataset_path": "held_out"} if self.text else {}
+            sources = [f"{key}={self.text / part}" for key, part in parts.items()]
+            place = [f"run_name={name}", f"base_output_directory={self.folder}", "quiet=true"]
+            command = [sys.executable, "-m", "src.train", str(config), *sources, *place, *keys]
+            print(" ".join(command[3:]), flush=True)
+            shutil.rmtree(run, ignore_errors=True)  # what a stopped run left
+            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            (run / "finished").touch()
+        return _read(run, list(keys))
+
+
+def main(argv: list[str]) -> None:
+    """Makes one experiment's runs, and writes what they came to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", choices=sorted(EXPERIMENTS))
+    parser.add_argument("text", type=Path, nargs="?", help="the folder that scripts/get_text.py wrote")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "results", help="folder of the runs")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="folder of what is written")
+    options = parser.parse_args(argv)
+    if (options.text is None) != (options.experiment == "quickstart"):
+        parser.error("quickstart trains on this Python's own source; all others need TEXT_FOLDER")
+    lab = Lab(options.text and split(options.text, options.runs / "text"), options.runs)
+    found = EXPERIMENTS[options.experiment](lab, options.out)
+    found["machine"] = f"{platform.machine()}, {os.cpu_count()} CPU cores"
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
+    (options.out / f"{options.experiment}.json").write_text(f"{{\n{lines}\n}}\n")
+    print("\n".join(found["table"]))
+
+
+def split(source: Path, out: Path) -> Path:
+    """Writes OUT/train/text.txt and OUT/held_out/text.txt from the paragraphs, one a line, of SOURCE/botocore.txt."""
+    if not (out / "held_out" / "text.txt").exists():
+        lines = (source / "botocore.txt").read_bytes().splitlines(keepends=True)
+        blocks = [b"".join(lines[i : i + BLOCK]) for i in range(0, len(lines), BLOCK)]
+        for name, held in ("train", False), ("held_out", True):
+            (out / name).mkdir(parents=True, exist_ok=True)
+            kept = [block for i, block in enumerate(blocks) if (i % HELD_OUT_EVERY == 0) is held]
+            (out / name / "text.txt").write_bytes(b"".join(kept))
+    return out
+
+
+def quickstart(lab: Lab, out: Path) -> dict[str, Any]:
+    """The first command of the README: its curve, and what it takes."""
+    run = lab.train("quickstart", config=ROOT / "configs" / "quickstart.yml")
+    lines = {"training": run.curve, "held-out files": run.held_out}
+    plots.training(lines, out / "quickstart.svg", ("step", "loss, nats per byte"))
+    table = [f"{run.parameters:,} parameters, {run.minutes:.1f} minutes of steps; held-out loss by step:"]
+    table += [f"| {step} | {loss:.3f} |" for step, loss in run.held_out]
+    return {"table": table, "runs": [_record(run)]}
+
+
+def optimizers(lab: Lab, out: Path) -> dict[str, Any]:
+    """AdamW and Muon on one model: of how many steps Muon's whole schedule must be for AdamW's loss."""
+    steps, rates, seeds, lengths = 2000, ("1e-3", "2e-3", "4e-3"), (0, 1, 2), (1000, 1300, 1600)
+
+    def run(kind: str, rate: str, seed: int, length: int) -> Run:
+        keys = (f"opt_type={kind}", f"learning_rate={rate}", f"steps={length}", *_width(128), *_seed(seed))
+        return lab.train(f"optimizers-{kind}-{rate}-{length}-{seed}", *keys)
+
+    best, tried = {}, {}
+    for kind in "adamw", "muon":
+        runs = {rate: run(kind, rate, 0, steps) for rate in rates}
+        best[kind] = min(runs, key=lambda rate: runs[rate].held_out_loss)
+        tried[kind] = {rate: it.held_out_loss for rate, it in runs.items()}
+    whole = {kind: [run(kind, best[kind], seed, steps) for seed in seeds] for kind in best}
+    shorter = [[run("muon", best["muon"], seed, length) for length in lengths] for seed in seeds]
+    ratios = []
+    for adam, muon, parts in zip(whole["adamw"], whole["muon"], shorter, strict=True):
+        losses = [*(part.held_out_loss for part in parts), muon.held_out_loss]
+        ratios.append(crossing([*lengths, steps], losses, adam.held_out_loss) / steps)
+    table = ["| optimizer | learning rate | held-out loss of seeds 0, 1, 2 | mean |", "| --- | --- | --- | --- |"]
+    for kind, runs in whole.items():
+        losses = [it.held_out_loss for it in runs]
+        seeds_losses = ", ".join(f"{loss:.4f}" for loss in losses)
+        table.append(f"| {kind} | {best[kind]} | {seeds_losses} | {statistics.fmean(losses):.4f} |")
+    table += ["", f"Muon's steps to AdamW's loss: {mean_and_spread(ratios)} of AdamW's"]
+    plots.curves(
+        {kind: [it.curve for it in runs] for kind, runs in whole.items()},
+        out / "optimizers.svg",
+        ("step", "training loss, nats per byte"),
+    )
+    every = [*whole["adamw"], *whole["muon"], *(it for parts in shorter for it in parts)]
+    return {"table": table, "ratios": ratios, "rates": tried, "runs": [_record(it) for it in every]}
+
+
+def sizes(lab: Lab, out: Path) -> dict[str, Any]:
+    """Six sizes on the same bytes: loss over parameters, a power law's exponent and its standard error."""
+    shapes = [(64, 2), (96, 3), (128, 4), (192, 4), (256, 5), (384, 6)]  # width, layers
+    points = []
+    for width, layers in shapes:
+        for seed in (0, 1):
+            keys = [*_width(width), f"base_num_decoder_layers={layers}", "mup_base_emb_dim=64", "learning_rate=8e-3"]
+            keys += ["steps=2000", *_seed(seed)]
+            points.append((width, layers, lab.train(f"sizes-{width}-{seed}", *keys)))
+    parameters = [it.parameters - 2 * 258 * width for width, _, it in points]  # without the tables, as Kaplan et al.
+    losses = [it.held_out_loss for _, _, it in points]
+    law = power_law(parameters, losses)
+    table = [
+        "| width | layers | parameters without tables | held-out loss of seeds 0, 1 |",
+        "| --- | --- | --- | --- |",
+    ]
+    for i in range(0, len(points), 2):
+        width, layers, _ = points[i]
+        table.append(f"| {width} | {layers} | {parameters[i]:,} | {losses[i]:.4f}, {losses[i + 1]:.4f} |")
+    table += ["", f"loss = {law['factor']:.3f} N^-{law['exponent']:.4f}, standard error {law['standard_error']:.4f}"]
+    plots.law(parameters, losses, law, out / "sizes.svg", ("parameters without tables", "held-out loss, nats per byte"))
+    return {"table": table, "law": law, "runs": [_record(it) for _, _, it in points]}
+
+
+def widths(lab: Lab, out: Path) -> dict[str, Any]:
+    """Loss over the learning rate at three widths, with muP and without, and activations after few steps."""
+    shapes, rates = (64, 128, 256), [2.0**power for power in (-10, -9, -8, -7, -6, -5)]
+    found: dict[str, dict[int, dict[float, Run]]] = {"muP": {}, "plain": {}}
+    coordinates: dict[str, dict[int, list[float]]] = {"muP": {}, "plain": {}}
+    for kind, by_width in found.items():
+        for width in shapes:
+            keys = [*_width(width), f"mup_base_emb_dim={64 if kind == 'muP' else 0}"]
+            by_width[width] = {
+                rate: lab.train(f"widths-{kind}-{width}-{rate}", *keys, f"learning_rate={rate}", "steps=300")
+                for rate in rates
+            }
+            name = f"coordinates-{kind}-{width}"
+            lab.train(name, *keys, "learning_rate=0.0078125", "steps=8", "warmup_steps_fraction=0", "log_internals=1")
+            coordinates[kind][width] = activations(lab.folder / name / "metrics.jsonl")
+    table = ["| width | best rate, muP | its loss | best rate, plain | its loss |", "| --- | --- | --- | --- | --- |"]
+    for width in shapes:
+        cells = []
+        for by_width in found.values():
+            rate, best = min(by_width[width].items(), key=lambda item: item[1].held_out_loss)
+            cells += [f"{rate:.5f}", f"{best.held_out_loss:.4f}"]
+        table.append(f"| {width} | {' | '.join(cells)} |")
+    losses = {
+        kind: {width: {rate: it.held_out_loss for rate, it in by_rate.items()} for width, by_rate in by_width.items()}
+        for kind, by_width in found.items()
+    }
+    plots.panels(losses, out / "widths.svg", ("learning rate", "held-out loss, nats per byte"), log=True)
+    steps = {kind: {w: dict(enumerate(values, 1)) for w, values in it.items()} for kind, it in coordinates.items()}
+    plots.panels(steps, out / "coordinates.svg", ("step", "last layer's activations, RMS"), log=False)
+    versions = {it.version for by_width in found.values() for by_rate in by_width.values() for it in by_rate.values()}
+    return {"table": table, "losses": losses, "activations": coordinates, "versions": sorted(versions)}
+
+
+def activations(metrics: Path) -> list[float]:
+    """Returns the root mean square of the last layer's activations at each step that has them."""
+    lines = map(json.loads, metrics.read_text().splitlines())
+    return [line["activation_rms"][-1] for line in lines if "activation_rms" in line]
+
+
+def crossing(steps: Sequence[int], losses: Sequence[float], target: float) -> float:
+    """Returns where a line through the points (steps, losses) first comes down to `target`; NaN where it never does."""
+    if losses[0] <= target:
+        return float(steps[0])  # at most this: the shortest run is better already
+    for i in range(1, len(steps)):
+        if losses[i] <= target:
+            part = (losses[i - 1] - target) / (losses[i - 1] - losses[i])
+            return steps[i - 1] + part * (steps[i] - steps[i - 1])
+    return math.nan
+
+
+def power_law(sizes: Sequence[float], losses: Sequence[float]) -> dict[str, float]:
+    """Fits loss = factor * size^-exponent by least squares of logarithms; the exponent's standard error is ordinary."""
+    x, y = [math.log(size) for size in sizes], [math.log(loss) for loss in losses]
+    fit = statistics.linear_regression(x, y)
+    left = sum((b - fit.intercept - fit.slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    spread = sum((a - statistics.fmean(x)) ** 2 for a in x)
+    error = math.sqrt(left / (len(x) - 2) / spread)
+    return {"factor": math.exp(fit.intercept), "exponent": -fit.slope, "standard_error": error}
+
+
+def mean_and_spread(values: Sequence[float]) -> str:
+    """Returns "0.65 +- 0.02 (n = 3)": the mean and the standard deviation."""
+    return f"{statistics.fmean(values):.3f} +- {statistics.stdev(values):.3f} (n = {len(values)})"
+
+
+def _width(width: int) -> list[str]:
+    heads = width // 32
+    shape = [f"base_emb_dim={width}", f"base_mlp_dim={width * 5 // 2}", "head_dim=32"]
+    return [*shape, f"base_num_query_heads={heads}", f"base_num_kv_heads={heads}"]
+
+
+def _seed(seed: int) -> list[str]:
+    return [f"data_shuffle_seed={seed}", f"init_weights_seed={seed}"]
+
+
+def _read(run: Path, keys: list[str]) -> Run:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    held_out = [(line["step"], round(line["eval_loss"], 5)) for line in lines if "eval_loss" in line]
+    seconds = sum(line["step_time_seconds"] for line in lines if "step_time_seconds" in line)
+    environment = json.loads((run / "environment.json").read_text())
+    parameters = int(environment["model"].split()[0].replace(",", ""))  # "222,016 parameters, 4 layers"
+    return Run(run.name, keys, parameters, thinned(train), held_out, seconds / 60, environment["MinText"])
+
+
+def thinned(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Returns at most POINTS points, the mean loss of as many neighbouring steps each, with their last step."""
+    size = math.ceil(len(curve) / POINTS)
+    parts = [curve[i : i + size] for i in range(0, len(curve), size)]
+    return [(part[-1][0], round(statistics.fmean(loss for _, loss in part), 4)) for part in parts]
+
+
+def _record(run: Run) -> dict[str, Any]:
+    return dataclasses.asdict(run) | {"minutes": round(run.minutes, 2)}
+
+
+EXPERIMENTS = {"quickstart": quickstart, "optimizers": optimizers, "sizes": sizes, "widths": widths}
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

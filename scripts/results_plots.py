@@ -1,0 +1,70 @@
+"""Pictures of docs/results, as SVG that can be read at the width of a telephone."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("svg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+Labels = tuple[str, str]  # of x and of y
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666", "#e69f00")  # Okabe and Ito's, told apart by all
+plt.rcParams.update({"font.size": 12, "svg.fonttype": "path", "svg.hashsalt": "mintext", "axes.grid": True})
+plt.rcParams.update({"axes.prop_cycle": mpl.cycler(color=COLORS), "grid.color": "#dddddd"})
+
+
+def curves(runs: Mapping[str, Sequence[Sequence[tuple[float, float]]]], path: Path, labels: Labels) -> None:
+    """Draws each kind's runs [(x, y), ...] in one colour, on logarithmic axes."""
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for color, (kind, of_kind) in zip(COLORS, runs.items(), strict=False):
+        for i, points in enumerate(of_kind):
+            axes.loglog(*zip(*points, strict=True), color=color, linewidth=1.2, label=None if i else kind)
+    axes.legend()
+    _finish(figure, [axes], path, labels)
+
+
+def training(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path, labels: Labels) -> None:
+    """Draws the lines of one run, the last with its points."""
+    figure, axes = plt.subplots(figsize=(6, 3.2))
+    for i, (name, points) in enumerate(lines.items(), 1):
+        axes.plot(*zip(*points, strict=True), "o-" if i == len(lines) else "-", label=name, linewidth=1.2 * i)
+    axes.legend()
+    _finish(figure, [axes], path, labels)
+
+
+def law(sizes: Sequence[float], losses: Sequence[float], fit: Mapping[str, float], path: Path, labels: Labels) -> None:
+    """Draws losses over sizes and the power law through them."""
+    figure, axes = plt.subplots(figsize=(6, 4))
+    axes.loglog(sizes, losses, "o", markersize=5)
+    ends = [min(sizes), max(sizes)]
+    label = f"N^(-{fit['exponent']:.4f} ± {fit['standard_error']:.4f})"
+    axes.loglog(ends, [fit["factor"] * size ** -fit["exponent"] for size in ends], color=COLORS[1], label=label)
+    axes.legend()
+    _finish(figure, [axes], path, labels)
+
+
+def panels(kinds: Mapping[str, Mapping[int, Mapping[float, float]]], path: Path, labels: Labels, *, log: bool) -> None:
+    """Draws {kind: {width: {x: y}}}: a panel a kind, a line a width, the lowest point of each marked where `log`."""
+    figure, of_kind = plt.subplots(1, len(kinds), figsize=(9, 4), sharey=True)
+    for axes, (kind, by_width) in zip(of_kind, kinds.items(), strict=True):
+        for color, (width, points) in zip(COLORS, by_width.items(), strict=False):
+            axes.plot(list(points), list(points.values()), ".-", color=color, label=f"width {width}")
+            if log:
+                best = min(points, key=lambda x: points[x])
+                axes.plot([best], [points[best]], "o", color=color, markersize=9, fillstyle="none")
+        axes.set_title(kind)
+        if log:
+            axes.set_xscale("log", base=2)
+    of_kind[0].legend()
+    _finish(figure, of_kind, path, labels)
+
+
+def _finish(figure: plt.Figure, all_axes: Sequence[Axes], path: Path, labels: Labels) -> None:
+    for axes in all_axes:
+        axes.set_xlabel(labels[0])
+    all_axes[0].set_ylabel(labels[1])
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)

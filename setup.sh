@@ -5,6 +5,7 @@
 #   bash setup.sh tpu|gpu      beside that, what a Cloud TPU VM or a machine with NVIDIA GPUs needs
 #   bash setup.sh aot          beside that, the compilers for TPUs and GPUs, for any machine (src.train_compile)
 #   bash setup.sh data         beside that, what reads data of the types array_record, tfds and parquet
+#   bash setup.sh trackers     beside that, Weights & Biases and MLflow (report_to)
 #   bash setup.sh dev          beside that, what the tests, the linter and the notebook need
 #
 # Names combine (bash setup.sh gpu dev) and add up over several calls. A call that finds nothing to do takes a second.
@@ -35,7 +36,7 @@ find_python() {
 }
 
 for name in "$@"; do
-  [[ "$name" =~ ^(tpu|gpu|aot|data|dev)$ ]] || fail "'$name' is none of tpu, gpu, aot, data, dev"
+  [[ "$name" =~ ^(tpu|gpu|aot|data|trackers|dev)$ ]] || fail "'$name' is none of tpu, gpu, aot, data, trackers, dev"
 done
 
 if [[ ! -x .venv/bin/python ]]; then
@@ -60,7 +61,7 @@ install() {
 }
 
 to_install=()
-for name in base tpu gpu data dev; do
+for name in base tpu gpu data trackers dev; do
   if is_due "$name"; then
     to_install+=("requirements/$name.txt")
   fi

@@ -36,6 +36,7 @@ from src.report.diagnostics import Profile, advice_on_memory, stack_traces
 from src.report.metrics import MetricsLog, StepPrinter, eval_key
 from src.report.recorder import LiveReport, Recorder, Result, sets_aside
 from src.report.summary import dates, ending, next_commands, print_header, run_header
+from src.report.trackers import Tracking
 from src.report.watchdog import Watchdog
 from src.startup import configured, environment
 from src.step.build import build, check_same_program
@@ -60,6 +61,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     # ---- Devices, model and step
     folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
     exits.callback(folder.close)
+    is_writer = jax.process_index() == 0
+    tracking = exits.enter_context(Tracking(config.report_to if is_writer else ()))
     check_hardware(config.run.hardware)
     options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
     built = build(config, jax.devices(), options)  # before anything is written: what does not fit comes out here
@@ -107,7 +110,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     if start.resumed:
         start.messages[:0] = changes
     state, first_step = start.state, int(start.state.step)
-    is_writer = jax.process_index() == 0
     report = LiveReport(folder) if is_writer else None
     if report:
         exits.callback(report.close)
@@ -147,6 +149,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", resume_step)
         printer = StepPrinter(config.steps, first_step, config.log_period, config.quiet)
         say(log.messages)
+        tracking.start(folder, start.resumed)
     say(start.messages)
 
     count_cut = jax.jit(lambda cuts: jnp.sum(cuts[:, 1]), out_shardings=plan.layout.sharding(()))
@@ -205,7 +208,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 recorder.start_clock()
                 watchdog.resume()
             if preempted:
-                stopped_by = preemption.signal or signal.SIGTERM  # another process of the job got it
+                stopped_by = tracking.stopped_by = preemption.signal or signal.SIGTERM  # 0: another process got it
             if preempted or finished:
                 break
         watchdog.pause()

@@ -43,6 +43,7 @@ from src.report.diagnostics import Profile, advice_on_memory, stack_traces
 from src.report.metrics import MetricsLog, StepPrinter
 from src.report.recorder import LiveReport, Recorder, Result, sets_aside
 from src.report.summary import dates, ending, next_commands, print_header, run_header
+from src.report.trackers import Tracking
 from src.report.watchdog import Watchdog
 from src.startup import configured, environment
 from src.step.build import build, check_same_program
@@ -89,6 +90,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     # ---- Devices, model and step
     folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
     exits.callback(folder.close)
+    tracking = exits.enter_context(Tracking(config.report_to if jax.process_index() == 0 else ()))
     check_hardware(config.run.hardware)
     options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
     built = build(config, jax.devices(), options, pair_fields(config.max_target_length))
@@ -153,6 +155,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", done if start.resumed else None)
         printer = StepPrinter(config.steps, done, config.log_period, config.quiet)
         report = exits.enter_context(contextlib.closing(LiveReport(folder)))
+        tracking.start(folder, start.resumed)
     say([*changes * start.resumed, *start.messages])
 
     # ---- The reference, computed once, and batches with it
@@ -185,7 +188,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
             recorder.add(done, metrics)
             watchdog.step(done, rows_taken, host_batch.stream_positions)
             if preemption.reached(done) and done < config.steps:  # else nothing is left to resume
-                stopped_by = preemption.signal or signal.SIGTERM  # another process of the job got it
+                stopped_by = tracking.stopped_by = preemption.signal or signal.SIGTERM  # 0: another process got it
             evaluates = evaluations and not stopped_by and (done % config.eval_interval == 0 or done == config.steps)
             saves = done % config.checkpoint_period == 0 or stopped_by or done == config.steps
             if evaluates or saves:

@@ -84,6 +84,8 @@ class Decoding:
 @group
 class Diagnostics:
     """Diagnostics"""
+    report_to: tuple = key((), "where metrics also go: [wandb] (Weights & Biases), [mlflow], or both (docs/metrics.md)",
+        ("wandb", "mlflow"), **_RUNS)
     profiler: str = key("", "xplane: write a profile of some steps to the run's tensorboard folder", ("", "xplane"),
         **_RUNS)
     skip_first_n_steps_for_profiler: int = key(1, "steps before the profile", FROM_0)

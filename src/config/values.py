@@ -32,7 +32,9 @@ def check_value(name: str, value: Any) -> str:
             return f"{name}={dump(value)} must be {key.allowed.words} ({key.comment})"
         if key.most is not None and value > key.most:
             return f"{name}={dump(value)} is more than any machine can do: at most {key.most:,} ({key.comment})"
-    elif key.allowed and value not in key.allowed:
+    elif key.allowed and isinstance(value, tuple) and any(each not in key.allowed for each in value):
+        return f"{name}={dump(value)} must be a list of {', '.join(key.allowed)}, or []"
+    elif key.allowed and not isinstance(value, tuple) and value not in key.allowed:
         choices = ", ".join(choice or "(empty)" for choice in key.allowed)
         return f"{name}={value} is none of {choices}{value_hint(name, value)}"
     if key.example and not all(isinstance(text, str) and text for text in value):

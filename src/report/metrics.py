@@ -106,9 +106,9 @@ class MetricsLog:
         finite = {key: _or_null(entry[key]) for key in ordered}
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
-        del finite["step"]
-        scalars = [scalar for key, value in finite.items() for scalar in _scalars(key, value).items()]
-        summary = self._summary(value=[value for scalar in scalars for value in self._scalar(*scalar).value])
+        summary = self._summary(
+            value=[value for each in scalars(finite).items() for value in self._scalar(*each).value]
+        )
         self._tensorboard.write_event(self._event(wall_time=time.time(), step=entry["step"], summary=summary))
 
     def flush(self) -> None:
@@ -136,14 +136,18 @@ def _in_parts(name: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-def _scalars(key: str, value: Any) -> dict[str, float]:
-    """Returns what TensorBoard shows of a metric: the number, or of a list the least, mean and greatest."""
-    name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
-    if not isinstance(value, list):
-        return {} if value is None else {name: value}
-    finite = [each for each in value if each is not None]
-    reductions = {"min": min, "mean": statistics.fmean, "max": max} if finite else {}
-    return {f"{name}/{reduction}": reduce(finite) for reduction, reduce in reductions.items()}
+def scalars(entry: Entry) -> dict[str, float]:
+    """Returns what TensorBoard and trackers show of a line: its numbers, and of a list the least, mean and greatest."""
+    shown: dict[str, float] = {}
+    for key, value in entry.items():
+        name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
+        if isinstance(value, list):
+            finite = [each for each in value if each is not None]
+            reductions = {"min": min, "mean": statistics.fmean, "max": max} if finite else {}
+            shown |= {f"{name}/{reduction}": reduce(finite) for reduction, reduce in reductions.items()}
+        elif value is not None and key != "step":
+            shown[name] = value
+    return shown
 
 
 def _or_null(value: float | list[float]) -> Any:

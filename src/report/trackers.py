@@ -1,0 +1,233 @@
+"""Sends a run's metrics to Weights & Biases and MLflow, from metrics.jsonl, in threads for which no step waits."""
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from src.checkpoint.run_folder import RunFolder, is_remote
+from src.config.load import from_yaml
+from src.console import say
+from src.errors import FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError, clipped
+from src.report.metrics import read_entry, scalars
+
+RETRY_SECONDS = 60.0
+END_SECONDS = 20  # a machine that is about to go leaves about thirty
+MAX_TEXT = 4900  # MLflow's stores keep at least 5000 characters of a parameter or tag
+
+Steps = Mapping[int, Mapping[str, float]]  # the scalars of steps, in order
+Saved = Mapping[
+    str, Any
+]  # of a tracker's file in the run's folder: the tracked run's `id`, the last `step` that it got
+
+
+class Tracking:
+    """Has the trackers of `report_to` follow a run. It is entered on every process, and started on process 0.
+
+    Each reads metrics.jsonl in a thread of its own: one that is slow or out of reach costs the run nothing, and gets
+    what it missed once it is back, or when the run is resumed.
+    """
+
+    def __init__(self, report_to: tuple[str, ...]) -> None:
+        """Raises UserError if a package or MLflow's address is missing."""
+        self.stopped_by = 0  # the signal that ended the run early
+        self._names, self._followers = report_to, list[_Follower]()
+        for name in report_to:
+            spec = find_spec(name)
+            if spec is None or spec.origin is None:  # a folder `wandb` of offline runs is a package without origin
+                raise UserError(f"report_to={name} needs a package that is not installed: bash setup.sh trackers")
+        if "mlflow" in report_to and not os.environ.get("MLFLOW_TRACKING_URI"):
+            raise UserError(
+                "report_to=mlflow needs the environment variable MLFLOW_TRACKING_URI, such as http://HOST:5000; for a "
+                "folder, file:///FOLDER and MLFLOW_ALLOW_FILE_STORE=true"
+            )
+
+    def start(self, folder: RunFolder, resumed: bool) -> None:
+        """Begins to follow the run's metrics.jsonl; `resumed`: it goes on with the tracked runs of its folder."""
+        for name in dict.fromkeys(self._names):
+            self._followers.append({"wandb": _Wandb, "mlflow": _Mlflow}[name](name, folder, resumed))
+            self._followers[-1].start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        codes = {UserError: MISTAKE, TransientError: TRY_AGAIN, KeyboardInterrupt: INTERRUPTED}
+        code = next((codes[base] for base in codes if isinstance(error, base)), FAULT if error else 0)
+        code = code or (128 + self.stopped_by if self.stopped_by else 0)
+        for follower in self._followers:
+            follower.end(code, is_whole=error is None)
+        deadline = time.monotonic() + END_SECONDS
+        for follower in self._followers:
+            follower.join(max(0.0, deadline - time.monotonic()))
+            if follower.is_alive():
+                follower.said = True
+                _tell(f"{follower.name} did not take all within {END_SECONDS} s; metrics.jsonl has it")
+
+
+class _Follower(threading.Thread):
+    """Hands a run's metrics to a tracker, from one thread. Any error of its package means that it is out of reach."""
+
+    def __init__(self, name: str, folder: RunFolder, resumed: bool) -> None:
+        super().__init__(name=name, daemon=True)
+        self._folder, self._file = folder, f"{name}.json"
+        self._interval = 10.0 if is_remote(folder.path) else 1.0  # seconds; each time a small file is written
+        self._saved: Saved = {} if resumed else {"step": 0}  # empty: not read yet
+        self.said = False  # whether it is said that the tracker fails
+        self._ended, self._exit_code, self._is_whole = threading.Event(), 0, False
+
+    def _begin(self, keys: Mapping[str, Any]) -> Saved:
+        """Begins a tracked run or goes on with the saved one; returns what to save, with the last step it has."""
+        raise NotImplementedError
+
+    def _log(self, steps: Steps) -> None:
+        """Sends the next steps."""
+        raise NotImplementedError
+
+    def _finish(self, sample: str) -> None:
+        """Ends the tracked run; `sample` is the text generated at the run's end, or empty."""
+        raise NotImplementedError
+
+    def end(self, exit_code: int, is_whole: bool) -> None:
+        """Has it take what is left, and end; `is_whole`: the last step has all its lines."""
+        self._exit_code, self._is_whole = exit_code, is_whole
+        self._ended.set()
+
+    def run(self) -> None:
+        """Follows the run; says once what failed, and tries again now and then, the last time when the run ends."""
+        is_last = False
+        while not is_last:
+            is_last = self._ended.is_set()
+            try:
+                return self._follow()
+            except Exception as error:  # of any package or network
+                message = f"{type(error).__name__}: {clipped(' '.join(str(error).split()), 300).rstrip('.')}"
+                if not self.said:
+                    _tell(
+                        f"{self.name} failed, and the run goes on without it: {message}. metrics.jsonl has all; it is "
+                        "tried again each minute, in silence"
+                    )
+                self.said = True
+            self._ended.wait(RETRY_SECONDS)
+
+    def _follow(self) -> None:
+        if not self._saved:
+            self._saved = {"step": 0, **json.loads(self._folder.read_text(self._file) or "{}")}
+        keys = from_yaml(self._folder.read_text("config.yml") or "")
+        self._save(self._begin(json.loads(json.dumps(keys, default=dict))))
+        with (self._folder.local / "metrics.jsonl").open("rb") as file:
+            steps: dict[int, dict[str, float]] = {}
+            ended = False
+            while not ended:
+                ended = self._ended.wait(self._interval)
+                self._read(file, steps)
+                # A step is complete once another has begun. The last one before an error may lack its evaluation, which
+                # the resumed run makes: then it gets that step.
+                last = [] if ended and self._is_whole else list(steps)[-1:]
+                complete = {step: steps.pop(step) for step in list(steps) if step not in last}
+                if complete:
+                    self._save({**self._saved, "step": max(complete)})  # before: after a kill no step comes twice
+                    self._log(complete)
+        self._finish((self._exit_code == 0 and self._folder.read_text("sample.txt")) or "")
+
+    def _read(self, file: BinaryIO, steps: dict[int, dict[str, float]]) -> None:
+        """Adds the lines that were written since, of steps that the tracker does not have."""
+        for line in file:
+            if not line.endswith(b"\n"):
+                file.seek(-len(line), os.SEEK_CUR)
+                return
+            entry = read_entry(line)
+            if entry and entry["step"] > self._saved["step"]:
+                steps.setdefault(entry["step"], {}).update(scalars(entry))
+
+    def _save(self, saved: Saved) -> None:
+        self._folder.write_text(self._file, json.dumps(saved))
+        self._saved = saved
+
+
+class _Wandb(_Follower):
+    """Weights & Biases: project, entity and mode are of its own environment variables."""
+
+    def _begin(self, keys: Mapping[str, Any]) -> Saved:
+        import wandb
+
+        # Silent: without a key it would ask for one on the terminal, in the middle of a run. Both timeouts also hold
+        # up the process's end.
+        limits = {"init_timeout": END_SECONDS, "finish_timeout": END_SECONDS - 5}
+        settings = wandb.Settings(console="off", silent=True, **limits)
+        wandb.setup(settings=settings)
+        path, saved = self._folder.path, self._saved
+        self._run = wandb.init(
+            id=saved.get("id"),
+            resume="allow" if "id" in saved else None,
+            name=None if "id" in saved else os.environ.get("WANDB_NAME") or self._folder.name,
+            dir=None if is_remote(path) or os.environ.get("WANDB_DIR") else str(path),
+            config=dict(keys),
+            allow_val_change=True,  # of a resumed run
+            reinit="create_new",
+            settings=settings,
+        )
+        _tell(f"wandb: {f'offline, in {self._run.dir}' if self._run.offline else self._run.url}")
+        return {"id": self._run.id, "step": max(saved["step"], self._run.starting_step - 1)}
+
+    def _log(self, steps: Steps) -> None:
+        for step, values in steps.items():
+            self._run.log(dict(values), step=step)
+
+    def _finish(self, sample: str) -> None:
+        if sample:
+            self._run.summary["sample"] = sample
+        self._run.finish(exit_code=self._exit_code)
+
+
+class _Mlflow(_Follower):
+    """MLflow: server and experiment are of its own environment variables."""
+
+    def _begin(self, keys: Mapping[str, Any]) -> Saved:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # its 7 take minutes; it is tried again here
+        import mlflow
+        from mlflow.entities import Param, RunTag
+
+        known = {"run_id": self._saved["id"]} if "id" in self._saved else {"run_name": self._folder.name}
+        run = mlflow.active_run() or mlflow.start_run(**known)
+        self._id, self._client = run.info.run_id, mlflow.MlflowClient()
+        texts = {key: value if value and isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
+        texts = {key: clipped(text, MAX_TEXT) for key, text in texts.items()}
+        there = self._client.get_run(self._id).data.params
+        new = [Param(key, text) for key, text in texts.items() if key not in there]
+        for begin in range(0, len(new), 100):
+            self._client.log_batch(self._id, params=new[begin : begin + 100])
+        # A parameter cannot change, and a resumed run may have another number of steps.
+        changed = [RunTag(key, text) for key, text in texts.items() if there.get(key, text) != text]
+        self._client.log_batch(self._id, tags=changed[:100])
+        _tell(f"mlflow: run {self._id} of experiment {run.info.experiment_id} at {mlflow.get_tracking_uri()}")
+        history = self._client.get_metric_history(self._id, "train/learning_rate")  # which every step has
+        return {"id": self._id, "step": max((metric.step for metric in history), default=0)}
+
+    def _log(self, steps: Steps) -> None:
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 1_000_000
+        # With other characters in a name it takes none of a batch.
+        named = [(re.sub(r"[^\w./ :-]", "_", key), value, step) for step in steps for key, value in steps[step].items()]
+        metrics = [Metric(key, value, now, step) for key, value, step in named]
+        for begin in range(0, len(metrics), 1000):
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
+
+    def _finish(self, sample: str) -> None:
+        import mlflow
+
+        if sample:
+            self._client.set_tag(self._id, "sample", clipped(sample, MAX_TEXT))
+        mlflow.end_run("KILLED" if self._exit_code >= 128 else "FAILED" if self._exit_code else "FINISHED")
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):  # a closed output is the main thread's to answer
+        say([line])

@@ -6,8 +6,11 @@ and started. Written are a table on the console, `docs/results/EXPERIMENT.json` 
 """
 
 import argparse
+import bz2
 import dataclasses
+import gzip
 import json
+import lzma
 import math
 import os
 import platform
@@ -15,7 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +63,9 @@ class Lab:
             parts = {"dataset_path": "train", "eval_dataset_path": "held_out"} if self.text else {}
             sources = [f"{key}={self.text / part}" for key, part in parts.items()]
             place = [f"run_name={name}", f"base_output_directory={self.folder}", "quiet=true"]
-            command = [sys.executable, "-m", "src.train", str(config), *sources, *place, *keys]
-            print(" ".join(command[3:]), flush=True)
+            print(" ".join([name, *keys]), flush=True)
             shutil.rmtree(run, ignore_errors=True)  # what a stopped run left
-            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            _command("src.train", str(config), *sources, *place, *keys)
             (run / "finished").touch()
         return _read(run, list(keys))
 
@@ -127,11 +129,8 @@ def optimizers(lab: Lab, out: Path) -> dict[str, Any]:
     for adam, muon, parts in zip(whole["adamw"], whole["muon"], shorter, strict=True):
         losses = [*(part.held_out_loss for part in parts), muon.held_out_loss]
         ratios.append(crossing([*lengths, steps], losses, adam.held_out_loss) / steps)
-    table = ["| optimizer | learning rate | held-out loss of seeds 0, 1, 2 | mean |", "| --- | --- | --- | --- |"]
-    for kind, runs in whole.items():
-        losses = [it.held_out_loss for it in runs]
-        seeds_losses = ", ".join(f"{loss:.4f}" for loss in losses)
-        table.append(f"| {kind} | {best[kind]} | {seeds_losses} | {statistics.fmean(losses):.4f} |")
+    of_kind = {kind: [it.held_out_loss for it in runs] for kind, runs in whole.items()}
+    table = _of_seeds({kind: (f"learning rate {best[kind]}", losses) for kind, losses in of_kind.items()})
     table += ["", f"Muon's steps to AdamW's loss: {mean_and_spread(ratios)} of AdamW's"]
     plots.curves(
         {kind: [it.curve for it in runs] for kind, runs in whole.items()},
@@ -199,6 +198,94 @@ def widths(lab: Lab, out: Path) -> dict[str, Any]:
     return {"table": table, "losses": losses, "activations": coordinates, "versions": sorted(versions)}
 
 
+def experts(lab: Lab, out: Path) -> dict[str, Any]:
+    """Feed-forward layers of 320 units against two of eight experts of 160: a token's products are as many."""
+    shape = [key for key in _width(128) if not key.startswith("base_mlp_dim")]
+    kinds = {
+        "dense": [*shape, "base_mlp_dim=320"],
+        "experts": [*shape, "num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=160"],
+    }
+    runs = {
+        kind: [lab.train(f"experts-{kind}-{seed}", *keys, "steps=2000", *_seed(seed)) for seed in range(3)]
+        for kind, keys in kinds.items()
+    }
+    losses = {kind: [it.held_out_loss for it in of_kind] for kind, of_kind in runs.items()}
+    table = _of_seeds({kind: (f"{runs[kind][0].parameters:,} parameters", it) for kind, it in losses.items()})
+    table += ["", f"difference by seed: {mean_and_spread(_differences(losses['dense'], losses['experts']))}"]
+    curves = {kind: [it.curve for it in of_kind] for kind, of_kind in runs.items()}
+    plots.curves(curves, out / "experts.svg", ("step", "training loss, nats per byte"))
+    return {"table": table, "runs": [_record(it) for of_kind in runs.values() for it in of_kind]}
+
+
+def lora(lab: Lab, out: Path) -> dict[str, Any]:
+    """A model of English learns Python's source: all weights, or adapters of each matrix, the best rate of either."""
+    shape = _width(128)
+    lab.train("lora-base", *shape, "steps=2000", "enable_checkpointing=true", "checkpoint_period=2000")
+    python = [*shape, "dataset_path=", "eval_dataset_path=", "eval_steps=64", "steps=400"]
+    python += [f"load_parameters_path={lab.folder / 'lora-base'}"]
+    kinds = {"all weights": [], "adapters": ["lora_rank=16", "lora_parameters=[attention.*,feed_forward.*]"]}
+    rates = {"all weights": ("3e-4", "1e-3", "3e-3"), "adapters": ("1e-3", "3e-3", "1e-2")}
+
+    def run(kind: str, rate: str, seed: int) -> Run:
+        name = f"lora-{kind.replace(' ', '-')}-{rate}-{seed}"
+        return lab.train(name, *python, *kinds[kind], f"learning_rate={rate}", *_seed(seed))
+
+    tried = {kind: {rate: run(kind, rate, 0) for rate in rates[kind]} for kind in kinds}
+    best = {kind: min(by_rate, key=lambda rate: by_rate[rate].held_out_loss) for kind, by_rate in tried.items()}
+    runs = {kind: [run(kind, best[kind], seed) for seed in range(3)] for kind in kinds}
+    losses = {kind: [it.held_out_loss for it in of_kind] for kind, of_kind in runs.items()}
+    table = _of_seeds({kind: (f"learning rate {best[kind]}", it) for kind, it in losses.items()})
+    table += ["", f"difference by seed: {mean_and_spread(_differences(losses['all weights'], losses['adapters']))}"]
+    curves = {kind: [it.curve for it in of_kind] for kind, of_kind in runs.items()}
+    plots.curves(curves, out / "lora.svg", ("step", "training loss, nats per byte"))
+    rate_losses = {kind: {rate: it.held_out_loss for rate, it in by_rate.items()} for kind, by_rate in tried.items()}
+    every = [_record(it) for of_kind in runs.values() for it in of_kind]
+    return {"table": table, "rates": rate_losses, "runs": every}
+
+
+def compression(lab: Lab, out: Path) -> dict[str, Any]:
+    """Ten million parameters on SentencePiece and on bytes: bits per byte of held-out text, beside compressors."""
+    assert lab.text
+    model = ["base_emb_dim=320", "base_mlp_dim=896", "base_num_decoder_layers=6", "base_num_query_heads=5"]
+    model += ["base_num_kv_heads=5", "max_document_bytes=65536", "enable_checkpointing=true", "checkpoint_period=2500"]
+    model += ["steps=2500"]
+    pieces = ["tokenizer_type=sentencepiece", f"tokenizer_path={lab.folder / 'pieces.model'}", "vocab_size=4096"]
+    kinds = {
+        "SentencePiece": [*pieces, "max_target_length=256", "per_device_batch_size=8"],
+        "bytes": ["max_target_length=512", "per_device_batch_size=4"],
+    }
+    if not (lab.folder / "pieces.model").exists():
+        _command("src.train_tokenizer", str(MODEL), f"dataset_path={lab.text / 'train'}", *pieces)
+    held_out = lab.text / "held_out" / "text.txt"
+    bits = compressed_bits(held_out.read_bytes(), (lab.text / "train" / "text.txt").read_bytes())
+    runs = {kind: lab.train(f"compression-{kind}", *model, *keys) for kind, keys in kinds.items()}
+    for kind, it in runs.items():
+        scores = lab.folder / it.name / "bits.json"
+        _command("src.evaluate", str(lab.folder / it.name), f"eval_dataset_path={held_out}", f"results_path={scores}")
+        bits[f"MinText, {it.parameters:,} parameters, {kind}"] = {
+            "bits": json.loads(scores.read_text())["eval_bits_per_byte"]
+        }
+    table = ["| of the held-out text | bits per byte | after the training text |", "| --- | --- | --- |"]
+    for name, it in sorted(bits.items(), key=lambda item: -item[1]["bits"]):
+        table.append(f"| {name} | {it['bits']:.3f} | {format(it['primed'], '.3f') if 'primed' in it else ''} |")
+    curves = {kind: [it.curve] for kind, it in runs.items()}
+    plots.curves(curves, out / "compression.svg", ("step", "training loss, nats per token"))
+    return {"table": table, "bits": bits, "runs": [_record(it) for it in runs.values()]}
+
+
+def compressed_bits(text: bytes, before: bytes) -> dict[str, dict[str, float]]:
+    """Returns compressors' bits per byte of `text`; "primed": of what it adds to `before` where that fits a window."""
+    tools: dict[str, Callable[[bytes], bytes]] = {
+        "gzip -9": lambda data: gzip.compress(data, 9),
+        "bzip2 -9": lambda data: bz2.compress(data, 9),
+        "xz -9e": lambda data: lzma.compress(data, preset=9 | lzma.PRESET_EXTREME),
+    }
+    bits = {name: {"bits": 8 * len(tool(text)) / len(text)} for name, tool in tools.items()}
+    xz = tools["xz -9e"]  # whose window has 64 MiB
+    bits["xz -9e"]["primed"] = 8 * (len(xz(before + text)) - len(xz(before))) / len(text)
+    return bits
+
+
 def activations(metrics: Path) -> list[float]:
     """Returns the root mean square of the last layer's activations at each step that has them."""
     lines = map(json.loads, metrics.read_text().splitlines())
@@ -229,6 +316,22 @@ def power_law(sizes: Sequence[float], losses: Sequence[float]) -> dict[str, floa
 def mean_and_spread(values: Sequence[float]) -> str:
     """Returns "0.65 +- 0.02 (n = 3)": the mean and the standard deviation."""
     return f"{statistics.fmean(values):.3f} +- {statistics.stdev(values):.3f} (n = {len(values)})"
+
+
+def _differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    return [b - a for a, b in zip(first, second, strict=True)]
+
+
+def _of_seeds(kinds: dict[str, tuple[str, list[float]]]) -> list[str]:
+    table = ["| | | held-out loss of seeds 0, 1, 2 | mean |", "| --- | --- | --- | --- |"]
+    for kind, (what, losses) in kinds.items():
+        each = ", ".join(f"{loss:.4f}" for loss in losses)
+        table.append(f"| {kind} | {what} | {each} | {statistics.fmean(losses):.4f} |")
+    return table
+
+
+def _command(module: str, *argv: str) -> None:
+    subprocess.run([sys.executable, "-m", module, *argv], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def _width(width: int) -> list[str]:
@@ -262,7 +365,7 @@ def _record(run: Run) -> dict[str, Any]:
     return dataclasses.asdict(run) | {"minutes": round(run.minutes, 2)}
 
 
-EXPERIMENTS = {"quickstart": quickstart, "optimizers": optimizers, "sizes": sizes, "widths": widths}
+EXPERIMENTS = {it.__name__: it for it in (quickstart, optimizers, sizes, widths, experts, lora, compression)}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -11,7 +11,9 @@ from matplotlib.axes import Axes
 
 Labels = tuple[str, str]  # of x and of y
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666", "#e69f00")  # Okabe and Ito's, told apart by all
-plt.rcParams.update({"font.size": 12, "svg.fonttype": "path", "svg.hashsalt": "mintext", "axes.grid": True})
+plt.rcParams.update(
+    {"font.size": 12, "svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "mintext", "axes.grid": True}
+)
 plt.rcParams.update({"axes.prop_cycle": mpl.cycler(color=COLORS), "grid.color": "#dddddd"})
 
 

@@ -2,12 +2,14 @@
 
 import json
 import math
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from scripts import results
+from src import command_line
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
 
@@ -68,3 +70,29 @@ def test_the_page_says_what_was_recorded():
             assert version in page
     for picture in FOLDER.glob("*.svg"):
         assert f"({picture.name})" in page
+
+
+@pytest.mark.parametrize("name", [name for name in results.EXPERIMENTS if name != "compression"])
+def test_an_experiments_settings_are_understood_and_its_table_made(name, tmp_path, monkeypatch):
+    """With runs that are not made: losses fall with the sizes, and the keys are checked as the commands check them."""
+
+    def train(lab, name, *keys, config=results.MODEL):
+        loaded = command_line.load([str(config), *keys, f"run_name={name}"])
+        loss = 2 + 1 / loaded.base_emb_dim + loaded.learning_rate + 10 / loaded.steps + loaded.data_shuffle_seed / 100
+        held_out = [(loaded.steps, loss)]
+        return results.Run(name, list(keys), 1000 * loaded.base_emb_dim, [(1, 6.0), (9, loss)], held_out, 1.0, "0")
+
+    monkeypatch.setattr(results.Lab, "train", train)
+    monkeypatch.setattr(results, "activations", lambda metrics: [1.0, 2.0])
+    found = results.EXPERIMENTS[name](results.Lab(tmp_path, tmp_path), tmp_path)
+    assert found["table"]
+    assert json.loads(json.dumps(found)) is not None
+    assert (tmp_path / f"{name}.svg").read_text().count("<path") > 3
+
+
+def test_compressors_are_counted_on_the_held_out_text_alone():
+    text, before = b"to be or not to be " * 300, b"that is the question, whether it is nobler " * 300
+    bits = results.compressed_bits(text, before)
+    assert bits["gzip -9"]["bits"] == 8 * len(zlib.compress(text, 9, wbits=31)) / len(text)
+    assert all(0 < it["bits"] < 0.5 for it in bits.values())
+    assert 0 < bits["xz -9e"]["primed"] < bits["xz -9e"]["bits"]

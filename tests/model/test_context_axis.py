@@ -65,11 +65,11 @@ MESHES = {
     "data 2 x context 2 x tensor 2": sizes(data=2, context=2, tensor=2),
     "data 2 x context 2 x tensor 2, sequence": {**sizes(data=2, context=2, tensor=2), **SEQUENCE},
 }
-# Each model on the mesh that has all axes, but two that other tests have on theirs (tests/parallel/test_axes.py,
-# test_expert_axis.py) and the plain one, which is on further meshes.
-ALL_AXES, ELSEWHERE = "data 2 x context 2 x tensor 2, sequence", ("llama", "gpt3", "experts")
+# Each model on the mesh that has all axes, but those that other tests have on theirs (tests/step/test_train_step.py,
+# test_expert_axis.py, chunks in test_kernels.py) and the plain one, which is on further meshes.
+ALL_AXES, ELSEWHERE = "data 2 x context 2 x tensor 2, sequence", ("llama", "gpt3", "experts", "chunks")
 CASES = [(model, ALL_AXES) for model in MODELS if model not in ELSEWHERE] + [
-    ("llama", mesh) for mesh in ("context 4 x fsdp 2", "context 4 x tensor 2", "fsdp 4 x tensor 2, sequence")
+    ("llama", mesh) for mesh in ("context 4 x fsdp 2", "fsdp 4 x tensor 2, sequence")
 ]
 FURTHER = [("llama", mesh) for mesh in MESHES if ("llama", mesh) not in CASES] + [
     *((model, "context 4") for model in list(MODELS)[1:]),

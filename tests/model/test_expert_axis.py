@@ -36,16 +36,16 @@ MESHES = {
         **{"ici_expert_parallelism": 2, "ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 2}
     },
 }
-# Each axis beside experts once, and each model.
+# Each axis beside experts once, but for tensor: that is with data, in micro-batches, below.
 CASES = [
-    ("mixtral", "expert 2 x stage 2 x fsdp 2"),
-    ("deepseek", "expert 2 x fsdp 2 x tensor 2"),
+    ("deepseek", "expert 2 x stage 2 x fsdp 2"),
     # Where devices share rows, whole rows choose who is dropped.
     ("capacity", "expert 4 x context 2"),
 ]
 FURTHER = [
     *(("mixtral", mesh) for mesh in ("expert 2 x data 4", "expert 8", "expert 4 x fsdp 2", "expert 4 x context 2")),
-    ("mixtral", "expert 2 x fsdp 2 x tensor 2"),
+    *((model, "expert 2 x fsdp 2 x tensor 2") for model in ("mixtral", "deepseek")),
+    ("mixtral", "expert 2 x stage 2 x fsdp 2"),
     *(("deepseek", mesh) for mesh in ("expert 8", "expert 4 x context 2")),
     *(("capacity", mesh) for mesh in ("expert 4 x fsdp 2", "context 4 x fsdp 2")),
 ]

@@ -151,23 +151,31 @@ def kept_and_spread(plan, x, axes):
     return jax.device_put(x[:, order], plan.layout.sharding(axes))
 
 
+HEADS_WHOLE = {f"logical_axis_rules__{axis}": "[]" for axis in ("heads", "kv_heads")}
+SHARED_ROWS = [
+    (CONTEXT, {}, 512),
+    (CONTEXT, {"window": 50}, 512),
+    (CONTEXT, {"window": 300, "soft_cap": 3.0}, 512),
+    (CONTEXT, {"sinks": (1.0, -2.0, 0.5, 6.0)}, 512),
+    (CONTEXT, {"chunk": 40}, 512),
+    ({**CONTEXT, "logical_axis_rules__kv_heads": "[]"}, {}, 512),
+    # Rows over the axis of the heads, which then are whole.
+    ({**CUBE, **HEADS_WHOLE, "logical_axis_rules__length": "[tensor]"}, {}, 512),
+    # As tests/model/test_bench_context.py has it.
+    ({"ici_context_parallelism": 4, "ici_data_parallelism": 2}, {}, 1024),
+]
+# Of dot_product, what a layer sees but chunks is in models on a mesh: test_context_axis.py.
+LONG_SHARED_ROWS = [("splash", SHARED_ROWS[7]), *(("dot_product", SHARED_ROWS[n]) for n in (1, 2, 3, 5, 6, 7))]
+
+
 @pytest.mark.parametrize(
-    ("overrides", "facts", "length"),
+    ("kernel", "overrides", "facts", "length"),
     [
-        (CONTEXT, {}, 512),
-        (CONTEXT, {"window": 50}, 512),
-        (CONTEXT, {"window": 300, "soft_cap": 3.0}, 512),
-        (CONTEXT, {"sinks": (1.0, -2.0, 0.5, 6.0)}, 512),
-        (CONTEXT, {"chunk": 40}, 512),
-        ({**CONTEXT, "logical_axis_rules__kv_heads": "[]"}, {}, 512),
-        # As tests/model/test_bench_context.py has it.
-        pytest.param({"ici_context_parallelism": 4, "ici_data_parallelism": 2}, {}, 1024, marks=pytest.mark.long),
-        # Rows over the axis of the heads, which then are whole.
-        ({**CUBE, **{f"logical_axis_rules__{axis}": "[]" for axis in ("heads", "kv_heads")},
-          "logical_axis_rules__length": "[tensor]"}, {}, 512),
+        pytest.param(kernel, *case, marks=pytest.mark.long if (kernel, case) in LONG_SHARED_ROWS else ())
+        for kernel in ("splash", "dot_product")
+        for case in SHARED_ROWS
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("kernel", ["splash", "dot_product"])
+)
 def test_devices_that_share_a_row_compute_the_attention_of_one(kernel, overrides, facts, length):
     """Output and gradients, of segments whose ends are none of the parts'."""
     _, plan = make(devices=8, **overrides)

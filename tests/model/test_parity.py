@@ -18,17 +18,17 @@ RUNS = {
     **{f"{name}-unrolled": (name, UNROLLED) for name in ("gemma3", "deepseek3")},
     **{f"{name}-mesh": (name, MESH) for name in ("mixtral", "deepseek3")},
 }
-# What another run has too: experts on a mesh, latents unrolled, latents and experts otherwise chosen, biases, and the
-# facts of families that differ in little.
+# What another run has too: latents unrolled, latents and experts otherwise chosen, biases, and the facts of families
+# that differ in little. Experts and latents on a mesh: test_expert_axis.py.
 LONG = (
-    *("mixtral-mesh", "deepseek3-unrolled", "deepseek2-lite", "llama4-maverick", "llama-biases"),
+    *("mixtral-mesh", "deepseek3-mesh", "deepseek3-unrolled", "deepseek2-lite", "llama4-maverick", "llama-biases"),
     *("mistral-small3", "phi3", "glm", "kimi-k2"),
 )
 # Decoded on a mesh and unrolled: tests/test_decode.py. The rest as families with more in their caches: of Llama 3.1, of
-# Gemma 2, which has windows too, and of Qwen 3 with experts.
+# Gemma 3 and GPT-OSS, which have windows and experts too, and of DeepSeek 3.
 LONG_DECODED = (
-    *(*LONG, "deepseek3-mesh", "gemma3-unrolled", "qwen2", "smollm3", "granite", "glm4", "glm4.5"),
-    *("llama2", "gemma", "mistral", "qwen3"),
+    *(*LONG, "gemma3-unrolled", "qwen2", "smollm3", "granite", "glm4", "glm4.5", "llama2", "gemma", "mistral", "qwen3"),
+    *("gemma2", "mixtral", "qwen3-moe", "deepseek2", "olmo2", "olmo3"),
 )
 
 
@@ -132,8 +132,12 @@ def test_cached_decoding(loaded, run):
 @pytest.mark.parametrize(
     "name",
     [
-        *("gpt3", "gemma2", "gpt-oss", "deepseek3"),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama-biases", "llama4-scout", "mixtral")),
+        *("gpt3", "gemma2", "deepseek3"),
+        # Sinks' gradients: test_kernels.py.
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("gpt-oss", "llama-biases", "llama4-scout", "mixtral")
+        ),
     ],
 )
 def test_gradients(loaded, name, tmp_path):

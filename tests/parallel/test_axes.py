@@ -50,14 +50,13 @@ CASES = [
     if "expert" not in mesh or model == "latent experts"
 ]
 # Each axis alone and with others, but for those that tests of an axis's own have: stage (tests/model/test_pipeline.py),
-# expert and context (test_expert_axis.py and test_context_axis.py there); data is with others. The rest take an hour.
+# expert and context (test_expert_axis.py and test_context_axis.py there); GPT's layers, with data, fsdp, micro-batches
+# and what is computed again, are in tests/step/test_train_step.py. The rest take an hour.
 SHORT = {
     "dense": ["tensor 4", "stage 2 context 2"],
     "windowed": [],  # in stages tests/model/test_pipeline.py has it, windows over context test_context_axis.py
     "latent experts": [],  # test_expert_axis.py
-    "gpt3": [
-        *("fsdp 8", "data 2 fsdp 2, in micro-batches", "data 2 context 2, recomputed", "stage 2 fsdp 2, recomputed")
-    ],
+    "gpt3": [],
 }
 
 
@@ -127,6 +126,10 @@ FACTS = {
         "data 2 fsdp 2, in micro-batches",
         {"dropout_rate": 0.2, "base_num_decoder_layers": 2},
     ),
+    "dropout in micro-batches of stages": (
+        "data 2 stage 2, in micro-batches",
+        {"dropout_rate": 0.2, "base_num_decoder_layers": 2},
+    ),
 }
 
 
@@ -134,7 +137,7 @@ FACTS = {
 # rows; adapters those of test_lora.py there, and unrolled layers those of test_pipeline.py.
 LONG_FACTS = (
     *("biases", "three query heads of six a device", "dropout", "sinks, windows and chunks", "dropout over rows"),
-    *("adapters", "unrolled"),
+    *("adapters", "unrolled", "dropout in stages", "dropout in micro-batches"),
 )
 
 

@@ -28,13 +28,17 @@ def losses(opt_type, devices=1, **overrides):
     return [trainer.step(packed_rows(0), number)["loss"] for number in range(3)]
 
 
+SEVERAL = {**COPIES, **CUT, **ON_HOST, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(COPIES, marks=pytest.mark.long, id="copies"), pytest.param(SEVERAL, id="several")]
+)
 @pytest.mark.parametrize("opt_type", OF_ALL_SHAPES)
-def test_eight_devices_update_as_one_does(opt_type):
+def test_eight_devices_update_as_one_does(opt_type, mesh):
     expected = losses(opt_type)
     assert expected[2] < expected[1] < expected[0]
-    np.testing.assert_allclose(losses(opt_type, 8, **COPIES), expected, rtol=1e-5)
-    several = {**COPIES, **CUT, **ON_HOST, "gradient_accumulation_steps": 2}
-    np.testing.assert_allclose(losses(opt_type, 8, **several), expected, rtol=1e-5)
+    np.testing.assert_allclose(losses(opt_type, 8, **mesh), expected, rtol=1e-5)
 
 
 def test_so_they_do_by_rules():

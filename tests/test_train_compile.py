@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from src.aot import program
+from src.cli import run_command
 from src.errors import UserError
 from src.parallel.topology import parse_topology
 from src.train_compile import _compile, command, main
@@ -219,5 +220,10 @@ def test_a_mistake_is_answered(arguments, says, settings):
     assert says in str(said.value)
 
 
-def test_a_mistake_is_one_line_and_exit_code_2():
-    assert "error: compile_topology is empty" in train_compile(code=2)
+def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, settings, capsys):
+    monkeypatch.setattr(sys, "argv", ["src.train_compile", BASE])
+    with pytest.raises(SystemExit) as end:
+        run_command(command)
+    assert end.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: compile_topology is empty")

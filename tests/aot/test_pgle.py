@@ -65,25 +65,38 @@ def instructions(text):
     return re.findall(r"^\s+(?:ROOT )?%?([\w.\-]+) = ", text, re.MULTILINE)
 
 
-@needs_cuda
-def test_a_profile_changes_the_schedule_of_the_same_program(tmp_path):
-    """The compiler's own digest from before it makes the schedule is the same, and the order another."""
+@pytest.fixture(scope="module")
+def for_gpus():
+    """A step for GPUs, lowered, its header and its program."""
     built, header = step_of("a3", "base_num_decoder_layers=2")
     lowered = built.traced.lower()
-    plain = lowered.compile().as_text()
+    return lowered, header, lowered.compile().as_text()
+
+
+def slow_gathers(path, header, digest, text):
+    """A profile in which gathers are slow, named as XLA's profiler does; its path."""
+    times = {f"{digest}::{it}": 5000.0 if "all-gather" in it else 1.0 for it in instructions(text)}
+    return written(path, header, proto(times))
+
+
+@needs_cuda
+def test_a_profile_changes_the_schedule_of_the_same_program(for_gpus, tmp_path):
+    """The compiler's own digest from before it makes the schedule is the same, and the order another."""
+    lowered, header, plain = for_gpus
     before_schedule = re.search(r'fingerprint_before_lhs="(\w+)"', plain)[1]
-
-    def steered(name, digest):
-        """A profile in which gathers are slow, named as XLA's profiler does, and the program compiled by it."""
-        slow_gathers = {f"{digest}::{it}": 5000.0 if "all-gather" in it else 1.0 for it in instructions(plain)}
-        path = written(tmp_path / name, header, proto(slow_gathers))
-        return path, lowered.compile(pgle.options(path, header)).as_text()
-
-    path, text = steered("profile", before_schedule)
+    path = slow_gathers(tmp_path / "profile", header, before_schedule, plain)
+    text = lowered.compile(pgle.options(path, header)).as_text()
     assert re.search(r'fingerprint_before_lhs="(\w+)"', text)[1] == before_schedule
     assert instructions(text) != instructions(plain)
     pgle.check_used(path, pgle.options(path, header), text)
-    path, text = steered("foreign", "0" * len(before_schedule))
+
+
+@needs_cuda
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_profile_of_another_program_is_refused_and_changes_nothing(for_gpus, tmp_path, is_compiled):
+    lowered, header, plain = for_gpus
+    path = slow_gathers(tmp_path / "foreign", header, "0" * 32, plain)
+    text = lowered.compile(pgle.options(path, header)).as_text() if is_compiled else plain
     assert instructions(text) == instructions(plain)
     with pytest.raises(UserError, match=r"has times of [\d,]+ instructions, of which 0 are in this program"):
         pgle.check_used(path, pgle.options(path, header), text)

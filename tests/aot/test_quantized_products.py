@@ -132,6 +132,7 @@ def test_an_evaluation_on_a_gpu_multiplies_in_float8_too():
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == WEIGHTS - 2
 
 
+@pytest.mark.long  # programs that lack some of their products are refused below
 @needs_cuda
 def test_a_gpus_program_with_wider_products_is_refused():
     """Triton's: its float8 becomes float16."""

@@ -109,7 +109,7 @@ def _profile(config: FlatKeys) -> Iterator[str]:
 def _moments(config: FlatKeys) -> Iterator[str]:
     moments = {"adam_b1": config.mu_dtype or config.weight_dtype, "adam_b2": config.weight_dtype}
     types = {config.opt_type, *(rule.get("opt_type") for rule in config.optimizer_rules)}
-    for name, dtype in moments.items() if types & {"adamw", "muon"} else ():
+    for name, dtype in moments.items() if types - {"adafactor", "sgd", None} else ():
         if dtype == "bfloat16" and 0 < 1 - config[name] < 2**-8:  # half of what a bfloat16 can be less by
             yield (
                 f"{name}={config[name]} needs a moment in float32: rounded to bfloat16 it would never decay. Set "

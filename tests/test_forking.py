@@ -2,9 +2,11 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,29 +30,45 @@ class File(NamedTuple):
     def is_new(self):
         return "\nnew file mode" in self.head
 
-    @property
-    def is_test(self):
-        return self.name.startswith("tests/")
-
     def lines(self, sign="+"):
         return sum(line.startswith(sign) for hunk in self.hunks for line in hunk.splitlines())
 
 
+def diff(edit):
+    return (ROOT / "docs" / "forking" / f"{edit}.diff").read_text()
+
+
 def files_of(edit):
     """The files of an edit's diff, in its order."""
-    text = (ROOT / "docs" / "forking" / f"{edit}.diff").read_text()
     files = []
-    for part in re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)[1:]:
+    for part in re.split(r"^(?=diff --git )", diff(edit), flags=re.MULTILINE)[1:]:
         head, *hunks = re.split(r"^(?=@@ )", part, flags=re.MULTILINE)
         files.append(File(re.match(r"diff --git a/(\S+) b/\1\n", head)[1], head, hunks))
     return files
 
 
+def section(edit):
+    """The part of the page that is about an edit."""
+    (found,) = [part for part in PAGE.split("\n## ") if f"\ngit apply docs/forking/{edit}.diff\n" in part]
+    return found
+
+
+def commands(edit, module):
+    """The arguments of the section's commands `.venv/bin/python -m module`, in order."""
+    (block,) = re.findall(r"\n```\n(.*?)```", section(edit), re.DOTALL)
+    lines = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines()]
+    return [words[3:] for words in lines if words[:3] == [".venv/bin/python", "-m", module]]
+
+
+# ---- In a copy
+
+
 def copied(folder):
     """A copy of the checkout's code in a new folder, which is no repository and lies in none."""
-    for name in ("src", "tests", "configs", "docs"):
+    for name in ("src", "tests", "configs", "docs", "scripts", "end_to_end"):
         shutil.copytree(ROOT / name, folder / name)
-    shutil.copy2(ROOT / "pyproject.toml", folder)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy2(ROOT / name, folder)
     return folder
 
 
@@ -63,52 +81,75 @@ def apply(text, folder, *options):
     ).stderr
 
 
-def check(files, folder):
-    """Runs the tests of an edit in the folder it was applied to."""
-    tests = [file.name for file in files if file.is_test and file.is_new]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
+def python(folder, *arguments):
+    """Runs a module or a script in the copy."""
+    command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
+def check(edit, folder):
+    """Runs the tests that the page names."""
+    (arguments,) = commands(edit, "pytest")
+    return python(folder, "-m", "pytest", "-p", "no:cacheprovider", *arguments)
+
+
 @pytest.mark.parametrize("edit", EDITS)
-def test_it_applies_and_passes_its_check(edit, tmp_path):
+def test_it_applies_and_passes_its_tests(edit, tmp_path):
     files, folder = files_of(edit), copied(tmp_path / "copy")
-    before = {file.name: (folder / file.name).exists() for file in files}
-    assert before == {file.name: not file.is_new for file in files}
-    complaints = apply((ROOT / "docs" / "forking" / f"{edit}.diff").read_text(), folder)
+    complaints = apply(diff(edit), folder)
     assert not complaints, (
         f'docs/forking/{edit}.diff no longer applies:\n{complaints}docs/forking.md, "Keeping the diffs", has the '
         "commands that bring it up to date"
     )
-    ended = check(files, folder)
+    assert all((folder / file.name).exists() and file.is_new != (ROOT / file.name).exists() for file in files)
+    ended = check(edit, folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = re.search(r"^(\d+) passed", ended.stdout, re.MULTILINE)
-    assert section(edit).count(f"`{found[1]} passed") == 1, found[0]
+    (passed,) = re.findall(r"^(\d+) passed", ended.stdout, re.MULTILINE)
+    assert f"The tests print `{passed} passed`" in section(edit)
+    for argv in [*commands(edit, "src.train"), *commands(edit, "src.inspect_data")]:
+        understood = python(folder, "-c", "import sys; from src.config.load import load; load(sys.argv[1:])", *argv)
+        assert understood.returncode == 0, understood.stderr
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("edit", EDITS)
 def test_each_hunk_is_needed(edit, tmp_path):
-    """Without any one of the hunks that an edit makes in our files, its check fails."""
+    """Without any one of the hunks that an edit makes in our files, its tests fail."""
     files, folder = files_of(edit), copied(tmp_path / "copy")
-    for left_out in [(file.name, number) for file in files if not file.is_new for number in range(len(file.hunks))]:
+    changed = [file for file in files if not file.is_new]
+    for left_out in [(file.name, number) for file in changed for number in range(len(file.hunks))]:
         kept = [
             (file.head, [hunk for number, hunk in enumerate(file.hunks) if (file.name, number) != left_out])
             for file in files
         ]
         text = "".join(head + "".join(hunks) for head, hunks in kept if hunks)
         assert not apply(text, folder)
-        assert check(files, folder).returncode == 1, f"{edit}: nobody misses hunk {left_out[1]} of {left_out[0]}"
+        assert check(edit, folder).returncode, f"{edit}: hunk {left_out[1]} of {left_out[0]} is not missed"
         assert not apply(text, folder, "--reverse")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("edit", EDITS)
+def test_the_runs_come_to_the_losses_that_the_page_says(edit, tmp_path):
+    folder = copied(tmp_path / "copy")
+    assert not apply(diff(edit), folder)
+    with tarfile.open(folder / "my_pages.tar", "w") as archive:
+        for page in sorted((folder / "docs").glob("*.md")):
+            archive.add(page, page.name)
+    found = []
+    for argv in commands(edit, "src.train"):
+        ended = python(folder, "-m", "src.train", *argv)
+        assert ended.returncode == 0, ended.stderr
+        found += re.findall(r"^step 200/200  eval  ([\d.]+) ", ended.stdout, re.MULTILINE)
+    # Other text, of another Python or of the pages as they are now, and other CPUs move them a little.
+    said = re.findall(r"`eval  ([\d.]+)`|near ([\d.]+)", section(edit))
+    assert [float(one or other) for one, other in said] == pytest.approx(list(map(float, found)), abs=0.1)
+    for argv in commands(edit, "src.convert"):
+        ended = python(folder, "-m", "src.convert", *argv)
+        assert ended.returncode == 0, ended.stderr
+
+
 # ---- What the page says of them
-
-
-def section(edit):
-    """The part of the page that is about an edit."""
-    (found,) = [part for part in PAGE.split("\n## ") if f"git apply docs/forking/{edit}.diff" in part]
-    return found
 
 
 def rows(text):
@@ -119,20 +160,17 @@ def rows(text):
 
 def test_the_page_counts_files_and_lines():
     table = {re.search(r"forking/(\w+)\.diff", cells[0])[1]: cells[1:5] for cells in rows(PAGE.split("\n## ")[0])}
-    assert list(table) == re.findall(r"git apply docs/forking/(\w+)\.diff", PAGE.partition("## Keeping")[0])
     assert sorted(table) == EDITS
     for edit, found in table.items():
-        files = files_of(edit)
-        ours = [file for file in files if not file.is_new]
-        own = [file for file in files if file.is_new and not file.is_test]
-        counts = [len(ours), sum(map(File.lines, ours)), sum(map(File.lines, own))]
-        counts.append(sum(file.lines() for file in files if file.is_new and file.is_test))
-        assert found == [str(count) for count in counts], edit
+        ours, own, tests = [], [], []
+        for file in files_of(edit):
+            (tests if file.name.startswith("tests/") else own if file.is_new else ours).append(file.lines())
+        assert found == [str(count) for count in (len(ours), sum(ours), sum(own), sum(tests))], edit
 
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_section_has_the_reason_of_each_change(edit):
-    said = [(re.sub("[`]", "", name), lines) for name, lines, _ in rows(section(edit))]
+    said = [(name.strip("`"), lines) for name, lines, why in rows(section(edit)) if why]
     assert said == [
         (file.name, f"+{file.lines()}" + f" -{file.lines('-')}" * (file.lines("-") > 0)) for file in files_of(edit)
     ]

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from src.checkpoint.load_weights import load_weights as load_any_weights
 from src.checkpoint.resume import all_weights
 from src.cli import run_command
 from src.config.load import from_yaml
-from src.config.schema import KEYS, Config, Data
+from src.config.schema import BatchKeys, Data, Model, Step, section_of
 from src.config.source_spec import all_synthetic
 from src.config.yaml import BASE, file_name
 from src.console import say
@@ -101,8 +101,7 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     """Writes a folder's model.yml, checkpoint/ and tokenizer to `out_dir`, new or empty, or raises UserError."""
     folder = open_folder(hf_dir)
     family, keys = folder_model(folder)
-    config = Config.of(keys)
-    spec = model_spec(config.model, config.step, config.max_target_length)
+    spec = model_spec(*_model_sections(keys))
     tree, roles = declared_weights(spec)
     dtypes: dict[Any, Any] = {}  # of the folder's tensors
     for piece, tensor in match_tensors(folder, tree):
@@ -134,18 +133,19 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> No
     """
     if dtype and dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is none of {', '.join(DTYPES)}")
-    config, checkpoint, model_folder = _find(source)
+    keys, checkpoint, model_folder = _find(source)
+    model, step, length = _model_sections(keys)
     original = _original_config(model_folder)
-    family, hf = find_family(config.model, config.max_target_length, original.get("model_type", ""))
-    tree, _ = declared_weights(model_spec(config.model, config.step, config.max_target_length))
+    family, hf = find_family(model, length, original.get("model_type", ""))
+    tree, _ = declared_weights(model_spec(model, step, length))
     _make_empty(out_dir)  # before the weights are read, which takes minutes
     arrays, _, messages = load_any_weights(str(checkpoint), tree, ema, keep_dtypes=True)
     say(messages)
     notes: list[str] = []
-    entries = _write_tokenizer(config.data, model_folder, out_dir, notes)
+    entries = _write_tokenizer(section_of("data", keys), model_folder, out_dir, notes)
     weights = {weight: np.asarray(leaf) for weight, leaf in params.by_path(arrays).items()}
     config_json = {**hf, **{name: original[name] for name in ENTRIES if name in original}, **entries}
-    save_folder(out_dir, family, config_json, weights, config.vocab_size, jnp.dtype(dtype) if dtype else None)
+    save_folder(out_dir, family, config_json, weights, model.vocab_size, jnp.dtype(dtype) if dtype else None)
     say([*notes, f"wrote {out_dir}"])
 
 
@@ -178,21 +178,27 @@ def declared_weights(spec: ModelSpec) -> tuple[params.Tree, params.Tree]:
     return tree, params.roles(declarations)
 
 
-def _find(source: Path) -> tuple[Config, Path, Path | None]:
-    """Returns every key of base.yml, the folder of the checkpoint or checkpoints, and that of the model file if any."""
+def _model_sections(keys: Mapping[str, Any]) -> tuple[Model, Step, int]:
+    """Returns what a model's spec is made of: its facts, how it is computed, and the length of a row."""
+    batch: BatchKeys = section_of("batch", keys)
+    return section_of("model", keys), section_of("step", keys), batch.max_target_length
+
+
+def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
+    """Returns the keys of a model or run, the folder of the checkpoint or checkpoints, and of the model file if any."""
     if (source / "model.yml").is_file():
         keys = from_yaml((source / "model.yml").read_text(encoding="utf-8"))
         # The files beside it are the tokenizer, if it has one.
-        return Config.of(keys | {"tokenizer_type": "huggingface"}), source / "checkpoint", source
+        return keys | {"tokenizer_type": "huggingface"}, source / "checkpoint", source
     for run in (source, source.parent, source.parent.parent):
         if (run / "config.yml").is_file():
             keys = from_yaml((run / "config.yml").read_text(encoding="utf-8"))
-            config = Config.of({key: keys[key] for key in keys if key in KEYS})
-            model = Path(config.model_name).expanduser()
-            if config.model_name and model.is_dir():
-                return config, source, model
+            name = keys.get("model_name", "")
+            model = Path(name).expanduser()
+            if name and model.is_dir():
+                return keys, source, model
             # A name alone is a file of configs/models, beside which there is nothing to copy.
-            return config, source, model.parent if model.suffix == ".yml" else None
+            return keys, source, model.parent if model.suffix == ".yml" else None
     expected = "expected what from-hf wrote, or a run's folder or one of its checkpoints"
     if not source.exists():
         raise UserError(f"there is no folder {source}: {expected}")

@@ -31,7 +31,7 @@ from tests.data.one_source import eval_batches, train_batches
 ROOT = Path(__file__).parents[1]
 
 
-PROCESSES = tokenize_dataset._processes
+PROCESSES, SHARD_IDS = tokenize_dataset._processes, tokenize_dataset._MIN_SHARD_IDS
 
 
 def one_thread(most):
@@ -184,7 +184,7 @@ def test_any_number_of_processes_writes_the_same_bytes(command, processes, tmp_p
 
 def test_a_killed_command_goes_on_and_writes_the_same_bytes(tmp_path, capsys, monkeypatch):
     """SIGKILL when the first shard is finished and others are not."""
-    monkeypatch.undo()  # processes of their own have shards of the usual size
+    monkeypatch.setattr(tokenize_dataset, "_MIN_SHARD_IDS", SHARD_IDS)  # as the process of its own has it
     line = json.dumps({"text": "some words of a document " * 4}) + "\n"
     (tmp_path / "corpus.jsonl").write_text(line * 45_000)
     argv = ["configs/base.yml", f"dataset_path={tmp_path / 'corpus.jsonl'}", "vocab_size=258"]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from src.config.schema import KEYS, model_of
+from src.config.schema import KEYS, section_of
 from src.config.values import FlatKeys, check_value, read_list
 from src.config.yaml import Plain, convert, dump
 from src.errors import did_you_mean, first_few
@@ -84,7 +84,7 @@ def _segments(config: FlatKeys) -> Iterator[str]:
     segments = config.decoder_segments
     if not segments:
         return
-    layers = model_of(config).num_decoder_layers
+    layers = section_of("model", config).num_decoder_layers
     fixed = sum(entry["repeats"] * len(entry["pattern"]) for entry in segments if entry["repeats"] != -1)
     open_ended = [len(entry["pattern"]) for entry in segments if entry["repeats"] == -1]
     rest = layers - fixed

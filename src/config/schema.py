@@ -250,6 +250,6 @@ def keys_of(section: str) -> tuple[str, ...]:
     return tuple(name for name, key in KEYS.items() if key.section == section)
 
 
-def model_of(keys: Mapping[str, Any]) -> Model:
-    """Returns the model that flat keys describe."""
-    return SECTIONS["model"](**{name: frozen(keys[name]) for name in keys_of("model")})
+def section_of(section: str, keys: Mapping[str, Any]) -> Any:
+    """Returns a section with those of the flat keys that are its own, and the defaults of its others."""
+    return SECTIONS[section](**{name: frozen(keys[name]) for name in keys_of(section) if name in keys})

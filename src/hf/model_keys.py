@@ -7,7 +7,7 @@ from typing import Any
 
 from src.config.keys import frozen
 from src.config.model_checks import check_model
-from src.config.schema import KEYS, Model, defaults, keys_of, model_of
+from src.config.schema import KEYS, Model, defaults, keys_of, section_of
 from src.config.step_keys import Numerics
 from src.config.values import check_value
 from src.config.yaml import dump
@@ -51,7 +51,7 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
         keys["mtp_num_layers"] = sum(tensor.replace("{layer}", str(number)) in names for number in numbers)
     if layers:
         segments, start = [], 0
-        for group in group_layers(_spec(model_of({**defaults(), **keys}), 1).layers):
+        for group in group_layers(_spec(section_of("model", keys), 1).layers):
             period = len(group.pattern)
             segments.append({"repeats": group.repeats, "pattern": layers[start : start + period]})
             start += period * group.repeats
@@ -67,7 +67,7 @@ def find_family(model: Model, max_target_length: int, preferred: str = "") -> tu
         hf = family.write_config(layers, max_target_length)
         try:
             # The dropout rate alters no logits: it is the run's, and in no config.json.
-            read = model_of({**defaults(), **family.read_config(hf), "dropout_rate": model.dropout_rate})
+            read = section_of("model", {**family.read_config(hf), "dropout_rate": model.dropout_rate})
         except UserError:
             continue
         unloadable = _unloadable(family, layers)

@@ -5,7 +5,7 @@ import pytest
 import transformers
 
 from src import command_line
-from src.config.schema import Config, defaults, model_of
+from src.config.schema import Config, defaults, section_of
 from src.config.yaml import CONFIGS
 from src.errors import UserError
 from src.hf import common_fields
@@ -100,7 +100,7 @@ def test_what_transformers_5_writes_and_what_is_written_here_describe_the_same_m
     layers = [{**keys, **layer} for entry in keys["decoder_segments"] for layer in entry["pattern"]]
     layers = layers or [keys] * keys["base_num_decoder_layers"]
     layers = [{**layer, "base_moe_mlp_dim": layer["base_moe_mlp_dim"] or layer["base_mlp_dim"]} for layer in layers]
-    written = family.write_config([model_of(layer) for layer in layers], keys["max_target_length"])
+    written = family.write_config([section_of("model", layer) for layer in layers], keys["max_target_length"])
     again = json.loads(type(config)(**written).to_json_string())
     assert facts({**again, "num_nextn_predict_layers": 0}) == facts(hf)
 
@@ -199,7 +199,7 @@ def test_granites_multiplier_of_scores_comes_back(multiplier):
     spec = facts(hf)
     assert spec.layers[0].query_pre_attn_scalar ** -0.5 == pytest.approx(multiplier, rel=1e-11)
     family = next(family for family in FAMILIES if family.model_type == "granite")
-    written = family.write_config([model_of({**defaults(), **family.read_config(hf)})], 64)
+    written = family.write_config([section_of("model", {**defaults(), **family.read_config(hf)})], 64)
     assert facts({**hf, **written}) == spec
     with pytest.raises(UserError, match=r"attention_multiplier -0\.1: expected a positive"):
         facts({**hf, "attention_multiplier": -0.1})

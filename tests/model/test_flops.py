@@ -144,16 +144,23 @@ def operations(plan):
 @pytest.mark.parametrize(
     "overrides",
     [
-        *({"remat_policy": policy} for policy in ("full", "minimal", "minimal_with_context")),
-        *({"remat_policy": policy} for policy in ("save_qkv_proj", "save_out_proj", "minimal_offloaded")),
+        {"remat_policy": "full"},
+        {"remat_policy": "minimal_with_context"},
         {"remat_policy": "custom", "remat_custom": "{key_proj: device, mlpwi: offload}"},
         {"remat_policy": "save_qkv_proj", "qk_norm": "head"},
-        {"remat_policy": "full", "normalization_placement": "both"},
         {"remat_policy": "minimal", "normalization_placement": "after"},
         {"remat_policy": "full", **LATENT},
-        {"remat_policy": "minimal", **LATENT},
-        {"remat_policy": "full", "mtp_num_layers": 1},
         {"remat_policy": "custom", "remat_custom": "{decoder_layer_input: device}", "mtp_num_layers": 1},
+        *(
+            pytest.param(overrides, marks=pytest.mark.long)
+            for overrides in (
+                *({"remat_policy": policy} for policy in ("minimal", "save_qkv_proj", "save_out_proj")),
+                {"remat_policy": "minimal_offloaded"},
+                {"remat_policy": "full", "normalization_placement": "both"},
+                {"remat_policy": "minimal", **LATENT},
+                {"remat_policy": "full", "mtp_num_layers": 1},
+            )
+        ),
     ],
     ids=str,
 )

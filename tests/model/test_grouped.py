@@ -1,5 +1,7 @@
 """Products by group against a loop over groups: the plain ones, and the TPU's and GPU's kernels, interpreted."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,22 @@ ROWS = 300
 SIZES = {"all": [100, 28, 72, 1, 99], "empty groups": [0, 130, 0, 20, 0], "none": [0, 0, 0, 0, 0]}
 
 
+@functools.cache
+def with_gradients(platform, transposed):
+    """x, weights, a gradient and groups' sizes -> the product and its gradients, compiled for any sizes."""
+
+    @jax.jit
+    def run(x, kernel, gradient, sizes_G):
+        def product(x, kernel):
+            kernel = kernel.swapaxes(1, 2) if transposed else kernel
+            return grouped_matmul(x, kernel, sizes_G, platform, transposed, interpret=True)
+
+        out, to_inputs = jax.vjp(product, x, kernel)
+        return out, *to_inputs(gradient)
+
+    return run
+
+
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
 @pytest.mark.parametrize(("dtype", "transposed"), [("float32", False), ("bfloat16", False), ("float32", True)])
@@ -23,12 +41,7 @@ def test_each_group_has_its_weight(dtype, transposed, platform, sizes):
     if platform != "cpu":
         x[sum(sizes) :] = gradient[sum(sizes) :] = np.nan  # undefined past the last group, and nothing comes of it
 
-    def product(x, kernel):
-        kernel = kernel.swapaxes(1, 2) if transposed else kernel
-        return grouped_matmul(x, kernel, jnp.array(sizes, jnp.int32), platform, transposed, interpret=True)
-
-    out, to_inputs = jax.vjp(jax.jit(product), jnp.asarray(x), jnp.asarray(kernel))
-    to_x, to_kernel = to_inputs(jnp.asarray(gradient))
+    out, to_x, to_kernel = with_gradients(platform, transposed)(x, kernel, gradient, np.array(sizes, np.int32))
     x, kernel, gradient = (each.astype(np.float64) for each in (x, kernel, gradient))
 
     def assert_product(found, einsum, *factors):

@@ -24,6 +24,11 @@ MODELS = {
         f"{{pattern: [{LOCAL}]}}]",
         "normalization_placement": "both",
     },
+    "between others": {  # the same in short
+        "base_num_decoder_layers": 6,
+        "decoder_segments": f"[{{pattern: [{{base_mlp_dim: 48}}]}}, {{repeats: 4, pattern: [{LOCAL}]}}, "
+        "{pattern: [{}]}]",
+    },
     "gpt3": {**GPT3, "base_num_kv_heads": 4},
     "latent experts": {
         "base_num_decoder_layers": 9,
@@ -92,8 +97,9 @@ def one_device(model):
         pytest.param("dense", keys_of(4, repeats=2, micro_batches=8), marks=pytest.mark.long),
         pytest.param("dense", keys_of(2, repeats=2, fsdp=2, micro_batches=4), marks=pytest.mark.long),
         ("dense", keys_of(2, micro_batches=4, tensor=2, scan_layers="false")),
-        ("dense", keys_of(2, data=2, gradient_accumulation_steps=2)),
-        ("windowed", keys_of(2, repeats=2, fsdp=2)),
+        pytest.param("dense", keys_of(2, data=2, gradient_accumulation_steps=2), marks=pytest.mark.long),
+        ("between others", keys_of(2, repeats=2, fsdp=2, gradient_accumulation_steps=2)),
+        pytest.param("windowed", keys_of(2, repeats=2, fsdp=2), marks=pytest.mark.long),
         pytest.param("windowed", keys_of(4, fsdp=2), marks=pytest.mark.long),
         # Its kind, in stages too: tests/parallel/test_axes.py.
         pytest.param("gpt3", keys_of(2, fsdp=2, tensor=2), marks=pytest.mark.long),

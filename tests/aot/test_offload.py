@@ -33,6 +33,9 @@ def test_the_optimizers_state_is_in_host_memory():
     # Tiles fill up the smallest arrays.
     assert on_host.host_argument_size_in_bytes == pytest.approx(parts.on_host, rel=0.02)
     assert on_host.argument_size_in_bytes == pytest.approx(sum(parts.arguments.values()), rel=0.02)
+    # It comes to the device when activations have gone.
+    on_device = on_host.argument_size_in_bytes + on_host.temp_size_in_bytes
+    assert on_device < parts.total + 0.2 * parts.on_host
 
 
 @pytest.mark.long

@@ -47,9 +47,9 @@ def assert_same_run(folder, expected, steps):
 class Command:
     """One command line, started as often as need be, and the same run without an interruption."""
 
-    def __init__(self, place, corpus, devices, steps, checkpoint_period):
+    def __init__(self, place, corpus, devices, steps, checkpoint_period, **mesh):
         self.place, self.steps, self.devices = place, steps, devices
-        self.keys = {"dataset_path": corpus, "steps": steps, "checkpoint_period": checkpoint_period}
+        self.keys = {"dataset_path": corpus, "steps": steps, "checkpoint_period": checkpoint_period, **mesh}
         self.folder = place / "interrupted"
         self.whole = place / "whole"
         runs.finish(self._start(self.whole, "whole.log"), place / "whole.log")
@@ -86,7 +86,8 @@ class Command:
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory, corpus):
-    return Command(tmp_path_factory.mktemp("command"), corpus, devices=1, steps=40, checkpoint_period=8)
+    mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+    return Command(tmp_path_factory.mktemp("command"), corpus, devices=4, steps=40, checkpoint_period=8, **mesh)
 
 
 def test_killed_and_terminated_the_same_command_goes_on(command):
@@ -120,14 +121,12 @@ def test_killed_at_ten_random_moments(tmp_path, corpus, devices):
     assert_same_run(command.folder, command.whole, command.steps)
 
 
-def test_a_mesh_of_four_devices_gives_the_losses_of_one(command, tmp_path):
+def test_a_mesh_of_four_devices_gives_the_losses_of_eight(command, corpus, tmp_path):
     """Here, because other tests of meshes leave most of the compiler's optimisations out."""
-    mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
-    keys = {"base_output_directory": tmp_path, "steps": 8, "learning_rate_schedule_steps": command.steps}
-    keys = {**command.keys, **keys, **mesh}
-    runs.finish(runs.start(tmp_path / "log", devices=4, optimised=True, **keys), tmp_path / "log")
-    _, losses = zip(*runs.losses(tmp_path / "run"), strict=True)
-    _, expected = zip(*runs.losses(command.whole)[: keys["steps"]], strict=True)
+    schedule = {"steps": 8, "learning_rate_schedule_steps": command.steps}
+    runs.run_here(base_output_directory=tmp_path, dataset_path=corpus, checkpoint_period=8, **schedule)
+    _, expected = zip(*runs.losses(tmp_path / "run"), strict=True)
+    _, losses = zip(*runs.losses(command.whole)[:8], strict=True)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert losses[-1] < 0.95 * losses[0]
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from src import command_line
+from src import command_line, inspect_data
 from src.data.open import open_sources
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
@@ -17,6 +17,12 @@ from tests.data.one_source import train_batches
 from tests.data.test_huggingface import CHAT_ML, TOKENS, byte_level, write_folder
 
 SMALL = {"max_target_length": 32, "data_shuffle_seed": 1}
+
+
+@pytest.fixture(autouse=True)
+def short_measurement(monkeypatch):
+    """Of how fast batches are made: as users are told it takes two seconds."""
+    monkeypatch.setattr(inspect_data, "_MEASURED_SECONDS", 0.1)
 
 
 def inspect(capsys, tmp_path, **keys):

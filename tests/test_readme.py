@@ -131,6 +131,7 @@ def my_data(anywhere):
 def test_the_sources_on_the_page_of_data_work(argv, anywhere, my_data, monkeypatch, capsys):
     monkeypatch.chdir(anywhere)
     monkeypatch.syspath_prepend(anywhere)
+    monkeypatch.setattr(inspect_data, "_MEASURED_SECONDS", 0.1)  # of two, in which batches are made
     for name in [name for name in sys.modules if name.startswith("my_")]:
         monkeypatch.delitem(sys.modules, name)  # of the same name, in another test's folder
     inspect_data.main([*argv, "eval_interval=-1"])

@@ -32,19 +32,23 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("where", ["console", "cloud"])
-def test_stacks_are_written_at_the_interval(where, tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, where, str(tmp_path / "traces")],
-        cwd=runs.ROOT, capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    assert ended.stdout == "done\n"
-    written = ended.stderr
-    if where == "cloud":
-        (file,) = (tmp_path / "traces").iterdir()
-        assert file.name.startswith("stack_trace_")
-        written = file.read_text()
-    assert written.count("a_function_of_its_own") == 2
+def test_stacks_are_written_at_the_interval(tmp_path):
+    """To the console, and as a file; two processes wait at once."""
+    written = []
+    for process in [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, where, str(tmp_path / "traces")],
+            cwd=runs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for where in ("console", "cloud")
+    ]:  # fmt: skip
+        printed, errors = process.communicate(timeout=60)
+        assert (process.returncode, printed) == (0, "done\n"), errors
+        written.append(errors)
+    (file,) = (tmp_path / "traces").iterdir()
+    assert file.name.startswith("stack_trace_")
+    written[1] = file.read_text()
+    assert [each.count("a_function_of_its_own") for each in written] == [2, 2]
 
 
 def test_the_end_does_not_wait_for_the_interval():

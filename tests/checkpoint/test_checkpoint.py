@@ -18,6 +18,7 @@ from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.restore import HostArray, restore_step
 from src.errors import UserError
 from src.model.params import ROLES
+from tests import quick_compilation
 from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, same
 
 REPOSITORY = Path(__file__).parents[2]
@@ -369,7 +370,7 @@ def test_a_path_without_a_checkpoint_is_an_error(name, tmp_path, wanted):
 def test_two_processes_agree_on_checkpoints_and_on_when_to_stop(tmp_path, mesh):
     """Saved by two processes of 4 devices, restored there and by this one; see the worker for what it asserts."""
     worker = [sys.executable, "-m", "tests.checkpoint.saving_process", str(tmp_path)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **quick_compilation.ENVIRONMENT}
     workers = [
         subprocess.Popen(
             [*worker, str(process)],

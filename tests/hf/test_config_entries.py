@@ -154,7 +154,7 @@ def models(tmp_path_factory):
 
 # ---- Each entry by itself
 
-QUICK = ("llama", "gpt2")
+QUICK = ("llama",)
 
 YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.25}
 LINEAR = {"rope_type": "linear", "factor": 3.0}

@@ -18,16 +18,16 @@ RUNS = {
     **{f"{name}-unrolled": (name, UNROLLED) for name in ("gemma3", "deepseek3")},
     **{f"{name}-mesh": (name, MESH) for name in ("mixtral", "deepseek3")},
 }
-# What another run has too: latents unrolled, latents and experts otherwise chosen, biases, and the facts of families
-# that differ in little. Experts and latents on a mesh: test_expert_axis.py.
+# What another run has too: latents and experts otherwise chosen, biases, and the facts of families that differ in
+# little. Unrolled layers: tests/test_decode.py; experts and latents on a mesh: test_expert_axis.py.
 LONG = (
-    *("mixtral-mesh", "deepseek3-mesh", "deepseek3-unrolled", "deepseek2-lite", "llama4-maverick", "llama-biases"),
-    *("mistral-small3", "phi3", "glm", "kimi-k2"),
+    *("mixtral-mesh", "deepseek3-mesh", "deepseek3-unrolled", "gemma3-unrolled", "deepseek2-lite", "llama4-maverick"),
+    *("llama-biases", "mistral-small3", "phi3", "glm", "kimi-k2"),
 )
 # Decoded on a mesh and unrolled: tests/test_decode.py. The rest as families with more in their caches: of Llama 3.1, of
 # Gemma 3 and GPT-OSS, which have windows and experts too, and of DeepSeek 3.
 LONG_DECODED = (
-    *(*LONG, "gemma3-unrolled", "qwen2", "smollm3", "granite", "glm4", "glm4.5", "llama2", "gemma", "mistral", "qwen3"),
+    *(*LONG, "qwen2", "smollm3", "granite", "glm4", "glm4.5", "llama2", "gemma", "mistral", "qwen3"),
     *("gemma2", "mixtral", "qwen3-moe", "deepseek2", "olmo2", "olmo3"),
 )
 

@@ -24,6 +24,8 @@ from src.json_text import parse_json
 Facts = Mapping[str, str]
 
 SAY_EVERY = 30.0  # seconds between two lines about who is missing
+NEWS_SECONDS = 3.0  # in which one learns of another's end after an error that may only follow from it
+LEAVE_SECONDS = 2.0  # for which process 0 waits for those that it told of its end
 GREETING = "MinText"
 MAX_MESSAGE_BYTES = 2**24
 HOW_LONG = "jax_distributed_initialization_timeout is how long processes wait"
@@ -201,7 +203,7 @@ class Job:
 
     def await_news(self) -> None:
         """Returns after a moment, unless another process has ended: then this one is about to end too."""
-        if self._news.wait(3):
+        if self._news.wait(NEWS_SECONDS):
             self._watcher.join()
 
     def _tell_all(self, message: Mapping[str, Any]) -> None:
@@ -211,7 +213,7 @@ class Job:
         for peer in self._peers.values():
             peer.send(message)
         if self.process == 0:  # JAX aborts in processes whose coordinator is gone
-            deadline = time.monotonic() + 2
+            deadline = time.monotonic() + LEAVE_SECONDS
             for peer in self._peers.values():
                 while not peer.is_gone() and time.monotonic() < deadline:
                     time.sleep(0.01)

@@ -14,6 +14,13 @@ from src.errors import TransientError, UserError
 from tests import runs
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    """For processes that here never go."""
+    monkeypatch.setattr(rendezvous, "NEWS_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "LEAVE_SECONDS", 0.2)
+
+
 def join(address, count, process, facts=None, timeout=60, say=lambda line: None):
     """One process's connections."""
     return rendezvous.Meeting(address, count, facts or {}, timeout, 30, "they differ", say).join(process)

@@ -27,9 +27,12 @@ def _layer(facts: FlatKeys) -> list[str]:
 
 
 def _heads(facts: FlatKeys) -> Iterator[str]:
-    query_heads, kv_heads = facts.base_num_query_heads, facts.base_num_kv_heads
-    if query_heads % kv_heads and facts.attention_type != "mla":
-        yield f"base_num_query_heads={query_heads} is not a multiple of base_num_kv_heads={kv_heads}"
+    names = "base_num_query_heads", "base_num_kv_heads"
+    if facts.attention_type == "gated_delta":
+        names = "gdn_num_value_heads", "gdn_num_key_heads"
+    heads, divisor = (facts[name] for name in names)
+    if heads % divisor and facts.attention_type != "mla":
+        yield f"{names[0]}={heads} is not a multiple of {names[1]}={divisor}"
 
 
 def _attention(facts: FlatKeys) -> Iterator[str]:
@@ -43,6 +46,8 @@ def _attention(facts: FlatKeys) -> Iterator[str]:
 
 
 def _rope(facts: FlatKeys) -> Iterator[str]:
+    if facts.attention_type == "gated_delta":
+        return
     name = "qk_rope_head_dim" if facts.attention_type == "mla" else "head_dim"
     rotated = int(facts[name] * facts.partial_rotary_factor)
     if facts.position_type == "rope" and rotated % 2:

@@ -48,12 +48,14 @@ class LayerFacts:
 @group
 class AttentionFacts:
     """Model: attention"""
-    attention_type: str = fact("global", "global, local_sliding (a window), chunk (blocks) or mla (multi-head latent)",
-        ("global", "local_sliding", "chunk", "mla"))
+    attention_type: str = fact("global",
+        "global, local_sliding (a window), chunk (blocks), mla (latent) or gated_delta (linear attention)",
+        ("global", "local_sliding", "chunk", "mla", "gated_delta"))
     sliding_window_size: int = fact(0, "local_sliding: tokens a token sees, itself among them", FROM_0, 2**24)
     chunk_attn_window_size: int = fact(0, "chunk: positions a block has; a token sees its own block", FROM_0, 2**24)
     attention_bias: bool = fact(False, "biases in the projections of queries, keys and values", not_with="mla")
     attention_out_bias: bool = fact(True, "attention_bias: in the output projection too")
+    attention_gate: bool = fact(False, "attention's output times the sigmoid of a projection", not_with="mla")
     attention_sink: bool = fact(False, "a learned logit per head: weight without a value (gpt-oss)", not_with="mla")
     attn_logits_soft_cap: float = fact(0.0, "c: scores become c * tanh(scores / c); 0: off", FROM_0, not_with="mla")
     query_pre_attn_scalar: float = fact(0.0, "scores are divided by its root; 0: that of a query head's size", FROM_0)
@@ -70,6 +72,11 @@ class AttentionFacts:
     qk_rope_head_dim: int = fact(0, "mla: size of its rotary part, whose key all heads share", FROM_0, 2**16)
     v_head_dim: int = fact(0, "mla: size of a value head", FROM_0, 2**16)
     latent_norm_epsilon: float = fact(0.0, "mla: epsilon of the norms on what is compressed; 0: that of others", FROM_0)
+    gdn_num_key_heads: int = fact(16, "gated_delta: heads of queries and keys", FROM_1, 2**16)
+    gdn_num_value_heads: int = fact(32, "gated_delta: heads of values, a multiple; each has a state", FROM_1, 2**16)
+    gdn_key_head_dim: int = fact(128, "gated_delta: size of a query or key", FROM_1, 2**16)
+    gdn_value_head_dim: int = fact(128, "gated_delta: size of a value", FROM_1, 2**16)
+    gdn_conv_kernel_dim: int = fact(4, "gated_delta: tokens that the convolution before it sums over", FROM_1, 2**10)
 
 
 @group
@@ -108,6 +115,7 @@ class FeedForwardFacts:
     num_experts_per_tok: int = fact(1, "experts a token goes through", FROM_1, 2**16)
     base_moe_mlp_dim: int = fact(0, "F of an expert; 0: base_mlp_dim", FROM_0, 2**20)
     shared_experts: int = fact(0, "width of the feed-forward layer beside the experts, in experts", FROM_0, 2**10)
+    shared_expert_gate: bool = fact(False, "the shared experts' output times the sigmoid of a projection")
     routed_score_func: str = fact("softmax", "of the router's logits: softmax or sigmoid", ("softmax", "sigmoid"))
     router_bias: bool = fact(False, "a trained bias in the router (gpt-oss)")
     routed_bias: bool = fact(False, "a bias that corrects the choice of experts, without gradient (DeepSeek V3)")

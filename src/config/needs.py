@@ -38,18 +38,23 @@ def _of_group(start: str, *without: str) -> tuple[str, ...]:
     return tuple(key.name for key in KEYS.values() if key.group.startswith(start) and not key.name.startswith(without))
 
 
+_SCORED = ("global", "local_sliding", "chunk", "mla")  # attention_type where queries score the keys before them
+_OF_SCORES = _of_group("Model: attention", "attention_type", "gdn_")
+_OF_ROPE = _of_group("Model: positions", "position_type", "trainable_position_size")
 _SCALED_ROPE = ("linear", "llama3.1", "yarn", "dynamic", "longrope")
 # fmt: off
 # Of facts that may differ by layer: what a layer does without is not a part of its description.
 OF_LAYERS = (
     Need(["sliding_window_size"], {"attention_type": ["local_sliding"]}),
     Need(["chunk_attn_window_size"], {"attention_type": ["chunk"]}),
-    Need(["base_num_kv_heads", "head_dim"], {"attention_type": ["global", "local_sliding", "chunk"]}),
+    Need(["base_num_query_heads", *_OF_SCORES, *_OF_ROPE], {"attention_type": _SCORED}),
+    Need([name for name in KEYS if name.startswith("gdn_")], {"attention_type": ["gated_delta"]}),
+    Need(["base_num_kv_heads", "head_dim"], {"attention_type": _SCORED[:3]}),
     Need(["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon"],
          {"attention_type": ["mla"]}),
     Need(["attention_out_bias"], {"attention_bias": [True]}),
     Need(["attn_temperature_floor"], {"attn_temperature_scale": ABOVE_0}),
-    Need(_of_group("Model: positions", "position_type", "trainable_position_size"), {"position_type": ["rope"]}),
+    Need(_OF_ROPE, {"position_type": ["rope"]}),
     Need(["rope_factor"], {"rope_type": _SCALED_ROPE}),
     Need(["rope_type"], {"rope_factor": ABOVE_1, "rope_attention_factor": ABOVE_0, "rope_type": _SCALED_ROPE[3:]}),
     Need(["original_max_position_embeddings"], {"rope_type": _SCALED_ROPE[1:]}),
@@ -58,6 +63,7 @@ OF_LAYERS = (
     Need(["rope_low_freq_factor", "rope_high_freq_factor"], {"rope_type": ["llama3.1"]}),
     Need(["beta_fast", "beta_slow", "rope_truncate", "mscale", "mscale_all_dim"], {"rope_type": ["yarn"]}),
     Need(_of_group("Model: feed-forward", "mlp_"), {"num_experts": FROM_2}),
+    Need(["shared_expert_gate"], {"shared_experts": FROM_1}),
     Need(["topk_routing_group", "routing_group_score"], {"n_routing_groups": FROM_2}),
     Need(["base_mlp_dim"], {"num_experts": [1], "base_moe_mlp_dim": [0]}),
 )

@@ -10,7 +10,7 @@ class Quantization:
     quantization: str = key("",
         "of weights' products: empty, int8 (TPU v5e, v5p, v6e), fp8 (H100 and later, TPU7x) or mxfp8 (B200)",
         ("", "int8", "fp8", "mxfp8"))
-    quantization_exclude: tuple = key(("output", "router", "embedding"),
+    quantization_exclude: tuple = key(("output", "router", "embedding", "write_gate", "decay_gate", "shared_gate"),
         "weights whose products stay in dtype, by name; * stands for anything", example="[output, attention.*]")
     weight_quantization_calibration_method: str = key("absmax",
         "range of the codes: absmax, the largest magnitude at hand, or (fp8) fixed,-B,B")

@@ -36,6 +36,7 @@ class Family:
     prefix: str = "model."
     skipped: tuple[str, ...] = ()  # patterns of tensors that are not weights, or that repeat another's
     whole_heads: bool = False  # transformers loads only models whose width is a multiple of their number of heads
+    mtp_prefix: str = ""  # of tensors of extra prediction layers that are not here
     copied: tuple[TensorMap, ...] = ()  # rows of tensors, written and not read, that repeat a weight for each MTP layer
 
     def read_config(self, hf: Mapping[str, Any]) -> Keys:
@@ -66,6 +67,8 @@ class Family:
 
     def is_mtp_layer(self, name: str, layers: int) -> bool:
         """Returns whether a tensor is of an extra prediction layer; they follow the model's `layers`."""
+        if self.mtp_prefix and name.startswith(self.mtp_prefix):
+            return True
         match = re.match(r"model\.layers\.(\d+)\.", name)
         return bool(self.copied and match) and int(match[1]) >= layers
 

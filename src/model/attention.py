@@ -47,6 +47,8 @@ class Attention(nnx.Module):
         elif spec.qk_norm == "all_heads":
             self.query_norm = Norm(spec, (N, H), dtype, rngs, ("heads", "head_dim"))
             self.key_norm = Norm(spec, (K, H), dtype, rngs, ("kv_heads", "head_dim"))
+        if spec.attention_gate:
+            self.gate = weight(rngs, (emb_dim, N, H), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
         if spec.query_dim_scale:
             self.query_dim_scale = weight(rngs, (H,), ("head_dim",), dtype, constant=0.0, decays=False)
         if spec.attention_sink:
@@ -60,6 +62,8 @@ class Attention(nnx.Module):
         if spec.qk_norm != "none":  # the norms' derivatives need their inputs, and what is kept are their outputs
             del spared_by["query"], spared_by["key"]
         width = sum(heads) * 2 * spec.head_dim  # queries and keys; values and attention's output
+        if spec.attention_gate:
+            width, spared_by["gate"] = width + 2 * heads[0] * spec.head_dim, ("query_proj",)
         return Costs(width, {"heads": heads}, spared_by, last="out", scores=score_spec(spec, spec.head_dim))
 
     @staticmethod
@@ -93,6 +97,10 @@ class Attention(nnx.Module):
         else:
             k_BSKH, v_BSKH = (repeat_kv(x, self.spec.num_query_heads, context.layout) for x in (k_BTKH, v_BTKH))
             out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, self.scores, sinks_N, context)
+        if self.spec.attention_gate:
+            gate_BTNH = matmul(x_BTD, self.gate[...], "BTD,DNH->BTNH")
+            gate_BTNH = constrain(gate_BTNH, "batch", "length", "heads", "head_dim")
+            out_BTNH *= jax.nn.sigmoid(checkpoint_name(gate_BTNH, "query_proj"))
         out_BTNH = checkpoint_name(out_BTNH, "context")
         out_BTD = context.reduce_scatter_sequence(matmul(out_BTNH, self.out[...], "BTNH,NHD->BTD"))
         if self.spec.attention_bias and self.spec.attention_out_bias:

@@ -49,9 +49,13 @@ class FeedForward(nnx.Module):
         width = (len(spec.mlp_activations) + 1) * mlp_dim  # the factors and their product
         return Costs(width, {"mlp": (mlp_dim,)}, {"wi": ("mlpwi",), "wo": ("mlpwo",)}, last="wo")
 
-    def __call__(self, x_BTD: Array, context: ForwardContext) -> tuple[Array, dict[str, Array]]:
-        """Maps [B, T, D] to [B, T, D]; reports nothing."""
+    def __call__(
+        self, x_BTD: Array, context: ForwardContext, gate_BT1: Array | None = None
+    ) -> tuple[Array, dict[str, Array]]:
+        """Maps [B, T, D] to [B, T, D], times each token's gate if there is one; reports nothing."""
         hidden_BTF = activated(self._factors(x_BTD, context), self.spec)
+        if gate_BT1 is not None:  # here, as experts are weighted: its gradient does not need the last product
+            hidden_BTF *= gate_BT1
         out_BTD = context.reduce_scatter_sequence(matmul(hidden_BTF, self.wo[...], "BTF,FD->BTD"))
         if self.spec.mlp_bias:
             out_BTD += self.wo_bias[...].astype(x_BTD.dtype)

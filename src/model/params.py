@@ -66,17 +66,17 @@ def weight(
     *,
     fan_in: tuple[int, ...] = (),
     scale: float = 1.0,
-    constant: float | None = None,
+    constant: Any = None,
     decays: bool = True,
 ) -> nnx.Param:
     """Declares one weight, without the dim of the layers that share its declaration (`stack` prepends that).
 
-    Values are `constant`, or normal, cut at two standard deviations, with variance `scale**2` over the product of the
-    dims `fan_in`, which it is summed over (LeCun et al., Efficient BackProp, section 4.6). `axes` are the dims' logical
-    axes (None: never sharded); `decays`: weight decay applies to it.
+    Values are `constant` (a number or an array), or normal, cut at two standard deviations, with variance `scale**2`
+    over the product of the dims `fan_in`, which it is summed over (LeCun et al., Efficient BackProp, section 4.6).
+    `axes` are the dims' logical axes (None: never sharded); `decays`: weight decay applies to it.
     """
     if constant is not None or rngs.key is None:
-        value = jnp.full(shape, constant or 0.0, dtype)
+        value = jnp.full(shape, 0.0 if constant is None else constant, dtype)
     else:
         # 0.8796 is the standard deviation of a unit normal cut at two.
         deviation = scale / 0.87962566 / math.sqrt(math.prod(shape[dim] for dim in fan_in))

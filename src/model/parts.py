@@ -11,6 +11,7 @@ from src.model.cache import Cache, CacheArray
 from src.model.costs import Costs
 from src.model.feed_forward import FeedForward
 from src.model.forward_context import ForwardContext
+from src.model.gated_delta import GatedDelta
 from src.model.latent_attention import LatentAttention
 from src.model.moe.layer import Experts
 from src.model.params import Rngs
@@ -42,6 +43,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "local_sliding": Attention,
     "chunk": Attention,
     "mla": LatentAttention,
+    "gated_delta": GatedDelta,
 }
 
 

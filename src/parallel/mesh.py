@@ -21,7 +21,7 @@ SIZE_KEYS = {
     "vocab": "vocab_size, padded to a multiple of 128",
     "embed": "base_emb_dim",
     "expert_embed": "base_emb_dim",
-    "heads": "base_num_query_heads",
+    "heads": "base_num_query_heads or gdn_num_key_heads",
     "kv_heads": "base_num_kv_heads",
     "mlp": "base_mlp_dim or base_moe_mlp_dim",
     "expert": "num_experts",

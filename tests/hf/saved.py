@@ -54,6 +54,7 @@ YARN = {
     "mscale_all_dim": 0.7,
 }
 NO_PADDING = {"pad_token_id": None}  # a class's own id is past the tiny vocabulary
+HALF_ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}
 LONG_ROPE = {  # of 4 pairs
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -87,6 +88,13 @@ CONFIGS = {
             "moe_intermediate_size": 12,
             "mlp_only_layers": [1],
         },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {**SIZES, **HEAD, "head_dim": 12, "num_hidden_layers": 4, "mlp_only_layers": [1], "rope_parameters": HALF_ROPE}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        | {"shared_expert_intermediate_size": 24, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 5}
+        | {"linear_value_head_dim": 7, "linear_num_key_heads": 2, "linear_num_value_heads": 6},
     ),
     "olmo2": ("Olmo2Config", SIZES),
     "olmo3": ("Olmo3Config", {**SIZES, "num_hidden_layers": 4, "sliding_window": 5}),

@@ -22,6 +22,7 @@ FILES_OF = {
     "qwen2": ("qwen2.5-",),
     "qwen3": ("qwen3-",),
     "qwen3_moe": ("qwen3-",),
+    "qwen3_next": ("qwen3-next-",),
     "olmo2": ("olmo2-",),
     "olmo3": ("olmo3-",),
     "gemma": ("gemma-",),

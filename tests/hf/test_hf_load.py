@@ -147,6 +147,13 @@ def test_extra_prediction_layers_are_read_or_left_out_with_a_line(tmp_path):
     assert "extra prediction layers are left out" in "".join(notes)
 
 
+def test_qwen3_nexts_prediction_layer_is_left_out_with_a_line(tmp_path):
+    folder, notes = saved.save(tmp_path, "qwen3_next"), []
+    change_tensors(folder, lambda tensors: tensors.update({"mtp.fc.weight": torch.randn(24, 48)}))
+    load_weights(folder, abstract(folder), notes)
+    assert "the 1 tensors of extra prediction layers are left out" in "".join(notes)
+
+
 # ---- Bad input
 
 

@@ -31,6 +31,8 @@ LENGTH = 16
 ROPE = {"original_max_position_embeddings": 8, "rope_max_timescale": 50.0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 12}
 LATENT = {"attention_type": "mla", "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+DELTA = {"attention_type": "gated_delta", "gdn_num_key_heads": 2, "gdn_num_value_heads": 6}
+DELTA |= {"gdn_key_head_dim": 5, "gdn_value_head_dim": 7}
 # Several odd values of one key, or of keys that go together.
 VARIATIONS = (
     *({"base_emb_dim": 40}, {"base_mlp_dim": 28}, {"base_num_query_heads": 8}, {"base_num_query_heads": 5}),
@@ -71,6 +73,9 @@ VARIATIONS = (
     ),
     *({"embedding_multiplier": 3.0}, {"residual_multiplier": 0.4}, {"logits_scaling": 2.5}),
     *({"query_dim_scale": True}, {"logits_bias": True}),
+    *(DELTA, {"gdn_num_key_heads": 3}, {"gdn_num_value_heads": 4}, {"gdn_key_head_dim": 8}, {"gdn_value_head_dim": 6}),
+    *({"gdn_conv_kernel_dim": 2}, {"attention_gate": True}, {"attention_gate": False}),
+    *({"shared_expert_gate": True}, {"shared_expert_gate": False}),
     *({"mlp_activations": kind} for kind in (["gelu", "linear"], ["relu", "linear"], ["linear", "silu"], ["relu"])),
     *(
         {"mlp_activations": kind}
@@ -105,7 +110,7 @@ OF_A_LAYER = (
     ),
     *({"base_mlp_dim": 28}, {"rope_max_timescale": 300.0}, {"position_type": "none"}, {"qk_norm": "none"}),
     *({"rope_type": "linear", "rope_factor": 3.0}, {"normalization_layer_epsilon": 0.01}, {"num_experts_per_tok": 1}),
-    {"residual_multiplier": 0.4},
+    *({"residual_multiplier": 0.4}, DELTA, {"attention_gate": True}),
 )
 
 

@@ -163,6 +163,23 @@ CONFIGS = {
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
+    "qwen3-next": {
+        **SIZES,
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 5,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 40,
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25},
+        "linear_key_head_dim": 9,
+        "linear_value_head_dim": 7,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "full_attention_interval": 4,
+        "tie_word_embeddings": False,
+    },
     "olmo2": {**{name: size for name, size in SIZES.items() if name != "head_dim"}, "model_type": "olmo2"},
     "gpt-oss": {
         **SIZES,
@@ -255,7 +272,8 @@ CONFIGS |= {
 }
 
 # Seeds with which the tests' texts leave no expert's or group's choice to rounding; 0 for the others.
-SEEDS = {"deepseek2": 4}
+SEEDS = {"deepseek2": 4, "qwen3-next": 4}
+ROUTERS = {"qwen3-next": 0.2}  # deviation of a router's weights: norms whose scales are about 1 hand it larger inputs
 
 
 def reference(name):
@@ -269,7 +287,8 @@ def reference(name):
     with torch.no_grad():
         for path, weight in [*model.named_parameters(), *biases]:
             # Routers wider than the rest, so that their choices are clear.
-            weight.normal_(std=0.8 if path.endswith((".gate.weight", ".router.weight")) else 0.3, generator=generator)
+            wide = ROUTERS.get(name, 0.8)
+            weight.normal_(std=wide if path.endswith((".gate.weight", ".router.weight")) else 0.3, generator=generator)
     return model.eval()
 
 

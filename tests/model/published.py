@@ -135,6 +135,23 @@ QWEN3_MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+QWEN3_NEXT = {
+    **QWEN3_MOE,
+    "model_type": "qwen3_next",
+    "rope_theta": 10_000_000,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 262_144,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 OLMO2 = {
     "model_type": "olmo2",
     "vocab_size": 100_352,
@@ -367,6 +384,7 @@ PUBLISHED = {
     "qwen3-32b": sized(QWEN3, 5120, 25_600, 64, 64, 8),
     "qwen3-30b-a3b": sized(QWEN3_MOE, 2048, 6144, 48, 32, 4, moe_intermediate_size=768),
     "qwen3-235b-a22b": sized(QWEN3_MOE, 4096, 12_288, 94, 64, 4, moe_intermediate_size=1536),
+    "qwen3-next-80b-a3b": sized(QWEN3_NEXT, 2048, 5120, 48, 16, 2, head_dim=256),
     "olmo2-7b": sized(OLMO2, 4096, 11_008, 32, 32, 32),
     "olmo2-13b": sized(OLMO2, 5120, 13_824, 40, 40, 40),
     "olmo2-32b": sized(OLMO2, 5120, 27_648, 64, 40, 8),

@@ -21,6 +21,10 @@ KINDS = {
     "local_sliding": {"sliding_window_size": 4},
     "chunk": {"chunk_attn_window_size": 4},
     "mla": LATENT,
+    "gated_delta": {
+        **{"gdn_num_key_heads": 2, "gdn_num_value_heads": 4, "gdn_key_head_dim": 6, "gdn_value_head_dim": 8},
+        "gdn_conv_kernel_dim": 3,
+    },
 }
 ATTENTION_FACTS = [field.name for field in dataclasses.fields(AttentionFacts)]
 LAYER_FACTS = {key.name for key in KEYS.values() if key.per_layer}
@@ -82,7 +86,7 @@ def test_every_key_about_layers_may_differ_by_layer():
 # A fact has effect in one of these models.
 MODELS = [
     {},
-    {"num_experts": 8, "num_experts_per_tok": 2, "n_routing_groups": 2},
+    {"num_experts": 8, "num_experts_per_tok": 2, "n_routing_groups": 2, "shared_experts": 1},
     *({"attention_type": kind, **facts} for kind, facts in KINDS.items()),
     {"attention_bias": "true"},
     {"attn_temperature_scale": 0.1},

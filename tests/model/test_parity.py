@@ -16,13 +16,13 @@ UNROLLED = {"scan_layers": "false"}
 RUNS = {
     **{name: (name, {}) for name in CONFIGS},
     **{f"{name}-unrolled": (name, UNROLLED) for name in ("gemma3", "deepseek3")},
-    **{f"{name}-mesh": (name, MESH) for name in ("mixtral", "deepseek3")},
+    **{f"{name}-mesh": (name, MESH) for name in ("mixtral", "deepseek3", "qwen3-next")},
 }
 # What another run has too: latents and experts otherwise chosen, biases, and the facts of families that differ in
 # little. Unrolled layers: tests/test_decode.py; experts and latents on a mesh: test_expert_axis.py.
 LONG = (
     *("mixtral-mesh", "deepseek3-mesh", "deepseek3-unrolled", "gemma3-unrolled", "deepseek2-lite", "llama4-maverick"),
-    *("llama-biases", "mistral-small3", "phi3", "glm", "kimi-k2"),
+    *("qwen3-next-mesh", "llama-biases", "mistral-small3", "phi3", "glm", "kimi-k2"),
 )
 # Decoded on a mesh and unrolled: tests/test_decode.py. The rest as families with more in their caches: of Llama 3.1, of
 # Gemma 3 and GPT-OSS, which have windows and experts too, and of DeepSeek 3.
@@ -136,7 +136,7 @@ def test_cached_decoding(loaded, run):
         # Sinks' gradients: test_kernels.py.
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("gpt-oss", "llama-biases", "llama4-scout", "mixtral")
+            for name in ("gpt-oss", "llama-biases", "llama4-scout", "mixtral", "qwen3-next")
         ),
     ],
 )

@@ -42,6 +42,7 @@ ACTIVE = {
     "deepseek3-671b": (36.6, 1, False),  # huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md
     "qwen3-30b-a3b": (3.3, 1, True),  # huggingface.co/Qwen/Qwen3-30B-A3B
     "qwen3-235b-a22b": (22, 0, True),
+    "qwen3-next-80b-a3b": (3, 0, False),  # huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct
     "gpt-oss-20b": (3.61, 2, False),  # arXiv:2508.10925, table 1
     "gpt-oss-120b": (5.13, 2, False),
 }

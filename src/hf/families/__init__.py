@@ -10,12 +10,12 @@ from src.hf.families.llama4 import LLAMA4
 from src.hf.families.mistral import MISTRAL, MIXTRAL
 from src.hf.families.olmo2 import OLMO2, OLMO3
 from src.hf.families.phi3 import PHI3
-from src.hf.families.qwen3 import QWEN2, QWEN3, QWEN3_MOE
+from src.hf.families.qwen3 import QWEN2, QWEN3, QWEN3_MOE, QWEN3_NEXT
 from src.hf.family import Family
 
 # fmt: off
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, LLAMA4, DEEPSEEK2, DEEPSEEK3,
-    GPT_OSS, GPT2, PHI3, SMOLLM3, GRANITE, GLM, GLM4, GLM4_MOE,
+    GPT_OSS, GPT2, PHI3, SMOLLM3, GRANITE, GLM, GLM4, GLM4_MOE, QWEN3_NEXT,
 )
 # fmt: on

@@ -1,18 +1,25 @@
-"""Qwen 2 and 2.5, a Llama with biases on queries, keys and values; 3, with norms of each head; 3's with experts."""
+"""Qwen 2 and 2.5, a Llama with biases on queries, keys and values; 3, with norms of each head; 3's with experts.
+
+And Qwen3-Next: three layers of linear attention, then one of gated attention, all with experts.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from src.errors import UserError
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
 from src.hf.family import Family
-from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, count_entry, entry, require
+from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require
+from src.hf.tensor_map import TensorMap
 
 
 def _check_layer_types(hf: Mapping[str, Any], keys: Keys) -> None:
     fields.read_layer_types(hf, [fields.GLOBAL] * keys["base_num_decoder_layers"], fields.GLOBAL)
 
+
+LINEAR, SHARED_SIZE = "linear_attention", "shared_expert_intermediate_size"
 
 QWEN3 = Family(
     model_type="qwen3",
@@ -41,20 +48,49 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     return fields.layer_pattern([{"num_experts": 1} if i in dense or (i + 1) % step else {} for i in layers])
 
 
+def _read_next_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    every, count = count_entry(hf, "full_attention_interval", 4), keys["base_num_decoder_layers"]
+    default = [LINEAR if (i + 1) % every else fields.GLOBAL for i in range(count)]
+    mixers = [
+        {"attention_type": "gated_delta"} if kind == LINEAR else {}
+        for kind in fields.read_layer_types(hf, default, LINEAR, fields.GLOBAL)
+    ]
+    segments = _read_layers(hf, keys).get("decoder_segments") or [{"pattern": [{}]}] * count
+    return fields.layer_pattern([mixer | entry["pattern"][0] for mixer, entry in zip(mixers, segments, strict=True)])
+
+
+def _write_next_layers(layers: Layers) -> Json:
+    return {**_write_layers(layers), **fields.write_layer_types(layers, "gated_delta", LINEAR)}
+
+
+def _read_shared_expert(hf: Mapping[str, Any], keys: Keys) -> Keys:
+    size, expert = count_entry(hf, SHARED_SIZE, 512), keys["base_moe_mlp_dim"]
+    if size % expert:
+        raise UserError(f"config.json has {SHARED_SIZE} {size}: expected a multiple of moe_intermediate_size {expert}")
+    return {"shared_experts": size // expert}
+
+
+def _write_shared_expert(layers: Layers) -> Json:
+    layer = layer_with(layers, "shared_experts")
+    return {SHARED_SIZE: layer.shared_experts * layer.base_moe_mlp_dim}
+
+
 def _write_layers(layers: Layers) -> Json:
     dense = [i for i, layer in enumerate(layers) if layer.num_experts == 1]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
+EXPERTS = (
+    Field("num_experts_per_tok", "num_experts_per_tok"),
+    Field("moe_intermediate_size", "base_moe_mlp_dim"),
+    Field("num_experts", "num_experts"),
+    Field("norm_topk_prob", "norm_topk_prob", absent=False),
+)
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     fields=(
-        *(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS),
-        Field("num_experts_per_tok", "num_experts_per_tok"),
-        Field("moe_intermediate_size", "base_moe_mlp_dim"),
-        Field("num_experts", "num_experts"),
-        Field("norm_topk_prob", "norm_topk_prob", absent=False),
+        *(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, *EXPERTS),
         FieldGroup(("decoder_sparse_step", "mlp_only_layers"), _read_layers, _write_layers),
     ),
     tensors=(*QWEN3.tensors, *tensors.EXPERTS),
@@ -66,4 +102,50 @@ QWEN3_MOE = Family(
     only=QWEN3.only,
     inert=QWEN3.inert,
     aliases={"num_local_experts": "num_experts"},  # which transformers 5 writes
+)
+
+ATTENTION, DELTA = tensors.LAYER + "self_attn.", tensors.LAYER + "linear_attn."
+QUERY_AND_GATE, SHARED = ATTENTION + "q_proj.weight", tensors.LAYER + "mlp.shared_expert."
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    fields=(
+        *(*fields.DECODER, fields.rope(partial=0.25), *EXPERTS),
+        Field("linear_conv_kernel_dim", "gdn_conv_kernel_dim"),
+        *(Field(f"linear_{name}", f"gdn_{name}") for name in ("key_head_dim", "value_head_dim")),
+        *(Field(f"linear_{name}", f"gdn_{name}") for name in ("num_key_heads", "num_value_heads")),
+        FieldGroup((SHARED_SIZE,), _read_shared_expert, _write_shared_expert),
+        FieldGroup(
+            ("decoder_sparse_step", "mlp_only_layers", "layer_types", "full_attention_interval"),
+            _read_next_layers,
+            _write_next_layers,
+        ),
+    ),
+    tensors=(
+        TensorMap("layer.attention.qkv", DELTA + "in_proj_qkvz.weight", "(K X*|Z) D -> D K X"),
+        TensorMap("layer.attention.gate", DELTA + "in_proj_qkvz.weight", "(K X|Z*) D -> D K Z", requires="qkv"),
+        TensorMap("layer.attention.write_gate", DELTA + "in_proj_ba.weight", "(K B*|A) D -> D K B"),
+        TensorMap("layer.attention.decay_gate", DELTA + "in_proj_ba.weight", "(K B|A*) D -> D K A"),
+        TensorMap("layer.attention.conv", DELTA + "conv1d.weight", "Y I C -> Y I C"),
+        TensorMap("layer.attention.log_rate", DELTA + "A_log", "(K A) -> K A"),
+        TensorMap("layer.attention.decay_bias", DELTA + "dt_bias", "(K A) -> K A"),
+        TensorMap("layer.attention.out_norm", DELTA + "norm.weight", "H -> H"),
+        TensorMap("layer.attention.out", DELTA + "out_proj.weight", "D (K Z) -> K Z D", requires="qkv"),
+        TensorMap("layer.attention.query", QUERY_AND_GATE, "(N H*|G) D -> D N H"),
+        TensorMap("layer.attention.gate", QUERY_AND_GATE, "(N H|G*) D -> D N G"),
+        *(*tensors.DECODER, *tensors.HEAD_NORMS, *tensors.FEED_FORWARD, *tensors.EXPERTS),
+        TensorMap("layer.feed_forward.shared.wi", SHARED + "{A:gate_proj,up_proj}.weight", "F D -> D A F"),
+        TensorMap("layer.feed_forward.shared.wo", SHARED + "down_proj.weight", "D F -> F D"),
+        TensorMap("layer.feed_forward.shared_gate", tensors.LAYER + "mlp.shared_expert_gate.weight", "O D -> D O"),
+    ),
+    defaults={
+        **{"num_key_value_heads": 2, "head_dim": 256, "rms_norm_eps": 1e-6, "norm_topk_prob": True},
+        **{"num_experts_per_tok": 10, "moe_intermediate_size": 512, "num_experts": 512},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    },
+    keys={**{"qk_norm": "head", "attention_gate": True, "shared_expert_gate": True}, "normalization_scale_offset": 1.0},
+    only={"attention_bias": False, "hidden_act": "silu"},
+    aliases=QWEN3_MOE.aliases,
+    mtp_prefix="mtp.",
 )

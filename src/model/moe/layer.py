@@ -60,6 +60,8 @@ class Experts(nnx.Module):
             self.wo_bias = weight(rngs, (E, emb_dim), AXES["wo_bias"], dtype, constant=0.0, decays=False)
         if spec.shared_experts:
             self.shared = FeedForward(spec, out_scale, dtype, rngs, spec.shared_experts * F)
+        if spec.shared_expert_gate:
+            self.shared_gate = weight(rngs, (emb_dim, 1), ("embed", None), dtype, fan_in=(0,))
 
     @staticmethod
     def costs(spec: LayerSpec) -> Costs:
@@ -81,7 +83,10 @@ class Experts(nnx.Module):
         if self.spec.shared_experts:
             # It depends on no other expert: a compiler may run it while tokens are on their way. XLA's for GPUs does so
             # with its latency-hiding scheduler; libtpu does not yet (docs/log.md).
-            out_BTD += self.shared(x_BTD, context)[0]
+            gate_BT1 = None
+            if self.spec.shared_expert_gate:
+                gate_BT1 = jax.nn.sigmoid(matmul(x_BTD, self.shared_gate[...], "BTD,DO->BTO"))
+            out_BTD += self.shared(x_BTD, context, gate_BT1)[0]
         with jax.named_scope("router"):
             report = router.report(logits_BTE, scores_BTE, experts_BTk, kept_BTk, non_padding_BT, context.layout)
         return checkpoint_name(out_BTD, "mlpwo"), report

@@ -180,10 +180,7 @@ def cache_arrays(spec: ModelSpec, rows: int, length: int) -> list[list[dict[str,
 
     def declare(layer: LayerSpec, repeats: int) -> dict[str, CacheArray]:
         arrays = mixer(layer).cache_arrays(layer, rows, length)
-        return {
-            name: array._replace(shape=(repeats, *array.shape), axes=(None, *array.axes))
-            for name, array in arrays.items()
-        }
+        return {name: x._replace(shape=(repeats, *x.shape), axes=(None, *x.axes)) for name, x in arrays.items()}
 
     return [[declare(layer, group.repeats) for layer in group.pattern] for group in spec.layer_groups]
 
@@ -191,10 +188,7 @@ def cache_arrays(spec: ModelSpec, rows: int, length: int) -> list[list[dict[str,
 def empty_caches(spec: ModelSpec, rows: int, length: int) -> list[list[Cache]]:
     """Makes the caches that `cache_arrays` declares, of zeros."""
     return [
-        [
-            {name: jnp.zeros(array.shape, array.dtype or spec.dtype) for name, array in layer.items()}
-            for layer in pattern
-        ]
+        [{name: jnp.zeros(x.shape, x.dtype or spec.dtype) for name, x in layer.items()} for layer in pattern]
         for pattern in cache_arrays(spec, rows, length)
     ]
 

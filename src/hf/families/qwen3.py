@@ -1,7 +1,4 @@
-"""Qwen 2 and 2.5, a Llama with biases on queries, keys and values; 3, with norms of each head; 3's with experts.
-
-And Qwen3-Next: three layers of linear attention, then one of gated attention, all with experts.
-"""
+"""Qwen 2 and 2.5, a Llama with biases on queries, keys and values; 3, with norms of each head, and experts; 3-Next."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -105,15 +102,15 @@ QWEN3_MOE = Family(
 )
 
 ATTENTION, DELTA = tensors.LAYER + "self_attn.", tensors.LAYER + "linear_attn."
+DELTA_SIZES = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
+DELTA_SIZES |= {"conv_kernel_dim": 4}
 QUERY_AND_GATE, SHARED = ATTENTION + "q_proj.weight", tensors.LAYER + "mlp.shared_expert."
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     fields=(
         *(*fields.DECODER, fields.rope(partial=0.25), *EXPERTS),
-        Field("linear_conv_kernel_dim", "gdn_conv_kernel_dim"),
-        *(Field(f"linear_{name}", f"gdn_{name}") for name in ("key_head_dim", "value_head_dim")),
-        *(Field(f"linear_{name}", f"gdn_{name}") for name in ("num_key_heads", "num_value_heads")),
+        *(Field(f"linear_{name}", f"gdn_{name}") for name in DELTA_SIZES),
         FieldGroup((SHARED_SIZE,), _read_shared_expert, _write_shared_expert),
         FieldGroup(
             ("decoder_sparse_step", "mlp_only_layers", "layer_types", "full_attention_interval"),
@@ -141,10 +138,9 @@ QWEN3_NEXT = Family(
     defaults={
         **{"num_key_value_heads": 2, "head_dim": 256, "rms_norm_eps": 1e-6, "norm_topk_prob": True},
         **{"num_experts_per_tok": 10, "moe_intermediate_size": 512, "num_experts": 512},
-        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
-        **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+        **{f"linear_{name}": size for name, size in DELTA_SIZES.items()},
     },
-    keys={**{"qk_norm": "head", "attention_gate": True, "shared_expert_gate": True}, "normalization_scale_offset": 1.0},
+    keys={"qk_norm": "head", "attention_gate": True, "shared_expert_gate": True, "normalization_scale_offset": 1.0},
     only={"attention_bias": False, "hidden_act": "silu"},
     aliases=QWEN3_MOE.aliases,
     mtp_prefix="mtp.",

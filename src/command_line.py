@@ -12,8 +12,10 @@ from src.config import load as config_load
 from src.config.base_yml import TRAIN, Usage, help_for
 from src.config.migration_hints import environment_notes
 from src.config.schema import Config
-from src.config.yaml import parse_keys
+from src.config.sources import CONFIG, run_folder
+from src.config.yaml import parse_keys, read_file
 from src.errors import UserError, clipped
+from src.hub import PREFIX, local_folder, pinned
 from src.storage_errors import Failure, failure_of
 
 
@@ -21,7 +23,10 @@ def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
     """Returns the keys of the model and tokenizer in a Hugging Face folder, or of its tokenizer; None: no model."""
     from src.hf.folder import is_hf_folder
 
+    name, folder = folder, local_folder(folder)
     if not (tokenizer_only or is_hf_folder(folder)):
+        if name.startswith(PREFIX):
+            raise UserError("this repository has no config.json")
         return None
     from src.data.tokenizer import has_tokenizer
 
@@ -31,7 +36,10 @@ def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
 
         keys = parse_keys(model_yaml(read_model_keys(folder)), folder)
     if has_tokenizer(Path(folder).expanduser()):
-        keys |= {"tokenizer_type": "huggingface", "tokenizer_path": str(Path(folder))}
+        keys |= {
+            "tokenizer_type": "huggingface",
+            "tokenizer_path": name if name.startswith(PREFIX) else str(Path(folder)),
+        }
     return keys
 
 
@@ -42,11 +50,21 @@ def load(
     if notes is not None:
         notes += environment_notes(os.environ)
     try:
-        return config_load.load(argv, notes, uses_weights=uses_weights, command=command, read_folder=read_folder)
+        config = config_load.load(argv, notes, uses_weights=uses_weights, command=command, read_folder=read_folder)
+        return _pinned(config)
     except OSError as error:  # such as a folder that may not be read
         if failure_of(error) is Failure.TRANSIENT:
             raise
         raise UserError(f"cannot read {clipped(str(error.filename))}: {error.strerror}") from None
+
+
+def _pinned(config: Config) -> Config:
+    """Names the commit of each model of the hub, a run that goes on those that it began with."""
+    rules = [{**rule, "path": pinned(rule["path"])} for rule in config.load_weights_rules]
+    keys = [key for key in ("model_name", "load_parameters_path", "tokenizer_path") if config[key].startswith(PREFIX)]
+    run = run_folder(f"{config.base_output_directory}/{config.run_name}") if keys and config.run_name else None
+    kept = read_file(run / CONFIG) if run else {}
+    return config.replace(load_weights_rules=rules, **{key: pinned(config[key], str(kept.get(key))) for key in keys})
 
 
 def of_command(argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN) -> Config | None:

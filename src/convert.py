@@ -8,7 +8,7 @@
 the folder. `to-hf` takes such an OUT_DIR, a run's folder or one of its checkpoints, and writes a folder that
 transformers loads, with the tokenizer, in the checkpoint's dtypes or in the one given; with `load_ema=true` the average
 of a run's weights (ema_decay). `check` compares the logits of a checkpoint with those that transformers, where it is
-installed, computes of the folder.
+installed, computes of the folder. HF_DIR may be hf://ORG/NAME[@REVISION], a model of the Hugging Face hub.
 """
 
 import functools
@@ -42,6 +42,7 @@ from src.hf.load import load_weights, match_tensors
 from src.hf.model_keys import find_family, folder_model, model_yaml, read_model_keys
 from src.hf.save import save_folder
 from src.hf.tokenizer_json import save_tokenizer
+from src.hub import COMPANIONS, local_folder
 from src.json_text import read_object
 from src.loaded_model import inference_plan
 from src.model import params
@@ -55,14 +56,6 @@ from src.step.state import abstract_state
 USAGE = "\n".join(line.strip() for line in __doc__.splitlines() if line.startswith("    python"))
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-# Files of a folder that are copied as they are beside the converted weights.
-# fmt: off
-COMPANIONS = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
-)
-# fmt: on
 
 # The copy of the config.json that a model.yml comes from, and its entries that no key of base.yml gives.
 ORIGINAL = "hf_config.json"
@@ -78,11 +71,11 @@ def main(argv: Sequence[str]) -> None:
         case [] | ["--help" | "-h", *_]:
             print(__doc__)
         case ["from-hf", hf_dir, out_dir]:
-            from_hf(_folder(hf_dir), _folder(out_dir))
+            from_hf(_folder(local_folder(hf_dir)), _folder(out_dir))
         case ["check", hf_dir, source]:
             source = _folder(source)
             checkpoint = source / "checkpoint" if (source / "model.yml").is_file() else source
-            print(describe_agreement(compare(_folder(hf_dir), checkpoint)), flush=True)
+            print(describe_agreement(compare(_folder(local_folder(hf_dir)), checkpoint)), flush=True)
         case ["to-hf", source, out_dir, *options] if all(re.fullmatch("dtype=.*|load_ema=true", it) for it in options):
             dtype = next((it.removeprefix("dtype=") for it in options if it.startswith("dtype=")), "")
             to_hf(_folder(source), _folder(out_dir), dtype, "load_ema=true" in options)
@@ -152,7 +145,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> No
 def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes: list[str]) -> dict[str, Any]:
     """Writes a tokenizer's files and returns its entries of config.json; notes where there is no tokenizer to write."""
     if data.tokenizer_type == "huggingface" or all_synthetic(data):
-        path = Path(data.tokenizer_path).expanduser()
+        path = Path(local_folder(data.tokenizer_path, weights=False)).expanduser()
         own = data.tokenizer_path and (path if path.is_dir() else path.parent)
         for folder in filter(None, (model_folder, own)):  # the run's own tokenizer wins
             _copy_companions(folder, out_dir)
@@ -194,7 +187,7 @@ def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
         if (run / "config.yml").is_file():
             keys = from_yaml((run / "config.yml").read_text(encoding="utf-8"))
             name = keys.get("model_name", "")
-            model = Path(name).expanduser()
+            model = Path(local_folder(name, weights=False)).expanduser()
             if name and model.is_dir():
                 return keys, source, model
             # A name alone is a file of configs/models, beside which there is nothing to copy.

@@ -19,6 +19,7 @@ from src.data.tokenizer import SentencePieceTokenizer
 from src.data.types import InputSpec, Source
 from src.errors import UserError
 from src.hf.tokenizer_json import save_tokenizer
+from src.hub import PREFIX
 
 USAGE = Usage(
     """Trains a SentencePiece tokenizer on a run's text.
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             "a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece (or huggingface) use_sft=false: "
             "set these"
         )
+    if config.tokenizer_path.startswith(PREFIX):
+        raise UserError(f"tokenizer_path={config.tokenizer_path}: a new tokenizer is written to a path on this machine")
     path = Path(config.tokenizer_path)
     file = path if config.tokenizer_type == "sentencepiece" else path / "tokenizer.model"
     data, _ = open_sources(InputSpec.of(config, None), config.evaluation)

@@ -15,6 +15,7 @@ from src.checkpoint.restore import checkpoint_identity, restore_any, restore_wei
 from src.data.host_arrays import check_same
 from src.data.tokenizer import folder_tokenizer, has_tokenizer
 from src.errors import UserError, counted, first_few
+from src.hub import PREFIX, local_folder
 from src.model import lora
 from src.model.params import ROLES, Tree, by_path, dotted, join, nested
 
@@ -24,7 +25,7 @@ TAIL_BYTES = 2**16  # read of each file: training changes the last bytes as it d
 def load_weights(
     path: str, tree: Tree, ema: bool = False, keep_dtypes: bool = False
 ) -> tuple[Tree, dict[str, Any], list[str]]:
-    """Loads the weights of a run's folder, a checkpoint or a Hugging Face folder, merging adapters into theirs.
+    """Loads the weights of a run, a checkpoint, or a Hugging Face folder or hf:// name, merging adapters into theirs.
 
     `tree` has all of a model's weights as `jax.ShapeDtypeStruct`s with shardings; `ema` takes the averages of those
     that the run trained; `keep_dtypes` takes the saved dtypes in place of `tree`'s. Returns the weights; a checkpoint's
@@ -127,9 +128,10 @@ def _load_hf_weights(path: str, tree: Tree) -> tuple[Tree, dict[str, Any], list[
     from src.hf.model_keys import read_model_keys
 
     notes: list[str] = []
-    arrays = load_folder(path, tree, notes)
-    vocab_size = read_model_keys(path)["vocab_size"]
-    meta = {"vocab_size": vocab_size, "tokenizer": folder_fingerprint(Path(path).expanduser(), vocab_size, notes)}
+    folder = local_folder(path)
+    arrays = load_folder(folder, tree, notes)
+    vocab_size = read_model_keys(folder)["vocab_size"]
+    meta = {"vocab_size": vocab_size, "tokenizer": folder_fingerprint(Path(folder).expanduser(), vocab_size, notes)}
     return arrays, meta, [*notes, f"read the weights of {path}."]
 
 
@@ -149,7 +151,7 @@ def identity(path: str) -> str:
     if not _is_hf_folder(path):
         return checkpoint_identity(path)
     crc = 0
-    for file in sorted(Path(path).expanduser().glob("*.safetensors")):
+    for file in sorted(Path(local_folder(path)).expanduser().glob("*.safetensors")):
         with open(file, "rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - TAIL_BYTES))
@@ -160,7 +162,9 @@ def identity(path: str) -> str:
 def _is_hf_folder(path: str) -> bool:
     from src.hf.folder import is_hf_folder
 
-    kind = is_hf_folder(path)
+    kind = is_hf_folder(local_folder(path))
+    if path.startswith(PREFIX) and not kind:
+        raise UserError(f"{path} has no config.json: expected a model in the format of transformers")
     check_same({"a Hugging Face folder": str(kind)}, f"contents in {path}", "the same folder")
     return kind
 

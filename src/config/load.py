@@ -184,6 +184,9 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
 
 def _no_config(path: Path) -> str:
     """Returns why there is no CONFIG at `path`, and what there is."""
+    if path.parts[:1] == ("hf:",):
+        name = str(path).replace("hf:/", "hf://")
+        return f"{name} is a model, not a run: type configs/base.yml model_name={name} load_parameters_path={name}"
     if path.is_dir():
         if keys := _model_in(path):
             return f"{path} is a model's folder, not a run's: type configs/base.yml {keys}"
@@ -233,7 +236,7 @@ def _model_settings(name: str, uses_weights: bool, read_folder: FolderReader, pr
         models = sorted(file.stem for file in (CONFIGS / "models").glob("*.yml"))
         hint = did_you_mean(name, models) or f" There are {first_few(models, near=name)}."
         if re.fullmatch(r"[\w-]+/[\w.-]+", name):
-            hint = f" If it is a model of huggingface.co, get it first: `hf download {name} --local-dir {name}`."
+            hint = f" If it is a model of huggingface.co, type hf://{name}."
         raise UserError(
             f"model_name={name}: there is no file {path}.{hint} A name ending in .yml is a path, and so is the folder "
             "of a Hugging Face model."

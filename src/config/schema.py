@@ -49,7 +49,7 @@ class Run:
     run_name: str = key("", "folder of the run below base_output_directory, such as a or sweep/a; empty: a dated name")
     base_output_directory: str = path("runs", "any path etils reads: a local folder, gs://bucket/dir, s3://bucket/dir")
     model_name: str = key("",
-        "configs/models/NAME.yml, a path to such a file, a Hugging Face or a run's folder; empty: the model below")
+        "configs/models/NAME.yml, a path to such a file, a model's or run's folder, hf://ORG/NAME; empty: as below")
     hardware: str = key("", "empty: detected; cpu, gpu or tpu: an error if another is found", ("", "cpu", "gpu", "tpu"))
     steps: int = key(10_000, "optimizer steps of the whole run; -1: learning_rate_schedule_steps", FROM_1_OR_UNSET)
     log_period: int = key(1, "steps between printed lines; metrics.jsonl has every step", FROM_1)
@@ -91,7 +91,7 @@ class DataSources:
     tokenizer_type: str = key("byte",
         "byte (256 bytes, bos, eos), sentencepiece or huggingface", ("byte", "sentencepiece", "huggingface"))
     tokenizer_path: str = path("",
-        "sentencepiece: a .model file, as src.train_tokenizer writes; huggingface: a model folder", is_local=True)
+        "sentencepiece: a .model file (src.train_tokenizer); huggingface: a model folder, hf://ORG/NAME", is_local=True)
     data_shuffle_seed: int = key(0, "of the order of documents", SEED)
     data_threads: int = key(1, "threads that make rows; more pay with a remote store", FROM_1, 2**10, fixed=False)
 
@@ -121,7 +121,7 @@ class Checkpoint:
     async_checkpointing: bool = key(True, "training goes on while a checkpoint is written")
     checkpoint_period: int = key(1000, "steps between checkpoints; one is also saved at the end and on SIGTERM", FROM_1)
     max_num_checkpoints_to_keep: int = key(3, "at the end; one more in training; -1: all are kept", FROM_1_OR_UNSET)
-    load_parameters_path: str = path("", "a run, checkpoint or Hugging Face folder: start with its weights, at step 0")
+    load_parameters_path: str = path("", "a run, checkpoint, Hugging Face folder or hf://ORG/NAME: its weights, step 0")
     load_weights_rules: tuple = key((),
         "each weight by the first that fits: [{match: REGEX, path: as above, name: there, as \\1}, ...]",
         commands=OF_RUNS)

@@ -59,6 +59,8 @@ def config_dict_keys(config: ConfigDict, where: str) -> dict[str, Any]:
 
 def run_folder(path: str) -> Path | None:
     """Returns the folder at `path` if it is a run's, with a config.yml; raises UserError if a store gives no answer."""
+    if path.startswith("hf://"):  # a model of the hub
+        return None
     try:
         folder = Path(path).expanduser()
         if "://" in path:

@@ -25,7 +25,7 @@ def check_value(name: str, value: Any) -> str:
         return f"{name}: {problem}"
     if key.is_path and "://" not in value and (problem := too_long(value)):
         return f"{name}={value} {problem}"
-    if key.is_local and "://" in value:
+    if key.is_local and "://" in value and not (name == "tokenizer_path" and value.startswith("hf://")):
         return f"{name}={value}: expected a path on this machine, or of a file system that is mounted on it"
     if isinstance(key.allowed, Range):
         if not key.allowed.holds(value):

@@ -9,6 +9,7 @@ from src.config.schema import Data
 from src.config.source_spec import all_synthetic
 from src.data.types import Fingerprint, Tokenizer
 from src.errors import UserError
+from src.hub import local_folder
 
 
 class ByteTokenizer(Tokenizer):
@@ -84,7 +85,8 @@ def make_tokenizer(data: Data, vocab_size: int) -> Tokenizer | None:
         case "sentencepiece":
             tokenizer = SentencePieceTokenizer(data.tokenizer_path)
         case _:
-            tokenizer = folder_tokenizer(Path(data.tokenizer_path).expanduser(), vocab_size)
+            folder = local_folder(data.tokenizer_path, weights=False)
+            tokenizer = folder_tokenizer(Path(folder).expanduser(), vocab_size)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"vocab_size={vocab_size} is less than the {tokenizer.vocab_size} ids of the "

@@ -9,10 +9,8 @@ from typing import Any
 from src.errors import UserError, first_few
 from src.hf.quantized import dequantized
 from src.hf.safetensors import StoredTensor, Tensor, open_tensors
+from src.hub import INDEX, SINGLE
 from src.json_text import read_object
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -72,7 +72,15 @@ class Tracking:
 
 
 class _Follower(threading.Thread):
-    """Hands a run's metrics to a tracker, from one thread. Any error of its package means that it is out of reach."""
+    """Hands a run's metrics to a tracker, from one thread. Any error of its package means that it is out of reach.
+
+    A subclass has `_begin(keys) -> Saved`, which begins a tracked run with the configuration's keys or goes on with the
+    saved one, and returns the last step it has; `_log(steps)`; and `_finish(sample)`, with the text of the run's end.
+    """
+
+    _begin: Callable[[Mapping[str, Any]], Saved]
+    _log: Callable[[Steps], None]
+    _finish: Callable[[str], None]
 
     def __init__(self, name: str, folder: RunFolder, resumed: bool) -> None:
         super().__init__(name=name, daemon=True)
@@ -81,18 +89,6 @@ class _Follower(threading.Thread):
         self._saved: Saved = {} if resumed else {"step": 0}  # empty: not read yet
         self.said = False  # whether it is said that the tracker fails
         self._ended, self._exit_code, self._is_whole = threading.Event(), 0, False
-
-    def _begin(self, keys: Mapping[str, Any]) -> Saved:
-        """Begins a tracked run or goes on with the saved one; returns what to save, with the last step it has."""
-        raise NotImplementedError
-
-    def _log(self, steps: Steps) -> None:
-        """Sends the next steps."""
-        raise NotImplementedError
-
-    def _finish(self, sample: str) -> None:
-        """Ends the tracked run; `sample` is the text generated at the run's end, or empty."""
-        raise NotImplementedError
 
     def end(self, exit_code: int, is_whole: bool) -> None:
         """Has it take what is left, and end; `is_whole`: the last step has all its lines."""

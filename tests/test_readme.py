@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from src import command_line, convert, inspect_data
+from src import command_line, convert, hub, inspect_data
 from src.config.base_yml import help_for
 from src.config.schema import KEYS
 from src.convert import Agreement
@@ -102,6 +102,7 @@ def test_the_readme_begins_with_the_two_commands():
 def test_a_command_is_understood(argv, anywhere, monkeypatch):
     monkeypatch.chdir(anywhere)
     monkeypatch.setenv("HOME", str(anywhere))
+    monkeypatch.setattr(hub, "_fetched", lambda path, weights: str(anywhere / "tiny"))
     if help_for(argv) is None:
         command_line.load(argv, uses_weights="load_ema=true" in argv)  # of src.evaluate and src.decode
 
@@ -143,6 +144,7 @@ def test_the_sources_on_the_page_of_data_work(argv, anywhere, my_data, monkeypat
 @pytest.mark.parametrize("argv", started("src.convert"), ids=" ".join)
 def test_a_conversion_is_understood(argv, monkeypatch):
     called = []
+    monkeypatch.setattr(hub, "_fetched", lambda path, weights: "tiny")
     for name in ("from_hf", "to_hf"):
         monkeypatch.setattr(convert, name, lambda *arguments: called.append(arguments))
     monkeypatch.setattr(convert, "compare", lambda *folders: called.append(folders) or Agreement(0, 0, 0, 1))

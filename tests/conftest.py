@@ -26,9 +26,10 @@ os.environ["PJRT_NPROC"] = "32"
 
 # Workers take whole files: those of the most seconds first, so that none of them begins last and ends alone.
 LONGEST = (
-    *("axes", "resume", "parity", "multislice", "train_compile", "decode", "multiprocess", "expert_axis", "memory"),
-    *("context_axis", "remat", "pipeline", "aot_train", "layer_collectives", "memory_levers", "train_step", "tutorial"),
-    *("checkpoint_meshes", "odd_exports", "stages", "offload", "adapters", "finetuning", "remote_store", "experts"),
+    *("resume", "parity", "train_compile", "decode", "memory", "expert_axis", "multiprocess", "kernels", "experts"),
+    *("context_axis", "memory_levers", "train_step", "axes", "program", "compiler_flags", "config_entries", "pgle"),
+    *("layer_collectives", "checkpoint", "multislice", "moe", "remat", "quantized_products", "train", "readme"),
+    *("tokenize_dataset", "tutorial", "run_as_config", "convert", "pipeline", "odd_exports", "scale", "launch"),
 )
 
 # The compiled programs of runs, one folder for all workers and what they start: they are started with this environment.

@@ -65,7 +65,7 @@ class BlockProducts:
         parts, stored = shards(self.layout, einsum, axes)
 
         def on_devices(left: str, right: str, out: str, *, left_at: Shards, out_at: Shards) -> Any:
-            product = BlockProduct(self.on_cpu, left, right, out, left_at, parts, out_at)
+            product = BlockProduct(self.on_cpu, left, right, out, left_at, parts, out_at, w_dims)
             if self.layout.mesh.size == 1:
                 return product
             in_specs = _spec(left, left_at), _spec(right, parts)
@@ -100,6 +100,7 @@ class BlockProduct:
     left_at: Shards  # where the left operand lies
     parts: Shards  # and both of them while they are multiplied
     out_at: Shards
+    weight: str  # the dims that are a weight's, and not of rows and tokens
 
     def __call__(self, left: Array, right: Array) -> Array:
         """Returns the device's part of the product in the right operand's dtype."""
@@ -132,9 +133,13 @@ class BlockProduct:
         if x.shape[-1] % BLOCK == 0:
             return Coded(*map(gathered, encode(x, self.on_cpu)))
         if (whole := gathered(x)).shape[-1] % BLOCK:  # a device's part has no whole blocks; nor have they all together
+            if order[-1] in self.weight:
+                what, help_ = "of a weight's dim", "that size, or name the weight in quantization_exclude"
+            else:
+                what, help_ = "tokens of a row", "max_target_length or ici_context_parallelism"
             raise UserError(
-                f"quantization=mxfp8 rounds {BLOCK} values together, of those that a product sums over: "
-                f"{whole.shape[-1]} on a device (of a weight's dim, or of tokens) is no multiple of it"
+                f"quantization=mxfp8 rounds {BLOCK} values together: {whole.shape[-1]} {what} on a device are no "
+                f"multiple of that. Change {help_}."
             )
         return encode(whole, self.on_cpu)
 

@@ -135,9 +135,33 @@ def test_other_gpus_of_the_generation_make_them_too():
         select(load(quantization="mxfp8").step, {}, layout)
 
 
-def test_parts_without_whole_blocks_are_refused():
-    layout = layout_of(1)
-    x, w = jnp.ones((2, 8, 48)), jnp.ones((48, 64))
-    quantized = Quantized(w, None, BlockProducts(layout), ("embed", "mlp"))
-    with pytest.raises(UserError, match=r"rounds 32 values together.*48 on a device"):
-        params.matmul(x, quantized, "BTD,DF->BTF")
+@pytest.mark.parametrize(
+    ("length", "width", "message"),
+    [
+        (32, 48, r"together: 48 of a weight's dim on a device are no multiple .* quantization_exclude"),
+        (40, 64, r"together: 40 tokens of a row on a device .* Change max_target_length or ici_context"),
+    ],
+)
+def test_parts_without_whole_blocks_are_refused(length, width, message):
+    run = product("BTD,DF->BTF", ("embed", "mlp"), layout_of(1))
+    with pytest.raises(UserError, match=message):
+        run(jnp.ones((2, length, width)), jnp.ones((width, 64)), jnp.ones((2, length, 64)))
+
+
+@pytest.mark.parametrize(("einsum", "axes"), [QUERY, OUT], ids=["query", "out"])
+def test_a_gpu_is_given_matrices_of_codes_with_their_scales(einsum, axes, monkeypatch):
+    """XLA for CPUs has no such product: in its place stands one of what ml_dtypes reads in codes and scales."""
+
+    def scaled_matmul(a, b, a_scales, b_scales, preferred_element_type):
+        a, b = (
+            codes.astype(jnp.float32) * jnp.repeat(scales.astype(jnp.float32), BLOCK, axis=-1)
+            for codes, scales in ((a, a_scales), (b, b_scales))
+        )
+        return jnp.einsum("BMK,BNK->BMN", a, b).astype(preferred_element_type)
+
+    arrays = operands(einsum)
+    expected = product(einsum, axes, layout_of(1))(*arrays)
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
+    monkeypatch.setattr(BlockProducts, "on_cpu", False)
+    for array, value in zip(product(einsum, axes, layout_of(1))(*arrays), expected, strict=True):
+        assert_close(array, value, 1e-6)

@@ -6,6 +6,7 @@
 #   bash setup.sh aot          beside that, the compilers for TPUs and GPUs, for any machine (src.train_compile)
 #   bash setup.sh data         beside that, what reads data of the types array_record, tfds and parquet
 #   bash setup.sh trackers     beside that, Weights & Biases and MLflow (report_to)
+#   bash setup.sh eval         beside that, what runs tasks of lm-evaluation-harness (src.evaluate RUN tasks=...)
 #   bash setup.sh dev          beside that, what the tests, the linter and the notebook need
 #
 # Names combine (bash setup.sh gpu dev) and add up over several calls. A call that finds nothing to do takes a second.
@@ -36,7 +37,7 @@ find_python() {
 }
 
 for name in "$@"; do
-  [[ "$name" =~ ^(tpu|gpu|aot|data|trackers|dev)$ ]] || fail "'$name' is none of tpu, gpu, aot, data, trackers, dev"
+  [[ "$name" =~ ^(tpu|gpu|aot|data|trackers|eval|dev)$ ]] || fail "'$name' is none of tpu, gpu, aot, data, trackers, eval, dev"
 done
 
 if [[ ! -x .venv/bin/python ]]; then
@@ -61,7 +62,7 @@ install() {
 }
 
 to_install=()
-for name in base tpu gpu data trackers dev; do
+for name in base tpu gpu data trackers eval dev; do
   if is_due "$name"; then
     to_install+=("requirements/$name.txt")
   fi

@@ -1,6 +1,8 @@
 """Measures the loss on held-out data (`python -m src.evaluate CONFIG.yml ...`), scores texts, computes logits."""
 
 import dataclasses
+import functools
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from src.cli import run_command
 from src.command_line import load
 from src.config import schema
 from src.config.base_yml import Usage
+from src.config.command_keys import Decoding, HarnessTasks
 from src.config.source_spec import names_eval_data, train_specs
 from src.config.sources import run_folder
 from src.config.yaml import file_name
@@ -24,9 +27,10 @@ from src.data.host_arrays import host_rows, to_global
 from src.data.open import open_eval_sets
 from src.data.text_bytes import TextBytes
 from src.data.tokenizer import make_tokenizer
-from src.data.types import EvalSet, InputSpec, RowArrays
+from src.data.types import EvalSet, InputSpec, RowArrays, Tokenizer, missing_template
 from src.errors import UserError
-from src.loaded_model import load_model
+from src.harness.answers import Answers
+from src.loaded_model import LoadedModel, load_model
 from src.model.params import Weights
 from src.report.metrics import eval_key, perplexity
 from src.scoring import eval_batch_size, score_texts, write_logits
@@ -36,10 +40,11 @@ from src.step.plan import StepPlan
 from src.step.state import batch_sharding
 
 USAGE = Usage(
-    """Measures the loss of a model, scores texts, computes logits.
+    """Measures the loss of a model or how it does at tasks, scores texts, computes logits.
 
 python -m src.evaluate RUN [key=value ...]
 python -m src.evaluate CONFIG load_parameters_path=PATH eval_dataset_path=TEXTS [key=value ...]
+python -m src.evaluate RUN tasks=NAME,NAME [limit=N] [num_fewshot=N] [include_path=FOLDER] [use_chat_template=true]
 python -m src.evaluate CONFIG load_parameters_path=PATH texts_path=IN.txt scores_path=OUT.jsonl
 python -m src.evaluate CONFIG load_parameters_path=PATH tokens_path=IN.npy logits_path=OUT.npy
 python -m src.evaluate --help KEY                 what a key does, and its default""",
@@ -147,18 +152,27 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     config = configured(argv, USAGE, uses_weights=True)
     if config is None:
         return None
-    scores = config.texts_path or config.tokens_path
+    if config.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise UserError("tasks are those of lm-evaluation-harness, which is not installed: bash setup.sh eval")
+    scores = config.texts_path or config.tokens_path or config.tasks
     run = run_folder(file_name(argv[0])) if not isinstance(argv, ConfigDict) else None
     if run and not scores:
         trained = load([str(run)])
         _check_held_out(run, trained.data, trained.evaluation.eval_interval, config.data)
-    loaded = load_model(config, make_tokenizer(config.data, config.vocab_size))
+    tokenizer = make_tokenizer(config.data, config.vocab_size)
+    if config.tasks:
+        facts = {name: config[name] for name in ("load_parameters_path", "max_target_length", "dtype")}
+        load_weights = functools.partial(load_model, config, tokenizer)
+        return _run_tasks(
+            (config.evaluation, config.batch, config.decoding), config.harness, tokenizer, load_weights, facts
+        )
+    loaded = load_model(config, tokenizer)
     if scores:
-        sections = config.evaluation, config.batch
+        sections = config.evaluation, config.batch, loaded.plan, loaded.weights
         if config.texts_path:
-            say([f"{score_texts(*sections, loaded)} texts scored: {config.scores_path}"])
+            say([f"{score_texts(*sections, loaded.tokenizer)} texts scored: {config.scores_path}"])
         if config.tokens_path:
-            say([f"logits of shape {list(write_logits(*sections, loaded))}: {config.logits_path}"])
+            say([f"logits of shape {list(write_logits(*sections))}: {config.logits_path}"])
         return None
     plan, inputs, text = loaded.plan, InputSpec.of(config, loaded.tokenizer), None
     if config.use_sft or config.batch_transform:
@@ -186,6 +200,30 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     numbers = (metrics | counted).items()
     write_results(config.results_path, {name: value if math.isfinite(value) else None for name, value in numbers})
     return metrics
+
+
+def _run_tasks(
+    sections: tuple[schema.Evaluation, schema.BatchKeys, Decoding],
+    keys: HarnessTasks,
+    tokenizer: Tokenizer | None,
+    load_weights: Callable[[], LoadedModel],
+    facts: Mapping[str, Any],
+) -> dict[str, float]:
+    """Asks a model, with these facts, what the keys' tasks ask; returns their metrics, as TASK/METRIC,FILTER."""
+    from src.harness.tasks import find_tasks, run_tasks  # what they import is installed for them alone
+
+    is_chat = sections[2].use_chat_template
+    if tokenizer is None:
+        raise UserError("tasks need a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
+    if is_chat and tokenizer.chat_template is None:
+        raise missing_template()
+    tasks = find_tasks(keys)  # a mistake in them is told before the weights are read
+    answers = Answers(*sections, *load_weights())
+    results, lines = run_tasks(tasks, is_chat, answers, {"model": "mintext", "model_args": dict(facts)})
+    say(lines)
+    write_results(sections[0].results_path, results)
+    metrics = {f"{task}/{name}": value for task, each in results["results"].items() for name, value in each.items()}
+    return {name: value for name, value in metrics.items() if type(value) in (int, float)}
 
 
 def write_results(path: str, results: Mapping[str, Any]) -> None:

@@ -1,10 +1,9 @@
 """Scores given tokens with a model: the log-probabilities of texts, and whole logits."""
 
 import dataclasses
-import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from src.config.schema import BatchKeys, Evaluation
+from src.data.types import Tokenizer
 from src.errors import UserError
 from src.json_text import parse_json, read_lines
-from src.loaded_model import LoadedModel
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights
 from src.model.parts import kernel_for
@@ -26,21 +25,61 @@ from src.parallel.sequence import from_zigzag, to_zigzag
 from src.step.loss import LogitsOf, in_tiles
 from src.step.plan import StepPlan
 
+_SHORTEST_ROW = 128  # tokens, which kernels take rows of multiples of
 
-def score_texts(evaluation: Evaluation, batch: BatchKeys, loaded: LoadedModel) -> int:
+
+class Scorer:
+    """Computes log-probabilities of given ids, in rows of T tokens, T / 2 and so on: each compiles once."""
+
+    def __init__(self, evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights) -> None:
+        self._plan, self._weights, self._T = plan, weights, batch.max_target_length
+        self._B = eval_batch_size(evaluation, batch, plan)
+        self._programs: dict[int, Callable[..., Any]] = {}
+
+    def __call__(self, sequences: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields for each sequence of n ids, n <= T + 1, two arrays [n - 1] of its ids but the first.
+
+        They are the id's log-probability given those before it, in nats, and whether it is the likeliest.
+        """
+        B = self._B
+        for first in range(0, len(sequences), B):
+            rows = sequences[first : first + B]
+            T = self._row_length(max(map(len, rows)) - 1)
+            if T not in self._programs:
+                self._programs[T] = _compiled(whole_texts(self._plan, T), _scores)
+            tokens_BT, targets_BT = (_padded([ids[part] for ids in rows], B, T) for part in (_INPUTS, _TARGETS))
+            scores = self._programs[T](self._weights, tokens_BT, targets_BT)
+            for ids, log_probs_T, likeliest_T in zip(rows, *scores, strict=False):  # further rows are padding
+                yield log_probs_T[: len(ids) - 1], likeliest_T[: len(ids) - 1]
+
+    def _row_length(self, longest: int) -> int:
+        """Returns the shortest of the lengths that holds so many tokens, and that devices and tiles share out."""
+        layout, T = self._plan.layout, self._T
+        unit = _SHORTEST_ROW * layout.shards("length") * layout.shards("norm_length") * self._plan.step.num_vocab_tiling
+        while T % (2 * unit) == 0 and longest <= T // 2:
+            T //= 2
+        return T
+
+
+_INPUTS, _TARGETS = slice(None, -1), slice(1, None)
+
+
+def score_texts(
+    evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights, tokenizer: Tokenizer | None
+) -> int:
     """Writes a line of `scores_path` for each text of `texts_path`, in their order; returns how many.
 
     A line is a JSON object: `text`, `ids` (including the tokenizer's beginning of a text), `log_probs` of each id given
     those before it, in nats (null for the first), and `log_prob`, their sum. Raises UserError: a text is malformed, or
     has more tokens than a row; there is no text or no tokenizer.
     """
-    if loaded.tokenizer is None:
+    if tokenizer is None:
         raise UserError("texts_path needs a tokenizer, which dataset_type=synthetic does not have: dataset_type=text")
     path, T = Path(evaluation.texts_path).expanduser(), batch.max_target_length
     texts = read_lines(path, "texts_path", _text_of_json)
     if not texts:
         raise UserError(f"texts_path={path} has no text")
-    encoded = [loaded.tokenizer.encode_prompt(text) for text in texts]
+    encoded = [tokenizer.encode_prompt(text) for text in texts]
     longest = max(map(len, encoded))
     if longest > T:
         text = texts[[len(ids) for ids in encoded].index(longest)]
@@ -48,17 +87,14 @@ def score_texts(evaluation: Evaluation, batch: BatchKeys, loaded: LoadedModel) -
             f"texts_path: the text that begins {text[:40]!r} has {longest} tokens, and max_target_length={T} is a "
             "row's: raise it, or shorten the text"
         )
-    compute, B = _compiled(loaded.plan, _log_probs), eval_batch_size(evaluation, batch, loaded.plan)
+    scores = Scorer(evaluation, batch, plan, weights)(encoded)
     # Every process computes, process 0 writes.
     scores_path = Path(evaluation.scores_path).expanduser() if jax.process_index() == 0 else os.devnull
     with open(scores_path, "w", encoding="utf-8") as file:
-        for first in range(0, len(texts), B):
-            rows = encoded[first : first + B]
-            log_probs_BT = compute(loaded.weights, _padded(rows, B, T))
-            for text, ids, log_probs_T in zip(texts[first:], rows, log_probs_BT, strict=False):
-                log_probs = [None, *map(float, log_probs_T[: len(ids) - 1])]
-                line = {"text": text, "ids": ids.tolist(), "log_probs": log_probs, "log_prob": sum(log_probs[1:])}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        for text, ids, (of_ids, _) in zip(texts, encoded, scores, strict=True):
+            log_probs = [None, *map(float, of_ids)]
+            line = {"text": text, "ids": ids.tolist(), "log_probs": log_probs, "log_prob": sum(log_probs[1:])}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return len(texts)
 
 
@@ -69,7 +105,7 @@ def _text_of_json(line: str) -> str:
     raise ValueError('expected {"text": "..."}')
 
 
-def write_logits(evaluation: Evaluation, batch: BatchKeys, loaded: LoadedModel) -> tuple[int, int, int]:
+def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weights: Weights) -> tuple[int, int, int]:
     """Writes `logits_path`, float32 [B, T, V], for the ids of `tokens_path`, int32 [B, T]; returns that shape.
 
     Each row is one whole text; there is no mask but the model's own. Raises UserError: the file is no such array, or an
@@ -82,18 +118,18 @@ def write_logits(evaluation: Evaluation, batch: BatchKeys, loaded: LoadedModel) 
         raise UserError(f"tokens_path={path} cannot be read as a .npy file: {error}") from None
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or not tokens.size:
         raise UserError(f"tokens_path={path}: expected int32 [B, T], got {tokens.dtype} {list(tokens.shape)}")
-    vocab_size = loaded.plan.spec.vocab_size
+    vocab_size = plan.spec.vocab_size
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise UserError(f"tokens_path={path}: ids reach from {tokens.min()} to {tokens.max()}, vocab_size={vocab_size}")
     shape = (*tokens.shape, vocab_size)
-    plan = whole_texts(loaded.plan, tokens.shape[1])
+    plan = whole_texts(plan, tokens.shape[1])
     compute, B = _compiled(plan, _logits), eval_batch_size(evaluation, batch, plan)
     file = None
     if jax.process_index() == 0:
         file = np.lib.format.open_memmap(Path(evaluation.logits_path).expanduser(), "w+", np.float32, shape)
     for first in range(0, len(tokens), B):
         rows = tokens[first : first + B]
-        logits_BTV = compute(loaded.weights, _padded(rows, B, tokens.shape[1]))
+        logits_BTV = compute(weights, _padded(rows, B, tokens.shape[1]))
         if file is not None:
             file[first : first + B] = logits_BTV[: len(rows)]
     return shape
@@ -129,14 +165,14 @@ def _padded(rows: Sequence[np.ndarray], B: int, T: int) -> np.ndarray:
     return tokens_BT
 
 
-def _compiled(plan: StepPlan, function: Callable[..., jax.Array]) -> Callable[[Any, np.ndarray], np.ndarray]:
-    """Compiles `function(weights, tokens_BT, plan)`; every process passes and gets whole host arrays."""
+def _compiled(plan: StepPlan, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles `function(weights, *arrays, plan)` of arrays [B, T]; every process passes and gets whole host arrays."""
     row_sharding = plan.layout.sharding(("batch", None))
     in_shardings = (plan.split(plan.shardings), row_sharding)
-    compiled = jax.jit(functools.partial(function, plan=plan), in_shardings=in_shardings)
+    compiled = jax.jit(lambda weights, arrays: function(weights, *arrays, plan=plan), in_shardings=in_shardings)
 
-    def compute(weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
-        placed = jax.make_array_from_callback(tokens_BT.shape, row_sharding, lambda index: tokens_BT[index])
+    def compute(weights: Weights, *arrays: np.ndarray) -> Any:
+        placed = tuple(jax.make_array_from_callback(x.shape, row_sharding, x.__getitem__) for x in arrays)
         return multihost_utils.process_allgather(compiled(weights, placed), tiled=True)
 
     return compute
@@ -149,29 +185,37 @@ def _logits(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> jax.Array
     return logits_of(from_zigzag(hidden_BTD, plan.layout.shards("length")))
 
 
-def _log_probs(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> jax.Array:
-    """Returns the log-probability [B, T - 1] of each token but the first, given those before it."""
+def _scores(
+    weights: Weights, tokens_BT: jax.Array, targets_BT: jax.Array, plan: StepPlan
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what `token_scores` does of the targets, each after its token and those before that in the row."""
     hidden_BTD, logits_of = _hidden_states(weights, tokens_BT, plan)
-    # The last position has an arbitrary target, so that all T positions divide into tiles.
-    targets_BT = to_zigzag(jnp.roll(tokens_BT, -1, axis=1), plan.layout)
-    shards = plan.layout.shards("norm_length")
-    log_probs_BT = token_log_probs(logits_of, hidden_BTD, targets_BT, plan.step.num_vocab_tiling, shards)
-    log_probs_BT = plan.layout.constrain(log_probs_BT, "batch", None)
-    return from_zigzag(log_probs_BT, plan.layout.shards("length"))[:, :-1]
+    targets_BT, shards = to_zigzag(targets_BT, plan.layout), plan.layout.shards("norm_length")
+    scores = token_scores(logits_of, hidden_BTD, targets_BT, plan.step.num_vocab_tiling, shards)
+    whole_BT = (plan.layout.constrain(x_BT, "batch", None) for x_BT in scores)
+    return tuple(from_zigzag(x_BT, plan.layout.shards("length")) for x_BT in whole_BT)
 
 
-def token_log_probs(
+def token_scores(
     logits_of: LogitsOf, hidden_BTD: jax.Array, targets_BT: jax.Array, tiles: int, shards: int = 1
-) -> jax.Array:
-    """Returns the log-probability [B, T] of each target, in nats; the arguments are those of `cross_entropy`."""
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the log-probability [B, T] of each target, in nats, and whether it is the likeliest, bool [B, T].
 
-    def of_tile(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+    The arguments are those of `cross_entropy`.
+    """
+
+    def of_tile(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         hidden_BtD, targets_Bt = tile
         log_probs_BtV = jax.nn.log_softmax(logits_of(hidden_BtD))
-        return jnp.take_along_axis(log_probs_BtV, targets_Bt[..., None], axis=-1)[..., 0]
+        log_probs_Bt = jnp.take_along_axis(log_probs_BtV, targets_Bt[..., None], axis=-1)[..., 0]
+        return log_probs_Bt, jnp.argmax(log_probs_BtV, axis=-1) == targets_Bt
 
-    tiled = jax.lax.map(of_tile, in_tiles((hidden_BTD, targets_BT), tiles, shards))
-    return jnp.moveaxis(tiled.reshape(tiles, -1, shards, tiled.shape[2] // shards), 0, 2).reshape(targets_BT.shape)
+    def whole(tiled: jax.Array) -> jax.Array:
+        parts = tiled.reshape(tiles, -1, shards, tiled.shape[2] // shards)
+        return jnp.moveaxis(parts, 0, 2).reshape(targets_BT.shape)
+
+    log_probs, likeliest = jax.lax.map(of_tile, in_tiles((hidden_BTD, targets_BT), tiles, shards))
+    return whole(log_probs), whole(likeliest)
 
 
 def _hidden_states(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> tuple[jax.Array, LogitsOf]:

@@ -177,7 +177,10 @@ def test_a_loss_of_parts_of_a_text_has_none(uniform, tmp_path, capsys):
     ("keys", "sentence"),
     [
         ({"results_path": "{tmp}/nowhere/a.json"}, "nowhere/a.json can't be written: No such file or directory"),
-        ({"results_path": "a", "texts_path": "b", "scores_path": "c"}, "with texts_path none is made: leave one out"),
+        (
+            {"results_path": "a", "texts_path": "b", "scores_path": "c"},
+            "results_path and texts_path ask for different things: leave one out",
+        ),
         ({"results_path": "gs://bucket/a.json"}, "expected a path on this machine"),
     ],
 )

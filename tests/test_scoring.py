@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from src import evaluate
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
-from src.scoring import token_log_probs
+from src.scoring import token_scores
 from tests import runs
 
 LENGTH = 32
@@ -89,7 +89,7 @@ def test_tiles_hold_the_logits_of_one_tile_at_a_time():
 
     def memory(tiles):
         def scores(hidden, output, targets):
-            return token_log_probs(lambda h: h @ output, hidden, targets, tiles)
+            return token_scores(lambda h: h @ output, hidden, targets, tiles)
 
         lowered = jax.jit(scores).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
         return lowered.compile().memory_analysis().temp_size_in_bytes

@@ -193,8 +193,9 @@ def _scoring(config: FlatKeys) -> Iterator[str]:
             yield f"{source} and {target} go together: give both or none"
         elif config[source] and _same_file(*map(os.path.expanduser, (config[source], config[target]))):
             yield f"{target}={config[target]} is the file that {source} names: it would be written over"
-        if config[source] and config["results_path"]:
-            yield f"results_path has what an evaluation measures, and with {source} none is made: leave one out"
+        for key in ("results_path", "tasks"):
+            if config[source] and config[key]:
+                yield f"{key} and {source} ask for different things: leave one out"
 
 
 def _same_file(a: str, b: str) -> bool:

@@ -1,6 +1,18 @@
 """Declares the keys of what an ordinary training run does not do: compiling ahead of time, decoding, diagnosing."""
 
-from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, POSITIVE, SEED, SHARE_OR_UNSET, Range, group, key, path
+from src.config.keys import (
+    FROM_0,
+    FROM_0_OR_UNSET,
+    FROM_1,
+    FROM_1_OR_UNSET,
+    POSITIVE,
+    SEED,
+    SHARE_OR_UNSET,
+    Range,
+    group,
+    key,
+    path,
+)
 
 # What is of runs alone, other commands on a run or its data take too, but not those that use a model.
 OF_RUNS = (
@@ -51,6 +63,21 @@ class Tools:
     inspect_num_steps: int = key(1, "how many", FROM_1, **_INSPECT)
     process_count: int = key(1, "as if of so many processes with these devices each", FROM_1, 2**20, **_INSPECT)
     process_index: int = key(0, "the process whose rows it shows", FROM_0, 2**20, **_INSPECT)
+
+
+_AT_MOST = Range("a whole number, or less than 1: a share", lambda x: 0 <= x < 1 or (x >= 1 and x == int(x)))
+
+
+@group
+class HarnessTasks:
+    """Evaluation: tasks (docs/evaluation.md)"""
+    tasks: str = key("", "tasks of lm-evaluation-harness: NAME,NAME", any_text=True, commands=("src.evaluate",))
+    num_fewshot: int = key(-1, "solved examples before each question; -1: as each task says", FROM_0_OR_UNSET, 2**10,
+        commands=("src.evaluate",))
+    limit: float = key(0.0, "questions of each task; less than 1: that share of them; 0: all", _AT_MOST,
+        commands=("src.evaluate",))
+    include_path: str = path("", "a folder with .yaml files of further tasks", is_local=True,
+        commands=("src.evaluate",))
 
 
 @group

@@ -96,6 +96,7 @@ NEEDS = (
     Need(["max_document_bytes"], {"dataset_type": ["text"]}),
     Need(["long_documents"], {"packing": [False]}),
     Need(["sft_train_on_completion_only"], {"use_sft": [True]}),
+    Need(["num_fewshot", "limit", "include_path"], {"tasks": _NAMED}),
     Need(["decode_samples", "decode_prompt_tokens"], {"decode_path": _NAMED, "decode_metrics": _NAMED}),
     Need(["decode_num_prompts"], {"decode_prompt_tokens": ABOVE_0}),
     Need(["decode_metrics"], {"eval_interval": ABOVE_0}),

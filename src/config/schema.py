@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from src.config.command_keys import OF_RUNS, Aot, Conversations, Decoding, Diagnostics, Preferences, Tools
+from src.config.command_keys import OF_RUNS, Aot, Conversations, Decoding, Diagnostics, HarnessTasks, Preferences, Tools
 from src.config.keys import AXIS_SIZE, FROM_0, FROM_0_OR_UNSET, FROM_1, FROM_1_OR_UNSET, FROM_64, POSITIVE, SEED
 
 # isort: split
@@ -180,6 +180,7 @@ class Config(Mapping[str, Any]):
     batch: BatchKeys
     data: Data
     evaluation: Evaluation
+    harness: HarnessTasks
     decoding: Decoding
     checkpoint: Checkpoint
     mesh: Mesh
@@ -219,7 +220,7 @@ SECTIONS: dict[str, type] = {field.name: field.type for field in dataclasses.fie
 GROUPS: list[type] = [
     *(Run, ModelSize, LayerFacts, AttentionFacts, PositionFacts, FeedForwardFacts, Numerics, Quantization),
     *(Compilation, Aot, Optimizer, BatchKeys, DataSources, Tools, Conversations, Trainable, Preferences, Evaluation),
-    *(Decoding, Checkpoint, Mesh, Diagnostics),
+    *(HarnessTasks, Decoding, Checkpoint, Mesh, Diagnostics),
 ]
 # A run resumed with another value of one of their keys is another run, but for those declared with fixed=False.
 FIXED_GROUPS = (DataSources, Conversations, Trainable)

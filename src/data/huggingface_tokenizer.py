@@ -42,6 +42,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(f"tokenizer_path: {file} can't be read as a tokenizer: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        by_default = self._tokenizer.encode("").ids
         self._tokenizer.post_processor = None  # it would add bos, and leave spaces out of the spans
         self._file = file
         self._model_vocab_size = model_vocab_size
@@ -70,6 +71,7 @@ class HuggingFaceTokenizer(Tokenizer):
         bos = self._special_id("bos", tokens, ids)
         self.eos: int = eos
         self.bos: int = eos if bos is None else bos
+        self.adds_bos = by_default[:1] == [self.bos]
         self.stop_ids = frozenset({eos, *ids.get("eos_token_id", ())})
         words = self._tokenizer.get_vocab(with_added_tokens=False).values()
         self.vocab_size: int = max(*words, self.bos, *self.stop_ids) + 1
@@ -79,6 +81,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         return self._array([self.bos, *self._ids(text), self.eos])
+
+    def encode_default(self, text: str) -> np.ndarray:
+        """Returns `encode_text`, after bos where tokenizer.json's post-processor adds it and the text does not."""
+        ids = self.encode_text(text)
+        return self._array([self.bos, *ids]) if self.adds_bos and ids[:1].tolist() != [self.bos] else ids
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns `encode_text`, and int [n, 2]: where in the text the characters of each id begin and end."""

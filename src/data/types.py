@@ -115,6 +115,10 @@ class Tokenizer(Protocol):
         """Returns the int32 ids of the beginning of a document, with bos."""
         return self.encode(text)[:-1]
 
+    def encode_default(self, text: str) -> np.ndarray:
+        """Returns the int32 ids that a Hugging Face model's tokenizer gives by default, mostly with bos."""
+        return self.encode_prompt(text)
+
     def encode_text(self, text: str) -> np.ndarray:
         """Returns the int32 ids of the text alone."""
         return self.encode(text)[1:-1]

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Trains a small model on Python's library, measures it on tasks of lm-evaluation-harness whose data are files, and shows
+# that the harness's own model of the exported Hugging Face folder is given the same numbers: accuracies and texts are
+# equal, log-probabilities to 1e-4.
+#
+#   bash end_to_end/evaluation.sh [FOLDER]     about three minutes on two cores; FOLDER, else a temporary one, is kept
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+needs_transformers
+"$python" -c "import lm_eval" 2>/dev/null || skip "lm_eval is missing: bash setup.sh eval"
+"$python" -c "import accelerate" 2>/dev/null || skip "accelerate, which --model hf needs, is missing: pip install accelerate"
+out=${1:-$(mktemp -d)}
+mkdir -p "$out/tasks"
+
+"$python" - "$out/tasks" <<'PYTHON'
+import json, random, sys
+from pathlib import Path
+
+folder, draw = Path(sys.argv[1]), random.Random(0)
+words = "red green blue black white gold pink grey".split()
+rows = []
+for _ in range(24):
+    choices = draw.sample(words, 3)
+    rows.append({"question": " ".join(choices), "choices": choices, "label": draw.randrange(3)})
+texts = [{"text": Path(name).read_text()[:size]} for name, size in (("README.md", 300), ("setup.sh", 1000), ("LICENSE", 50))]
+for name, lines in (("rows", rows), ("texts", texts)):
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+mean = "aggregation: mean, higher_is_better: true"
+tasks = {
+    "my_choice": ("rows", f"""output_type: multiple_choice
+doc_to_text: "Which of {{{{question}}}}?"
+doc_to_choice: choices
+doc_to_target: label
+metric_list: [{{metric: acc, {mean}}}, {{metric: acc_norm, {mean}}}]"""),
+    "my_texts": ("rows", f"""output_type: generate_until
+doc_to_text: "{{{{question}}}}:"
+doc_to_target: "{{{{choices[2]}}}}"
+generation_kwargs: {{until: ["\\n", "e"], max_gen_toks: 12, do_sample: false}}
+metric_list: [{{metric: exact_match, {mean}}}]"""),
+    "my_bytes": ("texts", """output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]"""),
+}
+for name, (file, lines) in tasks.items():
+    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/{file}.jsonl}}}}\ntest_split: test\nfewshot_split: test"
+    (folder / f"{name}.yaml").write_text(f"task: {name}\n{lines}\n{data}\n")
+PYTHON
+
+"$python" -m src.train configs/quickstart.yml run_name=run base_output_directory="$out" steps=100 sample_length=0
+"$python" -m src.convert to-hf "$out/run" "$out/hf"
+"$python" -m src.evaluate "$out/run" tasks=my_choice,my_texts,my_bytes include_path="$out/tasks" num_fewshot=2 \
+  results_path="$out/tasks.json"
+
+"$python" - "$out" <<'PYTHON'
+import json, math, sys
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from src.command_line import load
+from src.data.tokenizer import make_tokenizer
+from src.harness.answers import Answers
+from src.loaded_model import load_model
+
+out = sys.argv[1]
+theirs = HFLM(pretrained=f"{out}/hf", dtype="float32", device="cpu", max_length=128, batch_size=8)
+manager = TaskManager(include_path=f"{out}/tasks", include_defaults=False)
+tasks = ["my_choice", "my_texts", "my_bytes"]
+expected = simple_evaluate(theirs, tasks=tasks, num_fewshot=2, task_manager=manager)
+found = json.load(open(f"{out}/tasks.json"))["results"]
+for task in tasks:
+    for name, value in expected["results"][task].items():
+        if not isinstance(value, str):
+            print(task, name, found[task][name], value)
+            assert math.isclose(found[task][name], value, rel_tol=1e-5, abs_tol=1e-9), name
+
+config = load([f"{out}/run"], uses_weights=True)
+tokenizer = make_tokenizer(config.data, config.vocab_size)
+plan, weights, _ = load_model(config, tokenizer)
+ours = Answers(config.evaluation, config.batch, config.decoding, plan, weights, tokenizer)
+rows = [sample["arguments"] for task in tasks for sample in expected["samples"][task]]
+pairs = [tuple(pair) for row in rows[:24] for pair in row] + [("", "é and é"), ("a ", "b" * 60), ("c" * 200, " d")]
+wanted = theirs.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+worst = max(abs(a - b) for (a, _), (b, _) in zip(ours.log_likelihoods(pairs), wanted, strict=True))
+assert [a for _, a in ours.log_likelihoods(pairs)] == [b for _, b in wanted]
+print(f"log-probabilities of {len(pairs)} continuations: at most {worst:.2g} apart")
+assert worst <= 1e-4
+requests = [tuple(row[0]) for row in rows[24:48]]
+wanted = theirs.generate_until([Instance("generate_until", {}, request, 0) for request in requests])
+assert ours.completions(requests) == wanted
+print(f"{len(requests)} texts are equal, such as {max(wanted, key=len)!r}")
+PYTHON

@@ -140,7 +140,8 @@ def test_it_is_transformers_loss_of_the_text(model, tmp_path):
     for metrics in found:
         assert metrics["eval_bits_per_byte"] == pytest.approx(expected, rel=1e-5)
     with_ends = [log_probs(model[0], [256, *text.encode(), 257]) for text in texts]
-    assert found[0]["eval_loss"] == pytest.approx(-np.concatenate(with_ends).mean(), rel=1e-5)
+    for metrics in found:
+        assert metrics["eval_loss"] == pytest.approx(-np.concatenate(with_ends).mean(), rel=1e-5)
 
 
 def test_it_prints_what_the_page_says(uniform, tmp_path, capsys):
@@ -181,10 +182,13 @@ def test_a_loss_of_parts_of_a_text_has_none(uniform, tmp_path, capsys):
             {"results_path": "a", "texts_path": "b", "scores_path": "c"},
             "results_path and texts_path ask for different things: leave one out",
         ),
+        ({"results_path": "{tmp}"}, "can't be written: Is a directory"),
         ({"results_path": "gs://bucket/a.json"}, "expected a path on this machine"),
     ],
 )
-def test_bad_input(uniform, tmp_path, keys, sentence):
+def test_bad_input(uniform, tmp_path, keys, sentence, monkeypatch):
+    """It is told before the weights are read."""
+    monkeypatch.setattr(evaluate, "load_model", lambda *_: pytest.fail("the model was read first"))
     write(tmp_path, ["a"])
     keys = {key: value.replace("{tmp}", str(tmp_path)) for key, value in keys.items()}
     with pytest.raises(UserError, match=sentence):
@@ -212,6 +216,22 @@ def test_the_bytes_of_a_token_are_those_it_stands_for(tokenizers):
     pieces = [tokenizer.decode(ids[[at]]) for at in range(1, len(ids) - 1)]
     assert "".join(piece for piece in pieces if "\ufffd" not in piece) == "self."
     assert text_bytes[1:-1].tolist() == [len(piece) for piece in pieces if "\ufffd" not in piece] + [2, 0, 3, 0, 0]
+
+
+def test_special_tokens_that_a_text_spells_are_not_lost(tokenizers):
+    tokenizer = tokenizers["huggingface"][0]
+    assert tokenizer.encode("a </s> b").tolist().count(tokenizer.eos) == 2
+    for kind, (each, _, _) in tokenizers.items():
+        counted = TextBytes(each)
+        assert counted.document("a </s> b").text_bytes[1:-1].sum() == len("a </s> b")
+        assert counted.notes() == [], kind
+
+
+def test_the_sign_that_sentencepiece_has_for_a_space_becomes_one(tokenizers):
+    changing = TextBytes(tokenizers["sentencepiece"][0])
+    for text in ("a▁b", "a▀b", "_"):
+        changing.document(text)
+    assert "changes 1 of the texts, such as 'a▁b' to 'a b'" in changing.notes()[0]
 
 
 def test_a_tokenizer_that_changes_texts_is_said(tokenizers, tmp_path):

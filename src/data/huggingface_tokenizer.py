@@ -100,6 +100,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
+    def decode_spelled(self, ids: np.ndarray) -> str:
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
     def render_parts(
         self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], now: datetime.datetime | None = None
     ) -> list[str]:

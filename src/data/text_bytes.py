@@ -1,7 +1,10 @@
 """Counts the bytes of text that ids stand for, for bits per byte."""
 
+import hashlib
+
 import numpy as np
 
+from src.data.host_arrays import gather_json
 from src.data.types import END, Document, Tokenizer
 
 
@@ -9,7 +12,8 @@ class TextBytes:
     """Tokenizes texts with the bytes of each id, and remembers which of them the tokenizer does not give back."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._changed, self._example = tokenizer, set(), ""  # by hash: a text may be read again
+        self._tokenizer, self._example = tokenizer, ""
+        self._changed: set[str] = set()  # by digest: a text may be read again, and by several processes
 
     def document(self, text: str) -> Document:
         """Returns the text's ids with their `text_bytes`, which add up to those of the whole text.
@@ -20,20 +24,26 @@ class TextBytes:
         ids, ends = self._tokenizer.encode(text), np.maximum.accumulate(self._tokenizer.byte_ends(text))
         assert len(ends) == len(ids) - 2, "byte_ends tokenizes as encode does"
         ends[-1:] = len(text.encode())
-        if self._tokenizer.decode(ids) != text:
-            self._changed.add(hash(text))
+        if self._tokenizer.decode_spelled(ids[1:-1]) != text:
+            self._changed.add(hashlib.sha256(text.encode()).hexdigest()[:16])
             self._example = text
         return Document(ids, text_bytes=np.concatenate([[END], np.diff(ends, prepend=0), [END]]).astype(np.int32))
 
     def notes(self) -> list[str]:
-        """Returns a line for the user where the tokenizer changes texts: their bytes are then not what it costs."""
-        if not self._changed:
+        """Returns a line for the user where the tokenizer changes texts: their bytes are then not what it costs.
+
+        It is of the texts of all processes, each of which calls this.
+        """
+        text, given = self._example, self._tokenizer.decode_spelled(self._tokenizer.encode_text(self._example))
+        pairs = enumerate(zip(text, given, strict=False))
+        at = next((index for index, (a, b) in pairs if a != b), min(len(text), len(given)))
+        excerpts = [each[max(at - 10, 0) : at + 10] for each in (text, given)]
+        changed = [each for each in gather_json([sorted(self._changed), excerpts]) if each[0]]
+        if not changed:
             return []
-        given = self._tokenizer.decode(self._tokenizer.encode(self._example))
-        pairs = enumerate(zip(self._example, given, strict=False))
-        at = next((index for index, (a, b) in pairs if a != b), min(len(self._example), len(given)))
-        before, after = (text[max(at - 10, 0) : at + 10] for text in (self._example, given))
+        before, after = changed[0][1]
+        count = len(set().union(*(texts for texts, _ in changed)))
         return [
-            f"the tokenizer changes {len(self._changed)} of the texts, such as {before!r} to {after!r}: bits per byte "
-            "count the bytes as they were, though nothing predicts what is lost"
+            f"the tokenizer changes {count} of the texts, such as {before!r} to {after!r}: bits per byte count the "
+            "bytes as they were, though nothing predicts what is lost"
         ]

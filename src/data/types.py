@@ -143,6 +143,10 @@ class Tokenizer(Protocol):
     def decode(self, ids: np.ndarray) -> str:
         """Returns the text of ids. Special ids, and ids beyond the vocabulary, give none."""
 
+    def decode_spelled(self, ids: np.ndarray) -> str:
+        """Returns the text of `encode_text`'s ids, with the special tokens that a text spells where they are read."""
+        return self.decode(ids)
+
     def fingerprint(self) -> Fingerprint:
         """Returns facts that are equal for tokenizers that give the same ids."""
 

@@ -85,3 +85,10 @@ def test_evaluations_end_on_the_same_step_and_miss_nothing(processes, corpus):
     assert min(with_tokens) < max(with_tokens)  # so one of them had to wait for the other
     total = sum(len(path.read_bytes()) + 1 for path in Path(corpus).iterdir())
     assert sum(result["eval tokens"] for result in processes) == total
+
+
+def test_texts_that_a_tokenizer_changes_are_those_of_both(processes):
+    for result in processes:
+        (one,), (three,) = result["texts that process 1 reads"], result["texts of which both read one"]
+        assert one.startswith("the tokenizer changes 1 of the texts, such as 'c  d' to 'c d': ")
+        assert three.startswith("the tokenizer changes 3 of the texts, such as 'a  b' to 'a b': ")

@@ -17,12 +17,30 @@ from src.config.schema import Config
 from src.data.host_arrays import host_rows, to_global
 from src.data.readers.synthetic import SyntheticSource
 from src.data.readers.text import TextSource
+from src.data.text_bytes import TextBytes
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import TrainData
 from tests.data.one_source import alone, eval_batches, held_out, train_batches
 
 B = 16
 CONFIG = Config.of({"max_target_length": 64, "data_shuffle_seed": 3, "vocab_size": 258})
+
+
+class OneSpace(ByteTokenizer):
+    """Makes two spaces one."""
+
+    def encode(self, text):
+        return super().encode(text.replace("  ", " "))
+
+    def byte_ends(self, text):
+        return super().byte_ends(text.replace("  ", " "))
+
+
+# What each process reads, in two evaluations.
+TEXTS = {
+    "that process 1 reads": (["a b"], ["c  d", "e f"]),
+    "of which both read one": (["c  d", "a  b"], ["e  f", "c  d"]),
+}
 
 
 def mixture(corpus):
@@ -76,6 +94,11 @@ def main(address, process_id, corpus, result_path):
     result["eval steps"] = len(local)
     result["eval steps with tokens"] = sum(bool(batch["loss_mask"].any()) for batch in local)
     result["eval tokens"] = float(sum(batch["loss_mask"].sum() for batch in local))
+    for name, texts in TEXTS.items():
+        counted = TextBytes(OneSpace())
+        for text in texts[jax.process_index()]:
+            counted.document(text)
+        result[f"texts {name}"] = counted.notes()
     Path(result_path).write_text(json.dumps(result))
     jax.distributed.shutdown()
 

@@ -9,6 +9,7 @@ import argparse
 import bz2
 import dataclasses
 import gzip
+import hashlib
 import json
 import lzma
 import math
@@ -59,14 +60,16 @@ class Lab:
     def train(self, name: str, *keys: str, config: Path = MODEL) -> Run:
         """Returns the run `name`, which is made if it is not finished."""
         run = self.folder / name
-        if not (run / "finished").exists():
-            parts = {"dataset_path": "train", "eval_dataset_path": "held_out"} if self.text else {}
-            sources = [f"{key}={self.text / part}" for key, part in parts.items()]
+        parts = {"dataset_path": "train", "eval_dataset_path": "held_out"} if self.text else {}
+        sources = [f"{key}={self.text / part}" for key, part in parts.items()]
+        digests = [hashlib.sha256((self.text / part / "text.txt").read_bytes()).hexdigest() for part in parts.values()]
+        asked = "\n".join([config.read_text(), *digests, *keys])  # a run of the same name may have had other settings
+        if not (run / "finished").exists() or (run / "finished").read_text() != asked:
             place = [f"run_name={name}", f"base_output_directory={self.folder}", "quiet=true"]
             print(" ".join([name, *keys]), flush=True)
             shutil.rmtree(run, ignore_errors=True)  # what a stopped run left
             _command("src.train", str(config), *sources, *place, *keys)
-            (run / "finished").touch()
+            (run / "finished").write_text(asked)
         return _read(run, list(keys))
 
 
@@ -90,13 +93,12 @@ def main(argv: list[str]) -> None:
 
 def split(source: Path, out: Path) -> Path:
     """Writes OUT/train/text.txt and OUT/held_out/text.txt from the paragraphs, one a line, of SOURCE/botocore.txt."""
-    if not (out / "held_out" / "text.txt").exists():
-        lines = (source / "botocore.txt").read_bytes().splitlines(keepends=True)
-        blocks = [b"".join(lines[i : i + BLOCK]) for i in range(0, len(lines), BLOCK)]
-        for name, held in ("train", False), ("held_out", True):
-            (out / name).mkdir(parents=True, exist_ok=True)
-            kept = [block for i, block in enumerate(blocks) if (i % HELD_OUT_EVERY == 0) is held]
-            (out / name / "text.txt").write_bytes(b"".join(kept))
+    lines = (source / "botocore.txt").read_bytes().splitlines(keepends=True)
+    blocks = [b"".join(lines[i : i + BLOCK]) for i in range(0, len(lines), BLOCK)]
+    for name, held in ("train", False), ("held_out", True):
+        (out / name).mkdir(parents=True, exist_ok=True)
+        kept = [block for i, block in enumerate(blocks) if (i % HELD_OUT_EVERY == 0) is held]
+        (out / name / "text.txt").write_bytes(b"".join(kept))
     return out
 
 
@@ -112,15 +114,16 @@ def quickstart(lab: Lab, out: Path) -> dict[str, Any]:
 
 def optimizers(lab: Lab, out: Path) -> dict[str, Any]:
     """AdamW and Muon on one model: of how many steps Muon's whole schedule must be for AdamW's loss."""
-    steps, rates, seeds, lengths = 2000, ("1e-3", "2e-3", "4e-3"), (0, 1, 2), (1000, 1300, 1600)
+    steps, seeds, lengths = 2000, (0, 1, 2), (700, 1000, 1300)
+    rates = {"adamw": ("1e-3", "2e-3", "4e-3"), "muon": ("2e-3", "4e-3", "8e-3")}
 
     def run(kind: str, rate: str, seed: int, length: int) -> Run:
         keys = (f"opt_type={kind}", f"learning_rate={rate}", f"steps={length}", *_width(128), *_seed(seed))
         return lab.train(f"optimizers-{kind}-{rate}-{length}-{seed}", *keys)
 
     best, tried = {}, {}
-    for kind in "adamw", "muon":
-        runs = {rate: run(kind, rate, 0, steps) for rate in rates}
+    for kind, of_kind in rates.items():
+        runs = {rate: run(kind, rate, 0, steps) for rate in of_kind}
         best[kind] = min(runs, key=lambda rate: runs[rate].held_out_loss)
         tried[kind] = {rate: it.held_out_loss for rate, it in runs.items()}
     whole = {kind: [run(kind, best[kind], seed, steps) for seed in seeds] for kind in best}
@@ -293,14 +296,15 @@ def activations(metrics: Path) -> list[float]:
 
 
 def crossing(steps: Sequence[int], losses: Sequence[float], target: float) -> float:
-    """Returns where a line through the points (steps, losses) first comes down to `target`; NaN where it never does."""
-    if losses[0] <= target:
-        return float(steps[0])  # at most this: the shortest run is better already
+    """Returns where a line through the points (steps, losses) first comes down to `target`.
+
+    Raises ValueError if the first loss is not above it, or none is at most it: then no point of the line is known.
+    """
     for i in range(1, len(steps)):
-        if losses[i] <= target:
+        if losses[i] <= target < losses[i - 1]:
             part = (losses[i - 1] - target) / (losses[i - 1] - losses[i])
             return steps[i - 1] + part * (steps[i] - steps[i - 1])
-    return math.nan
+    raise ValueError(f"runs of {list(steps)} steps, with losses {list(losses)}, do not lie about {target}")
 
 
 def power_law(sizes: Sequence[float], losses: Sequence[float]) -> dict[str, float]:
@@ -315,7 +319,7 @@ def power_law(sizes: Sequence[float], losses: Sequence[float]) -> dict[str, floa
 
 def mean_and_spread(values: Sequence[float]) -> str:
     """Returns "0.65 +- 0.02 (n = 3)": the mean and the standard deviation."""
-    return f"{statistics.fmean(values):.3f} +- {statistics.stdev(values):.3f} (n = {len(values)})"
+    return f"{statistics.fmean(values):.4f} +- {statistics.stdev(values):.4f} (n = {len(values)})"
 
 
 def _differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
@@ -323,10 +327,10 @@ def _differences(first: Sequence[float], second: Sequence[float]) -> list[float]
 
 
 def _of_seeds(kinds: dict[str, tuple[str, list[float]]]) -> list[str]:
-    table = ["| | | held-out loss of seeds 0, 1, 2 | mean |", "| --- | --- | --- | --- |"]
+    table = ["| | | held-out loss of seeds 0, 1, 2 | mean and standard deviation |", "| --- | --- | --- | --- |"]
     for kind, (what, losses) in kinds.items():
         each = ", ".join(f"{loss:.4f}" for loss in losses)
-        table.append(f"| {kind} | {what} | {each} | {statistics.fmean(losses):.4f} |")
+        table.append(f"| {kind} | {what} | {each} | {mean_and_spread(losses)} |")
     return table
 
 

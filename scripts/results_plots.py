@@ -66,6 +66,9 @@ def panels(kinds: Mapping[str, Mapping[int, Mapping[float, float]]], path: Path,
 def _finish(figure: plt.Figure, all_axes: Sequence[Axes], path: Path, labels: Labels) -> None:
     for axes in all_axes:
         axes.set_xlabel(labels[0])
+        if axes.get_yscale() == "log":  # 1.5 and not 1.5 x 10^0
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
     all_axes[0].set_ylabel(labels[1])
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 import zlib
 from pathlib import Path
 
@@ -27,8 +28,31 @@ def test_a_power_law_is_found_with_its_standard_error():
 
 def test_the_steps_to_a_loss_lie_between_the_runs_about_it():
     assert results.crossing([100, 200, 300], [2.0, 1.6, 1.5], 1.7) == pytest.approx(175)
-    assert results.crossing([100, 200, 300], [2.0, 1.6, 1.5], 2.1) == 100
-    assert math.isnan(results.crossing([100, 200, 300], [2.0, 1.6, 1.5], 1.4))
+    for outside in (2.1, 1.4):
+        with pytest.raises(ValueError, match="do not lie about"):
+            results.crossing([100, 200, 300], [2.0, 1.6, 1.5], outside)
+
+
+def test_a_run_of_other_settings_is_made_again(tmp_path, monkeypatch):
+    """Runs are found by their names, so that a script that was stopped goes on."""
+    made = []
+
+    def command(module, config, *words):
+        run = Path(next(word for word in words if word.startswith("base_output")).partition("=")[2]) / "a"
+        run.mkdir(parents=True)
+        lines = [{"step": 1, "loss": 3.0, "step_time_seconds": 60.0}, {"step": 1, "eval_loss": 2.0}]
+        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        (run / "environment.json").write_text('{"model": "1,000 parameters, 1 layer", "MinText": "0"}')
+        made.append(words[-1])
+
+    monkeypatch.setattr(results, "_command", command)
+    lab = results.Lab(None, tmp_path)
+    assert lab.train("a", "steps=1").keys == ["steps=1"]
+    found = lab.train("a", "steps=1")
+    assert (found.parameters, found.curve, found.held_out_loss, found.minutes) == (1000, [(1, 3.0)], 2.0, 1.0)
+    assert made == ["steps=1"]
+    assert lab.train("a", "steps=2").keys == ["steps=2"]
+    assert made == ["steps=1", "steps=2"]
 
 
 def test_a_thinned_curve_keeps_the_mean_of_every_step():
@@ -67,12 +91,12 @@ def test_the_page_says_what_was_recorded():
         assert not missing, path.name
         assert f"scripts/results.py {path.stem}" in page
         for version in found.get("versions", [run["version"] for run in found.get("runs", [])]):
-            assert version in page
+            assert version.partition("(")[2][:7] in page
     for picture in FOLDER.glob("*.svg"):
         assert f"({picture.name})" in page
 
 
-@pytest.mark.parametrize("name", [name for name in results.EXPERIMENTS if name != "compression"])
+@pytest.mark.parametrize("name", results.EXPERIMENTS)
 def test_an_experiments_settings_are_understood_and_its_table_made(name, tmp_path, monkeypatch):
     """With runs that are not made: losses fall with the sizes, and the keys are checked as the commands check them."""
 
@@ -82,6 +106,21 @@ def test_an_experiments_settings_are_understood_and_its_table_made(name, tmp_pat
         held_out = [(loaded.steps, loss)]
         return results.Run(name, list(keys), 1000 * loaded.base_emb_dim, [(1, 6.0), (9, loss)], held_out, 1.0, "0")
 
+    def command(module, config, *words):
+        if module == "src.evaluate":
+            command_line.load([str(results.MODEL), *words])
+            Path(words[-1].partition("=")[2]).write_text('{"eval_bits_per_byte": 1.25}')
+        else:
+            command_line.load([config, *words])
+
+    for part in "train", "held_out":
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "text.txt").write_text(f"{part} " * 200)
+    (tmp_path / "pieces.model").touch()
+    for kind in "SentencePiece", "bytes":
+        (tmp_path / f"compression-{kind}").mkdir()
+    monkeypatch.setattr(results, "_command", command)
+    monkeypatch.setattr(results, "crossing", lambda steps, losses, target: statistics.fmean(steps))
     monkeypatch.setattr(results.Lab, "train", train)
     monkeypatch.setattr(results, "activations", lambda metrics: [1.0, 2.0])
     found = results.EXPERIMENTS[name](results.Lab(tmp_path, tmp_path), tmp_path)

@@ -83,8 +83,9 @@ def apply(text, folder, *options):
 
 def python(folder, *arguments):
     """Runs a module or a script in the copy."""
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # of which more spin where a core is not theirs
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def complaint(edit, folder):

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Has vLLM's own reader read the config.json that `src.convert to-hf` writes, for a tiny random model of each family, and
+# vLLM's registry say with which code it would run it: docs/serving.md has the table that this checks. No model is run.
+#
+#   VLLM_PYTHON=.venv-vllm/bin/python bash end_to_end/vllm_config.sh [FOLDER]     two minutes on two cores
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+[[ -n "${VLLM_PYTHON:-}" ]] || skip "VLLM_PYTHON names no Python that has vLLM, whose packages are others (docs/serving.md)"
+needs_transformers
+out=$(realpath "${1:-$(mktemp -d)}")
+mkdir -p "$out"
+
+"$python" - "$out" <<'PYTHON'
+import sys
+from pathlib import Path
+
+from src import convert
+from tests.hf import saved
+
+for name in saved.CONFIGS:
+    folder = Path(sys.argv[1], name)
+    convert.from_hf(saved.save(folder / "saved", name), folder / "converted")
+    convert.to_hf(folder / "converted", folder / "hf")
+PYTHON
+
+HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR "$VLLM_PYTHON" - "$out" docs/serving.md <<'PYTHON'
+import json, re, sys
+from importlib.metadata import version
+from pathlib import Path
+
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.transformers_utils.config import get_config
+
+table = dict(re.findall(r"^\| `(\w+)` \|.*\| (own|transformers) \|$", Path(sys.argv[2]).read_text(), re.MULTILINE))
+seen = set()
+for file in sorted(Path(sys.argv[1]).glob("*/hf/config.json")):
+    entries = json.loads(file.read_text())
+    config = get_config(str(file.parent), trust_remote_code=False)
+    (architecture,) = config.architectures
+    read = config.to_dict()
+    # transformers' classes keep positions as one mapping, or one for each kind of layer.
+    rope = read.get("rope_parameters") or {}
+    every, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
+    read = {**every, **read, "torch_dtype": str(read.get("dtype")).removeprefix("torch.")}
+    read["rope_local_base_freq"] = local.get("rope_theta")
+    wanted = {key: value for key, value in entries.items() if key != "rope_scaling"}
+    wanted |= {key: value for key, value in (entries.get("rope_scaling") or {}).items() if key != "type"}
+    found = {key: read.get(key, getattr(config, key, None)) for key in wanted}  # some have another name within
+    other = {key: found[key] for key in wanted if found[key] != wanted[key]}
+    assert not other, f"{file}: vLLM reads {other}, written is {wanted}, positions are {rope}"
+    module = ModelRegistry.models[architecture].module_name.rpartition(".")[2]
+    by = "transformers" if module == "transformers" else "own"
+    assert table[architecture] == by, f"docs/serving.md has {table.get(architecture)} for {architecture}: it is {by}"
+    seen.add(architecture)
+    print(f"{file.parent.parent.name}: {architecture}, {len(entries)} entries, {by} ({module})")
+assert seen == table.keys(), seen ^ table.keys()
+print(f"vLLM {version('vllm')} with transformers {version('transformers')} reads all {len(table)} architectures")
+PYTHON

@@ -26,21 +26,11 @@ os.environ["PJRT_NPROC"] = "32"
 
 # Workers take whole files: those of the most seconds first, so that none of them begins last and ends alone.
 LONGEST = (
-    *(
-        "resume",
-        "parity",
-        "train_compile",
-        "decode",
-        "memory",
-        "expert_axis",
-        "forking",
-        "multiprocess",
-        "kernels",
-        "experts",
-    ),
+    *("resume", "parity", "train_compile", "decode", "memory", "expert_axis", "multiprocess", "kernels", "experts"),
     *("context_axis", "memory_levers", "train_step", "axes", "program", "compiler_flags", "config_entries", "pgle"),
     *("layer_collectives", "checkpoint", "multislice", "moe", "remat", "quantized_products", "train", "readme"),
     *("tokenize_dataset", "tutorial", "run_as_config", "convert", "pipeline", "odd_exports", "scale", "launch"),
+    "forking",
 )
 
 # The compiled programs of runs, one folder for all workers and what they start: they are started with this environment.

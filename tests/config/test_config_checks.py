@@ -178,7 +178,7 @@ def test_the_corrected_command_stands_last(words, corrected):
 
 def test_a_model_of_the_hub_is_to_be_downloaded():
     message = error_of("model_name=Qwen/Qwen3-0.6B")
-    assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B`" in message
+    assert "type hf://Qwen/Qwen3-0.6B" in message
     assert "Did you mean" not in message
 
 

@@ -11,12 +11,12 @@ from src.hf.family import Family
 from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require
 from src.hf.tensor_map import TensorMap
 
+LINEAR, SHARED_SIZE = "linear_attention", "shared_expert_intermediate_size"
+
 
 def _check_layer_types(hf: Mapping[str, Any], keys: Keys) -> None:
     fields.read_layer_types(hf, [fields.GLOBAL] * keys["base_num_decoder_layers"], fields.GLOBAL)
 
-
-LINEAR, SHARED_SIZE = "linear_attention", "shared_expert_intermediate_size"
 
 QWEN3 = Family(
     model_type="qwen3",

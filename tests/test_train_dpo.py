@@ -12,6 +12,7 @@ from src.checkpoint.reference import kept_in
 from src.checkpoint.run_folder import RunFolder
 from src.errors import UserError
 from tests import runs
+from tests import trackers as stand_ins
 
 WORDS = ("red", "green", "blue", "black", "white", "gold", "pink", "grey", "cyan", "teal", "navy", "lime", "plum")
 
@@ -84,8 +85,9 @@ def test_it_begins_at_the_reference_and_prefers_what_is_chosen(folder, trained):
     assert all(len(pair) == 2 and max(pair) < 0 for pair in json.loads(reference.read_text())["log_probs"].values())
 
 
-def test_a_run_that_stopped_ends_with_the_same_losses(folder, trained, capsys):
-    half = {"run_name": "halves", "learning_rate_schedule_steps": 6}
+def test_a_run_that_stopped_ends_with_the_same_losses(folder, trained, capsys, tmp_path, monkeypatch):
+    calls = stand_ins.install(tmp_path, monkeypatch)
+    half = {"run_name": "halves", "learning_rate_schedule_steps": 6, "report_to": "[wandb,mlflow]"}
     train_dpo.main(keys_of(folder, **half, steps=3))
     (reference,) = (folder / "halves").glob("reference-*.json")
     computed = reference.stat().st_mtime_ns
@@ -98,6 +100,10 @@ def test_a_run_that_stopped_ends_with_the_same_losses(folder, trained, capsys):
     expected = without_times(folder / "dpo")
     assert without_times(folder / "halves") == expected
     assert runs.bits(runs.saved_arrays(folder / "halves", 6)) == runs.bits(runs.saved_arrays(folder / "dpo", 6))
+    for tracked in stand_ins.sent(calls).values():
+        assert [step for step, _ in tracked] == [1, 2, 3, 4, 5, 6]
+        assert {"train/margin", "eval/margin", "eval/accuracy"} <= tracked[2][1].keys()
+    assert stand_ins.calls_of(calls, "end_run") == [(["FINISHED"], {})] * 2
     reference.unlink()
     with pytest.raises(UserError, match=r"not in its folder \(reference-\*.json\): restore the file"):
         train_dpo.main(keys_of(folder, **half, steps=7))

@@ -37,7 +37,8 @@ class Mixer(Protocol):
         """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
 
 
-# By attention_type. Another kind is its module and an entry here; its facts are keys of `AttentionFacts`.
+# By attention_type. Another kind is its module, an entry here and a choice of that key (config/model_keys.py), beside
+# its facts in `AttentionFacts`; config/needs.py lists by kind the facts that have effect.
 MIXERS: dict[str, type[Mixer]] = {
     "global": Attention,
     "local_sliding": Attention,

@@ -11,6 +11,7 @@ from src.config.model_keys import AttentionFacts
 from src.config.schema import KEYS
 from src.errors import UserError
 from src.model.params import Weights
+from src.model.parts import MIXERS
 from src.model.spec import layer_models
 from src.step.loss import next_token_loss
 from tests.tiny import load, make
@@ -53,6 +54,10 @@ def program(**facts):
 
     traced = jax.make_jaxpr(loss)(plan.shapes, batch)
     return str(traced), str(plan.shapes)
+
+
+def test_each_kind_of_attention_has_its_module_and_is_tested_here():
+    assert KEYS["attention_type"].allowed == tuple(MIXERS) == tuple(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,7 +61,7 @@ def assert_says(message, *parts):
         ({"dcn_data_parallelism": 2}, ["does not multiply out", "dcn_data_parallelism=2", "1 slice or host"]),
         (
             {"ici_tensor_parallelism": 8},
-            ["heads = 2 (base_num_query_heads) is not divisible by tensor=8", "ici_tensor"],
+            ["heads = 2 (base_num_query_heads or gdn_num_key_heads) is not divisible by tensor=8", "ici_tensor"],
         ),
         ({"base_emb_dim": 36}, ["embed = 36 (base_emb_dim) is not divisible by fsdp=8"]),
         ({"per_device_batch_size": 0.3}, ["per_device_batch_size=0.3", "2.4 rows", "multiple of 1"]),

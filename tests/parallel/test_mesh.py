@@ -111,7 +111,7 @@ def test_all_weights_that_do_not_divide_are_named_at_once():
     with pytest.raises(UserError, match="Weights do not divide") as error:
         make(devices=8, ici_tensor_parallelism=8, base_num_query_heads=4, base_num_kv_heads=2, base_mlp_dim=60)
     for problem in (
-        "heads = 4 (base_num_query_heads) is not divisible by tensor=8",
+        "heads = 4 (base_num_query_heads or gdn_num_key_heads) is not divisible by tensor=8",
         "kv_heads = 2 (base_num_kv_heads) is not",
         "mlp = 60 (base_mlp_dim",
     ):

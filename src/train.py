@@ -149,7 +149,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", resume_step)
         printer = StepPrinter(config.steps, first_step, config.log_period, config.quiet)
         say(log.messages)
-        tracking.start(folder, start.resumed)
+        tracking.start(folder, resume_step)
     say(start.messages)
 
     count_cut = jax.jit(lambda cuts: jnp.sum(cuts[:, 1]), out_shardings=plan.layout.sharding(()))

@@ -155,7 +155,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", done if start.resumed else None)
         printer = StepPrinter(config.steps, done, config.log_period, config.quiet)
         report = exits.enter_context(contextlib.closing(LiveReport(folder)))
-        tracking.start(folder, start.resumed)
+        tracking.start(folder, done if start.resumed else None)
     say([*changes * start.resumed, *start.messages])
 
     # ---- The reference, computed once, and batches with it

@@ -47,9 +47,19 @@ def setup(**kwargs):
     record("setup", **kwargs)
 
 
+IN_USE = set()
+
+
 def init(**kwargs):
     record("init", **kwargs)
+    if kwargs["id"] in IN_USE:
+        raise RuntimeError(f"run ID {kwargs['id']} is in use")
     return Run(kwargs["id"] or f"id{len(calls('init'))}")
+
+
+def teardown():
+    record("teardown")
+    IN_USE.clear()
 
 
 class Run:
@@ -57,12 +67,14 @@ class Run:
 
     def __init__(self, id):
         self.id, self.summary = id, Summary()
+        IN_USE.add(id)
 
     def log(self, *args, **kwargs):
         record("Run.log", *args, **kwargs)
 
     def finish(self, **kwargs):
         record("Run.finish", **kwargs)
+        IN_USE.discard(self.id)
 
 
 class Summary:
@@ -107,13 +119,11 @@ class MlflowClient:
 
     def get_run(self, *args):
         record("MlflowClient.get_run", *args)
-        batches = [kwargs.get("params", ()) for of, kwargs in calls("MlflowClient.log_batch") if of == list(args)]
-        return Names(data=Names(params={key: value for batch in batches for key, value in batch}))
-
-    def get_metric_history(self, run_id, key):
-        record("MlflowClient.get_metric_history", run_id, key)
-        batches = [kwargs.get("metrics", ()) for of, kwargs in calls("MlflowClient.log_batch") if of == [run_id]]
-        return [Names(step=step) for batch in batches for name, value, time, step in batch if name == key]
+        batches = [kwargs for of, kwargs in calls("MlflowClient.log_batch") if of == list(args)]
+        kinds = {kind: dict(each for batch in batches for each in batch.get(kind, ())) for kind in ("params", "tags")}
+        steps = {name: step for batch in batches for name, value, time, step in batch.get("metrics", ())}
+        metrics = [Names(key=name, step=step) for name, step in steps.items()]
+        return Names(data=Names(**kinds, to_proto=lambda: Names(metrics=metrics)))
 """
 
 ENTITIES = """
@@ -160,7 +170,10 @@ def calls_of(file, name):
 
 
 def sent(file, run="id1"):
-    """By tracker, the steps in the order in which they came, each with its scalars; MLflow's of one run."""
+    """By tracker, the steps in the order in which they came, each with its scalars; MLflow's of one run.
+
+    A call that raised is among them too.
+    """
     to_mlflow = {}
     for (run_id,), kwargs in calls_of(file, "MlflowClient.log_batch"):
         for name, value, _, step in kwargs.get("metrics", ()) if run_id == run else ():

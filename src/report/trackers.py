@@ -1,30 +1,36 @@
 """Sends a run's metrics to Weights & Biases and MLflow, from metrics.jsonl, in threads for which no step waits."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
+import jax
+
 from src.checkpoint.run_folder import RunFolder, is_remote
 from src.config.load import from_yaml
+from src.config.schema import KEYS, Compilation, defaults
 from src.console import say
-from src.errors import FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError, clipped
+from src.errors import FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError, changed_keys, clipped
 from src.report.metrics import read_entry, scalars
 
 RETRY_SECONDS = 60.0
 END_SECONDS = 20  # a machine that is about to go leaves about thirty
 MAX_TEXT = 4900  # MLflow's stores keep at least 5000 characters of a parameter or tag
+MAX_METRICS, MAX_TEXTS = 1000, 100  # of metrics, and of parameters or tags, that MLflow takes at once
+RATE = "train/learning_rate"  # which every step has, and MLflow gets last of a step
 
 Steps = Mapping[int, Mapping[str, float]]  # the scalars of steps, in order
-Saved = Mapping[
-    str, Any
-]  # of a tracker's file in the run's folder: the tracked run's `id`, the last `step` that it got
+# A tracker's file in the run's folder: the tracked run's `id`, the last `step` that it got, the digest `trained_by`,
+# and the step `since` which that is so.
+Saved = Mapping[str, Any]
 
 
 class Tracking:
@@ -48,10 +54,10 @@ class Tracking:
                 "folder, file:///FOLDER and MLFLOW_ALLOW_FILE_STORE=true"
             )
 
-    def start(self, folder: RunFolder, resumed: bool) -> None:
-        """Begins to follow the run's metrics.jsonl; `resumed`: it goes on with the tracked runs of its folder."""
+    def start(self, folder: RunFolder, resume_step: int | None) -> None:
+        """Begins to follow the run's metrics.jsonl, and goes on with its folder's tracked runs; None: a new run."""
         for name in dict.fromkeys(self._names):
-            self._followers.append({"wandb": _Wandb, "mlflow": _Mlflow}[name](name, folder, resumed))
+            self._followers.append({"wandb": _Wandb, "mlflow": _Mlflow}[name](name, folder, resume_step))
             self._followers[-1].start()
 
     def __enter__(self) -> Self:
@@ -75,18 +81,20 @@ class _Follower(threading.Thread):
     """Hands a run's metrics to a tracker, from one thread. Any error of its package means that it is out of reach.
 
     A subclass has `_begin(keys) -> Saved`, which begins a tracked run with the configuration's keys or goes on with the
-    saved one, and returns the last step it has; `_log(steps)`; and `_finish(sample)`, with the text of the run's end.
+    saved one, and returns the last step it has; `_log(steps)`, which yields the last step sent so far, so that none is
+    lost if it fails; and `_finish(sample)`, with the text of the run's end.
     """
 
     _begin: Callable[[Mapping[str, Any]], Saved]
-    _log: Callable[[Steps], None]
+    _log: Callable[[Steps], Iterator[int]]
     _finish: Callable[[str], None]
 
-    def __init__(self, name: str, folder: RunFolder, resumed: bool) -> None:
+    def __init__(self, name: str, folder: RunFolder, resume_step: int | None) -> None:
         super().__init__(name=name, daemon=True)
         self._folder, self._file = folder, f"{name}.json"
         self._interval = 10.0 if is_remote(folder.path) else 1.0  # seconds; each time a small file is written
-        self._saved: Saved = {} if resumed else {"step": 0}  # empty: not read yet
+        self._resume_step, self._saved = resume_step, dict[str, Any]()  # empty: not read yet
+        self._last = 0  # the last step of metrics.jsonl
         self.said = False  # whether it is said that the tracker fails
         self._ended, self._exit_code, self._is_whole = threading.Event(), 0, False
 
@@ -113,10 +121,9 @@ class _Follower(threading.Thread):
             self._ended.wait(RETRY_SECONDS)
 
     def _follow(self) -> None:
-        if not self._saved:
-            self._saved = {"step": 0, **json.loads(self._folder.read_text(self._file) or "{}")}
         keys = from_yaml(self._folder.read_text("config.yml") or "")
-        self._save(self._begin(json.loads(json.dumps(keys, default=dict))))
+        self._saved = self._saved or self._go_on(_trained_by({**defaults(), **keys}))
+        self._save({**self._saved, **self._begin(json.loads(json.dumps(keys, default=dict)))})
         with (self._folder.local / "metrics.jsonl").open("rb") as file:
             steps: dict[int, dict[str, float]] = {}
             ended = False
@@ -126,11 +133,36 @@ class _Follower(threading.Thread):
                 # A step is complete once another has begun. The last one before an error may lack its evaluation, which
                 # the resumed run makes: then it gets that step.
                 last = [] if ended and self._is_whole else list(steps)[-1:]
-                complete = {step: steps.pop(step) for step in list(steps) if step not in last}
-                if complete:
-                    self._save({**self._saved, "step": max(complete)})  # before: after a kill no step comes twice
-                    self._log(complete)
-        self._finish((self._exit_code == 0 and self._folder.read_text("sample.txt")) or "")
+                if complete := {step: steps.pop(step) for step in list(steps) if step not in last}:
+                    self._send(complete)
+        # A run without a sample, or one that goes on from a finished one, leaves that one's sample in the folder.
+        sample = (self._exit_code == 0 and keys.get("sample_length") and self._folder.read_text("sample.txt")) or ""
+        self._finish(sample if sample.startswith(f"after step {self._last}\n") else "")
+
+    def _go_on(self, trained_by: str) -> dict[str, Any]:
+        """Returns what is saved of the tracked run; of none, if that has steps which are now made in another way."""
+        start, saved = self._resume_step or 0, {"step": 0}
+        if self._resume_step is not None:
+            saved |= json.loads(self._folder.read_text(self._file) or "{}")
+        is_same = saved.get("trained_by") == trained_by and saved["since"] <= start
+        if saved["step"] > start and not is_same:
+            _tell(
+                f"{self.name}: its run has steps after {start} of other settings, and keeps them; another one is begun "
+                "for this run, with all steps"
+            )
+            saved = {"step": 0}
+        return {**saved, "trained_by": trained_by, "since": saved["since"] if is_same else start}
+
+    def _send(self, steps: Steps) -> None:
+        sent = self._saved["step"]
+        self._save({**self._saved, "step": max(steps)})  # before: after a kill no step comes twice
+        try:
+            for step in self._log(steps):
+                sent = step
+        except Exception:
+            self._saved["step"] = sent
+            self._save(self._saved)
+            raise
 
     def _read(self, file: BinaryIO, steps: dict[int, dict[str, float]]) -> None:
         """Adds the lines that were written since, of steps that the tracker does not have."""
@@ -138,21 +170,44 @@ class _Follower(threading.Thread):
             if not line.endswith(b"\n"):
                 file.seek(-len(line), os.SEEK_CUR)
                 return
-            entry = read_entry(line)
-            if entry and entry["step"] > self._saved["step"]:
-                steps.setdefault(entry["step"], {}).update(scalars(entry))
+            if entry := read_entry(line):
+                self._last = entry["step"]
+                if self._last > self._saved["step"]:
+                    steps.setdefault(self._last, {}).update(scalars(entry))
 
-    def _save(self, saved: Saved) -> None:
+    def _save(self, saved: dict[str, Any]) -> None:
         self._folder.write_text(self._file, json.dumps(saved))
         self._saved = saved
+
+
+def _trained_by(keys: Mapping[str, Any]) -> str:
+    """Returns a digest of the settings that make an update what it is; others, as the mesh, change its rounding."""
+    schedule = keys["learning_rate_schedule_steps"]
+    rows = keys["per_device_batch_size"] * keys["gradient_accumulation_steps"] * jax.device_count()
+    declared = [KEYS[name] for name in changed_keys(defaults(), keys) if name in KEYS]
+    trains = [key for key in declared if key.section in ("model", "step", "batch", "data")]
+    settings = {key.name: keys[key.name] for key in trains if key.group != Compilation.__doc__} | {
+        "per_device_batch_size": rows,
+        "gradient_accumulation_steps": 1,
+        "learning_rate_schedule_steps": keys["steps"] if schedule == -1 else schedule,
+    }
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=dict).encode()).hexdigest()
 
 
 class _Wandb(_Follower):
     """Weights & Biases: project, entity and mode are of its own environment variables."""
 
+    _run: Any = None
+
     def _begin(self, keys: Mapping[str, Any]) -> Saved:
         import wandb
 
+        if self._run:  # of a try that failed: its id is in use until it is finished
+            try:
+                self._run.finish()
+            except Exception:  # W&B's own process is gone; it starts another after this, which raises the same
+                with contextlib.suppress(Exception):
+                    wandb.teardown()
         # Silent: without a key it would ask for one on the terminal, in the middle of a run. Both timeouts also hold
         # up the process's end.
         limits = {"init_timeout": END_SECONDS, "finish_timeout": END_SECONDS - 5}
@@ -172,9 +227,10 @@ class _Wandb(_Follower):
         _tell(f"wandb: {f'offline, in {self._run.dir}' if self._run.offline else self._run.url}")
         return {"id": self._run.id, "step": max(saved["step"], self._run.starting_step - 1)}
 
-    def _log(self, steps: Steps) -> None:
+    def _log(self, steps: Steps) -> Iterator[int]:
         for step, values in steps.items():
             self._run.log(dict(values), step=step)
+            yield step
 
     def _finish(self, sample: str) -> None:
         if sample:
@@ -195,26 +251,30 @@ class _Mlflow(_Follower):
         self._id, self._client = run.info.run_id, mlflow.MlflowClient()
         texts = {key: value if value and isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
         texts = {key: clipped(text, MAX_TEXT) for key, text in texts.items()}
-        there = self._client.get_run(self._id).data.params
-        new = [Param(key, text) for key, text in texts.items() if key not in there]
-        for begin in range(0, len(new), 100):
-            self._client.log_batch(self._id, params=new[begin : begin + 100])
-        # A parameter cannot change, and a resumed run may have another number of steps.
-        changed = [RunTag(key, text) for key, text in texts.items() if there.get(key, text) != text]
-        self._client.log_batch(self._id, tags=changed[:100])
+        there = self._client.get_run(self._id).data
+        params = [Param(key, text) for key, text in texts.items() if key not in there.params]
+        # A parameter cannot change, and a resumed run may have another number of steps, and then the first one again.
+        now = {**texts, **there.params, **there.tags}
+        tags = [RunTag(key, text) for key, text in texts.items() if now[key] != text]
+        for begin in range(0, max(len(params), len(tags)), MAX_TEXTS):
+            part = slice(begin, begin + MAX_TEXTS)
+            self._client.log_batch(self._id, params=params[part], tags=tags[part])
         _tell(f"mlflow: run {self._id} of experiment {run.info.experiment_id} at {mlflow.get_tracking_uri()}")
-        history = self._client.get_metric_history(self._id, "train/learning_rate")  # which every step has
-        return {"id": self._id, "step": max((metric.step for metric in history), default=0)}
+        self._last_steps = {metric.key: metric.step for metric in there.to_proto().metrics}
+        return {"id": self._id, "step": self._last_steps.get(RATE, 0)}
 
-    def _log(self, steps: Steps) -> None:
+    def _log(self, steps: Steps) -> Iterator[int]:
         from mlflow.entities import Metric
 
         now = time.time_ns() // 1_000_000
+        ordered = [(key, step) for step, values in steps.items() for key in sorted(values, key=RATE.__eq__)]
         # With other characters in a name it takes none of a batch.
-        named = [(re.sub(r"[^\w./ :-]", "_", key), value, step) for step in steps for key, value in steps[step].items()]
-        metrics = [Metric(key, value, now, step) for key, value, step in named]
-        for begin in range(0, len(metrics), 1000):
-            self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
+        named = [(re.sub(r"[^\w./ :-]", "_", key), steps[step][key], step) for key, step in ordered]
+        # A request that failed, or a kill, may have left a part of a step there.
+        new = [Metric(key, value, now, step) for key, value, step in named if step > self._last_steps.get(key, 0)]
+        for begin in range(0, len(new), MAX_METRICS):
+            self._client.log_batch(self._id, metrics=new[begin : begin + MAX_METRICS])
+        yield max(steps)
 
     def _finish(self, sample: str) -> None:
         import mlflow

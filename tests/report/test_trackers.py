@@ -39,6 +39,7 @@ def expected(folder):
 
 def test_both_get_every_step_evaluation_and_sample_once_and_again_after_a_resume(tmp_path, calls, capsys):
     keys = {"base_output_directory": tmp_path, "eval_interval": 3, "eval_steps": 1, "checkpoint_period": 4, **BOTH}
+    keys |= {"learning_rate_schedule_steps": 10}  # what another number of steps does not change
     runs.run_here(**keys, steps=6, sample_length=4)
     folder = tmp_path / "run"
     first = expected(folder)
@@ -77,7 +78,8 @@ def test_both_get_every_step_evaluation_and_sample_once_and_again_after_a_resume
     runs.run_here(**keys, steps=2)
     assert stand_ins.sent(calls)["wandb"][8:] == expected(folder)
     assert stand_ins.calls_of(calls, "init")[2][1]["id"] is None
-    assert json.loads((folder / "wandb.json").read_text()) == {"id": "id3", "step": 2}
+    saved = json.loads((folder / "wandb.json").read_text())
+    assert (saved["id"], saved["step"], saved["since"]) == ("id3", 2, 0)
     assert stand_ins.calls_of(calls, "start_run")[2] == ([], {"run_name": "run"})
 
 
@@ -102,10 +104,10 @@ for name, args, kwargs in map(json.loads, open(sys.argv[1])):
             package.Settings(**kwargs["settings"])
         print(name)
 if package.__name__ == "mlflow":
-    from mlflow.entities import Metric, Param, RunTag
+    from mlflow.entities import Metric, Param, RunData, RunTag
     for entity, count in ((Metric, 4), (Param, 2), (RunTag, 2)):
         inspect.signature(entity).bind(*range(count))
-    assert Metric("a", 1.0, 2, 3).step == 3
+    assert RunData([Metric("a", 1.0, 2, 3)]).to_proto().metrics[0].step == 3
 else:
     assert all(hasattr(package.Run, name) for name in ("offline", "url", "dir", "id", "starting_step"))
 """
@@ -114,14 +116,14 @@ else:
     assert len(set(done.stdout.split())) >= 4
 
 
-def followed(folder, lines=(), resumed=False, error=None, stopped_by=0, names=("wandb", "mlflow")):
+def followed(folder, lines=(), resume_step=None, error=None, stopped_by=0, names=("wandb", "mlflow"), **keys):
     """Tracks a run with these lines of metrics.jsonl, which ends as told."""
     (folder / "run").mkdir(exist_ok=True)
-    (folder / "run" / "config.yml").write_text(configuration.to_yaml(Config.of({"run_name": "run"})))
+    (folder / "run" / "config.yml").write_text(configuration.to_yaml(Config.of({"run_name": "run", **keys})))
     with (folder / "run" / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     with Tracking(names) as tracking:
-        tracking.start(RunFolder(str(folder), "run"), resumed)
+        tracking.start(RunFolder(str(folder), "run"), resume_step)
         tracking.stopped_by = stopped_by
         if error:
             raise error
@@ -152,7 +154,7 @@ def test_it_is_closed_with_the_status_of_the_run(ending, code, status, tmp_path,
     steps = [1] if error else [1, 2]
     assert [step for step, _ in stand_ins.sent(calls)["wandb"]] == steps
     assert stand_ins.sent(calls)["wandb"] == stand_ins.sent(calls)["mlflow"]
-    followed(tmp_path, [{"step": 2, "eval_loss": 3.0}] * bool(error), resumed=True)
+    followed(tmp_path, [{"step": 2, "eval_loss": 3.0}] * bool(error), resume_step=2)
     assert [step for step, _ in stand_ins.sent(calls)["mlflow"]] == [1, 2]
     if error:
         assert stand_ins.sent(calls)["wandb"][1][1]["eval/loss"] == 3.0
@@ -170,7 +172,7 @@ def test_lists_nulls_and_odd_lines(tmp_path, calls):
 
 def test_a_run_that_was_not_tracked_before_is_sent_whole(tmp_path, calls):
     followed(tmp_path, [line(1), line(2)], names=())
-    followed(tmp_path, [line(3)], resumed=True)
+    followed(tmp_path, [line(3)], resume_step=2)
     assert [step for step, _ in stand_ins.sent(calls)["wandb"]] == [1, 2, 3]
     assert stand_ins.calls_of(calls, "init")[0][1]["id"] is None
 
@@ -197,10 +199,144 @@ def test_one_that_comes_back_gets_what_it_missed(tmp_path, calls, monkeypatch, c
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "config.yml").write_text("steps: 5\n")
         (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line(step)) + "\n" for step in (1, 2)))
-        tracking.start(RunFolder(str(tmp_path), "run"), False)
+        tracking.start(RunFolder(str(tmp_path), "run"), None)
         tracking._followers[0].join(0.5)
     assert [step for step, _ in stand_ins.sent(calls, "id3")["mlflow"]] == [1, 2]
     assert capsys.readouterr().out.count("mlflow failed") == 1
+
+
+@pytest.mark.parametrize("is_lost", [False, True])  # with W&B's own process, as after it was killed
+def test_steps_that_wandb_did_not_take_come_again(is_lost, tmp_path, calls, monkeypatch):
+    monkeypatch.setattr(trackers, "RETRY_SECONDS", 0.01)
+    import wandb
+
+    log, finish, steps, ends = wandb.Run.log, wandb.Run.finish, [], []
+
+    def failing(run, values, step):
+        steps.append(step)
+        if steps == [1, 2]:
+            raise OSError("gone")
+        log(run, values, step=step)
+
+    def lost(run, **kwargs):
+        ends.append(kwargs)
+        if is_lost and len(ends) == 1:
+            raise OSError("gone")
+        finish(run, **kwargs)
+
+    monkeypatch.setattr(wandb.Run, "log", failing)
+    monkeypatch.setattr(wandb.Run, "finish", lost)
+    followed(tmp_path, [line(step) for step in (1, 2, 3)], names=("wandb",))
+    assert stand_ins.sent(calls)["wandb"] == expected(tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "wandb.json").read_text())["step"] == 3
+    assert [kwargs["id"] for _, kwargs in stand_ins.calls_of(calls, "init")] == [None, "id1"]
+    assert ends == [{}, {"exit_code": 0}]
+    assert len(stand_ins.calls_of(calls, "teardown")) == is_lost
+
+
+@pytest.mark.parametrize("order", [("loss", "grad_norm", "learning_rate"), ("learning_rate", "loss", "grad_norm")])
+@pytest.mark.parametrize("there", [0, 1, 2, 3, 200])
+def test_what_mlflow_did_not_take_of_a_batch_comes_again_once(there, order, tmp_path, calls, monkeypatch):
+    monkeypatch.setattr(trackers, "RETRY_SECONDS", 0.01)
+    import mlflow
+
+    log_batch, tries = mlflow.MlflowClient.log_batch, []
+
+    def failing(client, *args, **kwargs):
+        if "metrics" in kwargs:
+            tries.append(len(kwargs["metrics"]))
+            if len(tries) == 2:  # a part of it is there, as in a folder
+                log_batch(client, *args, metrics=kwargs["metrics"][:there])
+                raise OSError("502")
+        log_batch(client, *args, **kwargs)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", failing)
+    lines = [{"step": step, **dict.fromkeys(order, step / 8)} for step in range(1, 401)]
+    followed(tmp_path, lines, names=("mlflow",))
+    assert stand_ins.sent(calls)["mlflow"] == expected(tmp_path / "run")  # which refuses what came twice
+    assert tries == [1000, 200, 200 - there][: 2 if there == 200 else 3]
+
+
+def test_a_step_with_more_metrics_than_mlflow_takes_at_once_is_sent_in_parts(tmp_path, calls):
+    followed(tmp_path, [line(1, **{f"m{n}": n for n in range(2500)}), line(2)], names=("mlflow",))
+    assert stand_ins.sent(calls)["mlflow"] == expected(tmp_path / "run")
+    counts = [len(kwargs.get("metrics", ())) for _, kwargs in stand_ins.calls_of(calls, "MlflowClient.log_batch")]
+    assert [count for count in counts if count] == [1000, 1000, 504]
+
+
+def cut_back(folder, step):
+    """Leaves the lines up to a step, as a resumed run does."""
+    path = folder / "run" / "metrics.jsonl"
+    kept = [each for each in path.read_text().splitlines() if json.loads(each)["step"] <= step]
+    path.write_text("".join(f"{each}\n" for each in kept))
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_another"),
+    [
+        ({}, False),
+        ({"learning_rate": 0.5}, True),
+        ({"steps": 7}, True),  # the length of the schedule
+        ({"gradient_accumulation_steps": 2}, True),
+        ({"per_device_batch_size": 6.0, "gradient_accumulation_steps": 2}, False),  # as many rows
+        ({"remat_policy": "none", "log_period": 10}, False),
+    ],
+)
+def test_steps_made_again_with_other_settings_are_another_tracked_run(changed, is_another, tmp_path, calls, capsys):
+    followed(tmp_path, [line(step) for step in (1, 2, 3, 4)])
+    cut_back(tmp_path, 2)
+    followed(tmp_path, [line(step, grad_norm=9.0) for step in (3, 4, 5)], resume_step=2, **changed)
+    steps, run = ([1, 2, 3, 4, 5], "id2") if is_another else ([5], "id1")
+    sent = stand_ins.sent(calls, run)
+    assert sent["wandb"][4:] == expected(tmp_path / "run")[-len(steps) :]
+    assert sent["mlflow"][-len(steps) :] == expected(tmp_path / "run")[-len(steps) :]
+    assert capsys.readouterr().out.count("run has steps after 2 of other settings") == 2 * is_another
+    assert stand_ins.calls_of(calls, "init")[1][1]["id"] == (None if is_another else "id1")
+
+
+def test_settings_changed_where_nothing_is_made_again_go_on_in_the_tracked_run_until_it_goes_behind(tmp_path, calls):
+    followed(tmp_path, [line(step) for step in (1, 2, 3)])
+    followed(tmp_path, [line(4)], resume_step=3, learning_rate=0.5)
+    cut_back(tmp_path, 3)
+    followed(tmp_path, [line(4), line(5)], resume_step=3, learning_rate=0.5)
+    assert [step for step, _ in stand_ins.sent(calls)["mlflow"]] == [1, 2, 3, 4, 5]
+    cut_back(tmp_path, 1)  # steps 2 and 3 there are of the first settings
+    followed(tmp_path, [line(2), line(3)], resume_step=1, learning_rate=0.5)
+    assert [kwargs["id"] for _, kwargs in stand_ins.calls_of(calls, "init")] == [None, "id1", "id1", None]
+
+
+def test_another_count_of_rows_by_the_devices_is_another_way_to_train(tmp_path, calls, monkeypatch):
+    followed(tmp_path, [line(1), line(2)], names=("mlflow",))
+    monkeypatch.setattr(trackers.jax, "device_count", lambda: 3)
+    followed(tmp_path, [line(2)], resume_step=1, names=("mlflow",))
+    assert len(stand_ins.sent(calls, "id2")["mlflow"]) == 2
+
+
+@pytest.mark.parametrize(("text", "sample_length", "is_sent"), [("3", 8, True), ("2", 8, False), ("3", 0, False)])
+def test_a_sample_of_an_earlier_start_is_not_sent(text, sample_length, is_sent, tmp_path, calls):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "sample.txt").write_text(f"after step {text}\ndef f\n")
+    followed(tmp_path, [line(step) for step in (1, 2, 3)], sample_length=sample_length)
+    sample = f"after step {text}\ndef f\n"
+    assert stand_ins.calls_of(calls, "summary") == [(["sample", sample], {})] * is_sent
+    assert stand_ins.calls_of(calls, "MlflowClient.set_tag") == [(["id1", "sample", sample], {})] * is_sent
+
+
+def test_an_mlflow_tag_goes_back_with_its_key(tmp_path, calls):
+    for done, steps in enumerate((6, 8, 6, 6)):
+        followed(tmp_path, [line(done + 1)], resume_step=done or None, names=("mlflow",), steps=steps)
+    batches = [kwargs.get("tags", ()) for _, kwargs in stand_ins.calls_of(calls, "MlflowClient.log_batch")]
+    assert [list(batch) for batch in batches if batch] == [[["steps", "8"]], [["steps", "6"]]]
+
+
+def test_more_changed_keys_than_mlflow_takes_at_once_are_all_tags(tmp_path, calls, monkeypatch):
+    names = [f"key_{n}" for n in range(250)]
+    for value in (1, 2):
+        monkeypatch.setattr(trackers, "from_yaml", lambda text, value=value: dict.fromkeys(names, value))
+        followed(tmp_path, [line(value)], resume_step=value - 1 or None, names=("mlflow",))
+    batches = [kwargs.get("tags", ()) for _, kwargs in stand_ins.calls_of(calls, "MlflowClient.log_batch")]
+    assert [len(batch) for batch in batches if batch] == [100, 100, 50]
+    assert dict(tag for batch in batches for tag in batch) == dict.fromkeys(names, "2")
 
 
 @pytest.mark.parametrize("function", ["init", "Run.log", "Run.finish"])

@@ -24,6 +24,8 @@ from src.checkpoint.run_folder import absolute, is_remote, is_unfinished, steps_
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, failure_of, one_line, retried
 
+_TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder on a disk that Orbax has not finished
+
 
 class Save(NamedTuple):
     """One checkpoint to write."""
@@ -163,8 +165,10 @@ class Checkpointer:
             for damaged in self._damaged_steps:
                 self._rename(damaged, "damaged")
             self._damaged_steps = []
+            # Orbax's own removal goes on in a thread after its manager failed, and takes the next one's files.
+            self._remove_unfinished()
             # The other processes list the folder only after that.
-            multihost_utils.sync_global_devices("damaged checkpoints renamed")
+            multihost_utils.sync_global_devices("damaged checkpoints renamed, unfinished ones removed")
             self._manager = orbax_manager.open_manager(self._directory, **self._kind)
         self.prune(before=step)
         if (self._directory / str(step)).exists():
@@ -196,14 +200,19 @@ class Checkpointer:
             with contextlib.suppress(Exception):
                 manager.close()
             folder = self._directory / str(self._unwritten.step)
-            unfinished = [path for path in self._directory.iterdir() if path.name.startswith(f"{folder.name}.orbax")]
-            if is_unfinished(folder):
-                unfinished.append(folder)
-            for path in unfinished if jax.process_index() == 0 else ():
-                _remove_unfinished(path)
-            if jax.process_count() > 1 or folder in unfinished or not folder.exists():
+            whole = folder.exists() and not is_unfinished(folder)
+            self._remove_unfinished()
+            if jax.process_count() > 1 or not whole:
                 raise
             self._unwritten = None
+
+    def _remove_unfinished(self) -> None:
+        """Removes, on process 0, what saves that were cut short have left."""
+        if jax.process_index() != 0 or not self._directory.exists():
+            return
+        for path in list(self._directory.iterdir()):
+            if _TEMPORARY in path.name or (path.name.isdecimal() and is_unfinished(path)):
+                _remove(path)
 
     def _attempt(self, action: Callable[[], None], retry: bool) -> None:
         """Calls `action`, which writes the unwritten save; turns what it raises into errors that a user can act on."""
@@ -249,7 +258,7 @@ class Checkpointer:
         return name
 
 
-def _remove_unfinished(folder: epath.Path) -> None:
+def _remove(folder: epath.Path) -> None:
     """Removes a folder, to which unfinished writes may still add files; the next start removes what remains."""
     for _ in range(20):
         with contextlib.suppress(Exception):

@@ -17,7 +17,6 @@ def open_manager(directory: epath.Path, *, async_save: bool, compress: bool) -> 
     mode = _Atomicity.COMMIT_FILE if is_remote(directory) else _Atomicity.ATOMIC_RENAME
     options = ocp.CheckpointManagerOptions(
         enable_async_checkpointing=async_save,
-        cleanup_tmp_directories=True,
         # Otherwise Orbax reads the metadata of every checkpoint at its start, and stops at a damaged one.
         lightweight_initialize=True,
         atomicity_options=ocp.options.AtomicityOptions(mode=mode),

@@ -208,6 +208,26 @@ def test_a_write_error_that_passes_is_tried_again(async_save, tmp_path, mesh, wa
     assert messages == []
 
 
+def test_what_a_killed_run_left_is_removed_before_anything_is_written(directory, mesh, sleeps, monkeypatch):
+    """In the background it went on after a manager had failed, and took files of the attempt after that."""
+    left = directory / "30.orbax-checkpoint-tmp" / "state"
+    left.mkdir(parents=True)
+    for name in range(2000):
+        (left / str(name)).touch()
+    names, save = [], failing("save", [EIO])
+
+    def attempt(self, *args, **kwargs):
+        names.append(names_in(directory))
+        return save(self, *args, **kwargs)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", attempt)
+    saver = checkpointer(directory)
+    saver.save(30, place(make_values(30), mesh), {})
+    saver.close()
+    assert names == [["10", "20"], ["10", "20"]]
+    assert names_in(directory) == ["10", "20", "30"]
+
+
 def test_the_last_checkpoint_is_written_again_where_it_failed_in_the_background(
     tmp_path, mesh, wanted, sleeps, monkeypatch
 ):

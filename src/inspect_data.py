@@ -13,6 +13,7 @@ from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.source_spec import train_specs
 from src.console import printable
+from src.data.batch_schedule import BatchSchedule
 from src.data.batch_transform import added_fields
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.loader import HostBatch, train_batches
@@ -61,11 +62,18 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     count, process, length = config.process_count, config.process_index, config.max_target_length
     micro_batches = config.gradient_accumulation_steps
     global_batch, rows = rows_of_process(config.per_device_batch_size, micro_batches, count, process)
+    schedule = BatchSchedule.of(config.batch, lambda size, _: rows_of_process(size, micro_batches, count, process)[0])
+    if schedule.ramp and count > 1:
+        raise UserError(
+            f"process_count={count}: with enable_rampup_batch_size the mesh decides which rows a process has. Leave "
+            "process_count out, to see the rows of all"
+        )
     print_header(
         [
             ("data", "\n".join(describe_data(train_specs(config.data), data))),
             ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
             ("step", f"{global_batch} rows x {length} = {global_batch * length:,} tokens"),
+            *([("batch ramp", schedule.describe(config.steps))] if schedule.ramp else []),
             ("rows", f"{rows[0]} to {rows[-1]}, of process {process} of {count}"),
             *([("conversations", describe_conversations(inputs, data))] if config.use_sft else []),
         ]
@@ -76,14 +84,15 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     first = config.inspect_first_step
     is_stream = any(isinstance(source, StreamSource) for source in data.sources)
     computed = not is_stream and all(rows_per_epoch(inputs, source) is not None for source in data.sources)
-    batches = train_batches(inputs, data, rows, global_batch, first * global_batch if computed else 0)
-    made = 0 if computed else first
+    made, begin = (0, first) if computed else (first, 0)
+    taken = schedule.rows_before(begin)
+    batches = train_batches(inputs, data, rows, global_batch, taken, schedule=schedule, first_step=begin)
     shown = list(itertools.islice(batches, made, made + config.inspect_num_steps))
     mixture = Mixture(data.weights)
     for step, batch in enumerate(shown, start=first):
-        assigned = mixture.assign(step * global_batch, rows, global_batch, config.data_shuffle_seed)
-        for index, (row, (source, _)) in enumerate(zip(rows, assigned, strict=True)):
-            name = data.names[source]
+        for index, row in enumerate(batch.rows):
+            number = schedule.rows_before(step) + int(row)
+            name = data.names[mixture.assign(number, global_batch, config.data_shuffle_seed)[0]]
             title = f"step {step}, row {row}" + f" ({name})" * bool(name)
             cuts = batch.cuts[index] if config.use_sft else None
             print("\n".join(_lines(title, batch.arrays, index, tokenizer, cuts)))

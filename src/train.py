@@ -39,10 +39,11 @@ from src.report.summary import dates, ending, next_commands, print_header, run_h
 from src.report.trackers import Tracking
 from src.report.watchdog import Watchdog
 from src.startup import configured, environment
-from src.step.build import build, check_same_program
+from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
+from src.step.same_program import check_same_program
 from src.step.state import TrainState, batch_sharding
 
 
@@ -66,7 +67,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     check_hardware(config.run.hardware)
     options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
     built = build(config, jax.devices(), options)  # before anything is written: what does not fit comes out here
-    plan, global_batch = built.plan, built.rows
+    plan, global_batch, schedule = built.plan, built.rows, built.schedule
     train_step = built.train
     check_same_program(built, config.steps)
     if config.compiled_trainstep_file or config.pgle or config.pgle_profile:
@@ -74,10 +75,10 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
         program_header = program.header(built, config.model, config.step, config.batch, config.mesh)
         train_step = pgle.chosen_step(config.aot, built, program_header, folder.path, exits)
-    elif plan.quantization.kind:
+    elif plan.quantization.kind or schedule.ramp:
         from src.aot import eight_bits
 
-        train_step = eight_bits.compiled(built)
+        train_step = eight_bits.compiled(built)  # of a ramp the full batch, which has to fit, before the smaller ones
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size)
@@ -85,7 +86,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     data, eval_sets = open_sources(inputs, config.evaluation)
     place = batch_sharding(plan.layout, plan.fields)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
-    fingerprint = data_fingerprint(inputs, data, global_batch)
+    streams = schedule.streams()[rows]
+    fingerprint = data_fingerprint(inputs, data, global_batch) | schedule.fingerprint()
     check_same(fingerprint, "data", "the same files, tokenizer and keys")
     meta = saved_meta(plan, config.checkpoint, fingerprint, tokenizer)
     if config.sample_length and tokenizer:
@@ -123,10 +125,10 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         conclude(config, plan, state, tokenizer, folder, report)
         train_line, eval_line = (report.history.last_train, report.history.last_eval) if report else ({}, {})
         return Result(state, train_line, {key: eval_line[key] for key in eval_line if key != "step"}, 0)
-    streams, rows_taken, rows_before, saved = start.position
+    places, rows_taken, rows_before, saved = start.position
     meta |= {"rows_before": rows_before, "mixture": {"names": data.names, "weights": data.weights}}
-    position = None if streams is None else streams[rows]
-    batches = train_batches(inputs, data, rows, global_batch, rows_taken, position, rows_before, saved)
+    place_in_data = rows_taken, None if places is None else places[streams], rows_before, saved
+    batches = train_batches(inputs, data, streams, global_batch, *place_in_data, schedule, first_step)
     exits.callback(batches.close)
     evaluations = [
         Evaluator(config.evaluation, inputs, plan, built.eval, eval_set, start.eval_position.get(eval_set.name))
@@ -147,7 +149,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
             print_header(chosen)
         resume_step = first_step if start.resumed else None
         log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", resume_step)
-        printer = StepPrinter(config.steps, first_step, config.log_period, config.quiet)
+        printer = StepPrinter(config.steps, first_step, config.log_period, config.quiet, schedule.rows_before)
         say(log.messages)
         tracking.start(folder, resume_step)
     say(start.messages)
@@ -159,24 +161,29 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     eval_metrics: dict[str, float] = {}
     stopped_by = 0
     with (
-        Recorder(config.step, config.steps, log, printer, flops, built.tokens, plan.layout.mesh) as recorder,
+        Recorder(config.step, config.steps, log, printer, flops, plan.layout.mesh) as recorder,
         contextlib.closing(Profile(config.diagnostics, first_step, config.steps, folder.local)) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
         sets_aside(checkpointer, recorder, folder),
-        Watchdog(config.diagnostics, folder, rows, data.names) as watchdog,
+        Watchdog(config.diagnostics, folder, streams, data.names) as watchdog,
     ):
         for step in range(first_step, config.steps):
             with recorder.waits_for_data():
                 host_batch = next(batches)
-            batch = to_global(host_batch.arrays, place, rows, global_batch)
+            size = schedule.size(step)
+            batch = to_global(host_batch.arrays, place, host_batch.rows, size)
+            if schedule.changes_at(step):  # it is compiled again, in the time of this step and not of the last one
+                recorder.flush()
+                watchdog.pause()
             with profile.step(step, state):
-                state, metrics = train_step(state, batch, hparams_at(config.step, config.steps, step))
+                make_update = train_step if size == global_batch else built.train
+                state, metrics = make_update(state, batch, hparams_at(config.step, config.steps, step))
             if config.use_sft:
-                cuts = rows_to_global(host_batch.cuts, cuts_sharding, rows, global_batch)
+                cuts = rows_to_global(host_batch.cuts, cuts_sharding, host_batch.rows, size)
                 metrics["conversations_cut"] = count_cut(cuts)
-            done = step + 1
-            recorder.add(done, metrics)
-            watchdog.step(done, taken := rows_taken + (done - first_step) * global_batch, host_batch.stream_positions)
+            done, rows_taken = step + 1, rows_taken + size
+            recorder.add(done, metrics, batch["tokens"].size)
+            watchdog.step(done, rows_taken, host_batch.stream_positions)
             preempted = preemption.reached(done) and done < config.steps  # else nothing is left to resume
             evaluates = evaluations and not preempted and (done % config.eval_interval == 0 or done == config.steps)
             saves = done % config.checkpoint_period == 0 or preempted or done == config.steps
@@ -196,12 +203,12 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 if (saves or finished) and config.enable_checkpointing and not recorder.skipped:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
                     folder.sync()
-                    meta["rows_taken"] = taken
+                    meta["rows_taken"] = rows_taken
                     if host_batch.saved:
                         meta["streams"] = gather_json(host_batch.saved)
                     if config.eval_mode == "rolling":
                         meta["eval_position"] = {each.name: each.position() for each in evaluations}
-                    entries = checkpoint_entries(plan, state, host_batch.stream_positions, rows, global_batch)
+                    entries = checkpoint_entries(plan, state, host_batch.stream_positions, rows, schedule)
                     say(checkpointer.save(done, entries, meta))
                 if report:
                     report.update()

@@ -46,10 +46,11 @@ from src.report.summary import dates, ending, next_commands, print_header, run_h
 from src.report.trackers import Tracking
 from src.report.watchdog import Watchdog
 from src.startup import configured, environment
-from src.step.build import build, check_same_program
+from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from src.step.dpo import LOSS, compile_measure
 from src.step.optimizer import hparams_at
+from src.step.same_program import check_same_program
 from src.step.state import batch_sharding
 
 USAGE = Usage(
@@ -65,7 +66,7 @@ _NOT_HERE = (
     *("dataset_type", "datasets", "eval_datasets", "eval_mode", "eval_metrics", "batch_transform", "packing"),
     *("sft_train_on_completion_only", "load_full_state_path", "load_weights_rules", "z_loss_multiplier"),
     *("mtp_num_layers", "quantization", "compiled_trainstep_file", "pgle", "pgle_profile", "decode_metrics"),
-    *("sample_length", "dataset_column", "max_document_bytes"),
+    *("sample_length", "dataset_column", "max_document_bytes", "enable_rampup_batch_size"),
 )
 
 
@@ -144,10 +145,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     log = printer = report = None
     if jax.process_index() == 0:
         chosen = run_header(config, built, inputs, data, eval_sets, folder, facts := environment(), flops, done)
-        own = {
-            "loss": f"DPO, dpo_beta {config.dpo_beta:g}",
-            "order": f"by seed {config.data_shuffle_seed}, a pair a row",
-        }
+        order = f"by seed {config.data_shuffle_seed}, a pair a row"
+        own = {"loss": f"DPO, dpo_beta {config.dpo_beta:g}", "order": order}
         chosen = [(name, own.get(name, value)) for name, value in chosen]
         folder.write_text("environment.json", json.dumps(dates(folder, done) | dict(chosen[2:-1]) | facts))
         if not config.quiet:
@@ -172,7 +171,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     eval_metrics: dict[str, float] = {}
     stopped_by, finished = 0, ending(config, done, start.eval_loss)
     with (
-        Recorder(config.step, config.steps, log, printer, flops, built.tokens, plan.layout.mesh) as recorder,
+        Recorder(config.step, config.steps, log, printer, flops, plan.layout.mesh) as recorder,
         contextlib.closing(Profile(config.diagnostics, done, config.steps, folder.local)) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
         sets_aside(checkpointer, recorder, folder),
@@ -185,7 +184,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
             with profile.step(done, state):
                 state, metrics = built.train(state, batch, hparams_at(config.step, config.steps, done))
             done, rows_taken = done + 1, rows_taken + global_batch
-            recorder.add(done, metrics)
+            recorder.add(done, metrics, built.tokens)
             watchdog.step(done, rows_taken, host_batch.stream_positions)
             if preemption.reached(done) and done < config.steps:  # else nothing is left to resume
                 stopped_by = tracking.stopped_by = preemption.signal or signal.SIGTERM  # 0: another process got it
@@ -203,7 +202,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
                     folder.sync()
                     meta["rows_taken"] = rows_taken
-                    entries = checkpoint_entries(plan, state, host_batch.stream_positions, rows, global_batch)
+                    entries = checkpoint_entries(plan, state, host_batch.stream_positions, rows, built.schedule)
                     say(checkpointer.save(done, entries, meta))
                 recorder.start_clock()
                 watchdog.resume()

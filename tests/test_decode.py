@@ -1,5 +1,6 @@
 """Text from a model, as users ask for it, against transformers' generation."""
 
+import copy
 import importlib
 import io
 import json
@@ -109,6 +110,22 @@ def continuation(model, prompt_ids, tokenizer=BYTES, new=None):
     )[0].numpy()
     count = len(ids) - prompt.shape[1]
     return tokenizer.decode(ids)[len(tokenizer.decode(prompt_ids)) :], count
+
+
+def test_weights_kept_in_8_bits_answer_as_rounded_ones_do(llama, tmp_path, capsys):
+    """Those of transformers' model, rounded to 127 steps of each output's largest magnitude but for the logits'."""
+    folder, model = llama
+    rounded = copy.deepcopy(model)
+    for name, module in rounded.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            scale = module.weight.data.abs().amax(1, keepdim=True) / 127
+            module.weight.data = torch.round(module.weight.data / scale) * scale
+    expected = [continuation(rounded, BYTES.encode_prompt(prompt))[0] for prompt in PROMPTS[:3]]
+    assert expected != [continuation(model, BYTES.encode_prompt(prompt))[0] for prompt in PROMPTS[:3]]
+    (tmp_path / "prompts.txt").write_text("\n\n".join(PROMPTS[:3]), encoding="utf-8")
+    assert decode.main(arguments(folder, prompt_path=tmp_path / "prompts.txt", quantize_weights="int8")) == expected
+    # 67 KB of embedding and logits beside 101 KB of products, now a quarter.
+    assert "weights: 0.1 MB in memory, 0.2 before quantize_weights=int8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.long)])

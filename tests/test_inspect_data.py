@@ -75,6 +75,20 @@ def test_later_steps_are_those_that_a_run_comes_to(capsys, tmp_path, texts):
     assert later[later.index("step 1, row 0") : later.index("looked at")] in both
 
 
+def test_the_batches_of_a_ramp_have_the_rows_that_full_ones_would_have(capsys, tmp_path, texts):
+    def rows_of(**keys):
+        printed = inspect(capsys, tmp_path, **keys)
+        return re.findall(r"^step \d+, row \d+: .*\n((?:  .*\n)+)", printed, re.MULTILINE), printed
+
+    full, _ = rows_of(inspect_num_steps=2)
+    sizes = {"per_device_batch_size_start": 0.25, "per_device_batch_size_increment": 0.25, "global_rampup_samples": 9}
+    ramped, printed = rows_of(enable_rampup_batch_size="true", inspect_first_step=1, inspect_num_steps=3, **sizes)
+    assert "2 rows to step 2, 4 rows to step 3, 6 rows to step 4, 8 from step 5 on, after 14 rows" in printed
+    assert ramped == full[2:14]  # 2, 4 and 6 rows
+    with pytest.raises(UserError, match="the mesh decides which rows a process has"):
+        inspect(capsys, tmp_path, enable_rampup_batch_size="true", process_count=2, **sizes)
+
+
 def test_padding_and_what_does_not_count_are_told(capsys, tmp_path):
     lines = [{"prompt": "p" * n, "completion": "c" * n} for n in range(1, 9)]
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))

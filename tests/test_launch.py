@@ -16,12 +16,12 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+from end_to_end.documented import commands_of
 from scripts import jobset
 from src.errors import UserError
 from src.parallel.topology import parse_topology
 from tests.fake_gcloud import parse
 from tests.runs import ROOT
-from tests.test_readme import commands_of
 
 PLACE = ("--zone", "us-west4-a", "--project", "research")
 WHERE = {"--zone": "us-west4-a", "--project": "research"}
@@ -677,7 +677,7 @@ def test_dry_run_may_come_first(gke, script, arguments):
     assert first.stdout
 
 
-DOCUMENTED = [words for words in commands_of(ROOT / "docs" / "launch.md") if words[0].startswith("scripts/")]
+DOCUMENTED = [it.words for it in commands_of(ROOT / "docs" / "launch.md") if it.words[0].startswith("scripts/")]
 
 
 @pytest.mark.parametrize("words", DOCUMENTED, ids=" ".join)

@@ -26,7 +26,7 @@ def test_one_is_no_plural(count, said):
 
 
 def test_a_config_that_is_not_there_is_answered_with_few_names():
-    with pytest.raises(UserError, match=r"^there is no file zzz/qqq\. There are ([^,]+, ){4}[^,]+ and \d\d more\.$"):
+    with pytest.raises(UserError, match=r"^there is no file zzz/qqq\. There are ([^,]+, ){4}[^,]+ and \d+ more\.$"):
         load(["zzz/qqq"])
 
 

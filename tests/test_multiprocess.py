@@ -97,6 +97,28 @@ def test_process_0_alone_speaks_and_writes(both):
     assert "sample:" in first
 
 
+def test_a_batch_that_grows_goes_on_with_the_same_rows(tmp_path, corpus):
+    """Of 4 rows in two steps, of 8 in one and then of 12, in four shards, of which each process has two."""
+    mesh, of_one = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}, {"ici_data_parallelism": 2}
+    sizes = {"per_device_batch_size": 1.5, "per_device_batch_size_start": 0.5, "per_device_batch_size_increment": 0.5}
+    ramp = {"enable_rampup_batch_size": True, **sizes, "global_rampup_samples": 16, "eval_interval": -1, **mesh}
+    ramp["checkpoint_period"] = 1
+    whole, both = tmp_path / "whole" / "run", tmp_path / "both" / "run"
+    runs.run_here(**keys_of(whole, corpus, STEPS, **ramp, **of_one))
+    both.parent.mkdir()
+    for steps in (2, 4):
+        logs = [tmp_path / f"{steps}_{process}.log" for process in range(2)]
+        processes = start_two(logs, 2 * [keys_of(both, corpus, steps, **ramp)])
+        with runs.ended(*processes):
+            outputs = [runs.finish(process, log) for process, log in zip(processes, logs, strict=True)]
+    assert "resumed from step 2" in outputs[0]
+    runs.run_here(**keys_of(both, corpus, STEPS, **ramp, **of_one))
+    np.testing.assert_allclose(*(np.array(runs.losses(folder)) for folder in (both, whole)), rtol=1e-5)
+    for step in range(1, STEPS + 1):
+        positions = [runs.saved_arrays(folder, step)["data_position"] for folder in (both, whole)]
+        np.testing.assert_array_equal(*positions)
+
+
 def ends_of_two(folder, corpora):
     """The exit codes of two processes with data of their own, and what they wrote."""
     logs = [folder / f"{process}.log" for process in range(2)]

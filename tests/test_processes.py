@@ -6,8 +6,9 @@ import pytest
 
 from src.errors import UserError
 from src.startup import Place, find_place, shared_facts
-from src.step import build as module
-from src.step.build import build, check_same_program
+from src.step import same_program as module
+from src.step.build import build
+from src.step.same_program import check_same_program
 from tests.tiny import load
 
 SLURM = {

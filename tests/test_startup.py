@@ -1,5 +1,6 @@
 """What every command begins with."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,26 @@ def test_programs_are_kept_where_the_key_says(typed, place):
     finally:
         jax.config.update("jax_compilation_cache_dir", before[0])
         jax.config.update("jax_default_matmul_precision", before[1])
+
+
+def test_a_run_takes_nine_tenths_of_a_gpus_memory_unless_the_environment_says_otherwise(monkeypatch):
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+    def fractions(**given):
+        for name in names:
+            monkeypatch.setenv(name, given.get(name, ""))
+            if name not in given:
+                monkeypatch.delenv(name)
+        configure_jax(load())
+        return [os.environ.get(name) for name in names]
+
+    precision = jax.config.jax_default_matmul_precision
+    try:
+        assert fractions() == ["0.9", None]
+        assert fractions(XLA_CLIENT_MEM_FRACTION="0.5") == ["0.5", None]
+        assert fractions(XLA_PYTHON_CLIENT_MEM_FRACTION="0.6") == [None, "0.6"]  # JAX refuses both
+    finally:
+        jax.config.update("jax_default_matmul_precision", precision)
 
 
 DECOMPOSES = """

@@ -1,5 +1,6 @@
 """`python -m src.train_dpo` as whole runs: it learns what is preferred, resumes exactly, refuses what has no sense."""
 
+import itertools
 import json
 import random
 import re
@@ -18,10 +19,13 @@ WORDS = ("red", "green", "blue", "black", "white", "gold", "pink", "grey", "cyan
 
 
 def write_colours(folder, count, seed=0):
-    """Chats that answer three colours by the first or the last of them, and pairs that prefer the last."""
+    """Chats that answer three colours by the first or the last of them, and pairs that prefer the last.
+
+    No three come twice, so that what is held out of either is in nothing that was trained on.
+    """
     draw = random.Random(seed)
     chats, pairs = [], []
-    for first, middle, last in [draw.sample(WORDS, 3) for _ in range(count)]:
+    for first, middle, last in draw.sample(list(itertools.permutations(WORDS, 3)), count):
         prompt = f"{first} {middle} {last}:"
         chats.append({"prompt": prompt, "completion": f" {draw.choice((first, last))}"})
         pairs.append({"prompt": prompt, "chosen": f" {last}", "rejected": f" {first}"})
@@ -163,7 +167,7 @@ def test_other_commands_refuse_its_keys(folder):
 
 @pytest.mark.long
 def test_two_hundred_steps_make_held_out_pairs_certain(tmp_path):
-    write_colours(tmp_path, 2_000)
+    write_colours(tmp_path, 1_700)
     size = {"base_emb_dim": 64, "base_mlp_dim": 128, "base_num_decoder_layers": 2, "learning_rate": 3e-3}
     chats = {**size, "use_sft": True, "dataset_path": tmp_path / "chats.jsonl", "steps": 400}
     runs.run_here(base_output_directory=tmp_path, **{**chats, "run_name": "base"})
@@ -171,6 +175,4 @@ def test_two_hundred_steps_make_held_out_pairs_certain(tmp_path):
         keys_of(tmp_path, steps=200, **{**size, "quiet": False, "learning_rate": 1e-4, "eval_interval": 100})
     )
     assert result.eval_metrics["eval_accuracy"] > 0.95
-    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
-    assert len({*prompts}) > 0.6 * len(prompts)  # most held-out prompts are in no pair that was trained on
     assert re.search("red|blue", decode.main([str(tmp_path / "dpo"), "prompt=red green blue:", "sample_length=8"])[0])

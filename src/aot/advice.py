@@ -10,6 +10,7 @@ from src.aot.devices import abstract_devices
 from src.aot.memory import memory
 from src.config.command_keys import Aot
 from src.config.schema import BatchKeys, Config, Step
+from src.data.batch_schedule import size_keys
 from src.errors import UserError
 from src.parallel.topology import parse_topology
 from src.step.build import TracedStep, build
@@ -78,8 +79,12 @@ def _candidates(step: Step, batch: BatchKeys, aot: Aot, state_decides: bool) -> 
     yield "logits are computed twice", {"num_vocab_tiling": tiles}
     no_arrays = {"remat_custom": {}} if step.remat_policy == "custom" else {}
     yield "blocks are computed twice", {"remat_policy": "full", **no_arrays}
-    rows, passes = batch.per_device_batch_size, step.gradient_accumulation_steps
-    smaller = [{"per_device_batch_size": rows / n, "gradient_accumulation_steps": passes * n} for n in (2, 4, 8, 16)]
+    passes = step.gradient_accumulation_steps
+    sizes = size_keys(batch.enable_rampup_batch_size)
+    smaller = [
+        {**{key: getattr(batch, key) / n for key in sizes}, "gradient_accumulation_steps": passes * n}
+        for n in (2, 4, 8, 16)
+    ]
     yield "the same global batch in more passes, each gathering the weights", *smaller
     offloaded = {"remat_policy": "custom", "remat_custom": {"decoder_layer_input": "offload"}}
     yield "blocks are computed twice, and their inputs go to host memory and back", offloaded

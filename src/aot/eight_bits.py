@@ -8,6 +8,7 @@ from src.aot.hlo import first_array, parse
 from src.console import say
 from src.errors import UserError, first_few
 from src.model.low_precision import SCOPE
+from src.model.params import by_path
 from src.step.build import TracedStep
 from src.step.plan import StepPlan
 
@@ -34,7 +35,9 @@ def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
     wide = [f"{name} of {how}" for name, how, is_narrow in found if not is_narrow]
     is_backward = {"transpose(" in name and "rematted" not in name for name, _, _ in found}
     wide += [] if False in is_backward else ["every forward one"]
-    wide += [] if True in is_backward or "frozen" in jax.tree.leaves(plan.roles) else ["every backward one"]
+    roles = by_path(plan.roles)
+    frozen = any(roles[path] == "frozen" for path in plan.quantization.places)
+    wide += [] if True in is_backward or frozen else ["every backward one"]
     if wide:
         raise UserError(
             f"quantization={kind}: the compiled step has {sum(narrow for *_, narrow in found)} products of 8 bits, and "

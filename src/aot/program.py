@@ -25,10 +25,12 @@ from jaxlib.triton import dialect as triton
 from src.aot.outputs import write_output
 from src.config.schema import BatchKeys, Mesh, Model, Step
 from src.config.yaml import dump
+from src.data.batch_schedule import RAMP_KEYS
 from src.errors import UserError, first_few
 from src.parallel.slices import count_slices
-from src.step.build import TracedStep, program_text
+from src.step.build import TracedStep
 from src.step.compiler_flags import environment_flags
+from src.step.same_program import program_text
 
 Header = dict[str, Any]
 
@@ -82,7 +84,7 @@ RUN_TIME_KEYS = frozenset((
     "jax_cache_dir", "learning_rate", "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction",
     "learning_rate_final_fraction", "wsd_decay_steps_fraction", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay",
     "muon_beta", "gradient_clipping_threshold", "on_nonfinite", "abort_on_nan_loss", "abort_on_inf_loss",
-    "skip_step_scaling_factor", "long_documents", "batch_transform",
+    "skip_step_scaling_factor", "long_documents", "batch_transform", *RAMP_KEYS[1:],
     "coordinator_address", "num_processes", "process_id",
     "jax_distributed_initialization_timeout", "jax_distributed_heartbeat_timeout_seconds",
 ))

@@ -49,6 +49,7 @@ def make_report(
         "active_parameters": count_active_params(plan.spec),
         "rows": built.rows,
         "tokens": built.tokens,
+        "smaller_batches": [rows for rows, _ in built.schedule.ramp],
         "attention": plan.kernel,
         "loss_tiles": plan.step.num_vocab_tiling,
         "seconds": dict(seconds),
@@ -156,7 +157,8 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
     active = report["active_parameters"]
     a_token = f", of which a token meets {active:,}" if active < report["parameters"] else ""
     yield "model", f"{report['parameters']:,} parameters{a_token}"
-    yield "step", f"{report['rows']:,} rows, {report['tokens']:,} tokens"
+    ramp = ", the full batch; src.train compiles that of each smaller one" * bool(report["smaller_batches"])
+    yield "step", f"{report['rows']:,} rows, {report['tokens']:,} tokens{ramp}"
     yield "attention", report["attention"]
     if report["loss_tiles"] > 1:
         yield "loss", f"in {report['loss_tiles']} tiles (num_vocab_tiling)"

@@ -1,14 +1,17 @@
 """Says what a run's checkpoint holds: entries of arrays, and facts beside them."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from src.checkpoint.data_position import Facts
 from src.checkpoint.load_weights import identity
 from src.checkpoint.run_folder import absolute
 from src.config.schema import Checkpoint
+from src.data.batch_schedule import BatchSchedule
 from src.data.host_arrays import rows_to_global
 from src.data.types import Tokenizer
 from src.step.plan import StepPlan
@@ -16,11 +19,19 @@ from src.step.state import TrainState
 
 
 def checkpoint_entries(
-    plan: StepPlan, state: TrainState, position: np.ndarray, rows: Sequence[int], global_batch: int
+    plan: StepPlan, state: TrainState, position: np.ndarray, rows: Sequence[int], schedule: BatchSchedule
 ) -> dict[str, Any]:
-    """Returns what a checkpoint holds: the state, and the data position after its last step of all hosts' rows."""
-    sharding = plan.layout.sharding(("batch", None, None))  # `position`: of this host's rows, int32 [rows, S, 2]
-    return {**saved_entries(plan, state), "data_position": rows_to_global(position, sharding, rows, global_batch)}
+    """Returns what a checkpoint holds: the state, and the data position after its last step of all hosts' streams."""
+    sharding = plan.layout.sharding(("batch", None, None))  # `position`: of this host's, int32 [streams, S, 2]
+    positions = rows_to_global(position, sharding, rows, schedule.rows)
+    if schedule.ramp:  # devices have the streams in another order
+        positions = _taking(sharding)(positions, np.argsort(schedule.streams()))
+    return {**saved_entries(plan, state), "data_position": positions}
+
+
+@functools.cache  # or each save would compile it
+def _taking(sharding: jax.sharding.Sharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
+    return jax.jit(lambda rows, places: rows[places], out_shardings=sharding)
 
 
 def saved_entries(plan: StepPlan, state: TrainState) -> dict[str, Any]:

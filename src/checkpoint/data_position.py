@@ -8,6 +8,7 @@ import numpy as np
 
 from src.config.schema import Data
 from src.config.source_spec import SETTINGS, train_specs, train_weights
+from src.data.batch_schedule import RAMP_KEYS
 from src.data.best_fit import documents_consumed, remap_position
 from src.data.fingerprint import Fact
 from src.data.order import Mixture
@@ -20,6 +21,7 @@ TOKENIZER_KEYS = ("tokenizer_path", "tokenizer_type", "dataset_type")
 HELD_OUT_KEYS = ("eval_interval", "eval_fraction", "eval_dataset_path", "eval_dataset_name", "eval_datasets")
 ACCEPTED_BY = {
     "global batch": ("per_device_batch_size", "gradient_accumulation_steps"),
+    "batch ramp": RAMP_KEYS,
     "packing of conversations": ("packing", *SOURCE_KEYS),
     "long_documents": ("long_documents", "packing"),
     **{key: (key,) for key in ("max_target_length", "packing", "batch_transform", "data_shuffle_seed")},
@@ -36,7 +38,8 @@ ACCEPTED_BY = {
 Facts = Mapping[str, Any]  # a checkpoint's meta, or the data's fingerprint
 
 # What the config says of batches, whatever the data.
-BATCH_FACTS = {"global batch", "long_documents", "max_target_length", "packing", "batch_transform", "data_shuffle_seed"}
+_SIZES = ("global batch", "batch ramp", "max_target_length")
+BATCH_FACTS = {*_SIZES, "long_documents", "packing", "batch_transform", "data_shuffle_seed"}
 
 
 class DataPosition(NamedTuple):
@@ -140,7 +143,7 @@ def rows_consumed(step: int, meta: Facts, data: Data, fingerprint: Facts) -> tup
     names, weights = source_names(meta), meta.get("mixture", {"weights": [1.0]})["weights"]
     taken, before = meta.get("rows_taken", step * old["global batch"]), meta.get("rows_before", {})
     same_sources = (names, weights) == ([spec.name for spec in train_specs(data)], list(train_weights(data)))
-    if same_sources and all(old[size] == fingerprint[size] for size in ("global batch", "max_target_length")):
+    if same_sources and all(old.get(size) == fingerprint.get(size) for size in _SIZES):
         return taken, dict(before)
     mixture = Mixture(weights)
     rows = {name: before.get(name, 0) + mixture.count(index, taken) for index, name in enumerate(names)}

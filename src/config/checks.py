@@ -135,6 +135,23 @@ def _tiles(config: FlatKeys) -> Iterator[str]:
         yield f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles"
 
 
+def _ramp(config: FlatKeys) -> Iterator[str]:
+    if not config.enable_rampup_batch_size:
+        return
+    full, start = config.per_device_batch_size, config.per_device_batch_size_start
+    increment = config.per_device_batch_size_increment
+    increments = (full - start) / increment
+    if increments < 0.5 or abs(increments - round(increments)) > 1e-6:
+        yield (
+            f"enable_rampup_batch_size: per_device_batch_size_start={start:g} does not grow to per_device_batch_size="
+            f"{full:g} by per_device_batch_size_increment={increment:g}: start with less, and let the increment divide "
+            "the difference"
+        )
+    for name in ("pgle", "pgle_profile"):
+        if config[name]:
+            yield f"{name}={config[name]} is of one program, and enable_rampup_batch_size has one for each size"
+
+
 def _sources(config: FlatKeys) -> Iterator[str]:
     problems = []
     for spec in source_spec.all_specs(config):
@@ -273,7 +290,7 @@ def _accepted(config: FlatKeys) -> Iterator[str]:
 
 CHECKS = (
     *model_checks.CHECKS,
-    *(_remat, _mesh, _rules, _schedule, _moments, _mup, _profile, _tiles),
+    *(_remat, _mesh, _rules, _schedule, _moments, _mup, _profile, _tiles, _ramp),
     *(_sources, _tokenizer, _finetuning, _evaluation),
     *(_scoring, _decoding, _loading, _quantization, _processes, _accepted),
 )

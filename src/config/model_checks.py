@@ -49,9 +49,9 @@ def _rope(facts: FlatKeys) -> Iterator[str]:
     if facts.attention_type == "gated_delta":
         return
     name = "qk_rope_head_dim" if facts.attention_type == "mla" else "head_dim"
-    rotated = int(facts[name] * facts.partial_rotary_factor)
+    rotated = int(facts[name] * (1 if facts.rope_type == "proportional" else facts.partial_rotary_factor))
     if facts.position_type == "rope" and rotated % 2:
-        part = "" if facts.partial_rotary_factor == 1 else f" times partial_rotary_factor, {rotated},"
+        part = "" if rotated == facts[name] else f" times partial_rotary_factor, {rotated},"
         yield f"position_type=rope rotates pairs: {name}={facts[name]}{part} must be even"
     for key in ("rope_short_factor", "rope_long_factor") if facts.rope_type == "longrope" else ():
         if len(facts[key]) != rotated // 2 or not all(type(x) in (int, float) and x > 0 for x in facts[key]):

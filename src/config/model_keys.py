@@ -39,6 +39,7 @@ class LayerFacts:
     logits_bias: bool = key(False, "a learned bias of each logit (Pax's C4 models)")
     scale_embedding: bool = key(False, "embeddings times the root of their width (Gemma)")
     embedding_multiplier: float = key(1.0, "embeddings times this (Granite)", POSITIVE)
+    layer_scalar: bool = fact(False, "the layer's output times a number of its own that is not trained (Gemma 4)")
     residual_multiplier: float = fact(1.0, "the outputs of attention and feed-forward times this (Granite)", POSITIVE)
     logits_scaling: float = key(1.0, "logits are divided by this (Granite)", POSITIVE)
     final_logits_soft_cap: float = key(0.0, "c: logits become c * tanh(logits / c); 0: off", FROM_0)
@@ -61,6 +62,9 @@ class AttentionFacts:
     query_pre_attn_scalar: float = fact(0.0, "scores are divided by its root; 0: that of a query head's size", FROM_0)
     qk_norm: str = fact("none", "of queries and keys: head (each), all_heads (at once), l2 (after RoPE, no scale)",
         ("none", "head", "all_heads", "l2"), not_with="mla")
+    share_kv_projections: bool = fact(False,
+        "values are what the keys' projection makes, before qk_norm and RoPE (Gemma 4)", not_with="mla")
+    value_norm: bool = fact(False, "each head's values are normalised, without a scale (Gemma 4)", not_with="mla")
     query_dim_scale: bool = fact(False, "a learned scale of each dim of a query head (Pax's C4 models)", not_with="mla")
     attn_temperature_scale: float = fact(0.0,
         "s: queries times 1 + s * log(1 + floor((1 + position) / attn_temperature_floor)) (Llama 4)",
@@ -86,9 +90,10 @@ class PositionFacts:
     trainable_position_size: int = key(-1, "learned: rows of the table; -1: max_target_length", FROM_1_OR_UNSET, 2**24)
     rope_max_timescale: int = fact(10_000, "rope: longest wavelength over 2 pi (theta)", POSITIVE, 2**40)
     rope_interleave: bool = fact(False, "rope: pairs (2i, 2i + 1) rotate, not (i, i + half) (DeepSeek, Llama 4)")
-    partial_rotary_factor: float = fact(1.0, "rope rotates this first fraction of a head", SHARE_ABOVE_0)
+    partial_rotary_factor: float = fact(1.0,
+        "rope rotates this first fraction of a head; rope_type=proportional: of its pairs (Gemma 4)", SHARE_ABOVE_0)
     rope_type: str = fact("default", "for longer contexts; default: off; dynamic, longrope: by max_target_length",
-        ("default", "linear", "llama3.1", "yarn", "dynamic", "longrope"))
+        ("default", "linear", "llama3.1", "yarn", "dynamic", "longrope", "proportional"))
     rope_factor: float = fact(1.0, "how many times longer", FROM_1)
     original_max_position_embeddings: int = fact(8192, "not linear: the length trained on before", FROM_1, 2**24)
     rope_short_factor: tuple = fact((), "longrope: how much each pair is stretched up to the original length")

@@ -41,7 +41,7 @@ def _of_group(start: str, *without: str) -> tuple[str, ...]:
 _SCORED = ("global", "local_sliding", "chunk", "mla")  # attention_type where queries score the keys before them
 _OF_SCORES = _of_group("Model: attention", "attention_type", "gdn_")
 _OF_ROPE = _of_group("Model: positions", "position_type", "trainable_position_size")
-_SCALED_ROPE = ("linear", "llama3.1", "yarn", "dynamic", "longrope")
+_SCALED_ROPE = ("linear", "llama3.1", "yarn", "dynamic", "longrope", "proportional")
 # fmt: off
 # Of facts that may differ by layer: what a layer does without is not a part of its description.
 OF_LAYERS = (
@@ -57,7 +57,7 @@ OF_LAYERS = (
     Need(_OF_ROPE, {"position_type": ["rope"]}),
     Need(["rope_factor"], {"rope_type": _SCALED_ROPE}),
     Need(["rope_type"], {"rope_factor": ABOVE_1, "rope_attention_factor": ABOVE_0, "rope_type": _SCALED_ROPE[3:]}),
-    Need(["original_max_position_embeddings"], {"rope_type": _SCALED_ROPE[1:]}),
+    Need(["original_max_position_embeddings"], {"rope_type": _SCALED_ROPE[1:5]}),
     Need(["rope_attention_factor"], {"rope_type": ["yarn", "longrope"]}),
     Need(["rope_short_factor", "rope_long_factor"], {"rope_type": ["longrope"]}),
     Need(["rope_low_freq_factor", "rope_high_freq_factor"], {"rope_type": ["llama3.1"]}),
@@ -95,6 +95,8 @@ NEEDS = (
     Need(["dataset_factory"], {"dataset_type": ["custom"]}),
     Need(["max_document_bytes"], {"dataset_type": ["text"]}),
     Need(["long_documents"], {"packing": [False]}),
+    Need(["per_device_batch_size_start", "per_device_batch_size_increment", "global_rampup_samples"],
+         {"enable_rampup_batch_size": [True]}),
     Need(["sft_train_on_completion_only"], {"use_sft": [True]}),
     Need(["num_fewshot", "limit", "include_path"], {"tasks": _NAMED}),
     Need(["decode_samples", "decode_prompt_tokens"], {"decode_path": _NAMED, "decode_metrics": _NAMED}),

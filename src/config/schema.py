@@ -39,7 +39,7 @@ LOGICAL_AXES = {
     "other_layers": ((), "those of the others"),
 }
 
-_EVALUATE = {"commands": ("src.evaluate",)}
+_EVALUATE, _RUNS = {"commands": ("src.evaluate",)}, {"commands": OF_RUNS}
 
 
 # fmt: off
@@ -62,6 +62,11 @@ class BatchKeys:
     """Batch"""
     per_device_batch_size: float = key(12.0,
         "rows per device and micro-batch; a fraction where devices share a row", POSITIVE, 2**20)
+    enable_rampup_batch_size: bool = key(False, "the batch grows to that, from a smaller one (docs/data.md)", **_RUNS)
+    per_device_batch_size_start: float = key(4.0, "... rows per device and micro-batch at first", POSITIVE, **_RUNS)
+    per_device_batch_size_increment: float = key(2.0, "... and what each further size adds", POSITIVE, **_RUNS)
+    global_rampup_samples: int = key(500, "... rows until it is full, an equal part for each smaller size", FROM_1,
+        2**40, **_RUNS)
     max_target_length: int = key(2048, "T, tokens per row", FROM_1, 2**24, fixed=True)
     packing: bool = key(True, "true: documents fill rows, apart by segment; false: one a row, padded", fixed=True)
     long_documents: str = key("split", "packing=false: what does not fit goes on (split) or is left out (truncate)",

@@ -47,11 +47,11 @@ class DocumentStream:
 
 
 class RowFiller:
-    """Fills this host's rows, ascending, of the global batch from one source. Threads may fill different rows at once.
+    """Fills this host's rows from one source. Threads may fill rows of different streams at once.
 
-    Sources without `rows_per_epoch` need a packing stream for each row, which keeps a position: `positions`, int32
-    [rows, 2], says where they resume. Any other row is a function of its number, and `rows_before` of them came before
-    the run's are counted. With `one_epoch` each document comes once, and then padding; else the rows never end.
+    Sources without `rows_per_epoch` need packing streams, B of them, which keep a position: `positions`, int32
+    [streams, 2], says where this host's resume. Any other row is a function of its number, and `rows_before` of them
+    came before the run's are counted. With `one_epoch` each document comes once, then padding; else rows never end.
     A `StreamSource` fills all rows in their order, by one thread, and goes on where `saved` (see there) says.
     """
 
@@ -59,7 +59,7 @@ class RowFiller:
         self,
         inputs: InputSpec,
         source: Source | RowSource,
-        rows: Sequence[int],
+        streams: Sequence[int],
         global_batch: int,
         *,
         name: str = "",
@@ -71,36 +71,36 @@ class RowFiller:
         self.name, self._reader = name, None
         self._streams: list[PackingStream] | None = None
         if isinstance(source, StreamSource):
-            source.check_rows(len(rows), global_batch)
+            source.check_rows(len(streams), global_batch)
             self._reader = reader = StreamReader(source, inputs.data.data_shuffle_seed, saved)
             position = saved["position"] if saved else (0, 0)
             stream = PackingStream(lambda number: encode(inputs, reader(number)), 0, 1, layout_of(inputs), position)
-            self._streams = [stream] * len(rows)
+            self._streams = [stream] * len(streams)
             return
         self._documents, self._rows_before = DocumentStream(inputs, source, name), rows_before
         row_count, self._end = rows_per_epoch(inputs, source), math.inf
         if one_epoch:
             self._end = len(source) if row_count is None else row_count
         if row_count is None:
-            positions = np.zeros((len(rows), 2), np.int32) if positions is None else positions
+            positions = np.zeros((len(streams), 2), np.int32) if positions is None else positions
             read = self._documents.documents
             if source.is_remote:
                 read = ReadAhead(read, global_batch, self._end)
             self._streams = [
-                PackingStream(read, row, global_batch, layout_of(inputs), position, self._end)
-                for row, position in zip(rows, positions, strict=True)
+                PackingStream(read, stream, global_batch, layout_of(inputs), position, self._end)
+                for stream, position in zip(streams, positions, strict=True)
             ]
 
-    def fill(self, batch: RowArrays, row: int, ordinal: int) -> Cuts:
-        """Writes row `ordinal` of those from the source into row `row` of this host's batch, which is still padding."""
+    def fill(self, batch: RowArrays, row: int, ordinal: int, place: int) -> Cuts:
+        """Writes row `ordinal` of the source, or the next of the stream at `place`, into row `row`, still padding."""
         if self._streams is not None:
-            return self._streams[row].fill(batch, row)
+            return self._streams[place].fill(batch, row)
         documents = self._documents.row(self._rows_before + ordinal) if ordinal < self._end else []
         return fill_row(batch, row, ((document, 0, len(document.ids) - 1) for document in documents))
 
-    def position(self, row: int) -> tuple[int, int]:
-        """Returns the position of the row's packing stream; zeros where none is needed."""
-        return (0, 0) if self._streams is None or self._reader else self._streams[row].position
+    def position(self, place: int) -> tuple[int, int]:
+        """Returns the position of the packing stream at `place`; zeros where none is needed."""
+        return (0, 0) if self._streams is None or self._reader else self._streams[place].position
 
     def saved(self) -> dict[str, Any] | None:
         """Returns where a stream goes on after the rows so far, as JSON has it; None for other sources."""

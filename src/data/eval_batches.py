@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from src.data.batch_schedule import BatchSchedule
 from src.data.best_fit import documents_consumed, remap_position
 from src.data.document_stream import DocumentStream, RowFiller, layout_of, rows_per_epoch
 from src.data.host_arrays import max_over_hosts
@@ -58,8 +59,9 @@ class EvalBatches:
             self._start(None)
         count, before = self.steps(), self._rows_taken
         self._rows_taken += count * self._global_batch
-        maker = BatchMaker(self._inputs, [self._filler], Mixture([1]), self._rows, self._global_batch)
-        return (batch.arrays for batch in maker.batches(before, count))
+        schedule = BatchSchedule(self._global_batch)
+        maker = BatchMaker(self._inputs, [self._filler], Mixture([1]), self._rows, schedule)
+        return (batch.arrays for batch in maker.batches(before, count=count))
 
     def steps(self) -> int:
         """Counts the batches of an evaluation. The first call, also by `iter`, waits for that of other hosts."""

@@ -1,6 +1,6 @@
 """Makes the batches of a train step: the rows of this host, ahead of time.
 
-A row depends on the data, the seed, the global batch size, T and the step alone, never on which host makes it.
+A row depends on the data, the seed, the global batch size, T and its number alone, never on which host makes it.
 
 B: rows of a batch, over all hosts.  T: tokens per row.  S: sources.
 """
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from src.data.batch_schedule import BatchSchedule, Fill
 from src.data.batch_transform import added_fields, apply_transform
 from src.data.document_stream import RowFiller, encode
 from src.data.order import Mixture
@@ -31,7 +32,8 @@ class HostBatch(NamedTuple):
     """Holds this host's rows of a batch."""
 
     arrays: RowArrays
-    stream_positions: np.ndarray  # int32 [rows, S, 2], where each row's packing streams resume after it
+    rows: np.ndarray  # int [rows], ascending: which of the global batch's they are
+    stream_positions: np.ndarray  # int32 [streams, S, 2], where each of this host's packing streams resumes after it
     cuts: np.ndarray  # int32 [rows, 2], `packing.Cuts` of each row
     saved: dict[str, Any]  # where each `StreamSource`, by its name, goes on after it
 
@@ -39,19 +41,22 @@ class HostBatch(NamedTuple):
 def train_batches(
     inputs: InputSpec,
     data: TrainData,
-    rows: Sequence[int],
+    streams: Sequence[int],
     global_batch: int,
     rows_taken: int = 0,
     position: np.ndarray | None = None,
     rows_before: Mapping[str, int] | None = None,
     saved: Mapping[str, Any] | None = None,
+    schedule: BatchSchedule | None = None,
+    first_step: int = 0,
 ) -> Iterator[HostBatch]:
     """Yields endless batches, made ahead of time in a thread. Errors there are raised here; closing ends the thread.
 
-    `rows` are those of the global batch to make, ascending (see `host_rows`). `rows_taken` rows of the run, over all
-    hosts, came before; `position` is `positions` of the batch before, None at the start of every source, and `saved` is
-    what that had. Of sources of rows, `rows_before` (by name) came before `rows_taken` was counted. Raises UserError if
-    a source has less text than one row.
+    `streams` are the packing streams whose rows this host makes: without a ramp, those rows of the global batch (see
+    `host_rows`). `schedule` has the sizes of batches from `first_step` on; None: all are of `global_batch`.
+    `rows_taken` rows of the run, over all hosts, came before; `position` is `stream_positions` of the batch before,
+    None at the start of every source, and `saved` is what that had. Of sources of rows, `rows_before` (by name) came
+    before `rows_taken` was counted. Raises UserError if a source has less text than one row.
     """
     fillers = []
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
@@ -62,35 +67,36 @@ def train_batches(
                 "max_target_length to less, or give a dataset_path with more text"
             )
         before, at = (rows_before or {}).get(name, 0), None if position is None else position[:, index]
-        place, stream = (inputs, source, rows, global_batch), (saved or {}).get(name)
+        place, stream = (inputs, source, streams, global_batch), (saved or {}).get(name)
         fillers.append(RowFiller(*place, name=name, rows_before=before, positions=at, saved=stream))
-    return BatchMaker(inputs, fillers, Mixture(data.weights), rows, global_batch).batches(rows_taken)
+    schedule = schedule or BatchSchedule(global_batch)
+    return BatchMaker(inputs, fillers, Mixture(data.weights), streams, schedule).batches(rows_taken, first_step)
 
 
 class BatchMaker:
-    """Makes batches of `rows` from the mixture's sources, which have a filler each.
+    """Makes this host's rows of batches, those of `streams`, from the mixture's sources, which have a filler each.
 
-    `data_threads` threads fill a share of a batch's rows each. Rows differ in how long they take: a thread waits for
-    the others only when it is some batches ahead of them.
+    `data_threads` threads have a share of the streams each. Rows differ in how long they take: a thread waits for the
+    others only when it is some batches ahead of them.
     """
 
     def __init__(
-        self, inputs: InputSpec, fillers: Sequence[RowFiller], mixture: Mixture, rows: Sequence[int], global_batch: int
+        self, inputs: InputSpec, fillers: list[RowFiller], mixture: Mixture, streams: np.ndarray, sizes: BatchSchedule
     ) -> None:
         self._inputs, self._fillers, self._mixture = inputs, fillers, mixture
-        self._rows, self._global_batch = rows, global_batch
+        self._streams, self._schedule = streams, sizes
         self._closing = threading.Event()  # once it is set, threads begin no further row
         name = inputs.batch.batch_transform
         self._transform = load_function(name, "batch_transform") if name else None
         self._fields = added_fields(inputs.batch, inputs.vocab_size)
 
-    def batches(self, rows_taken: int, count: int | None = None) -> Iterator[HostBatch]:
+    def batches(self, rows_taken: int, first_step: int = 0, count: int | None = None) -> Iterator[HostBatch]:
         """Yields the batches after so many rows of the run, `count` or without end, while a thread makes the next ones.
 
         An error there is raised here at its batch. The thread ends with the iterator (its `close`, or being collected),
         which waits for no more than the rows that are being made.
         """
-        batches = self._made(rows_taken, count)
+        batches = self._made(rows_taken, first_step, count)
         thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         try:
             ahead = collections.deque(thread.submit(next, batches, None) for _ in range(_PREFETCHED_BATCHES))
@@ -101,12 +107,12 @@ class BatchMaker:
             self._closing.set()
             thread.shutdown(cancel_futures=True)
 
-    def _made(self, rows_taken: int, count: int | None) -> Iterator[HostBatch]:
+    def _made(self, rows_taken: int, first_step: int, count: int | None) -> Iterator[HostBatch]:
         workers = 1 if any(filler.saved() for filler in self._fillers) else self._inputs.data.data_threads
         threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(workers)]
         try:
-            starts = itertools.islice(itertools.count(rows_taken, self._global_batch), count)
-            begun = (self._begin(threads, start) for start in starts)
+            starts = itertools.islice(self._schedule.starts(first_step, rows_taken), count)
+            begun = (self._begin(threads, *start) for start in starts)
             ahead = collections.deque(itertools.islice(begun, _BEGUN_BATCHES))
             while ahead:
                 batch, shares = ahead.popleft()
@@ -122,25 +128,27 @@ class BatchMaker:
             for thread in threads:
                 thread.shutdown(cancel_futures=True)
 
-    def _begin(self, threads: Sequence[ThreadPoolExecutor], rows_before: int) -> tuple[HostBatch, list[Future[None]]]:
-        """Hands out the batch after `rows_before` rows of the run: thread n of N fills rows n, n + N, ..."""
-        count, seed = len(self._rows), self._inputs.data.data_shuffle_seed
-        arrays = empty_batch(count, self._inputs.batch.max_target_length, self._inputs.count_bytes is not None)
+    def _begin(self, threads: list[ThreadPoolExecutor], first: int, size: int) -> tuple[HostBatch, list[Future[None]]]:
+        """Hands out the batch of `size` rows from `first` on: thread n of N has the host's streams n, n + N, ..."""
+        rows, fills = self._schedule.on_host(first, size, self._streams)
+        count, length = len(self._streams), self._inputs.batch.max_target_length
+        arrays = empty_batch(len(rows), length, self._inputs.count_bytes is not None)
         positions = np.empty((count, len(self._fillers), 2), np.int32)
-        batch = HostBatch(arrays, positions, np.empty((count, 2), np.int32), {})
-        assigned = self._mixture.assign(rows_before, self._rows, self._global_batch, seed)
+        batch = HostBatch(arrays, rows, positions, np.empty((len(rows), 2), np.int32), {})
         return batch, [
-            thread.submit(self._fill, batch, assigned, range(n, count, len(threads)))
-            for n, thread in enumerate(threads)
+            thread.submit(self._fill, batch, fills, range(n, count, len(threads))) for n, thread in enumerate(threads)
         ]
 
-    def _fill(self, batch: HostBatch, assigned: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
-        for row in rows:
+    def _fill(self, batch: HostBatch, fills: Sequence[Fill], places: range) -> None:
+        full, seed = self._schedule.rows, self._inputs.data.data_shuffle_seed
+        for number, row, place in fills:
             if self._closing.is_set():
                 return
-            source, ordinal = assigned[row]
-            batch.cuts[row] = self._fillers[source].fill(batch.arrays, row, ordinal)
-            batch.stream_positions[row] = [filler.position(row) for filler in self._fillers]
+            if place in places:
+                source, ordinal = self._mixture.assign(number, full, seed)
+                batch.cuts[row] = self._fillers[source].fill(batch.arrays, row, ordinal, place)
+        for place in places:
+            batch.stream_positions[place] = [filler.position(place) for filler in self._fillers]
         batch.saved.update({filler.name: saved for filler in self._fillers if (saved := filler.saved())})
 
 

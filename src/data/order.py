@@ -112,15 +112,16 @@ class Mixture:
         turns, place = divmod(rows, self._period)
         return turns * self._shares[source] + int(np.count_nonzero(self._source[:place] == source))
 
-    def assign(self, before: int, rows: Sequence[int], global_batch: int, seed: int) -> list[tuple[int, int]]:
-        """Returns `at` of the rows of this host in a batch of `global_batch` that comes after `before` rows of the run.
+    def assign(self, row: int, global_batch: int, seed: int) -> tuple[int, int]:
+        """Returns what is `at` one of the `global_batch` rows of the run that `row` is among.
 
-        Inside a batch rows are assigned in random order: where the schedule's period and the batch have a common
-        divisor, row j of every batch would otherwise have the same few sources.
+        They are assigned in random order: where the schedule's period and the batch have a common divisor, row j of
+        every batch would otherwise have the same few sources. A smaller batch of a ramp has some of them.
         """
         if len(self._shares) == 1:
-            return [(0, before + int(row)) for row in rows]
-        return [self.at(before + permute(int(row), global_batch, seed, source=-1, epoch=before)) for row in rows]
+            return 0, row
+        before, place = row - row % global_batch, row % global_batch
+        return self.at(before + permute(place, global_batch, seed, source=-1, epoch=before))
 
 
 def _schedule(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

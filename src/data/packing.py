@@ -1,10 +1,10 @@
 """Packs documents into rows, so that a run can stop after any row and resume exactly there.
 
-Row j of every batch is filled by packing stream j, which depends on no other stream: hosts share nothing, and any
-number of them gives the same batches. A document of n ids has n - 1 inputs, `ids[:-1]`, with the targets `ids[1:]`;
-sizes, offsets and the length of a row all count targets. Each target of a stream's documents comes exactly once,
-wherever rows are cut. A layout plans the rows: texts are concatenated and cut at T (`best_fit.py` is for
-conversations).
+Row j of every batch is filled by packing stream j (in a ramp, row n of the run by stream n mod B), which depends on no
+other stream: hosts share nothing, and any number of them gives the same batches. A document of n ids has n - 1 inputs,
+`ids[:-1]`, with the targets `ids[1:]`; sizes, offsets and the length of a row all count targets. Each target of a
+stream's documents comes exactly once, wherever rows are cut. A layout plans the rows: texts are concatenated and cut at
+T (`best_fit.py` is for conversations).
 
 T: tokens per row.  B: rows of a batch, over all hosts.
 """

@@ -133,7 +133,9 @@ ALTERNATING_WINDOWS = FieldGroup(
 ORIGINAL = "original_max_position_embeddings"
 _FACTOR, _ORIGINAL_LENGTH = Field("factor", "rope_factor"), Field(ORIGINAL, ORIGINAL)
 # Kinds of scaled rotary positions: their name -> ours, and the fields of each. transformers requires some of them.
-ROPE_TYPES = {"llama3": "llama3.1", **{kind: kind for kind in ("default", "linear", "yarn", "dynamic", "longrope")}}
+_SAME_NAME = ("default", "linear", "yarn", "dynamic", "longrope", "proportional")
+ROPE_TYPES = {"llama3": "llama3.1", **{kind: kind for kind in _SAME_NAME}}
+_SHARE = Field("partial_rotary_factor", "partial_rotary_factor", 1.0)
 _FREQUENCIES = tuple(Field(name, f"rope_{name}") for name in ("low_freq_factor", "high_freq_factor"))
 _ATTENTION = Field("attention_factor", "rope_attention_factor", UNSET)
 _PAIRS = tuple(Field(f"{length}_factor", f"rope_{length}_factor") for length in ("short", "long"))
@@ -145,6 +147,7 @@ ROPE_PARAMETERS: dict[str, tuple[Field, ...]] = {
     "yarn": (_ORIGINAL_LENGTH, _FACTOR, _ATTENTION, *_YARN, Field("truncate", "rope_truncate", UNSET)),
     "dynamic": (_ORIGINAL_LENGTH, _FACTOR),
     "longrope": (_ORIGINAL_LENGTH, _FACTOR, _ATTENTION, *_PAIRS),
+    "proportional": (_SHARE, Field("factor", "rope_factor", 1.0)),
 }
 _ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}.union(
     row.name for rows in ROPE_PARAMETERS.values() for row in rows
@@ -174,8 +177,8 @@ def read_rope(
         raise UserError(f"config.json has rotary positions of type {kind}: expected one of {', '.join(kinds)}")
     if unknown := sorted(set(parameters) - _ROPE_NAMES):
         raise UserError(f"config.json has rotary positions with {', '.join(unknown)}, which is not known here")
-    share = {"partial_rotary_factor": partial or 1.0, **hf, **parameters}
-    require(share, **({} if partial else {"partial_rotary_factor": 1.0}))
+    parameters = {**parameters, _SHARE.name: {_SHARE.name: partial or 1.0, **hf, **parameters}[_SHARE.name]}
+    require(parameters, **({} if partial or kind == "proportional" else {_SHARE.name: 1.0}))
     for name in ("attention_factor", "mscale_all_dim"):
         if parameters.get(name) and all(row.name != name for row in ROPE_PARAMETERS[kind]):
             raise UserError(f"config.json has {name} for rotary positions of type {kind}: expected type yarn")
@@ -189,7 +192,7 @@ def read_rope(
     return {
         "rope_max_timescale": entry(parameters, "rope_theta", entry(hf, "rope_theta", theta)),
         "rope_type": ROPE_TYPES[kind],
-        **({"partial_rotary_factor": entry(share, "partial_rotary_factor", 1.0)} if partial else {}),
+        **(_SHARE.read(parameters, {}) if partial else {}),
         **read_fields(ROPE_PARAMETERS[kind], parameters),
     }
 

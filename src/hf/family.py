@@ -10,7 +10,7 @@ from src.hf.fields import Json, Keys, Layers, Table, read_fields, require, requi
 from src.hf.tensor_map import TensorMap
 
 # What multi-modal folders have beside the text model, and how they prefix the text model's names.
-NOT_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|audio_tower)\.")
+NOT_TEXT = re.compile(r"(model\.)?(vision_(tower|model)|multi_modal_projector|audio_tower|embed_(vision|audio))\.")
 TEXT_MODEL = re.compile(r"^(language_model\.model|model\.language_model)\.")
 TEXT_HEAD = re.compile(r"^language_model\.")
 

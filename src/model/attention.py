@@ -33,11 +33,13 @@ class Attention(nnx.Module):
         emb_dim, N, K, H = spec.emb_dim, spec.num_query_heads, spec.num_kv_heads, spec.head_dim
         self.query = weight(rngs, (emb_dim, N, H), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
         self.key = weight(rngs, (emb_dim, K, H), ("embed", "kv_heads", "head_dim"), dtype, fan_in=(0,))
-        self.value = weight(rngs, (emb_dim, K, H), ("embed", "kv_heads", "head_dim"), dtype, fan_in=(0,))
+        if not spec.share_kv_projections:
+            self.value = weight(rngs, (emb_dim, K, H), ("embed", "kv_heads", "head_dim"), dtype, fan_in=(0,))
         self.out = weight(rngs, (N, H, emb_dim), ("heads", "head_dim", "embed"), dtype, fan_in=(0, 1), scale=out_scale)
         if spec.attention_bias:
             self.query_bias = weight(rngs, (N, H), ("heads", "head_dim"), dtype, constant=0.0, decays=False)
             self.key_bias = weight(rngs, (K, H), ("kv_heads", "head_dim"), dtype, constant=0.0, decays=False)
+        if spec.attention_bias and not spec.share_kv_projections:
             self.value_bias = weight(rngs, (K, H), ("kv_heads", "head_dim"), dtype, constant=0.0, decays=False)
         if spec.attention_bias and spec.attention_out_bias:
             self.out_bias = weight(rngs, (emb_dim,), (None,), dtype, constant=0.0, decays=False)
@@ -59,8 +61,12 @@ class Attention(nnx.Module):
         """Counts what attention makes beside its weights' products."""
         heads = (spec.num_query_heads, spec.num_kv_heads)
         spared_by = {"query": ("query_proj",), "key": ("key_proj",), "value": ("value_proj",), "out": ("out_proj",)}
-        if spec.qk_norm != "none":  # the norms' derivatives need their inputs, and what is kept are their outputs
-            del spared_by["query"], spared_by["key"]
+        if spec.share_kv_projections:  # what is kept of its product are both outputs, each after steps of its own
+            spared_by["key"] += spared_by.pop("value")
+        # The norms' derivatives need their inputs, and what is kept are their outputs.
+        normed = {"query", "key"} if spec.qk_norm != "none" else set()
+        normed |= {"key" if spec.share_kv_projections else "value"} if spec.value_norm else set()
+        spared_by = {name: arrays for name, arrays in spared_by.items() if name not in normed}
         width = sum(heads) * 2 * spec.head_dim  # queries and keys; values and attention's output
         if spec.attention_gate:
             width, spared_by["gate"] = width + 2 * heads[0] * spec.head_dim, ("query_proj",)
@@ -78,11 +84,10 @@ class Attention(nnx.Module):
         constrain = context.layout.constrain
         q_BTNH = matmul(x_BTD, self.query[...], "BTD,DNH->BTNH")
         k_BTKH = matmul(x_BTD, self.key[...], "BTD,DKH->BTKH")
-        v_BTKH = matmul(x_BTD, self.value[...], "BTD,DKH->BTKH")
         if self.spec.attention_bias:
             q_BTNH += self.query_bias[...].astype(x_BTD.dtype)
             k_BTKH += self.key_bias[...].astype(x_BTD.dtype)
-            v_BTKH += self.value_bias[...].astype(x_BTD.dtype)
+        v_BTKH = self._values(x_BTD, k_BTKH)
         q_BTNH, k_BTKH = self._position(q_BTNH, k_BTKH, context.positions_BT)
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch", "length", "heads", "head_dim"), "query_proj")
         k_BTKH = checkpoint_name(constrain(k_BTKH, "batch", "length", "kv_heads", "head_dim"), "key_proj")
@@ -106,6 +111,15 @@ class Attention(nnx.Module):
         if self.spec.attention_bias and self.spec.attention_out_bias:
             out_BTD += self.out_bias[...].astype(x_BTD.dtype)
         return checkpoint_name(out_BTD, "out_proj"), cache
+
+    def _values(self, x_BTD: Array, k_BTKH: Array) -> Array:
+        """Projects to values, or takes the keys' projection for them, and normalises them."""
+        v_BTKH = k_BTKH
+        if not self.spec.share_kv_projections:
+            v_BTKH = matmul(x_BTD, self.value[...], "BTD,DKH->BTKH")
+            if self.spec.attention_bias:
+                v_BTKH += self.value_bias[...].astype(x_BTD.dtype)
+        return root_mean_square(v_BTKH, self.spec.normalization_layer_epsilon) if self.spec.value_norm else v_BTKH
 
     def _position(self, q_BTNH: Array, k_BTKH: Array, positions_BT: Array) -> tuple[Array, Array]:
         """Normalises queries and keys, rotates them to their positions, and scales queries by their temperature."""

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from src.model.cache import Cache
 from src.model.forward_context import ForwardContext
 from src.model.norm import Norm
-from src.model.params import Rngs, Tree
+from src.model.params import Rngs, Tree, weight
 from src.model.parts import feed_forward, mixer
 from src.model.spec import LayerSpec, ModelSpec
 
@@ -25,12 +25,15 @@ class Block(nnx.Module):
         out_scale = 1.0 / math.sqrt(2 * len(model.layers))
         before, after = (spec.normalization_placement in (place, "both") for place in ("before", "after"))
         self.dropout_rate, self.multiplier = spec.dropout_rate, spec.residual_multiplier
+        self.has_scalar = spec.layer_scalar
         self.attention_norm = Norm(spec, (D,), dtype, rngs) if before else None
         self.attention = mixer(spec)(spec, out_scale, dtype, rngs)
         self.attention_out_norm = Norm(spec, (D,), dtype, rngs) if after else None
         self.feed_forward_norm = Norm(spec, (D,), dtype, rngs) if before else None
         self.feed_forward = feed_forward(spec)(spec, out_scale, dtype, rngs)
         self.feed_forward_out_norm = Norm(spec, (D,), dtype, rngs) if after else None
+        if spec.layer_scalar:
+            self.layer_scalar = weight(rngs, (1,), (None,), dtype, constant=1.0, decays=False, trained=False)
 
     def __call__(
         self, x_BTD: Array, context: ForwardContext, cache: Cache | None, layer: Array
@@ -46,6 +49,8 @@ class Block(nnx.Module):
             normed_BTD = context.all_gather_sequence(_normalise(self.feed_forward_norm, x_BTD))
             out_BTD, report = self.feed_forward(normed_BTD, context)
             x_BTD = self._add(x_BTD, _normalise(self.feed_forward_out_norm, out_BTD), context, 2 * layer + 1)
+        if self.has_scalar:
+            x_BTD *= jax.lax.stop_gradient(self.layer_scalar[...]).astype(x_BTD.dtype)
         return x_BTD, cache, {"feed_forward": report, **context.activations(x_BTD)}
 
     def _add(self, x_BTD: Array, out_BTD: Array, context: ForwardContext, site: Array) -> Array:

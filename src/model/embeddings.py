@@ -37,9 +37,10 @@ def look_up(table_VD: Array, ids_BT: Array, layout: Layout, axis: str) -> Array:
 def rope(x_BTNH: Array, positions_BT: Array, spec: LayerSpec) -> Array:
     """Rotates pairs of a head's first `partial_rotary_factor` by position (Su et al. 2021, section 3.4.2), in float32.
 
-    Pair i is (i, i + dim / 2), as in Llama's Hugging Face checkpoints, or (2i, 2i + 1) with `rope_interleave`.
+    Pair i is (i, i + dim / 2), as in Llama's Hugging Face checkpoints, or (2i, 2i + 1) with `rope_interleave`. Where
+    positions are proportional, pairs are of the whole head, and those past that fraction turn by 0.
     """
-    dim = int(x_BTNH.shape[-1] * spec.partial_rotary_factor)
+    dim = int(x_BTNH.shape[-1] * (1.0 if spec.rope_type == "proportional" else spec.partial_rotary_factor))
     pair = np.arange(dim // 2, dtype=np.float32)
     frequencies, size = 1.0 / float(spec.rope_max_timescale) ** (pair / np.float32(dim // 2)), 1.0
     if spec.rope_type != "default":

@@ -58,6 +58,10 @@ class Buffer(nnx.Variable):
     """A value that the forward pass reads and no gradient changes (PyTorch's term)."""
 
 
+class Fixed(nnx.Variable):
+    """A value of the model that training leaves as it is."""
+
+
 def weight(
     rngs: Rngs,
     shape: tuple[int, ...],
@@ -68,12 +72,14 @@ def weight(
     scale: float = 1.0,
     constant: Any = None,
     decays: bool = True,
-) -> nnx.Param:
+    trained: bool = True,
+) -> nnx.Variable:
     """Declares one weight, without the dim of the layers that share its declaration (`stack` prepends that).
 
     Values are `constant` (a number or an array), or normal, cut at two standard deviations, with variance `scale**2`
     over the product of the dims `fan_in`, which it is summed over (LeCun et al., Efficient BackProp, section 4.6).
-    `axes` are the dims' logical axes (None: never sharded); `decays`: weight decay applies to it.
+    `axes` are the dims' logical axes (None: never sharded); `decays`: weight decay applies to it; `trained`: training
+    changes it.
     """
     if constant is not None or rngs.key is None:
         value = jnp.full(shape, 0.0 if constant is None else constant, dtype)
@@ -81,7 +87,8 @@ def weight(
         # 0.8796 is the standard deviation of a unit normal cut at two.
         deviation = scale / 0.87962566 / math.sqrt(math.prod(shape[dim] for dim in fan_in))
         value = deviation * jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
-    return nnx.Param(value.astype(dtype), out_sharding=axes, fan_in=fan_in, decays=decays)
+    facts = {"out_sharding": axes, "fan_in": fan_in, "decays": decays}
+    return nnx.Param(value.astype(dtype), **facts) if trained else Fixed(value.astype(dtype), **facts)
 
 
 def matmul(x: Array, kernel: Array | Wrapped, einsum: str, precision: str | None = None) -> Array:
@@ -149,8 +156,8 @@ def join(*trees: Tree) -> Tree:
 
 
 def roles(declarations: Tree) -> Tree:
-    """Returns the role of each declared weight: `trainable`, or `stats` for buffers."""
-    role = {nnx.Param: "trainable", Buffer: "stats"}
+    """Returns the role of each declared weight: `trainable`, `stats` for buffers, or `frozen` for fixed values."""
+    role = {nnx.Param: "trainable", Buffer: "stats", Fixed: "frozen"}
     return jax.tree.map(lambda v: role[type(v)], declarations, is_leaf=_is_variable)
 
 

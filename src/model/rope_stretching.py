@@ -1,4 +1,4 @@
-"""Rotary positions stretched for longer contexts: linear, Llama 3.1's, YaRN, dynamic and LongRoPE."""
+"""Rotary positions for longer contexts: linear, proportional, Llama 3.1's, YaRN, dynamic and LongRoPE."""
 
 import math
 
@@ -12,6 +12,8 @@ def stretch(plain: np.ndarray, spec: LayerSpec) -> tuple[np.ndarray, float]:
     stretched, pairs, original = plain / spec.rope_factor, len(plain), spec.original_max_position_embeddings
     if spec.rope_type == "linear":  # position interpolation (Chen et al. 2023)
         return stretched, 1.0
+    if spec.rope_type == "proportional":  # Barbero et al. 2024, arXiv:2410.06205: slow pairs carry no position
+        return np.where(np.arange(pairs) < int(pairs * spec.partial_rotary_factor), stretched, np.float32(0)), 1.0
     if spec.rope_type == "llama3.1":
         # Short waves stay, long ones are stretched, those between are mixed linearly by their turns.
         turns = original * plain / (2 * np.pi)

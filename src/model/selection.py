@@ -29,9 +29,9 @@ def weight_roles(declarations: params.Tree, patterns: Sequence[str], adapted: bo
     """Returns each weight's role: without patterns all are trained, or none where adapters are.
 
     What is not trained is frozen, a router's correction bias too: it moves where it is among the trained alone. Raises
-    UserError if a pattern fits no weight.
+    UserError if a pattern fits no weight that can be trained.
     """
     flat = params.by_path(params.roles(declarations))
     patterns = list(map(str, patterns)) or ([] if adapted else ["*"])
-    require_matches("trainable_parameters", patterns, flat, "of")
+    require_matches("trainable_parameters", patterns, [path for path in flat if flat[path] != "frozen"], "of")
     return params.nested({path: role if params.matches(path, patterns) else "frozen" for path, role in flat.items()})

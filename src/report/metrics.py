@@ -187,14 +187,20 @@ class StepPrinter:
     """Prints an aligned line per step, with the remaining time; on a terminal, above a progress bar.
 
     Of `steps`, `done` were before this start of the run. A line is printed every `log_period` steps and for the first
-    and last; with `quiet` for the last alone, and no bar.
+    and last; with `quiet` for the last alone, and no bar. `rows_before` so many steps, of any unit, takes the time.
     """
 
     def __init__(
-        self, steps: int, done: int = 0, log_period: int = 1, quiet: bool = False, clock: Clock = time.monotonic
+        self,
+        steps: int,
+        done: int = 0,
+        log_period: int = 1,
+        quiet: bool = False,
+        rows_before: Callable[[int], int] = int,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._steps, self._first_step, self._log_period, self._quiet = steps, done + 1, log_period, quiet
-        self._clock, self._first_time = clock, math.nan
+        self._rows_before, self._clock, self._first_time = rows_before, clock, math.nan
         # The stream itself decides: rich would also draw in a notebook, and in a log if FORCE_COLOR is set.
         terminal = sys.stdout.isatty()
         self._console = _Output(
@@ -222,8 +228,8 @@ class StepPrinter:
         if step == self._steps or (periodic and not self._quiet):
             seconds_left = None
             if step > self._first_step:  # at the pace since the end of the first, which compiles; all else counts
-                pace = (self._clock() - self._first_time) / (step - self._first_step)
-                seconds_left = pace * (self._steps - step)
+                first, now, end = map(self._rows_before, (self._first_step, step, self._steps))
+                seconds_left = (self._clock() - self._first_time) / (now - first) * (end - now)
             self._console.print(train_line(entry, self._steps, seconds_left))
 
     def evaluation(self, entry: Mapping[str, int | float]) -> None:

@@ -42,7 +42,7 @@ class NonFiniteError(UserError):
 class Recorder:
     """Records each of a run's `steps` while the next one runs, so that the devices never wait for the host.
 
-    Process 0 alone has a `log` and a `printer`. A step trains `tokens`, B x T, each of so many `flops`.
+    Process 0 alone has a `log` and a `printer`. Each token takes so many `flops`.
     """
 
     def __init__(
@@ -52,16 +52,15 @@ class Recorder:
         log: MetricsLog | None,
         printer: StepPrinter | None,
         flops: FlopsPerToken,
-        tokens: int,
         mesh: Mesh,
     ) -> None:
         self.last: Entry = {}  # the metrics of the step recorded last
         self.last_finite = 0  # the last step whose loss and gradient were finite: the weights before it are good
         self.skipped = 0  # steps recorded since then
         self._keys, self._steps, self._log, self._printer = keys, steps, log, printer
-        self._flops, self._tokens, self._devices = flops, tokens, mesh.size
+        self._flops, self._devices = flops, mesh.size
         self._peak = run_peak(mesh.devices.flat[0].device_kind, keys.dtype, keys.matmul_precision)
-        self._pending: tuple[int, Metrics, float] | None = None
+        self._pending: tuple[int, Metrics, int, float] | None = None
         self._data_wait = 0.0
         self._clock = time.perf_counter()
 
@@ -88,20 +87,21 @@ class Recorder:
         yield
         self._data_wait = time.perf_counter() - begin
 
-    def add(self, step: int, metrics: Metrics) -> None:
+    def add(self, step: int, metrics: Metrics, tokens: int) -> None:
         """Takes the metrics of update `step` (from 1), which may still be computed, and records those of the last one.
 
-        Raises NonFiniteError if the last update's loss or gradient is not finite, and `on_nonfinite` is stop, or
-        MAX_SKIPPED consecutive updates were skipped, or the run's last ones; or the update made the weights unusable.
+        Its batch has so many `tokens`, rows x T. Raises NonFiniteError if the last update's loss or gradient is not
+        finite, and `on_nonfinite` is stop, or MAX_SKIPPED consecutive updates were skipped, or the run's last ones; or
+        the update made the weights unusable.
         """
         self.flush()
-        self._pending = (step, metrics, self._data_wait)
+        self._pending = (step, metrics, tokens, self._data_wait)
 
     def flush(self) -> None:
         """Waits for the step that was added last and records it; raises as `add` does."""
         if self._pending is None:
             return
-        (step, arrays, data_wait), self._pending = self._pending, None
+        (step, arrays, tokens, data_wait), self._pending = self._pending, None
         arrays = dict(arrays)
         internals, own = arrays.pop("internals", {}), jax.device_get(arrays.pop("user_metrics", {}))
         if taken := sorted({*TRAIN_KEYS} & {*own}):
@@ -114,7 +114,7 @@ class Recorder:
         else:
             self.skipped += 1
         self._check(step, metrics)
-        rate, flops, peak = self._tokens / seconds / self._devices, self._flops, self._peak  # rate: of one device
+        rate, flops, peak = tokens / seconds / self._devices, self._flops, self._peak  # rate: of one device
         mfu = {} if peak is None else {"mfu": rate * flops.causal / peak, "mfu_palm": rate * flops.palm / peak}
         self.last = {
             "step": step,
@@ -123,7 +123,7 @@ class Recorder:
             "learning_rate": learning_rate(self._keys, self._steps, step - 1),
             "step_time_seconds": seconds,
             "data_wait_seconds": data_wait,
-            "tokens_per_second": self._tokens / seconds,
+            "tokens_per_second": tokens / seconds,
             "tflops_per_device": rate * flops.causal / 1e12,
             **mfu,  # docs/performance.md explains both
             **{name: value.tolist() for name, value in own.items()},

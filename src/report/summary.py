@@ -58,6 +58,8 @@ def run_header(
     loss = [config.loss, "in evaluations next_token_loss"] if config.loss else []
     loss += [f"in {tiles} tiles (num_vocab_tiling)"] if (tiles := plan.step.num_vocab_tiling) > 1 else []
     compiled = "compiled by this run" + (f" by the profile {config.pgle_profile}" if config.pgle_profile else "")
+    compiled = f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled
+    ramp = built.schedule.ramp
     return [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
         ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
@@ -68,6 +70,7 @@ def run_header(
         *([("optimizer", by_rule)] if by_rule else []),
         ("trained", trained if weights.frozen else "all parameters"),
         ("step", f"{counted(built.rows, 'row')} x {config.max_target_length} = {built.tokens:,} tokens"),
+        *([("batch ramp", built.schedule.describe(config.steps))] if ramp else []),
         ("FLOPs per token", f"{flops.causal:.4g} (attention causal), {flops.palm:.4g} (as in PaLM)"),
         ("precision", f"weights {config.weight_dtype}, compute {config.dtype}, matmul {config.matmul_precision}"),
         *([("8 bits", plan.quantization.description)] if plan.quantization.kind else []),
@@ -75,7 +78,7 @@ def run_header(
         ("layers", f"{'scanned' if plan.execution.scan_layers else 'unrolled'} (scan_layers={config.scan_layers})"),
         *([("loss", ", ".join(loss))] if loss else []),
         ("recomputed", f"remat_policy {config.remat_policy}"),
-        ("train step", f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled),
+        ("train step", compiled + ", that of each smaller batch when it comes" * bool(ramp)),
         ("data", "\n".join(describe_data(train_specs(config.data), data))),
         *([("evaluation", "\n".join(map(describe_eval_set, eval_sets)))] if eval_sets else []),
         ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),

@@ -18,6 +18,7 @@ from src.checkpoint.run_folder import RunFolder, is_remote
 from src.config.load import from_yaml
 from src.config.schema import KEYS, Compilation, defaults
 from src.console import say
+from src.data.batch_schedule import size_keys
 from src.errors import FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError, changed_keys, clipped
 from src.report.metrics import read_entry, scalars
 
@@ -183,11 +184,12 @@ class _Follower(threading.Thread):
 def _trained_by(keys: Mapping[str, Any]) -> str:
     """Returns a digest of the settings that make an update what it is; others, as the mesh, change its rounding."""
     schedule = keys["learning_rate_schedule_steps"]
-    rows = keys["per_device_batch_size"] * keys["gradient_accumulation_steps"] * jax.device_count()
+    sizes = size_keys(keys["enable_rampup_batch_size"])
+    rows = {key: keys[key] * keys["gradient_accumulation_steps"] * jax.device_count() for key in sizes}
     declared = [KEYS[name] for name in changed_keys(defaults(), keys) if name in KEYS]
     trains = [key for key in declared if key.section in ("model", "step", "batch", "data")]
     settings = {key.name: keys[key.name] for key in trains if key.group != Compilation.__doc__} | {
-        "per_device_batch_size": rows,
+        **rows,
         "gradient_accumulation_steps": 1,
         "learning_rate_schedule_steps": keys["steps"] if schedule == -1 else schedule,
     }

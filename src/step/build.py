@@ -1,20 +1,15 @@
 """The step that a configuration means on given devices: the same one for training and for compiling ahead of time."""
 
 import dataclasses
-import hashlib
 import math
-import re
-from base64 import b64decode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 
 from src.config.schema import Config
-from src.errors import UserError
+from src.data.batch_schedule import BatchSchedule
 from src.model.spec import model_spec
 from src.parallel.mesh import Layout, global_batch_size, make_layout
 from src.step.optimizer import HParams, hparams_at
@@ -37,10 +32,11 @@ class TracedStep(NamedTuple):
     train: jax.stages.Wrapped
     eval: jax.stages.Wrapped
     traced: jax.stages.Traced
+    schedule: BatchSchedule  # `batch` and `traced` are of its full size
 
     @property
     def rows(self) -> int:
-        """Counts the rows of the global batch."""
+        """Counts the rows of the global batch, at the end of a ramp."""
         return self.batch["tokens"].shape[0]
 
     @property
@@ -61,13 +57,18 @@ def build(
     """
     plan = plan_step(config, make_layout(config.mesh, devices))
     plan = dataclasses.replace(plan, fields={**plan.fields, **fields})
-    rows, micro_batches = config.per_device_batch_size, config.gradient_accumulation_steps
-    rows = global_batch_size(plan.layout, rows, micro_batches, "per_device_batch_size")
-    state, batch = abstract_state(plan), abstract_batch(plan, rows, config.max_target_length)
+
+    def rows_of(per_device: float, key: str) -> int:
+        rows = global_batch_size(plan.layout, per_device, config.gradient_accumulation_steps, key)
+        abstract_batch(plan, rows, config.max_target_length, key)  # raises where they do not divide
+        return rows
+
+    schedule = BatchSchedule.of(config.batch, rows_of, plan.layout.shards("batch"))
+    state, batch = abstract_state(plan), abstract_batch(plan, schedule.rows, config.max_target_length)
     hparams = hparams_at(config.step, config.steps, 0)
     train, evaluate = compile_steps(plan, state, compiler_options, loss_function(config.step.loss))
     traced = train.trace(state, batch, hparams)
-    return TracedStep(plan, compiler_options, state, batch, hparams, train, evaluate, traced)
+    return TracedStep(plan, compiler_options, state, batch, hparams, train, evaluate, traced, schedule)
 
 
 def plan_step(config: Config, layout: Layout) -> StepPlan:
@@ -92,46 +93,3 @@ def vocab_tiles(config: Config, layout: Layout) -> int:
     while bytes_ / tiles > MAX_LOGITS and most % (2 * tiles) == 0:
         tiles *= 2
     return tiles
-
-
-def check_same_program(built: TracedStep, steps: int) -> None:
-    """Raises UserError on every process where one would run another training step, of `steps`, than process 0."""
-    if jax.process_count() == 1:
-        return
-    # Nor may what enters a step at run time differ: the hyper-parameters are compared at the ends and in the middle.
-    hparams = [hparams_at(built.plan.step, steps, step) for step in (0, 1, steps // 2, steps - 1)]
-    texts = {"the traced step": program_text(built.traced), "its hyper-parameters": str(hparams)}
-    digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts.values()]
-    mine = np.frombuffer(b"".join(digests), np.uint32).reshape(len(texts), 2)
-    everyones = np.asarray(multihost_utils.process_allgather(mine))
-    differ = (everyones != everyones[0]).any(axis=2)
-    if differ.any():
-        others = ", ".join(map(str, np.flatnonzero(differ.any(axis=1))))
-        what = " and ".join(text for text, differs in zip(texts, differ.any(axis=0), strict=True) if differs)
-        raise UserError(
-            f"process {others} would train otherwise than process 0: {what} differ. Keys, code and packages are the "
-            "same, so look at the environment of the processes (XLA_FLAGS, JAX_*), at other packages, and at functions "
-            "of your own"
-        )
-
-
-def program_text(traced: jax.stages.Traced, kernel_text: Callable[[bytes], str] = lambda bytecode: "") -> str:
-    """Returns the traced step in words that are the same in every process, and on devices that are not here.
-
-    Neither text has everything. StableHLO has shardings, donation and constants, but of kernels that XLA asks Python
-    to partition (cuDNN's attention) only a Python object's address: what they were told, such as the scale, stands in
-    the jaxpr. `kernel_text` writes a Pallas kernel, whose serialised form names the source files it is from.
-    """
-    lowered = traced.lower().as_text()
-    lowered = re.sub(r'(@CustomSPMDPartitioning\(.*?backend_config = )"\d+"', r"\1", lowered)
-    lowered = re.sub(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+", lambda body: kernel_text(b64decode(body[0])), lowered)
-    lowered = re.sub(r'(?<=, ir = ")ML(?:[^"\\]|\\.)*', lambda body: kernel_text(_unescaped(body[0])), lowered)
-    # Python prints the names that a remat policy saves in another order at each start.
-    jaxpr = re.sub(r"frozenset\(\{(.*?)\}\)", lambda found: ", ".join(sorted(found[1].split(", "))), str(traced.jaxpr))
-    return re.sub(r" at 0x[0-9a-f]+", "", jaxpr) + lowered
-
-
-def _unescaped(text: str) -> bytes:
-    """Returns the bytes of a string that MLIR printed."""
-    whole = re.sub(r"\\(\\|[0-9A-F]{2})", lambda found: "\\" if found[1] == "\\" else chr(int(found[1], 16)), text)
-    return whole.encode("latin1")

@@ -46,6 +46,7 @@ class StepPlan:
     execution: Execution
     kernel: str
     packed: bool
+    ramped: bool  # batches grow: a shard has every so many-th of their rows (src/data/batch_schedule.py)
     fields: Fields  # of a batch, beside BATCH_ARRAYS
     eval_metrics: Callable[[jax.Array, Batch], dict[str, tuple[jax.Array, jax.Array]]] | None
     accumulation: Accumulation
@@ -117,6 +118,7 @@ def make_plan(spec: ModelSpec, layout: Layout, step: Step, mesh: Mesh, batch: Ba
         execution=make_execution(step, spec, layout, schedule),
         kernel=kernel_for(step.attention, spec, batch.max_target_length, layout),
         packed=batch.packing,
+        ramped=batch.enable_rampup_batch_size,
         fields=added_fields(batch, spec.vocab_size),
         eval_metrics=load_function(eval_metrics, "eval_metrics") if eval_metrics else None,
         accumulation=Accumulation(layout, micro_batches, replicas, schedule is not None, trainable, updates),

@@ -78,8 +78,8 @@ def batch_sharding(
     return {name: layout.sharding(("batch", *[None] * ndim)) for name, ndim in ndims.items()}
 
 
-def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
-    """Returns the abstract arrays of a batch of `rows` x `length` tokens; raises UserError if they do not divide."""
+def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_device_batch_size") -> Batch:
+    """Returns a batch's abstract arrays, `rows` x `length`; raises UserError, naming `key`, if they do not divide."""
     plan.layout.check((rows,), ("batch",))
     zigzag_order(length, plan.layout)
     if length % plan.layout.shards("norm_length"):
@@ -89,7 +89,7 @@ def abstract_batch(plan: StepPlan, rows: int, length: int) -> Batch:
             f"({plan.layout.sharded_by('norm_length')}): use a multiple of {plan.layout.shards('norm_length')}, or "
             f"another {keys}"
         )
-    check_rows(rows // plan.accumulation.micro_batches, plan.layout, plan.execution.schedule, "per_device_batch_size")
+    check_rows(rows // plan.accumulation.micro_batches, plan.layout, plan.execution.schedule, key)
     tiles = plan.step.num_vocab_tiling
     if length % (tiles * plan.layout.shards("norm_length")):
         raise UserError(

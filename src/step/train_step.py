@@ -94,6 +94,9 @@ def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
         return batch
     step_key = jax.random.fold_in(random_stream(plan.step.init_weights_seed, DROPOUT), step)
     keys_BTW = token_keys(step_key, *batch["tokens"].shape)
+    if plan.ramped:  # keys come in the order of rows in the data, so that another mesh draws the same
+        (B, *each), shards = keys_BTW.shape, plan.layout.shards("batch")
+        keys_BTW = keys_BTW.reshape(B // shards, shards, *each).swapaxes(0, 1).reshape(B, *each)
     return {**batch, "dropout_keys": plan.layout.constrain(keys_BTW, "batch", None, None)}
 
 

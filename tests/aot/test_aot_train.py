@@ -33,16 +33,21 @@ def start_saving(module, log, devices=8, **keys):
 # ---- Processes of their own; tests/step/test_user_loss.py has two of the quick ones
 
 
+RAMP = {"enable_rampup_batch_size": True, "per_device_batch_size_start": 1, "per_device_batch_size_increment": 1}
+RAMP |= {"global_rampup_samples": 16, "per_device_batch_size": 2}  # two steps of 8 rows, then of 16
+
+
 @pytest.mark.long
-def test_a_run_that_loads_its_step_is_the_run_that_compiles_it(tmp_path, corpus):
+@pytest.mark.parametrize("ramp", [{}, RAMP], ids=["", "ramp"])
+def test_a_run_that_loads_its_step_is_the_run_that_compiles_it(tmp_path, corpus, ramp):
     file, logs = tmp_path / "step", [tmp_path / f"{name}.log" for name in ("saving", "compiled", "loaded")]
-    keys = {**MODEL, **NO_CACHE, "dataset_path": corpus, "steps": STEPS, "eval_interval": 3}
+    keys = {**MODEL, **NO_CACHE, **ramp, "dataset_path": corpus, "steps": STEPS, "eval_interval": 3}
     compiling = {**keys, "base_output_directory": tmp_path / "compiled"}
-    aot = {"compile_topology": "cpu-8", "compiled_trainstep_file": file}
+    aot = {"compile_topology": "cpu-8", "compiled_trainstep_file": file, **ramp}
     saving = start_saving("src.train_compile", logs[0], **aot)
     compiled = runs.start(logs[1], devices=8, **compiling)
     with runs.ended(saving, compiled):
-        runs.finish(saving, logs[0])
+        assert ("the full batch; src.train compiles that of each" in runs.finish(saving, logs[0])) == bool(ramp)
         output = runs.finish(compiled, logs[1])
     assert "compiled by this run" in output
 

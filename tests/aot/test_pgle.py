@@ -11,7 +11,7 @@ import pytest
 from jax._src import config as jax_config
 from jax._src import profiler as jax_profiler
 
-from src import command_line
+from src import command_line, train_compile
 from src.aot import pgle, program
 from src.aot.devices import abstract_devices
 from src.errors import UserError
@@ -85,10 +85,33 @@ def test_a_profile_changes_the_schedule_of_the_same_program(for_gpus, tmp_path):
     lowered, header, plain = for_gpus
     before_schedule = re.search(r'fingerprint_before_lhs="(\w+)"', plain)[1]
     path = slow_gathers(tmp_path / "profile", header, before_schedule, plain)
-    text = lowered.compile(pgle.options(path, header)).as_text()
+    compiled, _ = train_compile._compile(lowered, parse_topology("a3", 1), pgle.options(path, header))
+    text = compiled.as_text()
     assert re.search(r'fingerprint_before_lhs="(\w+)"', text)[1] == before_schedule
     assert instructions(text) != instructions(plain)
     pgle.check_used(path, pgle.options(path, header), text)
+
+
+@needs_cuda
+@pytest.mark.long
+def test_the_command_that_compiles_ahead_of_time_does_so_by_the_profile(for_gpus, tmp_path, monkeypatch):
+    plain = for_gpus[2]
+    digest = re.search(r'fingerprint_before_lhs="(\w+)"', plain)[1]
+    made, compile_ = [], train_compile._compile
+    monkeypatch.setattr(train_compile, "_compile", lambda *given: made.append(compile_(*given)) or made[-1])
+    keys = ("base_num_decoder_layers=2", "compile_xla_flags=auto")
+    command = [BASE, *SMALL, *keys, "dataset_type=synthetic", "compile_topology=a3"]
+    with jax.default_matmul_precision("default"):  # as the command sets it
+        path = slow_gathers(tmp_path / "profile", step_of("a3", *keys)[1], digest, plain)
+    try:
+        train_compile.main([*command, f"pgle_profile={path}"])
+        with pytest.raises(UserError, match=r"pgle=auto measures a run: src\.train_compile takes the profile of one"):
+            train_compile.main([*command, "pgle=auto"])
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_default_matmul_precision", None)
+    ((program, _),) = made
+    assert instructions(program.as_text()) != instructions(plain)
 
 
 @needs_cuda
@@ -180,7 +203,8 @@ def test_a_step_whose_products_are_wider_than_they_are_to_be_is_not_profiled(kin
     text = "ENTRY %main (x: f32[]) -> f32[] {\n}"
     program = SimpleNamespace(as_text=lambda: text)
     lowered = SimpleNamespace(compile=lambda options=None: program)
-    plan = SimpleNamespace(quantization=SimpleNamespace(kind="fp8"), layout=SimpleNamespace(platform="gpu"), roles={})
+    quantization = SimpleNamespace(kind="fp8", places={})
+    plan = SimpleNamespace(quantization=quantization, layout=SimpleNamespace(platform="gpu"), roles={})
     built = SimpleNamespace(plan=plan, train=None, traced=SimpleNamespace(lower=lambda: lowered))
     keys = SimpleNamespace(pgle=kind, pgle_profile="", compiled_trainstep_file="")
     with pytest.raises(UserError, match="0 products of 8 bits, and these in more: every forward one, every backward"):

@@ -342,6 +342,7 @@ RUN_TIME = {
     "gradient_clipping_threshold": 0.0,
     "on_nonfinite": "skip", "abort_on_nan_loss": False, "abort_on_inf_loss": False, "skip_step_scaling_factor": 3.0,
     "long_documents": "truncate", "batch_transform": "copy:copy",
+    "per_device_batch_size_start": 1.0, "per_device_batch_size_increment": 1.0, "global_rampup_samples": 64,
 }
 # fmt: on
 

@@ -1,6 +1,9 @@
 """What scripts/program_stats.py reads from programs whose products, collectives and copies are known."""
 
+import json
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from scripts.program_stats import numbered_mesh, statistics
+from scripts.program_stats import dumped_bundles, instructions, kernels, main, numbered_mesh, statistics
 from src.aot.devices import abstract_devices
 from src.parallel.topology import parse_topology
-from tests.compilers import needs_cuda, needs_libtpu
+from tests import runs
+from tests.compilers import SMALL, needs_cuda, needs_libtpu
 
 ROUNDS, ROWS, WIDTH = 3, 1024, 512
 
@@ -56,6 +60,22 @@ def test_a_loop_of_products_a_quantised_one_and_a_gather_on_a_tpu():
 
 
 @needs_libtpu
+def test_a_file_of_a_program_for_two_slices_has_what_they_send_each_other(tmp_path):
+    """A sum over a dim that the slices share: each sends the other as many bytes as it has of the result."""
+
+    def step(x, kernel):
+        return x @ kernel
+
+    devices = np.array(abstract_devices(parse_topology("v5e-8", 2))).reshape(2, 8)
+    mesh = Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    given = ((ROWS, WIDTH), jnp.bfloat16, "fsdp", "data"), ((WIDTH, WIDTH), jnp.bfloat16, "data")
+    (tmp_path / "program").write_text(text_of(step, mesh, *given))
+    main([str(tmp_path / "program"), "--topology", "v5e-8", "--slices", "2", "--json", str(tmp_path / "j")])
+    sent = [each for each in json.loads((tmp_path / "j").read_text())["collectives"] if each["network"] == "dcn"]
+    assert sum(each["sent_bytes"] for each in sent) == pytest.approx(ROWS // 8 * WIDTH * 2, rel=0.01)
+
+
+@needs_libtpu
 def test_a_product_laid_out_anew_is_a_copy_with_its_name_and_bytes():
     def step(x, kernel):
         with jax.named_scope("turned"):
@@ -66,6 +86,78 @@ def test_a_product_laid_out_anew_is_a_copy_with_its_name_and_bytes():
     copies = [each for each in statistics(text, mesh, "TPU v5 lite")["copies"] if each["bytes"] == ROWS * 2 * WIDTH * 2]
     assert copies
     assert "turned" in copies[0]["name"]
+
+
+KERNEL = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {
+  %x = bf16[8,128]{1,0} parameter(0)
+  %twice.1 = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"
+  ROOT %twice.2 = bf16[8,128]{1,0} custom-call(%twice.1), custom_call_target="tpu_custom_call"
+}
+"""
+
+
+UPDATE = """HloModule jit_step, is_scheduled=true
+
+%put (kept: bf16[80,128,8], new: bf16[8,128], at: s32[]) -> bf16[80,128,8] {
+  %kept = bf16[80,128,8]{2,1,0} parameter(0)
+  %new = bf16[8,128]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %turned = bf16[128,8]{1,0} transpose(%new), dimensions={1,0}
+  %row = bf16[1,128,8]{2,1,0} bitcast(%turned)
+  ROOT %updated = bf16[80,128,8]{2,1,0} dynamic-update-slice(%kept, %row, %at, %zero, %zero)
+}
+
+ENTRY %main (kept: bf16[80,128,8], new: bf16[8,128], at: s32[]) -> bf16[80,128,8] {
+  %kept.1 = bf16[80,128,8]{2,1,0} parameter(0)
+  %new.1 = bf16[8,128]{1,0} parameter(1)
+  %at.1 = s32[] parameter(2)
+  ROOT %fusion = bf16[80,128,8]{2,1,0} fusion(%kept.1, %new.1, %at.1), kind=kLoop, calls=%put
+}
+"""
+
+
+def test_a_copy_into_a_larger_array_writes_its_own_bytes():
+    (copy,) = statistics(UPDATE, numbered_mesh(UPDATE), "")["copies"]
+    assert copy["bytes"] == 128 * 8 * 2
+
+
+def test_a_kernel_has_the_most_bundles_of_its_calls_as_they_were_compiled_last(tmp_path):
+    for time, name, total in [(1, "twice.1", 900), (2, "twice.1", 300), (1, "twice.2", 400), (1, "fusion", 9)]:
+        text = f"Schedule analysis:\n\ttotal scheduled bundles:    {total}\n\tempty scheduled bundles:    8\n"
+        (tmp_path / f"{time}-{name}-71-schedule-analysis_final_bundles.txt").write_text(text)
+    bundles = dumped_bundles(tmp_path)
+    assert bundles == {"twice.1": 300, "twice.2": 400, "fusion": 9}
+    (kernel,) = kernels(list(instructions(KERNEL)), bundles)
+    assert (kernel["executions"], kernel["bundles"]) == (2, 400)
+
+
+@needs_libtpu
+@pytest.mark.long
+def test_the_bundles_of_attention_are_as_many_as_its_products_take_at_least(tmp_path):
+    """A process of its own, as libtpu reads flags once. Of 128 x 128 units a v5e has four: 2 x 512^2 x 128 a tile."""
+    keys = [*SMALL, "head_dim=128", "max_target_length=512", "remat_policy=none", "compile_topology=v5e-1"]
+    command = [sys.executable, "scripts/program_stats.py", "configs/base.yml", *keys, "per_device_batch_size=1"]
+    subprocess.run([*command, "--bundles", "--json", tmp_path / "j"], cwd=runs.ROOT, check=True, capture_output=True)
+    found = json.loads((tmp_path / "j").read_text())["kernels"]
+    (forward,) = (kernel["bundles"] for kernel in found if "mha_fwd" in kernel["kind"])
+    least = 2 * 512 * 512 * 128 / (4 * 128 * 128)
+    assert least <= forward < 4 * least
+
+
+@needs_cuda
+def test_a_step_for_gpus_is_read_as_one_for_tpus_is(tmp_path):
+    keys = [*SMALL, "head_dim=64", "max_target_length=128", "per_device_batch_size=1", "compile_topology=a3"]
+    keeps = jax.config.jax_enable_compilation_cache
+    try:
+        main(["configs/base.yml", *keys, "compile_xla_flags=auto", "--json", str(tmp_path / "j")])
+    finally:
+        jax.config.update("jax_enable_compilation_cache", keeps)
+    found = json.loads((tmp_path / "j").read_text())
+    assert found["memory"].keys() == {"arguments", "temporaries", "at once"}
+    assert any(product["kind"].startswith("__cublas$lt$matmul") for product in found["products"])
 
 
 @needs_cuda

@@ -32,7 +32,9 @@ LLAMA = {
 WEIGHTS = 6  # query, key, value, out, wi, wo; wi makes two of Llama's seven products: gate and up
 ELEMENTS = 2 * D * N * H + 2 * D * K * H + 3 * D * F
 PLAN = SimpleNamespace(
-    quantization=SimpleNamespace(kind="fp8"), layout=SimpleNamespace(platform="gpu"), roles={"wi": "trainable"}
+    quantization=SimpleNamespace(kind="fp8", places={("wi",): None}),
+    layout=SimpleNamespace(platform="gpu"),
+    roles={"wi": "trainable"},
 )
 
 
@@ -157,5 +159,9 @@ def test_a_gpus_program_without_the_products_of_one_pass_is_refused():
     # As where the layers' weights are frozen, and the output's alone are trained.
     some_frozen = SimpleNamespace(**vars(PLAN) | {"roles": {"wi": "frozen", "output": "trainable"}})
     eight_bits.check(without(lambda is_backward: is_backward), some_frozen)
+    # A fixed number that is no product's, such as Gemma 4's of a layer, excuses nothing.
+    fixed = SimpleNamespace(**vars(PLAN) | {"roles": {"wi": "trainable", "layer_scalar": "frozen"}})
+    with pytest.raises(UserError, match="every backward one"):
+        eight_bits.check(without(lambda is_backward: is_backward), fixed)
     with pytest.raises(UserError, match=r"has 0 products of 8 bits, .*: every forward one, every backward one"):
         eight_bits.check(without(lambda is_backward: True), PLAN)

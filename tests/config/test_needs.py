@@ -24,7 +24,7 @@ WINDOW = "sliding_window_size=8 (on the command line) has no effect: it needs at
         ("num_experts_per_tok=2", "num_experts=2 or more"),
         ("load_balance_loss_weight=0.01", "num_experts=2 or more"),
         ("num_experts=4 base_moe_mlp_dim=64 base_mlp_dim=128", "num_experts=1 or base_moe_mlp_dim=0"),
-        ("opt_type=sgd mu_dtype=bfloat16", "opt_type=adamw or muon"),
+        ("opt_type=sgd mu_dtype=bfloat16", "it needs opt_type=adamw or "),
         ("wsd_decay_steps_fraction=0.2", "lr_schedule_type=wsd"),
         ("dataset_name=c4/en:3.0.1", "dataset_type=tfds"),
         ("dataset_path=books eval_dataset_name=c4", "dataset_type=tfds"),

@@ -192,7 +192,8 @@ def by_source(settings, kinds, batches):
     mixture = Mixture([1] * len(kinds))
     found = {kind: [] for kind in kinds}
     for k, batch in enumerate(batches):
-        for stream, (source, ordinal) in enumerate(mixture.assign(k * B, range(B), B, settings.data_shuffle_seed)):
+        for stream in range(B):
+            source, ordinal = mixture.assign(k * B + stream, B, settings.data_shuffle_seed)
             found[kinds[source]].append((ordinal, stream, {name: array[stream] for name, array in batch.items()}))
     return found
 

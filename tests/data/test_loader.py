@@ -98,7 +98,8 @@ def test_documents_of_a_mixture_come_once_an_epoch_by_their_streams_ordinals(
     mixture = Mixture(data.weights)
     of_source = [[] for _ in data.sources]  # the rows of each stream and source, in order
     for k, batch in enumerate(batches):
-        for row, (source, _) in enumerate(mixture.assign(k * B, range(B), B, settings.data_shuffle_seed)):
+        for row in range(B):
+            source, _ = mixture.assign(k * B + row, B, settings.data_shuffle_seed)
             of_source[source].append((row, {name: array[row] for name, array in batch.items()}))
     for source, texts in enumerate([words, [f"grouped {word}" for word in words[:30]]]):
         finished = {}

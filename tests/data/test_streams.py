@@ -10,6 +10,7 @@ import pytest
 from src.checkpoint.data_position import data_position
 from src.config.source_spec import train_specs
 from src.data import loader
+from src.data.batch_schedule import BatchSchedule
 from src.data.open import open_source
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
@@ -151,6 +152,25 @@ def test_a_stream_goes_on_exactly(open_data, name, keys):
         for batch, other in zip(batches[step + 1 :], batches_of(open_data(name, **keys), 4, saved), strict=False):
             assert_same([batch.arrays], [other.arrays])
             assert batch.saved == other.saved or step  # the same document, counted from another window
+
+
+def test_a_ramp_reads_a_stream_in_its_order(open_data):
+    made, _, source = open_data("stream")
+    schedule = BatchSchedule(B, ((2, 3), (6, 1)), shards=2)  # 12 rows, and then full batches
+    streams = schedule.streams()
+    place = (InputSpec.of(made, TOKENIZER), alone(source), streams, B)
+    batches = take(loader.train_batches(*place, schedule=schedule), 6)
+    rows, taken = {}, 0
+    for batch in batches:
+        numbers, _ = schedule.batch(taken, size := len(batch.rows))
+        rows |= dict(zip(numbers.tolist(), batch.arrays["tokens"], strict=True))
+        taken += size
+    expected = np.concatenate([batch.arrays["tokens"] for batch in batches_of(open_data("stream"), 4)])
+    np.testing.assert_array_equal([rows[n] for n in range(28)], expected[:28])
+    saved = batches[3].saved
+    more = take(loader.train_batches(*place, 12, saved=saved, schedule=schedule, first_step=4), 2)
+    for batch, again in zip(batches[4:], more, strict=True):
+        np.testing.assert_array_equal(batch.arrays["tokens"], again.arrays["tokens"])
 
 
 def test_documents_of_the_hub_s_package_come_once_an_epoch(open_data):

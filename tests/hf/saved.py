@@ -101,6 +101,12 @@ CONFIGS = {
     "gemma": ("GemmaConfig", {**SIZES, **HEAD}),
     "gemma2": ("Gemma2Config", {**SIZES, **HEAD, "sliding_window": 5, "query_pre_attn_scalar": 7}),
     "gemma3": ("Gemma3TextConfig", {**SIZES, **HEAD, "num_hidden_layers": 8, "sliding_window": 5}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {**SIZES, **HEAD, "num_hidden_layers": 8, "sliding_window": 5, "hidden_size_per_layer_input": 0}
+        | {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        | {"final_logit_softcapping": 30.0},
+    ),
     "llama4": (
         "Llama4TextConfig",
         {**SIZES, **HEAD, "num_hidden_layers": 4, "intermediate_size_mlp": 28, "num_local_experts": 4}

@@ -64,6 +64,8 @@ MODELS = {
     "gemma": {**SIZES, **HEAD},
     "gemma2": {**SIZES, **HEAD, **WINDOWS, "query_pre_attn_scalar": 7},
     "gemma3_text": {**SIZES, **HEAD, **WINDOWS, "query_pre_attn_scalar": 7},
+    "gemma4_text": {**SIZES, **HEAD, **WINDOWS, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 2.5}
+    | {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     "llama4_text": {**SIZES, **HEAD, **EXPERTS, "intermediate_size_mlp": 28, "attention_chunk_size": 4}
     | {"no_rope_layer_interval": 2, "interleave_moe_layer_step": 2, "floor_scale": 4},
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy"},
@@ -184,21 +186,24 @@ VALUES = {
     "dtype": ["float16"],
     **{f"{kind}_pdrop": [0.3] for kind in ("attn", "embd", "resid")},
     "problem_type": ["regression"],
+    "use_bidirectional_attention": ["vision", "all"],
 }
 # What transformers reads of config.json beside the fields of a class.
 OTHERS = {
     "_sliding_window_pattern": [2],
     "attention_chunk_size": [3],
+    "global_head_dim": [8, 6],
     "head_dim": [6],
     "is_causal": [False],
     "layer_types": VALUES["layer_types"],
     "mlp_bias": [True],
     "moe_layer_freq": [2],
     "norm_topk_prob": [True],
+    "num_global_key_value_heads": [2],
     "num_nextn_predict_layers": [1],
     "original_max_position_embeddings": [8],
     "partial_rotary_factor": [0.5, 1.0],
-    "per_layer_config": [{"0": {"rms_norm_eps": 0.5}}],
+    "per_layer_config": [{"0": {"rms_norm_eps": 0.5}}, {"1": {"head_dim": 16}}, {"01": {"head_dim": 12}}],
     "rope_interleave": [False],
     "rope_local_base_freq": [50.0],
     "rope_scaling": VALUES["rope_scaling"],
@@ -337,6 +342,16 @@ TOGETHER = {
     "gemma3, a final cap": ("gemma3_text", {"final_logit_softcapping": 1.5}),
     "gemma3, pattern": ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 2}),
     "gemma3, another name of the pattern": ("gemma3_text", {"layer_types": None, "_sliding_window_pattern": 2}),
+    "gemma4, as published": ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 16, "num_key_value_heads": 1}}}),
+    "gemma4, positions of both kinds": (
+        "gemma4_text",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "proportional", "rope_theta": 30.0, "factor": 2.0},
+                "full_attention": {"rope_type": "proportional", "rope_theta": 9.0, "partial_rotary_factor": 0.4},
+            }
+        },
+    ),
     "gemma, silu": ("gemma", {"hidden_act": "silu"}),
     "gemma, relu": ("gemma", {"hidden_act": "relu", "hidden_activation": "gelu_pytorch_tanh"}),
     "mistral, layers": ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}),

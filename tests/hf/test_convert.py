@@ -68,6 +68,21 @@ def test_a_text_model_comes_back_of_a_multi_modal_folder(tmp_path, capsys):
     assert json.loads((back / "config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
 
 
+@pytest.mark.long
+def test_gemma_4s_text_model_comes_back_of_a_folder_for_images(tmp_path, capsys):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sizes, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16}
+    text = {**saved.CONFIGS["gemma4"][1], "use_bidirectional_attention": "vision"}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision)
+    folder = saved.save_config(tmp_path / "hf", config, auto=transformers.AutoModelForImageTextToText)
+    back = there_and_back(folder, tmp_path)
+    assert "tensors of the vision or audio model are left out" in capsys.readouterr().out
+    of_text = {name: x for name, x in saved.tensors(folder).items() if ".language_model." in name}
+    assert len(saved.tensors(folder)) > len(of_text)
+    assert_same_tensors(saved.tensors(back), {name.replace(".language_model", ""): x for name, x in of_text.items()})
+    assert json.loads((back / "config.json").read_text())["architectures"] == ["Gemma4ForCausalLM"]
+
+
 def test_quantised_weights_come_back_as_bfloat16(tmp_path):
     folder = saved.save(tmp_path / "hf", "llama3", torch.bfloat16)
     expected = saved.tensors(folder)

@@ -28,6 +28,7 @@ FILES_OF = {
     "gemma": ("gemma-",),
     "gemma2": ("gemma2-",),
     "gemma3_text": ("gemma3-",),
+    "gemma4_text": ("gemma4-",),
     "llama4_text": ("llama4-",),
     "deepseek_v2": ("deepseek2-",),
     "deepseek_v3": ("deepseek3-", "kimi-k2"),
@@ -106,11 +107,14 @@ def test_what_transformers_5_writes_and_what_is_written_here_describe_the_same_m
     assert facts({**again, "num_nextn_predict_layers": 0}) == facts(hf)
 
 
+DENSE = {"hidden_size_per_layer_input": 0}  # Gemma 4's config is of its smallest model where nothing else is said
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_an_entry_that_is_absent_has_transformers_value_or_is_an_error(family):
     config = transformers.CONFIG_MAPPING[family.model_type]
     # The entries whose value in transformers is none, which no published model has.
-    given = {"num_experts_per_tok": 6} if family.model_type == "deepseek_v2" else {}
+    given = {"deepseek_v2": {"num_experts_per_tok": 6}, "gemma4_text": DENSE}.get(family.model_type, {})
     whole = {**json.loads(config(**given).to_json_string(use_diff=False)), "model_type": family.model_type}
     for absent in set(whole) - {"model_type", *given}:
         rest = {name: value for name, value in whole.items() if name != absent}
@@ -124,8 +128,9 @@ def test_an_entry_that_is_absent_has_transformers_value_or_is_an_error(family):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_a_number_in_quotes_is_refused_by_name_wherever_one_is_read(family):
-    given = {"num_experts_per_tok": 6, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
-    config = transformers.CONFIG_MAPPING[family.model_type](**(given if family.model_type == "deepseek_v2" else {}))
+    grouped = {"num_experts_per_tok": 6, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    given = {"deepseek_v2": grouped, "gemma4_text": DENSE}.get(family.model_type, {})
+    config = transformers.CONFIG_MAPPING[family.model_type](**given)
     whole = {**json.loads(config.to_json_string(use_diff=False)), "model_type": family.model_type}
 
     def read(**entries):
@@ -213,6 +218,51 @@ def test_a_phi_of_another_kind_of_positions_is_refused():
         facts({**LLAMA31, "model_type": "phi3", "rope_scaling": yarn})
 
 
+ROPES = ("full_attention", "sliding_attention")
+GEMMA4 = {"model_type": "gemma4_text", **saved.CONFIGS["gemma4"][1]}
+
+
+def test_gemma_4s_layers_as_published_and_as_transformers_5_writes_them():
+    spec = facts(GEMMA4)
+    of_layer = ("head_dim", "num_kv_heads", "share_kv_projections", "rope_type", "partial_rotary_factor")
+    windowed, full = (10, 2, False, "default", 1.0), (16, 1, True, "proportional", 0.25)
+    found = [tuple(getattr(layer, name) for name in of_layer) for layer in spec.layers]
+    assert found == [windowed] * 5 + [full, windowed, full]  # the last one too, as in transformers
+    rest = {name: value for name, value in GEMMA4.items() if "global" not in name}
+    own = {"head_dim": 16, "num_key_value_heads": 1}
+    assert facts({**rest, "per_layer_config": {"05": own, "07": own}}) == spec
+    assert facts({**GEMMA4, "per_layer_config": None}).layers[5].head_dim == 10
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256, which is not here: expected 0"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2, which is not here: expected 0"),
+        ({"enable_moe_block": True}, "enable_moe_block True, which is not here: expected False"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all', which is not here"),
+        ({"per_layer_config": {"5": {"rms_norm_eps": 0.5}}}, "rms_norm_eps 0.5, which is not known here"),
+        ({"per_layer_config": {"8": {"head_dim": 6}}}, '8 {"head_dim": 6}, which is not known here'),
+        ({"rope_parameters": {"full_attention": {}}}, "no rope_parameters of sliding_attention"),
+        ({"rope_scaling": {}}, "no rope_parameters of full_attention, sliding_attention"),
+        (
+            {"rope_parameters": {kind: {"rope_type": "yarn"} for kind in ROPES}},
+            "type yarn: expected one of default, prop",
+        ),
+    ],
+)
+def test_gemma_4s_other_models_are_refused_by_the_entry(entries, message):
+    with pytest.raises(UserError, match=message):
+        facts({**GEMMA4, **entries})
+
+
+def test_a_gemma_4_that_does_not_say_which_is_refused():
+    """transformers would have the smallest model's embeddings of each layer."""
+    rest = {name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"}
+    with pytest.raises(UserError, match="hidden_size_per_layer_input 256"):
+        facts(rest)
+
+
 def test_layers_that_repeat_are_one_pattern(tmp_path):
     keys = read_model_keys(saved.save(tmp_path, "gemma3"))
     assert [(entry["repeats"], len(entry["pattern"])) for entry in keys["decoder_segments"]] == [(5, 1), (1, 1), (2, 1)]
@@ -222,5 +272,9 @@ def test_layers_that_repeat_are_one_pattern(tmp_path):
 def test_every_model_file_describes_a_model_that_can_be_written(file):
     config = command_line.load([BASE, f"model_name={file}", "dataset_type=synthetic", "max_target_length=16"])
     family, hf = find_family(config.model, config.max_target_length)
-    assert file.stem.startswith(FILES_OF[family.model_type])
+    begins = FILES_OF.get(family.model_type, ())
+    assert file.stem.startswith(begins), (
+        f"{file.name} is a model of {family.model_type}, the first of FAMILIES that describes it: expected a name that "
+        f"begins with one of {begins}, or an entry of FILES_OF above"
+    )
     assert config.base_emb_dim in (hf.get("hidden_size"), hf.get("n_embd"))

@@ -73,6 +73,8 @@ VARIATIONS = (
     ),
     *({"embedding_multiplier": 3.0}, {"residual_multiplier": 0.4}, {"logits_scaling": 2.5}),
     *({"query_dim_scale": True}, {"logits_bias": True}),
+    *({key: on} for key in ("share_kv_projections", "value_norm", "layer_scalar") for on in (True, False)),
+    *({"rope_type": "proportional", **share} for share in ({"partial_rotary_factor": 0.5}, {"rope_factor": 3.0})),
     *(DELTA, {"gdn_num_key_heads": 3}, {"gdn_num_value_heads": 4}, {"gdn_key_head_dim": 8}, {"gdn_value_head_dim": 6}),
     *({"gdn_conv_kernel_dim": 2}, {"attention_gate": True}, {"attention_gate": False}),
     *({"shared_expert_gate": True}, {"shared_expert_gate": False}),
@@ -110,7 +112,7 @@ OF_A_LAYER = (
     ),
     *({"base_mlp_dim": 28}, {"rope_max_timescale": 300.0}, {"position_type": "none"}, {"qk_norm": "none"}),
     *({"rope_type": "linear", "rope_factor": 3.0}, {"normalization_layer_epsilon": 0.01}, {"num_experts_per_tok": 1}),
-    *({"residual_multiplier": 0.4}, DELTA, {"attention_gate": True}),
+    *({"residual_multiplier": 0.4}, DELTA, {"attention_gate": True}, {"head_dim": 6}, {"share_kv_projections": True}),
 )
 
 

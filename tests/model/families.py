@@ -129,6 +129,38 @@ CONFIGS = {
             "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
         },
     },
+    "gemma4": {
+        **SIZES,
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 9,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 3,
+        "global_head_dim": 28,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "sliding_window": 7,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 2.5,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 50.0, "partial_rotary_factor": 0.3},
+        },
+    },
+    # As saved without `attention_k_eq_v`, with positions that are stretched too, and biases.
+    "gemma4-values": {
+        **SIZES,
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 2,
+        "global_head_dim": 16,
+        "attention_bias": True,
+        "sliding_window": 7,
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "proportional", "rope_theta": 30.0, "factor": 3.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
     "deepseek2-lite": {
         **LATENT,
         "model_type": "deepseek_v2",
@@ -273,6 +305,7 @@ CONFIGS |= {
 
 # Seeds with which the tests' texts leave no expert's or group's choice to rounding; 0 for the others.
 SEEDS = {"deepseek2": 4, "qwen3-next": 4}
+BUFFERS = ("e_score_correction_bias", "layer_scalar")  # that are a part of the model
 ROUTERS = {"qwen3-next": 0.2}  # deviation of a router's weights: norms whose scales are about 1 hand it larger inputs
 
 
@@ -283,12 +316,14 @@ def reference(name):
         config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
     generator = torch.Generator().manual_seed(SEEDS.get(name, 0))
-    biases = [(path, buffer) for path, buffer in model.named_buffers() if path.endswith("e_score_correction_bias")]
+    biases = [(path, buffer) for path, buffer in model.named_buffers() if path.endswith(BUFFERS)]
     with torch.no_grad():
         for path, weight in [*model.named_parameters(), *biases]:
             # Routers wider than the rest, so that their choices are clear.
             wide = ROUTERS.get(name, 0.8)
-            weight.normal_(std=wide if path.endswith((".gate.weight", ".router.weight")) else 0.3, generator=generator)
+            std = wide if path.endswith((".gate.weight", ".router.weight")) else 0.3
+            # What multiplies the stream layer by layer is near one: of the first layers little would be left.
+            weight.normal_(float(path.endswith("layer_scalar")), std, generator=generator)
     return model.eval()
 
 

@@ -84,6 +84,30 @@ GEMMA3 = {
     "sliding_window": 1024,
     "sliding_window_pattern": 6,
 }
+GEMMA4 = {  # as published, without what is of images and training
+    "model_type": "gemma4_text",
+    "vocab_size": 262_144,
+    "attention_k_eq_v": True,
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+    "num_global_key_value_heads": 4,
+    "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "use_bidirectional_attention": "vision",
+    "use_double_wide_mlp": False,
+    "vocab_size_per_layer_input": 262_144,
+}
 DEEPSEEK = {
     "moe_layer_freq": 1,
     "kv_lora_rank": 512,
@@ -306,6 +330,7 @@ PUBLISHED = {
     "gemma3-4b": sized(GEMMA3, 2560, 10_240, 34, 8, 4),
     "gemma3-12b": sized(GEMMA3, 3840, 15_360, 48, 16, 8),
     "gemma3-27b": sized(GEMMA3, 5376, 21_504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
+    "gemma4-31b": sized(GEMMA4, 5376, 21_504, 60, 32, 16),
     "deepseek2-16b": sized(
         DEEPSEEK2,
         *(2048, 10_944, 27, 16, 16),

@@ -58,6 +58,21 @@ def test_operations_of_llama_2_7b():
     assert flops.causal == 6 * weights + 12 * 32 * 32 * 128 * seen
 
 
+def test_parameters_and_operations_of_gemma_4_31b():
+    """Full layers have 512 numbers a head and 4 heads of keys, and no projection to values."""
+    spec, D = published("gemma4-31b"), 5376
+    windowed, full = D * 256 * (2 * 32 + 2 * 16), D * 512 * (2 * 32 + 4)
+    products = 50 * windowed + 10 * full + 60 * 3 * D * 21_504
+    # Four norms of a layer and the last one, those of query and key heads, a scalar a layer.
+    vectors = (60 * 4 + 1) * D + 50 * 2 * 256 + 10 * 2 * 512 + 60
+    assert count_params(spec) == products + 262_144 * D + vectors == 30_697_345_340
+    flops = flops_per_token(spec, 4096)
+    assert flops.palm == 6 * (products + 262_144 * D) + 12 * 32 * 4096 * (50 * 256 + 10 * 512)
+    # A window's first 1,024 queries see 1, 2, ... 1024 keys, the others 1,024; all see 1, 2, ... 4096.
+    seen = 1024 - 1024 * 1023 / 2 / 4096, sum(range(1, 4097)) / 4096
+    assert flops.causal == 6 * (products + 262_144 * D) + 12 * 32 * (50 * seen[0] * 256 + 10 * seen[1] * 512)
+
+
 def test_operations_with_grouped_queries():
     weights = 2 * (32 * 8 * (4 + 2 + 2 + 4) + 32 * 64 * 3) + 32 * 97
     assert flops_per_token(spec_of(load()), 16).palm == 6 * weights + 12 * 2 * 4 * 8 * 16
@@ -149,6 +164,8 @@ def operations(plan):
         {"remat_policy": "custom", "remat_custom": "{key_proj: device, mlpwi: offload}"},
         {"remat_policy": "save_qkv_proj", "qk_norm": "head"},
         {"remat_policy": "minimal", "normalization_placement": "after"},
+        {"remat_policy": "save_qkv_proj", "value_norm": "true", "layer_scalar": "true"},
+        {"remat_policy": "custom", "remat_custom": "{key_proj: device}", "share_kv_projections": "true"},
         {"remat_policy": "full", **LATENT},
         {"remat_policy": "custom", "remat_custom": "{decoder_layer_input: device}", "mtp_num_layers": 1},
         *(
@@ -156,6 +173,8 @@ def operations(plan):
             for overrides in (
                 *({"remat_policy": policy} for policy in ("minimal", "save_qkv_proj", "save_out_proj")),
                 {"remat_policy": "minimal_offloaded"},
+                {"remat_policy": "save_qkv_proj", "share_kv_projections": "true"},
+                {"remat_policy": "minimal", "share_kv_projections": "true", "value_norm": "true", "qk_norm": "head"},
                 {"remat_policy": "full", "normalization_placement": "both"},
                 {"remat_policy": "minimal", **LATENT},
                 {"remat_policy": "full", "mtp_num_layers": 1},

@@ -17,7 +17,7 @@ from src.model.attention import attend, repeat_kv
 from src.model.attention_kernels.choose import choose_kernel
 from src.model.attention_kernels.cudnn import cudnn
 from src.model.attention_kernels.scores import ScoreSpec, dot_product
-from src.model.attention_kernels.splash import ZigzagCausalMask, splash
+from src.model.attention_kernels.splash import ZigzagCausalMask, block_sizes, splash
 from src.model.forward_context import ForwardContext
 from src.model.parts import attention_scores
 from src.parallel.mesh import make_layout
@@ -116,6 +116,23 @@ def test_splash_equals_dot_product_at_lengths_that_larger_blocks_do_not_divide(l
     """Of three blocks of keys, with one kernel for all gradients; of five, with two."""
     *arrays, context, expected = on_one_device(length)
     assert_close(output_and_gradients(functools.partial(splash, interpret=True), *arrays[0], context), expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype", "queries", "keys", "one_kernel"),
+    [
+        (512, "bfloat16", 512, 512, True),
+        (4096, "bfloat16", 1024, 1024, True),
+        (8192, "bfloat16", 1024, 2048, True),
+        (16384, "bfloat16", 1024, 2048, False),
+        (8192, "float32", 512, 512, False),
+    ],
+)
+def test_blocks_are_those_of_the_fewest_bundles(length, dtype, queries, keys, one_kernel):
+    """docs/performance.md, "Attention's blocks on TPUs": one kernel for all gradients up to four blocks of keys."""
+    blocks = block_sizes(length, length, 0, 128, jnp.dtype(dtype))
+    assert (blocks.block_q, blocks.block_kv, blocks.use_fused_bwd_kernel) == (queries, keys, one_kernel)
+    assert (blocks.block_q_dkv, blocks.block_kv_dkv) == (queries, keys)
 
 
 def test_splash_in_its_larger_blocks_of_bfloat16_is_attention_but_for_rounding():

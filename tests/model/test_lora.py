@@ -123,6 +123,18 @@ def test_what_trainable_parameters_leaves_out_stays_and_has_no_optimizer_state()
     assert tree_bits(trainer.state.weights.trainable) != tree_bits(before[1])
 
 
+def test_a_layers_scalar_is_frozen_whatever_is_trained():
+    trainer = Trainer(layer_scalar="true", adam_weight_decay=0.1)
+    before = jax.device_get(trainer.state.weights)
+    ones = [[1.0]] * trainer.config.base_num_decoder_layers
+    assert [leaf.tolist() for leaf in jax.tree.leaves(before.frozen)] == [ones]
+    trainer.step(packed_rows(0), 5)
+    assert tree_bits(trainer.state.weights.frozen) == tree_bits(before.frozen)
+    assert tree_bits(trainer.state.weights.trainable) != tree_bits(before.trainable)
+    _, plan = make(layer_scalar="true", **ADAPTED)
+    assert "layer_scalar" in str(plan.split(plan.shapes).frozen)
+
+
 def test_adapters_shard_as_their_weights_do():
     mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
     keys = {"lora_parameters": "[attention.*, feed_forward.*]", "initial": False, **ADAPTED}
@@ -140,6 +152,7 @@ def test_adapters_shard_as_their_weights_do():
         ({**ADAPTED, "lora_parameters": "[attention.qurey]"}, "lora_parameters: attention.qurey fits no weight"),
         ({**ADAPTED, "lora_parameters": "[embedding]"}, "fits no weight that is multiplied by"),
         ({"trainable_parameters": "[nothing]"}, "trainable_parameters: nothing fits no weight"),
+        ({"trainable_parameters": "[layer_scalar]", "layer_scalar": "true"}, "layer_scalar fits no weight"),
         ({"lora_rank": 4}, "lora_rank needs load_parameters_path"),
         ({**ADAPTED, "lora_parameters": "[]"}, "lora_rank needs lora_parameters"),
     ],

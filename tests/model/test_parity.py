@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.families import CONFIGS, LENGTH, greedy, logits_of, plan_of, reference, routing_gaps, weights_of
+from tests.model.families import (
+    BUFFERS,
+    CONFIGS,
+    LENGTH,
+    greedy,
+    logits_of,
+    plan_of,
+    reference,
+    routing_gaps,
+    weights_of,
+)
 from tests.tiny import assert_close
 
 MESH = {"devices": 8, "ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
@@ -16,13 +26,13 @@ UNROLLED = {"scan_layers": "false"}
 RUNS = {
     **{name: (name, {}) for name in CONFIGS},
     **{f"{name}-unrolled": (name, UNROLLED) for name in ("gemma3", "deepseek3")},
-    **{f"{name}-mesh": (name, MESH) for name in ("mixtral", "deepseek3", "qwen3-next")},
+    **{f"{name}-mesh": (name, MESH) for name in ("mixtral", "deepseek3", "qwen3-next", "gemma4")},
 }
 # What another run has too: latents and experts otherwise chosen, biases, and the facts of families that differ in
 # little. Unrolled layers: tests/test_decode.py; experts and latents on a mesh: test_expert_axis.py.
 LONG = (
     *("mixtral-mesh", "deepseek3-mesh", "deepseek3-unrolled", "gemma3-unrolled", "deepseek2-lite", "llama4-maverick"),
-    *("qwen3-next-mesh", "llama-biases", "mistral-small3", "phi3", "glm", "kimi-k2"),
+    *("qwen3-next-mesh", "gemma4-mesh", "gemma4-values", "llama-biases", "mistral-small3", "phi3", "glm", "kimi-k2"),
 )
 # Decoded on a mesh and unrolled: tests/test_decode.py. The rest as families with more in their caches: of Llama 3.1, of
 # Gemma 3 and GPT-OSS, which have windows and experts too, and of DeepSeek 3.
@@ -136,7 +146,7 @@ def test_cached_decoding(loaded, run):
         # Sinks' gradients: test_kernels.py.
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("gpt-oss", "llama-biases", "llama4-scout", "mixtral", "qwen3-next")
+            for name in ("gpt-oss", "llama-biases", "llama4-scout", "mixtral", "qwen3-next", "gemma4")
         ),
     ],
 )
@@ -153,7 +163,7 @@ def test_gradients(loaded, name, tmp_path):
         for theirs, weight in zip(gradients.parameters(), model.parameters(), strict=True):
             theirs.copy_(weight.grad)
         for path, buffer in gradients.named_buffers():
-            if path.endswith("e_score_correction_bias"):
+            if path.endswith(BUFFERS):
                 buffer.zero_()
     gradients.save_pretrained(tmp_path)
 

@@ -31,7 +31,7 @@ def recorder_in(folder, mesh=None, done=0, **overrides):
     log = MetricsLog(folder / "metrics.jsonl", folder / "tensorboard", None)
     config = load(**overrides)
     printer = StepPrinter(20, done)
-    return Recorder(config.step, config.steps, log, printer, FLOPS, TOKENS, mesh or mesh_of("cpu", "cpu"))
+    return Recorder(config.step, config.steps, log, printer, FLOPS, mesh or mesh_of("cpu", "cpu"))
 
 
 def step_metrics(loss, grad_norm=0.5, usable=True):
@@ -46,9 +46,9 @@ def lines(folder):
 
 def test_a_step_is_recorded_when_the_next_is_added_or_at_a_flush(tmp_path):
     recorder = recorder_in(tmp_path)
-    recorder.add(1, step_metrics(3.0))
+    recorder.add(1, step_metrics(3.0), TOKENS)
     assert lines(tmp_path) == []
-    recorder.add(2, step_metrics(2.0))
+    recorder.add(2, step_metrics(2.0), TOKENS)
     assert [line["step"] for line in lines(tmp_path)] == [1]
     recorder.flush()
     recorder.flush()
@@ -68,7 +68,7 @@ def test_a_step_is_recorded_when_the_next_is_added_or_at_a_flush(tmp_path):
 def test_rates_are_those_of_the_steps_time_and_the_devices_peak(tmp_path, settings, peak):
     mesh = mesh_of("NVIDIA H100 80GB HBM3", "gpu")
     recorder = recorder_in(tmp_path, mesh, done=2, warmup_steps_fraction=0.5, learning_rate=1.0, **settings)
-    recorder.add(3, step_metrics(1.0))
+    recorder.add(3, step_metrics(1.0), TOKENS)
     recorder.flush()
     (line,) = lines(tmp_path)
     per_device = TOKENS / line["step_time_seconds"] / 4
@@ -81,7 +81,7 @@ def test_rates_are_those_of_the_steps_time_and_the_devices_peak(tmp_path, settin
 
 def test_where_the_peak_rate_is_unknown_there_is_no_mfu(tmp_path):
     recorder = recorder_in(tmp_path)
-    recorder.add(1, step_metrics(1.0))
+    recorder.add(1, step_metrics(1.0), TOKENS)
     recorder.flush()
     assert not {"mfu", "mfu_palm"} & set(lines(tmp_path)[0])
 
@@ -89,18 +89,18 @@ def test_where_the_peak_rate_is_unknown_there_is_no_mfu(tmp_path):
 @pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, math.nan), (2.0, math.inf)])
 def test_stop_names_the_step_that_was_not_finite_and_leaves_it_out(tmp_path, loss, grad_norm):
     recorder = recorder_in(tmp_path, done=5)
-    recorder.add(6, step_metrics(2.5))
-    recorder.add(7, step_metrics(loss, grad_norm))
+    recorder.add(6, step_metrics(2.5), TOKENS)
+    recorder.add(7, step_metrics(loss, grad_norm), TOKENS)
     with pytest.raises(UserError, match="step 7: loss") as error:
-        recorder.add(8, step_metrics(2.0))
+        recorder.add(8, step_metrics(2.0), TOKENS)
     assert "on_nonfinite=skip" in str(error.value)
     assert [line["step"] for line in lines(tmp_path)] == [6]
 
 
 def test_skip_says_so_and_goes_on(tmp_path, capsys):
     recorder = recorder_in(tmp_path, done=6, on_nonfinite="skip")
-    recorder.add(7, step_metrics(math.nan, math.nan))
-    recorder.add(8, step_metrics(2.0))
+    recorder.add(7, step_metrics(math.nan, math.nan), TOKENS)
+    recorder.add(8, step_metrics(2.0), TOKENS)
     recorder.flush()
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(7, None), (8, 2.0)]
     out = capsys.readouterr().out
@@ -111,21 +111,21 @@ def test_skip_says_so_and_goes_on(tmp_path, capsys):
 @pytest.mark.parametrize(("loss", "key"), [(math.nan, "abort_on_nan_loss"), (math.inf, "abort_on_inf_loss")])
 def test_a_loss_that_shall_not_abort_is_skipped_and_the_other_kind_stops(tmp_path, capsys, loss, key):
     recorder = recorder_in(tmp_path, **{key: False})
-    recorder.add(1, step_metrics(2.0))
-    recorder.add(2, step_metrics(loss, math.nan))
-    recorder.add(3, step_metrics(math.nan if math.isinf(loss) else math.inf))
+    recorder.add(1, step_metrics(2.0), TOKENS)
+    recorder.add(2, step_metrics(loss, math.nan), TOKENS)
+    recorder.add(3, step_metrics(math.nan if math.isinf(loss) else math.inf), TOKENS)
     with pytest.raises(NonFiniteError, match="step 3: loss"):
         recorder.flush()
     assert "step 2: the update is skipped" in capsys.readouterr().out
     recorder = recorder_in(tmp_path, **{key: False})
-    recorder.add(1, step_metrics(2.0, math.inf))  # a gradient that is not finite is no such loss
+    recorder.add(1, step_metrics(2.0, math.inf), TOKENS)  # a gradient that is not finite is no such loss
     with pytest.raises(NonFiniteError, match="step 1: loss"):
         recorder.flush()
 
 
 def test_a_spike_is_named_and_is_no_reason_to_stop(tmp_path, capsys):
     recorder = recorder_in(tmp_path)
-    recorder.add(1, {**step_metrics(9.0), "spike": jnp.bool_(True), "updates_skipped": jnp.int32(3)})
+    recorder.add(1, {**step_metrics(9.0), "spike": jnp.bool_(True), "updates_skipped": jnp.int32(3)}, TOKENS)
     recorder.flush()
     assert "step 1: the update is skipped, for its loss or gradient norm is a spike" in capsys.readouterr().out
     assert lines(tmp_path)[0]["updates_skipped"] == 3
@@ -137,15 +137,15 @@ def test_skipping_ends_after_ten_in_a_row(tmp_path, good_first):
     """A finite update in between begins the count anew; so many at the end are an end of their own."""
     recorder = recorder_in(tmp_path, on_nonfinite="skip", steps=100)
     for step in range(1, 10):
-        recorder.add(step, step_metrics(math.nan, math.nan))
-    recorder.add(10, step_metrics(2.0 if good_first else math.nan))
+        recorder.add(step, step_metrics(math.nan, math.nan), TOKENS)
+    recorder.add(10, step_metrics(2.0 if good_first else math.nan), TOKENS)
     for step in range(11, 20):
         if good_first:
-            recorder.add(step, step_metrics(math.nan, math.nan))
+            recorder.add(step, step_metrics(math.nan, math.nan), TOKENS)
     if good_first:
         recorder.flush()
         assert (recorder.last_finite, recorder.skipped) == (10, 9)
-        recorder.add(20, step_metrics(math.nan))
+        recorder.add(20, step_metrics(math.nan), TOKENS)
     with pytest.raises(NonFiniteError, match="the last 10 updates were skipped, for none was finite"):
         recorder.flush()
 
@@ -153,19 +153,19 @@ def test_skipping_ends_after_ten_in_a_row(tmp_path, good_first):
 def test_a_run_does_not_end_with_updates_that_were_skipped(tmp_path):
     recorder = recorder_in(tmp_path, on_nonfinite="skip", steps=3)
     for step, loss in ((1, 2.0), (2, math.inf), (3, math.inf)):
-        recorder.add(step, step_metrics(loss))
+        recorder.add(step, step_metrics(loss), TOKENS)
     with pytest.raises(NonFiniteError, match="step 3: the last 2 updates were skipped"):
         recorder.flush()
 
 
 def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(tmp_path):
     recorder = recorder_in(tmp_path)
-    recorder.add(1, step_metrics(math.nan, math.nan))
+    recorder.add(1, step_metrics(math.nan, math.nan), TOKENS)
     with pytest.raises(NonFiniteError, match="so no learning rate can be why: look at the loss, at the data"):
         recorder.flush()
     recorder = recorder_in(tmp_path)
-    recorder.add(1, step_metrics(2.0))
-    recorder.add(2, step_metrics(math.nan, math.nan))
+    recorder.add(1, step_metrics(2.0), TOKENS)
+    recorder.add(2, step_metrics(math.nan, math.nan), TOKENS)
     with pytest.raises(NonFiniteError, match="Try a smaller learning_rate"):
         recorder.flush()
 
@@ -173,17 +173,17 @@ def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(tmp_
 @pytest.mark.parametrize("answer", ["stop", "skip"])
 def test_weights_that_nothing_can_be_computed_with_end_the_run(tmp_path, answer):
     recorder = recorder_in(tmp_path, on_nonfinite=answer)
-    recorder.add(1, step_metrics(2.0, usable=False))
+    recorder.add(1, step_metrics(2.0, usable=False), TOKENS)
     with pytest.raises(NonFiniteError, match="step 1: the update made weights so large"):
         recorder.flush()
 
 
 def test_processes_without_log_and_printer_see_what_is_not_finite_too():
     config = load()
-    recorder = Recorder(config.step, config.steps, None, None, FLOPS, TOKENS, mesh_of("cpu", "cpu"))
-    recorder.add(1, step_metrics(3.0))
+    recorder = Recorder(config.step, config.steps, None, None, FLOPS, mesh_of("cpu", "cpu"))
+    recorder.add(1, step_metrics(3.0), TOKENS)
     recorder.add_evaluation(1, {"eval_loss": 1.0, "eval_perplexity": math.e})
-    recorder.add(2, step_metrics(math.inf))
+    recorder.add(2, step_metrics(math.inf), TOKENS)
     assert recorder.last["loss"] == 3.0
     with pytest.raises(UserError, match="step 2: loss"):
         recorder.flush()
@@ -223,7 +223,9 @@ def test_internals_are_recorded_at_their_interval_and_a_losss_metrics_by_their_n
     recorder = recorder_in(tmp_path, log_internals=2)
     norms = {"activation_rms": jnp.ones(3), "weight_norm/segments.0.0.attention.query": jnp.array([1.0, math.nan, 3.0])}
     for step in (1, 2, 3):
-        recorder.add(step, {**step_metrics(2.0), "internals": norms, "user_metrics": {"accuracy": jnp.float32(0.5)}})
+        recorder.add(
+            step, {**step_metrics(2.0), "internals": norms, "user_metrics": {"accuracy": jnp.float32(0.5)}}, TOKENS
+        )
     recorder.flush()
     written = lines(tmp_path)
     assert [line["step"] for line in written] == [1, 2, 2, 3]
@@ -237,6 +239,6 @@ def test_internals_are_recorded_at_their_interval_and_a_losss_metrics_by_their_n
     history.read(tmp_path / "metrics.jsonl")
     assert history.invalid_lines == 0
     assert history.train["accuracy"].points() == [(step, 0.5) for step in (1, 2, 3)]
-    recorder.add(4, {**step_metrics(2.0), "user_metrics": {"grad_norm": jnp.float32(0.5)}})
+    recorder.add(4, {**step_metrics(2.0), "user_metrics": {"grad_norm": jnp.float32(0.5)}}, TOKENS)
     with pytest.raises(UserError, match="metrics must have names of their own, not grad_norm"):
         recorder.flush()

@@ -16,18 +16,21 @@ from src.train import Evaluator
 from tests import runs
 
 POSITIONS = np.array([[[3, 17], [0, 5]], [[4, 0], [9, 9]]], np.int32)
-# The thread that makes batches waits after step 16: until the file about it is there, or in process 1 for minutes.
+# After step 16 the thread that makes batches waits: until the file has its stack, or in process 1 for minutes.
 DATA = """
 import pathlib, time
 import jax
 
 folder, begun = pathlib.Path({folder!r}), []
 
+def written():
+    return any("Device memory" in file.read_text() for file in folder.glob("hang-*"))
+
 def a_source_that_blocks(rows):
     metrics = folder / "metrics.jsonl"
     if jax.process_index() == {process} and not begun and metrics.exists() and '{{"step": 16,' in metrics.read_text():
         begun.append(time.monotonic())
-        while (not list(folder.glob("hang-*")) or {process}) and time.monotonic() < begun[0] + 120:
+        while ({process} or not written()) and time.monotonic() < begun[0] + 120:
             time.sleep(0.01)
     return rows
 """

@@ -292,6 +292,21 @@ def test_a_rule_that_takes_nothing_is_refused():
     ]
 
 
+def test_rules_take_adapters_by_their_names():
+    """LoRA+ (Hayou et al. 2024, section 4) multiplies the learning rate of the matrix that begins as zero."""
+    given = {"lora_rank": 4, "load_parameters_path": "elsewhere", "opt_type": "sgd", "gradient_clipping_threshold": 0}
+    config, plan = make(**given, optimizer_rules='[{match: "lora.*.up", learning_rate_scale: 16}]')
+    hparams = hparams_at(config.step, config.steps, 3)
+    weights = jax.eval_shape(plan.init_weights).trainable
+    optimizer, gradients = plan.optimizer(hparams), jax.tree.map(lambda w: np.ones(w.shape, w.dtype), weights)
+    zeros = jax.tree.map(np.zeros_like, gradients)  # which have no decay
+    updates = by_path(optimizer.update(gradients, optimizer.init(zeros), zeros)[0])
+    assert {path[-1] for path in updates} == {"up", "down"}
+    for path, update in updates.items():
+        rate = learning_rate(config.step, config.steps, 3) * (16 if path[-1] == "up" else 1)
+        np.testing.assert_allclose(update, np.full(update.shape, -rate), rtol=1e-6)
+
+
 def test_the_first_moment_has_mu_dtype():
     weights, decays, gradients = problem()
     exact, _ = our_updates("adamw", weights, decays, gradients)

@@ -2,6 +2,7 @@
 
 from src.hf.families.deepseek import DEEPSEEK2, DEEPSEEK3
 from src.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
+from src.hf.families.gemma4 import GEMMA4
 from src.hf.families.glm4 import GLM, GLM4, GLM4_MOE
 from src.hf.families.gpt2 import GPT2
 from src.hf.families.gpt_oss import GPT_OSS
@@ -16,6 +17,6 @@ from src.hf.family import Family
 # fmt: off
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, LLAMA4, DEEPSEEK2, DEEPSEEK3,
-    GPT_OSS, GPT2, PHI3, SMOLLM3, GRANITE, GLM, GLM4, GLM4_MOE, QWEN3_NEXT,
+    GEMMA4, GPT_OSS, GPT2, PHI3, SMOLLM3, GRANITE, GLM, GLM4, GLM4_MOE, QWEN3_NEXT,
 )
 # fmt: on

@@ -34,14 +34,16 @@ GEMMA = Family(
 )
 
 SCALAR = "query_pre_attn_scalar"
-# The second version's and the third's.
-FIELDS = (
+LATER = (  # from the second version on
     *(*fields.SIZES, *fields.HEADS, fields.ATTENTION_BIAS),
-    # transformers asks for a whole number.
-    Field(SCALAR, SCALAR, UNSET, written=lambda layer: int(layer.query_pre_attn_scalar or layer.head_dim)),
     Field("final_logit_softcapping", "final_logits_soft_cap", UNSET),
     Field("hidden_activation", "mlp_activations", fields.GATED["gelu_new"], fields.GATED),
     Field("sliding_window", "sliding_window_size"),
+)
+# The second version's and the third's; transformers asks for a whole number.
+FIELDS = (
+    *LATER,
+    Field(SCALAR, SCALAR, UNSET, written=lambda layer: int(layer.query_pre_attn_scalar or layer.head_dim)),
 )
 LATER_DEFAULTS = {**DEFAULTS, "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256}
 KEYS = {**GEMMA.keys, "normalization_placement": "both"}

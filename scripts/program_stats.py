@@ -2,13 +2,16 @@
 
 Keys as `src.train_compile` takes them. A saved program is read as `scripts/program_stats.py FILE --topology v5p-128`.
 Seconds are the TPU compiler's own estimates, instruction by instruction, times the rounds of their loops; it gives none
-for kernels (Pallas) and none for what waits on the network. They rank programs, and are no step time.
+for kernels (Pallas) and none for what waits on the network. They rank programs, and are no step time. With `--bundles`
+a kernel has its instruction bundles, of which a TPU issues at most one a cycle.
 """
 
 import argparse
 import json
+import os
 import re
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +42,7 @@ MOVES = {"copy", "transpose", "reshape", "bitcast", "parameter", "tuple", "get-t
 MOVES |= {"dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "broadcast"}
 LAYS_OUT = {"copy", "transpose", "reshape"}  # of those, what a better program might not need
 GEMM_TARGETS = ("__cublas", "__cudnn$conv")
+BUNDLES = "schedule-analysis_final_bundles"  # libtpu's last word on each instruction that it has compiled
 _DTYPE = re.compile(r"([a-z]\w*)\[")
 
 
@@ -56,16 +60,25 @@ def main(argv: list[str]) -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("program", nargs="+", help="a config and keys, or a file with a program's text")
     arguments.add_argument("--topology", default="", help="of a file's program: its devices, such as v5p-128")
+    arguments.add_argument("--slices", type=int, default=1, help="of a file's program: how many of that topology")
     arguments.add_argument("--json", default="", help="file to write")
     arguments.add_argument("--save", default="", help="file to write the program's text to")
+    arguments.add_argument("--bundles", action="store_true", help="of a config's program for TPUs: those of kernels")
     given = arguments.parse_args(argv)
+    bundles = {}
     if given.program[0].endswith((".yml", ".yaml")):
-        text, mesh, kind, memory = compiled(given.program)
+        with tempfile.TemporaryDirectory() as folder:
+            if given.bundles:
+                dump_bundles(folder)
+            text, mesh, kind, memory = compiled(given.program)
+            bundles = dumped_bundles(Path(folder))
     else:
         text, memory = Path(given.program[0]).read_text(), {}
-        kind = parse_topology(given.topology, 1).chip.kind if given.topology else ""
-        mesh = numbered_mesh(text)
-    result = {"memory": memory, **statistics(text, mesh, kind)}
+        topology = parse_topology(given.topology, given.slices) if given.topology else None
+        kind = topology.chip.kind if topology else ""
+        several = topology and topology.slices > 1  # whose devices the program names by numbers of their own
+        mesh = Mesh(np.array(abstract_devices(topology)), ("devices",)) if several else numbered_mesh(text)
+    result = {"memory": memory, **statistics(text, mesh, kind, bundles)}
     if given.save:
         Path(given.save).write_text(text)
     if given.json:
@@ -84,8 +97,29 @@ def compiled(argv: Sequence[str]) -> tuple[str, Mesh, str, dict[str, int]]:
     stated = program.memory_analysis()
     memory = {"arguments": stated.argument_size_in_bytes, "temporaries": stated.temp_size_in_bytes}
     memory["at once"] = stated.peak_memory_in_bytes  # arguments included
-    memory["accessed"] = int(program.cost_analysis().get("bytes accessed", 0))
+    if counted := program.cost_analysis():  # of a GPU that is not here there is none
+        memory["accessed"] = int(counted["bytes accessed"])
     return program.as_text(), built.plan.layout.mesh, devices[0].device_kind, memory
+
+
+def dump_bundles(folder: str) -> None:
+    """Has libtpu, which this process has not loaded yet, write each instruction's bundles into a folder."""
+    flags = {
+        "xla_jf_dump_to": folder,
+        "xla_jf_dump_llo_text": "true",
+        "xla_jf_dump_llo_pass_label_regex": "final_bundles",  # which BUNDLES analyses
+    }
+    words = [os.environ.get("LIBTPU_INIT_ARGS", ""), *(f"--{name}={value}" for name, value in flags.items())]
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(words).strip()
+
+
+def dumped_bundles(folder: Path) -> dict[str, int]:
+    """Returns the bundles of the instructions in such a folder; of one name those that were written last."""
+    found = {}
+    for path in sorted(folder.glob(f"*-{BUNDLES}.txt")):  # TIME-INSTRUCTION-PASS-...
+        name = re.fullmatch(rf"\d+-(.+)-\d+-{BUNDLES}\.txt", path.name)[1]
+        found[name] = int(re.search(r"total scheduled bundles:\s+(\d+)", path.read_text())[1])
+    return found
 
 
 def numbered_mesh(text: str) -> Any:
@@ -95,13 +129,14 @@ def numbered_mesh(text: str) -> Any:
     return SimpleNamespace(devices=devices, axis_names=("devices",), size=count)
 
 
-def statistics(text: str, mesh: Mesh, kind: str) -> dict[str, Any]:
-    """Everything but memory, of a program's text for devices of this kind."""
+def statistics(text: str, mesh: Mesh, kind: str, bundles: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Everything but memory, of a program's text for devices of this kind; `bundles` of instructions by name."""
     found = list(instructions(text))
     cycles, seconds = Counter(), CLOCK.get(kind)
     for each in found:
         cycles[category(each)] += each.times * estimated_cycles(each.instruction)
-    result = {"cycles": dict(cycles), "products": products(found), "kernels": kernels(found), "copies": copies(found)}
+    result = {"cycles": dict(cycles), "products": products(found)}
+    result |= {"kernels": kernels(found, bundles), "copies": copies(found)}
     if seconds:
         result["seconds"] = {name: count / seconds for name, count in [*cycles.items(), ("sum", sum(cycles.values()))]}
     moved: dict[tuple, Counter] = {}
@@ -192,8 +227,11 @@ def products(found: Sequence[Executed]) -> list[dict[str, Any]]:
     return [{"kind": kind, **n} for kind, n in sorted(counts.items(), key=lambda item: -item[1]["executions"])]
 
 
-def kernels(found: Sequence[Executed]) -> list[dict[str, Any]]:
-    """Calls of kernels, whose cycles are not counted, by name and dtypes of operands and results."""
+def kernels(found: Sequence[Executed], bundles: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
+    """Calls of kernels, whose cycles are not counted, by name and dtypes of operands and results.
+
+    `bundles` of instructions by name; of the calls of a kernel the most. A loop within it stands there once.
+    """
     counts: dict[str, Counter] = {}
     for each in found:
         if "tpu_custom_call" in target(each.instruction) or "triton_kernel" in target(each.instruction):
@@ -201,9 +239,10 @@ def kernels(found: Sequence[Executed]) -> list[dict[str, Any]]:
                 ",".join(dict.fromkeys(_DTYPE.findall(t))) for t in (" ".join(each.operands), each.instruction.type)
             )
             name = re.sub(r"\.\d+$", "", each.instruction.name)
-            counts.setdefault(f"{name}: {' -> '.join(types)}", Counter()).update(
-                {"places": 1, "executions": each.times}
-            )
+            count = counts.setdefault(f"{name}: {' -> '.join(types)}", Counter())
+            count.update({"places": 1, "executions": each.times})
+            if each.instruction.name in (bundles or {}):
+                count["bundles"] = max(count["bundles"], bundles[each.instruction.name])
     return [{"kind": kind, **n} for kind, n in counts.items()]
 
 
@@ -215,8 +254,17 @@ def copies(found: Sequence[Executed]) -> list[dict[str, Any]]:
             name = re.search(r'op_name="([^"]*)"', each.instruction.attributes)
             facts = {"type": each.instruction.type, "name": name[1] if name else "", "times": each.times}
             facts["cycles"] = each.times * estimated_cycles(each.instruction)
-            result.append({"bytes": each.times * type_bytes(each.instruction.type), **facts})
+            result.append({"bytes": each.times * written_bytes(each), **facts})
     return sorted(result, key=lambda copy: -copy["bytes"])
+
+
+def written_bytes(each: Executed) -> int:
+    """Counts what one execution writes: its whole result, but of an array that it updates in place the update alone."""
+    size = type_bytes(each.instruction.type)
+    for part, one in each.inside:
+        if one.opcode == "dynamic-update-slice" and one.type.partition("{")[0] in each.instruction.type:
+            size -= type_bytes(one.type) - type_bytes(part[one.operands[1]].type)
+    return size
 
 
 def print_statistics(result: Mapping[str, Any]) -> None:
@@ -227,7 +275,8 @@ def print_statistics(result: Mapping[str, Any]) -> None:
     for title in ("products", "kernels"):
         print(f"\n{title} (places, executions)")
         for each in result[title][:LISTED]:
-            print(f"  {each['places']:5} {each['executions']:7}  {each['kind']}")
+            of = f" ({each['bundles']:,} bundles)" if "bundles" in each else ""
+            print(f"  {each['places']:5} {each['executions']:7}  {each['kind']}{of}")
     print("\ncollectives (places, executions, GB sent)")
     for each in result["collectives"]:
         name = " ".join(each[part] for part in ("kind", "dtype", "when", "network", "axes"))

@@ -20,8 +20,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import zstandard
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -57,8 +60,8 @@ class Lab:
     text: Path | None  # None: configs say what is read
     folder: Path
 
-    def train(self, name: str, *keys: str, config: Path = MODEL) -> Run:
-        """Returns the run `name`, which is made if it is not finished."""
+    def train(self, name: str, *keys: str, config: Path = MODEL, core: int | None = None) -> Run:
+        """Returns the run `name`, which is made if it is not finished, on one `core` or on all."""
         run = self.folder / name
         parts = {"dataset_path": "train", "eval_dataset_path": "held_out"} if self.text else {}
         sources = [f"{key}={self.text / part}" for key, part in parts.items()]
@@ -68,7 +71,7 @@ class Lab:
             place = [f"run_name={name}", f"base_output_directory={self.folder}", "quiet=true"]
             print(" ".join([name, *keys]), flush=True)
             shutil.rmtree(run, ignore_errors=True)  # what a stopped run left
-            _command("src.train", str(config), *sources, *place, *keys)
+            _command("src.train", str(config), *sources, *place, *keys, core=core)
             (run / "finished").write_text(asked)
         return _read(run, list(keys))
 
@@ -151,7 +154,7 @@ def sizes(lab: Lab, out: Path) -> dict[str, Any]:
     for width, layers in shapes:
         for seed in (0, 1):
             keys = [*_width(width), f"base_num_decoder_layers={layers}", "mup_base_emb_dim=64", "learning_rate=8e-3"]
-            keys += ["steps=2000", *_seed(seed)]
+            keys += ["steps=1500", *_seed(seed)]
             points.append((width, layers, lab.train(f"sizes-{width}-{seed}", *keys)))
     parameters = [it.parameters - 2 * 258 * width for width, _, it in points]  # without the tables, as Kaplan et al.
     losses = [it.held_out_loss for _, _, it in points]
@@ -197,8 +200,8 @@ def widths(lab: Lab, out: Path) -> dict[str, Any]:
     plots.panels(losses, out / "widths.svg", ("learning rate", "held-out loss, nats per byte"), log=True)
     steps = {kind: {w: dict(enumerate(values, 1)) for w, values in it.items()} for kind, it in coordinates.items()}
     plots.panels(steps, out / "coordinates.svg", ("step", "last layer's activations, RMS"), log=False)
-    versions = {it.version for by_width in found.values() for by_rate in by_width.values() for it in by_rate.values()}
-    return {"table": table, "losses": losses, "activations": coordinates, "versions": sorted(versions)}
+    runs = [_record(it) for by_width in found.values() for by_rate in by_width.values() for it in by_rate.values()]
+    return {"table": table, "losses": losses, "activations": coordinates, "runs": runs}
 
 
 def experts(lab: Lab, out: Path) -> dict[str, Any]:
@@ -209,7 +212,7 @@ def experts(lab: Lab, out: Path) -> dict[str, Any]:
         "experts": [*shape, "num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=160"],
     }
     runs = {
-        kind: [lab.train(f"experts-{kind}-{seed}", *keys, "steps=2000", *_seed(seed)) for seed in range(3)]
+        kind: [lab.train(f"experts-{kind}-{seed}", *keys, "steps=1500", *_seed(seed)) for seed in range(3)]
         for kind, keys in kinds.items()
     }
     losses = {kind: [it.held_out_loss for it in of_kind] for kind, of_kind in runs.items()}
@@ -247,11 +250,15 @@ def lora(lab: Lab, out: Path) -> dict[str, Any]:
 
 
 def compression(lab: Lab, out: Path) -> dict[str, Any]:
-    """Ten million parameters on SentencePiece and on bytes: bits per byte of held-out text, beside compressors."""
+    """Ten million parameters on SentencePiece and on bytes: bits per byte of held-out text, beside compressors.
+
+    Two runs of one thread take half the time of one after the other on two threads; the third, a second seed of bytes,
+    has both cores.
+    """
     assert lab.text
     model = ["base_emb_dim=320", "base_mlp_dim=896", "base_num_decoder_layers=6", "base_num_query_heads=5"]
-    model += ["base_num_kv_heads=5", "max_document_bytes=65536", "enable_checkpointing=true", "checkpoint_period=2500"]
-    model += ["steps=2500"]
+    model += ["base_num_kv_heads=5", "max_document_bytes=65536", "enable_checkpointing=true", "checkpoint_period=1500"]
+    model += ["steps=1500", "eval_interval=-1"]  # src.evaluate cuts the held-out text, else one document of 282 KB
     pieces = ["tokenizer_type=sentencepiece", f"tokenizer_path={lab.folder / 'pieces.model'}", "vocab_size=4096"]
     kinds = {
         "SentencePiece": [*pieces, "max_target_length=256", "per_device_batch_size=8"],
@@ -261,31 +268,45 @@ def compression(lab: Lab, out: Path) -> dict[str, Any]:
         _command("src.train_tokenizer", str(MODEL), f"dataset_path={lab.text / 'train'}", *pieces)
     held_out = lab.text / "held_out" / "text.txt"
     bits = compressed_bits(held_out.read_bytes(), (lab.text / "train" / "text.txt").read_bytes())
-    runs = {kind: lab.train(f"compression-{kind}", *model, *keys) for kind, keys in kinds.items()}
+    with ThreadPoolExecutor() as pool:
+        begun = {
+            kind: pool.submit(lab.train, f"compression-{kind}", *model, *keys, core=core % os.cpu_count())
+            for core, (kind, keys) in enumerate(kinds.items())
+        }
+        runs = {kind: it.result() for kind, it in begun.items()}
+    runs["bytes, seed 1"] = lab.train("compression-bytes-1", *model, *kinds["bytes"], *_seed(1))
     for kind, it in runs.items():
         scores = lab.folder / it.name / "bits.json"
-        _command("src.evaluate", str(lab.folder / it.name), f"eval_dataset_path={held_out}", f"results_path={scores}")
-        bits[f"MinText, {it.parameters:,} parameters, {kind}"] = {
-            "bits": json.loads(scores.read_text())["eval_bits_per_byte"]
-        }
+        keys = [f"eval_dataset_path={held_out}", "max_document_bytes=4096"]  # a document fills rows of one stream
+        _command("src.evaluate", str(lab.folder / it.name), *keys, f"results_path={scores}")
+        found = json.loads(scores.read_text())
+        bits[f"MinText, {it.parameters:,} parameters, {kind}"] = {"bits": found["eval_bits_per_byte"]}
+        runs[kind] = dataclasses.replace(it, held_out=[(it.curve[-1][0], round(found["eval_loss"], 5))])
     table = ["| of the held-out text | bits per byte | after the training text |", "| --- | --- | --- |"]
     for name, it in sorted(bits.items(), key=lambda item: -item[1]["bits"]):
         table.append(f"| {name} | {it['bits']:.3f} | {format(it['primed'], '.3f') if 'primed' in it else ''} |")
-    curves = {kind: [it.curve] for kind, it in runs.items()}
+    for kind, it in runs.items():
+        step, fall = knee(it.curve)
+        table.append(
+            f"\n{kind}: the loss bends most at step {step:,} of {it.curve[-1][0]:,}, after {fall:.0%} of its fall"
+        )
+    curves = {kind: [it.curve for name, it in runs.items() if name.partition(",")[0] == kind] for kind in kinds}
     plots.curves(curves, out / "compression.svg", ("step", "training loss, nats per token"))
     return {"table": table, "bits": bits, "runs": [_record(it) for it in runs.values()]}
 
 
 def compressed_bits(text: bytes, before: bytes) -> dict[str, dict[str, float]]:
     """Returns compressors' bits per byte of `text`; "primed": of what it adds to `before` where that fits a window."""
+    window = zstandard.ZstdCompressionParameters.from_level(22, window_log=27, enable_ldm=True)
     tools: dict[str, Callable[[bytes], bytes]] = {
         "gzip -9": lambda data: gzip.compress(data, 9),
         "bzip2 -9": lambda data: bz2.compress(data, 9),
         "xz -9e": lambda data: lzma.compress(data, preset=9 | lzma.PRESET_EXTREME),
+        "zstd --ultra -22 --long=27": zstandard.ZstdCompressor(compression_params=window).compress,
     }
     bits = {name: {"bits": 8 * len(tool(text)) / len(text)} for name, tool in tools.items()}
-    xz = tools["xz -9e"]  # whose window has 64 MiB
-    bits["xz -9e"]["primed"] = 8 * (len(xz(before + text)) - len(xz(before))) / len(text)
+    for name in "xz -9e", "zstd --ultra -22 --long=27":  # whose windows have 64 and 128 MiB
+        bits[name]["primed"] = 8 * (len(tools[name](before + text)) - len(tools[name](before))) / len(text)
     return bits
 
 
@@ -305,6 +326,19 @@ def crossing(steps: Sequence[int], losses: Sequence[float], target: float) -> fl
             part = (losses[i - 1] - target) / (losses[i - 1] - losses[i])
             return steps[i - 1] + part * (steps[i] - steps[i - 1])
     raise ValueError(f"runs of {list(steps)} steps, with losses {list(losses)}, do not lie about {target}")
+
+
+def knee(curve: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """Returns the step at which a falling curve bends most, and how much of its fall lies before, from 0 to 1.
+
+    That is the point furthest below the line from the first point to where the last step meets the least loss, both
+    axes from 0 to 1 (Satopaa et al. 2011, "Finding a Kneedle in a Haystack", section 3, of a decreasing convex curve).
+    """
+    (first, highest), (last, _) = curve[0], curve[-1]
+    least = min(loss for _, loss in curve)
+    fall = [(highest - loss) / (highest - least) for _, loss in curve]
+    bend = max(range(len(curve)), key=lambda i: fall[i] - (curve[i][0] - first) / (last - first))
+    return curve[bend][0], fall[bend]
 
 
 def power_law(sizes: Sequence[float], losses: Sequence[float]) -> dict[str, float]:
@@ -334,8 +368,9 @@ def _of_seeds(kinds: dict[str, tuple[str, list[float]]]) -> list[str]:
     return table
 
 
-def _command(module: str, *argv: str) -> None:
-    subprocess.run([sys.executable, "-m", module, *argv], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+def _command(module: str, *argv: str, core: int | None = None) -> None:
+    pinned = [] if core is None or not shutil.which("taskset") else ["taskset", "-c", str(core)]
+    subprocess.run([*pinned, sys.executable, "-m", module, *argv], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def _width(width: int) -> list[str]:

@@ -1,5 +1,6 @@
 """Pictures of docs/results, as SVG that can be read at the width of a telephone."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,13 +19,26 @@ plt.rcParams.update({"axes.prop_cycle": mpl.cycler(color=COLORS), "grid.color": 
 
 
 def curves(runs: Mapping[str, Sequence[Sequence[tuple[float, float]]]], path: Path, labels: Labels) -> None:
-    """Draws each kind's runs [(x, y), ...] in one colour, on logarithmic axes."""
+    """Draws each kind's runs [(x, y), ...], of the same x, as their mean and a band of all, on logarithmic axes."""
     figure, axes = plt.subplots(figsize=(6, 4))
     for color, (kind, of_kind) in zip(COLORS, runs.items(), strict=False):
-        for i, points in enumerate(of_kind):
-            axes.loglog(*zip(*points, strict=True), color=color, linewidth=1.2, label=None if i else kind)
+        smoothed = [averaged(points) for points in of_kind]
+        x = [at for at, _ in smoothed[0]]
+        columns = list(zip(*([y for _, y in points] for points in smoothed), strict=True))
+        axes.loglog(x, list(map(statistics.fmean, columns)), color=color, label=kind)
+        axes.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.25, linewidth=0)
     axes.legend()
     _finish(figure, [axes], path, labels)
+
+
+def averaged(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns means of neighbouring points, a tenth of the way so far each: even noise on a logarithmic axis."""
+    parts: list[list[tuple[float, float]]] = []
+    for point in points:
+        if not parts or point[0] > 1.1 * parts[-1][0][0]:
+            parts.append([])
+        parts[-1].append(point)
+    return [(statistics.fmean(x for x, _ in part), statistics.fmean(y for _, y in part)) for part in parts]
 
 
 def training(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path, labels: Labels) -> None:
@@ -48,8 +62,8 @@ def law(sizes: Sequence[float], losses: Sequence[float], fit: Mapping[str, float
 
 
 def panels(kinds: Mapping[str, Mapping[int, Mapping[float, float]]], path: Path, labels: Labels, *, log: bool) -> None:
-    """Draws {kind: {width: {x: y}}}: a panel a kind, a line a width, the lowest point of each marked where `log`."""
-    figure, of_kind = plt.subplots(1, len(kinds), figsize=(9, 4), sharey=True)
+    """Draws {kind: {width: {x: y}}}: a panel a kind, a line a width, its lowest point marked if `log`."""
+    figure, of_kind = plt.subplots(len(kinds), 1, figsize=(6, 6.4), sharex=True, sharey=True)
     for axes, (kind, by_width) in zip(of_kind, kinds.items(), strict=True):
         for color, (width, points) in zip(COLORS, by_width.items(), strict=False):
             axes.plot(list(points), list(points.values()), ".-", color=color, label=f"width {width}")
@@ -64,12 +78,14 @@ def panels(kinds: Mapping[str, Mapping[int, Mapping[float, float]]], path: Path,
 
 
 def _finish(figure: plt.Figure, all_axes: Sequence[Axes], path: Path, labels: Labels) -> None:
+    all_axes[-1].set_xlabel(labels[0])
     for axes in all_axes:
-        axes.set_xlabel(labels[0])
+        axes.set_ylabel(labels[1])
         if axes.get_yscale() == "log":  # 1.5 and not 1.5 x 10^0
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("{x:g}")
-    all_axes[0].set_ylabel(labels[1])
+        if axes.get_xscale() == "log" and axes.get_yscale() == "log":
+            axes.xaxis.set_major_formatter("{x:,.0f}")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

@@ -15,6 +15,13 @@ from src import command_line
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
 
 
+def test_a_hyperbola_bends_most_at_the_geometric_mean_of_its_ends():
+    steps = range(4, 401)
+    step, fall = results.knee([(step, 7 + 3 / step) for step in steps])
+    assert step == 40
+    assert fall == pytest.approx((1 / 4 - 1 / 40) / (1 / 4 - 1 / 400))
+
+
 def test_a_power_law_is_found_with_its_standard_error():
     sizes = np.array([1e5, 3e5, 1e6, 3e6, 1e7])
     law = results.power_law(sizes, 7 * sizes**-0.076)
@@ -37,7 +44,7 @@ def test_a_run_of_other_settings_is_made_again(tmp_path, monkeypatch):
     """Runs are found by their names, so that a script that was stopped goes on."""
     made = []
 
-    def command(module, config, *words):
+    def command(module, config, *words, core):
         run = Path(next(word for word in words if word.startswith("base_output")).partition("=")[2]) / "a"
         run.mkdir(parents=True)
         lines = [{"step": 1, "loss": 3.0, "step_time_seconds": 60.0}, {"step": 1, "eval_loss": 2.0}]
@@ -90,17 +97,56 @@ def test_the_page_says_what_was_recorded():
         missing = [line for line in found["table"] if " ".join(line.split()) not in page]
         assert not missing, path.name
         assert f"scripts/results.py {path.stem}" in page
-        for version in found.get("versions", [run["version"] for run in found.get("runs", [])]):
-            assert version.partition("(")[2][:7] in page
+        for run in found.get("runs", []):
+            assert run["version"].partition("(")[2][:7] in page
     for picture in FOLDER.glob("*.svg"):
         assert f"({picture.name})" in page
+
+
+def test_what_the_page_says_is_of_the_recorded_runs():
+    """Means, spreads and fits again from each run's losses, by numpy."""
+    page = " ".join((FOLDER / "README.md").read_text().split())
+    runs = {path.stem: json.loads(path.read_text()).get("runs", []) for path in FOLDER.glob("*.json")}
+    final = {run["name"]: run["held_out"][-1][1] for of_file in runs.values() for run in of_file}
+
+    def says(text):
+        assert text in page, text
+
+    def of_three(values):
+        return f"{np.mean(values):.4f} +- {np.std(values, ddof=1):.4f} (n = 3)"
+
+    def error_of_slope(x, y):
+        (slope, _), covariance = np.polyfit(x, y, 1, cov=True)
+        return slope, covariance[0, 0] ** 0.5
+
+    lengths = (2000, 1300, 1000, 700)
+    muon = [[final[f"optimizers-muon-4e-3-{length}-{seed}"] for length in lengths] for seed in range(3)]
+    adamw = [final[f"optimizers-adamw-2e-3-2000-{seed}"] for seed in range(3)]
+    ratios = [np.interp(loss, losses, lengths) / 2000 for loss, losses in zip(adamw, muon, strict=True)]
+    says(f"Muon's steps to AdamW's loss: {of_three(ratios)}")
+    for first, second in (("experts-dense", "experts-experts"), ("lora-all-weights-1e-3", "lora-adapters-3e-3")):
+        losses = [[final[f"{kind}-{seed}"] for seed in range(3)] for kind in (first, second)]
+        says(f"{of_three(losses[0])} |")
+        says(f"{of_three(losses[1])} |")
+        says(f"difference by seed: {of_three(np.subtract(losses[1], losses[0]))}")
+    x = np.log([run["parameters"] - 2 * 258 * int(run["name"].split("-")[1]) for run in runs["sizes"]])
+    y = np.log([run["held_out"][-1][1] for run in runs["sizes"]])
+    slope, error = error_of_slope(x, y)
+    says(f"N^{slope:.4f}, standard error {error:.4f}")
+    says(f"means of the six sizes it is {error_of_slope(x[::2], y.reshape(6, 2).mean(axis=1))[1]:.4f}")
+    for run, kind in zip(runs["compression"], ("SentencePiece", "bytes", "bytes, seed 1"), strict=True):
+        slope, error = error_of_slope(
+            *zip(*((step / 100, loss) for step, loss in run["curve"] if step > 900), strict=True)
+        )
+        says(f"{abs(slope):.3f} +- {error:.3f} {'a hundred steps ' * (kind == 'SentencePiece')}({kind})")
+    assert final["compression-bytes"] / math.log(2) == pytest.approx(1.740, abs=1e-3)  # nats and bits of the same text
 
 
 @pytest.mark.parametrize("name", results.EXPERIMENTS)
 def test_an_experiments_settings_are_understood_and_its_table_made(name, tmp_path, monkeypatch):
     """With runs that are not made: losses fall with the sizes, and the keys are checked as the commands check them."""
 
-    def train(lab, name, *keys, config=results.MODEL):
+    def train(lab, name, *keys, config=results.MODEL, core=None):
         loaded = command_line.load([str(config), *keys, f"run_name={name}"])
         loss = 2 + 1 / loaded.base_emb_dim + loaded.learning_rate + 10 / loaded.steps + loaded.data_shuffle_seed / 100
         held_out = [(loaded.steps, loss)]
@@ -109,7 +155,7 @@ def test_an_experiments_settings_are_understood_and_its_table_made(name, tmp_pat
     def command(module, config, *words):
         if module == "src.evaluate":
             command_line.load([str(results.MODEL), *words])
-            Path(words[-1].partition("=")[2]).write_text('{"eval_bits_per_byte": 1.25}')
+            Path(words[-1].partition("=")[2]).write_text('{"eval_bits_per_byte": 1.25, "eval_loss": 0.87}')
         else:
             command_line.load([config, *words])
 
@@ -117,7 +163,7 @@ def test_an_experiments_settings_are_understood_and_its_table_made(name, tmp_pat
         (tmp_path / part).mkdir()
         (tmp_path / part / "text.txt").write_text(f"{part} " * 200)
     (tmp_path / "pieces.model").touch()
-    for kind in "SentencePiece", "bytes":
+    for kind in "SentencePiece", "bytes", "bytes-1":
         (tmp_path / f"compression-{kind}").mkdir()
     monkeypatch.setattr(results, "_command", command)
     monkeypatch.setattr(results, "crossing", lambda steps, losses, target: statistics.fmean(steps))

@@ -42,6 +42,8 @@ for file in sorted(Path(sys.argv[1]).glob("*/hf/config.json")):
     every, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
     read = {**every, **read, "torch_dtype": str(read.get("dtype")).removeprefix("torch.")}
     read["rope_local_base_freq"] = local.get("rope_theta")
+    for own in (read.get("per_layer_config") or {}).values():  # as newer ones keep what Gemma 4's full layers have
+        read |= {"global_head_dim": own.get("head_dim"), "num_global_key_value_heads": own.get("num_key_value_heads")}
     wanted = {key: value for key, value in entries.items() if key != "rope_scaling"}
     wanted |= {key: value for key, value in (entries.get("rope_scaling") or {}).items() if key != "type"}
     found = {key: read.get(key, getattr(config, key, None)) for key in wanted}  # some have another name within

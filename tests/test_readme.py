@@ -1,19 +1,15 @@
 """The commands and links of README.md and the pages under docs/ are ones that work."""
 
-import gzip
 import importlib
-import json
 import re
 import runpy
-import shlex
-import sqlite3
-import string
 import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
 
+from end_to_end.documented import ELSEWHERE, PAGES, commands_of, files_of, write_other_forms
 from src import command_line, convert, hub, inspect_data
 from src.config.base_yml import help_for
 from src.config.schema import KEYS
@@ -23,7 +19,6 @@ from tests.hf import saved
 from tests.runs import BASE, ROOT
 from tests.tiny import spec_of
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "end_to_end" / "README.md"]
 DATA = ROOT / "docs" / "data.md"
 PROGRAMS = (
     *("src.train", "src.train_dpo", "src.train_compile", "src.train_tokenizer", "src.evaluate", "src.decode"),
@@ -32,28 +27,7 @@ PROGRAMS = (
 MODELS = ROOT / "docs" / "models" / "README.md"
 
 
-def commands_of(page):
-    """The commands of a page's bash blocks, each a list of words; a line's end after a backslash does not end one."""
-    variables = {}
-    for block in re.findall(r"```(?:bash|sh)\n(.*?)```", page.read_text(), re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            for command in line.split("&&"):
-                words = shlex.split(string.Template(command).safe_substitute(variables), comments=True)
-                if len(words) == 1 and (assigned := re.fullmatch(r"([A-Z_]+)=(.*)", words[0])):
-                    variables[assigned[1]] = assigned[2]
-                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                    del words[0]
-                if words:
-                    yield words
-
-
-COMMANDS = [(page.name, words) for page in PAGES for words in commands_of(page)]
-
-
-def files_of(page):
-    """The files that a page shows whole, by their names: blocks that begin with the name in a comment."""
-    blocks = re.findall(r"```(?:python|yaml)\n(# (my_\w+\.\w+)\n.*?)```", page.read_text(), re.DOTALL)
-    return {name: block for block, name in blocks}
+COMMANDS = [(page.name, command.words) for page in PAGES for command in commands_of(page)]
 
 
 def started(*programs):
@@ -63,6 +37,13 @@ def started(*programs):
         for _, words in COMMANDS
         if "-m" in words and words[words.index("-m") + 1] in programs
     ]
+
+
+def test_a_reason_not_to_run_a_command_is_of_one_that_is_there():
+    """end_to_end/docs.sh runs the others; a reason that outlived its commands would hide new ones."""
+    commands = [command for page in PAGES for command in commands_of(page)]
+    assert {command.elsewhere for command in commands} == {None, *ELSEWHERE.values()}
+    assert sum(command.elsewhere is None for command in commands) > 100
 
 
 def place(link, target):
@@ -86,13 +67,14 @@ def anywhere(tmp_path_factory):
     return root
 
 
-def test_the_readme_begins_with_the_two_commands():
-    """What sets up and trains, and what sets up and tests, on the first screen."""
+def test_the_readme_begins_with_three_commands():
+    """What sets up and trains, what asks the model, and what sets up and tests, on the first screen."""
     readme = [words for page, words in COMMANDS if page == "README.md"]
-    assert readme[:4] == [
+    assert readme[:5] == [
         ["bash", "setup.sh"],
-        [".venv/bin/python", "-m", "src.train", "configs/quickstart.yml"],
-        ["bash", "setup.sh", "dev", "aot", "data"],
+        [".venv/bin/python", "-m", "src.train", "configs/quickstart.yml", "run_name=first"],
+        [".venv/bin/python", "-m", "src.decode", "runs/first", "prompt=import "],
+        ["bash", "setup.sh", "dev", "aot", "data", "eval"],
         [".venv/bin/python", "-m", "pytest", "-n", "2", "--dist", "loadfile"],
     ]
     assert "-m pytest" in "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
@@ -113,15 +95,7 @@ def my_data(anywhere):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(anywhere)
         runpy.run_path("my_docstrings.py")
-    lines = [line for file in sorted((anywhere / "my_data").iterdir()) for line in file.read_text().splitlines()]
-    with sqlite3.connect(anywhere / "my_train.db") as database:
-        database.execute("CREATE TABLE pages(id INTEGER PRIMARY KEY, text TEXT NOT NULL)")
-        database.executemany("INSERT INTO pages(text) VALUES (?)", [(json.loads(line)["text"],) for line in lines])
-    (anywhere / "my_gzip_files").mkdir()
-    (anywhere / "my_gzip_files" / "c4-train.00000-of-00001.json.gz").write_bytes(
-        gzip.compress("\n".join(lines).encode())
-    )
-    return len(lines)
+    return write_other_forms(anywhere)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +194,7 @@ def test_the_table_of_models_has_each_file_and_its_numbers():
         r"^\| `([\w.-]+)` \| ([\d,]+) \| ([\d,]+|all) \| ([\d,.]+) GB \|", MODELS.read_text(), re.MULTILINE
     )
     files = {path.stem for path in (ROOT / "configs" / "models").glob("*.yml")}
-    assert len(rows) == len(files)
+    assert len(rows) == len(set(rows))
     expected = set()
     for name in files:
         spec = spec_of(command_line.load([BASE, f"model_name={name}"]))
@@ -228,7 +202,8 @@ def test_the_table_of_models_has_each_file_and_its_numbers():
         sparse = spec.has_experts
         active = f"{count_active_params(spec):,}" if sparse else "all"
         expected.add((name, f"{count:,}", active, f"{2 * count / 1e9:,.1f}"))
-    assert set(rows) == expected
+    lacks, has = sorted(expected - set(rows)), sorted(set(rows) - expected)
+    assert not lacks + has, f"docs/models/README.md lacks the rows {lacks}, and has {has}"
 
 
 @pytest.mark.parametrize(

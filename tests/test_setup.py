@@ -42,7 +42,7 @@ def third_party_imports(folder):
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 found.add(node.module.split(".")[0])
     helpers = {path.stem for path in (REPOSITORY / "tests").rglob("*.py")}  # pytest puts their folders on the path
-    return found - set(sys.stdlib_module_names) - helpers - {"src", "tests", "scripts"}
+    return found - set(sys.stdlib_module_names) - helpers - {"src", "tests", "scripts", "end_to_end"}
 
 
 def test_there_is_a_file_for_each_name_of_setup_sh():

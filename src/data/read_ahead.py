@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-_THREADS = 64  # requests at a time
+_THREADS = 128  # requests at a time
 _DEPTH = 6  # documents ahead of each packing stream
 
 Result = TypeVar("Result")

@@ -3,7 +3,7 @@
 An ArrayRecord file is a Riegeli file of chunks, each of one record or a group of them; then a footer, itself a chunk,
 with a record of metadata and one for each chunk; then a block of 64 KiB that says where the footer begins. A reader
 of a file keeps the place of each chunk in memory, 8 bytes for each. The package reads local files, and those on gs://
-by a request for each record.
+by a request for each record; a small set on gs:// is copied to this machine first.
 
 The package's own ArrayRecordDataSource is not used: it keeps every file open, opens each to count its records, and
 reads one record by going through all chunks of its file (docs/log.md has figures).
@@ -37,6 +37,7 @@ _FIRST_CHUNK = _BLOCK_HEADER + _CHUNK_HEADER  # after the file's own signature, 
 _POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
 
 _COUNTING_THREADS = 32
+COPIED_BYTES = 1 << 28  # a remote set of at most this size is copied to this machine: else each record is a request
 _MAX_OPEN_FILES = 2048
 
 
@@ -52,8 +53,9 @@ class RecordSource(Source):
     """Reads documents that are records of ArrayRecord files.
 
     The first is read at once, so that data of another form are an error at the start. A file is opened when it is first
-    read from, by `open_file`, and only some are open at a time. `record_format` is that of `read_record`; `facts` go
-    into the fingerprint. Raises UserError where the first record can't be read.
+    read from, by `open_file` (its name, and the path of it or its copy), and only some are open at a time.
+    `record_format` is that of `read_record`; `facts` go into the fingerprint. Raises UserError where the first record
+    can't be read.
     """
 
     def __init__(
@@ -63,14 +65,21 @@ class RecordSource(Source):
         record_format: str,
         listing: files.Listing,
         facts: Fingerprint,
-        open_file: Callable[[str], Any] | None = None,
+        open_file: Callable[[str, str], Any] | None = None,
     ) -> None:
         self._format, self._column = record_format, spec.dataset_column
         self._column_setting, self._listing = spec.setting("dataset_column"), listing
         self._parts, self._index = parts, Index([part.count for part in parts])
         self.is_remote = files.is_remote(listing.folder)
+        self._places: dict[str, str] = {}  # of copies, by the files' names
+        if self.is_remote and sum(listing.sizes.values()) <= COPIED_BYTES:
+            self._copies, self.is_remote = files.LocalCopies(), False
+            with ThreadPoolExecutor(_COUNTING_THREADS) as threads:
+                copied = threads.map(self._copies.path, listing.paths, listing.sizes.values())
+                self._places = dict(zip(listing.paths, copied, strict=True))
+        self._open = open_file or _open_reader
         self._facts = {**facts, "records": len(self), "column": self._column}
-        self._reader = functools.lru_cache(maxsize=_open_files_allowed())(open_file or _open_reader)
+        self._reader = functools.lru_cache(maxsize=_open_files_allowed())(self._opened)
         self[0]
 
     def __len__(self) -> int:
@@ -88,6 +97,9 @@ class RecordSource(Source):
         except ValueError as error:
             setting = "" if self._format == "text" else f" ({self._column_setting})"
             raise UserError(f"{file}, record {number}: {error}{setting}") from error
+
+    def _opened(self, file: str) -> Any:
+        return self._open(file, self._places.get(file, file))
 
     def fingerprint(self) -> Fingerprint:
         return {**self._facts, **self._listing.fingerprint}
@@ -153,12 +165,12 @@ def _list_record_files(spec: SourceSpec) -> files.Listing:
     return files.Listing(listing.folder, sizes)
 
 
-def _open_reader(file: str) -> "ArrayRecordReader":
+def _open_reader(file: str, place: str) -> "ArrayRecordReader":
     """Opens a reader that several threads may use at a time."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     def opened() -> ArrayRecordReader:
-        reader = ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15)
+        reader = ArrayRecordReader(place, "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15)
         if not reader.ok():
             reader.close()  # which says what is wrong
         return reader
@@ -178,7 +190,7 @@ def _count(file: str, end: int) -> int:
         footer = sum((byte & 0x7F) << 7 * n for n, byte in enumerate(postscript[1]))
         if in_footer := _chunk_records(file, footer):
             return in_footer - 1
-    return _open_reader(file).num_records()
+    return _open_reader(file, file).num_records()
 
 
 def _chunk_records(file: str, at: int) -> int:

@@ -13,6 +13,7 @@ import io
 import itertools
 import os
 import re
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -176,6 +177,23 @@ class RemoteFile(io.RawIOBase):
         data = read(self._file, self._at, end)
         self._at += len(data)
         return data
+
+
+class LocalCopies:
+    """Copies remote files to this machine's temporary folder, where they stay as long as this object does."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="mintext-")
+
+    def path(self, file: str, length: int) -> str:
+        """Returns the path of the copy of a file of `length` bytes; raises as `attempted`."""
+        copy = os.path.join(self._folder.name, hashlib.sha256(file.encode()).hexdigest()[:32])
+        if not os.path.exists(copy):
+            descriptor, part = tempfile.mkstemp(dir=self._folder.name)  # another thread may copy it too
+            with open(descriptor, "wb") as opened:
+                opened.writelines(chunks(file, length))
+            os.replace(part, copy)
+        return copy
 
 
 # A folder, what the names of files in it match ("" for all of them, None for one file), and their sizes by name.

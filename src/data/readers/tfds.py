@@ -139,7 +139,7 @@ def _file_slices(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction
 
 def _check_files(
     spec: SourceSpec, info: "DatasetInfo", slices: "list[FileInstruction]"
-) -> tuple[files.Listing, Callable[[str], Any] | None]:
+) -> tuple[files.Listing, Callable[[str, str], Any] | None]:
     """Lists the files of a split, each of which is there and has as many records as TFDS wrote into it.
 
     Also returns what opens one, for `RecordSource`.
@@ -162,8 +162,8 @@ def _check_files(
         starts = dict(zip(names, indices(names, sizes), strict=True))
         counts = [len(each) - 1 for each in starts.values()]
 
-        def open_file(name: str) -> TfRecordReader:
-            return TfRecordReader(name, starts[name])
+        def open_file(name: str, place: str) -> TfRecordReader:
+            return TfRecordReader(place, starts[name])
 
     for name, count in zip(names, counts, strict=True):
         if count != expected[name]:

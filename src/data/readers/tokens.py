@@ -13,10 +13,8 @@ over the folder. Ids and bounds of documents are checked as they are read.
 import functools
 import hashlib
 import os
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,7 +106,7 @@ class _TokenFolder:
         self._dtype = np.dtype(facts["dtype"]).newbyteorder("<")
         self._tokenizer: Mapping[str, Any] | None = facts["tokenizer"]
         self._mapped = functools.lru_cache(maxsize=_MAPPED_FILES)(self._map)
-        self._copies = tempfile.TemporaryDirectory(prefix="mintext-") if files.is_remote(self._folder) else None
+        self._copies = files.LocalCopies() if files.is_remote(self._folder) else None
         self._digest = hashlib.sha256(summary).hexdigest()[:16]
         if not self._copies:
             self._verify()
@@ -183,14 +181,10 @@ class _TokenFolder:
 
     def _map(self, name: str) -> np.ndarray:
         """Maps the bytes of a file, of a remote folder this machine's copy."""
-        place = Path(self._copies.name if self._copies else self._folder) / name
-        if self._copies and not place.exists():
-            descriptor, part = tempfile.mkstemp(dir=place.parent)  # another thread may be at it too
-            with open(descriptor, "wb") as file:
-                file.writelines(files.chunks(self._path(name), self._sizes[name]))
-            os.replace(part, place)
+        file = self._path(name)
+        place = self._copies.path(file, self._sizes[name]) if self._copies else file
         # The bare array: each slice of a memmap would be one again, at ten times the price.
-        return files.attempted(self._path(name), lambda: np.memmap(place, np.uint8, "r").view(np.ndarray))
+        return files.attempted(file, lambda: np.memmap(place, np.uint8, "r").view(np.ndarray))
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)

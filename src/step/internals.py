@@ -18,10 +18,9 @@ def norms(tree: Tree, axes: Tree) -> dict[str, jax.Array]:
     return {dotted(path): norm(axes_of[path], x) for path, x in by_path(tree).items()}
 
 
-def by_kind(norms_of: dict[str, dict[str, jax.Array]], outputs: jax.Array) -> dict[str, jax.Array]:
-    """Returns them by the names that metrics.jsonl has for them."""
-    named = {f"{kind}_norm/{name}": each for kind, of in norms_of.items() for name, each in of.items()}
-    return {"activation_rms": outputs, **named}
+def by_kind(**norms_of: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns norms of each kind by the names that metrics.jsonl has for them."""
+    return {f"{kind}_norm/{name}": norm for kind, of in norms_of.items() for name, norm in of.items()}
 
 
 def activation_rms(reports: Tree, tokens: jax.Array, width: int) -> jax.Array:

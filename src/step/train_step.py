@@ -60,32 +60,41 @@ def train_step(
     grads, (losses, buffers) = accumulate(gradient, (state.weights, counts), rows, plan.accumulation)
     grad_norm = _norm(grads)
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
-    made, spikes, monitored = finite, state.spikes, {}
+    keep, spikes, spike_metrics = finite, state.spikes, {}
     if plan.step.skip_step_on_spikes:
-        made, spikes, monitored = skip_spikes(spikes, losses["loss"], grad_norm, finite, hparams["spike_factor"])
-    of_gradients = norms(grads, plan.axes) if plan.step.log_internals else {}
-    skipped = jax.tree.map(jnp.zeros_like, of_gradients)
-    trainable, opt, of_updates = apply_update(grads, grad_norm, state, hparams, plan, keep_if=made, if_not=skipped)
+        keep, spikes, spike_metrics = skip_spikes(spikes, losses["loss"], grad_norm, finite, hparams["spike_factor"])
+    trainable, opt, internals = apply_update(grads, grad_norm, state, hparams, plan, keep_if=keep)
+    stats = router.update_router_bias(
+        state.weights.stats, router.totals(buffers), counts.non_padding, plan.step.routed_bias_update_rate
+    )
+    weights = Weights(trainable, state.weights.frozen, _where(keep, stats, state.weights.stats))
+    ema = state.ema
+    if plan.step.ema_decay:
+        ema = _where(keep, optax.incremental_update(trainable, ema, 1 - hparams["ema_decay"]), ema)
+    metrics = {
+        **loss_metrics(losses, buffers, counts, plan),
+        **spike_metrics,
+        "grad_norm": grad_norm,
+        "tokens": counts.loss,
+        "finite": finite,
+        "usable": _usable(trainable),
+    }
     if plan.step.log_internals:
-        kinds = {"weight": norms(trainable, plan.axes), "gradient": of_gradients, "update": of_updates}
-        outputs = activation_rms(buffers, counts.non_padding, plan.spec.emb_dim)
-        monitored = {**monitored, "internals": by_kind(kinds, outputs)}
+        metrics["internals"] = {"activation_rms": activation_rms(buffers, counts.non_padding, plan.spec.emb_dim)}
+        metrics["internals"] |= internals
+    return TrainState(state.step + 1, weights, opt, ema, spikes), metrics
+
+
+def loss_metrics(losses: Metrics, buffers: Tree, counts: TokenCounts, plan: StepPlan) -> Metrics:
+    """Returns the reported losses, means of a user's own metrics, and each layer's figures of its experts."""
     if "user_metrics" in losses:
         means = {name: total / count for name, (total, count) in losses["user_metrics"].items()}
         losses = {**losses, "user_metrics": means}
-    if plan.spec.has_experts:
-        buffers = router.totals(buffers)
-        layers = router.by_layer(buffers, counts.non_padding)
-        losses = {name: jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")} | losses
-        losses |= {name: layers[name] for name in ("expert_load_max", "tokens_dropped")}
-    stats, rate = state.weights.stats, plan.step.routed_bias_update_rate
-    stats = _where(made, router.update_router_bias(stats, buffers, counts.non_padding, rate), stats)
-    weights = Weights(trainable, state.weights.frozen, stats)
-    metrics = {"grad_norm": grad_norm, "tokens": counts.loss, "finite": finite, "usable": _usable(trainable)}
-    ema = state.ema
-    if plan.step.ema_decay:
-        ema = _where(made, optax.incremental_update(trainable, ema, 1 - hparams["ema_decay"]), ema)
-    return TrainState(state.step + 1, weights, opt, ema, spikes), {**losses, **metrics, **monitored}
+    if not plan.spec.has_experts:
+        return losses
+    layers = router.by_layer(router.totals(buffers), counts.non_padding)
+    balance = {name: jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")}
+    return {**balance, **losses, **{name: layers[name] for name in ("expert_load_max", "tokens_dropped")}}
 
 
 def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
@@ -114,25 +123,26 @@ def loss_gradient(
 
 @jax.named_scope("optimizer")
 def apply_update(
-    grads: Tree,
-    grad_norm: jax.Array,
-    state: TrainState,
-    hparams: HParams,
-    plan: StepPlan,
-    keep_if: jax.Array,
-    if_not: Tree,
-) -> tuple[Tree, Any, Tree]:
-    """Returns the trainable weights and the optimizer's state after an update, and with `log_internals` its norms.
+    grads: Tree, grad_norm: jax.Array, state: TrainState, hparams: HParams, plan: StepPlan, keep_if: jax.Array
+) -> tuple[Tree, Any, Metrics]:
+    """Returns the trainable weights and the optimizer's state after an update: as they were where not `keep_if`.
 
-    They are as they were, and the norms `if_not`, where not `keep_if`.
+    And with `log_internals` the norms of weights, gradients and updates by variable.
     """
     weights = state.weights.trainable
     if plan.accumulation.updates != plan.accumulation.weights:
         weights = jax.lax.with_sharding_constraint(weights, plan.accumulation.updates)
-    updated = functools.partial(update, grad_norm=grad_norm, hparams=hparams, plan=plan)
+    of_gradients = norms(grads, plan.axes) if plan.step.log_internals else {}
+    as_before = weights, state.opt, jax.tree.map(jnp.zeros_like, of_gradients)
+    updated = functools.partial(update, grads, grad_norm=grad_norm, hparams=hparams, plan=plan)
     if plan.execution.update_in_branch:
-        return jax.lax.cond(keep_if, updated, lambda _, weights, opt: (weights, opt, if_not), grads, weights, state.opt)
-    return _where(keep_if, updated(grads, weights, state.opt), (weights, state.opt, if_not))
+        after = jax.lax.cond(keep_if, lambda weights, opt, _: updated(weights, opt), lambda *kept: kept, *as_before)
+    else:
+        after = _where(keep_if, updated(weights, state.opt), as_before)
+    trainable, opt, of_updates = after
+    if not plan.step.log_internals:
+        return trainable, opt, {}
+    return trainable, opt, by_kind(weight=norms(trainable, plan.axes), gradient=of_gradients, update=of_updates)
 
 
 def update(

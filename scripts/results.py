@@ -258,11 +258,8 @@ def compression(lab: Lab, out: Path) -> dict[str, Any]:
     assert lab.text
     model = ["base_emb_dim=320", "base_mlp_dim=896", "base_num_decoder_layers=6", "base_num_query_heads=5"]
     model += ["base_num_kv_heads=5", "opt_type=muon", "learning_rate=4e-3", "steps=1000"]
-    model += [
-        "enable_checkpointing=true",
-        "checkpoint_period=1000",
-        "eval_interval=-1",
-    ]  # src.evaluate cuts the held-out text, else one document of 282 KB
+    model += ["enable_checkpointing=true", "checkpoint_period=1000"]
+    model += ["eval_interval=-1"]  # src.evaluate cuts the held-out text, else one document of 282 KB
     pieces = ["tokenizer_type=sentencepiece", f"tokenizer_path={lab.folder / 'pieces.model'}", "vocab_size=4096"]
     kinds = {
         "SentencePiece": [*pieces, "max_target_length=256", "per_device_batch_size=8"],

@@ -9,6 +9,7 @@ import matplotlib as mpl
 mpl.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator
 
 Labels = tuple[str, str]  # of x and of y
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666", "#e69f00")  # Okabe and Ito's, told apart by all
@@ -84,6 +85,9 @@ def _finish(figure: plt.Figure, all_axes: Sequence[Axes], path: Path, labels: La
         if axes.get_yscale() == "log":  # 1.5 and not 1.5 x 10^0
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("{x:g}")
+            low, high = axes.get_ylim()
+            near = (1.3, 1.5, 1.7) if high < 1.6 * low else ()
+            axes.yaxis.set_minor_locator(LogLocator(subs=(1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 8, *near)))
         if axes.get_xscale() == "log" and axes.get_yscale() == "log":
             axes.xaxis.set_major_formatter("{x:,.0f}")
     figure.tight_layout()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 import zlib
 from pathlib import Path
@@ -144,9 +145,14 @@ def test_what_the_page_says_is_of_the_recorded_runs():
 
 @pytest.mark.parametrize("name", results.EXPERIMENTS)
 def test_an_experiments_settings_are_understood_and_its_table_made(name, tmp_path, monkeypatch):
-    """With runs that are not made: losses fall with the sizes, and the keys are checked as the commands check them."""
+    """With runs that are not made: losses fall with the sizes, and the keys are checked as the commands check them.
+
+    What was recorded was asked for with the same keys.
+    """
+    asked = {}
 
     def train(lab, name, *keys, config=results.MODEL, core=None):
+        asked[name] = [key.replace(str(lab.folder), "") for key in keys]
         loaded = command_line.load([str(config), *keys, f"run_name={name}"])
         loss = 2 + 1 / loaded.base_emb_dim + loaded.learning_rate + 10 / loaded.steps + loaded.data_shuffle_seed / 100
         held_out = [(loaded.steps, loss)]
@@ -173,6 +179,10 @@ def test_an_experiments_settings_are_understood_and_its_table_made(name, tmp_pat
     assert found["table"]
     assert json.loads(json.dumps(found)) is not None
     assert (tmp_path / f"{name}.svg").read_text().count("<path") > 3
+    recorded = {run["name"]: run["keys"] for run in json.loads((FOLDER / f"{name}.json").read_text())["runs"]}
+    assert recorded.keys() & asked.keys()
+    for run in recorded.keys() & asked.keys():  # of the rest the losses decided which
+        assert [re.sub(r"=/.*/", "=/", key) for key in recorded[run]] == asked[run]
 
 
 def test_compressors_are_counted_on_the_held_out_text_alone():

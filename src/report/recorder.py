@@ -17,7 +17,7 @@ from src.errors import UserError
 from src.model.flops import FlopsPerToken
 from src.parallel.topology import run_peak
 from src.report.history import History
-from src.report.metrics import TRAIN_KEYS, Entry, MetricsLog, StepPrinter, perplexity
+from src.report.metrics import INTERNALS, TRAIN_KEYS, Entry, MetricsLog, StepPrinter, perplexity
 from src.report.page import page
 from src.step.optimizer import learning_rate
 from src.step.state import TrainState
@@ -104,8 +104,11 @@ class Recorder:
         (step, arrays, tokens, data_wait), self._pending = self._pending, None
         arrays = dict(arrays)
         internals, own = arrays.pop("internals", {}), jax.device_get(arrays.pop("user_metrics", {}))
-        if taken := sorted({*TRAIN_KEYS} & {*own}):
-            raise UserError(f"loss={self._keys.loss}: metrics must have names of their own, not {', '.join(taken)}")
+        if taken := sorted(name for name in own if name in TRAIN_KEYS or name.startswith(("eval_", *INTERNALS))):
+            raise UserError(
+                f"loss={self._keys.loss}: metrics must have names of their own, not {', '.join(taken)}: other figures "
+                f"of metrics.jsonl have these names, or begin with eval_, {', '.join(INTERNALS)}"
+            )
         metrics = {name: value.tolist() for name, value in jax.device_get(arrays).items()}
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now

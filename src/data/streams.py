@@ -62,7 +62,8 @@ class StreamSource(Source):
     def open(self, epoch: int, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
         """Begins an epoch, at its start or at a state of it; returns its items, and what gives the state among them."""
         if hasattr(self._made, "load_state_dict"):
-            call(self.name, self._made.set_epoch, epoch)  # of which datasets has another order of files
+            if hasattr(self._made, "set_epoch"):  # as datasets has, of which each epoch has another order of files
+                call(self.name, self._made.set_epoch, epoch)
             if state is not None:
                 call(self.name, self._made.load_state_dict, state)
             return call(self.name, iter, self._made), self._made.state_dict

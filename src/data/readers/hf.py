@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 
 import jax
 
@@ -17,8 +18,9 @@ from src.user_code import call
 def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
     """Opens this host's share of a split: each N-th file, or each N-th row where N hosts do not divide the files.
 
-    `dataset_path` is a dataset of the hub or a folder, and `dataset_name` one of its configurations. Raises UserError
-    where there is no such dataset, split or column, or `datasets` is not installed.
+    `dataset_path` is a folder or a dataset of the hub, NAME, ORG/NAME or either with @REVISION, and `dataset_name` one
+    of its configurations. Raises UserError where there is no such dataset, revision, split or column, or `datasets` is
+    not installed.
     """
     try:
         import datasets
@@ -27,7 +29,7 @@ def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
         raise UserError(
             f"dataset_type=hf: {error.name} is not installed. .venv/bin/python -m pip install datasets==5.2.0"
         ) from error
-    path, what = os.path.expanduser(spec.dataset_path), spec.setting("dataset_path")
+    path, what, commit = os.path.expanduser(spec.dataset_path), spec.setting("dataset_path"), None
     facts: Fingerprint = {
         "type": "hf",
         "dataset": spec.dataset_path,
@@ -36,9 +38,18 @@ def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
     }
     if os.path.isdir(path):
         facts |= {"dataset": "", **files.list_files(path, spec.key("dataset_path")).fingerprint}
-    load = functools.partial(datasets.load_dataset, path, spec.dataset_name or None, split=spec.split, streaming=True)
-    whole = call(what, load)
+    elif match := re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", path):
+        path, commit = match[1], call(what, _commit, *match.groups())
+        facts |= {"dataset": path, "commit": commit}  # else a run would go on with whatever the hub has by then
+    keys = {"split": spec.split, "revision": commit, "streaming": True}
+    whole = call(what, functools.partial(datasets.load_dataset, path, spec.dataset_name or None, **keys))
     facts |= {"configuration": spec.dataset_name, "shards": whole.num_shards}
     read = functools.partial(document_of, what, spec.dataset_column, vocab_size)
     share = split_dataset_by_node(whole, jax.process_index(), jax.process_count())
     return StreamSource(what, share, read, facts, shuffles=True)
+
+
+def _commit(name: str, revision: str | None) -> str:
+    from huggingface_hub import HfApi
+
+    return HfApi().dataset_info(name, revision=revision).sha

@@ -91,9 +91,8 @@ class RunFolder:
             os.replace(new, self.path / name)
 
     def read_text(self, name: str) -> str | None:
-        """Returns the text of the file `name`, with U+FFFD for what is not UTF-8; None if there is no such file."""
-        file = self.path / name
-        return file.read_bytes().decode(errors="replace") if file.exists() else None
+        """Returns the text of the file `name`, as the function `read_text`."""
+        return read_text(self.path / name)
 
     def fetch(self, name: str) -> Path:
         """Returns the path of the growing file `name` under `local`, with the lines of earlier starts of the run."""
@@ -137,6 +136,11 @@ class RunFolder:
             self._lock = None
         if self._is_remote:
             shutil.rmtree(self.local)
+
+
+def read_text(file: epath.Path) -> str | None:
+    """Returns a file's text, with U+FFFD for what is not UTF-8; None if there is no such file."""
+    return file.read_bytes().decode(errors="replace") if file.exists() else None
 
 
 def dated_name() -> str:

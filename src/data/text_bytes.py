@@ -36,7 +36,7 @@ class TextBytes:
         It is of the texts of all processes, each of which calls this.
         """
         text, given = self._example, self._tokenizer.decode_spelled(self._tokenizer.encode_text(self._example))
-        at = len(os.path.commonprefix([text, given]))
+        at = len(os.path.commonprefix([text, given]))  # noqa: RUF071  # characters are to be compared
         excerpts = [each[max(at - 10, 0) : at + 10] for each in (text, given)]
         changed = [each for each in gather_json([sorted(self._changed), excerpts]) if each[0]]
         if not changed:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from src.checkpoint.run_folder import read_text
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
 from src.errors import UserError, clipped
@@ -38,20 +39,16 @@ def read_runs(paths: Sequence[str]) -> dict[str, Run]:
                 raise UserError(f"{folder} has no {file}: expected the folder of a run, such as runs/NAME")
         history.read(folder / "metrics.jsonl")
         config = literal(parse_keys((folder / "config.yml").read_text(), f"{folder}/config.yml"))
-        facts = read_facts(folder / "environment.json")
+        facts = read_facts(folder)
         runs[name if names.count(name) == 1 else path] = Run(history, config, facts)
     return runs
 
 
-def read_text(file: epath.Path) -> str:
-    """Returns a file's text, "" where there is none."""
-    return file.read_bytes().decode(errors="replace") if file.exists() else ""
-
-
-def read_facts(file: epath.Path) -> dict[str, str]:
-    """Returns the content of environment.json; raises UserError if it is malformed."""
+def read_facts(folder: epath.Path) -> dict[str, str]:
+    """Returns the content of a run's environment.json, {} without one; raises UserError if it is malformed."""
+    file = folder / "environment.json"
     try:
-        facts = parse_json(read_text(file) if file.exists() else "{}")
+        facts = parse_json("{}" if (text := read_text(file)) is None else text)
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}. Delete it: the page then goes without it") from None
     if not isinstance(facts, dict):

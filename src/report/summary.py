@@ -18,9 +18,9 @@ from src.data.document_stream import DocumentStream
 from src.data.streams import StreamSource
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData
 from src.errors import UserError, counted
-from src.json_text import parse_json
 from src.model.flops import FlopsPerToken, count_params
 from src.parallel.slices import describe_mesh
+from src.report.comparison import read_facts
 from src.step.build import TracedStep
 from src.step.optimizer_rules import describe_rules
 
@@ -95,9 +95,9 @@ def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
     """Returns when the run was started first and last, for the report."""
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     try:
-        before = parse_json(folder.read_text("environment.json") or "{}") if first_step else {}
+        before = read_facts(folder.path) if first_step else {}
         return {"started": str(before["started"]), "started again": now}
-    except (ValueError, KeyError, TypeError):
+    except (UserError, KeyError):  # it is written anew
         return {"started": now}
 
 

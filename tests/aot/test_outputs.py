@@ -62,7 +62,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
     def full(self, content):
         raise OSError("no space left")
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(UserError, match="no space left"):
         write_output("a", str(tmp_path / "file"), b"x")
     assert names(tmp_path) == ["file"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from src.data.readers import files
+from src.disk import new_file
 from src.errors import UserError
 
 _CHUNK_BYTES, _SAMPLE_BYTES = 1 << 24, 1 << 12
@@ -72,9 +73,8 @@ def _index(file: str, size: int, kept: Path) -> np.ndarray:
     found = np.array([*starts, size], np.int64)
     with contextlib.suppress(OSError):  # of a cache that can't be written
         kept.parent.mkdir(parents=True, exist_ok=True)
-        part = kept.with_suffix(f".{os.getpid()}.part.npy")
-        np.save(part, found)
-        part.replace(kept)
+        with new_file(kept) as file:
+            np.save(file, found)
     return found
 
 

@@ -59,7 +59,7 @@ def test_two_keys_have_two_files(tmp_path):
 def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("kept")
 
-    def full(self, content):
+    def full(descriptor):
         raise OSError("no space left")
 
     monkeypatch.setattr("os.fsync", full)

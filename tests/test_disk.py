@@ -16,9 +16,8 @@ def test_a_file_appears_when_it_is_whole_and_not_where_writing_fails(tmp_path):
         file.write(b"new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
-    with pytest.raises(KeyError), new_file(path) as file:
-        file.write(b"half")
-        raise KeyError
+    with pytest.raises(TypeError), new_file(path) as file:
+        file.writelines([b"half", "and what is no bytes"])
     assert path.read_text() == "new"
     assert os.listdir(tmp_path) == ["file"]
 

@@ -110,12 +110,8 @@ class PairRows(RowSource):
     def row(self, i: int) -> list[Document]:
         """Returns both documents; raises UserError if they exceed a row, or the template makes several of an answer."""
         (chosen, rejected, first), T = self._source[i], self._inputs.batch.max_target_length
-        tokenizer = self._inputs.tokenizer
-        documents = [
-            document
-            for conversation in (chosen, rejected)
-            for document in encode_conversation(tokenizer, conversation, True, first)
-        ]
+        examples = [encode_conversation(self._inputs.tokenizer, each, True, first) for each in (chosen, rejected)]
+        documents = [document for example in examples for document in example]
         tokens, place = sum(len(document.ids) - 1 for document in documents), files.line_name
         if len(documents) > 2:
             raise UserError(
@@ -151,8 +147,8 @@ def pair_batch(rows: RowArrays, reference: Mapping[str, Sequence[float]] | None)
         raise UserError(f"{len(unknown)} pairs of a batch are not those this run began with: use another run_name")
     log_probs = [reference[key] if reference and key else (0, 0) for key in keys]
     first_BT = (np.arange(rows["tokens"].shape[1]) == 0) * (rows["segment_ids"] > 0)
-    own = {"loss_mask": np.float32(first_BT), "reference": np.array(log_probs, np.float32)}
-    return {**rows, "answer_mask": rows["loss_mask"], **own}
+    masks = {"answer_mask": rows["loss_mask"], "loss_mask": np.float32(first_BT)}
+    return {**rows, **masks, "reference": np.array(log_probs, np.float32)}
 
 
 def pair_keys(rows: RowArrays) -> list[str]:

@@ -35,9 +35,9 @@ class TextBytes:
 
         It is of the texts of all processes, each of which calls this.
         """
-        text, given = self._example, self._tokenizer.decode_spelled(self._tokenizer.encode_text(self._example))
-        at = len(os.path.commonprefix([text, given]))  # noqa: RUF071  # characters are to be compared
-        excerpts = [each[max(at - 10, 0) : at + 10] for each in (text, given)]
+        text, decoded = self._example, self._tokenizer.decode_spelled(self._tokenizer.encode_text(self._example))
+        at = len(os.path.commonprefix([text, decoded]))  # noqa: RUF071  # characters are to be compared
+        excerpts = [each[max(at - 10, 0) : at + 10] for each in (text, decoded)]
         changed = [each for each in gather_json([sorted(self._changed), excerpts]) if each[0]]
         if not changed:
             return []

@@ -164,7 +164,9 @@ def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
     "eval", or "noisy" where a running median is to be drawn.
     """
     result, several = [], len(histories) > 1
-    own = dict.fromkeys(key for history in histories.values() for key in history.train if key not in TRAIN_KEYS)
+    user_metrics = dict.fromkeys(
+        key for history in histories.values() for key in history.train if key not in TRAIN_KEYS
+    )
     for title, key, scale, note in [
         ("Loss", "loss", "settled", ""),
         ("Perplexity", "perplexity", "settled", ""),
@@ -174,7 +176,7 @@ def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
         ("Dropped choices", "tokens_dropped", "wide", "Of all choices, the mean over layers."),
         ("Load-balance loss", "load_balance_loss", "wide", "Sum over layers: 1 per layer when even."),
         ("Tokens per second", "tokens_per_second", "zero", ""),
-        *((key, key, "wide", "") for key in own),
+        *((key, key, "wide", "") for key in user_metrics),
     ]:
         series = []
         for run, (name, history) in enumerate(histories.items()):

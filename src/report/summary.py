@@ -147,10 +147,10 @@ def describe_conversations(inputs: InputSpec, data: TrainData) -> str:
     for name, source in zip(data.names, data.sources, strict=True):
         stream = DocumentStream(inputs, source, name)
         for ordinal in range(min(len(source), _CONVERSATIONS_LOOKED_AT)):
-            found = stream.documents(ordinal)
+            documents = stream.documents(ordinal)
             looked_at += 1
-            rewritten += len(found) > 1
-            cut += any(len(document.ids) - 1 > inputs.batch.max_target_length for document in found)
+            rewritten += len(documents) > 1
+            cut += any(len(document.ids) - 1 > inputs.batch.max_target_length for document in documents)
     longer = f"{cut:,} of {looked_at:,} looked at are longer than a row of {inputs.batch.max_target_length:,} and cut"
     if not inputs.data.sft_train_on_completion_only:
         return f"{longer}; all tokens count"

@@ -25,6 +25,7 @@ def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
     try:
         import datasets
         from datasets.distributed import split_dataset_by_node
+        from huggingface_hub import HfApi
     except ImportError as error:
         raise UserError(
             f"dataset_type=hf: {error.name} is not installed. .venv/bin/python -m pip install datasets==5.2.0"
@@ -39,7 +40,8 @@ def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
     if os.path.isdir(path):
         facts |= {"dataset": "", **files.list_files(path, spec.key("dataset_path")).fingerprint}
     elif match := re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", path):
-        path, commit = match[1], call(what, _commit, *match.groups())
+        path, revision = match.groups()
+        commit = call(what, lambda: HfApi().dataset_info(path, revision=revision).sha)
         facts |= {"dataset": path, "commit": commit}  # else a run would go on with whatever the hub has by then
     keys = {"split": spec.split, "revision": commit, "streaming": True}
     whole = call(what, functools.partial(datasets.load_dataset, path, spec.dataset_name or None, **keys))
@@ -49,9 +51,3 @@ def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
     stream = StreamSource(what, share, read, facts, shuffles=True)
     stream.check_hosts_differ()
     return stream
-
-
-def _commit(name: str, revision: str | None) -> str:
-    from huggingface_hub import HfApi
-
-    return HfApi().dataset_info(name, revision=revision).sha

@@ -70,12 +70,12 @@ def _index(file: str, size: int, kept: Path) -> np.ndarray:
             raise UserError(
                 f"{file} is no whole TFRecord file (record {len(starts) - 1}, byte {starts[-1]}): restore it"
             )
-    found = np.array([*starts, size], np.int64)
+    index = np.array([*starts, size], np.int64)
     with contextlib.suppress(OSError):  # of a cache that can't be written
         kept.parent.mkdir(parents=True, exist_ok=True)
         with new_file(kept) as file:
-            np.save(file, found)
-    return found
+            np.save(file, index)
+    return index
 
 
 def _is_header(header: bytes, record_bytes: int) -> bool:

@@ -151,7 +151,6 @@ def scalars(entry: Entry) -> dict[str, float]:
 
 
 def _or_null(value: float | list[float]) -> Any:
-    """Replaces numbers that are not finite by None."""
     if isinstance(value, list):
         return [_or_null(each) for each in value]
     return value if math.isfinite(value) else None

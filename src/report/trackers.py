@@ -142,17 +142,18 @@ class _Follower(threading.Thread):
 
     def _go_on(self, trained_by: str) -> dict[str, Any]:
         """Returns what is saved of the tracked run; of none, if that has steps which are now made in another way."""
-        start, saved = self._resume_step or 0, {"step": 0}
+        saved, start = {"step": 0}, self._resume_step or 0
         if self._resume_step is not None:
             saved |= json.loads(self._folder.read_text(self._file) or "{}")
-        is_same = saved.get("trained_by") == trained_by and saved["since"] <= start
-        if saved["step"] > start and not is_same:
+        if saved.get("trained_by") == trained_by and saved["since"] <= start:
+            return saved
+        if saved["step"] > start:
             _tell(
                 f"{self.name}: its run has steps after {start} of other settings, and keeps them; another one is begun "
                 "for this run, with all steps"
             )
             saved = {"step": 0}
-        return {**saved, "trained_by": trained_by, "since": saved["since"] if is_same else start}
+        return {**saved, "trained_by": trained_by, "since": start}
 
     def _send(self, steps: Steps) -> None:
         sent = self._saved["step"]

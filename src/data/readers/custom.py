@@ -100,7 +100,6 @@ class CustomSource(Source):
         return {**self._facts, "type": "custom", "documents": self._length}
 
     def _read_whole(self, made: Iterable[Any]) -> tuple[list[str | np.ndarray], str]:
-        """Returns the documents of an iterable, and their digest."""
         documents: list[str | np.ndarray] = []
         digest, total = hashlib.sha256(), 0
         iterator = call(self._name, iter, made)

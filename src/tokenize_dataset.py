@@ -7,7 +7,6 @@ alone, so the same command writes the same bytes on any machine, and goes on aft
 import array
 import concurrent.futures
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -38,6 +37,7 @@ from src.data.open import open_source
 from src.data.readers.tokens import FORMAT, SUMMARY, UNFINISHED, ShardFacts, ids_name, index_name, missing_files
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
+from src.disk import lock, new_file
 from src.errors import UserError, first_few
 from src.json_text import parse_json
 from src.storage_errors import Failure, failure_of
@@ -158,18 +158,12 @@ class Items:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Makes a folder, keeps other processes of this command out of it, and leaves no part of a file there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = lock(folder, f"another process is writing tokenized_path={folder}: wait for it")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with the process, however that ends
-        try:
-            yield
-        finally:
-            for part in folder.glob(".*.part"):
-                part.unlink()
-    except BlockingIOError:
-        raise UserError(f"another process is writing tokenized_path={folder}: wait for it") from None
+        yield
     finally:
+        for part in folder.glob(".*.part"):
+            part.unlink()
         os.close(descriptor)
 
 
@@ -271,7 +265,7 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
     dtype = np.dtype(items.dtype).newbyteorder("<")
     pair_starts = array.array("q", [0])  # a list would take four times the memory
     digest, largest_id = hashlib.sha256(), 0
-    with _new_file(folder / ids_name(number)) as file:
+    with new_file(folder / ids_name(number)) as file:
         for i in part:
             ids = items[i]
             if len(ids) > 1:  # else it has no pair
@@ -281,24 +275,13 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
                 digest.update(data)
                 file.write(data)
         ids_bytes = file.tell()
-    with _new_file(folder / index_name(number)) as file:
+    with new_file(folder / index_name(number)) as file:
         np.save(file, np.array(pair_starts, "<i8"))
         index_bytes = file.tell()
     total = ids_bytes // dtype.itemsize
     shard = ShardFacts(len(pair_starts) - 1, total, largest_id, digest.hexdigest(), ids_bytes, index_bytes)
     _write_json(folder / f"{number:06d}.json", shard._asdict())
     return shard
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file to write, which appears whole when the block ends, or not at all if it raises."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with part.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def _read_json(path: Path, make: Callable[..., Any] = dict) -> Any:
@@ -310,7 +293,7 @@ def _read_json(path: Path, make: Callable[..., Any] = dict) -> Any:
 
 
 def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
-    with _new_file(path) as file:
+    with new_file(path) as file:
         file.write(json.dumps(facts, indent=1).encode() + b"\n")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from etils import epath
 
+from src.disk import new_file
 from src.errors import UserError
 
 
@@ -34,12 +35,8 @@ def write_output(key: str, path: str, content: bytes) -> None:
         if "://" in path:  # a store shows an object when all of it is there
             target.write_bytes(content)
             return
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        try:
-            part.write_bytes(content)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        with new_file(target) as file:
+            file.write(content)
 
 
 @contextlib.contextmanager

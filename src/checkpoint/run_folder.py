@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import fcntl
 import itertools
 import os
 import shutil
@@ -16,6 +15,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from src.disk import lock, new_file
 from src.errors import TransientError, UserError
 
 # What a run writes into its folder.
@@ -69,13 +69,8 @@ class RunFolder:
         if jax.process_index() != 0 or self._is_remote:
             return
         made = [folder for folder in (Path(self.path), *Path(self.path).parents) if not folder.exists()]
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with the process, however that ends
-        except BlockingIOError:
-            message = f"another process is running in {self.path}: wait for it, or use another run_name"
-            raise UserError(message) from None
+        message = f"another process is running in {self.path}: wait for it, or use another run_name"
+        self._lock = lock(Path(self.path), message)
         self._made = made
 
     def write_text(self, name: str, text: str) -> None:
@@ -86,14 +81,12 @@ class RunFolder:
         if self._is_remote:  # an object appears once all of it has been written
             (self.path / name).write_bytes(text.encode())
         else:
-            new = self.path / f".{name}.new"
-            new.write_bytes(text.encode())
-            os.replace(new, self.path / name)
+            with new_file(Path(self.path / name)) as file:
+                file.write(text.encode())
 
     def read_text(self, name: str) -> str | None:
-        """Returns the text of the file `name`, with U+FFFD for what is not UTF-8; None if there is no such file."""
-        file = self.path / name
-        return file.read_bytes().decode(errors="replace") if file.exists() else None
+        """Returns the text of the file `name`, as the function `read_text`."""
+        return read_text(self.path / name)
 
     def fetch(self, name: str) -> Path:
         """Returns the path of the growing file `name` under `local`, with the lines of earlier starts of the run."""
@@ -137,6 +130,11 @@ class RunFolder:
             self._lock = None
         if self._is_remote:
             shutil.rmtree(self.local)
+
+
+def read_text(file: epath.Path) -> str | None:
+    """Returns a file's text, with U+FFFD for what is not UTF-8; None if there is no such file."""
+    return file.read_bytes().decode(errors="replace") if file.exists() else None
 
 
 def dated_name() -> str:

@@ -68,7 +68,7 @@ class RowFiller:
         one_epoch: bool = False,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        self.name, self._reader = name, None
+        self.name, self._reader, self._ahead = name, None, None
         self._streams: list[PackingStream] | None = None
         if isinstance(source, StreamSource):
             source.check_rows(len(streams), global_batch)
@@ -85,7 +85,7 @@ class RowFiller:
             positions = np.zeros((len(streams), 2), np.int32) if positions is None else positions
             read = self._documents.documents
             if source.is_remote:
-                read = ReadAhead(read, global_batch, self._end)
+                read = self._ahead = ReadAhead(read, global_batch, self._end)
             self._streams = [
                 PackingStream(read, stream, global_batch, layout_of(inputs), position, self._end)
                 for stream, position in zip(streams, positions, strict=True)
@@ -101,6 +101,11 @@ class RowFiller:
     def position(self, place: int) -> tuple[int, int]:
         """Returns the position of the packing stream at `place`; zeros where none is needed."""
         return (0, 0) if self._streams is None or self._reader else self._streams[place].position
+
+    def close(self) -> None:
+        """Drops the documents that are being read ahead; rows may be filled after it."""
+        if self._ahead:
+            self._ahead.close()
 
     def saved(self) -> dict[str, Any] | None:
         """Returns where a stream goes on after the rows so far, as JSON has it; None for other sources."""

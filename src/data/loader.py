@@ -9,7 +9,7 @@ import collections
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +24,7 @@ from src.data.types import InputSpec, RowArrays, RowSource, Source, TrainData
 from src.errors import UserError
 from src.user_code import load_function
 
-_PREFETCHED_BATCHES = 2
-_BEGUN_BATCHES = 4  # beside the prefetched ones, so that threads need not keep step
+_BATCHES_AHEAD = 6  # so many, so that threads need not keep step
 
 
 class HostBatch(NamedTuple):
@@ -91,41 +90,27 @@ class BatchMaker:
         self._fields = added_fields(inputs.batch, inputs.vocab_size)
 
     def batches(self, rows_taken: int, first_step: int = 0, count: int | None = None) -> Iterator[HostBatch]:
-        """Yields the batches after so many rows of the run, `count` or without end, while a thread makes the next ones.
+        """Yields the batches after so many rows of the run, `count` or without end, while threads make the next ones.
 
-        An error there is raised here at its batch. The thread ends with the iterator (its `close`, or being collected),
+        An error there is raised here at its batch. The threads end with the iterator (its `close`, or being collected),
         which waits for no more than the rows that are being made.
         """
-        batches = self._made(rows_taken, first_step, count)
-        thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+        workers = 1 if any(filler.saved() for filler in self._fillers) else self._inputs.data.data_threads
+        threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(workers)]
+        finisher = ThreadPoolExecutor(1, thread_name_prefix="data")
         try:
-            ahead = collections.deque(thread.submit(next, batches, None) for _ in range(_PREFETCHED_BATCHES))
-            while (batch := ahead.popleft().result()) is not None:
-                ahead.append(thread.submit(next, batches, None))
+            starts = itertools.islice(self._schedule.starts(first_step, rows_taken), count)
+            begun = (finisher.submit(self._finish, *self._begin(threads, *start)) for start in starts)
+            ahead = collections.deque(itertools.islice(begun, _BATCHES_AHEAD))
+            while ahead:
+                batch = ahead.popleft().result()
+                ahead.extend(itertools.islice(begun, 1))
                 yield batch
         finally:
             self._closing.set()
-            thread.shutdown(cancel_futures=True)
-
-    def _made(self, rows_taken: int, first_step: int, count: int | None) -> Iterator[HostBatch]:
-        workers = 1 if any(filler.saved() for filler in self._fillers) else self._inputs.data.data_threads
-        threads = [ThreadPoolExecutor(1, thread_name_prefix="rows") for _ in range(workers)]
-        try:
-            starts = itertools.islice(self._schedule.starts(first_step, rows_taken), count)
-            begun = (self._begin(threads, *start) for start in starts)
-            ahead = collections.deque(itertools.islice(begun, _BEGUN_BATCHES))
-            while ahead:
-                batch, shares = ahead.popleft()
-                for share in shares:
-                    share.result()
-                ahead.extend(itertools.islice(begun, 1))
-                if self._transform:
-                    vocab_size = self._inputs.vocab_size
-                    arrays = apply_transform(self._transform, vocab_size, batch.arrays, self._fields)
-                    batch = batch._replace(arrays=arrays)
-                yield batch
-        finally:
-            for thread in threads:
+            for thread in (*threads, finisher):
+                for filler in self._fillers:  # each time, because a row that is being made may ask for more
+                    filler.close()
                 thread.shutdown(cancel_futures=True)
 
     def _begin(self, threads: list[ThreadPoolExecutor], first: int, size: int) -> tuple[HostBatch, list[Future[None]]]:
@@ -139,11 +124,19 @@ class BatchMaker:
             thread.submit(self._fill, batch, fills, range(n, count, len(threads))) for n, thread in enumerate(threads)
         ]
 
+    def _finish(self, batch: HostBatch, shares: list[Future[None]]) -> HostBatch:
+        for share in shares:
+            share.result()
+        if not self._transform:
+            return batch
+        arrays = apply_transform(self._transform, self._inputs.vocab_size, batch.arrays, self._fields)
+        return batch._replace(arrays=arrays)
+
     def _fill(self, batch: HostBatch, fills: Sequence[Fill], places: range) -> None:
         full, seed = self._schedule.rows, self._inputs.data.data_shuffle_seed
         for number, row, place in fills:
             if self._closing.is_set():
-                return
+                raise CancelledError
             if place in places:
                 source, ordinal = self._mixture.assign(number, full, seed)
                 batch.cuts[row] = self._fillers[source].fill(batch.arrays, row, ordinal, place)

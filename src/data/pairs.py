@@ -43,7 +43,8 @@ class PairSource(ConversationSource):
             prompt, chosen, rejected, is_text = _read_pair(parse_json(line))
         except ValueError as error:
             raise UserError(f"{files.line_name(file, start)}: {error}") from None
-        return Pair(*(Conversation(prompt + it, is_text, file, start) for it in (chosen, rejected)), len(prompt))
+        whole = (Conversation(prompt + answer, is_text, file, start) for answer in (chosen, rejected))
+        return Pair(*whole, len(prompt))
 
     def fingerprint(self) -> Fingerprint:
         """Returns facts that are equal for files with the same pairs, of which every byte counts."""
@@ -54,23 +55,38 @@ def _read_pair(record: Any) -> tuple[Messages, Messages, Messages, bool]:
     """Returns the messages of the prompt, of both answers to it, and whether these were texts; raises ValueError."""
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
         raise ValueError(_EXPECTED)
-    prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
-    if is_text := all(isinstance(text, str) for text in (prompt, chosen, rejected)):
-        turns = (("user", prompt), ("assistant", chosen), ("assistant", rejected))
-        before, chosen, rejected = (({"role": role, "content": well_formed(text)},) for role, text in turns)
+    texts = prompt, chosen, rejected = [record.get(name) for name in ("prompt", "chosen", "rejected")]
+    if is_text := all(isinstance(text, str) for text in texts):
+        messages = _of_texts(prompt, chosen, rejected)
     elif isinstance(chosen, list) and isinstance(rejected, list):
-        before, chosen, rejected = (
-            tuple(read_message(message, number) for number, message in enumerate(messages, start=1))
-            for messages in (prompt if isinstance(prompt, list) else [], chosen, rejected)
-        )
-        if not before:  # what both lists begin with
-            same = [a == b for a, b in zip(chosen, rejected, strict=False)]
-            shared = [*same, False].index(False)
-            before, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        if isinstance(prompt, str) and well_formed(prompt) not in [message["content"] for message in before]:
-            raise ValueError('"chosen" and "rejected" do not both begin with "prompt"')
+        messages = _of_lists(prompt, chosen, rejected)
     else:
         raise ValueError(_EXPECTED)
+    _check(*messages)
+    return *messages, is_text
+
+
+def _of_texts(prompt: str, chosen: str, rejected: str) -> tuple[Messages, ...]:
+    turns = (("user", prompt), ("assistant", chosen), ("assistant", rejected))
+    return tuple(({"role": role, "content": well_formed(text)},) for role, text in turns)
+
+
+def _of_lists(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[Messages, ...]:
+    """Takes what both lists begin with for the prompt, unless that is a list too."""
+    before, chosen, rejected = (
+        tuple(read_message(message, number) for number, message in enumerate(messages, start=1))
+        for messages in (prompt if isinstance(prompt, list) else [], chosen, rejected)
+    )
+    if not before:
+        same = [a == b for a, b in zip(chosen, rejected, strict=False)]
+        shared = [*same, False].index(False)
+        before, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    if isinstance(prompt, str) and well_formed(prompt) not in [message["content"] for message in before]:
+        raise ValueError('"chosen" and "rejected" do not both begin with "prompt"')
+    return before, chosen, rejected
+
+
+def _check(before: Messages, chosen: Messages, rejected: Messages) -> None:
     if chosen == rejected:
         raise ValueError('"chosen" and "rejected" are the same: there is nothing to prefer. Leave the line out')
     if not before:
@@ -83,7 +99,6 @@ def _read_pair(record: Any) -> tuple[Messages, Messages, Messages, bool]:
                 f'the answer of "{name}" begins with a message of the {role}, not of the assistant: the prompts of the '
                 f'pair differ, or the list repeats what stands in "prompt". {_EXPECTED}'
             )
-    return before, chosen, rejected, is_text
 
 
 class PairRows(RowSource):
@@ -95,8 +110,8 @@ class PairRows(RowSource):
     def row(self, i: int) -> list[Document]:
         """Returns both documents; raises UserError if they exceed a row, or the template makes several of an answer."""
         (chosen, rejected, first), T = self._source[i], self._inputs.batch.max_target_length
-        found = [encode_conversation(self._inputs.tokenizer, it, True, first) for it in (chosen, rejected)]
-        documents = [document for each in found for document in each]
+        examples = [encode_conversation(self._inputs.tokenizer, each, True, first) for each in (chosen, rejected)]
+        documents = [document for example in examples for document in example]
         tokens, place = sum(len(document.ids) - 1 for document in documents), files.line_name
         if len(documents) > 2:
             raise UserError(
@@ -132,8 +147,8 @@ def pair_batch(rows: RowArrays, reference: Mapping[str, Sequence[float]] | None)
         raise UserError(f"{len(unknown)} pairs of a batch are not those this run began with: use another run_name")
     log_probs = [reference[key] if reference and key else (0, 0) for key in keys]
     first_BT = (np.arange(rows["tokens"].shape[1]) == 0) * (rows["segment_ids"] > 0)
-    own = {"loss_mask": np.float32(first_BT), "reference": np.array(log_probs, np.float32)}
-    return {**rows, "answer_mask": rows["loss_mask"], **own}
+    masks = {"answer_mask": rows["loss_mask"], "loss_mask": np.float32(first_BT)}
+    return {**rows, **masks, "reference": np.array(log_probs, np.float32)}
 
 
 def pair_keys(rows: RowArrays) -> list[str]:

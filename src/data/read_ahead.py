@@ -18,8 +18,7 @@ class ReadAhead:
 
     def __init__(self, read: Callable[[int], Result], stride: int, end: float) -> None:
         self._read, self._stride, self._end = read, stride, end
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="read-ahead")
-        self._begun: dict[int, Future[Result]] = {}
+        self._start()
 
     def __call__(self, ordinal: int) -> Result:
         """Returns `read(ordinal)`."""
@@ -27,3 +26,17 @@ class ReadAhead:
             if coming not in self._begun and coming < self._end:
                 self._begun[coming] = self._pool.submit(self._read, coming)
         return self._begun.pop(ordinal).result()
+
+    def close(self) -> None:
+        """Drops what is not read yet; a later call begins anew.
+
+        Reads that are waiting would otherwise be made before the process ends, each of them again and again where the
+        store fails.
+        """
+        pool = self._pool
+        self._start()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> None:
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="read-ahead")  # whose threads start with calls
+        self._begun: dict[int, Future[Result]] = {}

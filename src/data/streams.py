@@ -8,7 +8,7 @@ import collections
 import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,19 +26,12 @@ class StreamSource(Source):
 
     Either its iterators have get_state and set_state, as Grain's have, or it has state_dict and load_state_dict itself.
     `read(i, item)` makes a document of its item i. With `shuffles` the documents of a window come in a random order.
-    Raises UserError on every process where two have the same documents first, which each is to have of its own.
     """
 
     def __init__(
         self, name: str, made: Any, read: Callable[[int, Any], Item], facts: Fingerprint, shuffles: bool = False
     ) -> None:
         self.name, self._made, self._read, self._facts, self.shuffles = name, made, read, facts, shuffles
-        everyones = [str(first) for first in gather_json(list(map(str, self.items(self.open(0, None)[0], 0, 8))))]
-        if len(set(everyones)) < len(everyones):
-            raise UserError(
-                f"{name}: the streams of two processes begin with the same documents. Give each documents of its own, "
-                "such as those of dataset[jax.process_index() :: jax.process_count()]"
-            )
 
     def __len__(self) -> int:
         raise UserError(
@@ -46,6 +39,16 @@ class StreamSource(Source):
             "held out. Name data to evaluate on (eval_dataset_path, eval_datasets), with eval_mode=reset and "
             "eval_steps=N; other tools take numbered documents"
         )
+
+    def check_hosts_differ(self) -> None:
+        """Raises UserError on every process, each of which calls this, where two have the same documents first."""
+        first = list(map(str, self.items(self.open(0, None)[0], 0, 8)))
+        everyones = list(map(str, gather_json(first)))
+        if len(set(everyones)) < len(everyones):
+            raise UserError(
+                f"{self.name}: the streams of two processes begin with the same documents. Give each documents of its "
+                "own, such as those of dataset[jax.process_index() :: jax.process_count()]"
+            )
 
     def check_rows(self, rows: int, global_batch: int) -> None:
         """Raises UserError unless each row of a batch, of which this process has `rows`, is of one process alone."""
@@ -62,7 +65,8 @@ class StreamSource(Source):
     def open(self, epoch: int, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
         """Begins an epoch, at its start or at a state of it; returns its items, and what gives the state among them."""
         if hasattr(self._made, "load_state_dict"):
-            call(self.name, self._made.set_epoch, epoch)  # of which datasets has another order of files
+            if hasattr(self._made, "set_epoch"):  # as datasets has, of which each epoch has another order of files
+                call(self.name, self._made.set_epoch, epoch)
             if state is not None:
                 call(self.name, self._made.load_state_dict, state)
             return call(self.name, iter, self._made), self._made.state_dict
@@ -73,8 +77,8 @@ class StreamSource(Source):
 
     def items(self, iterator: Iterator[Any], before: int, count: int = _WINDOW) -> list[Item]:
         """Reads the next documents, `count` at most; `before` came before them in the epoch."""
-        found = call(f"{self.name}, after {before} documents of an epoch", lambda: list(islice(iterator, count)))
-        return [self._read(number, item) for number, item in enumerate(found, start=before)]
+        items = call(f"{self.name}, after {before} documents of an epoch", lambda: list(islice(iterator, count)))
+        return [self._read(number, item) for number, item in enumerate(items, start=before)]
 
     def state(self, get_state: Callable[[], Any]) -> Any:
         """Returns a state as JSON has it. Raises UserError for one that would not go on exactly."""
@@ -87,16 +91,25 @@ class StreamSource(Source):
         return json.loads(text)
 
 
+class Window(NamedTuple):
+    """Says how a window of documents begins."""
+
+    first: int = 0  # the number of its first document, over all epochs
+    epoch: int = 0
+    read: int = 0  # documents of the epoch before it
+    length: int | None = None  # documents of the epoch before; None in the first one
+    state: Any = None  # the stream's own; None at the start of an epoch
+
+
 class StreamReader:
     """Numbers the documents of a host's stream; `saved` says where it begins, None: at the start."""
 
     def __init__(self, source: StreamSource, seed: int, saved: Mapping[str, Any] | None) -> None:
         self._source, self._seed = source, seed
-        # How the next window begins: its first document's number, and in its epoch, the length of the epoch before.
-        self._next = dict(saved or {"first": 0, "epoch": 0, "read": 0, "length": None, "state": None})
-        self._iterator, self._get_state = source.open(self._next["epoch"], self._next["state"])
-        self._first, self._items = self._next["first"], []
-        self._windows: collections.deque[dict[str, Any]] = collections.deque()  # how each of them began
+        self._next = Window(*(saved[field] for field in Window._fields)) if saved else Window()
+        self._iterator, self._get_state = source.open(self._next.epoch, self._next.state)
+        self._first, self._items = self._next.first, list[Item]()  # of the window that was read last
+        self._windows: collections.deque[Window] = collections.deque()  # those that `saved` may return
 
     def __call__(self, number: int) -> Item:
         """Returns document `number`; a later call asks for a later one."""
@@ -106,22 +119,28 @@ class StreamReader:
 
     def saved(self, oldest: int) -> dict[str, Any]:
         """Returns where to begin for document `oldest` and those after it: less than a window before it."""
-        while len(self._windows) > 1 and self._windows[1]["first"] <= oldest:
+        while len(self._windows) > 1 and self._windows[1].first <= oldest:
             self._windows.popleft()
-        return self._windows[0] if self._windows else self._next
+        return (self._windows[0] if self._windows else self._next)._asdict()
 
     def _read_window(self) -> None:
-        at, source = self._next, self._source
-        while not (items := source.items(self._iterator, read := at["read"])):
-            if not read or read != (length := at["length"] or read):
-                before = f", and the epoch before had {length:,}" if read else ""
-                raise UserError(f"{source.name}: the stream ended after {read:,} documents of an epoch{before}")
-            at = {**at, "epoch": at["epoch"] + 1, "length": read, "read": 0, "state": None}
-            self._iterator, self._get_state = source.open(at["epoch"], None)
-        self._windows.append(at)
-        count, read_ = len(items), at["read"] + len(items)
-        self._next = {**at, "first": at["first"] + count, "read": read_, "state": source.state(self._get_state)}
+        source, window = self._source, self._next
+        items = source.items(self._iterator, window.read)
+        while not items:
+            self._check_epoch(window)
+            window = Window(window.first, window.epoch + 1, length=window.read)
+            self._iterator, self._get_state = source.open(window.epoch, None)
+            items = source.items(self._iterator, window.read)
+        count, state = len(items), source.state(self._get_state)
+        self._next = window._replace(first=window.first + count, read=window.read + count, state=state)
         if source.shuffles:
-            key = f"window {at['first']}"
-            items = [items[permute(i, count, self._seed, key, at["epoch"])] for i in range(count)]
-        self._first, self._items = at["first"], items
+            key = f"window {window.first}"
+            items = [items[permute(i, count, self._seed, key, window.epoch)] for i in range(count)]
+        self._windows.append(window)
+        self._first, self._items = window.first, items
+
+    def _check_epoch(self, end: Window) -> None:
+        """Raises UserError for an epoch that ended without a document, or after more or fewer than the one before."""
+        if not end.read or end.read != (end.length or end.read):
+            before = f", and the epoch before had {end.length:,}" if end.read else ""
+            raise UserError(f"{self._source.name}: the stream ended after {end.read:,} documents of an epoch{before}")

@@ -1,6 +1,7 @@
 """Counts the bytes of text that ids stand for, for bits per byte."""
 
 import hashlib
+import os
 
 import numpy as np
 
@@ -19,7 +20,7 @@ class TextBytes:
         """Returns the text's ids with their `text_bytes`, which add up to those of the whole text.
 
         Of a character in several tokens the first one has the bytes, and what the tokenizer leaves out belongs to the
-        token after it, or to the last one.
+        token after it, or to the last one. A text of which it leaves nothing (SentencePiece, of spaces) has no bytes.
         """
         ids, ends = self._tokenizer.encode(text), np.maximum.accumulate(self._tokenizer.byte_ends(text))
         assert len(ends) == len(ids) - 2, "byte_ends tokenizes as encode does"
@@ -34,10 +35,9 @@ class TextBytes:
 
         It is of the texts of all processes, each of which calls this.
         """
-        text, given = self._example, self._tokenizer.decode_spelled(self._tokenizer.encode_text(self._example))
-        pairs = enumerate(zip(text, given, strict=False))
-        at = next((index for index, (a, b) in pairs if a != b), min(len(text), len(given)))
-        excerpts = [each[max(at - 10, 0) : at + 10] for each in (text, given)]
+        text, decoded = self._example, self._tokenizer.decode_spelled(self._tokenizer.encode_text(self._example))
+        at = len(os.path.commonprefix([text, decoded]))  # noqa: RUF071  # characters are to be compared
+        excerpts = [each[max(at - 10, 0) : at + 10] for each in (text, decoded)]
         changed = [each for each in gather_json([sorted(self._changed), excerpts]) if each[0]]
         if not changed:
             return []

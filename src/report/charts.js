@@ -201,12 +201,12 @@ function build(chart, runs) {
   return figure;
 }
 
-// A heat map: a column for each step and a row for each layer, the first at the bottom; the colours are logarithmic.
-function heatMap({ title, steps, values }) {
+// A heat map: a column for each step, and rows by their names, the first at the bottom; the colours are logarithmic.
+function heatMap({ title, steps, rows, values }) {
   const figure = document.createElement("figure");
   figure.innerHTML = `<figcaption><b></b><output></output></figcaption><div class="chart"><div class="y"></div>
     <div class="plot"><canvas></canvas></div><div class="x"></div></div><p class="note"></p>`;
-  const part = (selector) => figure.querySelector(selector), canvas = part("canvas"), layers = values[0].length;
+  const part = (selector) => figure.querySelector(selector), canvas = part("canvas"), layers = rows.length;
   const all = values.flat().filter((x) => x > 0), low = Math.min(...all), high = Math.max(...all);
   part("b").textContent = title;
   part(".note").textContent = `From ${showNumber(low)} (blue) to ${showNumber(high)} (yellow), on a logarithmic scale.`;
@@ -219,14 +219,14 @@ function heatMap({ title, steps, values }) {
     pen.fillRect(i, layers - 1 - layer, 1, 1);
   }));
   part(".y").innerHTML = [0, layers - 1].map((layer) =>
-    `<span style="top:${100 * (1 - (layer + 0.5) / layers)}%">${layer}</span>`).join("");
+    `<span style="top:${100 * (1 - (layer + 0.5) / layers)}%">${rows[layer].match(/\d[\d.]*/)}</span>`).join("");
   part(".x").innerHTML = [0, steps.length - 1].map((i) =>
     `<span style="left:${(100 * (i + 0.5)) / steps.length}%">${showNumber(steps[i])}</span>`).join("");
   canvas.addEventListener("pointermove", (event) => {
     const i = Math.min(steps.length - 1, Math.max(0, Math.floor((event.offsetX / canvas.clientWidth) * steps.length)));
     const row = Math.min(layers - 1, Math.max(0, Math.floor((event.offsetY / canvas.clientHeight) * layers)));
     const x = values[i][layers - 1 - row];
-    part("output").textContent = `step ${steps[i]}, layer ${layers - 1 - row}: ${x === null ? "not finite" : showNumber(x)}`;
+    part("output").textContent = `step ${steps[i]}, ${rows[layers - 1 - row]}: ${x === null ? "not finite" : showNumber(x)}`;
   });
   return figure;
 }

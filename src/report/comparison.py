@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from src.checkpoint.run_folder import read_text
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
 from src.errors import UserError, clipped
@@ -38,20 +39,16 @@ def read_runs(paths: Sequence[str]) -> dict[str, Run]:
                 raise UserError(f"{folder} has no {file}: expected the folder of a run, such as runs/NAME")
         history.read(folder / "metrics.jsonl")
         config = literal(parse_keys((folder / "config.yml").read_text(), f"{folder}/config.yml"))
-        facts = read_facts(folder / "environment.json")
+        facts = read_facts(folder)
         runs[name if names.count(name) == 1 else path] = Run(history, config, facts)
     return runs
 
 
-def read_text(file: epath.Path) -> str:
-    """Returns a file's text, "" where there is none."""
-    return file.read_bytes().decode(errors="replace") if file.exists() else ""
-
-
-def read_facts(file: epath.Path) -> dict[str, str]:
-    """Returns the content of environment.json; raises UserError if it is malformed."""
+def read_facts(folder: epath.Path) -> dict[str, str]:
+    """Returns the content of a run's environment.json, {} without one; raises UserError if it is malformed."""
+    file = folder / "environment.json"
     try:
-        facts = parse_json(read_text(file) if file.exists() else "{}")
+        facts = parse_json("{}" if (text := read_text(file)) is None else text)
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}. Delete it: the page then goes without it") from None
     if not isinstance(facts, dict):
@@ -62,18 +59,20 @@ def read_facts(file: epath.Path) -> dict[str, str]:
 def tables(runs: Mapping[str, Run]) -> dict[str, Table]:
     """Returns the tables, by title; the first two are of what runs reached, and of how they differ."""
     histories = [run.history for run in runs.values()]
-    steps = [
-        {"Steps": f"{run.history.last_train.get('step', 0)} of {run.config.get('steps')}"} for run in runs.values()
+    ends = [history.last_train.get("step", 0) for history in histories]
+    results = [
+        {"Steps": f"{end} of {run.config.get('steps')}"} | dict(key_figures(run.history))
+        for end, run in zip(ends, runs.values(), strict=True)
     ]
-    results = [first | dict(key_figures(history)) for first, history in zip(steps, histories, strict=True)]
+    losses = [history.train["loss"] for history in histories]
     result = {
         "Results": _rows(results),
         "What differs": [row for row in _rows([_settings(run) for run in runs.values()]) if len(set(row[1:])) > 1],
-        "Training loss, mean since the step above": _at_steps([history.train["loss"] for history in histories], True),
+        "Training loss, mean since the step above": _at_steps(losses, ends, True),
     }
     for name in dict.fromkeys(name for history in histories for name in eval_sets(history.evals)):
         curves = [history.evals[eval_key("eval_loss", name)] for history in histories]
-        result["Eval loss" + f", {name}" * bool(name)] = _at_steps(curves, False)
+        result["Eval loss" + f", {name}" * bool(name)] = _at_steps(curves, ends, False)
     return {title: [["", *runs], *rows] for title, rows in result.items()}
 
 
@@ -90,22 +89,25 @@ def _settings(run: Run) -> dict[str, str]:
     return {name: clipped(dump(value), 200) for name, value in keys.items()} | facts
 
 
-def _at_steps(curves: Sequence[Curve], mean: bool) -> Table:
-    """Returns each curve's values at round steps: the mean since the step before, or the last value since then."""
+def _at_steps(curves: Sequence[Curve], ends: Sequence[int], mean: bool) -> Table:
+    """Returns each curve's values at round steps: the mean since the step before, or the last value since then.
+
+    `ends` are the runs' last steps; the value of a run that ended before its row's step names its own.
+    """
     columns = [[block for block in curve.blocks() if block.count] for curve in curves]
-    last = [column[-1].median[0] if column else 0 for column in columns]
-    rough = max(last) / _MAX_ROWS
+    rough = max(ends) / _MAX_ROWS
     power = 10 ** math.floor(math.log10(max(rough, 1)))
     gap = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     rows = []
-    for begin in range(0, max(last), gap):
-        end, row = min(begin + gap, max(last)), []
-        for column in columns:
-            within = [block for block in column if begin < block.median[0] <= end]
+    for begin in range(0, max(ends), gap):
+        step = min(begin + gap, max(ends))
+        row = [f"step {step:,}"]
+        for column, end in zip(columns, ends, strict=True):
+            within = [block for block in column if begin < block.median[0] <= step]
             total, count = sum(block.total for block in within), sum(block.count for block in within)
-            reached = within and (within[-1].median[0] == end or column[-1].median[0] > end)
-            row.append(f"{total / count if mean else within[-1].median[1]:.4f}" if reached else "-")
-        rows.append([f"step {end:,}", *row])
+            value = f"{total / count if mean else within[-1].median[1]:.4f}" if within else "-"
+            row.append(value + f" (to {end:,})" * bool(within and end < step))
+        rows.append(row)
     return rows
 
 

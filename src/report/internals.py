@@ -13,7 +13,7 @@ TITLES = {
     "update_norm": "Norm of a layer's updates",
 }
 _COLUMNS = 400  # of a heat map, at most
-Column = tuple[int, dict[str, list[float | None]]]  # a step, and of each title a figure of every layer
+Column = tuple[int, dict[str, dict[str, float | None]]]  # a step, and of each title the rows' figures
 
 
 class HeatMaps:
@@ -32,15 +32,21 @@ class HeatMaps:
             self._columns, self._stride = self._columns[::2], 2 * self._stride
 
     def maps(self) -> list[dict[str, Any]]:
-        """Returns what charts.js draws: a title, steps, and a list of the layers' figures for each of them."""
-        titles = self._columns[-1][1] if self._columns else ()
-        columns = [column for column in self._columns if column[1].keys() >= set(titles)]
+        """Returns what charts.js draws: a title, steps, the rows' names, and a list of their figures for each step."""
+        latest = self._columns[-1][1] if self._columns else {}
+        columns = [column for column in self._columns if column[1].keys() >= latest.keys()]
         steps = [step for step, _ in columns]
-        return [{"title": title, "steps": steps, "values": [of[title] for _, of in columns]} for title in titles]
+        return [
+            {"title": title, "steps": steps, "rows": [*rows], "values": [[*of[title].values()] for _, of in columns]}
+            for title, rows in latest.items()
+        ]
 
 
-def by_layer(entry: Entry) -> dict[str, list[float | None]]:
-    """Returns each heat map's figures of a line by title: a layer's norm is that of all its variables together."""
+def by_layer(entry: Entry) -> dict[str, dict[str, float | None]]:
+    """Returns each heat map's figures of a line by title and row: a layer's norm is that of all its variables together.
+
+    A row is a layer. Where layers share weights, those have one norm: rows of norms are then named as the weights are.
+    """
     squares: dict[str, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
     for key, values in entry.items():
         kind, _, name = key.partition("/")
@@ -49,9 +55,13 @@ def by_layer(entry: Entry) -> dict[str, list[float | None]]:
             for repeat, value in enumerate(values):
                 place = int(parts[1]), repeat, int(parts[2])  # in the order of the layers: segment, repeat, position
                 squares[kind][place] += math.nan if value is None else value**2
-    norms = {kind: [math.sqrt(of[place]) for place in sorted(of)] for kind, of in squares.items()}
-    figures = {"activation_rms": entry.get("activation_rms", []), **norms}
-    return {TITLES[kind]: [_shown(value) for value in of] for kind, of in figures.items()}
+    activations = entry.get("activation_rms", [])
+    layers = [f"layer {layer}" for layer in range(len(activations))]
+    figures = {"activation_rms": dict(zip(layers, activations, strict=True))}
+    for kind, of in squares.items():
+        names = layers if len(of) == len(layers) else [f"segments.{s}.{p}, repeat {r}" for s, r, p in sorted(of)]
+        figures[kind] = {name: math.sqrt(of[place]) for name, place in zip(names, sorted(of), strict=True)}
+    return {TITLES[kind]: {name: _shown(value) for name, value in of.items()} for kind, of in figures.items()}
 
 
 def _shown(value: float | None) -> float | None:

@@ -98,9 +98,9 @@ class MetricsLog:
         start = SessionLog(status=SessionLog.START)
         self._tensorboard.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
 
-    def write(self, entry: Entry, own: Collection[str] = ()) -> None:
-        """Adds a line: `step` with keys of TRAIN_KEYS and a loss's `own`, of an evaluation, or of INTERNALS."""
-        ordered = [*(key for key in TRAIN_KEYS + EVAL_KEYS if key in entry), *own, *user_metrics(entry)]
+    def write(self, entry: Entry, loss_metrics: Collection[str] = ()) -> None:
+        """Adds a line: `step` with keys of TRAIN_KEYS and `loss_metrics`, of an evaluation, or of INTERNALS."""
+        ordered = [*(key for key in TRAIN_KEYS + EVAL_KEYS if key in entry), *loss_metrics, *user_metrics(entry)]
         ordered += [key for key in entry if key.startswith(INTERNALS)]
         assert len(ordered) == len(entry), f"metrics without a place in the line: {set(entry) - set(ordered)}"
         finite = {key: _or_null(entry[key]) for key in ordered}
@@ -151,7 +151,6 @@ def scalars(entry: Entry) -> dict[str, float]:
 
 
 def _or_null(value: float | list[float]) -> Any:
-    """Replaces numbers that are not finite by None."""
     if isinstance(value, list):
         return [_or_null(each) for each in value]
     return value if math.isfinite(value) else None

@@ -17,10 +17,11 @@ from typing import Any
 from etils import epath
 
 from src import as_installed
+from src.checkpoint.run_folder import read_text
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
 from src.errors import UserError, counted, first_few
-from src.report.comparison import Run, Table, finite, key_figures, read_facts, read_runs, read_text, tables
+from src.report.comparison import Run, finite, key_figures, read_facts, read_runs, tables
 from src.report.history import Curve, History, Point
 from src.report.metrics import TRAIN_KEYS, eval_key, eval_sets
 
@@ -77,7 +78,7 @@ def page(folder: epath.Path, history: History) -> str:
     steps, changed = _config(config_text)
     done = history.last_train.get("step", 0)
     status = f"{'Finished,' if done >= steps else 'At'} step {done:,} of {steps:,}"
-    after, _, sample = read_text(folder / "sample.txt").partition("\n")
+    after, _, sample = (read_text(folder / "sample.txt") or "").partition("\n")
     figures = "".join(
         f"<div><span>{html.escape(name)}</span><b>{value}</b></div>" for name, value in key_figures(history)
     )
@@ -87,7 +88,7 @@ def page(folder: epath.Path, history: History) -> str:
         top += '<p class="card">No step is recorded yet.</p>'
     sections = [
         _card(f"Sample, {html.escape(after)}", f"<pre>{html.escape(sample)}</pre>") if sample else "",
-        _card("The run", _table((name, str(value)) for name, value in read_facts(folder / "environment.json").items())),
+        _card("The run", _table((name, str(value)) for name, value in read_facts(folder).items())),
         _card(
             "Configuration",
             f"""<p class="status">What differs from base.yml</p>
@@ -100,7 +101,12 @@ def page(folder: epath.Path, history: History) -> str:
 
 def comparison_page(runs: Mapping[str, Run]) -> str:
     """Returns the page of several runs: what they reached, what differs in their configurations, and their curves."""
-    cards = [_card(html.escape(title), _runs_table(table)) for title, table in tables(runs).items()]
+    # A column for each run is headed by the color of its curves.
+    head = "".join(f'<th><i data-run="{run}"></i>{html.escape(name)}</th>' for run, name in enumerate(runs))
+    cards = [
+        _card(html.escape(title), f'<div class="runs">{_table(rows, f"<tr><th></th>{head}</tr>")}</div>')
+        for title, (_, *rows) in tables(runs).items()
+    ]
     histories = {name: run.history for name, run in runs.items()}
     return _page(histories, first_few(runs), counted(len(runs), "run"), "".join(cards[:2]), cards[2:])
 
@@ -124,12 +130,6 @@ def _card(title: str, body: str) -> str:
     return f'<section class="card"><h2>{title}</h2>\n{body}\n</section>'
 
 
-def _runs_table(table: Table) -> str:
-    """Returns a table with a column for each run, headed by the color of its curves."""
-    head = "".join(f'<th><i data-run="{run}"></i>{html.escape(name)}</th>' for run, name in enumerate(table[0][1:]))
-    return f'<div class="runs">{_table(map(tuple, table[1:]), head=f"<tr><th></th>{head}</tr>")}</div>'
-
-
 def _invalid_lines(history: History) -> str:
     return f"Left out: {counted(history.invalid_lines, 'line')} of metrics.jsonl without the metrics of a step."
 
@@ -148,7 +148,7 @@ def _config(text: str) -> tuple[int, str]:
     )
 
 
-def _table(rows: Iterable[tuple[str, ...]], head: str = "") -> str:
+def _table(rows: Iterable[Sequence[str]], head: str = "") -> str:
     lines = (
         f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
         for name, *values in rows
@@ -164,7 +164,9 @@ def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
     "eval", or "noisy" where a running median is to be drawn.
     """
     result, several = [], len(histories) > 1
-    own = dict.fromkeys(key for history in histories.values() for key in history.train if key not in TRAIN_KEYS)
+    user_metrics = dict.fromkeys(
+        key for history in histories.values() for key in history.train if key not in TRAIN_KEYS
+    )
     for title, key, scale, note in [
         ("Loss", "loss", "settled", ""),
         ("Perplexity", "perplexity", "settled", ""),
@@ -174,7 +176,7 @@ def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
         ("Dropped choices", "tokens_dropped", "wide", "Of all choices, the mean over layers."),
         ("Load-balance loss", "load_balance_loss", "wide", "Sum over layers: 1 per layer when even."),
         ("Tokens per second", "tokens_per_second", "zero", ""),
-        *((key, key, "wide", "") for key in own),
+        *((key, key, "wide", "") for key in user_metrics),
     ]:
         series = []
         for run, (name, history) in enumerate(histories.items()):

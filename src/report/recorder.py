@@ -17,7 +17,7 @@ from src.errors import UserError
 from src.model.flops import FlopsPerToken
 from src.parallel.topology import run_peak
 from src.report.history import History
-from src.report.metrics import TRAIN_KEYS, Entry, MetricsLog, StepPrinter, perplexity
+from src.report.metrics import INTERNALS, TRAIN_KEYS, Entry, MetricsLog, StepPrinter, perplexity
 from src.report.page import page
 from src.step.optimizer import learning_rate
 from src.step.state import TrainState
@@ -103,9 +103,14 @@ class Recorder:
             return
         (step, arrays, tokens, data_wait), self._pending = self._pending, None
         arrays = dict(arrays)
-        internals, own = arrays.pop("internals", {}), jax.device_get(arrays.pop("user_metrics", {}))
-        if taken := sorted({*TRAIN_KEYS} & {*own}):
-            raise UserError(f"loss={self._keys.loss}: metrics must have names of their own, not {', '.join(taken)}")
+        internals, user_metrics = arrays.pop("internals", {}), jax.device_get(arrays.pop("user_metrics", {}))
+        if taken := sorted(
+            name for name in user_metrics if name in TRAIN_KEYS or name.startswith(("eval_", *INTERNALS))
+        ):
+            raise UserError(
+                f"loss={self._keys.loss}: metrics must have names of their own, not {', '.join(taken)}: other figures "
+                f"of metrics.jsonl have these names, or begin with eval_, {', '.join(INTERNALS)}"
+            )
         metrics = {name: value.tolist() for name, value in jax.device_get(arrays).items()}
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
@@ -126,10 +131,10 @@ class Recorder:
             "tokens_per_second": tokens / seconds,
             "tflops_per_device": rate * flops.causal / 1e12,
             **mfu,  # docs/performance.md explains both
-            **{name: value.tolist() for name, value in own.items()},
+            **{name: value.tolist() for name, value in user_metrics.items()},
         }
         if self._log and self._printer:
-            self._log.write(self.last, own)
+            self._log.write(self.last, user_metrics)
             if internals and step % self._keys.log_internals == 0:
                 norms = jax.device_get(internals)
                 self._log.write({"step": step, **{name: value.tolist() for name, value in norms.items()}})

@@ -18,9 +18,9 @@ from src.data.document_stream import DocumentStream
 from src.data.streams import StreamSource
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData
 from src.errors import UserError, counted
-from src.json_text import parse_json
 from src.model.flops import FlopsPerToken, count_params
 from src.parallel.slices import describe_mesh
+from src.report.comparison import read_facts
 from src.step.build import TracedStep
 from src.step.optimizer_rules import describe_rules
 
@@ -95,9 +95,9 @@ def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
     """Returns when the run was started first and last, for the report."""
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     try:
-        before = parse_json(folder.read_text("environment.json") or "{}") if first_step else {}
+        before = read_facts(folder.path) if first_step else {}
         return {"started": str(before["started"]), "started again": now}
-    except (ValueError, KeyError, TypeError):
+    except (UserError, KeyError):  # it is written anew
         return {"started": now}
 
 
@@ -147,10 +147,10 @@ def describe_conversations(inputs: InputSpec, data: TrainData) -> str:
     for name, source in zip(data.names, data.sources, strict=True):
         stream = DocumentStream(inputs, source, name)
         for ordinal in range(min(len(source), _CONVERSATIONS_LOOKED_AT)):
-            found = stream.documents(ordinal)
+            documents = stream.documents(ordinal)
             looked_at += 1
-            rewritten += len(found) > 1
-            cut += any(len(document.ids) - 1 > inputs.batch.max_target_length for document in found)
+            rewritten += len(documents) > 1
+            cut += any(len(document.ids) - 1 > inputs.batch.max_target_length for document in documents)
     longer = f"{cut:,} of {looked_at:,} looked at are longer than a row of {inputs.batch.max_target_length:,} and cut"
     if not inputs.data.sft_train_on_completion_only:
         return f"{longer}; all tokens count"

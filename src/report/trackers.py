@@ -74,7 +74,7 @@ class Tracking:
         for follower in self._followers:
             follower.join(max(0.0, deadline - time.monotonic()))
             if follower.is_alive():
-                follower.said = True
+                follower.has_told = True
                 _tell(f"{follower.name} did not take all within {END_SECONDS} s; metrics.jsonl has it")
 
 
@@ -96,7 +96,7 @@ class _Follower(threading.Thread):
         self._interval = 10.0 if is_remote(folder.path) else 1.0  # seconds; each time a small file is written
         self._resume_step, self._saved = resume_step, dict[str, Any]()  # empty: not read yet
         self._last = 0  # the last step of metrics.jsonl
-        self.said = False  # whether it is said that the tracker fails
+        self.has_told = False  # whether it is said that the tracker fails
         self._ended, self._exit_code, self._is_whole = threading.Event(), 0, False
 
     def end(self, exit_code: int, is_whole: bool) -> None:
@@ -113,12 +113,12 @@ class _Follower(threading.Thread):
                 return self._follow()
             except Exception as error:  # of any package or network
                 message = f"{type(error).__name__}: {clipped(' '.join(str(error).split()), 300).rstrip('.')}"
-                if not self.said:
+                if not self.has_told:
                     _tell(
                         f"{self.name} failed, and the run goes on without it: {message}. metrics.jsonl has all; it is "
                         "tried again each minute, in silence"
                     )
-                self.said = True
+                self.has_told = True
             self._ended.wait(RETRY_SECONDS)
 
     def _follow(self) -> None:
@@ -142,17 +142,18 @@ class _Follower(threading.Thread):
 
     def _go_on(self, trained_by: str) -> dict[str, Any]:
         """Returns what is saved of the tracked run; of none, if that has steps which are now made in another way."""
-        start, saved = self._resume_step or 0, {"step": 0}
+        saved, start = {"step": 0}, self._resume_step or 0
         if self._resume_step is not None:
             saved |= json.loads(self._folder.read_text(self._file) or "{}")
-        is_same = saved.get("trained_by") == trained_by and saved["since"] <= start
-        if saved["step"] > start and not is_same:
+        if saved.get("trained_by") == trained_by and saved["since"] <= start:
+            return saved
+        if saved["step"] > start:
             _tell(
                 f"{self.name}: its run has steps after {start} of other settings, and keeps them; another one is begun "
                 "for this run, with all steps"
             )
             saved = {"step": 0}
-        return {**saved, "trained_by": trained_by, "since": saved["since"] if is_same else start}
+        return {**saved, "trained_by": trained_by, "since": start}
 
     def _send(self, steps: Steps) -> None:
         sent = self._saved["step"]
@@ -253,16 +254,16 @@ class _Mlflow(_Follower):
         self._id, self._client = run.info.run_id, mlflow.MlflowClient()
         texts = {key: value if value and isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
         texts = {key: clipped(text, MAX_TEXT) for key, text in texts.items()}
-        there = self._client.get_run(self._id).data
-        params = [Param(key, text) for key, text in texts.items() if key not in there.params]
+        sent = self._client.get_run(self._id).data
+        params = [Param(key, text) for key, text in texts.items() if key not in sent.params]
         # A parameter cannot change, and a resumed run may have another number of steps, and then the first one again.
-        now = {**texts, **there.params, **there.tags}
+        now = {**texts, **sent.params, **sent.tags}
         tags = [RunTag(key, text) for key, text in texts.items() if now[key] != text]
         for begin in range(0, max(len(params), len(tags)), MAX_TEXTS):
             part = slice(begin, begin + MAX_TEXTS)
             self._client.log_batch(self._id, params=params[part], tags=tags[part])
         _tell(f"mlflow: run {self._id} of experiment {run.info.experiment_id} at {mlflow.get_tracking_uri()}")
-        self._last_steps = {metric.key: metric.step for metric in there.to_proto().metrics}
+        self._last_steps = {metric.key: metric.step for metric in sent.to_proto().metrics}
         return {"id": self._id, "step": self._last_steps.get(RATE, 0)}
 
     def _log(self, steps: Steps) -> Iterator[int]:

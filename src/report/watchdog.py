@@ -19,7 +19,7 @@ from src.config.command_keys import Diagnostics
 from src.errors import TRY_AGAIN
 
 TIMED_STEPS = 10  # of a start, before a step is watched: the first compiles, and with pgle=auto a later one too
-_GRACE_SECONDS = 10  # before hang_action=exit: for a store to take the file, and other processes to write theirs
+_GRACE_SECONDS = 10  # before hang_action=exit: to write the file, for a store to take it, and for other processes
 
 
 class Watchdog:
@@ -51,7 +51,7 @@ class Watchdog:
             self._times.append(now - self._last)
         if self._reported and self._reported == self._begin:
             print(f"step {dispatched - 1} ended after {now - self._begin:,.0f} s: it was slow, no hang", flush=True)
-        self._last, self._at = now, (dispatched, rows_taken, stream_positions)
+        self._at = (dispatched, rows_taken, stream_positions)
         self.resume()
 
     def pause(self) -> None:
@@ -60,21 +60,26 @@ class Watchdog:
 
     def resume(self) -> None:
         """Watches the wait for the next step's end, which begins now."""
+        self._last = time.monotonic()
         if len(self._times) >= TIMED_STEPS:
             least = self._keys.hang_after_seconds
             self._limit = max(self._keys.hang_after_steps * statistics.median(self._times), least)
-            self._begin = time.monotonic()
+            self._begin = self._last
 
     def _watch(self) -> None:
         while not self._closed.wait(min(1.0, self._keys.hang_after_seconds / 10)):
             begin = self._begin
             if begin not in (0.0, self._reported) and (seconds := time.monotonic() - begin) > self._limit:
                 self._reported = begin
+                if self._keys.hang_action == "exit":  # in a thread, because the report itself may hang or fail
+                    timer = threading.Timer(_GRACE_SECONDS, self._exit, [begin])
+                    timer.daemon = True
+                    timer.start()
                 self._report(f"no step has ended for {seconds:,.0f} s")
-                if self._keys.hang_action == "exit":
-                    time.sleep(_GRACE_SECONDS)
-                    if self._begin == begin:
-                        end(TRY_AGAIN, "error: a hang, and hang_action=exit: the same command goes on", at_once=True)
+
+    def _exit(self, begin: float) -> None:
+        if self._begin == begin and not self._closed.is_set():
+            end(TRY_AGAIN, "error: a hang, and hang_action=exit: the same command goes on", at_once=True)
 
     def _report(self, problem: str) -> None:
         process = jax.process_index()
@@ -83,9 +88,9 @@ class Watchdog:
         try:
             local.parent.mkdir(parents=True, exist_ok=True)
             with local.open("x", encoding="utf-8") as out:
-                self._write(f"{socket.gethostname()}, process {process}: {problem}", out)
-        except OSError as error:
-            where = f"stderr, for {where} cannot be written: {error.strerror}"
+                self._write(problem, out)
+        except Exception as error:  # a report that fails is no reason to stop watching
+            where = f"stderr, for {where} cannot be written: {error}"
             self._write(problem, sys.stderr)
         else:
             if is_remote(self._folder.path):  # in a thread, because the store may be what does not answer
@@ -95,7 +100,7 @@ class Watchdog:
     def _write(self, problem: str, out: TextIO) -> None:
         dispatched, rows_taken, positions = self._at
         lines = [
-            f"{problem}, at {time.strftime('%F %T %z')}.",
+            f"{socket.gethostname()}, process {jax.process_index()}: {problem}, at {time.strftime('%F %T %z')}.",
             f"Step {dispatched - 1} has ended, step {dispatched} was dispatched; a hang is {self._limit:.3g} s.",
             f"\nThe run has taken {rows_taken:,} rows; then, in each of this host's rows, come",
         ]
@@ -107,6 +112,9 @@ class Watchdog:
         faulthandler.dump_traceback(out, all_threads=True)
         print("\nDevice memory", file=out, flush=True)  # last, for it asks the devices
         for device in jax.local_devices():
-            stats = (device.memory_stats() or {}).items()
-            known = [f"{name} {size / 2**30:.2f} GiB" for name, size in stats if "bytes" in name]
+            try:
+                stats = device.memory_stats() or {}
+                known = [f"{name} {size / 2**30:.2f} GiB" for name, size in stats.items() if "bytes" in name]
+            except Exception as error:  # of a device that has failed, which may be why the step hangs
+                known = [f"{type(error).__name__}: {error}"]
             print(f"  {device}: {', '.join(known) or 'it does not say'}", file=out, flush=True)

@@ -59,10 +59,10 @@ def test_two_keys_have_two_files(tmp_path):
 def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("kept")
 
-    def full(self, content):
+    def full(descriptor):
         raise OSError("no space left")
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(UserError, match="no space left"):
         write_output("a", str(tmp_path / "file"), b"x")
     assert names(tmp_path) == ["file"]

@@ -13,7 +13,7 @@ from src.data.order import Mixture
 from src.data.readers.synthetic import SyntheticSource
 from src.data.readers.text import TextSource
 from src.data.types import Document, TrainData
-from src.errors import UserError
+from src.errors import TransientError, UserError
 from tests.data.batches import TOKENIZER, B, assert_same, hosts_of, joined, rows_of, take
 from tests.data.one_source import alone, data_fingerprint, eval_batches, held_out, train_batches
 
@@ -318,6 +318,38 @@ def test_closing_waits_for_the_row_that_is_being_made_and_no_longer(config, list
     gate.set()
     closing.join(30)
     assert len(source.read) == documents
+
+
+def test_after_a_store_fails_or_batches_are_closed_nothing_more_is_read_of_it(config, list_source, words):
+    class Store(list_source):
+        is_remote, fails = True, False
+
+        def __getitem__(self, i):
+            time.sleep(0.01)
+            if self.fails:
+                raise TransientError("the store does not answer")
+            return super().__getitem__(i)
+
+    rows, source, before = 4 * 128, Store(words * 20), set(threading.enumerate())  # four times as many as its threads
+    batches = train_batches(config(max_target_length=300), alone(source), TOKENIZER, range(rows), rows)
+    next(batches)
+    source.fails = True
+    with pytest.raises(TransientError, match="the store does not answer"):
+        list(batches)
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in started:
+        thread.join(5)  # what it was reading
+    assert started
+    assert not any(thread.is_alive() for thread in started)
+
+    source.fails = False
+    batches = train_batches(config(max_target_length=300), alone(source), TOKENIZER, range(rows), rows)
+    next(batches)
+    batches.close()
+    time.sleep(0.1)
+    count = len(source.read)
+    time.sleep(0.3)
+    assert len(source.read) == count
 
 
 def test_threads_need_not_keep_step(config, list_source, words):

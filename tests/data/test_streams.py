@@ -3,6 +3,7 @@
 import itertools
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -73,6 +74,29 @@ class Iterator:
 def cut(config, split):
     Cut.counts[:] = [1, 30, 30, 20]
     return Cut()
+
+
+class Stateful:  # as torchdata's StatefulDataLoader: it has a state itself, and no set_epoch
+    loaded = next = 0
+
+    def __iter__(self):
+        begin, self.loaded = self.loaded, 0
+        for number in range(begin, 60):
+            self.next = number + 1
+            yield f"document {number}"
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.loaded = state["next"]
+
+    def fingerprint(self):
+        return {"version": 3}
+
+
+def stateful(config, split):
+    return Stateful()
 
 
 def none(config, split):
@@ -191,6 +215,36 @@ def test_a_stream_is_evaluated_by_batches_from_its_start_each_time(open_data):
     made = made.replace(eval_mode="rolling", eval_steps=3)
     with pytest.raises(UserError, match="are a stream, which begins anew each time: set eval_mode=reset"):
         eval_batches(made, held_out(source, 3), TOKENIZER, range(B), B)
+
+
+def test_a_stream_with_a_state_needs_no_epochs_and_may_say_what_it_is(open_data):
+    opened = open_data("stateful")
+    assert opened[2].fingerprint() == {"version": 3, "type": "custom", "column": "text"}
+    expected = itertools.cycle(ByteTokenizer().encode(f"document {n}")[:-1].tolist() for n in range(60))
+    tokens = targets_of(batches_of(opened, 10))
+    assert tokens == list(itertools.islice(itertools.chain.from_iterable(expected), len(tokens)))
+
+
+@pytest.mark.parametrize(("revision", "asked"), [("", None), ("@v2", "v2")])
+def test_a_dataset_of_the_hub_is_read_at_a_commit(open_data, monkeypatch, tmp_path, revision, asked):
+    """The hub is not asked: `datasets` gets local files in its place."""
+    datasets, hub = (pytest.importorskip(name) for name in ("datasets", "huggingface_hub"))
+    requests, load = [], datasets.load_dataset
+
+    def dataset_info(self, name, revision):
+        requests.append((name, revision))
+        return SimpleNamespace(sha="5ca1ab1e" * 5)
+
+    def load_dataset(path, name, revision, **keys):
+        requests.append((path, revision))
+        return load(str(tmp_path / "files"), name, **keys)
+
+    monkeypatch.setattr(hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    _, _, source = open_data("hf", dataset_path=f"org/texts{revision}")
+    assert requests == [("org/texts", asked), ("org/texts", "5ca1ab1e" * 5)]
+    assert source.fingerprint()["dataset"] == "org/texts"
+    assert source.fingerprint()["commit"] == "5ca1ab1e" * 5
 
 
 def test_the_header_says_that_host_counts_are_fixed(open_data):

@@ -80,8 +80,25 @@ def test_a_run_without_a_step_is_compared(tmp_path, two):
 def test_a_loss_that_is_not_finite_is_left_out_of_the_mean(tmp_path):
     runs = read_runs([make_run(tmp_path / "a", [2.0, None, 4.0, None])])
     assert tables(runs)["Training loss, mean since the step above"][1:] == [
-        ["step 1", "2.0000"], ["step 2", "-"], ["step 3", "4.0000"],
+        ["step 1", "2.0000"], ["step 2", "-"], ["step 3", "4.0000"], ["step 4", "-"],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("long", "short", "gap"), [(50, 12, 5), (10_000, 3_000, 1_000), (5_000, 4_100, 500)])
+def test_rows_of_long_runs_end_at_their_steps_and_a_run_that_ended_earlier_says_where(tmp_path, long, short, gap):
+    """Curves of more than 2,000 steps are thinned: the middle of their last block is not their last step."""
+    paths = [make_run(tmp_path / f"{n}", [step / 100 for step in range(1, n + 1)]) for n in (long, short)]
+    rows = tables(read_runs(paths))["Training loss, mean since the step above"][1:]
+    assert [row[0] for row in rows] == [f"step {step:,}" for step in range(gap, long + 1, gap)]
+    for n, (_, *values) in enumerate(rows):
+        for value, end in zip(values, (long, short), strict=True):
+            first, last = n * gap + 1, min((n + 1) * gap, end)
+            if first > end:
+                assert value == "-"
+                continue
+            loss, _, mark = value.partition(" ")
+            assert float(loss) == pytest.approx((first + last) / 200, abs=0.08)  # a block has up to 8 steps
+            assert mark == (f"(to {end:,})" if end < (n + 1) * gap else "")
 
 
 def test_the_page_has_the_tables_and_curves_of_all_and_leaves_the_report_alone(two, tmp_path, capsys):

@@ -239,6 +239,7 @@ def test_internals_are_recorded_at_their_interval_and_a_losss_metrics_by_their_n
     history.read(tmp_path / "metrics.jsonl")
     assert history.invalid_lines == 0
     assert history.train["accuracy"].points() == [(step, 0.5) for step in (1, 2, 3)]
-    recorder.add(4, {**step_metrics(2.0), "user_metrics": {"grad_norm": jnp.float32(0.5)}}, TOKENS)
-    with pytest.raises(UserError, match="metrics must have names of their own, not grad_norm"):
+    taken = ("activation_rms", "eval_accuracy", "eval_loss", "grad_norm", "weight_norm/mine")
+    recorder.add(4, {**step_metrics(2.0), "user_metrics": dict.fromkeys((*taken, "own"), jnp.float32(0.5))}, TOKENS)
+    with pytest.raises(UserError, match=f"metrics must have names of their own, not {', '.join(taken)}: "):
         recorder.flush()

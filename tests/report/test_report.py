@@ -153,9 +153,9 @@ def history_of(entries):
 
 
 def test_internals_are_heat_maps_of_layers_over_steps(tmp_path):
-    """Four layers: a segment of one, and a pattern of one and of another that is run once and once, with adapters."""
+    """Five layers: a segment of one, and a pattern of two that is run twice."""
     line = {
-        "activation_rms": [1.0, 2.0, None, 4.0],
+        "activation_rms": [1.0, 2.0, None, 4.0, 5.0],
         "weight_norm/embedding": [9.0],
         "weight_norm/segments.0.0.attention.query": [3.0],
         "weight_norm/segments.0.0.norm.scale": [4.0],
@@ -165,12 +165,26 @@ def test_internals_are_heat_maps_of_layers_over_steps(tmp_path):
     rows = [{"step": step, **line} for step in (10, 20)]
     maps = json.loads(Page(report(tmp_path, [train_entry(20), *rows])).json)["maps"]
     assert [(each["steps"], each["values"][1]) for each in maps] == [
-        ([10, 20], [1.0, 2.0, None, 4.0]),
+        ([10, 20], [1.0, 2.0, None, 4.0, 5.0]),
         ([10, 20], [5.0, 1.0, 1.5, 2.0, None]),
     ]
+    assert [each["rows"] for each in maps] == [[f"layer {layer}" for layer in range(5)]] * 2
     history = History()
     history.add({"step": step, **line} for step in range(100_000))
     assert len(history.heat_maps.maps()[0]["steps"]) <= 400
+
+
+def test_norms_of_layers_that_share_weights_are_named_as_the_weights(tmp_path):
+    """Four layers: one with weights of its own that is run twice with them, then two with theirs."""
+    line = {
+        "activation_rms": [1.0, 2.0, 3.0, 4.0],
+        "weight_norm/segments.0.0.attention.query": [7.0],
+        "weight_norm/segments.1.0.attention.query": [8.0, 9.0],
+    }
+    maps = json.loads(Page(report(tmp_path, [train_entry(10), {"step": 10, **line}])).json)["maps"]
+    assert maps[0]["rows"] == ["layer 0", "layer 1", "layer 2", "layer 3"]
+    assert maps[1]["rows"] == ["segments.0.0, repeat 0", "segments.1.0, repeat 0", "segments.1.0, repeat 1"]
+    assert maps[1]["values"] == [[7.0, 8.0, 9.0]]
 
 
 def test_names_and_values_are_escaped(tmp_path):

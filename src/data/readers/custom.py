@@ -33,8 +33,10 @@ def open_custom(spec: SourceSpec, inputs: InputSpec) -> Source:
     read = functools.partial(document_of, name, spec.dataset_column, inputs.vocab_size)
     is_iterable = isinstance(made, Iterable) and not hasattr(made, "__getitem__")
     if hasattr(made, "load_state_dict") or (is_iterable and hasattr(call(name, iter, made), "get_state")):
-        facts = {"class": class_name(made), "type": "custom", "column": spec.dataset_column}
-        return StreamSource(name, made, read, facts, shuffles=False)
+        facts = {**_facts(name, made), "type": "custom", "column": spec.dataset_column}
+        stream = StreamSource(name, made, read, facts, shuffles=False)
+        stream.check_hosts_differ()
+        return stream
     return CustomSource(name, made, read)
 
 
@@ -45,6 +47,16 @@ def document_of(name: str, column: str, vocab_size: int, i: int, item: Any) -> s
         return from_fields(item, column, read) if isinstance(item, Mapping) else read(item)
     except ValueError as error:
         raise UserError(f"{name}: item {i}: {error}") from None
+
+
+def _facts(name: str, made: Any) -> dict[str, str | int]:
+    """Returns what `fingerprint()` of a user's object says of it, else its class."""
+    if not callable(getattr(made, "fingerprint", None)):
+        return {"class": class_name(made)}
+    facts = call(f"{name}: fingerprint() of what it returned", made.fingerprint)
+    if not isinstance(facts, Mapping) or any(type(fact) not in (str, int) for fact in facts.values()):
+        raise UserError(f"{name}: fingerprint() must return a mapping of names to strings and whole numbers")
+    return dict(facts)
 
 
 class CustomSource(Source):
@@ -59,7 +71,7 @@ class CustomSource(Source):
         self._name, self._document = name, read
         # An element that is not there is what a filter of Grain's MapDataset left out.
         self._may_filter = hasattr(made, "to_iter_dataset")
-        self._facts: Mapping[str, str | int] = {"class": class_name(made)}
+        self._facts = _facts(name, made)
         is_indexed = hasattr(made, "__len__") and hasattr(made, "__getitem__")
         if isinstance(made, (str, bytes, Mapping)) or not (is_indexed or isinstance(made, Iterable)):
             raise UserError(
@@ -69,11 +81,7 @@ class CustomSource(Source):
         if not is_indexed:
             with says_if_slow(f"{name}: the iterable that it returned has not ended, and is read whole"):
                 made, digest = self._read_whole(made)
-            self._facts |= {"digest": digest}
-        elif callable(getattr(made, "fingerprint", None)):
-            self._facts = facts = call(f"{name}: fingerprint() of what it returned", made.fingerprint)
-            if not isinstance(facts, Mapping) or any(type(fact) not in (str, int) for fact in facts.values()):
-                raise UserError(f"{name}: fingerprint() must return a mapping of names to strings and whole numbers")
+            self._facts["digest"] = digest
         self._documents: Sequence[Any] = made
         self._length = call(f"{name}: len() of what it returned", len, made)
         if not self._length:
@@ -92,7 +100,6 @@ class CustomSource(Source):
         return {**self._facts, "type": "custom", "documents": self._length}
 
     def _read_whole(self, made: Iterable[Any]) -> tuple[list[str | np.ndarray], str]:
-        """Returns the documents of an iterable, and their digest."""
         documents: list[str | np.ndarray] = []
         digest, total = hashlib.sha256(), 0
         iterator = call(self._name, iter, made)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from src.data.types import Fingerprint
+from src.disk import new_file
 from src.errors import TransientError, UserError, first_few
 from src.storage_errors import Failure, failure_of, retried
 
@@ -189,10 +190,8 @@ class LocalCopies:
         """Returns the path of the copy of a file of `length` bytes; raises as `attempted`."""
         copy = os.path.join(self._folder.name, hashlib.sha256(file.encode()).hexdigest()[:32])
         if not os.path.exists(copy):
-            descriptor, part = tempfile.mkstemp(dir=self._folder.name)  # another thread may copy it too
-            with open(descriptor, "wb") as opened:
+            with new_file(Path(copy)) as opened:  # another thread may copy it too
                 opened.writelines(chunks(file, length))
-            os.replace(part, copy)
         return copy
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 
 import jax
 
@@ -17,17 +18,19 @@ from src.user_code import call
 def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
     """Opens this host's share of a split: each N-th file, or each N-th row where N hosts do not divide the files.
 
-    `dataset_path` is a dataset of the hub or a folder, and `dataset_name` one of its configurations. Raises UserError
-    where there is no such dataset, split or column, or `datasets` is not installed.
+    `dataset_path` is a folder or a dataset of the hub, NAME, ORG/NAME or either with @REVISION, and `dataset_name` one
+    of its configurations. Raises UserError where there is no such dataset, revision, split or column, or `datasets` is
+    not installed.
     """
     try:
         import datasets
         from datasets.distributed import split_dataset_by_node
+        from huggingface_hub import HfApi
     except ImportError as error:
         raise UserError(
             f"dataset_type=hf: {error.name} is not installed. .venv/bin/python -m pip install datasets==5.2.0"
         ) from error
-    path, what = os.path.expanduser(spec.dataset_path), spec.setting("dataset_path")
+    path, what, commit = os.path.expanduser(spec.dataset_path), spec.setting("dataset_path"), None
     facts: Fingerprint = {
         "type": "hf",
         "dataset": spec.dataset_path,
@@ -36,9 +39,15 @@ def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
     }
     if os.path.isdir(path):
         facts |= {"dataset": "", **files.list_files(path, spec.key("dataset_path")).fingerprint}
-    load = functools.partial(datasets.load_dataset, path, spec.dataset_name or None, split=spec.split, streaming=True)
-    whole = call(what, load)
+    elif match := re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", path):
+        path, revision = match.groups()
+        commit = call(what, lambda: HfApi().dataset_info(path, revision=revision).sha)
+        facts |= {"dataset": path, "commit": commit}  # else a run would go on with whatever the hub has by then
+    keys = {"split": spec.split, "revision": commit, "streaming": True}
+    whole = call(what, functools.partial(datasets.load_dataset, path, spec.dataset_name or None, **keys))
     facts |= {"configuration": spec.dataset_name, "shards": whole.num_shards}
     read = functools.partial(document_of, what, spec.dataset_column, vocab_size)
     share = split_dataset_by_node(whole, jax.process_index(), jax.process_count())
-    return StreamSource(what, share, read, facts, shuffles=True)
+    stream = StreamSource(what, share, read, facts, shuffles=True)
+    stream.check_hosts_differ()
+    return stream

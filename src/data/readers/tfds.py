@@ -147,15 +147,15 @@ def _check_files(
     expected = {each.filename: each.examples_in_shard for each in slices}
     names, folder = list(expected), str(info.data_dir)
     if files.is_remote(folder):
-        there = files.list_files(folder, spec.key("dataset_path")).sizes
+        sizes_of = files.list_files(folder, spec.key("dataset_path")).sizes
     else:
-        there = {Path(name).name: files.size(name) for name in names if os.path.isfile(name)}
-    if missing := [name for name in map(os.path.basename, names) if name not in there]:
+        sizes_of = {Path(name).name: files.size(name) for name in names if os.path.isfile(name)}
+    if missing := [name for name in map(os.path.basename, names) if name not in sizes_of]:
         raise UserError(
             f"{spec.setting('dataset_name')}: {len(missing)} of {len(names)} files are missing in {info.data_dir}: "
             f"{first_few(missing)}"
         )
-    sizes, open_file = [there[os.path.basename(name)] for name in names], None
+    sizes, open_file = [sizes_of[os.path.basename(name)] for name in names], None
     if info.file_format.value == _FORMAT:
         counts = count_records(names, sizes, spec)
     else:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from src.data.readers import files
+from src.disk import new_file
 from src.errors import UserError
 
 _CHUNK_BYTES, _SAMPLE_BYTES = 1 << 24, 1 << 12
@@ -69,13 +70,12 @@ def _index(file: str, size: int, kept: Path) -> np.ndarray:
             raise UserError(
                 f"{file} is no whole TFRecord file (record {len(starts) - 1}, byte {starts[-1]}): restore it"
             )
-    found = np.array([*starts, size], np.int64)
+    index = np.array([*starts, size], np.int64)
     with contextlib.suppress(OSError):  # of a cache that can't be written
         kept.parent.mkdir(parents=True, exist_ok=True)
-        part = kept.with_suffix(f".{os.getpid()}.part.npy")
-        np.save(part, found)
-        part.replace(kept)
-    return found
+        with new_file(kept) as file:
+            np.save(file, index)
+    return index
 
 
 def _is_header(header: bytes, record_bytes: int) -> bool:

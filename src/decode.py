@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
         rows = math.ceil(config.per_device_batch_size * loaded.plan.layout.mesh.size)
         if decoding.decode_path:
             facts = {"weights": identity(config.load_parameters_path), "tokenizer": tokenizer.fingerprint()}
+            facts |= {key: str(config[key]) for key in ("load_ema", "dtype", "quantization", "matmul_precision")}
             texts = write_completions(decoding, tokenizer, generator, prompts, rows, facts)
         else:
             texts = complete_all(generator, completions, rows)

@@ -33,10 +33,10 @@ class GatedDelta(nnx.Module):
         self.spec = spec
         emb_dim, (K, G, X, Z) = spec.emb_dim, _sizes(spec)
         C, constant = spec.gdn_conv_kernel_dim, {"dtype": dtype, "decays": False}
-        self.qkv = weight(rngs, (emb_dim, K, X), ("embed", "heads", None), dtype, fan_in=(0,))
-        self.gate = weight(rngs, (emb_dim, K, Z), ("embed", "heads", None), dtype, fan_in=(0,))
-        self.write_gate = weight(rngs, (emb_dim, K, G), ("embed", "heads", None), dtype, fan_in=(0,))
-        self.decay_gate = weight(rngs, (emb_dim, K, G), ("embed", "heads", None), dtype, fan_in=(0,))
+        self.qkv = weight(rngs, (emb_dim, K, X), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
+        self.gate = weight(rngs, (emb_dim, K, Z), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
+        self.write_gate = weight(rngs, (emb_dim, K, G), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
+        self.decay_gate = weight(rngs, (emb_dim, K, G), ("embed", "heads", "head_dim"), dtype, fan_in=(0,))
         # Of all heads' queries, then keys, then values. No product of matrices: 8 bits and adapters leave it out.
         self.conv = weight(rngs, (K * X, 1, C), (None, None, None), dtype, scale=C**-0.5)
         # Rates spread evenly over (0, 16), as those of the published code are on average.
@@ -44,7 +44,7 @@ class GatedDelta(nnx.Module):
         self.log_rate = weight(rngs, (K, G), ("heads", None), constant=rates, **constant)
         self.decay_bias = weight(rngs, (K, G), ("heads", None), constant=1.0, **constant)
         self.out_norm = weight(rngs, (spec.gdn_value_head_dim,), (None,), constant=1.0, **constant)
-        self.out = weight(rngs, (K, Z, emb_dim), ("heads", None, "embed"), dtype, fan_in=(0, 1), scale=out_scale)
+        self.out = weight(rngs, (K, Z, emb_dim), ("heads", "head_dim", "embed"), dtype, fan_in=(0, 1), scale=out_scale)
 
     @staticmethod
     def costs(spec: LayerSpec) -> Costs:

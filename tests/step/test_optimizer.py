@@ -232,6 +232,44 @@ def test_matrices_are_what_a_layers_products_multiply_by():
     assert found["scale"] == ((0,), (), (1,), False)
 
 
+LINEAR = {  # a layer of linear attention and one of attention
+    "decoder_segments": "[{repeats: 2, pattern: [{attention_type: gated_delta}, {}]}]",
+    "base_num_decoder_layers": 4,
+    "gdn_num_key_heads": 2,
+    "gdn_num_value_heads": 4,
+    "gdn_key_head_dim": 4,
+    "gdn_value_head_dim": 6,
+}
+
+
+def test_a_layer_of_linear_attention_is_whole_matrices():
+    adapters = {"lora_rank": 2, "lora_parameters": "[qkv, attention.out]", "load_parameters_path": "x"}
+    _, plan = make(**LINEAR, **adapters)
+    kinds, shapes = by_path(plan.matrices), by_path(plan.shapes)
+    of_layer = {path: kind for path, kind in kinds.items() if "attention" in path and kind.hidden}
+    assert {path[-1] for path in of_layer} >= {"qkv", "gate", "write_gate", "decay_gate", "out", "up", "down"}
+    for path, kind in of_layer.items():
+        assert kind.stacks == (0,), (path, shapes[path].shape, kind)
+
+
+def test_muon_makes_the_projections_of_linear_attention_orthogonal():
+    """A first update is orthogonal as one matrix [D, outputs] a layer, with the gradient's singular vectors."""
+    _, plan = make(**LINEAR, opt_type="muon", adam_weight_decay=0)
+    optimizer, rate = plan.optimizer(hparams_at(plan.step, 20, 10)), hparams_at(plan.step, 20, 10)["learning_rate"]
+    weights, rng = plan.split(plan.shapes).trainable, np.random.default_rng(0)
+    weights = jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape), jnp.float32), weights)
+    updates = by_path(jax.jit(optimizer.update)(weights, optimizer.init(weights), weights)[0])
+    gradients = by_path(weights)
+    for path in (path for path in updates if path[-1] in ("qkv", "gate", "write_gate", "decay_gate")):
+        for gradient, update in zip(gradients[path], updates[path], strict=True):
+            matrix = np.reshape(gradient, (len(gradient), -1))
+            u, _, v = np.linalg.svd(matrix, full_matrices=False)
+            made = np.reshape(update, matrix.shape) / (-0.2 * rate * np.sqrt(max(matrix.shape)))
+            values = np.einsum("ir,io,ro->r", u, made, v)
+            assert np.all((values > 0.65) & (values < 1.25)), path
+            np.testing.assert_allclose((u * values) @ v, made, atol=1e-3, err_msg=str(path))
+
+
 RULES = """[{match: bias, learning_rate_scale: 0.1, opt_type: sgd, weight_decay: 0.2}, {match: table, weight_decay: 0},
     {match: scale, opt_type: adafactor}, {match: "k*", opt_type: muon, learning_rate_scale: 3}]"""
 

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from src.checkpoint.load_weights import identity
 from src.cli import run_command
 from src.completion import Completion, Prompt, generate, make_generator, write_now
 from src.config.base_yml import Usage
@@ -29,7 +28,7 @@ from src.data.types import Conversation, InputSpec, Tokenizer, missing_template
 from src.errors import UserError, changed_keys, first_few
 from src.generate import Generator, in_training, kept_in_int8, unrolled
 from src.json_text import parse_json, read_lines, read_object
-from src.loaded_model import load_model
+from src.loaded_model import load_model, model_facts
 from src.model.params import Weights
 from src.startup import configured
 from src.step.plan import StepPlan
@@ -80,8 +79,9 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     else:
         rows = math.ceil(config.per_device_batch_size * loaded.plan.layout.mesh.size)
         if decoding.decode_path:
-            facts = {"weights": identity(config.load_parameters_path), "tokenizer": tokenizer.fingerprint()}
-            facts |= {key: str(config[key]) for key in ("load_ema", "dtype", "quantization", "matmul_precision")}
+            facts = {**model_facts(config), "tokenizer": tokenizer.fingerprint()}
+            facts |= {key: config[key] for key in ("quantization", "matmul_precision")}
+            facts["chat_template"] = tokenizer.chat_template
             texts = write_completions(decoding, tokenizer, generator, prompts, rows, facts)
         else:
             texts = complete_all(generator, completions, rows)

@@ -5,9 +5,10 @@ from typing import NamedTuple
 import jax
 
 from src.checkpoint.changes import check_tokenizer, check_vocabulary
-from src.checkpoint.load_weights import load_weights
+from src.checkpoint.load_weights import identity, load_weights
 from src.checkpoint.resume import all_weights
-from src.config.schema import Config
+from src.config.schema import Config, keys_of
+from src.config.yaml import dump
 from src.console import say
 from src.data.types import Tokenizer
 from src.errors import UserError
@@ -43,6 +44,15 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
     check_tokenizer(config.accept_changes, meta, tokenizer)
     say(messages)
     return LoadedModel(plan, plan.split(weights), tokenizer)
+
+
+def model_facts(config: Config) -> dict[str, str]:
+    """Returns what log-probabilities depend on beside text, tokenizer and kernels: the model, its weights, its dtypes.
+
+    It is kept beside what was computed, which does not go on with another model.
+    """
+    keys = {key: dump(config[key]) for key in (*keys_of("model"), "load_ema", "dtype", "weight_dtype")}
+    return {**keys, "weights": identity(config.load_parameters_path)}
 
 
 def inference_plan(config: Config, layout: Layout) -> StepPlan:

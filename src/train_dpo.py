@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 from src.checkpoint.changes import compare_configs
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.contents import checkpoint_entries, saved_meta
-from src.checkpoint.load_weights import identity
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.reference import kept_in
 from src.checkpoint.resume import starting_state
@@ -24,7 +23,7 @@ from src.checkpoint.run_folder import RunFolder, dated_name, in_run_folder, kept
 from src.cli import run_command
 from src.config import load as configuration
 from src.config.base_yml import Usage
-from src.config.schema import KEYS, Config, keys_of
+from src.config.schema import KEYS, Config
 from src.config.yaml import dump
 from src.console import say
 from src.data.fingerprint import data_fingerprint
@@ -36,6 +35,7 @@ from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, TrainData
 from src.errors import UserError
 from src.evaluate import Evaluator, means
+from src.loaded_model import model_facts
 from src.model.flops import flops_per_token
 from src.model.params import Weights
 from src.parallel.slices import check_hardware, count_slices
@@ -114,8 +114,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     eval_sets = [EvalSet("", PairRows(inputs, held_out), config.eval_steps)] if config.eval_interval > 0 else []
     place = batch_sharding(plan.layout, plan.fields)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
-    model = {key: dump(config[key]) for key in (*keys_of("model"), "load_ema", "dtype", "weight_dtype")}
-    model["weights"] = identity(config.load_parameters_path)
+    model = model_facts(config)
     fingerprint = data_fingerprint(inputs, data, global_batch) | {"reference": model["weights"]}
     check_same(fingerprint, "data", "the same files, tokenizer, weights and keys")
     meta = saved_meta(plan, config.checkpoint, fingerprint, tokenizer)

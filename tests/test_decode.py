@@ -509,6 +509,8 @@ def test_a_killed_command_goes_on_to_the_same_file(llama, documents, capsys):
     assert "15 texts, 0 of them drawn now" in capsys.readouterr().out
     said = refused(*arguments(llama[0], **{**keys, "decode_seed": 5}))
     assert f"decode_path={path} has texts of other settings (decode_seed): name a new file" in said
+    for key, value in (("dtype", "bfloat16"), ("rope_max_timescale", 500), ("matmul_precision", "high")):
+        assert f"has texts of other settings ({key})" in refused(*arguments(llama[0], **{**keys, key: value}))
     (path.parent / f"{path.name}.settings").unlink()
     assert "has texts of other settings" in refused(*arguments(llama[0], **keys))
 

@@ -64,15 +64,14 @@ def train_step(
     if plan.step.skip_step_on_spikes:
         keep, spikes, spike_metrics = skip_spikes(spikes, losses["loss"], grad_norm, finite, hparams["spike_factor"])
     trainable, opt, internals = apply_update(grads, grad_norm, state, hparams, plan, keep_if=keep)
-    stats = router.update_router_bias(
-        state.weights.stats, router.totals(buffers), counts.non_padding, plan.step.routed_bias_update_rate
-    )
+    totals, rate = router.totals(buffers), plan.step.routed_bias_update_rate
+    stats = router.update_router_bias(state.weights.stats, totals, counts.non_padding, rate)
     weights = Weights(trainable, state.weights.frozen, _where(keep, stats, state.weights.stats))
     ema = state.ema
     if plan.step.ema_decay:
         ema = _where(keep, optax.incremental_update(trainable, ema, 1 - hparams["ema_decay"]), ema)
     metrics = {
-        **loss_metrics(losses, buffers, counts, plan),
+        **loss_metrics(losses, totals, counts, plan),
         **spike_metrics,
         "grad_norm": grad_norm,
         "tokens": counts.loss,
@@ -80,19 +79,19 @@ def train_step(
         "usable": _usable(trainable),
     }
     if plan.step.log_internals:
-        metrics["internals"] = {"activation_rms": activation_rms(buffers, counts.non_padding, plan.spec.emb_dim)}
-        metrics["internals"] |= internals
+        outputs = activation_rms(buffers, counts.non_padding, plan.spec.emb_dim)
+        metrics["internals"] = {"activation_rms": outputs, **internals}
     return TrainState(state.step + 1, weights, opt, ema, spikes), metrics
 
 
-def loss_metrics(losses: Metrics, buffers: Tree, counts: TokenCounts, plan: StepPlan) -> Metrics:
-    """Returns the reported losses, means of a user's own metrics, and each layer's figures of its experts."""
+def loss_metrics(losses: Metrics, totals: Tree, counts: TokenCounts, plan: StepPlan) -> Metrics:
+    """Returns the reported losses, means of a user's own metrics, and each layer's figures from its router's totals."""
     if "user_metrics" in losses:
         means = {name: total / count for name, (total, count) in losses["user_metrics"].items()}
         losses = {**losses, "user_metrics": means}
     if not plan.spec.has_experts:
         return losses
-    layers = router.by_layer(router.totals(buffers), counts.non_padding)
+    layers = router.by_layer(totals, counts.non_padding)
     balance = {name: jnp.sum(layers[name]) for name in ("load_balance_loss", "router_z_loss")}
     return {**balance, **losses, **{name: layers[name] for name in ("expert_load_max", "tokens_dropped")}}
 

@@ -3,6 +3,7 @@
 from src.config.schema import Evaluation
 from src.config.source_spec import SourceSpec, eval_specs, names_eval_data, train_specs, train_weights
 from src.data.held_out import train_validation_split
+from src.data.streams import StreamSource
 from src.data.types import EvalSet, InputSpec, RowSource, Source, TrainData
 from src.errors import UserError
 
@@ -38,6 +39,13 @@ def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
 
 def open_source(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
     """Opens one set of data. Raises UserError if it can't be read, or what reads it is not installed."""
+    source = _open(spec, inputs)
+    if isinstance(source, StreamSource):
+        source.check_hosts_differ()
+    return source
+
+
+def _open(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
     match spec.dataset_type:
         case "text" if inputs.data.use_sft:
             if not spec.dataset_path:

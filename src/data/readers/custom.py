@@ -34,9 +34,7 @@ def open_custom(spec: SourceSpec, inputs: InputSpec) -> Source:
     is_iterable = isinstance(made, Iterable) and not hasattr(made, "__getitem__")
     if hasattr(made, "load_state_dict") or (is_iterable and hasattr(call(name, iter, made), "get_state")):
         facts = {**_facts(name, made), "type": "custom", "column": spec.dataset_column}
-        stream = StreamSource(name, made, read, facts, shuffles=False)
-        stream.check_hosts_differ()
-        return stream
+        return StreamSource(name, made, read, facts, shuffles=False)
     return CustomSource(name, made, read)
 
 

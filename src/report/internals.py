@@ -59,8 +59,9 @@ def by_layer(entry: Entry) -> dict[str, dict[str, float | None]]:
     layers = [f"layer {layer}" for layer in range(len(activations))]
     figures = {"activation_rms": dict(zip(layers, activations, strict=True))}
     for kind, of in squares.items():
-        names = layers if len(of) == len(layers) else [f"segments.{s}.{p}, repeat {r}" for s, r, p in sorted(of)]
-        figures[kind] = {name: math.sqrt(of[place]) for name, place in zip(names, sorted(of), strict=True)}
+        places = sorted(of)
+        names = layers if len(of) == len(layers) else [f"segments.{s}.{p}, repeat {r}" for s, r, p in places]
+        figures[kind] = {name: math.sqrt(of[place]) for name, place in zip(names, places, strict=True)}
     return {TITLES[kind]: {name: _shown(value) for name, value in of.items()} for kind, of in figures.items()}
 
 

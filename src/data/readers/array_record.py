@@ -36,7 +36,7 @@ _FIRST_CHUNK = _BLOCK_HEADER + _CHUNK_HEADER  # after the file's own signature, 
 # The postscript, a protocol buffer: field 1 is the footer's place, field 2 a number that marks ArrayRecord.
 _POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
 
-_COUNTING_THREADS = 32
+_REQUESTS = 32  # at a time, while files are counted or copied
 COPIED_BYTES = 1 << 28  # a remote set of at most this size is copied to this machine: else each record is a request
 _MAX_OPEN_FILES = 2048
 
@@ -74,7 +74,7 @@ class RecordSource(Source):
         self._places: dict[str, str] = {}  # of copies, by the files' names
         if self.is_remote and sum(listing.sizes.values()) <= COPIED_BYTES:
             self._copies, self.is_remote = files.LocalCopies(), False
-            with ThreadPoolExecutor(_COUNTING_THREADS) as threads:
+            with ThreadPoolExecutor(_REQUESTS) as threads:
                 copied = threads.map(self._copies.path, listing.paths, listing.sizes.values())
                 self._places = dict(zip(listing.paths, copied, strict=True))
         self._open = open_file or _open_reader
@@ -145,7 +145,7 @@ def count_records(names: Sequence[str], sizes: Sequence[int], spec: SourceSpec) 
         import array_record  # noqa: F401
     except ImportError as error:
         raise missing_package(spec, error) from error
-    with ThreadPoolExecutor(_COUNTING_THREADS) as threads:  # for file systems where each read is a request
+    with ThreadPoolExecutor(_REQUESTS) as threads:  # for file systems where each read is a request
         return list(threads.map(_count, names, sizes))
 
 

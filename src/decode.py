@@ -80,7 +80,6 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
         rows = math.ceil(config.per_device_batch_size * loaded.plan.layout.mesh.size)
         if decoding.decode_path:
             facts = {**model_facts(config), "tokenizer": tokenizer.fingerprint()}
-            facts |= {key: config[key] for key in ("quantization", "matmul_precision")}
             facts["chat_template"] = tokenizer.chat_template
             texts = write_completions(decoding, tokenizer, generator, prompts, rows, facts)
         else:

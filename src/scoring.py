@@ -22,7 +22,8 @@ from src.model.parts import kernel_for
 from src.model.pipeline import check_rows
 from src.parallel.mesh import global_batch_size
 from src.parallel.sequence import from_zigzag, to_zigzag
-from src.step.loss import LogitsOf, in_tiles
+from src.step.eval_step import token_scores
+from src.step.loss import LogitsOf
 from src.step.plan import StepPlan
 
 _SHORTEST_ROW = 128  # tokens, which kernels take rows of multiples of
@@ -197,28 +198,6 @@ def _scores(
     scores = token_scores(logits_of, hidden_BTD, targets_BT, plan.step.num_vocab_tiling, shards)
     whole_BT = (plan.layout.constrain(x_BT, "batch", None) for x_BT in scores)
     return tuple(from_zigzag(x_BT, plan.layout.shards("length")) for x_BT in whole_BT)
-
-
-def token_scores(
-    logits_of: LogitsOf, hidden_BTD: jax.Array, targets_BT: jax.Array, tiles: int, shards: int = 1
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-probability [B, T] of each target, in nats, and whether it is the likeliest, bool [B, T].
-
-    The arguments are those of `cross_entropy`.
-    """
-
-    def of_tile(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        hidden_BtD, targets_Bt = tile
-        log_probs_BtV = jax.nn.log_softmax(logits_of(hidden_BtD))
-        log_probs_Bt = jnp.take_along_axis(log_probs_BtV, targets_Bt[..., None], axis=-1)[..., 0]
-        return log_probs_Bt, jnp.argmax(log_probs_BtV, axis=-1) == targets_Bt
-
-    def whole(tiled: jax.Array) -> jax.Array:
-        parts = tiled.reshape(tiles, -1, shards, tiled.shape[2] // shards)
-        return jnp.moveaxis(parts, 0, 2).reshape(targets_BT.shape)
-
-    log_probs, likeliest = jax.lax.map(of_tile, in_tiles((hidden_BTD, targets_BT), tiles, shards))
-    return whole(log_probs), whole(likeliest)
 
 
 def _hidden_states(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> tuple[jax.Array, LogitsOf]:

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from src import evaluate
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
-from src.scoring import Scorer, token_scores
+from src.scoring import Scorer
+from src.step.eval_step import token_scores
 from tests import runs, tiny
 
 LENGTH = 32

@@ -3,6 +3,7 @@
 A row of a batch holds a pair, as `src.data.pairs.pair_batch` makes it. C: its two answers, chosen and rejected.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ from src.errors import UserError
 from src.model.decoder import Decoder
 from src.model.params import Tree, Weights
 from src.step.compiler_flags import ALWAYS
-from src.step.loss import LossSums, hidden_states, in_tiles, in_zigzag
+from src.step.eval_step import token_scores
+from src.step.loss import LossSums, hidden_states, in_zigzag
 from src.step.plan import Batch, StepPlan
 from src.step.state import batch_sharding
 
@@ -54,20 +56,10 @@ def answer_log_probs(model: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.
     inputs = in_zigzag(batch, plan.layout)
     hidden_BTD, context, reports = hidden_states(model, inputs, plan)
     mask_BTC = (inputs["segment_ids"][..., None] == jnp.array([1, 2])) * inputs["answer_mask"][..., None]
-
-    def add_tile(sums_BC: jax.Array, tile: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        hidden_BtD, targets_Bt, mask_BtC = tile
-        logits_BtV = model.logits(hidden_BtD, context=context)
-        is_target_BtV = targets_Bt[..., None] == jnp.arange(logits_BtV.shape[-1])
-        target_logit_Bt = jnp.sum(jnp.where(is_target_BtV, logits_BtV, 0.0), axis=-1)
-        log_probs_Bt = target_logit_Bt - jax.nn.logsumexp(logits_BtV, axis=-1)
-        return sums_BC + jnp.sum(log_probs_Bt[..., None] * mask_BtC, axis=1), None
-
-    zeros_BC, arrays = jnp.zeros((len(hidden_BTD), 2), jnp.float32), (hidden_BTD, inputs["targets"], mask_BTC)
-    if plan.step.num_vocab_tiling == 1:
-        return add_tile(zeros_BC, arrays)[0], reports
-    tiles = in_tiles(arrays, plan.step.num_vocab_tiling, plan.layout.shards("norm_length"))
-    return jax.lax.scan(jax.checkpoint(add_tile), zeros_BC, tiles)[0], reports
+    tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
+    logits_of = functools.partial(model.logits, context=context)
+    log_probs_BT, _ = token_scores(logits_of, hidden_BTD, inputs["targets"], tiles, shards)
+    return jnp.sum(log_probs_BT[..., None] * mask_BTC, axis=1), reports
 
 
 def compile_measure(plan: StepPlan) -> jax.stages.Wrapped:

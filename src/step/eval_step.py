@@ -1,4 +1,4 @@
-"""What an evaluation computes of a batch, compiled: sums of losses, and of the bytes of their text."""
+"""What an evaluation computes of a batch, compiled: sums of losses, of the bytes of their text, and tokens' scores."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from src.data.types import NOT_TEXT
 from src.model.params import Weights
 from src.parallel.sequence import from_zigzag
 from src.step.compiler_flags import ALWAYS
-from src.step.loss import LogitsOf, batch_cross_entropy, hidden_states, in_zigzag
+from src.step.loss import LogitsOf, batch_cross_entropy, hidden_states, in_tiles, in_zigzag
 from src.step.plan import Batch, StepPlan
 from src.step.state import batch_sharding
 from src.user_code import check_metrics
@@ -57,14 +57,37 @@ def text_sums(logits_of: LogitsOf, hidden_BTD: jax.Array, inputs: Batch, plan: S
     mask_BT, bytes_BT = inputs["loss_mask"], inputs["text_bytes"]
     is_text_BT = (mask_BT > 0) & (bytes_BT >= 0)
 
-    def loss_sum(mask_BT: jax.Array) -> jax.Array:
-        return batch_cross_entropy(logits_of, hidden_BTD, {**inputs, "loss_mask": mask_BT}, plan)[0]
-
-    # Over two masks, on which logits don't depend: they are computed once.
-    loss, text = jax.vmap(loss_sum)(jnp.stack([mask_BT, is_text_BT.astype(mask_BT.dtype)]))
+    tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
+    nats_BT = -token_scores(logits_of, hidden_BTD, inputs["targets"], tiles, shards)[0]
     return {
-        "loss_sum": loss,
-        "text_nats": text,
+        "loss_sum": jnp.sum(nats_BT * mask_BT),
+        "text_nats": jnp.sum(nats_BT * is_text_BT),
         "text_bytes": jnp.sum(jnp.where(is_text_BT, bytes_BT, 0)),
         "not_text": jnp.sum((mask_BT > 0) & (bytes_BT == NOT_TEXT)),
     }
+
+
+def token_scores(
+    logits_of: LogitsOf, hidden_BTD: jax.Array, targets_BT: jax.Array, tiles: int, shards: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the log-probability [B, T] of each target, in nats, and whether it is the likeliest, bool [B, T].
+
+    The arguments are those of `cross_entropy`.
+    """
+
+    def of_tile(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        hidden_BtD, targets_Bt = tile
+        logits_BtV = logits_of(hidden_BtD)
+        is_target_BtV = targets_Bt[..., None] == jnp.arange(logits_BtV.shape[-1])  # no lookup, as in `cross_entropy`
+        target_logit_Bt = jnp.sum(jnp.where(is_target_BtV, logits_BtV, 0.0), axis=-1)
+        return target_logit_Bt - jax.nn.logsumexp(logits_BtV, axis=-1), jnp.argmax(logits_BtV, axis=-1) == targets_Bt
+
+    def whole(tiled: jax.Array) -> jax.Array:
+        parts = tiled.reshape(tiles, -1, shards, tiled.shape[2] // shards)
+        return jnp.moveaxis(parts, 0, 2).reshape(targets_BT.shape)
+
+    arrays = hidden_BTD, targets_BT
+    if tiles == 1:
+        return of_tile(arrays)
+    log_probs, likeliest = jax.lax.map(jax.checkpoint(of_tile), in_tiles(arrays, tiles, shards))
+    return whole(log_probs), whole(likeliest)

@@ -191,7 +191,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 recorder.flush()
                 watchdog.pause()
                 if evaluates:
-                    results = [evaluation.run(state.weights) for evaluation in evaluations]
+                    results = [evaluation.run(state) for evaluation in evaluations]
                     eval_metrics = {name: value for result in results for name, value in result.items()}
                     if generated:
                         drawn = generated.run(plan, state.weights).items()

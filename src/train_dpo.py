@@ -193,7 +193,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 recorder.flush()
                 watchdog.pause()
                 if evaluates:
-                    eval_metrics = means(evaluations[0].sums(state.weights))
+                    eval_metrics = means(*evaluations[0].sums(state.weights))
                     recorder.add_evaluation(done, eval_metrics)
                 meta["eval_loss"] = eval_metrics["eval_loss"] if evaluates else None
                 finished = ending(config, done, meta["eval_loss"])
@@ -232,7 +232,7 @@ def log_probs(
         say([f"reference: log-probabilities of {source.source.row_count:,} pairs of {source.name}"])
         keys: list[list[str]] = []
         each = evaluator(source, prepare=lambda rows, keys=keys: keys.append(pair_keys(rows)) or pair_batch(rows, None))
-        for of_batch, sums in zip(keys, each.sums(weights), strict=True):
+        for of_batch, sums in zip(keys, *each.sums(weights), strict=True):
             found |= zip(of_batch, sums["log_probs"][each.rows].tolist(), strict=True)
     return {key: pair for of_process in gather_json(found) for key, pair in of_process.items() if key}
 

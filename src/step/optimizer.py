@@ -81,8 +81,9 @@ def make_optimizer(
         scaling.append(adam if types == {"adamw"} else optax.masked(adam, by_adam))
     if keys.adam_clip_threshold:
         scaling.append(clip_matrices(matrices, where(rules, "opt_type", "adamw"), hparams["adam_clip"]))
-    decay = decayed(rules, decays, hparams["weight_decay"])
-    return optax.chain(*scaling, *decay, optax.scale_by_learning_rate(hparams["learning_rate"]), *scaled(rules))
+    scaling += [*scaled(rules, "by_width"), *decayed(rules, decays, hparams["weight_decay"])]
+    rate = optax.scale_by_learning_rate(hparams["learning_rate"])
+    return optax.chain(*scaling, rate, *scaled(rules, "learning_rate_scale"))
 
 
 def clip(gradients: Any, norm: jax.Array, threshold: jax.Array) -> Any:

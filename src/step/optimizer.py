@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from src.config.schema import Step
+from src.model.lora import ADAPTER_DTYPE
 from src.step.adafactor import clip_matrices, scale_by_adafactor
 from src.step.muon import orthogonal_updates
 from src.step.optimizer_rules import decayed, scaled, where
@@ -66,7 +67,7 @@ def make_optimizer(
     each weight. `hparams` may be traced arrays; the state does not depend on them. Muon (Jordan et al. 2024) updates
     all but hidden matrices by adamw.
     """
-    mu_dtype = keys.mu_dtype or keys.weight_dtype
+    mu_dtype = keys.mu_dtype or (ADAPTER_DTYPE if keys.lora_rank else keys.weight_dtype)
     adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=mu_dtype)
     trace = optax.trace(hparams["muon_beta"], nesterov=True, accumulator_dtype=mu_dtype)
     types = {rule.opt_type for rule in jax.tree.leaves(rules)}

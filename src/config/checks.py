@@ -107,7 +107,9 @@ def _profile(config: FlatKeys) -> Iterator[str]:
 
 
 def _moments(config: FlatKeys) -> Iterator[str]:
-    moments = {"adam_b1": config.mu_dtype or config.weight_dtype, "adam_b2": config.weight_dtype}
+    adapters_alone = config.lora_rank and not config.trainable_parameters  # which are float32, and so their moments
+    second = "float32" if adapters_alone else config.weight_dtype
+    moments = {"adam_b1": config.mu_dtype or ("float32" if config.lora_rank else second), "adam_b2": second}
     types = {config.opt_type, *(rule.get("opt_type") for rule in config.optimizer_rules)}
     for name, dtype in moments.items() if types - {"adafactor", "sgd", None} else ():
         if dtype == "bfloat16" and 0 < 1 - config[name] < 2**-8:  # half of what a bfloat16 can be less by
@@ -122,6 +124,7 @@ def _mup(config: FlatKeys) -> Iterator[str]:
     needed = {
         "opt_type=adamw, in optimizer_rules too": types == {"adamw"},
         "logits_via_embedding=false": not config.logits_via_embedding,
+        "scale_embedding=false": not config.scale_embedding,  # it would grow with the width
         "lora_rank=0": not config.lora_rank,
     }
     for keys, holds in needed.items() if config.mup_base_emb_dim else ():

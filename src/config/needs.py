@@ -84,7 +84,7 @@ NEEDS = (
     Need(["abort_on_nan_loss", "abort_on_inf_loss"], {"on_nonfinite": ["stop"]}),
     Need(["skip_step_interval", "skip_step_scaling_factor"], {"skip_step_on_spikes": [True]}),
     Need(["target_eval_loss"], {"eval_interval": FROM_1}),
-    Need(["load_ema"], {"load_parameters_path": GIVEN}),
+    Need(["load_ema"], {"load_parameters_path": GIVEN, "load_weights_rules": GIVEN}),
     Need(["wsd_decay_steps_fraction"], {"lr_schedule_type": ["wsd"]}),
     Need(["quantization_exclude"], {"quantization": ["int8", "fp8", "mxfp8"], "quantize_weights": ["int8"]}),
     Need(["lora_alpha", "lora_parameters"], {"lora_rank": ABOVE_0}),

@@ -57,6 +57,16 @@ def error_of(*arguments, config=BASE):
         (["remat_policy=save"], ["remat_policy=save", "save_qkv_proj"]),
         (["remat_policy=custom"], ["remat_custom"]),
         (["weight_dtype=bfloat16", "adam_b2=0.999"], ["adam_b2=0.999", "never decay", "weight_dtype=float32"]),
+        (
+            [
+                "weight_dtype=bfloat16",
+                "adam_b2=0.999",
+                "lora_rank=2",
+                "load_parameters_path=a",
+                "trainable_parameters=[*]",
+            ],
+            ["adam_b2=0.999", "never decay"],
+        ),
         (["mu_dtype=bfloat16", "adam_b1=0.997"], ["adam_b1=0.997", "mu_dtype=float32"]),
         (["remat_custom.out_proj=device"], ["remat_policy=custom"]),
         (["remat_policy=custom", "remat_custom.out=device"], ["no array out", "out_proj"]),

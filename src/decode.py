@@ -128,7 +128,9 @@ class DocumentPrompts(Sequence[Prompt]):
         is_stream, self.facts = isinstance(source, StreamSource) and most != -1, source.fingerprint()
         if is_stream and jax.process_count() > 1:
             raise UserError(f"{source.name} is a stream for each process: give it to a job of one")
-        self._read = StreamReader(source, inputs.data.data_shuffle_seed, None) if is_stream else source.__getitem__
+        if is_stream:  # it is read forwards alone, and each evaluation takes all prompts again
+            items = list(map(StreamReader(source, inputs.data.data_shuffle_seed, None), range(most)))
+        self._read = (items if is_stream else source).__getitem__
         self._count = most if is_stream else min(len(source), most if most != -1 else len(source))
 
     def __len__(self) -> int:

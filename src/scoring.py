@@ -55,6 +55,8 @@ class Scorer:
     def _row_length(self, longest: int) -> int:
         """Returns the shortest of the lengths that holds so many tokens, and that devices and tiles share out."""
         layout, T = self._plan.layout, self._T
+        if any(layer.capacity_factor != -1 for layer in self._plan.spec.layers):
+            return T  # whose share the capacity is: by the longest text, a score would depend on the other texts
         unit = _SHORTEST_ROW * layout.shards("length") * layout.shards("norm_length") * self._plan.step.num_vocab_tiling
         while T % (2 * unit) == 0 and longest <= T // 2:
             T //= 2
@@ -62,6 +64,7 @@ class Scorer:
 
 
 _INPUTS, _TARGETS = slice(None, -1), slice(1, None)
+_PADDING = -1  # in place of an id
 
 
 def score_texts(
@@ -158,8 +161,8 @@ def eval_batch_size(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan) ->
 
 
 def _padded(rows: Sequence[np.ndarray], B: int, T: int) -> np.ndarray:
-    """Returns the rows padded with zeros, [B, T], so that all batches have one shape."""
-    tokens_BT = np.zeros((B, T), np.int32)
+    """Returns the rows padded with _PADDING, [B, T], so that all batches have one shape."""
+    tokens_BT = np.full((B, T), _PADDING, np.int32)
     for row, ids in enumerate(rows):
         tokens_BT[row, : len(ids)] = ids
     return tokens_BT
@@ -223,6 +226,7 @@ def _hidden_states(weights: Weights, tokens_BT: jax.Array, plan: StepPlan) -> tu
     decoder = plan.decoder(weights)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     tokens_BT, positions_BT = (to_zigzag(x, plan.layout) for x in (tokens_BT, positions_BT))
-    context = ForwardContext(positions_BT, jnp.ones_like(tokens_BT), plan.layout, plan.kernel, packed=False)
-    hidden_BTD, _, _ = decoder(tokens_BT, context, plan.execution)
+    segment_ids_BT = jnp.int32(tokens_BT != _PADDING)  # padding is to take none of the experts' capacity
+    context = ForwardContext(positions_BT, segment_ids_BT, plan.layout, plan.kernel, packed=False)
+    hidden_BTD, _, _ = decoder(jnp.maximum(tokens_BT, 0), context, plan.execution)
     return hidden_BTD, lambda hidden_BtD: decoder.logits(hidden_BtD, context)[..., : plan.spec.vocab_size]

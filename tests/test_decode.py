@@ -536,6 +536,20 @@ def test_of_conversations_the_prompt_ends_before_the_last_answer(tmp_path):
     assert [message["content"] for message in prompt] == ["a", "b", "c"]
 
 
+def test_prompts_of_a_stream_are_the_same_at_each_evaluation(tmp_path, monkeypatch):
+    """A stream is read by windows of 1,024 documents, and here there are more."""
+    code = "import grain\n\nTEXTS = [str(10_000 + n) for n in range(2_500)]\n\n"
+    code += "def made(config, split):\n    return grain.MapDataset.source(TEXTS).to_iter_dataset()\n"
+    (tmp_path / "my_stream.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = ["dataset_type=custom", "dataset_factory=my_stream:made", "decode_prompt_tokens=6", "decode_path=x"]
+    config = load([runs.BASE, *keys, "decode_num_prompts=2_100", "eval_interval=-1"])
+    prompts = decode.prompts_of(config.decoding, InputSpec.of(config, BYTES))
+    for _ in range(2):
+        texts = [BYTES.decode(prompt[1:]) for prompt in prompts[:]]
+        assert texts == [str(10_000 + n) for n in range(2_100)]
+
+
 def test_texts_are_measured_at_each_evaluation(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_metrics.py").write_text(
         "seen = []\n\ndef measure(lines):\n    seen.append(lines)\n"

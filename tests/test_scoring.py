@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from src import evaluate
 from src.data.tokenizer import ByteTokenizer
 from src.errors import UserError
-from src.scoring import token_scores
-from tests import runs
+from src.scoring import Scorer, token_scores
+from tests import runs, tiny
 
 LENGTH = 32
 
@@ -71,6 +71,31 @@ def test_texts_are_scored_token_by_token(model, tmp_path):
         assert line["log_probs"][0] is None
         np.testing.assert_allclose(line["log_probs"][1:], expected, atol=1e-5)
         assert line["log_prob"] == pytest.approx(expected.sum(), abs=1e-4)
+
+
+def test_padding_takes_no_capacity_of_experts(tmp_path):
+    """Each expert has 16 slots of a row, more than the tokens of a text: nothing is dropped, as in transformers."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "hidden_size": 20, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "initializer_range": 0.3}
+    mixtral = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2))
+    mixtral.save_pretrained(tmp_path / "mixtral")
+    (tmp_path / "texts.txt").write_text("def f(x):\nreturn x + 1\n")
+    keys = {"texts_path": tmp_path / "texts.txt", "scores_path": tmp_path / "scores.jsonl", "capacity_factor": 0.5}
+    run(tmp_path / "mixtral", **keys, max_target_length=64)
+    for line in map(json.loads, (tmp_path / "scores.jsonl").open()):
+        np.testing.assert_allclose(line["log_probs"][1:], log_probs(mixtral, line["ids"]), atol=1e-5)
+
+
+def test_a_score_does_not_depend_on_what_else_is_scored_where_experts_have_a_capacity():
+    """Rows of short texts are shorter, and an expert's capacity is a share of its row."""
+    keys = {"num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": 0.05}
+    config, plan = tiny.make(**keys, max_target_length=256, per_device_batch_size=2)
+    weights = plan.split(tiny.random_weights(plan))
+    scorer = Scorer(config.evaluation, config.batch, plan, weights)
+    short, long = (np.random.default_rng(0).integers(0, tiny.VOCAB, size) for size in (40, 250))
+    (alone, _), (beside, _) = next(scorer([short])), next(scorer([short, long]))
+    np.testing.assert_allclose(beside, alone, atol=1e-5)
 
 
 def test_scores_are_the_same_in_tiles(model, tmp_path):

@@ -113,6 +113,7 @@ class StreamReader:
 
     def __call__(self, number: int) -> Item:
         """Returns document `number`; a later call asks for a later one."""
+        assert number >= self._first, "a stream goes forwards alone"
         while number >= self._first + len(self._items):
             self._read_window()
         return self._items[number - self._first]

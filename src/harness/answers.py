@@ -114,9 +114,11 @@ class Answers:
         return ids if len(ids) else np.array([self.tokenizer.bos], np.int32)
 
     def _text(self, completion: Completion, until: Sequence[str]) -> str:
-        """Returns the text of what was drawn, by itself, as transformers decodes it, up to the first of `until`."""
+        """Returns the text of what was drawn, by itself, as transformers decodes it, up to a text of `until`."""
         text = self.tokenizer.decode(np.array([token for token, _ in completion.drawn], np.int32))
-        return text[: min((at for stop in until if (at := text.find(stop)) >= 0), default=None)]
+        for stop in until:  # the harness cuts by one after the other, whichever comes first in the text
+            text = text.split(stop)[0]
+        return text
 
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """Returns a conversation as the chat template writes it, up to where the assistant's next turn begins.

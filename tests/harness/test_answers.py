@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -153,6 +154,15 @@ def test_texts_are_those_of_transformers_up_to_a_stop(until, answers, reference)
             expected = expected.split(stop)[0]
         assert text == expected
     assert answers.truncated == 1
+
+
+@pytest.mark.parametrize("until", [("bc", "ab"), ("ab", "bc"), ("c", "abc", "xa"), ("\n\nQ", "\n"), ("\n", "a\n")])
+def test_stops_that_overlap_cut_a_text_as_the_harness_cuts_it(until, answers):
+    """A token may bring several at once."""
+    utils = pytest.importorskip("lm_eval.models.utils", reason="bash setup.sh eval installs it")
+    for text in ("xabc", "xxaba\n\nQ: abc", "no stop"):
+        drawn = SimpleNamespace(drawn=[(token, 0.0) for token in text.encode()])
+        assert answers._text(drawn, until) == utils.postprocess_generated_text(text, list(until), None)
 
 
 def test_samples_differ_and_come_again(answers):

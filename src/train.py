@@ -22,7 +22,7 @@ from src.config import load as configuration
 from src.config.schema import Config
 from src.console import printable, say
 from src.data.fingerprint import data_fingerprint
-from src.data.host_arrays import check_same, gather_json, host_rows, rows_to_global, to_global
+from src.data.host_arrays import check_same, gather_json, host_rows, to_global
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
@@ -179,7 +179,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 make_update = train_step if size == global_batch else built.train
                 state, metrics = make_update(state, batch, hparams_at(config.step, config.steps, step))
             if config.use_sft:
-                cuts = rows_to_global(host_batch.cuts, cuts_sharding, host_batch.rows, size)
+                cuts = to_global(host_batch.cuts, cuts_sharding, host_batch.rows, size)
                 metrics["conversations_cut"] = count_cut(cuts)
             done, rows_taken = step + 1, rows_taken + size
             recorder.add(done, metrics, batch["tokens"].size)

@@ -97,7 +97,6 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
 
 
 def _check(data: Data, tokenized_path: str) -> None:
-    """Raises UserError for data that can't be written as tokens, or not there."""
     if not tokenized_path:
         raise UserError("tokenized_path is empty: expected the folder to write the tokens into")
     if "://" in tokenized_path:
@@ -260,7 +259,6 @@ _items_of_process = functools.cache(open_items)
 
 
 def _write_shard(config_text: str, folder: Path, number: int, part: range) -> ShardFacts:
-    """Writes the shard with these items, its NUMBER.json last."""
     items = _items_of_process(config_text)
     dtype = np.dtype(items.dtype).newbyteorder("<")
     pair_starts = array.array("q", [0])  # a list would take four times the memory

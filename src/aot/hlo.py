@@ -186,7 +186,6 @@ def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[st
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    """Returns the value of an integer constant, None for any other instruction."""
     instruction = computation[name]
     while instruction.opcode == "copy":
         instruction = computation[instruction.operands[0]]

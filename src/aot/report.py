@@ -134,7 +134,6 @@ def device_capacity(topology: Topology) -> int | None:
 
 
 def _stated_bytes(pattern: re.Pattern[str], message: str) -> int:
-    """Returns the largest size that a message states in the pattern's words, or 0."""
     return max((round(float(number) * UNITS[unit]) for number, unit in pattern.findall(message)), default=0)
 
 
@@ -193,7 +192,6 @@ def describe(topology: str, slices: int) -> str:
 
 
 def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
-    """Yields sums, each with its parts under it where they are known."""
     sums = [(memory["arguments"], "arguments", memory["argument_parts"])]
     if "donated" in memory:
         sums.append((memory["outputs"] - memory["donated"], "outputs that take no argument's place", {}))

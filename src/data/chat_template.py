@@ -73,7 +73,6 @@ class ChatTemplate:
         return reply["texts"]
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the reply of the process, which is started first if there is none."""
         if self._process is None:
             serve = f"import sys; sys.path.insert(0, {_ROOT!r}); from {__name__} import serve; serve()"
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}

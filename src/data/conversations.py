@@ -70,7 +70,6 @@ class ConversationSource(Source):
 
 
 def _read_line(line: bytes, file: str, start: int) -> Conversation:
-    """Parses the line that begins at byte `start` of a file; raises UserError where it is no conversation."""
     try:
         record = parse_json(line)
         return Conversation(_messages(record), "messages" not in record, file, start)

@@ -219,7 +219,6 @@ def _chunks(weights: Any, stage: Array, schedule: Schedule) -> Any:
 
 @jax.custom_vjp  # adds the entry's gradient in place; that of plain indexing would add a whole array of zeros
 def _read(rows_MBTD: Array, index: Array) -> tuple[Array, Array]:
-    """Returns the array and its entry `index`."""
     return rows_MBTD, rows_MBTD[index]
 
 

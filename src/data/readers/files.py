@@ -243,7 +243,6 @@ def _fixed_part(path: str) -> str:
 
 
 def _check_no_gaps(names: Collection[str], pattern: str, setting: str) -> None:
-    """Raises UserError where a numbered set lacks a file whose name would match `pattern`."""
     sets: dict[tuple[str, str, str], dict[int, str]] = {}
     for name in names:
         if match := _SHARD.fullmatch(name):

@@ -51,7 +51,6 @@ class TfdsSource(RecordSource):
 
 
 def _find(spec: SourceSpec) -> str:
-    """Returns the folder of the wanted version of the dataset."""
     root = os.path.expanduser(spec.dataset_path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     full_name = spec.dataset_name
     name, _, version = full_name.partition(":")
@@ -72,7 +71,6 @@ def _find(spec: SourceSpec) -> str:
 
 
 def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
-    """Reads TFDS's facts on a dataset, and chooses its files of the format array_record."""
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
@@ -94,7 +92,6 @@ def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
 
 
 def _check_feature(spec: SourceSpec, features: Any) -> None:
-    """Raises UserError unless each record has a text or a list of integers under the wanted name."""
     names = _flat(features)
     setting = spec.setting("dataset_column")
     if spec.dataset_column not in names:
@@ -111,7 +108,6 @@ def _check_feature(spec: SourceSpec, features: Any) -> None:
 
 
 def _kind(tensor: "TensorInfo") -> str | None:
-    """Says whether the values of a feature are text or ids; None: neither."""
     if tensor.shape == () and tensor.np_dtype in (np.object_, np.str_, np.bytes_):
         return "text"
     return "ids" if len(tensor.shape) == 1 and np.issubdtype(tensor.np_dtype, np.integer) else None
@@ -125,7 +121,6 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _file_slices(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction]":
-    """Returns which records of which files make the split."""
     splits = ", ".join(f"{name} ({split.num_examples:,} examples)" for name, split in info.splits.items())
     setting = spec.setting("split")
     try:

@@ -132,7 +132,6 @@ def _visits(rows_G: Array, rows: int, tile: int, empty_groups: bool) -> tuple[Vi
 
 
 def _in_group(visits: Visits, visit: Array, shape: tuple[int, int]) -> Array:
-    """Returns whether each row of a visit's tile is of its group."""
     first_rows, groups, tiles = visits
     row = tiles[visit] * shape[0] + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= first_rows[groups[visit]]) & (row < first_rows[groups[visit] + 1])

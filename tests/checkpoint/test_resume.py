@@ -549,7 +549,23 @@ def test_averages_spikes_and_rules_go_on_where_they_were(tmp_path, corpus, monke
     assert own["eval_loss"] != average["eval_loss"]
     refusal = runs.refusal(monkeypatch, capsys, runs.arguments(**{**keys, "ema_decay": 0}, run_name="cut", steps=13))
     assert "ema_decay: 0.9 -> 0.0" in refusal
-    assert "checkpoints have arrays of the old shapes" in refusal
+
+
+def test_an_average_may_change_its_pace_or_end_but_not_begin(tmp_path, corpus, monkeypatch, capsys):
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "run_name": "run", "base_num_decoder_layers": 1}
+    keys["learning_rate_schedule_steps"] = 4
+    runs.run_here(**keys, steps=1, ema_decay=0.9)
+    for steps, decay in ((2, 0.5), (3, 0)):
+        next_start = {**keys, "steps": steps, "ema_decay": decay}
+        assert "or accept them: accept_changes=[ema_decay]" in runs.refusal(
+            monkeypatch, capsys, runs.arguments(**next_start)
+        )
+        runs.run_here(**next_start, accept_changes="[ema_decay]")
+        assert any(name.startswith("ema.") for name in runs.saved_arrays(tmp_path / "run", steps)) == bool(decay)
+    assert [line["step"] for line in runs.lines(tmp_path / "run") if "loss" in line] == [1, 2, 3]
+    refusal = runs.refusal(monkeypatch, capsys, runs.arguments(**keys, steps=4, ema_decay=0.9))
+    assert "accept_changes" not in refusal
+    assert f"run_name=NEW load_parameters_path={tmp_path / 'run'} begins with them at step 0" in refusal
 
 
 # ---- Checkpoints that are gone

@@ -57,16 +57,6 @@ def error_of(*arguments, config=BASE):
         (["remat_policy=save"], ["remat_policy=save", "save_qkv_proj"]),
         (["remat_policy=custom"], ["remat_custom"]),
         (["weight_dtype=bfloat16", "adam_b2=0.999"], ["adam_b2=0.999", "never decay", "weight_dtype=float32"]),
-        (
-            [
-                "weight_dtype=bfloat16",
-                "adam_b2=0.999",
-                "lora_rank=2",
-                "load_parameters_path=a",
-                "trainable_parameters=[*]",
-            ],
-            ["adam_b2=0.999", "never decay"],
-        ),
         (["mu_dtype=bfloat16", "adam_b1=0.997"], ["adam_b1=0.997", "mu_dtype=float32"]),
         (["remat_custom.out_proj=device"], ["remat_policy=custom"]),
         (["remat_policy=custom", "remat_custom.out=device"], ["no array out", "out_proj"]),
@@ -130,6 +120,20 @@ def test_mistakes(arguments, parts):
     assert "problems" not in message, "one mistake is one problem"
     for part in parts:
         assert part in message
+
+
+def test_all_problems_of_an_entry_are_reported_together():
+    message = error_of(
+        "optimizer_rules=[{mach: a, learning_rate_scale: -1, opt_type: adam}, {match: b, weight_decay: x}]"
+    )
+    for problem in (
+        "entry 1: no setting mach. Did you mean match?",
+        "learning_rate_scale=-1.0 must be 0 or more",
+        "opt_type=adam is none of",
+        "it needs match",
+        "entry 2: weight_decay: expected a number",
+    ):
+        assert problem in message, message
 
 
 def test_all_problems_are_reported_together():

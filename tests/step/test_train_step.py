@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from src.errors import UserError
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights, by_path
 from src.step.loss import next_token_loss
@@ -247,6 +248,9 @@ def test_adapters_over_bfloat16_weights_have_moments_as_precise_as_they_are(trai
     assert [leaf.dtype for leaf in jax.tree.leaves(updated)] == [leaf.dtype for leaf in jax.tree.leaves(state)]
     for moments in (state.opt[0].mu["lora"], state.opt[0].nu["lora"]):
         assert {leaf.dtype for leaf in jax.tree.leaves(moments)} == {jnp.dtype("float32")}
+    if trained != "[]":
+        with pytest.raises(UserError, match=r"adam_b2=0\.999 needs a moment in float32"):
+            make(weight_dtype="bfloat16", adam_b2=0.999, **keys)
 
 
 def test_a_profile_reads_like_the_code():

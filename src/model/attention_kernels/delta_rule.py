@@ -5,7 +5,8 @@ A value head has a state S [H, P]. A token decays it, and then moves what its ke
     S = exp(g) S;  S = S + k beta (v - k S);  out = q S
 
 Beside the letters of src/model/spec.py: K key heads, each with G value heads, H size of queries and keys, P of values,
-C tokens of a chunk, n chunks. Everything is in float32.
+C tokens of a chunk, n chunks. All arrays are float32, but TPUs and GPUs round what products take as `matmul_precision`
+says, except in the inverse, where each round would add to the errors of those before it.
 """
 
 import jax

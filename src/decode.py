@@ -80,7 +80,6 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
         rows = math.ceil(config.per_device_batch_size * loaded.plan.layout.mesh.size)
         if decoding.decode_path:
             facts = {**model_facts(config), "tokenizer": tokenizer.fingerprint()}
-            facts |= {key: config[key] for key in ("quantization", "matmul_precision")}
             facts["chat_template"] = tokenizer.chat_template
             texts = write_completions(decoding, tokenizer, generator, prompts, rows, facts)
         else:
@@ -225,7 +224,8 @@ def _written(path: Path, facts: Mapping[str, Any], rows: int, total: int) -> int
             f"decode_path={path} has texts of other settings ({first_few(changed)}): name a new file, or delete it"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    settings.write_text(json.dumps(facts))
+    if not data:  # else it has them, and a kill while it is written anew would lose the texts
+        settings.write_text(json.dumps(facts))
     whole = data.count(b"\n")
     done = whole if whole == total else whole // rows * rows
     with open(path, "ab") as file:
@@ -245,8 +245,8 @@ class DecodeMetrics:
         """Returns the function's numbers as `decode_NAME`; raises UserError where it raises or returns others."""
         plan, weights = in_training(plan, weights)
         lengths = self._decoding, self._inputs.batch.max_target_length
-        self._generator = self._generator or make_generator(*lengths, plan, weights)
-        generator = dataclasses.replace(self._generator, weights=weights)
+        generator = dataclasses.replace(self._generator or make_generator(*lengths, plan, weights), weights=weights)
+        self._generator = dataclasses.replace(generator, weights=Weights({}))  # its programs alone are kept
         batch = self._decoding, self._inputs.tokenizer, generator
         starts = range(0, self._decoding.decode_samples * len(self._prompts), self._rows)
         lines = [line for first in starts for line in complete_batch(*batch, self._prompts, first, self._rows)]

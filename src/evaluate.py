@@ -171,7 +171,8 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         raise UserError("tasks are those of lm-evaluation-harness, which is not installed: bash setup.sh eval")
     scores = config.texts_path or config.tokens_path or config.tasks
     run = run_folder(file_name(argv[0])) if not isinstance(argv, ConfigDict) else None
-    _check_results_path(config.results_path)
+    for key in ("results_path", "scores_path", "logits_path"):
+        _check_writable(key, config[key])
     if run and not scores:
         trained = load([str(run)])
         _check_held_out(run, trained.data, trained.evaluation.eval_interval, config.data)
@@ -242,8 +243,8 @@ def _run_tasks(
     return {name: value for name, value in metrics.items() if type(value) in (int, float)}
 
 
-def _check_results_path(path: str) -> None:
-    """Raises UserError where `write_results` could not write: before an evaluation, not after it."""
+def _check_writable(key: str, path: str) -> None:
+    """Raises UserError where no file could be written: before an evaluation, not after it."""
     if not path or jax.process_index() != 0:
         return
     file = Path(path).expanduser()
@@ -253,7 +254,7 @@ def _check_results_path(path: str) -> None:
         if is_new:
             file.unlink()
     except OSError as error:
-        raise UserError(f"results_path={path} can't be written: {error.strerror}") from error
+        raise UserError(f"{key}={path} can't be written: {error.strerror}") from error
 
 
 def write_results(path: str, results: Mapping[str, Any]) -> None:

@@ -68,6 +68,12 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             f"process_count={count}: with enable_rampup_batch_size the mesh decides which rows a process has. Leave "
             "process_count out, to see the rows of all"
         )
+    is_stream = any(isinstance(source, StreamSource) for source in data.sources)
+    if is_stream and count > 1:
+        raise UserError(
+            f"process_count={count}: these data are a stream for each process, and only the first one's is here. Leave "
+            "process_count out"
+        )
     print_header(
         [
             ("data", "\n".join(describe_data(train_specs(config.data), data))),
@@ -82,7 +88,6 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         print(f"batch_transform adds {name}: {field.dtype} {['rows', *field.shape]}")
     # Where packing streams keep a position, all batches before the first one shown are made too.
     first = config.inspect_first_step
-    is_stream = any(isinstance(source, StreamSource) for source in data.sources)
     computed = not is_stream and all(rows_per_epoch(inputs, source) is not None for source in data.sources)
     made, begin = (0, first) if computed else (first, 0)
     taken = schedule.rows_before(begin)

@@ -47,11 +47,12 @@ def load_model(config: Config, tokenizer: Tokenizer | None) -> LoadedModel:
 
 
 def model_facts(config: Config) -> dict[str, str]:
-    """Returns what log-probabilities depend on beside text, tokenizer and kernels: the model, its weights, its dtypes.
+    """Returns what log-probabilities depend on beside text, tokenizer and kernels: the model, its weights, precision.
 
     It is kept beside what was computed, which does not go on with another model.
     """
-    keys = {key: dump(config[key]) for key in (*keys_of("model"), "load_ema", "dtype", "weight_dtype")}
+    precision = "dtype", "weight_dtype", "matmul_precision", "quantization"
+    keys = {key: dump(config[key]) for key in (*keys_of("model"), "load_ema", *precision)}
     return {**keys, "weights": identity(config.load_parameters_path)}
 
 

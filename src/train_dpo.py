@@ -7,6 +7,7 @@ in `src/step/dpo.py`, the rows of a batch are made in `src/data/pairs.py`.
 import contextlib
 import functools
 import json
+import math
 import signal
 from collections.abc import Callable, Sequence
 
@@ -137,24 +138,14 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     meta |= {"rows_before": rows_before, "mixture": {"names": data.names, "weights": data.weights}}
 
     # ---- What the user sees
-    if not start.resumed and (aside := folder.set_aside("metrics.jsonl")):
-        start.messages.append(f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}")
-    folder.write_text("config.yml", configuration.to_yaml(config))
     flops = flops_per_token(plan.spec, config.max_target_length)
-    log = printer = report = None
     if jax.process_index() == 0:
-        chosen = run_header(config, built, inputs, data, eval_sets, folder, facts := environment(), flops, done)
+        chosen = run_header(config, built, inputs, data, eval_sets, folder, software := environment(), flops, done)
         order = f"by seed {config.data_shuffle_seed}, a pair a row"
         own = {"loss": f"DPO, dpo_beta {config.dpo_beta:g}", "order": order}
         chosen = [(name, own.get(name, value)) for name, value in chosen]
-        folder.write_text("environment.json", json.dumps(dates(folder, done) | dict(chosen[2:-1]) | facts))
         if not config.quiet:
             print_header(chosen)
-        log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", done if start.resumed else None)
-        printer = StepPrinter(config.steps, done, config.log_period, config.quiet)
-        report = exits.enter_context(contextlib.closing(LiveReport(folder)))
-        tracking.start(folder, done if start.resumed else None)
-    say([*changes * start.resumed, *start.messages])
 
     # ---- The reference, computed once, and batches with it
     evaluator = functools.partial(Evaluator, config.evaluation, inputs, plan, compile_measure(plan))
@@ -165,6 +156,19 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     evaluations = [evaluator(each, prepare=with_reference) for each in eval_sets]
     batches = train_batches(inputs, data, rows, global_batch, rows_taken, rows_before=rows_before)
     exits.callback(batches.close)
+
+    # ---- What the folder has of this start, once nothing is left that refuses it
+    if not start.resumed and (aside := folder.set_aside("metrics.jsonl")):
+        start.messages.append(f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}")
+    folder.write_text("config.yml", configuration.to_yaml(config))
+    log = printer = report = None
+    if jax.process_index() == 0:
+        folder.write_text("environment.json", json.dumps(dates(folder, done) | dict(chosen[2:-1]) | software))
+        log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", done if start.resumed else None)
+        printer = StepPrinter(config.steps, done, config.log_period, config.quiet)
+        report = exits.enter_context(contextlib.closing(LiveReport(folder)))
+        tracking.start(folder, done if start.resumed else None)
+    say([*changes * start.resumed, *start.messages])
 
     # ---- The loop: a step is recorded while the next one runs
     eval_metrics: dict[str, float] = {}
@@ -195,7 +199,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 if evaluates:
                     eval_metrics = means(*evaluations[0].sums(state.weights))
                     recorder.add_evaluation(done, eval_metrics)
-                meta["eval_loss"] = eval_metrics["eval_loss"] if evaluates else None
+                eval_loss = eval_metrics["eval_loss"] if evaluates else math.nan
+                meta["eval_loss"] = eval_loss if math.isfinite(eval_loss) else None
                 finished = ending(config, done, meta["eval_loss"])
                 if (saves or finished) and config.enable_checkpointing and not recorder.skipped:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
@@ -224,8 +229,9 @@ def log_probs(
     """Returns the log-probabilities of both answers of each pair by `pair_keys`; raises UserError without weights."""
     if weights is None:
         raise UserError(
-            "the reference's log-probabilities of this model, data and precision, with which this run began, are not "
-            "in its folder (reference-*.json): restore the file, or use another run_name"
+            "the reference's log-probabilities of this model, data and precision are not in the run's folder "
+            "(reference-*.json), and its weights are no longer the reference's. Give the pairs, model and precision "
+            "as they were (accept_changes does not help here) and restore the file, or use another run_name"
         )
     found: dict[str, list[float]] = {}
     for source in sources:

@@ -1,13 +1,18 @@
 """Text from a model, as users ask for it, against transformers' generation."""
 
+import contextlib
 import copy
+import gc
 import importlib
 import io
 import json
 import re
 import sys
+import weakref
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -515,6 +520,21 @@ def test_a_killed_command_goes_on_to_the_same_file(llama, documents, capsys):
     assert "has texts of other settings" in refused(*arguments(llama[0], **keys))
 
 
+def test_a_kill_at_any_moment_of_a_restart_loses_no_text(llama, documents, monkeypatch, capsys):
+    decode.main(arguments(llama[0], **documents))
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+
+        def torn(file, text):
+            file.write_bytes(text.encode()[:20])
+            raise KeyboardInterrupt
+
+        patch.setattr(Path, "write_text", torn)
+        decode.main(arguments(llama[0], **documents))
+    capsys.readouterr()
+    decode.main(arguments(llama[0], **documents))
+    assert "5 texts, 0 of them drawn now" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "tokens", "custom"])
 def test_prompts_are_the_beginnings_of_the_documents_of_any_type(kind, tmp_path):
     settings = every_source.write(tmp_path / "data", kind, lambda text: BYTES.encode(text).tolist())
@@ -574,6 +594,22 @@ def test_texts_are_measured_at_each_evaluation(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     decode.main([str(folder), "prompt=zebra"])
     assert "\nzebra" in capsys.readouterr().out
+
+
+def test_weights_of_an_evaluation_are_in_memory_no_longer_than_it(tmp_path, monkeypatch):
+    (tmp_path / "my_count.py").write_text("def count(lines):\n    return {'texts': len(lines)}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    corpus = runs.write_corpus(tmp_path / "corpus", documents=20)
+    keys = [f"dataset_path={corpus}", "decode_prompt_tokens=3", "decode_num_prompts=2", "sample_length=2"]
+    config = load([runs.BASE, *keys, "decode_metrics=my_count:count", "eval_interval=1", "max_target_length=16"])
+    _, plan = tiny.make(vocab_size=258)
+    measured = decode.DecodeMetrics(config.decoding, InputSpec.of(config, BYTES), 2)
+    weights = jax.tree.map(jnp.asarray, plan.split(tiny.random_weights(plan)))
+    before = [weakref.ref(leaf) for leaf in jax.tree.leaves(weights)]
+    assert measured.run(plan, weights) == {"decode_texts": 2}
+    del weights
+    gc.collect()
+    assert not any(each() is not None for each in before)
 
 
 @pytest.mark.parametrize("returned", [3, {"a": [1.0, 2.0]}])

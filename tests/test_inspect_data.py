@@ -69,6 +69,17 @@ def test_the_hosts_of_a_job_share_the_rows_that_one_process_has(capsys, tmp_path
     assert len(whole) == 8
 
 
+def test_of_a_stream_the_rows_of_other_processes_are_not_made_up(capsys, tmp_path, monkeypatch):
+    code = "import grain\n\ndef made(config, split):\n"
+    code += "    return grain.MapDataset.source([str(n) for n in range(90)]).to_iter_dataset()\n"
+    (tmp_path / "my_counting.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = {"dataset_path": "", "dataset_type": "custom", "dataset_factory": "my_counting:made"}
+    assert "'0'" in inspect(capsys, tmp_path, **keys, eval_interval=-1)
+    with pytest.raises(UserError, match="process_count=2: these data are a stream for each process"):
+        inspect(capsys, tmp_path, **keys, process_count=2, process_index=1)
+
+
 def test_later_steps_are_those_that_a_run_comes_to(capsys, tmp_path, texts):
     both = inspect(capsys, tmp_path, inspect_num_steps=2)
     later = inspect(capsys, tmp_path, inspect_first_step=1)

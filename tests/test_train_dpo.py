@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import re
 
@@ -109,8 +110,38 @@ def test_a_run_that_stopped_ends_with_the_same_losses(folder, trained, capsys, t
         assert {"train/margin", "eval/margin", "eval/accuracy"} <= tracked[2][1].keys()
     assert stand_ins.calls_of(calls, "end_run") == [(["FINISHED"], {})] * 2
     reference.unlink()
-    with pytest.raises(UserError, match=r"not in its folder \(reference-\*.json\): restore the file"):
+    with pytest.raises(UserError, match=r"not in the run's folder \(reference-\*.json\).* restore the file"):
         train_dpo.main(keys_of(folder, **half, steps=7))
+
+
+@pytest.mark.parametrize(
+    "changed", [{"dataset_path": "more.jsonl", "accept_changes": "[dataset_path]"}, {"matmul_precision": "high"}]
+)
+def test_a_start_that_the_reference_does_not_fit_changes_nothing(folder, changed):
+    pairs = (folder / "pairs.jsonl").read_text()
+    (folder / "more.jsonl").write_text(pairs.replace("a yes", "yes"))
+    keys = {"run_name": f"refused-{next(iter(changed))}", "eval_interval": -1}
+    if "dataset_path" in changed:
+        changed = {**changed, "dataset_path": folder / "more.jsonl"}
+    train_dpo.main(keys_of(folder, **keys, steps=3))
+
+    def contents():
+        files = [file for file in (folder / keys["run_name"]).iterdir() if file.is_file()]
+        return {file.name: file.read_text() for file in files}
+
+    before = contents()
+    with pytest.raises(UserError, match=r"Give the pairs, model and precision as they were \(accept_changes does not"):
+        train_dpo.main(keys_of(folder, **keys, **changed))
+    assert contents() == before
+    assert train_dpo.main(keys_of(folder, **keys, steps=4)).metrics["step"] == 4
+
+
+def test_an_evaluation_that_is_not_finite_is_in_the_checkpoint_as_none(folder, monkeypatch):
+    measured = train_dpo.means
+    monkeypatch.setattr(train_dpo, "means", lambda sums: {**measured(sums), "eval_loss": math.nan})
+    train_dpo.main(keys_of(folder, run_name="nan", steps=3))
+    (meta,) = (folder / "nan" / "checkpoints" / "3").rglob("meta/metadata")
+    assert json.loads(meta.read_text())["meta"]["eval_loss"] is None
 
 
 def test_a_reference_is_kept_for_its_own_facts_and_checked(tmp_path):

@@ -32,13 +32,13 @@ _EXPECTED = 'expected {"prompt": ..., "completion": ...} or {"messages": [{"role
 class ConversationSource(Source):
     """Reads .jsonl files of conversations, or of prompts with their completions. Opening checks all lines.
 
-    The arguments are those of `DocumentFiles`. Raises UserError where nothing is there, or a line is neither.
+    The arguments are the first of `DocumentFiles`. Raises UserError where nothing is there, or a line is neither.
     """
 
     reader, expected = "use_sft=true", _EXPECTED
 
     def __init__(self, path: str, key: str) -> None:
-        self._files = DocumentFiles(path, key)
+        self._files = DocumentFiles(path, key, self.expected)
         for file in self._files.paths:
             if not is_jsonl(file):
                 raise UserError(f"{key}: {file} is no .jsonl file; {self.reader} reads lines of JSON: {self.expected}")

@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 
 class PairSource(ConversationSource):
-    """Reads .jsonl files of preference pairs, as TRL writes them; its arguments are those of `DocumentFiles`.
+    """Reads .jsonl files of preference pairs, as TRL writes them; its arguments are the first of `DocumentFiles`.
 
     Opening checks all lines. Raises UserError where nothing is there, or a line is no pair.
     """

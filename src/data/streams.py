@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from src.console import say
 from src.data.host_arrays import gather_json
 from src.data.order import permute
 from src.data.types import Fingerprint, Item, Source
@@ -129,6 +130,7 @@ class StreamReader:
         items = source.items(self._iterator, window.read)
         while not items:
             self._check_epoch(window)
+            say([f"{source.name}: all {window.read:,} documents of this host's stream are read, it begins again"])
             window = Window(window.first, window.epoch + 1, length=window.read)
             self._iterator, self._get_state = source.open(window.epoch, None)
             items = source.items(self._iterator, window.read)

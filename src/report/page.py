@@ -23,7 +23,7 @@ from src.config.yaml import dump, literal, parse_keys
 from src.errors import UserError, counted, first_few
 from src.report.comparison import Run, finite, key_figures, read_facts, read_runs, tables
 from src.report.history import Curve, History, Point
-from src.report.metrics import TRAIN_KEYS, eval_key, eval_sets
+from src.report.metrics import TRAIN_KEYS
 
 _FOLDER = Path(__file__).parent
 USAGE = """usage: python -m src.report RUN_DIR [OTHER_RUN_DIR ...]
@@ -157,16 +157,18 @@ def _table(rows: Iterable[Sequence[str]], head: str = "") -> str:
 
 
 def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
-    """Returns the charts that charts.js draws: loss, perplexity, learning rate, gradient norm, experts, speed.
+    """Returns the charts that charts.js draws: loss, perplexity, learning rate, gradient norm, experts, speed, others.
 
     A chart without a value is left out. `scale` is "settled" (a loss, whose first steps are cut off), "zero" (from
     zero) or "wide" (logarithmic where values differ much). A series has the number of its run and a kind: "train",
     "eval", or "noisy" where a running median is to be drawn.
     """
     result, several = [], len(histories) > 1
-    user_metrics = dict.fromkeys(
-        key for history in histories.values() for key in history.train if key not in TRAIN_KEYS
-    )
+    measured = [
+        key
+        for history in histories.values()
+        for key in (*history.train, *(key.partition("/")[0].removeprefix("eval_") for key in history.evals))
+    ]
     for title, key, scale, note in [
         ("Loss", "loss", "settled", ""),
         ("Perplexity", "perplexity", "settled", ""),
@@ -176,22 +178,16 @@ def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
         ("Dropped choices", "tokens_dropped", "wide", "Of all choices, the mean over layers."),
         ("Load-balance loss", "load_balance_loss", "wide", "Sum over layers: 1 per layer when even."),
         ("Tokens per second", "tokens_per_second", "zero", ""),
-        *((key, key, "wide", "") for key in user_metrics),
+        *((key, key, "wide", "") for key in dict.fromkeys(measured) if key not in TRAIN_KEYS),
     ]:
         series = []
         for run, (name, history) in enumerate(histories.items()):
             kind = "train" if key == "learning_rate" else "noisy"
             series.append(_series(run, name if several else "train", kind, history.train[key]))
-            if scale == "settled":
-                series += [
-                    _series(
-                        run,
-                        f"{name if several else ''} eval {each}".strip(),
-                        "eval",
-                        history.evals[eval_key(f"eval_{key}", each)],
-                    )
-                    for each in eval_sets(history.evals)
-                ]
+            for evaluated, curve in history.evals.items():
+                metric, _, of = evaluated.partition("/")
+                if metric == f"eval_{key}":
+                    series.append(_series(run, f"{name if several else ''} eval {of}".strip(), "eval", curve))
         values = [value for each in series for value in finite(each["points"])]
         if any(values) or (values and key in ("learning_rate", "grad_norm", "tokens_per_second")):
             percent = key == "tokens_dropped"

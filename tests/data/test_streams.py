@@ -155,13 +155,15 @@ def test_a_map_dataset_is_a_source_like_any_other(open_data):
     assert {source[i] for i in range(len(source))} == wanted | {""}  # what the filter left out has no text
 
 
-def test_a_stream_is_read_in_its_own_order_and_over_again(open_data):
+def test_a_stream_is_read_in_its_own_order_and_over_again(open_data, capsys):
     opened = open_data("stream")
     batches = batches_of(opened, 130)
     texts = list(sys.modules["my_grain"].stream(None, None))
     expected = itertools.cycle(ByteTokenizer().encode(text)[:-1].tolist() for text in texts)
     tokens = targets_of(batches)
     assert batches[-1].saved[""]["epoch"] == 1
+    said = f": all {len(texts)} documents of this host's stream are read, it begins again\n"
+    assert capsys.readouterr().out == f"dataset_factory=my_grain:stream{said}"
     assert len(tokens) > sum(map(len, texts))
     assert tokens == list(itertools.islice(itertools.chain.from_iterable(expected), len(tokens)))
 

@@ -116,6 +116,15 @@ def test_curves_carry_the_runs_own_numbers(tmp_path):
     assert shown.points("Gradient norm") == {"train": [[k, 0.5] for k in range(1, 5)]}
 
 
+def test_what_evaluations_measure_is_drawn_beside_the_steps_own_or_alone(tmp_path):
+    measured = {"eval_margin/a": 0.5, "eval_margin/b": 0.75, "eval_bits_per_byte/a": 1.5}
+    entries = [train_entry(1, margin=0.25), {**eval_entry(1), **measured}]
+    shown = Page(report(tmp_path, entries))
+    assert shown.points("margin") == {"train": [[1, 0.25]], "eval a": [[1, 0.5]], "eval b": [[1, 0.75]]}
+    assert shown.points("bits_per_byte") == {"eval a": [[1, 1.5]]}
+    assert "loss" not in shown.charts
+
+
 def test_other_runs_are_drawn_beside_the_first(tmp_path, capsys):
     report(tmp_path / "a", [train_entry(1, 3.0), eval_entry(1, 4.0)])
     report(tmp_path / "b", [train_entry(1, 5.0)])

@@ -32,10 +32,13 @@ class DocumentFiles:
 
     `path` is a file, a folder (its files at any depth, but for hidden ones) or a glob, local or remote; empty: the
     source code of the running Python's standard library. Messages name `key`, the config key that gave it. Each .jsonl
-    file is read through once to find its lines: a remote one is fetched whole. Raises UserError if none is there.
+    file is read through once to find its lines: a remote one is fetched whole. Raises UserError if none is there, and
+    says what was `expected`.
     """
 
-    def __init__(self, path: str, key: str) -> None:
+    def __init__(
+        self, path: str, key: str, expected: str = "expected text files, or .jsonl files, that are not empty"
+    ) -> None:
         self._listing = list_text_files(path, key)
         self.paths = self._listing.paths
         extents = [_extents(file, size) for file, size in zip(self.paths, self._listing.sizes.values(), strict=True)]
@@ -43,7 +46,7 @@ class DocumentFiles:
         self.file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
         self.extent = np.concatenate([*extents, np.empty((0, 2), np.int64)])
         if not len(self.file):
-            raise UserError(f"{key}={path} has no document: expected text files, or .jsonl files, that are not empty")
+            raise UserError(f"{key}={path} has no document: {expected}")
 
     def __len__(self) -> int:
         return len(self.file)

@@ -44,7 +44,7 @@ def encode(x: Array, on_cpu: bool) -> Coded:
 
 @dataclass(frozen=True, eq=False)
 class BlockProducts:
-    """How the products of a step are made in MXFP8."""
+    """Makes the products of a step in MXFP8."""
 
     layout: Layout
 

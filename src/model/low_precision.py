@@ -25,7 +25,7 @@ MAX_SUMMED = (2**31 - 1) // 127**2  # so many products of two int8 always fit in
 
 
 class Format(NamedTuple):
-    """How the operands of products are rounded."""
+    """Says how the operands of products are rounded."""
 
     forward: Any  # dtype of weights and activations
     backward: Any  # dtype of gradients
@@ -80,7 +80,7 @@ def largest(x: Array, dims: Sequence[int] | None = None) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Products:
-    """How the products of a step are made in 8 bits."""
+    """Makes the products of a step in 8 bits."""
 
     format: Format
     layout: Layout

@@ -85,7 +85,7 @@ def _fill_buffers(tokens: Rows, choice_R: Array, row_M: Array, k: int) -> Rows:
 
 @dataclass(frozen=True)
 class Windows:
-    """How rows go to a group's experts and back in windows of `room` rows each; `rows_PE`: each device's per expert."""
+    """Takes rows to a group's experts and back in windows of `room` rows each; `rows_PE`: each device's per expert."""
 
     feed: Callable[[Rows, Any, Array], Array]
     room: int
@@ -228,7 +228,7 @@ def with_capacity(
 
 
 class CapacitySlots(NamedTuple):
-    """Which choice has which row of a buffer [E, B, C]."""
+    """Says which choice has which row of a buffer [E, B, C]."""
 
     choice_R: Array  # M: none
     row_M: Array  # R: none

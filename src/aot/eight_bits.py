@@ -39,8 +39,9 @@ def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
     frozen = any(roles[path] == "frozen" for path in plan.quantization.places)
     wide += [] if True in is_backward or frozen else ["every backward one"]
     if wide:
+        narrow = sum(is_narrow for *_, is_narrow in listed)
         raise UserError(
-            f"quantization={kind}: the compiled step has {sum(narrow for *_, narrow in listed)} products of 8 bits, and "
+            f"quantization={kind}: the compiled step has {narrow} products of 8 bits, and "
             f"these in more: {first_few(wide)}. Look at compile_xla_flags and at XLA_FLAGS in the environment, and at "
             "sizes that are no multiple of 16; quantization_exclude keeps products in dtype"
         )

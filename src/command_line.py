@@ -36,10 +36,8 @@ def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
 
         keys = parse_keys(model_yaml(read_model_keys(folder)), folder)
     if has_tokenizer(Path(folder).expanduser()):
-        keys |= {
-            "tokenizer_type": "huggingface",
-            "tokenizer_path": name if name.startswith(PREFIX) else str(Path(folder)),
-        }
+        path = name if name.startswith(PREFIX) else str(Path(folder))
+        keys |= {"tokenizer_type": "huggingface", "tokenizer_path": path}
     return keys
 
 
@@ -59,7 +57,7 @@ def load(
 
 
 def _pinned(config: Config) -> Config:
-    """Names the commit of each model of the hub, a run that goes on those that it began with."""
+    """Names the commit of each model of the hub; a run that goes on keeps those it began with."""
     keys = [key for key in ("model_name", "load_parameters_path", "tokenizer_path") if config[key].startswith(PREFIX)]
     rules = config.load_weights_rules
     of_hub = keys or any(rule["path"].startswith(PREFIX) for rule in rules)

@@ -144,13 +144,13 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> No
 def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes: list[str]) -> dict[str, Any]:
     if data.tokenizer_type == "huggingface" or all_synthetic(data):
         path = Path(local_folder(data.tokenizer_path, weights=False)).expanduser()
-        own = data.tokenizer_path and (path if path.is_dir() else path.parent)
-        for folder in filter(None, (model_folder, own)):  # the run's own tokenizer wins
+        own_folder = data.tokenizer_path and (path if path.is_dir() else path.parent)
+        for folder in filter(None, (model_folder, own_folder)):  # the run's own tokenizer wins
             _copy_companions(folder, out_dir)
         if path.is_file():
             shutil.copyfile(path, out_dir / "tokenizer.json")
         if not has_tokenizer(out_dir):
-            notes.append(f"{out_dir} has no tokenizer: there is none at {own or model_folder or 'hand'}")
+            notes.append(f"{out_dir} has no tokenizer: there is none at {own_folder or model_folder or 'hand'}")
         return {}
     try:
         tokenizer = ByteTokenizer() if data.tokenizer_type == "byte" else SentencePieceTokenizer(data.tokenizer_path)
@@ -272,13 +272,13 @@ def agreement(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> Agreement:
     )
 
 
-def describe_agreement(found: Agreement) -> str:
+def describe_agreement(measured: Agreement) -> str:
     """Returns the comparison as lines to print."""
     return (
-        f"largest difference  {found.largest_difference:.2e} of the logits' standard deviation\n"
-        f"mean difference     {found.mean_difference:.2e}\n"
-        f"KL divergence       {found.kl_divergence:.2e} nats\n"
-        f"same likeliest id   {found.top_1:.1%} of positions"
+        f"largest difference  {measured.largest_difference:.2e} of the logits' standard deviation\n"
+        f"mean difference     {measured.mean_difference:.2e}\n"
+        f"KL divergence       {measured.kl_divergence:.2e} nats\n"
+        f"same likeliest id   {measured.top_1:.1%} of positions"
     )
 
 

@@ -180,9 +180,8 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     if config.tasks:
         facts = {name: config[name] for name in ("load_parameters_path", "max_target_length", "dtype")}
         load_weights = functools.partial(load_model, config, tokenizer)
-        return _run_tasks(
-            (config.evaluation, config.batch, config.decoding), config.harness, tokenizer, load_weights, facts
-        )
+        sections = config.evaluation, config.batch, config.decoding
+        return _run_tasks(sections, config.harness, tokenizer, load_weights, facts)
     loaded = load_model(config, tokenizer)
     if scores:
         sections = config.evaluation, config.batch, loaded.plan, loaded.weights

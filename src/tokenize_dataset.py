@@ -179,8 +179,8 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
                     "name a new folder, or delete this one"
                 )
             return plan
-    if others := sorted(path.name for path in folder.iterdir() if path.suffix != ".part"):
-        raise UserError(f"tokenized_path={folder} has other files ({first_few(others)}): name a new folder")
+    if other_files := sorted(path.name for path in folder.iterdir() if path.suffix != ".part"):
+        raise UserError(f"tokenized_path={folder} has other files ({first_few(other_files)}): name a new folder")
     plan = facts | {"items_per_shard": items.per_shard()}
     _write_json(folder / UNFINISHED, plan)
     return plan
@@ -188,9 +188,8 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
 
 def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Writes the shards that lack a whole NUMBER.json, on all cores, then tokens.json, and returns what that has."""
-    parts = [
-        range(items)[start : start + plan["items_per_shard"]] for start in range(0, items, plan["items_per_shard"])
-    ]
+    per_shard = plan["items_per_shard"]
+    parts = [range(items)[start : start + per_shard] for start in range(0, items, per_shard)]
     written = {int(path.stem): _read_json(path, ShardFacts) for path in folder.glob("[0-9]*.json")}
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     shards = {number: shard for number, shard in written.items() if not missing_files({number: shard}, sizes)}

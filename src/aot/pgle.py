@@ -89,14 +89,14 @@ def check_used(path: str, option: Mapping[str, bytes], text: str) -> None:
     names = set(profiled(option["fdo_profile"]))
     # The profiler writes the program's digest from before its schedule in front of a name; XLA takes no other's.
     digest = re.search(r'fingerprint_before_lhs="(\w+)"', text)
-    own = {name.removeprefix(f"{digest[1]}::") for name in names} if digest else names
-    there = {name for name in own if f"%{name} = " in text}
-    if len(there) < len(names) / 2:
+    instructions = {name.removeprefix(f"{digest[1]}::") for name in names} if digest else names
+    used = sum(f"%{name} = " in text for name in instructions)
+    if used < len(names) / 2:
         raise UserError(
-            f"pgle_profile={path} has times of {len(names):,} instructions, of which {len(there):,} are in this "
+            f"pgle_profile={path} has times of {len(names):,} instructions, of which {used:,} are in this "
             "program: XLA made another of the same step. Collect the profile where it is used"
         )
-    say([f"compiled by the profile {path}: {len(there):,} of its {len(names):,} instructions are in the program"])
+    say([f"compiled by the profile {path}: {used:,} of its {len(names):,} instructions are in the program"])
 
 
 def profiled(profile: bytes) -> Iterator[str]:
@@ -136,7 +136,7 @@ def _automatic(train_step: Step) -> Step:
     How many calls, and which percentile over the devices, are JAX's: JAX_PGLE_PROFILING_RUNS (3) and
     JAX_PGLE_AGGREGATION_PERCENTILE (90) in the environment. Once it is so compiled, a line says so.
     """
-    told: list[str] = []
+    messages: list[str] = []
 
     def step(*arguments):  # noqa: ANN002, ANN202
         with jax_config.enable_pgle(True), warnings.catch_warnings():
@@ -145,12 +145,12 @@ def _automatic(train_step: Step) -> Step:
                 result = train_step(*arguments)
             except RuntimeWarning:
                 raise UserError(f"pgle=auto: {EMPTY}") from None
-        for profiler in () if told else jax_profilers.values():  # of the one function that is called under PGLE
+        for profiler in () if messages else jax_profilers.values():  # of the one function that is called under PGLE
             if (profile := profiler.collected_fdo) is not None:
-                told.append(f"pgle=auto: compiled again by times of {len(set(profiled(profile))):,} instructions")
+                messages.append(f"pgle=auto: compiled again by times of {len(set(profiled(profile))):,} instructions")
             elif not profiler.is_enabled():
-                told.append("pgle=auto: jax_cache_dir has the step, compiled by an earlier run's profile")
-            say(told)
+                messages.append("pgle=auto: jax_cache_dir has the step, compiled by an earlier run's profile")
+            say(messages)
         return result
 
     return step

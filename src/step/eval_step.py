@@ -1,4 +1,4 @@
-"""What an evaluation computes of a batch, compiled: sums of losses, and of the bytes of their text."""
+"""Compiles what an evaluation computes of a batch: sums of losses, and of the bytes of their text."""
 
 import functools
 from typing import Any

@@ -54,6 +54,6 @@ def initial(keys: Step, spec: ModelSpec, make: Callable[[Rngs], nnx.Module]) -> 
     """
     m, tree = _ratio(keys, spec), params.initial(make, keys.init_weights_seed)
     factor = dict.fromkeys(READOUTS, 1 / math.sqrt(m)) | {"position_embedding": math.sqrt(m)}
-    return (
-        nested({path: value * factor.get(path[-1], 1.0) for path, value in by_path(tree).items()}) if m != 1 else tree
-    )
+    if m == 1:
+        return tree
+    return nested({path: value * factor.get(path[-1], 1.0) for path, value in by_path(tree).items()})

@@ -48,7 +48,7 @@ class ShardFacts(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """How many targets there are: each document has one fewer than ids."""
+        """Counts the targets: each document has one fewer than ids."""
         return self.ids - self.documents
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import jax
 from etils import epath
+from google.protobuf import empty_pb2
+from google.protobuf.unknown_fields import UnknownFieldSet
 from jax._src import config as jax_config
 from jax._src.pjit import _pgle_profiler_dict as jax_profilers
 from jax.experimental.profiler import get_profiled_instructions_proto
@@ -101,33 +103,14 @@ def check_used(path: str, option: Mapping[str, bytes], text: str) -> None:
 
 def profiled(profile: bytes) -> Iterator[str]:
     """Yields the instructions that a ProfiledInstructionsProto has times of, `NAME` or `DIGEST::NAME`."""
-    for number, message in _fields(profile):
-        if number == 1:
-            yield from (name.decode() for field, name in _fields(message) if field == 1)
+    for entry in _fields(profile):
+        if entry.field_number == 1:
+            yield from (field.data.decode() for field in _fields(entry.data) if field.field_number == 1)
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields the number and bytes of a protocol buffer's fields that have a length (protobuf.dev, encoding)."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at, value, shift = at + 1, value | (byte & 0x7F) << shift, shift + 7
-            if byte < 0x80:
-                return value
-
-    while at < len(message):
-        number, kind = divmod(varint(), 8)
-        if kind == 0:
-            varint()
-            continue
-        size = {1: 8, 5: 4}.get(kind) or varint()
-        if kind == 2:
-            yield number, message[at : at + size]
-        at += size
+def _fields(message: bytes) -> UnknownFieldSet:
+    """Returns the fields of a protocol buffer whose declaration is not here."""
+    return UnknownFieldSet(empty_pb2.Empty.FromString(message))
 
 
 def _automatic(train_step: Step) -> Step:

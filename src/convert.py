@@ -84,6 +84,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _folder(text: str) -> Path:
+    """Returns the folder of an argument; raises UserError where no folder of this machine has such a name."""
     if "://" in text:
         raise UserError(f"{text}: expected a folder on this machine, or of a file system that is mounted on it")
     return Path(file_name(text)).expanduser()
@@ -142,6 +143,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> No
 
 
 def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes: list[str]) -> dict[str, Any]:
+    """Writes a tokenizer's files and returns its entries of config.json; notes where there is no tokenizer to write."""
     if data.tokenizer_type == "huggingface" or all_synthetic(data):
         path = Path(local_folder(data.tokenizer_path, weights=False)).expanduser()
         own_folder = data.tokenizer_path and (path if path.is_dir() else path.parent)
@@ -170,6 +172,7 @@ def declared_weights(spec: ModelSpec) -> tuple[params.Tree, params.Tree]:
 
 
 def _model_sections(keys: Mapping[str, Any]) -> tuple[Model, Step, int]:
+    """Returns what a model's spec is made of: its facts, how it is computed, and the length of a row."""
     batch: BatchKeys = section_of("batch", keys)
     return section_of("model", keys), section_of("step", keys), batch.max_target_length
 

@@ -136,6 +136,7 @@ def segments(batch: RowArrays, row: int) -> list[Segment]:
 
 
 def _lines(title: str, batch: RowArrays, row: int, tokenizer: Tokenizer | None, cuts: np.ndarray | None) -> list[str]:
+    """Describes one row, by a line or two for each document; `cuts` are those of a row of conversations."""
     in_row = segments(batch, row)
     used, length = sum(segment.stop - segment.start for segment in in_row), batch["tokens"].shape[1]
     in_loss = sum(int(segment.loss_mask.sum()) for segment in in_row)
@@ -183,6 +184,7 @@ def _summary(shown: list[HostBatch], batches: Iterator[HostBatch]) -> list[tuple
 
 
 def _round_trip(inputs: InputSpec, data: TrainData) -> str:
+    """Says how many documents decode to text that encodes to the same ids."""
     tokenizer, checked, different = inputs.tokenizer, 0, []
     for name, source in zip(data.names, data.sources, strict=True):
         stream = DocumentStream(inputs, source, name)

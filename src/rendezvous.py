@@ -64,6 +64,7 @@ class Meeting:
         return now > self._begin + self.timeout
 
     def _receive(self) -> dict[int, "Peer"]:
+        """Waits, as process 0, for the others at the port, which is free again afterwards."""
         address, count = self.address, self.count
         peers: dict[int, Peer] = {}
         facts_of: dict[int, Facts] = {0: self.facts}
@@ -108,6 +109,7 @@ class Meeting:
         facts_of[number] = self.facts if hello["facts"] == self.facts else hello["facts"]
 
     def _connect(self, process: int) -> "Peer":
+        """Connects to process 0 as soon as it listens, and waits until all processes have come."""
         host, _, port = self.address.rpartition(":")
         hello = {"greeting": GREETING, "process": process, "count": self.count, "facts": dict(self.facts)}
         while True:
@@ -155,6 +157,7 @@ def _listen(address: str, count: int) -> socket.socket:
 
 
 def _end_all(peers: Iterable["Peer"], code: int, message: str) -> NoReturn:
+    """Ends the job before it begins, in these processes and this one."""
     for peer in peers:
         peer.send({"code": code, "message": message})
     raise (UserError if code == MISTAKE else TransientError)(message)

@@ -258,6 +258,7 @@ _items_of_process = functools.cache(open_items)
 
 
 def _write_shard(config_text: str, folder: Path, number: int, part: range) -> ShardFacts:
+    """Writes the shard with these items, its NUMBER.json last."""
     items = _items_of_process(config_text)
     dtype = np.dtype(items.dtype).newbyteorder("<")
     pair_starts = array.array("q", [0])  # a list would take four times the memory

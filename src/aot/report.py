@@ -134,6 +134,7 @@ def device_capacity(topology: Topology) -> int | None:
 
 
 def _stated_bytes(pattern: re.Pattern[str], message: str) -> int:
+    """Returns the largest size that a message states in the pattern's words, or 0."""
     return max((round(float(number) * UNITS[unit]) for number, unit in pattern.findall(message)), default=0)
 
 

@@ -147,6 +147,7 @@ def restore_newest(
 
 
 def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Restores (state, meta) of one checkpoint. Raises DamagedError or UserError, on all processes alike."""
     meta, saved = _read_meta(step_folder)
     abstract_state = abstract_of(meta, saved)
     saved = {name: entry for name, entry in saved.items() if {name, name.split(".")[0]} & set(abstract_state)}
@@ -202,6 +203,7 @@ def of_process_0(read: Callable[[], Any]) -> Any:
 
 
 def _check_seen(step_folder: epath.Path) -> None:
+    """Raises UserError on every process if one of them does not see a checkpoint that process 0 sees."""
     seen = multihost_utils.process_allgather(np.array(on_all_processes(step_folder.is_dir))).reshape(-1)
     if seen[0] and not seen.all():
         raise UserError(

@@ -146,6 +146,7 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
 
 
 def _default(key: str) -> Any:
+    """Returns the default of a key or a dotted entry; None where there is none."""
     key, dot, entry = key.partition(".")
     default = KEYS[key].default if key in KEYS else None
     return default.get(entry) if dot and isinstance(default, Mapping) else default
@@ -173,6 +174,7 @@ def _chain(path: Path, problems: list[str], keys: dict[str, Any] | None = None) 
 
 
 def _read(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Returns the keys of a YAML or Python file; none, and a problem, where it is missing or malformed."""
     with _collected(problems):
         if not path.is_file():
             raise UserError(_no_config(path))

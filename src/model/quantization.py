@@ -185,6 +185,7 @@ def _chosen(
 
 
 def _check_devices(kind: str, device: jax.Device) -> None:
+    """Raises UserError where a device has no products of this kind. A CPU computes their numbers in float32."""
     if device.platform == "cpu" or peak_flops(device.device_kind, kind):
         return
     # Other GPUs of NVIDIA tell what they have, such as 8.9, with which float8 came; AMD's tell a name, such as gfx942.

@@ -196,6 +196,7 @@ def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config:
 
 
 def _from_here(path: str | os.PathLike[str]) -> str:
+    """Returns the path relative to the working directory, if it is below it."""
     path = os.fspath(path)
     if "://" in path:
         return path

@@ -70,6 +70,8 @@ class ParquetSource(Source):
         return {**self._listing.fingerprint, **facts, "order in a row group": "its own"}  # all had the same before
 
     def _count_rows(self, file: str, size: int) -> list[int]:
+        """Counts the rows of each row group of a file, and checks that it has the column."""
+
         def read_footer() -> tuple[pa.Schema, list[int]]:
             with _open(file, size) as opened:
                 groups = range(opened.metadata.num_row_groups)
@@ -135,6 +137,7 @@ def _open(file: str, size: int) -> pq.ParquetFile:
 
 
 def _type(schema: pa.Schema, column: str) -> pa.DataType | None:
+    """Returns the type of a column, or of a field in a column of structs; None if there is none."""
     if column in schema.names:
         return schema.field(column).type
     kind: pa.Schema | pa.DataType = schema

@@ -221,6 +221,7 @@ def _cut(data: bytes, at: int, window: int) -> int:
 
 
 def _flaw(data: bytes) -> str:
+    """Says why bytes are not text; empty if they are."""
     if b"\0" in data:
         return "it has a NUL byte"
     try:

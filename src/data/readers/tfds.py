@@ -51,6 +51,7 @@ class TfdsSource(RecordSource):
 
 
 def _find(spec: SourceSpec) -> str:
+    """Returns the folder of the wanted version of the dataset."""
     root = os.path.expanduser(spec.dataset_path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     full_name = spec.dataset_name
     name, _, version = full_name.partition(":")
@@ -71,6 +72,7 @@ def _find(spec: SourceSpec) -> str:
 
 
 def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
+    """Reads TFDS's facts on a dataset, and chooses its files of the format array_record."""
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:

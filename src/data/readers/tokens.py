@@ -233,6 +233,7 @@ class TokenDocuments(_TokenFolder, Source):
 
 
 def _parse(summary: bytes, name: str) -> dict[str, Any]:
+    """Parses tokens.json, with `shards` as a list of ShardFacts; raises UserError where it is damaged."""
     try:
         facts = parse_json(summary)
         if (version := facts["format"]) != FORMAT:

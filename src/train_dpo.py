@@ -147,7 +147,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         if not config.quiet:
             print_header(chosen)
 
-    # ---- The reference, computed once, and batches with it
+    # ---- The reference, computed once; then what the folder has of a start that is not refused
     evaluator = functools.partial(Evaluator, config.evaluation, inputs, plan, compile_measure(plan))
     sources = [EvalSet(key, PairRows(inputs, file), -1) for key, file in files.items()]
     facts = [model, tokenizer.fingerprint(), tokenizer.chat_template, [file.fingerprint() for file in files.values()]]
@@ -156,8 +156,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     evaluations = [evaluator(each, prepare=with_reference) for each in eval_sets]
     batches = train_batches(inputs, data, rows, global_batch, rows_taken, rows_before=rows_before)
     exits.callback(batches.close)
-
-    # ---- What the folder has of this start, once nothing is left that refuses it
     if not start.resumed and (aside := folder.set_aside("metrics.jsonl")):
         start.messages.append(f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}")
     folder.write_text("config.yml", configuration.to_yaml(config))
@@ -199,8 +197,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 if evaluates:
                     eval_metrics = means(*evaluations[0].sums(state.weights))
                     recorder.add_evaluation(done, eval_metrics)
-                eval_loss = eval_metrics["eval_loss"] if evaluates else math.nan
-                meta["eval_loss"] = eval_loss if math.isfinite(eval_loss) else None
+                meta["eval_loss"] = loss if evaluates and (loss := eval_metrics["eval_loss"]) < math.inf else None
                 finished = ending(config, done, meta["eval_loss"])
                 if (saves or finished) and config.enable_checkpointing and not recorder.skipped:
                     recorder.sync()  # a checkpoint's metrics are on disk before it is
@@ -229,9 +226,8 @@ def log_probs(
     """Returns the log-probabilities of both answers of each pair by `pair_keys`; raises UserError without weights."""
     if weights is None:
         raise UserError(
-            "the reference's log-probabilities of this model, data and precision are not in the run's folder "
-            "(reference-*.json), and its weights are no longer the reference's. Give the pairs, model and precision "
-            "as they were (accept_changes does not help here) and restore the file, or use another run_name"
+            "the reference's log-probabilities are not in the run's folder (reference-*.json) for these pairs, model "
+            "and precision: give those it began with (accept_changes does not help), or use another run_name"
         )
     found: dict[str, list[float]] = {}
     for source in sources:

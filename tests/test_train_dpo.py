@@ -110,7 +110,7 @@ def test_a_run_that_stopped_ends_with_the_same_losses(folder, trained, capsys, t
         assert {"train/margin", "eval/margin", "eval/accuracy"} <= tracked[2][1].keys()
     assert stand_ins.calls_of(calls, "end_run") == [(["FINISHED"], {})] * 2
     reference.unlink()
-    with pytest.raises(UserError, match=r"not in the run's folder \(reference-\*.json\).* restore the file"):
+    with pytest.raises(UserError, match=r"not in the run's folder \(reference-\*.json\)"):
         train_dpo.main(keys_of(folder, **half, steps=7))
 
 
@@ -130,7 +130,9 @@ def test_a_start_that_the_reference_does_not_fit_changes_nothing(folder, changed
         return {file.name: file.read_text() for file in files}
 
     before = contents()
-    with pytest.raises(UserError, match=r"Give the pairs, model and precision as they were \(accept_changes does not"):
+    with pytest.raises(
+        UserError, match=r"for these pairs, .*: give those it began with \(accept_changes does not help\)"
+    ):
         train_dpo.main(keys_of(folder, **keys, **changed))
     assert contents() == before
     assert train_dpo.main(keys_of(folder, **keys, steps=4)).metrics["step"] == 4

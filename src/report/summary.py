@@ -54,7 +54,9 @@ def run_header(
     trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""
     by_rule = describe_rules(plan.step, plan.rules, weights.trainable)
     packed = "packed, none cut that fits a row" if config.use_sft else "packed"
-    order = f"shuffled by seed {config.data_shuffle_seed}, {packed if config.packing else 'a document per row'}"
+    in_order = all(isinstance(source, StreamSource) and not source.shuffles for source in data.sources)
+    order = "as the stream has them" if in_order else f"shuffled by seed {config.data_shuffle_seed}"
+    order += f", {packed if config.packing else 'a document per row'}"
     loss = [config.loss, "in evaluations next_token_loss"] if config.loss else []
     loss += [f"in {tiles} tiles (num_vocab_tiling)"] if (tiles := plan.step.num_vocab_tiling) > 1 else []
     compiled = "compiled by this run" + (f" by the profile {config.pgle_profile}" if config.pgle_profile else "")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -305,11 +306,12 @@ def test_nothing_is_held_out_of_a_stream(open_data):
         len(source)
 
 
-def test_a_run_goes_on_with_the_state_of_its_stream(open_data, tmp_path):
+def test_a_run_goes_on_with_the_state_of_its_stream(open_data, tmp_path, capsys):
     open_data("stream")
     keys = {"dataset_type": "custom", "dataset_factory": "my_grain:stream", "base_num_decoder_layers": 1, "steps": 6}
     keys |= {"base_output_directory": tmp_path, "checkpoint_period": 3}
     runs.run_here(**keys)
+    assert re.search("^order +as the stream has them, packed$", capsys.readouterr().out, re.MULTILINE)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "run" / "checkpoints" / "6").rename(tmp_path / "6")  # as if it had been killed
     runs.run_here(**keys)

@@ -1,6 +1,10 @@
 """Runs side by side: their results, what differs, losses at the same steps, on a page and as text."""
 
+import html
 import json
+import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -111,6 +115,27 @@ def test_the_page_has_the_tables_and_curves_of_all_and_leaves_the_report_alone(t
     assert shown.points("Loss").keys() == {"first", "first eval", "second", "second eval"}
     for text in ("Results", "What differs", "learning_rate", "0.007", "Training loss, mean", "Eval loss"):
         assert text in shown.text
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="a browser lays the page out")
+def test_on_a_phone_names_stand_over_the_numbers_of_their_runs(two, tmp_path):
+    page.main(list(two))
+    inner = html.escape((tmp_path / "first" / "comparison.html").read_text())
+    script = """onload = () => document.title = JSON.stringify(
+        [...document.querySelector("iframe").contentDocument.querySelectorAll(".runs tr")].map(
+            (row) => [...row.children].slice(1).map((cell) => Math.round(cell.getBoundingClientRect().left))))"""
+    framed = tmp_path / "framed.html"
+    framed.write_text(f'<script>{script}</script><iframe srcdoc="{inner}" style="width: 360px; border: 0"></iframe>')
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    dom = subprocess.run([*command, framed.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    (found,) = re.findall("<title>(.*?)</title>", dom.partition("<iframe")[0])
+    rows = json.loads(found)
+    assert len(rows) > 20
+    head = None
+    for row, cells in zip(rows, [cells for rows in tables(read_runs(two)).values() for cells in rows], strict=True):
+        head = row if cells[0] == "" else head
+        assert row == head
+    assert max(head) < 360
 
 
 def test_the_text_is_a_table_a_fact(two, capsys):

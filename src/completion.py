@@ -17,10 +17,6 @@ from src.step.plan import StepPlan
 
 Prompt = str | tuple[Message, ...] | np.ndarray  # ids as they are
 
-# Only the last WINDOW tokens or so are decoded again with each new one; the text before them is settled. The window
-# moves on by leaving CONTEXT tokens in it, because a tokenizer may spell a token by those around it.
-WINDOW, CONTEXT = 128, 16
-
 
 def make_generator(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights) -> Generator:
     """Returns a generator with these keys."""
@@ -68,11 +64,10 @@ class Completion:
         self.drawn: list[tuple[int, float]] = []  # ids and their log-probabilities, with the one that ended the text
         self.done = False
         self._tokenizer, self._stop_texts = tokenizer, list(decoding.decode_stop)
+        # So many ids at the end hold a stop text: a character takes four at most, and spelling may depend on more.
+        self._tail = 16 + 4 * max(map(len, self._stop_texts), default=0)
         self._ids: list[int] = self.prompt.tolist()
         self._max_tokens = min(len(self.prompt) + (decoding.sample_length or max_target_length), max_target_length)
-        self._settled = ""  # text that no later token changes
-        self._window = 0  # index of the first token that is decoded again with each new one
-        self._context = self.prompt_text  # the text of the window's tokens up to where `_settled` ends
 
     def add(self, token: int, log_prob: float = 0.0) -> None:
         """Appends the next token, which the model gave this log-probability."""
@@ -81,7 +76,8 @@ class Completion:
         if not self.done:
             self._ids.append(token)
             self.done = len(self._ids) == self._max_tokens
-        if self.done or self._stop_texts:
+        tail = self._decode(self._ids[-self._tail :]) if self._stop_texts else ""
+        if self.done or any(stop in tail for stop in self._stop_texts):
             self._update()
 
     def stable_text(self) -> str:
@@ -94,30 +90,13 @@ class Completion:
         return text[: len(text) - max(held, default=0)]
 
     def _update(self) -> None:
-        """Brings `text` up to date. Without stop texts `add` leaves that to the end."""
-        text = self._decode(self._window)
-        self.text = self._settled + text[len(self._context) :]
-        longest = max(map(len, self._stop_texts), default=0)
-        begin = max(0, len(self._settled) - longest)  # an earlier stop text would have been found before
-        ends = [end for stop in self._stop_texts if (end := self.text.find(stop, begin)) >= 0]
-        if ends:
-            self.text = self.text[: min(ends)]
-            self.done = True
-        elif not self.done:
-            self._move_window(text)
+        """Brings `text` up to date, which `add` leaves to the end, and ends it at a stop text."""
+        self.text = self._decode(self._ids)[len(self.prompt_text) :]
+        if ends := [end for stop in self._stop_texts if (end := self.text.find(stop)) >= 0]:
+            self.text, self.done = self.text[: min(ends)], True
 
-    def _decode(self, first: int, end: int | None = None) -> str:
-        return self._tokenizer.decode(np.array(self._ids[first:end], np.int32))
-
-    def _move_window(self, text: str) -> None:
-        """Moves on a long window, whose text is given, if what follows is then decoded as before."""
-        end = len(self._ids) - CONTEXT
-        if end < len(self.prompt) or end - self._window < WINDOW:
-            return
-        head, context = self._decode(self._window, end), self._decode(end - CONTEXT, end)
-        if context and head + self._decode(end - CONTEXT)[len(context) :] == text:
-            self._settled += head[len(self._context) :]
-            self._window, self._context = end - CONTEXT, context
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(np.array(ids, np.int32))
 
 
 def generate(

@@ -257,22 +257,21 @@ def sentencepiece_of_bytes(folder):
 
 
 @pytest.mark.parametrize("kind", ["byte", "sentencepiece"])
-@pytest.mark.parametrize("text", ["words", "é漢😀 and \ufffd", "noise"])
-def test_a_long_completion_is_decoded_in_parts_as_the_whole_is(tmp_path, kind, text):
+@pytest.mark.parametrize("stop", ["never", "the 漢😀 290"])
+def test_a_stop_text_is_looked_for_at_the_end_of_what_is_drawn(tmp_path, kind, stop):
     tokenizer = BYTES if kind == "byte" else sentencepiece_of_bytes(tmp_path)
-    if text == "noise":
-        ids = np.random.default_rng(0).integers(0, min(tokenizer.vocab_size, 256), 3000)
-    else:
-        ids = np.concatenate([tokenizer.encode_text(f"the {text} {number}") for number in range(300)])
+    ids = np.concatenate([tokenizer.encode_text(f"the 漢😀 {number}, and \ufffd") for number in range(300)])
     prompt, counting = tokenizer.encode_prompt("on the mat"), Counting(tokenizer)
-    completion = Completion(config_of().decoding, len(prompt) + len(ids), counting, "on the mat")
-    for number, token in enumerate(ids.tolist(), start=1):
-        completion.add(token)
-        completion.stable_text()
-        if number % 97 == 0 or number == len(ids):
-            whole = tokenizer.decode(np.concatenate([prompt, ids[:number]]))
-            assert completion.text == whole[len(tokenizer.decode(prompt)) :]
-    assert counting.decoded < 500 * len(ids)  # each again with those around it, and not with all before it
+    keys = config_of(decode_stop=f'["{stop}"]').decoding
+    completion = Completion(keys, len(prompt) + len(ids), counting, "on the mat")
+    added = next(
+        number for number, token in enumerate(ids.tolist(), start=1) if completion.add(token) or completion.done
+    )
+    generated = tokenizer.decode(np.concatenate([prompt, ids]))[len(tokenizer.decode(prompt)) :]
+    assert completion.text == generated.partition(stop)[0]
+    assert stop in tokenizer.decode(ids[:added]) or added == len(ids)
+    assert stop not in tokenizer.decode(ids[: added - 1])
+    assert counting.decoded < 70 * len(ids)  # and not each time all before it
 
 
 def test_a_stop_text_is_found_wherever_it_falls():

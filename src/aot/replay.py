@@ -13,10 +13,7 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from src.aot.hlo import Computation, Instruction, callees, first_array, loop_rounds, named_collectives, parse
-
-# isort: split
-from src.aot.hlo import type_bytes
+from src.aot.hlo import Computation, Instruction, callees, collectives, first_array, loop_rounds, parse, type_bytes
 from src.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
 from src.parallel.topology import Chip
 
@@ -44,9 +41,10 @@ def replay(text: str, mesh: Mesh, chip: Chip, peak: float) -> Replay:
     """Replays `compiled.as_text()`, a program for GPUs of `mesh` that do `peak` bfloat16 operations per second."""
     computations, entry = parse(text)
     wire: Counter[str] = Counter()
-    for name, moved in dict.fromkeys(named_collectives(text, mesh)):  # once, however often it is executed
+    for moved in collectives(text, mesh):
         bandwidth = {"ici": chip.ici_bandwidth, "dcn": chip.dcn_bandwidth}[moved.network]
-        wire[name] = max(wire[name], moved.sent_bytes / bandwidth)  # a ring uses both networks at the same time
+        # A ring uses both networks at the same time.
+        wire[moved.name] = max(wire[moved.name], moved.sent_bytes / bandwidth)
     return _Clock(computations, wire, chip, peak).run(entry)
 
 

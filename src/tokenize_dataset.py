@@ -34,7 +34,7 @@ from src.config.source_spec import SETTINGS, train_specs
 from src.data.document_stream import encode
 from src.data.fingerprint import differences
 from src.data.open import open_source
-from src.data.readers.tokens import FORMAT, SUMMARY, UNFINISHED, ShardFacts, ids_name, index_name, missing_files
+from src.data.readers.tokens import FORMAT, IDS_FILE, INDEX_FILE, SUMMARY, UNFINISHED, ShardFacts, missing_files
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
 from src.disk import lock, new_file
@@ -265,7 +265,7 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
     dtype = np.dtype(items.dtype).newbyteorder("<")
     pair_starts = array.array("q", [0])  # a list would take four times the memory
     digest, largest_id = hashlib.sha256(), 0
-    with new_file(folder / ids_name(number)) as file:
+    with new_file(folder / IDS_FILE.format(number)) as file:
         for i in part:
             ids = items[i]
             if len(ids) > 1:  # else it has no pair
@@ -275,7 +275,7 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
                 digest.update(data)
                 file.write(data)
         ids_bytes = file.tell()
-    with new_file(folder / index_name(number)) as file:
+    with new_file(folder / INDEX_FILE.format(number)) as file:
         np.save(file, np.array(pair_starts, "<i8"))
         index_bytes = file.tell()
     total = ids_bytes // dtype.itemsize

@@ -43,6 +43,7 @@ class Listing:
 
     folder: str  # as the user wrote it, with its protocol if it is remote
     sizes: dict[str, int]  # in bytes, by the files' names relative to the folder, sorted
+    is_whole: bool = dataclasses.field(default=False, compare=False)  # the folder was named, not a file or a glob
 
     @functools.cached_property
     def paths(self) -> list[str]:
@@ -92,13 +93,6 @@ def is_remote(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
-def is_folder(path: str) -> bool:
-    """Says whether a path is a folder that has something; raises as `attempted`."""
-    if is_remote(path):
-        return _remote(path, path, lambda fs, place: fs.isdir(place))
-    return Path(path.removeprefix("file://")).expanduser().is_dir()
-
-
 def list_files(path: str, key: str) -> Listing:
     """Lists the files of a config's path: a file, a folder (its files at any depth, but for hidden ones) or a glob.
 
@@ -113,7 +107,7 @@ def list_files(path: str, key: str) -> Listing:
         raise UserError(f"{setting}: there is no such file or folder, and no file that matches")
     if pattern is not None:
         _check_no_gaps(sizes, pattern or "*", setting)
-    return Listing(folder, dict(sorted(sizes.items())))
+    return Listing(folder, dict(sorted(sizes.items())), is_whole=pattern == "")
 
 
 def walk(folder: str, without: Collection[str] = ()) -> list[str]:

@@ -15,7 +15,7 @@ from etils import epath
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
-from src.data.readers.array_record import RecordRange, RecordSource, check_store, count_records, missing_package
+from src.data.readers.array_record import RecordRange, RecordSource, check_store, count_records, imported
 from src.data.readers.tfrecord import TfRecordReader, indices
 from src.errors import UserError, first_few
 
@@ -73,10 +73,7 @@ def _find(spec: SourceSpec) -> str:
 
 def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
     """Reads TFDS's facts on a dataset, and chooses its files of the format array_record."""
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError as error:
-        raise missing_package(spec, error) from error
+    tfds = imported("tensorflow_datasets", spec)
     try:
         info = tfds.builder_from_directory(folder).info
         formats = {each.value for each in info.available_file_formats()}

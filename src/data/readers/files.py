@@ -9,7 +9,6 @@ import fnmatch
 import functools
 import glob
 import hashlib
-import io
 import itertools
 import os
 import re
@@ -17,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from src.data.types import Fingerprint
 from src.disk import new_file
@@ -149,29 +148,15 @@ def line_name(file: str, start: int) -> str:
     return f"{file}, line {lines_before + 1}"
 
 
-class RemoteFile(io.RawIOBase):
+def open_remote(file: str, length: int) -> IO[bytes]:
     """Opens a remote file of `length` bytes for a library. Each read is a request, and nothing is read ahead."""
+    from fsspec.spec import AbstractBufferedFile
 
-    # fsspec's own would read ahead megabytes that a reader of columns skips; memory://'s is shared by all that open it.
+    class RemoteFile(AbstractBufferedFile):
+        def _fetch_range(self, start: int, end: int) -> bytes:
+            return read(file, start, end)
 
-    def __init__(self, file: str, length: int) -> None:
-        self._file, self._length, self._at = file, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def read(self, count: int = -1) -> bytes:
-        end = self._length if count < 0 else min(self._at + count, self._length)
-        data = read(self._file, self._at, end)
-        self._at += len(data)
-        return data
+    return RemoteFile(None, file, cache_type="none", size=length)
 
 
 class LocalCopies:

@@ -89,13 +89,7 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
     computations, entry = parse(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
     places = _MeshPlaces(mesh, int(partitions[1]) if partitions else 1)
-    wrapped = {
-        callee
-        for part in computations.values()
-        for each in part.values()
-        if each.opcode == "async-start"
-        for callee in re.findall(_CALLS["async-start"], each.attributes)
-    }
+    wrapped = set(re.findall(rf" async-start\(.*{_CALLS['async-start']}", text))
     for computation, instruction, times in executed(computations, entry, 1):
         kind = instruction.opcode.removesuffix("-start")
         if instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
@@ -154,10 +148,7 @@ def callees(instruction: Instruction) -> list[str]:
 
 
 def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[str, Computation]) -> int:
-    """Returns how often a loop's body runs: the compiler's note, else from a counter's start, step and bound.
-
-    It is 1 for what is no loop.
-    """
+    """Returns how often an instruction runs what it calls: of a loop by the compiler's note or its counter, else 1."""
     if loop.opcode != "while":
         return 1
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
@@ -180,7 +171,6 @@ def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[st
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    """Returns the value of an integer constant, None for any other instruction."""
     instruction = computation[name]
     while instruction.opcode == "copy":
         instruction = computation[instruction.operands[0]]

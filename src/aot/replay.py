@@ -107,10 +107,7 @@ class _Clock:
         return 0.0
 
     def moved(self, instruction: Instruction, computation: Computation) -> float:
-        """Returns the seconds in which an instruction reads its operands and writes its results.
-
-        Of an array that a fusion only slices or updates in place, the part counts.
-        """
+        """Returns the seconds to read the operands and write the results; of a sliced array the slice counts."""
         reads = [type_bytes(computation[name].type) for name in instruction.operands if name in computation]
         writes = type_bytes(instruction.type)
         if instruction.opcode == "fusion":

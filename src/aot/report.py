@@ -205,7 +205,6 @@ def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _collective_lines(communication: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a line for each kind of collective over the same mesh axes, the most bytes first."""
     times, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for each in communication:
         kind = each["kind"], " x ".join(each["axes"]), each["network"]
@@ -232,7 +231,7 @@ def change_lines(report: Report) -> Iterator[str]:
 
 def typed(keys: Mapping[str, Any]) -> str:
     """Returns keys as they are typed in a shell."""
-    return " ".join(shlex.quote(f"{key}={dump(value)}") for key, value in keys.items())
+    return shlex.join(f"{key}={dump(value)}" for key, value in keys.items())
 
 
 def readable(number: int) -> str:

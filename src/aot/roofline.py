@@ -55,17 +55,14 @@ class Prediction:
     dcn_seconds: float
     step_seconds: float
     bound: str  # the resource that takes longest: compute, memory, ici or dcn
-    mfu: float  # causal attention counted once (`FlopsPerToken.causal`)
+    mfu: float  # of `peak`, so it may exceed 1 with products in 8 bits; causal attention counted once
     mfu_palm: float
 
 
 def predict(
     work: Work, chip: Chip, peak: float, moved: Sequence[Collective], low_peak: float | None = None
 ) -> Prediction:
-    """Predicts a step on devices that do `peak` operations per second in products of its dtype, `low_peak` in 8 bits.
-
-    MFU is of `peak`: with products in 8 bits it may exceed 1.
-    """
+    """Predicts a step on devices with `peak` operations per second in products of its dtype, `low_peak` in 8 bits."""
     model, again = work.model_flops, work.recomputed_flops
     operations = model.palm + again.palm if work.whole_scores else model.causal + again.causal
     low = work.low_precision * (model.layers + again.layers)

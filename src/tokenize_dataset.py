@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     if config is None:
         return
     _check(config.data, config.tokenized_path)
-    items = open_items(config_text := configuration.to_yaml(config))
+    items = Items(config_text := configuration.to_yaml(config))
     folder = Path(config.tokenized_path).expanduser()
     try:
         with _locked(folder):
@@ -97,7 +97,6 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
 
 
 def _check(data: Data, tokenized_path: str) -> None:
-    """Raises UserError for data that can't be written as tokens, or not there."""
     if not tokenized_path:
         raise UserError("tokenized_path is empty: expected the folder to write the tokens into")
     if "://" in tokenized_path:
@@ -118,10 +117,12 @@ def _check(data: Data, tokenized_path: str) -> None:
 
 
 class Items:
-    """Reads the items of a run's data as ids."""
+    """Reads the items of a run's data as ids. Its config comes as text, as not all of it can be pickled."""
 
-    def __init__(self, inputs: InputSpec) -> None:
-        self._inputs, self._spec = inputs, train_specs(inputs.data)[0]
+    def __init__(self, config_text: str) -> None:
+        config = Config.of(configuration.from_yaml(config_text))
+        self._inputs = inputs = InputSpec.of(config, make_tokenizer(config.data, config.vocab_size))
+        self._spec = train_specs(inputs.data)[0]
         self._source = open_source(self._spec, inputs)
         self.dtype = "uint16" if inputs.vocab_size <= _MAX_UINT16_VOCABULARY else "uint32"
 
@@ -250,13 +251,7 @@ def _start_process() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def open_items(config_text: str) -> Items:
-    """Opens the data of a config, which comes as text, as not all of it can be pickled."""
-    config = Config.of(configuration.from_yaml(config_text))
-    return Items(InputSpec.of(config, make_tokenizer(config.data, config.vocab_size)))
-
-
-_items_of_process = functools.cache(open_items)
+_items_of_process = functools.cache(Items)
 
 
 def _write_shard(config_text: str, folder: Path, number: int, part: range) -> ShardFacts:

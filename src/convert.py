@@ -84,7 +84,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _folder(text: str) -> Path:
-    """Returns the folder of an argument; raises UserError where no folder of this machine has such a name."""
     if "://" in text:
         raise UserError(f"{text}: expected a folder on this machine, or of a file system that is mounted on it")
     return Path(file_name(text)).expanduser()
@@ -208,7 +207,6 @@ def _original_config(model_folder: Path | None) -> dict[str, Any]:
 
 
 def _make_empty(folder: Path) -> None:
-    """Makes the folder; raises UserError where it exists and is not empty."""
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: name a new one")
     try:

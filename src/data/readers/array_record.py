@@ -112,9 +112,9 @@ class ArrayRecordSource(RecordSource):
         counts = count_records(listing.paths, list(listing.sizes.values()), spec)
         if not sum(counts):
             raise UserError(f"{spec.setting('dataset_path')}: the {len(counts)} ArrayRecord files there have no record")
-        record_format = spec.array_record_format
         ranges = [RecordRange(file, 0, count) for file, count in zip(listing.paths, counts, strict=True)]
-        super().__init__(spec, ranges, record_format, listing, {"type": "array_record", "format": record_format})
+        facts = {"type": "array_record", "format": spec.array_record_format}
+        super().__init__(spec, ranges, spec.array_record_format, listing, facts)
 
 
 def check_store(spec: SourceSpec) -> None:
@@ -136,10 +136,7 @@ def imported(package: str, spec: SourceSpec) -> Any:
 
 
 def count_records(names: Sequence[str], sizes: Sequence[int], spec: SourceSpec) -> list[int]:
-    """Counts the records of each file, of these sizes in bytes.
-
-    Raises UserError for one that is not whole, or without what reads them.
-    """
+    """Counts the records of files of these sizes in bytes; raises UserError for one that is not whole."""
     imported("array_record", spec)
     with ThreadPoolExecutor(_REQUESTS) as threads:  # for file systems where each read is a request
         return list(threads.map(_count, names, sizes))

@@ -51,7 +51,6 @@ class TfdsSource(RecordSource):
 
 
 def _find(spec: SourceSpec) -> str:
-    """Returns the folder of the wanted version of the dataset."""
     root = os.path.expanduser(spec.dataset_path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     full_name = spec.dataset_name
     name, _, version = full_name.partition(":")
@@ -91,7 +90,6 @@ def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
 
 
 def _check_feature(spec: SourceSpec, features: Any) -> None:
-    """Raises UserError unless each record has a text or a list of integers under the wanted name."""
     names = _flat(features)
     setting = spec.setting("dataset_column")
     if spec.dataset_column not in names:
@@ -122,7 +120,6 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _file_slices(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction]":
-    """Returns which records of which files make the split."""
     splits = ", ".join(f"{name} ({split.num_examples:,} examples)" for name, split in info.splits.items())
     setting = spec.setting("split")
     try:
@@ -137,10 +134,7 @@ def _file_slices(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction
 def _check_files(
     spec: SourceSpec, info: "DatasetInfo", slices: "list[FileInstruction]"
 ) -> tuple[files.Listing, Callable[[str, str], Any] | None]:
-    """Lists the files of a split, each of which is there and has as many records as TFDS wrote into it.
-
-    Also returns what opens one, for `RecordSource`.
-    """
+    """Lists a split's files, each there and with as many records as TFDS wrote into it; also returns what opens one."""
     expected = {each.filename: each.examples_in_shard for each in slices}
     names, folder = list(expected), str(info.data_dir)
     if files.is_remote(folder):

@@ -172,7 +172,6 @@ class _TokenFolder:
         return index
 
     def _map(self, name: str) -> np.ndarray:
-        """Maps the bytes of a file, of a remote folder this machine's copy."""
         file = self._path(name)
         place = self._copies.path(file, self._sizes[name]) if self._copies else file
         # The bare array: each slice of a memmap would be one again, at ten times the price.

@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
         case ["check", hf_dir, source]:
             source = _folder(source)
             checkpoint = source / "checkpoint" if (source / "model.yml").is_file() else source
-            print(describe_agreement(compare(_folder(local_folder(hf_dir)), checkpoint)), flush=True)
+            print(compare(_folder(local_folder(hf_dir)), checkpoint), flush=True)
         case ["to-hf", source, out_dir, *options] if all(re.fullmatch("dtype=.*|load_ema=true", it) for it in options):
             dtype = next((it.removeprefix("dtype=") for it in options if it.startswith("dtype=")), "")
             to_hf(_folder(source), _folder(out_dir), dtype, "load_ema=true" in options)
@@ -84,7 +84,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _folder(text: str) -> Path:
-    """Returns the folder of an argument; raises UserError where no folder of this machine has such a name."""
     if "://" in text:
         raise UserError(f"{text}: expected a folder on this machine, or of a file system that is mounted on it")
     return Path(file_name(text)).expanduser()
@@ -233,6 +232,14 @@ class Agreement(NamedTuple):
     kl_divergence: float  # KL(theirs || ours) in nats, a mean over positions
     top_1: float  # fraction of positions with the same likeliest token
 
+    def __str__(self) -> str:
+        return (
+            f"largest difference  {self.largest_difference:.2e} of the logits' standard deviation\n"
+            f"mean difference     {self.mean_difference:.2e}\n"
+            f"KL divergence       {self.kl_divergence:.2e} nats\n"
+            f"same likeliest id   {self.top_1:.1%} of positions"
+        )
+
 
 def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     """Compares in float32, on the same random ids; raises UserError without transformers, or for another model."""
@@ -272,16 +279,6 @@ def agreement(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> Agreement:
         # Rounding may leave it slightly negative.
         kl_divergence=max(0.0, float(np.sum(np.exp(theirs) * (theirs - ours), axis=-1).mean())),
         top_1=float(np.mean(ours_BTV.argmax(-1) == theirs_BTV.argmax(-1))),
-    )
-
-
-def describe_agreement(measured: Agreement) -> str:
-    """Returns the comparison as lines to print."""
-    return (
-        f"largest difference  {measured.largest_difference:.2e} of the logits' standard deviation\n"
-        f"mean difference     {measured.mean_difference:.2e}\n"
-        f"KL divergence       {measured.kl_divergence:.2e} nats\n"
-        f"same likeliest id   {measured.top_1:.1%} of positions"
     )
 
 

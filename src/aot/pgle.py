@@ -35,7 +35,7 @@ EMPTY = (
     "Nsight Systems, a monitor of the cluster such as DCGM, or another process that profiles. End it, or set pgle to "
     'empty ("")'
 )
-PGLE_STEPS = 3  # that are profiled, after the first
+PGLE_STEPS = 3  # that are profiled, after the first, which loads kernels and sets up communication
 Step = Callable  # of (state, batch, hparams), as `train_step`
 
 
@@ -140,10 +140,7 @@ def _automatic(train_step: Step) -> Step:
 
 
 class _Collector:
-    """A step without command buffers, which hide kernels from the profiler; process 0 profiles some of its calls.
-
-    The first call is left out: it loads kernels and sets up communication.
-    """
+    """A step without command buffers, which hide kernels from the profiler; process 0 profiles some of its calls."""
 
     def __init__(self, lowered: jax.stages.Lowered, header: Header, path: epath.Path) -> None:
         self.program = lowered.compile({"xla_gpu_enable_command_buffer": ""})

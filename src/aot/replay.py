@@ -42,9 +42,10 @@ def replay(text: str, mesh: Mesh, chip: Chip, peak: float) -> Replay:
     """Replays `compiled.as_text()`, a program for GPUs of `mesh` that do `peak` bfloat16 operations per second."""
     computations, entry = hlo.parse(text)
     wire: Counter[str] = Counter()
-    for name, moved in dict.fromkeys(hlo.named_collectives(text, mesh)):  # once, however often it is executed
+    for moved in hlo.collectives(text, mesh):
         bandwidth = {"ici": chip.ici_bandwidth, "dcn": chip.dcn_bandwidth}[moved.network]
-        wire[name] = max(wire[name], moved.sent_bytes / bandwidth)  # a ring uses both networks at the same time
+        # A ring uses both networks at the same time.
+        wire[moved.name] = max(wire[moved.name], moved.sent_bytes / bandwidth)
     return _Clock(computations, wire, chip, peak).run(entry)
 
 
@@ -107,10 +108,7 @@ class _Clock:
         return 0.0
 
     def moved(self, instruction: Instruction, computation: Computation) -> float:
-        """Returns the seconds in which an instruction reads its operands and writes its results.
-
-        Of an array that a fusion only slices or updates in place, the part counts.
-        """
+        """Returns the seconds to read the operands and write the results; of a sliced array the slice counts."""
         reads = [type_bytes(computation[name].type) for name in instruction.operands if name in computation]
         writes = type_bytes(instruction.type)
         if instruction.opcode == "fusion":

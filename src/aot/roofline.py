@@ -15,7 +15,6 @@ from src.aot.hlo import Collective
 from src.aot.memory import device_bytes
 from src.model import flops
 from src.model.execution import Execution
-from src.model.flops import FlopsPerToken, all_layers, count_params
 from src.model.low_precision import FORMATS
 from src.model.parts import layer_costs
 from src.model.quantization import Quantization
@@ -38,8 +37,8 @@ HIDDEN = 0.5
 class Work:
     """The work of one device in a step, without communication."""
 
-    model_flops: FlopsPerToken  # of the device's share of the step's tokens
-    recomputed_flops: FlopsPerToken  # which rematerialisation adds
+    model_flops: flops.FlopsPerToken  # of the device's share of the step's tokens
+    recomputed_flops: flops.FlopsPerToken  # which rematerialisation adds
     whole_scores: bool  # whether attention also computes the scores that its mask hides
     memory_bytes: float  # read and written between matrix products
     low_precision: float = 0.0  # the share of the products with layers' weights that are made in 8 bits
@@ -56,17 +55,14 @@ class Prediction:
     dcn_seconds: float
     step_seconds: float
     bound: str  # the resource that takes longest: compute, memory, ici or dcn
-    mfu: float  # causal attention counted once (`FlopsPerToken.causal`)
+    mfu: float  # of `peak`, so it may exceed 1 with products in 8 bits; causal attention counted once
     mfu_palm: float
 
 
 def predict(
     work: Work, chip: Chip, peak: float, moved: Sequence[Collective], low_peak: float | None = None
 ) -> Prediction:
-    """Predicts a step on devices that do `peak` operations per second in products of its dtype, `low_peak` in 8 bits.
-
-    MFU is of `peak`: with products in 8 bits it may exceed 1.
-    """
+    """Predicts a step on devices with `peak` operations per second in products of its dtype, `low_peak` in 8 bits."""
     model, again = work.model_flops, work.recomputed_flops
     operations = model.palm + again.palm if work.whole_scores else model.causal + again.causal
     low = work.low_precision * (model.layers + again.layers)
@@ -136,7 +132,7 @@ def step_work(
     # its gradient is written and read.
     passes = 5 if execution.remat_policy == "none" else 7
     arrays = heads = 0
-    for layer, count in all_layers(spec).items():
+    for layer, count in flops.all_layers(spec).items():
         # As wide as the embedding: the input, its norm, attention's output, their sum, its norm, and the last sum.
         costs = layer_costs(layer)
         arrays += count * (6 * spec.emb_dim * sharing + sum(part.width for part in costs.values()))
@@ -158,10 +154,10 @@ def step_work(
     # Forward and backward, float32: written and read, and their gradient.
     logits = 4 * tokens * (1 + spec.mtp_num_layers) * spec.padded_vocab_size * 4
     # A weight is gathered (written) and read, forward and backward; its gradient is written, and read to be summed.
-    weights = 6 * micro_batches * count_params(spec) / sharing * itemsize
+    weights = 6 * micro_batches * flops.count_params(spec) / sharing * itemsize
     return Work(
-        model_flops=FlopsPerToken(*(tokens * count for count in dataclasses.astuple(model))),
-        recomputed_flops=FlopsPerToken(*(tokens * count for count in dataclasses.astuple(again))),
+        model_flops=flops.FlopsPerToken(*(tokens * count for count in dataclasses.astuple(model))),
+        recomputed_flops=flops.FlopsPerToken(*(tokens * count for count in dataclasses.astuple(again))),
         low_precision=flops.layer_share(spec, quantized),
         whole_scores=kernel == "dot_product",
         memory_bytes=activations + logits + weights + 2 * state_bytes,

@@ -70,7 +70,6 @@ def save_folder(
 
 
 def _check_range(weights: Mapping[WeightPath, np.ndarray], dtypes: Mapping[WeightPath, np.dtype]) -> None:
-    """Raises UserError where a value would become infinite in its dtype of the file: float16's range is small."""
     largest = float(np.finfo(np.float16).max)
     wide = [path for path in weights if dtypes.get(path) == np.float16 and weights[path].dtype != np.float16]
     over = [dotted(path) for path in wide if weights[path].max() > largest or weights[path].min() < -largest]

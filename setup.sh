@@ -5,6 +5,7 @@
 #   bash setup.sh tpu|gpu      beside that, what a Cloud TPU VM or a machine with NVIDIA GPUs needs
 #   bash setup.sh aot          beside that, the compilers for TPUs and GPUs, for any machine (src.train_compile)
 #   bash setup.sh data         beside that, what reads data of the types array_record, tfds and parquet
+#   bash setup.sh streams      beside that, Hugging Face's datasets and Grain: data of the type hf, and streams
 #   bash setup.sh trackers     beside that, Weights & Biases and MLflow (report_to)
 #   bash setup.sh eval         beside that, what runs tasks of lm-evaluation-harness (src.evaluate RUN tasks=...)
 #   bash setup.sh dev          beside that, what the tests, the linter and the notebook need
@@ -37,7 +38,7 @@ find_python() {
 }
 
 for name in "$@"; do
-  [[ "$name" =~ ^(tpu|gpu|aot|data|trackers|eval|dev)$ ]] || fail "'$name' is none of tpu, gpu, aot, data, trackers, eval, dev"
+  [[ "$name" =~ ^(tpu|gpu|aot|data|streams|trackers|eval|dev)$ ]] || fail "'$name' is none of tpu, gpu, aot, data, streams, trackers, eval, dev"
 done
 
 if [[ ! -x .venv/bin/python ]]; then
@@ -62,7 +63,7 @@ install() {
 }
 
 to_install=()
-for name in base tpu gpu data trackers eval dev; do
+for name in base tpu gpu data streams trackers eval dev; do
   if is_due "$name"; then
     to_install+=("requirements/$name.txt")
   fi

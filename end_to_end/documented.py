@@ -1,11 +1,13 @@
 """Runs the commands of README.md and docs/ as they stand there: `python -m end_to_end.documented [PAGE ...]`.
 
-A page's commands run one after the other in a folder of their own, beside links to this repository's. A run takes six
-steps at most, and a folder of a published model is a tiny random one of its family: else nothing is changed. ELSEWHERE
-says what is not run, and what has it instead. The exit code is 1 if a command failed.
+A page's commands run one after the other in a folder of their own, beside links to this repository's (copies, where the
+page applies diffs to them). A run takes six steps at most, and a folder of a published model is a tiny random one of
+its family: else nothing is changed. ELSEWHERE says what is not run, and what has it instead. The exit code is 1 if a
+command failed.
 """
 
 import dataclasses
+import glob
 import gzip
 import json
 import os
@@ -27,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "end_to_end" / "README.md"]
 STEPS = 6
 ELSEWHERE = {  # the first expression that a command has says why it is not run
-    r"setup\.sh|-m pytest": "installs, or is the tests: what .ci/run does",
+    r"setup\.sh|-m pytest|bin/ruff": "installs, or is the tests: what .ci/run does",
+    r"NAME\.diff|^git (?!apply \S+$)|^mv ": "for a diff of one's own: tests/test_forking.py applies and undoes each",
     r"^bash end_to_end/": "a script beside this one",
     r"^\w+\.\w+=": "a key, not a command",
     r"^(pip|mintext) ": "tests/test_package.py installs and starts the package",
@@ -131,7 +134,9 @@ def _runs(command: Command, folder: Path) -> bool:
 
 def _run(folder: Path, words: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HOME": str(folder), **variables}
+    environment["GIT_CEILING_DIRECTORIES"] = str(folder.parent)  # a repository there is none of the page's
     words = [sys.executable if word in (".venv/bin/python", "python") else word for word in words]
+    words = [each for word in words for each in ("*" in word and sorted(glob.glob(word, root_dir=folder))) or [word]]
     return subprocess.run(
         [word.replace("gs://bucket", str(folder)).replace("$PWD", str(folder)) for word in words],
         cwd=folder,
@@ -152,8 +157,10 @@ def _shortened(words: list[str]) -> list[str]:
 
 def _prepare(folder: Path, page: Path, commands: list[Command]) -> None:
     """Writes what the page takes for granted: data, models, and runs that no command of it made."""
-    for name in ("README.md", "configs", "docs", "end_to_end", "scripts", "src", "tests"):
-        (folder / name).symlink_to(ROOT / name)
+    applies = any(command.words[:2] == ["git", "apply"] for command in commands)
+    for name in ("README.md", "pyproject.toml", "configs", "docs", "end_to_end", "scripts", "src", "tests"):
+        copies = applies and name in ("configs", "docs", "src", "tests")
+        shutil.copytree(ROOT / name, folder / name) if copies else (folder / name).symlink_to(ROOT / name)
     for name, content in files_of(page).items():
         (folder / name).write_text(content)
     if (folder / "my_docstrings.py").exists():

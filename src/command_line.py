@@ -36,10 +36,8 @@ def read_folder(folder: str, tokenizer_only: bool) -> dict[str, Any] | None:
 
         keys = parse_keys(model_yaml(read_model_keys(folder)), folder)
     if has_tokenizer(Path(folder).expanduser()):
-        keys |= {
-            "tokenizer_type": "huggingface",
-            "tokenizer_path": name if name.startswith(PREFIX) else str(Path(folder)),
-        }
+        path = name if name.startswith(PREFIX) else str(Path(folder))
+        keys |= {"tokenizer_type": "huggingface", "tokenizer_path": path}
     return keys
 
 
@@ -59,12 +57,18 @@ def load(
 
 
 def _pinned(config: Config) -> Config:
-    """Names the commit of each model of the hub, a run that goes on those that it began with."""
-    rules = [{**rule, "path": pinned(rule["path"])} for rule in config.load_weights_rules]
+    """Names the commit of each model of the hub; a run that goes on keeps those it began with."""
     keys = [key for key in ("model_name", "load_parameters_path", "tokenizer_path") if config[key].startswith(PREFIX)]
-    run = run_folder(f"{config.base_output_directory}/{config.run_name}") if keys and config.run_name else None
+    rules = config.load_weights_rules
+    of_hub = keys or any(rule["path"].startswith(PREFIX) for rule in rules)
+    run = run_folder(f"{config.base_output_directory}/{config.run_name}") if of_hub and config.run_name else None
     kept = read_file(run / CONFIG) if run else {}
-    return config.replace(load_weights_rules=rules, **{key: pinned(config[key], str(kept.get(key))) for key in keys})
+    kept_rules = [*(kept.get("load_weights_rules") or ()), *[{}] * len(rules)]
+    paths = [pinned(rule["path"], str(was.get("path"))) for rule, was in zip(rules, kept_rules, strict=False)]
+    return config.replace(
+        load_weights_rules=[{**rule, "path": path} for rule, path in zip(rules, paths, strict=True)],
+        **{key: pinned(config[key], str(kept.get(key))) for key in keys},
+    )
 
 
 def of_command(argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN) -> Config | None:

@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
         case ["check", hf_dir, source]:
             source = _folder(source)
             checkpoint = source / "checkpoint" if (source / "model.yml").is_file() else source
-            print(describe_agreement(compare(_folder(local_folder(hf_dir)), checkpoint)), flush=True)
+            print(compare(_folder(local_folder(hf_dir)), checkpoint), flush=True)
         case ["to-hf", source, out_dir, *options] if all(re.fullmatch("dtype=.*|load_ema=true", it) for it in options):
             dtype = next((it.removeprefix("dtype=") for it in options if it.startswith("dtype=")), "")
             to_hf(_folder(source), _folder(out_dir), dtype, "load_ema=true" in options)
@@ -84,7 +84,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _folder(text: str) -> Path:
-    """Returns the folder of an argument; raises UserError where no folder of this machine has such a name."""
     if "://" in text:
         raise UserError(f"{text}: expected a folder on this machine, or of a file system that is mounted on it")
     return Path(file_name(text)).expanduser()
@@ -146,13 +145,13 @@ def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes
     """Writes a tokenizer's files and returns its entries of config.json; notes where there is no tokenizer to write."""
     if data.tokenizer_type == "huggingface" or all_synthetic(data):
         path = Path(local_folder(data.tokenizer_path, weights=False)).expanduser()
-        own = data.tokenizer_path and (path if path.is_dir() else path.parent)
-        for folder in filter(None, (model_folder, own)):  # the run's own tokenizer wins
+        own_folder = data.tokenizer_path and (path if path.is_dir() else path.parent)
+        for folder in filter(None, (model_folder, own_folder)):  # the run's own tokenizer wins
             _copy_companions(folder, out_dir)
         if path.is_file():
             shutil.copyfile(path, out_dir / "tokenizer.json")
         if not has_tokenizer(out_dir):
-            notes.append(f"{out_dir} has no tokenizer: there is none at {own or model_folder or 'hand'}")
+            notes.append(f"{out_dir} has no tokenizer: there is none at {own_folder or model_folder or 'hand'}")
         return {}
     try:
         tokenizer = ByteTokenizer() if data.tokenizer_type == "byte" else SentencePieceTokenizer(data.tokenizer_path)
@@ -208,7 +207,6 @@ def _original_config(model_folder: Path | None) -> dict[str, Any]:
 
 
 def _make_empty(folder: Path) -> None:
-    """Makes the folder; raises UserError where it exists and is not empty."""
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: name a new one")
     try:
@@ -233,6 +231,14 @@ class Agreement(NamedTuple):
     mean_difference: float
     kl_divergence: float  # KL(theirs || ours) in nats, a mean over positions
     top_1: float  # fraction of positions with the same likeliest token
+
+    def __str__(self) -> str:
+        return (
+            f"largest difference  {self.largest_difference:.2e} of the logits' standard deviation\n"
+            f"mean difference     {self.mean_difference:.2e}\n"
+            f"KL divergence       {self.kl_divergence:.2e} nats\n"
+            f"same likeliest id   {self.top_1:.1%} of positions"
+        )
 
 
 def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
@@ -273,16 +279,6 @@ def agreement(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> Agreement:
         # Rounding may leave it slightly negative.
         kl_divergence=max(0.0, float(np.sum(np.exp(theirs) * (theirs - ours), axis=-1).mean())),
         top_1=float(np.mean(ours_BTV.argmax(-1) == theirs_BTV.argmax(-1))),
-    )
-
-
-def describe_agreement(found: Agreement) -> str:
-    """Returns the comparison as lines to print."""
-    return (
-        f"largest difference  {found.largest_difference:.2e} of the logits' standard deviation\n"
-        f"mean difference     {found.mean_difference:.2e}\n"
-        f"KL divergence       {found.kl_divergence:.2e} nats\n"
-        f"same likeliest id   {found.top_1:.1%} of positions"
     )
 
 

@@ -37,7 +37,7 @@ from src.scoring import eval_batch_size, score_texts, write_logits
 from src.startup import configured
 from src.step.eval_step import compile_eval_step
 from src.step.plan import StepPlan
-from src.step.state import batch_sharding
+from src.step.state import TrainState, batch_sharding
 
 USAGE = Usage(
     """Measures the loss of a model or how it does at tasks, scores texts, computes logits.
@@ -78,14 +78,24 @@ class Evaluator:
         rolls = section.eval_mode == "rolling"
         self._batches = EvalBatches(inputs, data, self.rows, self._global_batch, rolls, position)
 
-    def sums(self, weights: Weights) -> list[dict[str, Any]]:
-        """Returns the sums of each batch, as `eval_step` computes them."""
+    def sums(self, *models: Weights) -> list[list[dict[str, Any]]]:
+        """Returns the sums of each batch, as `eval_step` computes them: a list for each of the models' weights."""
         place, batches = (self._sharding, self.rows, self._global_batch), map(self._prepare, self._batches)
-        return jax.device_get([self._eval_step(weights, to_global(batch, *place)) for batch in batches])
+        arrays = (to_global(batch, *place) for batch in batches)
+        of_batches = [[self._eval_step(weights, batch) for weights in models] for batch in arrays]
+        return [list(sums) for sums in zip(*jax.device_get(of_batches), strict=True)]
 
-    def run(self, weights: Weights) -> dict[str, float]:
-        """Returns the metrics of `means`, under names of this set (`eval_key`)."""
-        return {eval_key(metric, self.name): value for metric, value in means(self.sums(weights)).items()}
+    def run(self, state: TrainState) -> dict[str, float]:
+        """Returns the metrics of `means`, under names of this set (`eval_key`).
+
+        With `ema_decay` they have `eval_ema_loss` too: the averaged weights' loss on the same batches.
+        """
+        if state.ema:
+            sums, sums_of_average = self.sums(state.weights, state.averaged())
+            metrics = means(sums) | {"eval_ema_loss": mean_loss(sums_of_average)}
+        else:
+            metrics = means(*self.sums(state.weights))
+        return {eval_key(metric, self.name): value for metric, value in metrics.items()}
 
     def epochs(self) -> float:
         """Returns how many times the batches so far have read the set."""
@@ -103,13 +113,7 @@ def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     Metrics that counted nothing have no value: they are left out, with a line for the user. `sums` are each batch's.
     Raises UserError: no token of the batches counts in the loss.
     """
-    tokens = counted_tokens(sums)
-    if not tokens:
-        raise UserError(
-            "no token of the evaluation counts in the loss: with use_sft=true its rows hold prompts alone. Raise "
-            "eval_steps (-1: all of the data) or max_target_length"
-        )
-    loss = sum(float(batch["loss_sum"]) for batch in sums) / tokens
+    loss = mean_loss(sums)
     metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
     nats, text, other = (sum(float(batch.get(name, 0)) for batch in sums) for name in _OF_TEXT)
     if other:
@@ -124,6 +128,17 @@ def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         else:
             say([f"eval_{name} is left out: its count is 0 over the whole evaluation"])
     return metrics
+
+
+def mean_loss(sums: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the loss of these batches, in nats per token; raises UserError if no token counts in it."""
+    tokens = counted_tokens(sums)
+    if not tokens:
+        raise UserError(
+            "no token of the evaluation counts in the loss: with use_sft=true its rows hold prompts alone. Raise "
+            "eval_steps (-1: all of the data) or max_target_length"
+        )
+    return sum(float(batch["loss_sum"]) for batch in sums) / tokens
 
 
 def counted_tokens(sums: Sequence[Mapping[str, Any]]) -> int:
@@ -165,9 +180,8 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     if config.tasks:
         facts = {name: config[name] for name in ("load_parameters_path", "max_target_length", "dtype")}
         load_weights = functools.partial(load_model, config, tokenizer)
-        return _run_tasks(
-            (config.evaluation, config.batch, config.decoding), config.harness, tokenizer, load_weights, facts
-        )
+        sections = config.evaluation, config.batch, config.decoding
+        return _run_tasks(sections, config.harness, tokenizer, load_weights, facts)
     loaded = load_model(config, tokenizer)
     if scores:
         sections = config.evaluation, config.batch, loaded.plan, loaded.weights
@@ -186,7 +200,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     step, metrics, counted = compile_eval_step(plan), {}, {}
     for data in open_eval_sets(inputs, config.evaluation):
         evaluator = Evaluator(config.evaluation, inputs, plan, step, data)
-        sums = evaluator.sums(loaded.weights)
+        (sums,) = evaluator.sums(loaded.weights)
         set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
         say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())
         if data.steps != -1 and (epochs := evaluator.epochs()) > 1.05:

@@ -89,10 +89,10 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     # Where packing streams keep a position, all batches before the first one shown are made too.
     first = config.inspect_first_step
     computed = not is_stream and all(rows_per_epoch(inputs, source) is not None for source in data.sources)
-    made, begin = (0, first) if computed else (first, 0)
+    skipped, begin = (0, first) if computed else (first, 0)
     taken = schedule.rows_before(begin)
     batches = train_batches(inputs, data, rows, global_batch, taken, schedule=schedule, first_step=begin)
-    shown = list(itertools.islice(batches, made, made + config.inspect_num_steps))
+    shown = list(itertools.islice(batches, skipped, skipped + config.inspect_num_steps))
     mixture = Mixture(data.weights)
     for step, batch in enumerate(shown, start=first):
         for index, row in enumerate(batch.rows):
@@ -103,9 +103,8 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             print("\n".join(_lines(title, batch.arrays, index, tokenizer, cuts)))
     summary = _summary(shown, batches)
     batches.close()
-    if (
-        tokenizer and not is_stream and not (config.use_sft and tokenizer.chat_template)
-    ):  # whose tokens the decoded text lacks
+    is_chat = config.use_sft and tokenizer and tokenizer.chat_template  # whose tokens the decoded text lacks
+    if tokenizer and not (is_stream or is_chat):
         summary.append(("round trip", _round_trip(inputs, data)))
     print_header(summary)
 
@@ -126,14 +125,14 @@ def rows_of_process(per_device_batch_size: float, micro_batches: int, count: int
 
 def segments(batch: RowArrays, row: int) -> list[Segment]:
     """Returns the documents in one row of a batch."""
-    found = []
+    result = []
     ids = batch["segment_ids"][row]
     for number in range(1, int(ids.max()) + 1):
         columns = np.flatnonzero(ids == number)
         start, stop = int(columns[0]), int(columns[-1]) + 1
         tokens = np.append(batch["tokens"][row, start:stop], batch["targets"][row, stop - 1])
-        found.append(Segment(start, stop, tokens, batch["loss_mask"][row, start:stop] == 1))
-    return found
+        result.append(Segment(start, stop, tokens, batch["loss_mask"][row, start:stop] == 1))
+    return result
 
 
 def _lines(title: str, batch: RowArrays, row: int, tokenizer: Tokenizer | None, cuts: np.ndarray | None) -> list[str]:
@@ -167,15 +166,14 @@ def _shown(text: str) -> str:
 
 
 def _summary(shown: list[HostBatch], batches: Iterator[HostBatch]) -> list[tuple[str, str]]:
-    """Describes the batches shown and those that come next, and measures how fast they are made."""
-    made, begin = [batch.arrays for batch in shown], time.perf_counter()
+    arrays, begin = [batch.arrays for batch in shown], time.perf_counter()
     while (seconds := time.perf_counter() - begin) < _MEASURED_SECONDS:
-        made.append(next(batches).arrays)
-    looked_at = made[: len(shown) + _CHECKED_BATCHES]
+        arrays.append(next(batches).arrays)
+    looked_at = arrays[: len(shown) + _CHECKED_BATCHES]
     filled = np.concatenate([batch["segment_ids"] > 0 for batch in looked_at])
     in_loss = np.concatenate([batch["loss_mask"] for batch in looked_at])
     documents = sum(batch["segment_ids"].max(axis=1).sum() for batch in looked_at)
-    tokens = sum(batch["tokens"].size for batch in made[len(shown) :])
+    tokens = sum(batch["tokens"].size for batch in arrays[len(shown) :])
     return [
         ("looked at", f"{len(looked_at)} batches, {len(shown)} of them shown"),
         ("filled", f"{filled.mean():.2%} of their tokens; the rest is padding"),
@@ -192,8 +190,8 @@ def _round_trip(inputs: InputSpec, data: TrainData) -> str:
         stream = DocumentStream(inputs, source, name)
         has_rows = isinstance(source, RowSource)
         read, count = (stream.row, _CHECKED_BATCHES) if has_rows else (stream.documents, _CHECKED_DOCUMENTS)
-        found = [document.ids for n in range(count) for document in read(n)]
-        whole = [ids for ids in found if len(ids) and ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos]
+        encoded = [document.ids for n in range(count) for document in read(n)]
+        whole = [ids for ids in encoded if len(ids) and ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos]
         checked += len(whole)
         different += [ids for ids in whole if not np.array_equal(tokenizer.encode(tokenizer.decode(ids)), ids)]
     result = f"{checked - len(different)} of {checked} documents decode to text that encodes to the same ids"

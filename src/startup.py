@@ -179,6 +179,7 @@ def _versions() -> dict[str, str]:
     return {"Python": platform.python_version()} | {name: metadata.version(name) for name in REPORTED_PACKAGES}
 
 
+@functools.cache
 def environment() -> dict[str, str]:
     """Returns what a run's numbers depend on beside its config, by name: versions, commit, machine, devices.
 

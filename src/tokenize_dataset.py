@@ -34,7 +34,7 @@ from src.config.source_spec import SETTINGS, train_specs
 from src.data.document_stream import encode
 from src.data.fingerprint import differences
 from src.data.open import open_source
-from src.data.readers.tokens import FORMAT, SUMMARY, UNFINISHED, ShardFacts, ids_name, index_name, missing_files
+from src.data.readers.tokens import FORMAT, IDS_FILE, INDEX_FILE, SUMMARY, UNFINISHED, ShardFacts, missing_files
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
 from src.disk import lock, new_file
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     if config is None:
         return
     _check(config.data, config.tokenized_path)
-    items = open_items(config_text := configuration.to_yaml(config))
+    items = Items(config_text := configuration.to_yaml(config))
     folder = Path(config.tokenized_path).expanduser()
     try:
         with _locked(folder):
@@ -97,7 +97,6 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
 
 
 def _check(data: Data, tokenized_path: str) -> None:
-    """Raises UserError for data that can't be written as tokens, or not there."""
     if not tokenized_path:
         raise UserError("tokenized_path is empty: expected the folder to write the tokens into")
     if "://" in tokenized_path:
@@ -118,10 +117,12 @@ def _check(data: Data, tokenized_path: str) -> None:
 
 
 class Items:
-    """Reads the items of a run's data as ids."""
+    """Reads the items of a run's data as ids. Its config comes as text, as not all of it can be pickled."""
 
-    def __init__(self, inputs: InputSpec) -> None:
-        self._inputs, self._spec = inputs, train_specs(inputs.data)[0]
+    def __init__(self, config_text: str) -> None:
+        config = Config.of(configuration.from_yaml(config_text))
+        self._inputs = inputs = InputSpec.of(config, make_tokenizer(config.data, config.vocab_size))
+        self._spec = train_specs(inputs.data)[0]
         self._source = open_source(self._spec, inputs)
         self.dtype = "uint16" if inputs.vocab_size <= _MAX_UINT16_VOCABULARY else "uint32"
 
@@ -180,8 +181,8 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
                     "name a new folder, or delete this one"
                 )
             return plan
-    if others := sorted(path.name for path in folder.iterdir() if path.suffix != ".part"):
-        raise UserError(f"tokenized_path={folder} has other files ({first_few(others)}): name a new folder")
+    if other_files := sorted(path.name for path in folder.iterdir() if path.suffix != ".part"):
+        raise UserError(f"tokenized_path={folder} has other files ({first_few(other_files)}): name a new folder")
     plan = facts | {"items_per_shard": items.per_shard()}
     _write_json(folder / UNFINISHED, plan)
     return plan
@@ -189,9 +190,8 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
 
 def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Writes the shards that lack a whole NUMBER.json, on all cores, then tokens.json, and returns what that has."""
-    parts = [
-        range(items)[start : start + plan["items_per_shard"]] for start in range(0, items, plan["items_per_shard"])
-    ]
+    per_shard = plan["items_per_shard"]
+    parts = [range(items)[start : start + per_shard] for start in range(0, items, per_shard)]
     written = {int(path.stem): _read_json(path, ShardFacts) for path in folder.glob("[0-9]*.json")}
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     shards = {number: shard for number, shard in written.items() if not missing_files({number: shard}, sizes)}
@@ -250,13 +250,7 @@ def _start_process() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def open_items(config_text: str) -> Items:
-    """Opens the data of a config, which comes as text, as not all of it can be pickled."""
-    config = Config.of(configuration.from_yaml(config_text))
-    return Items(InputSpec.of(config, make_tokenizer(config.data, config.vocab_size)))
-
-
-_items_of_process = functools.cache(open_items)
+_items_of_process = functools.cache(Items)
 
 
 def _write_shard(config_text: str, folder: Path, number: int, part: range) -> ShardFacts:
@@ -265,7 +259,7 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
     dtype = np.dtype(items.dtype).newbyteorder("<")
     pair_starts = array.array("q", [0])  # a list would take four times the memory
     digest, largest_id = hashlib.sha256(), 0
-    with new_file(folder / ids_name(number)) as file:
+    with new_file(folder / IDS_FILE.format(number)) as file:
         for i in part:
             ids = items[i]
             if len(ids) > 1:  # else it has no pair
@@ -275,7 +269,7 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
                 digest.update(data)
                 file.write(data)
         ids_bytes = file.tell()
-    with new_file(folder / index_name(number)) as file:
+    with new_file(folder / INDEX_FILE.format(number)) as file:
         np.save(file, np.array(pair_starts, "<i8"))
         index_bytes = file.tell()
     total = ids_bytes // dtype.itemsize

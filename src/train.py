@@ -1,7 +1,6 @@
 """Trains a model: `python -m src.train configs/base.yml key=value`. Read `main`, then `train`, from top to bottom."""
 
 import contextlib
-import json
 import signal
 from collections.abc import Sequence
 
@@ -10,19 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from src.checkpoint.changes import compare_configs
-from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.contents import checkpoint_entries, saved_meta
 from src.checkpoint.preemption import Preemption
-from src.checkpoint.resume import starting_state
-from src.checkpoint.run_folder import RunFolder, dated_name, in_run_folder, kept_checkpoint
+from src.checkpoint.run_folder import RunFolder, dated_name, kept_checkpoint
 from src.cli import run_command
 from src.completion import encode_prompt
-from src.config import load as configuration
 from src.config.schema import Config
 from src.console import printable, say
 from src.data.fingerprint import data_fingerprint
-from src.data.host_arrays import check_same, gather_json, host_rows, rows_to_global, to_global
+from src.data.host_arrays import check_same, gather_json, host_rows, to_global
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
@@ -33,12 +28,13 @@ from src.evaluate import Evaluator
 from src.model.flops import flops_per_token
 from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, advice_on_memory, stack_traces
-from src.report.metrics import MetricsLog, StepPrinter, eval_key
+from src.report.metrics import eval_key
 from src.report.recorder import LiveReport, Recorder, Result, sets_aside
-from src.report.summary import dates, ending, next_commands, print_header, run_header
+from src.report.summary import ending, next_commands, print_header, run_header
 from src.report.trackers import Tracking
 from src.report.watchdog import Watchdog
-from src.startup import configured, environment
+from src.run_start import open_log, open_run
+from src.startup import configured
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from src.step.optimizer import hparams_at
@@ -99,18 +95,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     generated = DecodeMetrics(config.decoding, inputs, global_batch) if config.decode_metrics else None
 
     # ---- The run's folder, and where in the run it is
-    exits.enter_context(in_run_folder(folder.path))
-    folder.check_writable()
-    folder.lock()  # before anything of it is read that another process may change
-    checkpoints, keep = folder.path / "checkpoints", config.max_num_checkpoints_to_keep
-    checkpointer = Checkpointer(checkpoints, max_to_keep=keep, async_save=config.async_checkpointing)
-    exits.callback(checkpointer.close)
-    changes = compare_configs(config, folder, plan, built.state)
-    start = starting_state(
-        config.checkpoint, config.data, config.accept_changes, plan, built.state, checkpointer, fingerprint, tokenizer
-    )
-    if start.resumed:
-        start.messages[:0] = changes
+    checkpointer, start = open_run(config, folder, plan, built.state, fingerprint, tokenizer, exits)
     state, first_step = start.state, int(start.state.step)
     report = LiveReport(folder) if is_writer else None
     if report:
@@ -136,22 +121,12 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     ]
 
     # ---- What the user sees
-    if not start.resumed and (aside := folder.set_aside("metrics.jsonl")):
-        start.messages.append(f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}")
-    folder.write_text("config.yml", configuration.to_yaml(config))
     flops = flops_per_token(plan.spec, config.max_target_length)
-    log = printer = None
-    if is_writer:
-        facts = environment()
-        chosen = run_header(config, built, inputs, data, eval_sets, folder, facts, flops, first_step)
-        folder.write_text("environment.json", json.dumps(dates(folder, first_step) | dict(chosen[2:-1]) | facts))
-        if not config.quiet:
-            print_header(chosen)
-        resume_step = first_step if start.resumed else None
-        log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", resume_step)
-        printer = StepPrinter(config.steps, first_step, config.log_period, config.quiet, schedule.rows_before)
-        say(log.messages)
-        tracking.start(folder, resume_step)
+    header = run_header(config, built, inputs, data, eval_sets, folder, flops, first_step) if is_writer else []
+    if not config.quiet:
+        print_header(header)
+    log, printer = open_log(config, folder, header, start, schedule)
+    tracking.start(folder, first_step if start.resumed else None)
     say(start.messages)
 
     count_cut = jax.jit(lambda cuts: jnp.sum(cuts[:, 1]), out_shardings=plan.layout.sharding(()))
@@ -179,7 +154,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 make_update = train_step if size == global_batch else built.train
                 state, metrics = make_update(state, batch, hparams_at(config.step, config.steps, step))
             if config.use_sft:
-                cuts = rows_to_global(host_batch.cuts, cuts_sharding, host_batch.rows, size)
+                cuts = to_global(host_batch.cuts, cuts_sharding, host_batch.rows, size)
                 metrics["conversations_cut"] = count_cut(cuts)
             done, rows_taken = step + 1, rows_taken + size
             recorder.add(done, metrics, batch["tokens"].size)
@@ -191,7 +166,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 recorder.flush()
                 watchdog.pause()
                 if evaluates:
-                    results = [evaluation.run(state.weights) for evaluation in evaluations]
+                    results = [evaluation.run(state) for evaluation in evaluations]
                     eval_metrics = {name: value for result in results for name, value in result.items()}
                     if generated:
                         drawn = generated.run(plan, state.weights).items()
@@ -253,11 +228,5 @@ def conclude(
         say(next_commands(folder.path, tokenizer, config))
 
 
-def command(argv: Sequence[str]) -> int:
-    """Runs `main`; returns the exit code, 143 if SIGTERM stopped the run, which tells schedulers to start it again."""
-    result = main(argv)
-    return 128 + result.stopped_by if result and result.stopped_by else 0
-
-
 if __name__ == "__main__":
-    run_command(command)
+    run_command(main)

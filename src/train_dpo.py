@@ -6,7 +6,6 @@ in `src/step/dpo.py`, the rows of a batch are made in `src/data/pairs.py`.
 
 import contextlib
 import functools
-import json
 import math
 import signal
 from collections.abc import Callable, Sequence
@@ -14,15 +13,11 @@ from collections.abc import Callable, Sequence
 import jax
 from ml_collections import ConfigDict
 
-from src.checkpoint.changes import compare_configs
-from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.contents import checkpoint_entries, saved_meta
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.reference import kept_in
-from src.checkpoint.resume import starting_state
-from src.checkpoint.run_folder import RunFolder, dated_name, in_run_folder, kept_checkpoint
+from src.checkpoint.run_folder import RunFolder, dated_name, kept_checkpoint
 from src.cli import run_command
-from src.config import load as configuration
 from src.config.base_yml import Usage
 from src.config.schema import KEYS, Config
 from src.config.yaml import dump
@@ -41,12 +36,12 @@ from src.model.flops import flops_per_token
 from src.model.params import Weights
 from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, advice_on_memory, stack_traces
-from src.report.metrics import MetricsLog, StepPrinter
 from src.report.recorder import LiveReport, Recorder, Result, sets_aside
-from src.report.summary import dates, ending, next_commands, print_header, run_header
+from src.report.summary import ending, next_commands, print_header, run_header
 from src.report.trackers import Tracking
 from src.report.watchdog import Watchdog
-from src.startup import configured, environment
+from src.run_start import open_log, open_run
+from src.startup import configured
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from src.step.dpo import LOSS, compile_measure
@@ -92,7 +87,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     # ---- Devices, model and step
     folder = RunFolder(config.base_output_directory, config.run_name or dated_name())
     exits.callback(folder.close)
-    tracking = exits.enter_context(Tracking(config.report_to if jax.process_index() == 0 else ()))
+    is_writer = jax.process_index() == 0
+    tracking = exits.enter_context(Tracking(config.report_to if is_writer else ()))
     check_hardware(config.run.hardware)
     options = compiler_options(config.compile_xla_flags, jax.local_devices()[0], count_slices(jax.devices()))
     built = build(config, jax.devices(), options, pair_fields(config.max_target_length))
@@ -121,16 +117,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     meta = saved_meta(plan, config.checkpoint, fingerprint, tokenizer)
 
     # ---- The run's folder, and where in the run it is
-    exits.enter_context(in_run_folder(folder.path))
-    folder.check_writable()
-    folder.lock()
-    checkpoints, keep = folder.path / "checkpoints", config.max_num_checkpoints_to_keep
-    checkpointer = Checkpointer(checkpoints, max_to_keep=keep, async_save=config.async_checkpointing)
-    exits.callback(checkpointer.close)
-    changes = compare_configs(config, folder, plan, built.state)
-    start = starting_state(
-        config.checkpoint, config.data, config.accept_changes, plan, built.state, checkpointer, fingerprint, tokenizer
-    )
+    checkpointer, start = open_run(config, folder, plan, built.state, fingerprint, tokenizer, exits)
     state, done = start.state, int(start.state.step)
     if done > config.steps:
         raise UserError(f"steps={config.steps} is already reached: the run is at step {done}. Raise steps.")
@@ -139,13 +126,12 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- What the user sees
     flops = flops_per_token(plan.spec, config.max_target_length)
-    if jax.process_index() == 0:
-        chosen = run_header(config, built, inputs, data, eval_sets, folder, software := environment(), flops, done)
-        order = f"by seed {config.data_shuffle_seed}, a pair a row"
-        own = {"loss": f"DPO, dpo_beta {config.dpo_beta:g}", "order": order}
-        chosen = [(name, own.get(name, value)) for name, value in chosen]
-        if not config.quiet:
-            print_header(chosen)
+    header = run_header(config, built, inputs, data, eval_sets, folder, flops, done) if is_writer else []
+    order = f"by seed {config.data_shuffle_seed}, a pair a row"
+    of_pairs = {"loss": f"DPO, dpo_beta {config.dpo_beta:g}", "order": order}
+    header = [(name, of_pairs.get(name, value)) for name, value in header]
+    if not config.quiet:
+        print_header(header)
 
     # ---- The reference, computed once; then what the folder has of a start that is not refused
     evaluator = functools.partial(Evaluator, config.evaluation, inputs, plan, compile_measure(plan))
@@ -156,17 +142,10 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     evaluations = [evaluator(each, prepare=with_reference) for each in eval_sets]
     batches = train_batches(inputs, data, rows, global_batch, rows_taken, rows_before=rows_before)
     exits.callback(batches.close)
-    if not start.resumed and (aside := folder.set_aside("metrics.jsonl")):
-        start.messages.append(f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}")
-    folder.write_text("config.yml", configuration.to_yaml(config))
-    log = printer = report = None
-    if jax.process_index() == 0:
-        folder.write_text("environment.json", json.dumps(dates(folder, done) | dict(chosen[2:-1]) | software))
-        log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", done if start.resumed else None)
-        printer = StepPrinter(config.steps, done, config.log_period, config.quiet)
-        report = exits.enter_context(contextlib.closing(LiveReport(folder)))
-        tracking.start(folder, done if start.resumed else None)
-    say([*changes * start.resumed, *start.messages])
+    log, printer = open_log(config, folder, header, start, built.schedule)
+    report = exits.enter_context(contextlib.closing(LiveReport(folder))) if is_writer else None
+    tracking.start(folder, done if start.resumed else None)
+    say(start.messages)
 
     # ---- The loop: a step is recorded while the next one runs
     eval_metrics: dict[str, float] = {}
@@ -195,7 +174,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 recorder.flush()
                 watchdog.pause()
                 if evaluates:
-                    eval_metrics = means(evaluations[0].sums(state.weights))
+                    eval_metrics = means(*evaluations[0].sums(state.weights))
                     recorder.add_evaluation(done, eval_metrics)
                 meta["eval_loss"] = loss if evaluates and (loss := eval_metrics["eval_loss"]) < math.inf else None
                 finished = ending(config, done, meta["eval_loss"])
@@ -234,16 +213,10 @@ def log_probs(
         say([f"reference: log-probabilities of {source.source.row_count:,} pairs of {source.name}"])
         keys: list[list[str]] = []
         each = evaluator(source, prepare=lambda rows, keys=keys: keys.append(pair_keys(rows)) or pair_batch(rows, None))
-        for of_batch, sums in zip(keys, each.sums(weights), strict=True):
+        for of_batch, sums in zip(keys, *each.sums(weights), strict=True):
             found |= zip(of_batch, sums["log_probs"][each.rows].tolist(), strict=True)
     return {key: pair for of_process in gather_json(found) for key, pair in of_process.items() if key}
 
 
-def command(argv: Sequence[str]) -> int:
-    """Runs `main`; returns the exit code, 143 if SIGTERM stopped the run, which tells schedulers to start it again."""
-    result = main(argv)
-    return 128 + result.stopped_by if result and result.stopped_by else 0
-
-
 if __name__ == "__main__":
-    run_command(command)
+    run_command(main)

@@ -102,7 +102,6 @@ def train(texts: Sequence[str], vocab_size: int) -> bytes:
 
 
 def _sample(source: Source, seed: int) -> Iterator[str]:
-    """Yields documents in a random order, within the bounds above."""
     characters = 0
     for i in range(min(len(source), _MAX_DOCUMENTS)):
         text = source[order.permute(i, len(source), seed, source=0, epoch=0)]

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from src import command_line, train
+from src import command_line, run_start, train
 from src.checkpoint import restore
 from src.checkpoint.run_folder import RunFolder
 from src.config import load as configuration
@@ -144,8 +144,8 @@ def test_a_folder_takes_one_process_at_a_time(folder, corpus, monkeypatch, capsy
         return compare_configs(*args)
 
     # Or the other process could finish the run after this one has read where to go on.
-    compare_configs = train.compare_configs
-    monkeypatch.setattr(train, "compare_configs", compared)
+    compare_configs = run_start.compare_configs
+    monkeypatch.setattr(run_start, "compare_configs", compared)
     assert int(runs.main(resumed(folder, corpus)).state.step) == 6
 
 
@@ -197,13 +197,13 @@ def test_ctrl_c_saves_reports_and_the_same_command_goes_on(tmp_path, corpus, mon
 
     monkeypatch.setattr(train, "hparams_at", interrupted_in_step_2)
     command = runs.arguments(base_output_directory=tmp_path, dataset_path=corpus, steps=4)
-    assert train.command(command) == 130
+    assert train.main(command).exit_code == 130
     stands = f"the checkpoint of step 2 in {tmp_path / 'run'} stands; the same command, run_name=run, goes on from it"
     assert f"stopped by Ctrl-C after step 2; {stands}" in capsys.readouterr().out
     assert runs.steps_saved(tmp_path / "run") == [2]
     assert (tmp_path / "run" / "report.html").exists()
     monkeypatch.undo()
-    assert train.command(command) == 0
+    assert train.main(command).exit_code == 0
     assert [step for step, _ in runs.losses(tmp_path / "run")] == [1, 2, 3, 4]
 
 

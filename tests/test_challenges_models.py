@@ -24,6 +24,7 @@ from src.generate import Speed
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
 from src.step.eval_step import eval_step
+from src.step.state import TrainState
 from tests import tiny
 
 ROWS = tiny.packed_rows(0)
@@ -121,4 +122,4 @@ def test_an_evaluation_in_which_no_token_counts_is_no_perfect_one():
         EvalSet("", SyntheticSource(tiny.VOCAB, tiny.LENGTH, 0), 1),
     )
     with pytest.raises(UserError, match="no token of the evaluation counts"):
-        evaluation.run(())
+        evaluation.run(TrainState(0, (), ()))

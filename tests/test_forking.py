@@ -55,7 +55,7 @@ def section(edit):
 
 def commands(edit, module):
     """The arguments of the section's commands `.venv/bin/python -m module`, in order."""
-    (block,) = re.findall(r"\n```\n(.*?)```", section(edit), re.DOTALL)
+    (block,) = re.findall(r"\n```bash\n(.*?)```", section(edit), re.DOTALL)
     lines = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines()]
     return [words[3:] for words in lines if words[:3] == [".venv/bin/python", "-m", module]]
 
@@ -97,6 +97,11 @@ def complaint(edit, folder):
     return "" if ended.returncode == 0 and passed == said else f"{ended.stdout}{ended.stderr}expected {said}"
 
 
+def assert_passes(folder, *tests):
+    ended = python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}"
+
+
 @pytest.mark.parametrize("edit", EDITS)
 def test_it_applies_and_passes_its_tests(edit, tmp_path):
     files, folder = files_of(edit), copied(tmp_path / "copy")
@@ -108,9 +113,19 @@ def test_it_applies_and_passes_its_tests(edit, tmp_path):
     assert all((folder / file.name).exists() and file.is_new != (ROOT / file.name).exists() for file in files)
     wrong = complaint(edit, folder)
     assert not wrong, wrong
+    assert_passes(folder, "tests/test_structure.py")
     for argv in [*commands(edit, "src.train"), *commands(edit, "src.inspect_data")]:
         understood = python(folder, "-c", "import sys; from src.config.load import load; load(sys.argv[1:])", *argv)
         assert understood.returncode == 0, understood.stderr
+
+
+@pytest.mark.parametrize("order", [EDITS, EDITS[::-1]], ids=["in their order", "backwards"])
+def test_all_apply_together(order, tmp_path):
+    folder = copied(tmp_path / "copy")
+    assert not [complaints for edit in order if (complaints := apply(diff(edit), folder))]
+    if order is EDITS:
+        new = [file.name for edit in EDITS for file in files_of(edit) if file.is_new]
+        assert_passes(folder, "tests/test_structure.py", *(name for name in new if name.startswith("tests/")))
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ import tokenizers
 from huggingface_hub import constants, file_download
 
 from src import command_line, convert, evaluate, hub, train_tokenizer
-from src.config.load import from_yaml
+from src.config.load import from_yaml, to_yaml
 from src.errors import TransientError, UserError
 from tests import runs
 from tests.hub_server import HubServer
@@ -171,6 +171,18 @@ def test_other_commands_and_keys_take_it(tmp_path, server, llama, capsys):
         evaluate.main(["configs/base.yml", *keys, "max_target_length=64", "per_device_batch_size=1", "dtype=float32"])
         printed.append(re.findall(r"loss .*", capsys.readouterr().out))
     assert printed[0] == printed[1] != []
+
+
+def test_a_run_that_goes_on_keeps_the_commits_of_its_rules(tmp_path, server):
+    rules = "load_weights_rules=[{match: a, path: runs/b}, {match: token_embedder.*, path: 'hf://org/tiny'}]"
+    argv = ["configs/base.yml", rules, f"base_output_directory={tmp_path}", "run_name=run"]
+    began = command_line.load(argv)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yml").write_text(to_yaml(began))
+    server.push("org/tiny", write_llama(tmp_path / "other", seed=1))
+    hub._fetched.cache_clear()
+    assert command_line.load(argv).load_weights_rules == began.load_weights_rules
+    assert command_line.load(argv[:2]).load_weights_rules[1] != began.load_weights_rules[1]  # another run
 
 
 def test_of_weights_in_parts_those_are_fetched_that_the_index_names(tmp_path, server):

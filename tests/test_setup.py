@@ -46,7 +46,7 @@ def third_party_imports(folder):
 
 
 def test_there_is_a_file_for_each_name_of_setup_sh():
-    assert set(FILES) == {"base", "tpu", "gpu", "aot", "data", "trackers", "eval", "dev"}
+    assert set(FILES) == {"base", "tpu", "gpu", "aot", "data", "streams", "trackers", "eval", "dev"}
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -59,7 +59,7 @@ def test_requirements_are_plain_pins(name):
 @pytest.mark.parametrize("python", PYTHONS)
 def test_files_agree_on_what_they_share(python):
     base = pins("base", python)
-    others = [pins(name, python) for name in ("tpu", "gpu", "aot", "data", "trackers", "eval", "dev")]
+    others = [pins(name, python) for name in ("tpu", "gpu", "aot", "data", "streams", "trackers", "eval", "dev")]
     for other in others:
         assert not base.keys() & other.keys()
     versions = {}
@@ -77,13 +77,19 @@ def test_each_python_gets_one_matching_jax(python, jax):
     assert {"libtpu"} <= pins("tpu", python).keys() & pins("aot", python).keys()
 
 
-@pytest.mark.parametrize("name", ["base", "aot", "data", "trackers", "eval", "dev"])
+@pytest.mark.parametrize("name", ["base", "aot", "data", "streams", "trackers", "eval", "dev"])
 def test_what_pinned_packages_need_is_pinned_too(name):
     """By the installed packages' own metadata, so for the Python and system that this runs on.
 
     What only the CUDA build of torch needs is left out: the tests use its CPU part.
     """
-    packages = {"aot": "libtpu", "data": "tensorflow_datasets", "trackers": "wandb", "eval": "lm_eval"}
+    packages = {
+        "aot": "libtpu",
+        "data": "tensorflow_datasets",
+        "streams": "datasets",
+        "trackers": "wandb",
+        "eval": "lm_eval",
+    }
     if (missing := packages.get(name)) and util.find_spec(missing) is None:
         pytest.skip(f"bash setup.sh {name} installs them")
     pinned = pins("base") | pins(name)
@@ -104,8 +110,8 @@ def test_every_import_is_pinned(folder, names):
     imports = third_party_imports(folder)
     assert "jax" in imports
     unpinned = {name for name in imports if not {canonicalize_name(each) for each in providers.get(name, [])} & pinned}
-    # What a user installs for `convert check` (src/convert.py) and for dataset_type=hf; trackers.txt and eval.txt are
-    # not installed where the tests run, and without a package nobody knows what it provides.
+    # What a user installs for `convert check` (src/convert.py) and for dataset_type=hf; streams.txt, trackers.txt and
+    # eval.txt are not installed where the tests run, and without a package nobody knows what it provides.
     trackers = {"wandb", "mlflow"}  # a test compares calls with the packages' own signatures where they are
     others = trackers | {"torch", "transformers", "datasets", "lm_eval"} if folder == "src" else trackers
     assert unpinned == others
@@ -119,7 +125,7 @@ def test_scripts_are_bash(script):
 def test_setup_refuses_a_name_it_does_not_know():
     done = subprocess.run(["bash", REPOSITORY / "setup.sh", "cuda"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "'cuda' is none of tpu, gpu, aot, data, trackers, eval, dev" in done.stderr
+    assert "'cuda' is none of tpu, gpu, aot, data, streams, trackers, eval, dev" in done.stderr
 
 
 def test_the_changelog_has_the_version_of_pyproject():

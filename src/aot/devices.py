@@ -102,7 +102,6 @@ def _gpus(topology: Topology) -> list[jax.Device]:
 
 
 def _installed(package: str, topology: Topology) -> str:
-    """Returns the version of a package; raises UserError where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

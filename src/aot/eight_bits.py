@@ -1,4 +1,4 @@
-"""Whether a compiled step makes in 8 bits what `quantization` says: XLA may take 16 instead, and says nothing."""
+"""Checks that a compiled step makes in 8 bits what `quantization` says: XLA may take 16 instead, and says nothing."""
 
 import re
 
@@ -31,16 +31,17 @@ def check(program: jax.stages.Compiled, plan: StepPlan) -> None:
     if not (text := program.as_text()):
         say([f"quantization={kind}: the program is from the compilation cache, without a text, and was not checked"])
         return
-    found = products(text)
-    wide = [f"{name} of {how}" for name, how, is_narrow in found if not is_narrow]
-    is_backward = {"transpose(" in name and "rematted" not in name for name, _, _ in found}
+    listed = products(text)
+    wide = [f"{name} of {how}" for name, how, is_narrow in listed if not is_narrow]
+    is_backward = {"transpose(" in name and "rematted" not in name for name, _, _ in listed}
     wide += [] if False in is_backward else ["every forward one"]
     roles = by_path(plan.roles)
     frozen = any(roles[path] == "frozen" for path in plan.quantization.places)
     wide += [] if True in is_backward or frozen else ["every backward one"]
     if wide:
+        narrow = sum(is_narrow for *_, is_narrow in listed)
         raise UserError(
-            f"quantization={kind}: the compiled step has {sum(narrow for *_, narrow in found)} products of 8 bits, and "
+            f"quantization={kind}: the compiled step has {narrow} products of 8 bits, and "
             f"these in more: {first_few(wide)}. Look at compile_xla_flags and at XLA_FLAGS in the environment, and at "
             "sizes that are no multiple of 16; quantization_exclude keeps products in dtype"
         )
@@ -53,7 +54,7 @@ def products(text: str) -> list[tuple[str, str, bool]]:
     and it multiplies float8 as float16; products for TPUs are convolutions, and a TPU7x makes them of float8. A kernel
     for TPUs takes two arrays of codes beside the scales and where groups begin.
     """
-    found = []
+    result = []
     for computation in parse(text)[0].values():
         for instruction in computation.values():
             attributes = instruction.attributes
@@ -66,5 +67,5 @@ def products(text: str) -> list[tuple[str, str, bool]]:
                 how = target[1] if target else " x ".join(dtypes)
                 is_narrow = how.endswith(("$f8", "$blockScaledDot")) or dtypes.count("s8") == 2
                 on_tpu = instruction.opcode == "convolution" and all(dtype.startswith("f8") for dtype in dtypes)
-                found.append((name[1], how, is_narrow or on_tpu))
-    return found
+                result.append((name[1], how, is_narrow or on_tpu))
+    return result

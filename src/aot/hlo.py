@@ -55,6 +55,7 @@ class Collective:
     whole_bytes: int  # of the array that is gathered, reduced or exchanged; of a permute what a device passes on
     sent_bytes: int  # by a device over this network
     links: float = 1.0  # the share of a device's links of this network that lead to others of its group
+    name: str = field(default="", compare=False)  # of its instruction
     dtype: str = field(default="", compare=False)  # in HLO's words: bf16
     asynchronous: bool = field(default=False, compare=False)  # whether other instructions may run meanwhile
 
@@ -79,30 +80,16 @@ Computation = Mapping[str, Instruction]  # by name
 
 
 def collectives(text: str, mesh: Mesh) -> list[Collective]:
-    """Returns the collectives of a compiled program, one for each place where they stand.
+    """Returns the collectives of a compiled program's text, one for each place where they stand.
 
-    A loop whose number of rounds the program does not say, as of a `while_loop` on data, counts as one round, and so
-    does every branch of a condition.
-
-    Args:
-        text: `compiled.as_text()`.
-        mesh: of the devices it was compiled for, in the order of its partitions.
+    `mesh` has the devices in the order of the program's partitions. A loop whose number of rounds the program does not
+    say, as of a `while_loop` on data, counts as one round, and so does every branch of a condition.
     """
-    return [collective for _, collective in named_collectives(text, mesh)]
-
-
-def named_collectives(text: str, mesh: Mesh) -> Iterator[tuple[str, Collective]]:
-    """Yields the same, each with the name of its instruction."""
+    found: list[Collective] = []
     computations, entry = parse(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
     places = _MeshPlaces(mesh, int(partitions[1]) if partitions else 1)
-    wrapped = {
-        callee
-        for part in computations.values()
-        for each in part.values()
-        if each.opcode == "async-start"
-        for callee in re.findall(_CALLS["async-start"], each.attributes)
-    }
+    wrapped = set(re.findall(rf" async-start\(.*{_CALLS['async-start']}", text))
     for computation, instruction, times in executed(computations, entry, 1):
         kind = instruction.opcode.removesuffix("-start")
         if instruction.opcode == "send" and "_xla_megascale_target" in instruction.attributes:
@@ -124,8 +111,9 @@ def named_collectives(text: str, mesh: Mesh) -> Iterator[tuple[str, Collective]]
         starts = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
         asynchronous = starts or instruction.opcode == "send" or "chain_id" in instruction.attributes
         facts = {"dtype": first_array(instruction.type)[0], "asynchronous": asynchronous or computation in wrapped}
-        for collective in places.collectives(kind, groups, times, whole):
-            yield instruction.name, replace(collective, **facts)
+        on_networks = places.collectives(kind, groups, times, whole)
+        found += [replace(collective, name=instruction.name, **facts) for collective in on_networks]
+    return found
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
@@ -160,10 +148,7 @@ def callees(instruction: Instruction) -> list[str]:
 
 
 def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[str, Computation]) -> int:
-    """Returns how often a loop's body runs: the compiler's note, else from a counter's start, step and bound.
-
-    It is 1 for what is no loop.
-    """
+    """Returns how often an instruction runs what it calls: of a loop by the compiler's note or its counter, else 1."""
     if loop.opcode != "while":
         return 1
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
@@ -186,7 +171,6 @@ def loop_rounds(loop: Instruction, caller: Computation, computations: Mapping[st
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    """Returns the value of an integer constant, None for any other instruction."""
     instruction = computation[name]
     while instruction.opcode == "copy":
         instruction = computation[instruction.operands[0]]

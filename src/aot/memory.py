@@ -83,8 +83,7 @@ def device_bytes(tree: Any, on_host: bool = False) -> int:
 
 
 def _kept_bytes(built: TracedStep) -> int:
-    """Returns the bytes that layers keep on the device for the backward pass."""
-    # These are the arrays that a loop stacks and the reversed loop reads; layers that are not scanned count as nothing.
+    # What layers keep is what a loop stacks and the reversed loop reads; layers that are not scanned count as nothing.
     schedule, total = built.plan.execution.schedule, 0
     for array in _kept(built.traced.jaxpr.jaxpr, set()):
         if array.memory_space != jax.memory.Space.Device:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import jax
 from etils import epath
+from google.protobuf import empty_pb2
+from google.protobuf.unknown_fields import UnknownFieldSet
 from jax._src import config as jax_config
 from jax._src.pjit import _pgle_profiler_dict as jax_profilers
 from jax.experimental.profiler import get_profiled_instructions_proto
@@ -33,7 +35,7 @@ EMPTY = (
     "Nsight Systems, a monitor of the cluster such as DCGM, or another process that profiles. End it, or set pgle to "
     'empty ("")'
 )
-PGLE_STEPS = 3  # that are profiled, after the first
+PGLE_STEPS = 3  # that are profiled, after the first, which loads kernels and sets up communication
 Step = Callable  # of (state, batch, hparams), as `train_step`
 
 
@@ -89,45 +91,26 @@ def check_used(path: str, option: Mapping[str, bytes], text: str) -> None:
     names = set(profiled(option["fdo_profile"]))
     # The profiler writes the program's digest from before its schedule in front of a name; XLA takes no other's.
     digest = re.search(r'fingerprint_before_lhs="(\w+)"', text)
-    own = {name.removeprefix(f"{digest[1]}::") for name in names} if digest else names
-    there = {name for name in own if f"%{name} = " in text}
-    if len(there) < len(names) / 2:
+    instructions = {name.removeprefix(f"{digest[1]}::") for name in names} if digest else names
+    used = sum(f"%{name} = " in text for name in instructions)
+    if used < len(names) / 2:
         raise UserError(
-            f"pgle_profile={path} has times of {len(names):,} instructions, of which {len(there):,} are in this "
+            f"pgle_profile={path} has times of {len(names):,} instructions, of which {used:,} are in this "
             "program: XLA made another of the same step. Collect the profile where it is used"
         )
-    say([f"compiled by the profile {path}: {len(there):,} of its {len(names):,} instructions are in the program"])
+    say([f"compiled by the profile {path}: {used:,} of its {len(names):,} instructions are in the program"])
 
 
 def profiled(profile: bytes) -> Iterator[str]:
     """Yields the instructions that a ProfiledInstructionsProto has times of, `NAME` or `DIGEST::NAME`."""
-    for number, message in _fields(profile):
-        if number == 1:
-            yield from (name.decode() for field, name in _fields(message) if field == 1)
+    for entry in _fields(profile):
+        if entry.field_number == 1:
+            yield from (field.data.decode() for field in _fields(entry.data) if field.field_number == 1)
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields the number and bytes of a protocol buffer's fields that have a length (protobuf.dev, encoding)."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at, value, shift = at + 1, value | (byte & 0x7F) << shift, shift + 7
-            if byte < 0x80:
-                return value
-
-    while at < len(message):
-        number, kind = divmod(varint(), 8)
-        if kind == 0:
-            varint()
-            continue
-        size = {1: 8, 5: 4}.get(kind) or varint()
-        if kind == 2:
-            yield number, message[at : at + size]
-        at += size
+def _fields(message: bytes) -> UnknownFieldSet:
+    """Returns the fields of a protocol buffer whose declaration is not here."""
+    return UnknownFieldSet(empty_pb2.Empty.FromString(message))
 
 
 def _automatic(train_step: Step) -> Step:
@@ -136,7 +119,7 @@ def _automatic(train_step: Step) -> Step:
     How many calls, and which percentile over the devices, are JAX's: JAX_PGLE_PROFILING_RUNS (3) and
     JAX_PGLE_AGGREGATION_PERCENTILE (90) in the environment. Once it is so compiled, a line says so.
     """
-    told: list[str] = []
+    messages: list[str] = []
 
     def step(*arguments):  # noqa: ANN002, ANN202
         with jax_config.enable_pgle(True), warnings.catch_warnings():
@@ -145,22 +128,19 @@ def _automatic(train_step: Step) -> Step:
                 result = train_step(*arguments)
             except RuntimeWarning:
                 raise UserError(f"pgle=auto: {EMPTY}") from None
-        for profiler in () if told else jax_profilers.values():  # of the one function that is called under PGLE
+        for profiler in () if messages else jax_profilers.values():  # of the one function that is called under PGLE
             if (profile := profiler.collected_fdo) is not None:
-                told.append(f"pgle=auto: compiled again by times of {len(set(profiled(profile))):,} instructions")
+                messages.append(f"pgle=auto: compiled again by times of {len(set(profiled(profile))):,} instructions")
             elif not profiler.is_enabled():
-                told.append("pgle=auto: jax_cache_dir has the step, compiled by an earlier run's profile")
-            say(told)
+                messages.append("pgle=auto: jax_cache_dir has the step, compiled by an earlier run's profile")
+            say(messages)
         return result
 
     return step
 
 
 class _Collector:
-    """A step without command buffers, which hide kernels from the profiler; process 0 profiles some of its calls.
-
-    The first call is left out: it loads kernels and sets up communication.
-    """
+    """A step without command buffers, which hide kernels from the profiler; process 0 profiles some of its calls."""
 
     def __init__(self, lowered: jax.stages.Lowered, header: Header, path: epath.Path) -> None:
         self.program = lowered.compile({"xla_gpu_enable_command_buffer": ""})

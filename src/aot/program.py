@@ -26,7 +26,7 @@ from src.aot.outputs import write_output
 from src.config.schema import BatchKeys, Mesh, Model, Step
 from src.config.yaml import dump
 from src.data.batch_schedule import RAMP_KEYS
-from src.errors import UserError, first_few
+from src.errors import UserError, changed_keys, first_few
 from src.parallel.slices import count_slices
 from src.step.build import TracedStep
 from src.step.compiler_flags import environment_flags
@@ -178,10 +178,8 @@ def differences(saved: Header, current: Header) -> list[str]:
 
 
 def _changes(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name in {**saved, **current}:
-        old, new = saved.get(name, "nothing"), current.get(name, "nothing")
-        if old != new:
-            yield f"{prefix}{name}: {old} in the file, {new} here"
+    for name in changed_keys(saved, current):
+        yield f"{prefix}{name}: {saved.get(name, 'nothing')} in the file, {current.get(name, 'nothing')} here"
 
 
 def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
@@ -196,10 +194,7 @@ def save(path: str, compiled: jax.stages.Compiled, header: Header) -> None:
 
 
 def load(path: str, header: Header, built: TracedStep) -> jax.stages.Compiled:
-    """Returns the program at `path`, to be called as `built.train` is; every process of a job loads it.
-
-    Raises UserError if the file can't be read, is damaged or not of `save`, or its program is not for `header`.
-    """
+    """Returns the program at `path`, to be called as `built.train` is; raises UserError if it is none for `header`."""
     where = f"compiled_trainstep_file={path}"
     program = read_file(STEP_FILE, path, header)
     # In the mesh's order: the devices' own order is JAX's default, with which a mesh of another ends the process.

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from src.aot.hlo import Computation, Instruction, callees, first_array, loop_rounds, named_collectives, parse
-
-# isort: split
-from src.aot.hlo import type_bytes
+from src.aot import hlo
+from src.aot.hlo import Computation, Instruction, first_array, type_bytes
 from src.aot.roofline import COMPUTE_REACHED, MEMORY_REACHED
 from src.parallel.topology import Chip
 
@@ -42,11 +40,12 @@ class Replay:
 
 def replay(text: str, mesh: Mesh, chip: Chip, peak: float) -> Replay:
     """Replays `compiled.as_text()`, a program for GPUs of `mesh` that do `peak` bfloat16 operations per second."""
-    computations, entry = parse(text)
+    computations, entry = hlo.parse(text)
     wire: Counter[str] = Counter()
-    for name, moved in dict.fromkeys(named_collectives(text, mesh)):  # once, however often it is executed
+    for moved in hlo.collectives(text, mesh):
         bandwidth = {"ici": chip.ici_bandwidth, "dcn": chip.dcn_bandwidth}[moved.network]
-        wire[name] = max(wire[name], moved.sent_bytes / bandwidth)  # a ring uses both networks at the same time
+        # A ring uses both networks at the same time.
+        wire[moved.name] = max(wire[moved.name], moved.sent_bytes / bandwidth)
     return _Clock(computations, wire, chip, peak).run(entry)
 
 
@@ -73,8 +72,8 @@ class _Clock:
             elif instruction.opcode.endswith("-done"):
                 now = max(now, arrives.get(instruction.operands[0], now))
             elif instruction.opcode in ("while", "call", "conditional", "async-start"):
-                inner = [self.run(callee) for callee in callees(instruction)]
-                times = loop_rounds(instruction, computation, self.computations)
+                inner = [self.run(callee) for callee in hlo.callees(instruction)]
+                times = hlo.loop_rounds(instruction, computation, self.computations)
                 longest = max(inner, key=lambda each: each.step_seconds)
                 now += times * longest.step_seconds
                 free = max(free, now) if longest.communication_seconds else free
@@ -91,7 +90,7 @@ class _Clock:
     def operations(self, instruction: Instruction, computation: Computation) -> float:
         """Returns the seconds of an instruction's products at the full peak; 0 where it has none."""
         if instruction.opcode == "fusion":
-            inner = self.computations[callees(instruction)[0]]
+            inner = self.computations[hlo.callees(instruction)[0]]
             return sum(self.operations(each, inner) for each in inner.values())
         target = re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
         if instruction.opcode == "dot" or (target and "matmul" in target[1]):
@@ -109,14 +108,11 @@ class _Clock:
         return 0.0
 
     def moved(self, instruction: Instruction, computation: Computation) -> float:
-        """Returns the seconds in which an instruction reads its operands and writes its results.
-
-        Of an array that a fusion only slices or updates in place, the part counts.
-        """
+        """Returns the seconds to read the operands and write the results; of a sliced array the slice counts."""
         reads = [type_bytes(computation[name].type) for name in instruction.operands if name in computation]
         writes = type_bytes(instruction.type)
         if instruction.opcode == "fusion":
-            inner = self.computations[callees(instruction)[0]]
+            inner = self.computations[hlo.callees(instruction)[0]]
             parameters = {each.arguments: each for each in inner.values() if each.opcode == "parameter"}
             reads = [_read(parameters[str(number)], inner) for number in range(len(reads))]
             for update in inner.values():

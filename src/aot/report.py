@@ -100,7 +100,8 @@ def device_memory(topology: Topology, built: TracedStep, compiled: jax.stages.Co
         needed = sizes["peak"] if topology.platform == "tpu" else in_all
     else:
         arguments = sum(parts.arguments.values())
-        needed = max(arguments, _stated_bytes(TOTAL, refusal))
+        stated = [round(float(number) * UNITS[unit]) for number, unit in TOTAL.findall(refusal)]
+        needed = max([arguments, *stated])
         sizes = {"arguments": arguments, "temporaries": needed - arguments}
     return {
         **sizes,
@@ -131,11 +132,6 @@ def device_capacity(topology: Topology) -> int | None:
             wanted = "expected a part of a GPU's memory, such as 0.9"
             raise UserError(f"{name}={os.environ[name]} in the environment: {wanted}")
     return int(topology.chip.memory * fraction)
-
-
-def _stated_bytes(pattern: re.Pattern[str], message: str) -> int:
-    """Returns the largest size that a message states in the pattern's words, or 0."""
-    return max((round(float(number) * UNITS[unit]) for number, unit in pattern.findall(message)), default=0)
 
 
 def verdict(report: Report) -> str:
@@ -193,7 +189,6 @@ def describe(topology: str, slices: int) -> str:
 
 
 def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
-    """Yields sums, each with its parts under it where they are known."""
     sums = [(memory["arguments"], "arguments", memory["argument_parts"])]
     if "donated" in memory:
         sums.append((memory["outputs"] - memory["donated"], "outputs that take no argument's place", {}))
@@ -209,7 +204,6 @@ def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _collective_lines(communication: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a line for each kind of collective over the same mesh axes, the most bytes first."""
     times, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for each in communication:
         kind = each["kind"], " x ".join(each["axes"]), each["network"]
@@ -236,7 +230,7 @@ def change_lines(report: Report) -> Iterator[str]:
 
 def typed(keys: Mapping[str, Any]) -> str:
     """Returns keys as they are typed in a shell."""
-    return " ".join(shlex.quote(f"{key}={dump(value)}") for key, value in keys.items())
+    return shlex.join(f"{key}={dump(value)}" for key, value in keys.items())
 
 
 def readable(number: int) -> str:

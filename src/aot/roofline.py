@@ -13,16 +13,8 @@ import jax.numpy as jnp
 
 from src.aot.hlo import Collective
 from src.aot.memory import device_bytes
+from src.model import flops
 from src.model.execution import Execution
-from src.model.flops import (
-    FlopsPerToken,
-    all_layers,
-    count_params,
-    flops_per_token,
-    layer_share,
-    product_widths,
-    recomputed_flops,
-)
 from src.model.low_precision import FORMATS
 from src.model.parts import layer_costs
 from src.model.quantization import Quantization
@@ -45,8 +37,8 @@ HIDDEN = 0.5
 class Work:
     """The work of one device in a step, without communication."""
 
-    model_flops: FlopsPerToken  # of the device's share of the step's tokens
-    recomputed_flops: FlopsPerToken  # which rematerialisation adds
+    model_flops: flops.FlopsPerToken  # of the device's share of the step's tokens
+    recomputed_flops: flops.FlopsPerToken  # which rematerialisation adds
     whole_scores: bool  # whether attention also computes the scores that its mask hides
     memory_bytes: float  # read and written between matrix products
     low_precision: float = 0.0  # the share of the products with layers' weights that are made in 8 bits
@@ -63,25 +55,22 @@ class Prediction:
     dcn_seconds: float
     step_seconds: float
     bound: str  # the resource that takes longest: compute, memory, ici or dcn
-    mfu: float  # causal attention counted once (`FlopsPerToken.causal`)
+    mfu: float  # of `peak`, so it may exceed 1 with products in 8 bits; causal attention counted once
     mfu_palm: float
 
 
 def predict(
     work: Work, chip: Chip, peak: float, moved: Sequence[Collective], low_peak: float | None = None
 ) -> Prediction:
-    """Predicts a step on devices that do `peak` operations per second in products of its dtype, `low_peak` in 8 bits.
-
-    MFU is of `peak`: with products in 8 bits it may exceed 1.
-    """
+    """Predicts a step on devices with `peak` operations per second in products of its dtype, `low_peak` in 8 bits."""
     model, again = work.model_flops, work.recomputed_flops
-    flops = model.palm + again.palm if work.whole_scores else model.causal + again.causal
+    operations = model.palm + again.palm if work.whole_scores else model.causal + again.causal
     low = work.low_precision * (model.layers + again.layers)
     sent = {"ici": 0.0, "dcn": 0.0}
     for each in moved:  # scaled to all of the device's links: twice as many bytes where half are used
         sent[each.network] += each.times * each.sent_bytes / each.links
     seconds = {
-        "compute": ((flops - low) / peak + low / (low_peak or peak)) / (COMPUTE_REACHED * (1 - work.bubble)),
+        "compute": ((operations - low) / peak + low / (low_peak or peak)) / (COMPUTE_REACHED * (1 - work.bubble)),
         "memory": work.memory_bytes / (MEMORY_REACHED * chip.memory_bandwidth),
         "ici": sent["ici"] / chip.ici_bandwidth,
         "dcn": sent["dcn"] / chip.dcn_bandwidth,
@@ -136,14 +125,14 @@ def step_work(
     device; the loss has `vocab_tiles`; the weights are read in `micro_batches` passes. Of `quantization` count the
     products' own peak and the rounding of what they take, not that of the weights: each device rounds its part of them.
     """
-    model = flops_per_token(spec, length)
-    again = recomputed_flops(spec, length, execution, vocab_tiles)
+    model = flops.flops_per_token(spec, length)
+    again = flops.recomputed_flops(spec, length, execution, vocab_tiles)
     itemsize = jnp.dtype(spec.dtype).itemsize
     # An array between two products is written and read forward, and again if it is not kept; backward it is read, and
     # its gradient is written and read.
     passes = 5 if execution.remat_policy == "none" else 7
     arrays = heads = 0
-    for layer, count in all_layers(spec).items():
+    for layer, count in flops.all_layers(spec).items():
         # As wide as the embedding: the input, its norm, attention's output, their sum, its norm, and the last sum.
         costs = layer_costs(layer)
         arrays += count * (6 * spec.emb_dim * sharing + sum(part.width for part in costs.values()))
@@ -153,7 +142,7 @@ def step_work(
         activations += passes * tokens * 2 * heads * length * 4
     quantized = {path[3:] for path in quantization.places}
     if quantized:
-        taken, made = product_widths(spec, quantized)
+        taken, made = flops.product_widths(spec, quantized)
         # An array is read for its largest magnitude, read again, and written as codes: what a product takes forward,
         # and again if it is not kept; its gradient for either product, or for both where scales are per tensor.
         forward = 1 if passes == 5 else 2
@@ -165,11 +154,11 @@ def step_work(
     # Forward and backward, float32: written and read, and their gradient.
     logits = 4 * tokens * (1 + spec.mtp_num_layers) * spec.padded_vocab_size * 4
     # A weight is gathered (written) and read, forward and backward; its gradient is written, and read to be summed.
-    weights = 6 * micro_batches * count_params(spec) / sharing * itemsize
+    weights = 6 * micro_batches * flops.count_params(spec) / sharing * itemsize
     return Work(
-        model_flops=FlopsPerToken(*(tokens * count for count in dataclasses.astuple(model))),
-        recomputed_flops=FlopsPerToken(*(tokens * count for count in dataclasses.astuple(again))),
-        low_precision=layer_share(spec, quantized),
+        model_flops=flops.FlopsPerToken(*(tokens * count for count in dataclasses.astuple(model))),
+        recomputed_flops=flops.FlopsPerToken(*(tokens * count for count in dataclasses.astuple(again))),
+        low_precision=flops.layer_share(spec, quantized),
         whole_scores=kernel == "dot_product",
         memory_bytes=activations + logits + weights + 2 * state_bytes,
         bubble=execution.schedule.bubble if execution.schedule else 0.0,

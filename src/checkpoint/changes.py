@@ -1,5 +1,6 @@
 """Compares a start of a run with its last one, and weights with the model that loads them: what may not change."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from src.data.types import Tokenizer
 from src.errors import UserError, changed_keys
 from src.step.build import plan_step
 from src.step.plan import StepPlan
-from src.step.state import TrainState, abstract_state
+from src.step.state import EXTRAS, TrainState, abstract_state
 
 
 def compare_configs(config: Config, folder: RunFolder, plan: StepPlan, abstract: TrainState) -> list[str]:
@@ -32,6 +33,8 @@ def compare_configs(config: Config, folder: RunFolder, plan: StepPlan, abstract:
         listed = "\n".join(f"  {change}" for change in breaking)
         accept = f", or accept them: accept_changes=[{', '.join(change.key for change in breaking)}]"
         former = _state_of(Config.of({key: old[key] for key in old if key in KEYS}), plan)
+        if former:  # what this run does not keep, such as an average of the weights, is not restored
+            former = dataclasses.replace(former, **{name: {} for name in EXTRAS if not getattr(abstract, name)})
         if former is None or _shapes(former) != _shapes(abstract):
             accept = ": checkpoints have arrays of the old shapes, which do not fit these"
             if former is not None and _shapes(former.weights) == _shapes(abstract.weights):

@@ -7,7 +7,6 @@ with the caller's values and each array's shape, dtype and digest, which src/che
 import contextlib
 import itertools
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,9 +19,9 @@ from jax.experimental import multihost_utils
 from src.checkpoint.digest import digests
 from src.checkpoint.quiet_orbax import quiet_orbax
 from src.checkpoint.restore import Restored, checksum_of, flatten, of_process_0, restore_newest
-from src.checkpoint.run_folder import absolute, is_remote, is_unfinished, steps_in
+from src.checkpoint.run_folder import absolute, is_unfinished, steps_in, write_error
 from src.errors import TransientError, UserError
-from src.storage_errors import Failure, failure_of, one_line, retried
+from src.storage_errors import one_line, retried
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder on a disk that Orbax has not finished
 
@@ -223,24 +222,8 @@ class Checkpointer:
             raise
         except Exception as error:
             save, self._unwritten = self._unwritten, None
-            raise self._explanation(save, error) from error
-
-    def _explanation(self, save: Save, error: Exception) -> Exception:
-        kept = steps_in(self._directory)
-        stands = f"Checkpoint {kept[0]} stands" if kept else "No checkpoint was saved before"
-        failure = failure_of(error)
-        if failure is Failure.FULL:
-            free = "" if is_remote(self._directory) else _gib(shutil.disk_usage(self._directory).free)
-            return UserError(
-                f"no space is left in {self._directory}: checkpoint {save.step} has "
-                f"{_gib(sum(x.nbytes for x in save.arrays.values()))} of arrays"
-                f"{free and f', and {free} are free without it'}. {stands}. Make room, or keep fewer "
-                "checkpoints (max_num_checkpoints_to_keep); then the same command goes on."
-            )
-        message = f"checkpoint {save.step} could not be written to {self._directory}: {one_line(error)}. {stands}."
-        if failure is Failure.TRANSIENT:
-            return TransientError(f"{message} The same command goes on.")
-        return UserError(message) if isinstance(error, OSError | ValueError) else error
+            size = sum(x.nbytes for x in save.arrays.values())
+            raise write_error(self._directory, save.step, size, error) from error
 
     def _name_aside(self, step: int, why: str) -> str:
         """Returns a name that is not a step's: `10.damaged`, or if that is taken `10.damaged-2` and so on."""
@@ -266,10 +249,6 @@ def _remove(folder: epath.Path) -> None:
         if not folder.exists():
             return
         time.sleep(0.1)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.3g} GiB"
 
 
 def _encode_meta(meta: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from src.checkpoint.load_weights import identity
 from src.checkpoint.run_folder import absolute
 from src.config.schema import Checkpoint
 from src.data.batch_schedule import BatchSchedule
-from src.data.host_arrays import rows_to_global
+from src.data.host_arrays import to_global
 from src.data.types import Tokenizer
 from src.step.plan import StepPlan
 from src.step.state import TrainState
@@ -23,7 +23,7 @@ def checkpoint_entries(
 ) -> dict[str, Any]:
     """Returns what a checkpoint holds: the state, and the data position after its last step of all hosts' streams."""
     sharding = plan.layout.sharding(("batch", None, None))  # `position`: of this host's, int32 [streams, S, 2]
-    positions = rows_to_global(position, sharding, rows, schedule.rows)
+    positions = to_global(position, sharding, rows, schedule.rows)
     if schedule.ramp:  # devices have the streams in another order
         positions = _taking(sharding)(positions, np.argsort(schedule.streams()))
     return {**saved_entries(plan, state), "data_position": positions}

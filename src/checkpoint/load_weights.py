@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from src.checkpoint.restore import checkpoint_identity, restore_any, restore_weights
+from src.checkpoint.restore import checkpoint_identity, entries_of_weights, restore_any, restore_weights
 from src.data.host_arrays import check_same
 from src.data.tokenizer import folder_tokenizer, has_tokenizer
 from src.errors import UserError, counted, first_few
 from src.hub import PREFIX, local_folder
 from src.model import lora
-from src.model.params import ROLES, Tree, by_path, dotted, join, nested
+from src.model.params import Tree, by_path, dotted, join, nested
 
 TAIL_BYTES = 2**16  # read of each file: training changes the last bytes as it does all others
 
@@ -51,15 +52,18 @@ def load_weights(
 
 
 def load_by_rules(
-    rules: Sequence[Mapping[str, str]], tree: Tree, axes: Tree
+    rules: Sequence[Mapping[str, str]], tree: Tree, axes: Tree, ema: bool = False
 ) -> tuple[Tree, list[dict[str, Any]], list[str]]:
-    """Loads the weights of `tree`, as of `load_weights`, that `load_weights_rules` name, each by the first that fits.
+    """Loads the weights of `tree` that `load_weights_rules` name, each by the first that fits, each path once.
 
-    Returns them; the meta of each path from which a weight of the vocabulary came, by its logical `axes`; messages.
-    Raises UserError for a rule that takes no weight, a name that is not there, and as `load_weights` does.
+    `tree` and `ema` are as in `load_weights`. Returns the weights; the meta of each path from which a weight of the
+    vocabulary came, by its logical `axes`; messages. Raises UserError for a rule that takes no weight, a name that is
+    not there, and as `load_weights` does.
     """
     leaves, axes_of, metas, messages = by_path(tree), by_path(axes), [], []
-    taken: dict[Any, jax.Array] = {}
+    sources: dict[str, dict[Any, str]] = {}  # of each path, the weights to take and their names there
+    taken: set[Any] = set()
+    loaded: dict[Any, jax.Array] = {}
     for rule in rules:
         fitting = {path: re.fullmatch(rule["match"], dotted(path)) for path in leaves if path not in taken}
         try:
@@ -73,28 +77,39 @@ def load_by_rules(
             raise UserError(
                 f"load_weights_rules: {rule['match']} gives two weights one name: {first_few(names.values())}"
             )
-        arrays, meta, notes = _load_named(rule["path"], {name: leaves[path] for path, name in names.items()}, tree)
-        taken |= {path: arrays[name] for path, name in names.items()}
+        taken |= names.keys()
+        sources[rule["path"]] = sources.get(rule["path"], {}) | names
+    for source, names in sources.items():
+        arrays, meta, notes = _load_named(source, {name: leaves[path] for path, name in names.items()}, tree, ema)
+        for path, name in names.items():
+            array, shape = arrays[name], leaves[path].shape
+            if array.shape != shape:
+                raise UserError(
+                    f"load_weights_rules: {name} of {source} has the shape {list(array.shape)}, and {dotted(path)} "
+                    f"{list(shape)}"
+                )
+            # Arrays are donated, so two weights that have one name there must not be one array.
+            loaded[path] = array if list(names.values()).count(name) == 1 else jnp.array(array, leaves[path].dtype)
         metas += [meta] if any("vocab" in axes_of[path] for path in names) else []
         pairs = [dotted(path) + f" (there {name})" * (dotted(path) != name) for path, name in names.items()]
-        messages += [*notes, f"load_weights_rules: from {rule['path']}: {', '.join(pairs)}"]
+        messages += [*notes, f"load_weights_rules: from {source}: {', '.join(pairs)}"]
     if rules:
         messages.append(f"load_weights_rules: {counted(len(leaves) - len(taken), 'weight')} as without rules")
-    return nested(taken), metas, messages
+    return nested(loaded), metas, messages
 
 
-def _load_named(path: str, wanted: Tree, tree: Tree) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Loads the weights with these dotted names; of a Hugging Face folder, which must have all of `tree`."""
     if _is_hf_folder(path):
-        arrays, meta, messages = load_weights(path, tree)
+        arrays, meta, messages = load_weights(path, tree, ema)
         arrays = {dotted(where): array for where, array in by_path(arrays).items()}
         _check_names(path, wanted, arrays)
         return arrays, meta, messages
 
     def entries(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        entry_of = {name.partition(".")[2]: name for name in saved if name.partition(".")[0] in ROLES}
+        entry_of = entries_of_weights(path, saved, ema)
         _check_names(path, wanted, entry_of)
-        return {entry_of[name]: leaf for name, leaf in wanted.items()}
+        return {f"{entry_of[name]}.{name}": leaf for name, leaf in wanted.items()}
 
     restored, meta, messages = restore_any(path, entries, f"{len(wanted)} weights")
     return {name.partition(".")[2]: array for name, array in restored.items()}, meta, messages

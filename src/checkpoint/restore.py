@@ -6,7 +6,7 @@ docs/checkpoints.md says which failures are told apart.
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 # Returns what to restore, given a checkpoint's meta, and the shape and dtype of each of its arrays by dotted name.
 AbstractOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+
+ENTRIES = {False: params.ROLES, True: ("ema", *params.ROLES[1:])}  # of a checkpoint's weights, by `load_ema`
 
 
 class Restored(NamedTuple):
@@ -64,12 +66,10 @@ def restore_weights(path: epath.PathLike, tree_of: AbstractOf, ema: bool = False
     With `ema` those that were trained are their average. Raises UserError, too, where the run has none.
     """
 
-    entries = ("ema" if ema else "trainable", "frozen", "stats")
+    entries = ENTRIES[ema]
 
     def by_role(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        entry_of = {name.partition(".")[2]: entry for name in saved if (entry := name.partition(".")[0]) in entries}
-        if ema and "ema" not in entry_of.values():
-            raise UserError(f"load_ema: {path} has no average of its weights: that run was made without ema_decay")
+        entry_of = entries_of_weights(path, saved, ema)
         tree = tree_of(meta, {name: saved[f"{entry}.{name}"] for name, entry in entry_of.items()})
         role_of = {name: dict(zip(entries, params.ROLES, strict=True))[entry] for name, entry in entry_of.items()}
         roles = jax.tree.map_with_path(lambda where, _: role_of.get(_dotted(where), "trainable"), tree)
@@ -78,6 +78,14 @@ def restore_weights(path: epath.PathLike, tree_of: AbstractOf, ema: bool = False
     what = "the average of the weights" if ema else "the weights"
     restored, meta, messages = restore_any(path, by_role, what)
     return Restored(params.Weights(*(restored[entry] for entry in entries)).merged(), meta, messages)
+
+
+def entries_of_weights(path: epath.PathLike, saved: Iterable[str], ema: bool) -> dict[str, str]:
+    """Returns the entry of the state that each weight is in, by its dotted name; raises as `restore_weights` does."""
+    entry_of = {name.partition(".")[2]: entry for name in saved if (entry := name.partition(".")[0]) in ENTRIES[ema]}
+    if ema and "ema" not in entry_of.values():
+        raise UserError(f"load_ema: {path} has no average of its weights: that run was made without ema_decay")
+    return entry_of
 
 
 def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Restored:
@@ -275,7 +283,6 @@ def _read_arrays(
 def _check_shapes(
     step_folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, dict[str, Any]]
 ) -> None:
-    """Raises UserError if the arrays of a checkpoint are not those of this run's configuration."""
     configured = {name: str(list(x.shape)) for name, x in wanted.items()}
     stored = {name: str(entry["shape"]) for name, entry in saved.items()}
     lines = [

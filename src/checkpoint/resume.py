@@ -58,10 +58,11 @@ def starting_state(
         restored = restore_step(path, wanted)
         check_vocabulary(plan.spec.vocab_size, restored.meta)
         return _resume_point(restored, data, accept_changes, fingerprint)
-    by_rules, metas, messages = load_by_rules(loading.load_weights_rules, all_weights(abstract), plan.axes)
+    whole, ema = all_weights(abstract), loading.load_ema
+    by_rules, metas, messages = load_by_rules(loading.load_weights_rules, whole, plan.axes, ema)
     weights = by_rules
     if path := loading.load_parameters_path:
-        weights, meta, notes = load_weights(path, all_weights(abstract), loading.load_ema)
+        weights, meta, notes = load_weights(path, whole, ema)
         metas, messages, weights = [meta, *metas], [*notes, *messages], join(weights, by_rules)
     for meta in metas:
         check_vocabulary(plan.spec.vocab_size, meta)

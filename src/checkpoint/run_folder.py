@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from src.disk import lock, new_file
 from src.errors import TransientError, UserError
+from src.storage_errors import Failure, failure_of, one_line
 
 # What a run writes into its folder.
 FILES = ("config.yml", "environment.json", "metrics.jsonl", "report.html", "sample.txt")
@@ -172,6 +173,29 @@ def kept_checkpoint(folder: epath.Path) -> str:
     except Exception:  # each store's client has its own types
         steps = []
     return f"the checkpoint of step {max(steps)} in {folder} stands" if steps else "no checkpoint was saved"
+
+
+def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception) -> Exception:
+    """Explains to a user why a checkpoint of `size` bytes could not be written; returns any other `error` itself."""
+    kept = steps_in(checkpoints)
+    stands = f"Checkpoint {kept[0]} stands" if kept else "No checkpoint was saved before"
+    failure = failure_of(error)
+    if failure is Failure.FULL:
+        free = (
+            "" if is_remote(checkpoints) else f", and {_gib(shutil.disk_usage(checkpoints).free)} are free without it"
+        )
+        return UserError(
+            f"no space is left in {checkpoints}: checkpoint {step} has {_gib(size)} of arrays{free}. {stands}. Make "
+            "room, or keep fewer checkpoints (max_num_checkpoints_to_keep); then the same command goes on."
+        )
+    message = f"checkpoint {step} could not be written to {checkpoints}: {one_line(error)}. {stands}."
+    if failure is Failure.TRANSIENT:
+        return TransientError(f"{message} The same command goes on.")
+    return UserError(message) if isinstance(error, OSError | ValueError) else error
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB"
 
 
 def steps_in(folder: epath.Path) -> list[int]:

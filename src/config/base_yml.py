@@ -61,7 +61,7 @@ def _spelled(default: Any) -> str:
 
 
 class Usage(NamedTuple):
-    """How a command is used."""
+    """Says how a command is used."""
 
     text: str  # what it does, and its command lines
     groups: tuple[str, ...] = ()  # how the titles of base.yml begin whose keys are its own

@@ -107,7 +107,9 @@ def _profile(config: FlatKeys) -> Iterator[str]:
 
 
 def _moments(config: FlatKeys) -> Iterator[str]:
-    moments = {"adam_b1": config.mu_dtype or config.weight_dtype, "adam_b2": config.weight_dtype}
+    adapters_alone = config.lora_rank and not config.trainable_parameters  # which are float32, and so their moments
+    second = "float32" if adapters_alone else config.weight_dtype
+    moments = {"adam_b1": config.mu_dtype or ("float32" if config.lora_rank else second), "adam_b2": second}
     types = {config.opt_type, *(rule.get("opt_type") for rule in config.optimizer_rules)}
     for name, dtype in moments.items() if types - {"adafactor", "sgd", None} else ():
         if dtype == "bfloat16" and 0 < 1 - config[name] < 2**-8:  # half of what a bfloat16 can be less by
@@ -122,6 +124,7 @@ def _mup(config: FlatKeys) -> Iterator[str]:
     needed = {
         "opt_type=adamw, in optimizer_rules too": types == {"adamw"},
         "logits_via_embedding=false": not config.logits_via_embedding,
+        "scale_embedding=false": not config.scale_embedding,  # it would grow with the width
         "lora_rank=0": not config.lora_rank,
     }
     for keys, holds in needed.items() if config.mup_base_emb_dim else ():
@@ -325,18 +328,28 @@ def _read_entry(known: Mapping[str, Any], entry: Any) -> dict[str, Any]:
     first = next(iter(known))
     if not isinstance(entry, Mapping):
         raise ValueError(f"expected a mapping such as {{{first}: web, {list(known)[-1]}: ...}}, got {dump(entry)}")
-    typed = {}
+    typed, problems = {}, []
     for name, value in entry.items():
-        if name not in known:
-            hint = did_you_mean(name, known) or f" There are {first_few(known, near=name)}"
-            raise ValueError(f"no setting {name}.{hint}")
-        typed[name] = convert(value, known[name], name)
-        if name in _RANGES and not _RANGES[name].holds(typed[name]):
-            raise ValueError(f"{name}={dump(typed[name])} must be {_RANGES[name].words}")
-        if name in KEYS and (problem := check_value(name, typed[name])):
-            raise ValueError(problem)
-    if first == "match" and not typed.get("match"):
-        raise ValueError(f"it needs match, a pattern of weights' names, got {dump(entry)}")
-    if first == "name" and not re.fullmatch(r"[\w.-]+", typed.get("name", "")):
-        raise ValueError("it needs a name, of letters, digits, dots, dashes and underscores")
+        try:
+            typed[name] = _read_setting(known, name, value)
+        except ValueError as error:
+            problems.append(str(error))
+    if first == "match" and not entry.get("match"):
+        problems.append(f"it needs match, a pattern of weights' names, got {dump(entry)}")
+    if first == "name" and not re.fullmatch(r"[\w.-]+", str(entry.get("name", ""))):
+        problems.append("it needs a name, of letters, digits, dots, dashes and underscores")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return typed
+
+
+def _read_setting(known: Mapping[str, Any], name: str, value: Any) -> Any:
+    if name not in known:
+        hint = did_you_mean(name, known) or f" There are {first_few(known, near=name)}"
+        raise ValueError(f"no setting {name}.{hint}")
+    typed = convert(value, known[name], name)
+    if name in _RANGES and not _RANGES[name].holds(typed):
+        raise ValueError(f"{name}={dump(typed)} must be {_RANGES[name].words}")
+    if name in KEYS and (problem := check_value(name, typed)):
+        raise ValueError(problem)
     return typed

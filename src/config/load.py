@@ -86,8 +86,8 @@ def _load(
         words = argv[1:]
         if run := run_folder(file_name(argv[0])):
             with _collected(problems):
-                own = {"load_parameters_path": str(run), "load_full_state_path": "", "load_ema": Plain("false")}
-                weights = own if uses_weights else {}
+                from_run = {"load_parameters_path": str(run), "load_full_state_path": "", "load_ema": Plain("false")}
+                weights = from_run if uses_weights else {}
                 files = _settings(run_keys(run) | weights, f"in {run}")
         else:
             files = _chain(Path(argv[0]), problems)

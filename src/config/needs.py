@@ -34,6 +34,14 @@ class Need(NamedTuple):
         return " or ".join(f"{key}={values}" for key, values in words.items())
 
 
+def _of_optimizers(names: Sequence[str]) -> dict[str, Sequence[Any] | Range]:
+    """Returns what leads to an update by one of these: `opt_type`, or that of a rule."""
+    rules = Range(
+        f"[{{opt_type: {' or '.join(names)}}}]", lambda rules: any(it.get("opt_type") in names for it in rules)
+    )
+    return {"opt_type": names, "optimizer_rules": rules}
+
+
 def _of_group(start: str, *without: str) -> tuple[str, ...]:
     return tuple(key.name for key in KEYS.values() if key.group.startswith(start) and not key.name.startswith(without))
 
@@ -68,7 +76,7 @@ OF_LAYERS = (
     Need(["base_mlp_dim"], {"num_experts": [1], "base_moe_mlp_dim": [0]}),
 )
 _WITH_COLUMN = ("text", "tfds", "array_record", "parquet", "hf", "custom")
-_WITH_MOMENTS = tuple(name for name in KEYS["opt_type"].allowed if name not in ("adafactor", "sgd"))
+_WITH_MOMENTS = [name for name in KEYS["opt_type"].allowed if name not in ("adafactor", "sgd")]
 _NAMED = Range("NAME", bool)
 _STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
 NEEDS = (
@@ -78,13 +86,13 @@ NEEDS = (
     Need(["routed_bias_update_rate"], {"routed_bias": [True]}),
     Need(["mtp_loss_scaling_factor"], {"mtp_num_layers": ABOVE_0}),
     Need(["remat_custom"], {"remat_policy": ["custom"]}),
-    Need(["adam_b1", "adam_b2", "adam_eps", "mu_dtype"], {"opt_type": _WITH_MOMENTS, "optimizer_rules": GIVEN}),
-    Need(["adam_clip_threshold"], {"opt_type": ["adamw"], "optimizer_rules": GIVEN}),
-    Need(["muon_beta"], {"opt_type": ["muon"], "optimizer_rules": GIVEN}),
+    Need(["adam_b1", "adam_b2", "adam_eps", "mu_dtype"], _of_optimizers(_WITH_MOMENTS)),
+    Need(["adam_clip_threshold"], _of_optimizers(["adamw"])),
+    Need(["muon_beta"], _of_optimizers(["muon"])),
     Need(["abort_on_nan_loss", "abort_on_inf_loss"], {"on_nonfinite": ["stop"]}),
     Need(["skip_step_interval", "skip_step_scaling_factor"], {"skip_step_on_spikes": [True]}),
     Need(["target_eval_loss"], {"eval_interval": FROM_1}),
-    Need(["load_ema"], {"load_parameters_path": GIVEN}),
+    Need(["load_ema"], {"load_parameters_path": GIVEN, "load_weights_rules": GIVEN}),
     Need(["wsd_decay_steps_fraction"], {"lr_schedule_type": ["wsd"]}),
     Need(["quantization_exclude"], {"quantization": ["int8", "fp8", "mxfp8"], "quantize_weights": ["int8"]}),
     Need(["lora_alpha", "lora_parameters"], {"lora_rank": ABOVE_0}),

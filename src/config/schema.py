@@ -130,7 +130,7 @@ class Checkpoint:
     load_weights_rules: tuple = key((),
         "each weight by the first that fits: [{match: REGEX, path: as above, name: there, as \\1}, ...]",
         commands=OF_RUNS)
-    load_ema: bool = key(False, "load_parameters_path: the average of that run's weights (ema_decay)")
+    load_ema: bool = key(False, "of both above: the averages of those runs' weights (ema_decay)")
     load_full_state_path: str = path("", "the same: start with its weights, optimizer, step and data position")
 
 

@@ -34,8 +34,8 @@ MAX_NAME, MAX_PATH = 255, 4095  # bytes of a local path: of each name, and in al
 
 def unprintable(text: str, *, is_name: bool) -> str:
     """Returns an error message if `text` has half a surrogate pair, or as a name a NUL character; else ""."""
-    found = re.search("[\0\ud800-\udfff]" if is_name else "[\ud800-\udfff]", text)
-    return f"the character {found[0]!a} is no text" if found else ""
+    match = re.search("[\0\ud800-\udfff]" if is_name else "[\ud800-\udfff]", text)
+    return f"the character {match[0]!a} is no text" if match else ""
 
 
 def too_long(path: str) -> str:
@@ -238,9 +238,8 @@ def _named(value: Any) -> str:
 
 def dump(value: Any) -> str:
     """Returns `value` as one line of YAML, which `parse` and `convert` read back."""
-    return yaml.dump(
-        [_plain_types(value)], Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=math.inf
-    ).strip()[1:-1]
+    style = {"Dumper": _Dumper, "default_flow_style": True, "allow_unicode": True, "width": math.inf}
+    return yaml.dump([_plain_types(value)], **style).strip()[1:-1]
 
 
 def _plain_types(value: Any) -> Any:

@@ -59,11 +59,7 @@ class BatchSchedule:
 
     def size(self, step: int) -> int:
         """Returns the rows of the batch of update `step`, counted from 0."""
-        for rows, steps in self.ramp:
-            if step < steps:
-                return rows
-            step -= steps
-        return self.rows
+        return self.rows_before(step + 1) - self.rows_before(step)
 
     def rows_before(self, step: int) -> int:
         """Counts the rows of all batches before that of `step`."""

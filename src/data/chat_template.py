@@ -73,7 +73,6 @@ class ChatTemplate:
         return reply["texts"]
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the reply of the process, which is started first if there is none."""
         if self._process is None:
             serve = f"import sys; sys.path.insert(0, {_ROOT!r}); from {__name__} import serve; serve()"
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -133,9 +132,8 @@ def serve() -> None:
 
 
 def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+    extensions = [_Generation, jinja2.ext.loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     # Plain JSON, where Jinja2's own filter would escape it for HTML.
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception

@@ -52,8 +52,15 @@ class ConversationSource(Source):
         self.digest = digest.hexdigest()[:16]
 
     def parse(self, line: bytes, file: str, start: int) -> Conversation:
-        """Parses the line that begins at byte `start` of a file; raises UserError where it is no conversation."""
-        return _read_line(line, file, start)
+        """Parses the line that begins at byte `start` of a file; raises UserError for another than is expected."""
+        try:
+            return self.parse_record(parse_json(line), file, start)
+        except ValueError as error:
+            raise UserError(f"{files.line_name(file, start)}: {error}") from None
+
+    def parse_record(self, record: Any, file: str, start: int) -> Conversation:
+        """Reads a line's JSON; raises ValueError where it is no conversation."""
+        return Conversation(_messages(record), "messages" not in record, file, start)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -67,15 +74,6 @@ class ConversationSource(Source):
 
     def fingerprint(self) -> Fingerprint:
         return {**self._files.fingerprint(), "type": "conversations"}
-
-
-def _read_line(line: bytes, file: str, start: int) -> Conversation:
-    """Parses the line that begins at byte `start` of a file; raises UserError where it is no conversation."""
-    try:
-        record = parse_json(line)
-        return Conversation(_messages(record), "messages" not in record, file, start)
-    except ValueError as error:
-        raise UserError(f"{files.line_name(file, start)}: {error}") from None
 
 
 def _messages(record: Any) -> tuple[Message, ...]:

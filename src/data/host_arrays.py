@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from src.data.types import RowArrays
 from src.errors import UserError, changed_keys
 
 
@@ -18,27 +17,21 @@ def host_rows(sharding: jax.sharding.Sharding, global_shape: Sequence[int]) -> n
     return np.unique(np.concatenate([np.arange(*index[0].indices(global_shape[0])) for index in index_maps]))
 
 
-def to_global(
-    batch: RowArrays, shardings: Mapping[str, jax.sharding.Sharding], rows: Sequence[int], global_batch: int
-) -> dict[str, jax.Array]:
-    """Makes global arrays [B, ...] on the devices of all hosts of this host's rows, [rows, ...].
+def to_global(arrays: Any, shardings: Any, rows: Sequence[int], global_batch: int) -> Any:
+    """Makes global arrays [B, ...] on the devices of all hosts of this host's rows, [rows, ...], in any pytree.
 
-    `rows` are those of the global batch that `batch` has, ascending: at least `host_rows` of every sharding.
+    `rows` are those of the global batch that the arrays have, ascending: at least `host_rows` of every sharding.
     """
-    return {name: rows_to_global(array, shardings[name], rows, global_batch) for name, array in batch.items()}
 
+    def of(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+        def local(index: tuple[slice, ...]) -> np.ndarray:
+            first, last, _ = index[0].indices(global_batch)
+            start = int(np.searchsorted(rows, first))
+            return array[(slice(start, start + last - first), *index[1:])]
 
-def rows_to_global(
-    array: np.ndarray, sharding: jax.sharding.Sharding, rows: Sequence[int], global_batch: int
-) -> jax.Array:
-    """Makes one global array [B, ...] of this host's rows; the arguments are as for `to_global`."""
+        return jax.make_array_from_callback((global_batch, *array.shape[1:]), sharding, local)
 
-    def local(index: tuple[slice, ...]) -> np.ndarray:
-        first, last, _ = index[0].indices(global_batch)
-        start = int(np.searchsorted(rows, first))
-        return array[(slice(start, start + last - first), *index[1:])]
-
-    return jax.make_array_from_callback((global_batch, *array.shape[1:]), sharding, local)
+    return jax.tree.map(of, arrays, shardings)
 
 
 def max_over_hosts(value: np.ndarray) -> np.ndarray:

@@ -9,7 +9,6 @@ import numpy as np
 
 from src.data.conversations import ConversationSource, encode_conversation, read_message
 from src.data.readers import files
-from src.data.readers.records import parse_json
 from src.data.types import Conversation, Document, Fingerprint, InputSpec, Message, RowArrays, RowSource, Source
 from src.errors import UserError
 from src.json_text import well_formed
@@ -37,12 +36,9 @@ class PairSource(ConversationSource):
 
     reader, expected = "src.train_dpo", _EXPECTED
 
-    def parse(self, line: bytes, file: str, start: int) -> Pair:
-        """Parses the line that begins at byte `start` of a file; raises UserError where it is no pair."""
-        try:
-            prompt, chosen, rejected, is_text = _read_pair(parse_json(line))
-        except ValueError as error:
-            raise UserError(f"{files.line_name(file, start)}: {error}") from None
+    def parse_record(self, record: Any, file: str, start: int) -> Pair:
+        """Reads a line's JSON; raises ValueError where it is no pair."""
+        prompt, chosen, rejected, is_text = _read_pair(record)
         whole = (Conversation(prompt + answer, is_text, file, start) for answer in (chosen, rejected))
         return Pair(*whole, len(prompt))
 

@@ -19,8 +19,6 @@ from src.harness.answers import Answers
 
 
 class _Model(LM):
-    """Passes the harness's requests on."""
-
     def __init__(self, answers: Answers, facts: Mapping[str, Any]) -> None:
         super().__init__()
         self._answers, self._facts = answers, facts

@@ -124,9 +124,8 @@ def write_layer_types(layers: Layers, kind: str = "local_sliding", name: str = W
     return {"layer_types": [name if layer.attention_type == kind else GLOBAL for layer in layers]}
 
 
-ALTERNATING_WINDOWS = FieldGroup(
-    ("layer_types",), functools.partial(read_windowed_layers, global_every=2), write_layer_types
-)
+_read_every_other = functools.partial(read_windowed_layers, global_every=2)
+ALTERNATING_WINDOWS = FieldGroup(("layer_types",), _read_every_other, write_layer_types)
 
 # ---- Rotary positions
 

@@ -115,9 +115,8 @@ class _PartialArray:
 
     def whole(self) -> jax.Array:
         """Returns the weight, all of whose pieces were put."""
-        return jax.make_array_from_single_device_arrays(
-            self._leaf.shape, self._leaf.sharding, list(self._buffers.values())
-        )
+        buffers = list(self._buffers.values())
+        return jax.make_array_from_single_device_arrays(self._leaf.shape, self._leaf.sharding, buffers)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

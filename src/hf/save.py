@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from src.errors import UserError, first_few
 from src.hf.family import Family
-from src.hf.folder import INDEX, SINGLE
+from src.hf.folder import INDEX
 from src.hf.load import progress
 from src.hf.safetensors import write_header
 from src.hf.tensor_map import Piece, WeightPath, lay_out
 from src.model.params import dotted
 
+FILES = "model{suffix}.safetensors"  # the suffix is empty for one file, else such as -00001-of-00002
 SHARD_BYTES = 5_000_000_000
 
 
@@ -51,15 +53,12 @@ def save_folder(
     names = {"architectures": [family.architecture], "model_type": family.model_type, "pad_token_id": None}
     _write_json(path / "config.json", {**names, **hf, "torch_dtype": dtypes[largest].name})
 
-    shards = _shards(sizes, shard_bytes)
-    count = len(shards)
-    files = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-    if count == 1:
-        files = [SINGLE]
-    else:
-        file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(path / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of})
-    for file, shard in zip(files, shards, strict=True):
+    split = split_state_dict_into_shards_factory(
+        dict(sorted(sizes.items())), get_storage_size=int, filename_pattern=FILES, max_shard_size=shard_bytes
+    )
+    if split.is_sharded:
+        _write_json(path / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    for file, shard in split.filename_to_tensors.items():
         with open(path / file, "wb") as opened:
             write_header(opened, {name: (dtypes[name], file_shapes[name]) for name in shard})
             for name in progress(shard, f"writing {file}"):
@@ -71,7 +70,6 @@ def save_folder(
 
 
 def _check_range(weights: Mapping[WeightPath, np.ndarray], dtypes: Mapping[WeightPath, np.dtype]) -> None:
-    """Raises UserError where a value would become infinite in its dtype of the file: float16's range is small."""
     largest = float(np.finfo(np.float16).max)
     wide = [path for path in weights if dtypes.get(path) == np.float16 and weights[path].dtype != np.float16]
     over = [dotted(path) for path in wide if weights[path].max() > largest or weights[path].min() < -largest]
@@ -80,18 +78,6 @@ def _check_range(weights: Mapping[WeightPath, np.ndarray], dtypes: Mapping[Weigh
             f"dtype=float16 holds values up to {largest:,.0f}, and these weights have larger ones: {first_few(over)}. "
             "Give dtype=bfloat16 or float32."
         )
-
-
-def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name in sorted(sizes):
-        if shards[-1] and filled + sizes[name] > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += sizes[name]
-    return shards
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec
 
 from src.errors import UserError
-from src.model.low_precision import SCOPE, Coded, Shards, shards, sum_over_devices, to_float8
+from src.model.low_precision import SCOPE, Coded, Shards, shards, spec, sum_over_devices, to_float8
+from src.model.products import with_gradient
 from src.parallel.mesh import Layout
 
 BLOCK = 32
@@ -44,7 +44,7 @@ def encode(x: Array, on_cpu: bool) -> Coded:
 
 @dataclass(frozen=True, eq=False)
 class BlockProducts:
-    """How the products of a step are made in MXFP8."""
+    """Makes the products of a step in MXFP8."""
 
     layout: Layout
 
@@ -68,8 +68,8 @@ class BlockProducts:
             product = BlockProduct(self.on_cpu, left, right, out, left_at, parts, out_at, w_dims)
             if self.layout.mesh.size == 1:
                 return product
-            in_specs = _spec(left, left_at), _spec(right, parts)
-            return self.layout.shard_map(product, in_specs, _spec(out, out_at))
+            in_specs = spec(left, left_at), spec(right, parts)
+            return self.layout.shard_map(product, in_specs, spec(out, out_at))
 
         def run(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
             return on_devices(w_dims, x_dims, out_dims, left_at=stored, out_at=parts)(weight, x), (x, weight)
@@ -80,13 +80,7 @@ class BlockProducts:
             dw = on_devices(x_dims, out_dims, w_dims, left_at=parts, out_at=stored)(x, gradient)
             return dx, dw.astype(weight.dtype)
 
-        product = jax.custom_vjp(lambda *operands: run(*operands)[0])
-        product.defvjp(run, gradients)
-        return product(x, weight)
-
-
-def _spec(dims: str, at: Shards) -> PartitionSpec:
-    return PartitionSpec(*(at[dim] or None for dim in dims))
+        return with_gradient(run, gradients)(x, weight)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from src.errors import UserError
+from src.model.products import with_gradient
 from src.parallel.mesh import Layout
 
 SCOPE = "in_8_bits"  # of every such product, by which compiled programs are checked (src/aot/eight_bits.py)
@@ -24,7 +25,7 @@ MAX_SUMMED = (2**31 - 1) // 127**2  # so many products of two int8 always fit in
 
 
 class Format(NamedTuple):
-    """How the operands of products are rounded."""
+    """Says how the operands of products are rounded."""
 
     forward: Any  # dtype of weights and activations
     backward: Any  # dtype of gradients
@@ -79,7 +80,7 @@ def largest(x: Array, dims: Sequence[int] | None = None) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Products:
-    """How the products of a step are made in 8 bits."""
+    """Makes the products of a step in 8 bits."""
 
     format: Format
     layout: Layout
@@ -120,9 +121,7 @@ class Products:
             dw, _ = to_weight(coded_x, gradient, gradient_bound, self.format.backward)
             return dx, dw.astype(weight.dtype), None
 
-        product = jax.custom_vjp(lambda *operands: run(*operands)[0])
-        product.defvjp(run, gradients)
-        return product(x, weight, bound)
+        return with_gradient(run, gradients)(x, weight, bound)
 
 
 @dataclass(frozen=True)
@@ -148,15 +147,12 @@ class Product:
 
         if self.how.layout.mesh.size == 1:
             return on_device(coded, x)
-        codes_spec, x_spec = self._spec(self.coded, self.parts), self._spec(self.other, self.parts)
+        codes_spec, x_spec = spec(self.coded, self.parts), spec(self.other, self.parts)
         varying = (part if size > 1 else None for part, size in zip(codes_spec, coded.scales.shape, strict=True))
         in_specs = Coded(codes_spec, PartitionSpec(*varying)), x_spec
         # Each device has scales of its own, also along dims that do not vary on it.
-        out_specs = self._spec(self.out, self.out_parts), Coded(x_spec, x_spec)
+        out_specs = spec(self.out, self.out_parts), Coded(x_spec, x_spec)
         return self.how.layout.shard_map(on_device, in_specs, out_specs)(coded, x)
-
-    def _spec(self, dims: str, parts: Shards) -> PartitionSpec:
-        return PartitionSpec(*(parts[dim] or None for dim in dims))
 
     def on_device(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
         """Does it with a device's parts."""
@@ -187,6 +183,11 @@ class Product:
         wide = jnp.float32 if self.how.on_cpu else jnp.int32 if is_integer else dtype
         with jax.named_scope(SCOPE):
             return jnp.einsum(einsum, codes, other, preferred_element_type=wide)
+
+
+def spec(dims: str, at: Shards) -> PartitionSpec:
+    """Returns where an array with these dims lies."""
+    return PartitionSpec(*(at[dim] or None for dim in dims))
 
 
 def shards(layout: Layout, einsum: str, axes: Sequence[str | None]) -> tuple[Shards, Shards]:

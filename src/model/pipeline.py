@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from src.config.schema import Mesh
 from src.errors import UserError
 from src.model.forward_context import ForwardContext
+from src.model.products import with_gradient
 from src.model.spec import LayerGroup, ModelSpec
 from src.parallel.mesh import Layout
 from src.parallel.slices import any_of, divisors
@@ -217,22 +218,13 @@ def _chunks(weights: Any, stage: Array, schedule: Schedule) -> Any:
     return jax.tree.map(exchange, chunks)
 
 
-@jax.custom_vjp  # adds the entry's gradient in place; that of plain indexing would add a whole array of zeros
-def _read(rows_MBTD: Array, index: Array) -> tuple[Array, Array]:
-    """Returns the array and its entry `index`."""
-    return rows_MBTD, rows_MBTD[index]
-
-
-def _read_forward(rows_MBTD: Array, index: Array) -> tuple[tuple[Array, Array], Array]:
-    return _read(rows_MBTD, index), index
-
-
-def _read_backward(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, None]:
+def _add_entry(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, None]:
     rows_MBTD, entry_BTD = gradients
     return jax.lax.dynamic_update_index_in_dim(rows_MBTD, rows_MBTD[index] + entry_BTD, index, 0), None
 
 
-_read.defvjp(_read_forward, _read_backward)
+# Adds the entry's gradient in place; that of plain indexing would add a whole array of zeros.
+_read = with_gradient(lambda rows_MBTD, index: ((rows_MBTD, rows_MBTD[index]), index), _add_entry)
 
 
 def check_rows(rows: int, layout: Layout, schedule: Schedule | None, key: str) -> None:

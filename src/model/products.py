@@ -1,6 +1,8 @@
 """Products of activations with weights: as einsums, or on a single CPU as products of matrices."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,16 @@ def product(x: Array, kernel: Array, einsum: str, precision: str | None) -> Arra
     matrix = kernel.reshape(width, -1) if dims_kernel == summed + out else kernel.reshape(-1, width).T
     y = jnp.matmul(x.reshape(-1, width), matrix, precision=precision)
     return y.reshape([sizes[dim] for dim in dims_y])
+
+
+def with_gradient(run: Callable[..., tuple[Any, Any]], gradients: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Returns the function of arrays whose result and residuals `run` gives.
+
+    `gradients(residuals, gradient of the result)` has an entry for each array; None for one without a gradient.
+    """
+    function = jax.custom_vjp(lambda *arrays: run(*arrays)[0])
+    function.defvjp(run, gradients)
+    return function
 
 
 def _on_one_cpu(x: Array) -> bool:

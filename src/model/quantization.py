@@ -1,4 +1,4 @@
-"""Which weights are multiplied in 8 bits, and on which devices they can be (src/model/low_precision.py multiplies)."""
+"""Selects the weights that are multiplied in 8 bits, on devices that can (src/model/low_precision.py multiplies)."""
 
 import dataclasses
 import functools
@@ -74,7 +74,7 @@ class AtRest(Wrapped):
 
 
 class Place(NamedTuple):
-    """How a weight's magnitudes are bounded, and where it lies."""
+    """Says how a weight's magnitudes are bounded, and where it lies."""
 
     bounded: tuple[int, ...]  # the dims over which a bound holds
     axes: tuple[str | None, ...]  # logical, of the dims of one layer
@@ -82,7 +82,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantization:
-    """Which of a model's weights are multiplied in 8 bits, and how; none where `kind` is empty."""
+    """Says which of a model's weights are multiplied in 8 bits, and how; none where `kind` is empty."""
 
     kind: str = ""
     bounds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # fixed ones, as in `Products`
@@ -154,9 +154,8 @@ def _chosen(
     bounds: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> Quantization:
     paths, patterns = multiplied(declarations), tuple(map(str, exclude))
-    require_matches(
-        "quantization_exclude", [name for name in patterns if name not in EXCLUDED], paths, "that is multiplied by:"
-    )
+    typed = [name for name in patterns if name not in EXCLUDED]
+    require_matches("quantization_exclude", typed, paths, "that is multiplied by:")
     axes, fan_ins = (params.by_path(params.field(declarations, name)) for name in ("out_sharding", "fan_in"))
     wide = [path for path in paths if params.matches(path, patterns)]
     places = {}

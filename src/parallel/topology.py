@@ -224,7 +224,6 @@ def _factors(product: int, count: int) -> tuple[int, ...]:
 
 
 def _unknown(name: str) -> UserError:
-    """Makes the error for an unknown name, with those spelt most alike or the hosts of the GPU that it names."""
     size = re.search(r"[-:]?(\d+(?:x\d+)*)$", name, re.ASCII)
     end = f":{size[1]}" if size and "x" in size[1] else f"-{size[1]}" if size else "-8"
     gpus = {host: re.search(r"[a-z]\d00", chip.kind.lower())[0] for host, chip in _GPU_HOSTS.items()}  # a3: h100

@@ -22,7 +22,7 @@ from src.json_text import parse_json
 # The keys of a train line of metrics.jsonl, in order (docs/metrics.md explains each). mfu and mfu_palm need a device
 # whose peak rate is known, the losses of experts and MTP a model that has them, `conversations_cut` `use_sft`,
 # `updates_skipped` `skip_step_on_spikes`. An eval line has `step`, EVAL_KEYS and the metrics of `eval_metrics`, with
-# /NAME appended for a named set. Line k of the train lines is of update k: steps count from 1.
+# /NAME appended for a named set, `ema_decay` adds `eval_ema_loss`. Line k of the train lines is of update k, from 1.
 TRAIN_KEYS = (
     *("step", "loss", "perplexity", "load_balance_loss", "router_z_loss", "expert_load_max", "tokens_dropped"),
     *("mtp_loss", "conversations_cut", "grad_norm", "updates_skipped", "learning_rate", "step_time_seconds"),

@@ -34,6 +34,11 @@ class Result(NamedTuple):
     eval_metrics: dict[str, float]  # of the last evaluation
     stopped_by: int  # the signal that ended the run early, SIGTERM or SIGINT; 0: none
 
+    @property
+    def exit_code(self) -> int:
+        """Returns the command's exit code: 143 if SIGTERM stopped the run tells schedulers to start it again."""
+        return 128 + self.stopped_by if self.stopped_by else 0
+
 
 class NonFiniteError(UserError):
     """Reports that a run's losses, gradients or weights are not finite."""

@@ -21,6 +21,7 @@ from src.errors import UserError, counted
 from src.model.flops import FlopsPerToken, count_params
 from src.parallel.slices import describe_mesh
 from src.report.comparison import read_facts
+from src.startup import environment
 from src.step.build import TracedStep
 from src.step.optimizer_rules import describe_rules
 
@@ -31,7 +32,7 @@ _FEW = 0.03  # of a source's documents: if no more are cut, the header does not 
 def print_header(rows: Iterable[tuple[str, str]]) -> None:
     """Prints names and values in two columns, aligning a value's further lines under its first."""
     rows = list(rows)
-    width = max(len(name) for name, _ in rows)
+    width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
         print(f"{name:<{width}}  {value.replace(chr(10), chr(10) + ' ' * (width + 2))}", flush=True)
 
@@ -43,12 +44,11 @@ def run_header(
     data: TrainData,
     eval_sets: Sequence[EvalSet],
     folder: RunFolder,
-    facts: dict[str, str],
     flops: FlopsPerToken,
     first_step: int,
 ) -> list[tuple[str, str]]:
     """Returns everything that was chosen for this run, by name, so that a user need not guess."""
-    plan, tokenizer = built.plan, inputs.tokenizer
+    plan, tokenizer, software = built.plan, inputs.tokenizer, environment()
     weights = plan.split(plan.shapes)
     trained = f"{sum(leaf.size for leaf in jax.tree.leaves(weights.trainable)):,} parameters"
     trained += f", with adapters of rank {plan.step.lora_rank}" if plan.step.lora_rank else ""
@@ -64,8 +64,8 @@ def run_header(
     ramp = built.schedule.ramp
     return [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
-        ("software", ", ".join(f"{name} {facts[name]}" for name in ("MinText", "jax", "Python"))),
-        ("devices", f"{facts['devices']}, processes: {facts['processes']}"),
+        ("software", ", ".join(f"{name} {software[name]}" for name in ("MinText", "jax", "Python"))),
+        ("devices", f"{software['devices']}, processes: {software['processes']}"),
         ("mesh", describe_mesh(plan.layout.mesh.shape)),
         *([("pipeline", schedule.describe())] if (schedule := plan.execution.schedule) else []),
         ("model", f"{count_params(plan.spec):,} parameters, {counted(len(plan.spec.layers), 'layer')}"),

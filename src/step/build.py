@@ -1,15 +1,14 @@
 """The step that a configuration means on given devices: the same one for training and for compiling ahead of time."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from src.config.schema import Config
 from src.data.batch_schedule import BatchSchedule
+from src.model.execution import vocab_tiles
 from src.model.spec import model_spec
 from src.parallel.mesh import Layout, global_batch_size, make_layout
 from src.step.optimizer import HParams, hparams_at
@@ -17,8 +16,6 @@ from src.step.plan import Batch, StepPlan, make_plan
 from src.step.state import TrainState, abstract_batch, abstract_state
 from src.step.train_step import compile_steps
 from src.step.user_loss import loss_function
-
-MAX_LOGITS = 8 * 2**30  # bytes on a device
 
 
 class TracedStep(NamedTuple):
@@ -73,23 +70,7 @@ def build(
 
 def plan_step(config: Config, layout: Layout) -> StepPlan:
     """Returns the plan of a checked config's step; raises what `make_plan` raises."""
-    step = dataclasses.replace(config.step, num_vocab_tiling=vocab_tiles(config, layout))
+    tiles = vocab_tiles(config.step, config.batch, config.vocab_size, layout)
+    step = dataclasses.replace(config.step, num_vocab_tiling=tiles)
     spec = model_spec(config.model, step, config.max_target_length)
     return make_plan(spec, layout, step, config.mesh, config.batch, config.eval_metrics)
-
-
-def vocab_tiles(config: Config, layout: Layout) -> int:
-    """Returns `num_vocab_tiling`, or for 0 the fewest tiles (a power of 2) whose logits and gradient fit MAX_LOGITS.
-
-    No more than rows divide into. With tiles logits are computed twice, and their weights gathered for each.
-    """
-    length, tiles = config.max_target_length, config.num_vocab_tiling
-    if tiles:
-        return tiles
-    shards = math.prod(layout.shards(axis) for axis in ("batch", "length", "vocab"))
-    logits = config.per_device_batch_size * layout.mesh.size * length * config.vocab_size / shards
-    bytes_, most = 2 * logits * jnp.dtype(config.dtype).itemsize, length // layout.shards("norm_length")
-    tiles = 1
-    while bytes_ / tiles > MAX_LOGITS and most % (2 * tiles) == 0:
-        tiles *= 2
-    return tiles

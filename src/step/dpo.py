@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from src.errors import UserError
 from src.model.decoder import Decoder
 from src.model.params import Tree, Weights
-from src.step.compiler_flags import ALWAYS
-from src.step.eval_step import token_scores
+from src.step.eval_step import compile_eval_step, token_scores
 from src.step.loss import LossSums, hidden_states, in_zigzag
 from src.step.plan import Batch, StepPlan
-from src.step.state import batch_sharding
 
 LOSS = "src.step.dpo:dpo_loss"  # the value of the key `loss`
 
@@ -64,13 +62,11 @@ def answer_log_probs(model: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.
 
 def compile_measure(plan: StepPlan) -> jax.stages.Wrapped:
     """Returns the jitted function of weights and a batch: `log_probs` [B, C], and sums as `eval_step` gives them."""
+    return compile_eval_step(plan, _measure)
 
-    def measure(weights: Weights, batch: Batch) -> dict[str, Any]:
-        log_probs_BC, _ = answer_log_probs(plan.decoder(weights), batch, plan)
-        loss, metrics = preferences(log_probs_BC, batch, plan)
-        pairs = jnp.sum(batch["loss_mask"])
-        return {"log_probs": log_probs_BC, "loss_sum": loss, "tokens": pairs, "user_metrics": metrics}
 
-    shardings = (plan.split(plan.shardings), batch_sharding(plan.layout, plan.fields))
-    more = {"out_shardings": plan.layout.sharding(()), "compiler_options": ALWAYS.get(plan.layout.platform)}
-    return jax.jit(measure, in_shardings=shardings, **more)
+def _measure(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
+    log_probs_BC, _ = answer_log_probs(plan.decoder(weights), batch, plan)
+    loss, metrics = preferences(log_probs_BC, batch, plan)
+    pairs = jnp.sum(batch["loss_mask"])
+    return {"log_probs": log_probs_BC, "loss_sum": loss, "tokens": pairs, "user_metrics": metrics}

@@ -1,6 +1,7 @@
-"""What an evaluation computes of a batch, compiled: sums of losses, of the bytes of their text, and tokens' scores."""
+"""Compiles what an evaluation computes of a batch: sums of losses, of the bytes of their text, and tokens' scores."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,10 +17,10 @@ from src.step.state import batch_sharding
 from src.user_code import check_metrics
 
 
-def compile_eval_step(plan: StepPlan) -> jax.stages.Wrapped:
-    """Returns the jitted `eval_step(weights, batch)`."""
+def compile_eval_step(plan: StepPlan, function: Callable[..., dict[str, Any]] | None = None) -> jax.stages.Wrapped:
+    """Returns the jitted `eval_step(weights, batch)`, or that of another function of these and the plan."""
     return jax.jit(
-        functools.partial(eval_step, plan=plan),
+        functools.partial(function or eval_step, plan=plan),
         in_shardings=(plan.split(plan.shardings), batch_sharding(plan.layout, plan.fields)),
         out_shardings=plan.layout.sharding(()),
         compiler_options=ALWAYS.get(plan.layout.platform),
@@ -44,7 +45,9 @@ def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
         hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
         hidden_BTD = from_zigzag(hidden_BTD, plan.layout.shards("length"))
         metrics = plan.eval_metrics(logits_of(hidden_BTD)[..., : plan.spec.vocab_size], batch)
-        sums["user_metrics"] = check_metrics("eval_metrics", metrics, {"loss", "perplexity", "bits_per_byte"})
+        sums["user_metrics"] = check_metrics(
+            "eval_metrics", metrics, {"loss", "perplexity", "bits_per_byte", "ema_loss"}
+        )
     return sums
 
 

@@ -1,4 +1,4 @@
-"""What a step tells of its insides with `log_internals`: norms by variable, and activations by layer."""
+"""Computes what `log_internals` records of a step: norms by variable, and activations by layer."""
 
 import jax
 import jax.numpy as jnp

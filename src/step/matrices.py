@@ -1,4 +1,4 @@
-"""Which dims of a weight make a matrix, for the optimizers that treat matrices otherwise than vectors."""
+"""Finds which dims of a weight make a matrix, for the optimizers that treat matrices otherwise than vectors."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -20,7 +20,7 @@ from src.model.selection import Path, multiplied
 from src.model.spec import ModelSpec
 
 # Weights from the width to a number of outputs that does not go with it, by the last component of their names.
-READOUTS = ("output", "router")
+READOUTS = ("output", "router", "shared_gate")
 WIDTHS = {"embed", "expert_embed", "heads", "kv_heads", "mlp"}  # logical axes of dims that go with the width
 
 
@@ -29,8 +29,9 @@ def _ratio(keys: Step, spec: ModelSpec) -> float:
 
 
 def learning_rate_scales(keys: Step, spec: ModelSpec, declarations: Tree) -> dict[Path, float]:
-    """Returns the factor on each weight's learning rate: 1/m where activations are multiplied by it, else 1.
+    """Returns the factor on each weight's update: 1/m where activations are multiplied by it, else 1.
 
+    Weight decay, which adamw adds to the update, has none: what it takes away is a share of the weight at every width.
     Raises UserError for a matrix of which it is not known how it goes with the width.
     """
     m = _ratio(keys, spec)
@@ -53,6 +54,6 @@ def initial(keys: Step, spec: ModelSpec, make: Callable[[Rngs], nnx.Module]) -> 
     """
     m, tree = _ratio(keys, spec), params.initial(make, keys.init_weights_seed)
     factor = dict.fromkeys(READOUTS, 1 / math.sqrt(m)) | {"position_embedding": math.sqrt(m)}
-    return (
-        nested({path: value * factor.get(path[-1], 1.0) for path, value in by_path(tree).items()}) if m != 1 else tree
-    )
+    if m == 1:
+        return tree
+    return nested({path: value * factor.get(path[-1], 1.0) for path, value in by_path(tree).items()})

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from src.config.schema import Step
+from src.model.lora import ADAPTER_DTYPE
 from src.step.adafactor import clip_matrices, scale_by_adafactor
 from src.step.muon import orthogonal_updates
 from src.step.optimizer_rules import decayed, scaled, where
@@ -66,7 +67,7 @@ def make_optimizer(
     each weight. `hparams` may be traced arrays; the state does not depend on them. Muon (Jordan et al. 2024) updates
     all but hidden matrices by adamw.
     """
-    mu_dtype = keys.mu_dtype or keys.weight_dtype
+    mu_dtype = keys.mu_dtype or (ADAPTER_DTYPE if keys.lora_rank else keys.weight_dtype)
     adam = optax.scale_by_adam(hparams["b1"], hparams["b2"], hparams["eps"], mu_dtype=mu_dtype)
     trace = optax.trace(hparams["muon_beta"], nesterov=True, accumulator_dtype=mu_dtype)
     types = {rule.opt_type for rule in jax.tree.leaves(rules)}
@@ -81,8 +82,9 @@ def make_optimizer(
         scaling.append(adam if types == {"adamw"} else optax.masked(adam, by_adam))
     if keys.adam_clip_threshold:
         scaling.append(clip_matrices(matrices, where(rules, "opt_type", "adamw"), hparams["adam_clip"]))
-    decay = decayed(rules, decays, hparams["weight_decay"])
-    return optax.chain(*scaling, *decay, optax.scale_by_learning_rate(hparams["learning_rate"]), *scaled(rules))
+    scaling += [*scaled(rules, "by_width"), *decayed(rules, decays, hparams["weight_decay"])]
+    rate = optax.scale_by_learning_rate(hparams["learning_rate"])
+    return optax.chain(*scaling, rate, *scaled(rules, "learning_rate_scale"))
 
 
 def clip(gradients: Any, norm: jax.Array, threshold: jax.Array) -> Any:

@@ -21,13 +21,13 @@ class Rule:
     learning_rate_scale: float = 1.0
     weight_decay: float | None = None  # None: adam_weight_decay if the weight decays
     match: str = ""  # the rule's pattern; empty: no rule fits the weight
-    by_width: float = field(default=1.0, compare=False)  # a further factor on the learning rate, of the weight alone
+    by_width: float = field(default=1.0, compare=False)  # the weight's own factor on its update, but not on its decay
 
 
 def assign_rules(keys: Step, trained: Tree, by_width: Mapping[Path, float] | None = None) -> Tree:
     """Returns the `Rule` of each trained weight: the first of `optimizer_rules` whose pattern fits it.
 
-    `by_width` has factors on weights' learning rates (`mup.learning_rate_scales`); None: all 1. Raises UserError for a
+    `by_width` has factors on weights' updates (`mup.learning_rate_scales`); None: all 1. Raises UserError for a
     rule that takes no weight.
     """
     rules = {path: Rule(keys.opt_type) for path in by_path(trained)}
@@ -56,11 +56,10 @@ def decayed(rules: Tree, decays: Tree, rate: jax.Array) -> list[optax.GradientTr
     return [optax.add_decayed_weights(rate, default), *by_rule]
 
 
-def scaled(rules: Tree) -> list[optax.GradientTransformation]:
-    """Multiplies each weight's update by its scales, its rule's and that of its width."""
-    scale_of = jax.tree.map(lambda rule: rule.learning_rate_scale * rule.by_width, rules)
-    scales = sorted(set(jax.tree.leaves(scale_of)) - {1.0})
-    return [optax.masked(optax.scale(it), jax.tree.map(lambda scale, it=it: scale == it, scale_of)) for it in scales]
+def scaled(rules: Tree, field: str) -> list[optax.GradientTransformation]:
+    """Multiplies each weight's update by this field of its rule."""
+    scales = sorted({getattr(rule, field) for rule in jax.tree.leaves(rules)} - {1.0})
+    return [optax.masked(optax.scale(it), where(rules, field, it)) for it in scales]
 
 
 def _rules(keys: Step) -> list[Rule]:

@@ -39,6 +39,11 @@ class TrainState:
         kept = {name: tree for name in EXTRAS if (tree := getattr(self, name))}
         return {"step": self.step, **vars(self.weights), "opt": self.opt, **kept}
 
+    def averaged(self) -> Weights:
+        """Returns the weights with those that are trained replaced by `ema`, in their dtypes."""
+        average = jax.tree.map(lambda mean, w: mean.astype(w.dtype), self.ema, self.weights.trainable)
+        return dataclasses.replace(self.weights, trainable=average)
+
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Self:
         """Returns the state with these entries of `by_name`."""

@@ -37,7 +37,8 @@ def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPla
                 f"{list(shape)}, {meaning}"
             )
     check_metrics(f"loss={plan.step.loss}, its metrics,", sums.metrics)
-    if not isinstance(sums.router, dict) or (plan.spec.has_experts and not sums.router):
+    needed = plan.spec.has_experts or plan.step.log_internals
+    if not isinstance(sums.router, dict) or (needed and "segments" not in sums.router):
         raise UserError(
             f"loss={plan.step.loss} returned LossSums with router={sums.router}: expected the layers' reports, which "
             "hidden_states returns third"

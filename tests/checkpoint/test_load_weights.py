@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from src.checkpoint import load_weights as load_weights_module
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.load_weights import load_by_rules, load_weights
 from src.checkpoint.resume import all_weights, new_state
@@ -108,3 +109,41 @@ def test_the_average_is_loaded_on_request_and_refused_where_there_is_none(runs):
     _, tree = tree_of()
     with pytest.raises(UserError, match="a has no average of its weights: that run was made without ema_decay"):
         load_weights(str(folder / "a"), tree, ema=True)
+
+
+def test_rules_take_averages_on_request_and_refuse_a_path_without(runs):
+    folder, kept = runs
+    plan, tree = tree_of()
+    rules = [{"match": r".*attention\.(key|value)", "path": str(folder / "b")}]
+    loaded, _, _ = load_by_rules(rules, tree, plan.axes, ema=True)
+    assert len(by_path(loaded)) == 2
+    for path, array in by_path(loaded).items():
+        np.testing.assert_array_equal(array, kept["b"][dotted(path)] + 2)
+    rules.append({"match": "embedding", "path": str(folder / "a")})
+    with pytest.raises(UserError, match="a has no average of its weights: that run was made without ema_decay"):
+        load_by_rules(rules, tree, plan.axes, ema=True)
+    config = load(["configs/base.yml", f"load_weights_rules=[{{match: embedding, path: {folder}/b}}]", "load_ema=true"])
+    assert config.load_ema
+
+
+def test_rules_read_each_path_once(runs, monkeypatch):
+    folder, kept = runs
+    plan, tree = tree_of()
+    read = []
+    original = load_weights_module.restore_any
+    monkeypatch.setattr(load_weights_module, "restore_any", lambda *args: read.append(args[0]) or original(*args))
+    rules = [
+        {"match": f".*{name}", "path": str(folder / path), "name": "segments.0.0.attention_norm.scale"}
+        for name, path in (("attention_norm.scale", "b"), ("embedding", "a"), ("feed_forward_norm.scale", "b"))
+    ]
+    rules[1].pop("name")
+    loaded, _, _ = load_by_rules(rules, tree, plan.axes)
+    assert read == [str(folder / "b"), str(folder / "a")]
+    state = new_state(plan, abstract_state(plan), loaded)  # which donates them: two weights have one name there
+    block = state.weights.trainable["segments"][0][0]
+    for name in ("attention_norm", "feed_forward_norm"):
+        np.testing.assert_array_equal(block[name]["scale"], kept["b"]["segments.0.0.attention_norm.scale"])
+    rules[2] = {"match": r".*attention\.query", "path": str(folder / "b"), "name": "segments.0.0.attention_norm.scale"}
+    for order in (rules, rules[::-1]):
+        with pytest.raises(UserError, match=r"attention_norm\.scale"):
+            load_by_rules(order, tree, plan.axes)

@@ -513,6 +513,9 @@ KEPT = {
     "skip_step_scaling_factor": 0.5,
     "learning_rate": 1e-4,
     "log_internals": 3,
+    "eval_interval": 5,
+    "eval_steps": 2,
+    "eval_fraction": 0.2,
     "shard_optimizer_over_data": True,
     "ici_data_parallelism": 2,
     "optimizer_rules": """[{match: "*.scale", opt_type: sgd, learning_rate_scale: 0.1},
@@ -533,19 +536,36 @@ def test_averages_spikes_and_rules_go_on_where_they_were(tmp_path, corpus, monke
     )
     assert whole == cut
     assert [line["step"] for line in whole if "activation_rms" in line] == [3, 6, 9, 12]
-    assert whole[-2]["updates_skipped"] > 0
-    assert "*.scale: 3 weights, 160 parameters: sgd, learning rate x 0.1" in capsys.readouterr().out
+    assert [line for line in whole if "loss" in line][-1]["updates_skipped"] > 0
+    assert "*.scale: 3 weights, 96 parameters: sgd, learning rate x 0.1" in capsys.readouterr().out
     saved = runs.saved_arrays(tmp_path / "cut", 12)
     assert {name.partition(".")[2] for name in saved if name.startswith("ema.")} == {
         name.partition(".")[2] for name in saved if name.startswith("trainable.")
     }
     monkeypatch.setattr("sys.stdout", sys.__stdout__)
-    typed = ["eval_fraction=0.02", "eval_interval=1", f"eval_dataset_path={corpus}", "eval_steps=1"]
-    own, average = (evaluate.main([str(tmp_path / "cut"), *typed, f"load_ema={ema}"]) for ema in ("false", "true"))
+    own, average = (evaluate.main([str(tmp_path / "cut"), f"load_ema={ema}"]) for ema in ("false", "true"))
+    np.testing.assert_allclose(whole[-1]["eval_loss"], own["eval_loss"], rtol=1e-6)
+    np.testing.assert_allclose(whole[-1]["eval_ema_loss"], average["eval_loss"], rtol=1e-6)
     assert own["eval_loss"] != average["eval_loss"]
     refusal = runs.refusal(monkeypatch, capsys, runs.arguments(**{**keys, "ema_decay": 0}, run_name="cut", steps=13))
     assert "ema_decay: 0.9 -> 0.0" in refusal
-    assert "checkpoints have arrays of the old shapes" in refusal
+
+
+def test_an_average_may_change_its_pace_or_end_but_not_begin(tmp_path, corpus, monkeypatch, capsys):
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "run_name": "run", "base_num_decoder_layers": 1}
+    keys["learning_rate_schedule_steps"] = 4
+    runs.run_here(**keys, steps=1, ema_decay=0.9)
+    for steps, decay in ((2, 0.5), (3, 0)):
+        next_start = {**keys, "steps": steps, "ema_decay": decay}
+        assert "or accept them: accept_changes=[ema_decay]" in runs.refusal(
+            monkeypatch, capsys, runs.arguments(**next_start)
+        )
+        runs.run_here(**next_start, accept_changes="[ema_decay]")
+        assert any(name.startswith("ema.") for name in runs.saved_arrays(tmp_path / "run", steps)) == bool(decay)
+    assert [line["step"] for line in runs.lines(tmp_path / "run") if "loss" in line] == [1, 2, 3]
+    refusal = runs.refusal(monkeypatch, capsys, runs.arguments(**keys, steps=4, ema_decay=0.9))
+    assert "accept_changes" not in refusal
+    assert f"run_name=NEW load_parameters_path={tmp_path / 'run'} begins with them at step 0" in refusal
 
 
 # ---- Checkpoints that are gone

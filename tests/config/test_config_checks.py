@@ -122,6 +122,20 @@ def test_mistakes(arguments, parts):
         assert part in message
 
 
+def test_all_problems_of_an_entry_are_reported_together():
+    message = error_of(
+        "optimizer_rules=[{mach: a, learning_rate_scale: -1, opt_type: adam}, {match: b, weight_decay: x}]"
+    )
+    for problem in (
+        "entry 1: no setting mach. Did you mean match?",
+        "learning_rate_scale=-1.0 must be 0 or more",
+        "opt_type=adam is none of",
+        "it needs match",
+        "entry 2: weight_decay: expected a number",
+    ):
+        assert problem in message, message
+
+
 def test_all_problems_are_reported_together():
     wrong = ("stpes=3", "steps=many", "capacity_factor=2", "dtype=int8", "base_num_kv_heads=3")
     message = error_of(*wrong, config="nope.yml")

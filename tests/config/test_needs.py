@@ -25,6 +25,11 @@ WINDOW = "sliding_window_size=8 (on the command line) has no effect: it needs at
         ("load_balance_loss_weight=0.01", "num_experts=2 or more"),
         ("num_experts=4 base_moe_mlp_dim=64 base_mlp_dim=128", "num_experts=1 or base_moe_mlp_dim=0"),
         ("opt_type=sgd mu_dtype=bfloat16", "it needs opt_type=adamw or "),
+        (
+            "opt_type=sgd adam_b1=0.8 optimizer_rules=[{match: output}]",
+            "or optimizer_rules=[{opt_type: adamw or muon}]",
+        ),
+        ("muon_beta=0.8 optimizer_rules=[{match: output, opt_type: sgd}]", "optimizer_rules=[{opt_type: muon}]"),
         ("wsd_decay_steps_fraction=0.2", "lr_schedule_type=wsd"),
         ("dataset_name=c4/en:3.0.1", "dataset_type=tfds"),
         ("dataset_path=books eval_dataset_name=c4", "dataset_type=tfds"),
@@ -50,6 +55,12 @@ def test_what_a_later_source_makes_idle_is_not(write):
     assert load([str(below), "steps=3"]).num_experts == 1
     with pytest.raises(UserError, match=r"num_experts_per_tok=3 .on the command line. has no effect"):
         load([str(below), "num_experts_per_tok=3"])
+
+
+def test_what_the_optimizer_of_a_rule_reads_is_not():
+    rules = "optimizer_rules=[{match: output, opt_type: muon}]"
+    config = load([BASE, "opt_type=sgd", "muon_beta=0.8", "adam_b1=0.8", rules])  # muon leaves vectors to adamw
+    assert (config.muon_beta, config.adam_b1) == (0.8, 0.8)
 
 
 def test_needs_are_of_keys_that_are_there():

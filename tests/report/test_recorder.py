@@ -222,10 +222,9 @@ def test_the_page_of_a_run_that_goes_on_is_written_again_only_after_fifty_times_
 def test_internals_are_recorded_at_their_interval_and_a_losss_metrics_by_their_names(tmp_path):
     recorder = recorder_in(tmp_path, log_internals=2)
     norms = {"activation_rms": jnp.ones(3), "weight_norm/segments.0.0.attention.query": jnp.array([1.0, math.nan, 3.0])}
-    for step in (1, 2, 3):
-        recorder.add(
-            step, {**step_metrics(2.0), "internals": norms, "user_metrics": {"accuracy": jnp.float32(0.5)}}, TOKENS
-        )
+    for step, accuracy in ((1, 0.5), (2, math.nan), (3, 0.5)):  # in the second step nothing counted
+        own = {"accuracy": jnp.float32(accuracy)}
+        recorder.add(step, {**step_metrics(2.0), "internals": norms, "user_metrics": own}, TOKENS)
     recorder.flush()
     written = lines(tmp_path)
     assert [line["step"] for line in written] == [1, 2, 2, 3]
@@ -234,11 +233,11 @@ def test_internals_are_recorded_at_their_interval_and_a_losss_metrics_by_their_n
         "activation_rms": [1, 1, 1],
         "weight_norm/segments.0.0.attention.query": [1, None, 3],
     }
-    assert [line["accuracy"] for line in written if "loss" in line] == [0.5] * 3
+    assert [line["accuracy"] for line in written if "loss" in line] == [0.5, None, 0.5]
     history = History()
     history.read(tmp_path / "metrics.jsonl")
     assert history.invalid_lines == 0
-    assert history.train["accuracy"].points() == [(step, 0.5) for step in (1, 2, 3)]
+    assert history.train["accuracy"].points() == [(1, 0.5), (2, None), (3, 0.5)]
     taken = ("activation_rms", "eval_accuracy", "eval_loss", "grad_norm", "weight_norm/mine")
     recorder.add(4, {**step_metrics(2.0), "user_metrics": dict.fromkeys((*taken, "own"), jnp.float32(0.5))}, TOKENS)
     with pytest.raises(UserError, match=f"metrics must have names of their own, not {', '.join(taken)}: "):

@@ -86,7 +86,8 @@ def accuracy(model, batch, plan):
     sums = next_token_loss(model, batch, plan)
     tokens = jnp.sum(batch["loss_mask"])
     per_row = tokens, jnp.float32(batch["tokens"].shape[0])
-    return sums._replace(metrics={"tokens_per_row": per_row, "nats": (sums.loss, tokens)})
+    nothing = jnp.float32(0), jnp.float32(0)
+    return sums._replace(metrics={"tokens_per_row": per_row, "nats": (sums.loss, tokens), "nothing": nothing})
 
 
 def wrong(model, batch, plan):
@@ -102,5 +103,7 @@ def test_a_losss_own_metrics_are_means_over_the_whole_batch():
     own = metrics["user_metrics"]
     np.testing.assert_allclose(own["nats"], metrics["loss"], rtol=1e-6)
     np.testing.assert_allclose(own["tokens_per_row"], batch["loss_mask"].sum() / 8)
+    assert np.isnan(own["nothing"])
+    assert metrics["finite"], "a mean of nothing stops no run"
     with pytest.raises(UserError, match=r"its metrics, must return \{name: \(sum, count\)\}"):
         build(tiny.load(loss=f"{__name__}:wrong"), jax.devices()[:1])

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from src.errors import UserError
 from src.model.forward_context import ForwardContext
 from src.model.params import Weights, by_path
 from src.step.loss import next_token_loss
@@ -234,6 +235,22 @@ def test_a_step_keeps_the_dtypes_of_its_state(weight_dtype, opt_type, mu_dtype, 
     if opt_type == "adamw":
         assert {leaf.dtype for leaf in jax.tree.leaves(state.opt[0].mu)} == {jnp.dtype(mu_dtype or weight_dtype)}
         assert {leaf.dtype for leaf in jax.tree.leaves(state.opt[0].nu)} == {jnp.dtype(weight_dtype)}
+
+
+@pytest.mark.parametrize("trained", ["[]", "[attention.out]"])
+def test_adapters_over_bfloat16_weights_have_moments_as_precise_as_they_are(trained):
+    keys = {"lora_rank": 2, "load_parameters_path": "elsewhere", "trainable_parameters": trained}
+    b2 = 0.999 if trained == "[]" else 0.99
+    config, plan = make(weight_dtype="bfloat16", adam_b1=0.997, adam_b2=b2, **keys)
+    state = abstract_state(plan)
+    hparams = hparams_at(config.step, config.steps, 0)
+    updated, _ = jax.eval_shape(functools.partial(train_step, plan=plan), state, packed_rows(0), hparams)
+    assert [leaf.dtype for leaf in jax.tree.leaves(updated)] == [leaf.dtype for leaf in jax.tree.leaves(state)]
+    for moments in (state.opt[0].mu["lora"], state.opt[0].nu["lora"]):
+        assert {leaf.dtype for leaf in jax.tree.leaves(moments)} == {jnp.dtype("float32")}
+    if trained != "[]":
+        with pytest.raises(UserError, match=r"adam_b2=0\.999 needs a moment in float32"):
+            make(weight_dtype="bfloat16", adam_b2=0.999, **keys)
 
 
 def test_a_profile_reads_like_the_code():

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
+from src.model import execution
 from src.parallel.mesh import make_layout
-from src.step import build
 from tests.tiny import LENGTH, VOCAB, load, make
 
 # Of a tiny model's logits and their gradient, float32, of one row on each device.
@@ -25,12 +25,13 @@ ROW = 2 * LENGTH * VOCAB * 4
     ],
 )
 def test_the_fewest_tiles_that_fit_and_divide_the_rows(most, keys, tiles, monkeypatch):
-    monkeypatch.setattr(build, "MAX_LOGITS", most)
+    monkeypatch.setattr(execution, "MAX_LOGITS", most)
     config = load(per_device_batch_size=2, **keys)
-    assert build.vocab_tiles(config, make_layout(config.mesh, jax.devices()[:4])) == tiles
+    layout = make_layout(config.mesh, jax.devices()[:4])
+    assert execution.vocab_tiles(config.step, config.batch, config.vocab_size, layout) == tiles
 
 
 def test_a_step_is_planned_with_them(monkeypatch):
     assert make()[1].step.num_vocab_tiling == 1
-    monkeypatch.setattr(build, "MAX_LOGITS", 1)
+    monkeypatch.setattr(execution, "MAX_LOGITS", 1)
     assert make()[1].step.num_vocab_tiling == LENGTH

@@ -10,12 +10,13 @@ reads one record by going through all chunks of its file (docs/log.md has figure
 """
 
 import functools
+import importlib
 import re
 import resource
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +25,6 @@ from src.data.readers import files
 from src.data.readers.records import Index, read_record
 from src.data.types import Fingerprint, Source
 from src.errors import UserError
-
-if TYPE_CHECKING:
-    from array_record.python.array_record_module import ArrayRecordReader
 
 _NAME = re.compile(r"array_?record", re.IGNORECASE)
 
@@ -71,15 +69,15 @@ class RecordSource(Source):
         self._column_setting, self._listing = spec.setting("dataset_column"), listing
         self._parts, self._index = parts, Index([part.count for part in parts])
         self.is_remote = files.is_remote(listing.folder)
-        self._places: dict[str, str] = {}  # of copies, by the files' names
+        places: dict[str, str] = {}  # of copies, by the files' names
         if self.is_remote and sum(listing.sizes.values()) <= COPIED_BYTES:
             self._copies, self.is_remote = files.LocalCopies(), False
             with ThreadPoolExecutor(_REQUESTS) as threads:
                 copied = threads.map(self._copies.path, listing.paths, listing.sizes.values())
-                self._places = dict(zip(listing.paths, copied, strict=True))
-        self._open = open_file or _open_reader
+                places = dict(zip(listing.paths, copied, strict=True))
         self._facts = {**facts, "records": len(self), "column": self._column}
-        self._reader = functools.lru_cache(maxsize=_open_files_allowed())(self._opened)
+        opened = open_file or _open_reader
+        self._reader = functools.lru_cache(_open_files_allowed())(lambda file: opened(file, places.get(file, file)))
         self[0]
 
     def __len__(self) -> int:
@@ -98,9 +96,6 @@ class RecordSource(Source):
             setting = "" if self._format == "text" else f" ({self._column_setting})"
             raise UserError(f"{file}, record {number}: {error}{setting}") from error
 
-    def _opened(self, file: str) -> Any:
-        return self._open(file, self._places.get(file, file))
-
     def fingerprint(self) -> Fingerprint:
         return {**self._facts, **self._listing.fingerprint}
 
@@ -117,9 +112,9 @@ class ArrayRecordSource(RecordSource):
         counts = count_records(listing.paths, list(listing.sizes.values()), spec)
         if not sum(counts):
             raise UserError(f"{spec.setting('dataset_path')}: the {len(counts)} ArrayRecord files there have no record")
-        record_format = spec.array_record_format
         ranges = [RecordRange(file, 0, count) for file, count in zip(listing.paths, counts, strict=True)]
-        super().__init__(spec, ranges, record_format, listing, {"type": "array_record", "format": record_format})
+        facts = {"type": "array_record", "format": spec.array_record_format}
+        super().__init__(spec, ranges, spec.array_record_format, listing, facts)
 
 
 def check_store(spec: SourceSpec) -> None:
@@ -131,20 +126,18 @@ def check_store(spec: SourceSpec) -> None:
         )
 
 
-def missing_package(spec: SourceSpec, error: ImportError) -> UserError:
-    """Makes the error for a missing package that reads data of this type."""
-    return UserError(f"{spec.setting('dataset_type')}: {error.name} is not installed. bash setup.sh data installs it")
+def imported(package: str, spec: SourceSpec) -> Any:
+    """Imports the package that reads data of this type; raises UserError where it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        missing = f"{spec.setting('dataset_type')}: {error.name} is not installed"
+        raise UserError(f"{missing}. bash setup.sh data installs it") from error
 
 
 def count_records(names: Sequence[str], sizes: Sequence[int], spec: SourceSpec) -> list[int]:
-    """Counts the records of each file, of these sizes in bytes.
-
-    Raises UserError for one that is not whole, or without what reads them.
-    """
-    try:
-        import array_record  # noqa: F401
-    except ImportError as error:
-        raise missing_package(spec, error) from error
+    """Counts the records of files of these sizes in bytes; raises UserError for one that is not whole."""
+    imported("array_record", spec)
     with ThreadPoolExecutor(_REQUESTS) as threads:  # for file systems where each read is a request
         return list(threads.map(_count, names, sizes))
 
@@ -152,7 +145,7 @@ def count_records(names: Sequence[str], sizes: Sequence[int], spec: SourceSpec) 
 def _list_record_files(spec: SourceSpec) -> files.Listing:
     check_store(spec)
     listing, setting = files.list_files(spec.dataset_path, spec.key("dataset_path")), spec.setting("dataset_path")
-    if not files.is_folder(spec.dataset_path):
+    if not listing.is_whole:
         return listing
     if any(Path(name).name == "dataset_info.json" for name in listing.sizes):
         raise UserError(
@@ -165,7 +158,7 @@ def _list_record_files(spec: SourceSpec) -> files.Listing:
     return files.Listing(listing.folder, sizes)
 
 
-def _open_reader(file: str, place: str) -> "ArrayRecordReader":
+def _open_reader(file: str, place: str) -> Any:
     """Opens a reader that several threads may use at a time."""
     from array_record.python.array_record_module import ArrayRecordReader
 

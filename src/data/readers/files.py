@@ -9,7 +9,6 @@ import fnmatch
 import functools
 import glob
 import hashlib
-import io
 import itertools
 import os
 import re
@@ -17,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from src.data.types import Fingerprint
 from src.disk import new_file
@@ -43,6 +42,7 @@ class Listing:
 
     folder: str  # as the user wrote it, with its protocol if it is remote
     sizes: dict[str, int]  # in bytes, by the files' names relative to the folder, sorted
+    is_whole: bool = dataclasses.field(default=False, compare=False)  # the folder was named, not a file or a glob
 
     @functools.cached_property
     def paths(self) -> list[str]:
@@ -92,13 +92,6 @@ def is_remote(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
-def is_folder(path: str) -> bool:
-    """Says whether a path is a folder that has something; raises as `attempted`."""
-    if is_remote(path):
-        return _remote(path, path, lambda fs, place: fs.isdir(place))
-    return Path(path.removeprefix("file://")).expanduser().is_dir()
-
-
 def list_files(path: str, key: str) -> Listing:
     """Lists the files of a config's path: a file, a folder (its files at any depth, but for hidden ones) or a glob.
 
@@ -113,7 +106,7 @@ def list_files(path: str, key: str) -> Listing:
         raise UserError(f"{setting}: there is no such file or folder, and no file that matches")
     if pattern is not None:
         _check_no_gaps(sizes, pattern or "*", setting)
-    return Listing(folder, dict(sorted(sizes.items())))
+    return Listing(folder, dict(sorted(sizes.items())), is_whole=pattern == "")
 
 
 def walk(folder: str, without: Collection[str] = ()) -> list[str]:
@@ -155,29 +148,15 @@ def line_name(file: str, start: int) -> str:
     return f"{file}, line {lines_before + 1}"
 
 
-class RemoteFile(io.RawIOBase):
+def open_remote(file: str, length: int) -> IO[bytes]:
     """Opens a remote file of `length` bytes for a library. Each read is a request, and nothing is read ahead."""
+    from fsspec.spec import AbstractBufferedFile
 
-    # fsspec's own would read ahead megabytes that a reader of columns skips; memory://'s is shared by all that open it.
+    class RemoteFile(AbstractBufferedFile):
+        def _fetch_range(self, start: int, end: int) -> bytes:
+            return read(file, start, end)
 
-    def __init__(self, file: str, length: int) -> None:
-        self._file, self._length, self._at = file, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def read(self, count: int = -1) -> bytes:
-        end = self._length if count < 0 else min(self._at + count, self._length)
-        data = read(self._file, self._at, end)
-        self._at += len(data)
-        return data
+    return RemoteFile(None, file, cache_type="none", size=length)
 
 
 class LocalCopies:
@@ -243,7 +222,6 @@ def _fixed_part(path: str) -> str:
 
 
 def _check_no_gaps(names: Collection[str], pattern: str, setting: str) -> None:
-    """Raises UserError where a numbered set lacks a file whose name would match `pattern`."""
     sets: dict[tuple[str, str, str], dict[int, str]] = {}
     for name in names:
         if match := _SHARD.fullmatch(name):

@@ -27,16 +27,10 @@ def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
         from datasets.distributed import split_dataset_by_node
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise UserError(
-            f"dataset_type=hf: {error.name} is not installed. .venv/bin/python -m pip install datasets==5.2.0"
-        ) from error
+        raise UserError(f"dataset_type=hf: {error.name} is not installed. bash setup.sh streams installs it") from error
     path, what, commit = os.path.expanduser(spec.dataset_path), spec.setting("dataset_path"), None
-    facts: Fingerprint = {
-        "type": "hf",
-        "dataset": spec.dataset_path,
-        "split": spec.split,
-        "column": spec.dataset_column,
-    }
+    facts: Fingerprint = {"type": "hf", "dataset": spec.dataset_path, "split": spec.split}
+    facts["column"] = spec.dataset_column
     if os.path.isdir(path):
         facts |= {"dataset": "", **files.list_files(path, spec.key("dataset_path")).fingerprint}
     elif match := re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", path):

@@ -132,7 +132,7 @@ class ParquetSource(Source):
 
 
 def _open(file: str, size: int) -> pq.ParquetFile:
-    place = files.RemoteFile(file, size) if files.is_remote(file) else file
+    place = files.open_remote(file, size) if files.is_remote(file) else file
     return pq.ParquetFile(place, page_checksum_verification=True)
 
 

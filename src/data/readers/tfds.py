@@ -15,7 +15,7 @@ from etils import epath
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
-from src.data.readers.array_record import RecordRange, RecordSource, check_store, count_records, missing_package
+from src.data.readers.array_record import RecordRange, RecordSource, check_store, count_records, imported
 from src.data.readers.tfrecord import TfRecordReader, indices
 from src.errors import UserError, first_few
 
@@ -51,7 +51,6 @@ class TfdsSource(RecordSource):
 
 
 def _find(spec: SourceSpec) -> str:
-    """Returns the folder of the wanted version of the dataset."""
     root = os.path.expanduser(spec.dataset_path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     full_name = spec.dataset_name
     name, _, version = full_name.partition(":")
@@ -73,10 +72,7 @@ def _find(spec: SourceSpec) -> str:
 
 def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
     """Reads TFDS's facts on a dataset, and chooses its files of the format array_record."""
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError as error:
-        raise missing_package(spec, error) from error
+    tfds = imported("tensorflow_datasets", spec)
     try:
         info = tfds.builder_from_directory(folder).info
         formats = {each.value for each in info.available_file_formats()}
@@ -94,7 +90,6 @@ def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
 
 
 def _check_feature(spec: SourceSpec, features: Any) -> None:
-    """Raises UserError unless each record has a text or a list of integers under the wanted name."""
     names = _flat(features)
     setting = spec.setting("dataset_column")
     if spec.dataset_column not in names:
@@ -111,7 +106,6 @@ def _check_feature(spec: SourceSpec, features: Any) -> None:
 
 
 def _kind(tensor: "TensorInfo") -> str | None:
-    """Says whether the values of a feature are text or ids; None: neither."""
     if tensor.shape == () and tensor.np_dtype in (np.object_, np.str_, np.bytes_):
         return "text"
     return "ids" if len(tensor.shape) == 1 and np.issubdtype(tensor.np_dtype, np.integer) else None
@@ -125,7 +119,6 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _file_slices(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction]":
-    """Returns which records of which files make the split."""
     splits = ", ".join(f"{name} ({split.num_examples:,} examples)" for name, split in info.splits.items())
     setting = spec.setting("split")
     try:
@@ -140,10 +133,7 @@ def _file_slices(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction
 def _check_files(
     spec: SourceSpec, info: "DatasetInfo", slices: "list[FileInstruction]"
 ) -> tuple[files.Listing, Callable[[str, str], Any] | None]:
-    """Lists the files of a split, each of which is there and has as many records as TFDS wrote into it.
-
-    Also returns what opens one, for `RecordSource`.
-    """
+    """Lists a split's files, each there and with as many records as TFDS wrote into it; also returns what opens one."""
     expected = {each.filename: each.examples_in_shard for each in slices}
     names, folder = list(expected), str(info.data_dir)
     if files.is_remote(folder):

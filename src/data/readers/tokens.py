@@ -30,6 +30,8 @@ from src.json_text import parse_json
 
 FORMAT = 1
 SUMMARY = "tokens.json"
+# By the shard's number: its ids, and where its documents begin.
+IDS_FILE, INDEX_FILE = "{:06d}.ids", "{:06d}.pair_starts.npy"
 UNFINISHED = "unfinished.json"  # in the place of tokens.json while shards are being written
 
 _MAPPED_FILES = 200  # each holds a file descriptor, of which a process often has no more than 1,024
@@ -48,25 +50,15 @@ class ShardFacts(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """How many targets there are: each document has one fewer than ids."""
+        """Counts the targets: each document has one fewer than ids."""
         return self.ids - self.documents
-
-
-def ids_name(shard: int) -> str:
-    """Names the file with a shard's ids."""
-    return f"{shard:06d}.ids"
-
-
-def index_name(shard: int) -> str:
-    """Names the file that says where a shard's documents begin."""
-    return f"{shard:06d}.pair_starts.npy"
 
 
 def missing_files(shards: Mapping[int, ShardFacts], sizes: Mapping[str, int]) -> list[str]:
     """Says which files of these shards, by number, are missing or not as long as in `sizes`, a sentence each."""
     problems = []
     for number, shard in shards.items():
-        for name, size in ((ids_name(number), shard.ids_bytes), (index_name(number), shard.index_bytes)):
+        for name, size in ((IDS_FILE.format(number), shard.ids_bytes), (INDEX_FILE.format(number), shard.index_bytes)):
             if name not in sizes:
                 problems.append(f"{name} is missing")
             elif sizes[name] != size:
@@ -142,20 +134,20 @@ class _TokenFolder:
 
     def _verify_shard(self, number: int) -> None:
         shard, digest = self._shards[number], hashlib.sha256()
-        for chunk in files.chunks(self._path(ids_name(number)), shard.ids_bytes):
+        for chunk in files.chunks(self._path(IDS_FILE.format(number)), shard.ids_bytes):
             digest.update(chunk)
         if digest.hexdigest() != shard.sha256:
-            raise self._damaged(ids_name(number), f"its sha256 is not the one in {SUMMARY}")
+            raise self._damaged(IDS_FILE.format(number), f"its sha256 is not the one in {SUMMARY}")
         if shard.documents:
             self._check_order(number, self._index(number))
 
     def _check_order(self, shard: int, pair_starts: np.ndarray) -> None:
         if len(pair_starts) < 2 or not np.all(np.diff(pair_starts) > 0):
-            raise self._damaged(index_name(shard), "its documents do not follow each other")
+            raise self._damaged(INDEX_FILE.format(shard), "its documents do not follow each other")
 
     def _ids(self, shard: int, start: int, stop: int) -> np.ndarray:
         """Reads int32: the ids [start, stop) of a shard."""
-        name, largest_id = ids_name(shard), self._shards[shard].largest_id
+        name, largest_id = IDS_FILE.format(shard), self._shards[shard].largest_id
         begin, end = start * self._dtype.itemsize, stop * self._dtype.itemsize
         data = files.read(self._path(name), begin, end) if self._copies else self._mapped(name)[begin:end]
         if len(data) < end - begin:
@@ -170,7 +162,7 @@ class _TokenFolder:
 
     def _index(self, shard: int) -> np.ndarray:
         """Returns int64 [documents + 1]: the pairs of a shard before each of its documents, and in all."""
-        name, facts = index_name(shard), self._shards[shard]
+        name, facts = INDEX_FILE.format(shard), self._shards[shard]
         count = facts.documents + 1
         # The array ends the file. numpy reads what is before it with `ast`, which in Python 3.11 fails now and then
         # where threads are at it together (SystemError, python/cpython issue 106905).
@@ -180,7 +172,6 @@ class _TokenFolder:
         return index
 
     def _map(self, name: str) -> np.ndarray:
-        """Maps the bytes of a file, of a remote folder this machine's copy."""
         file = self._path(name)
         place = self._copies.path(file, self._sizes[name]) if self._copies else file
         # The bare array: each slice of a memmap would be one again, at ten times the price.

@@ -56,9 +56,7 @@ GEMMA2 = Family(
         *(*FIELDS, fields.rope(), fields.ALTERNATING_WINDOWS),
         Field("attn_logit_softcapping", "attn_logits_soft_cap", UNSET),
     ),
-    tensors=(
-        *(*tensors.OUTER, *tensors.NORMS_BOTH, *tensors.ATTENTION, *tensors.ATTENTION_BIASES, *tensors.FEED_FORWARD),
-    ),
+    tensors=(*tensors.OUTER, *tensors.NORMS_BOTH, *tensors.ATTENTION, *tensors.ATTENTION_BIASES, *tensors.FEED_FORWARD),
     defaults={**LATER_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     keys=KEYS,
     constants=CONSTANTS,

@@ -5,13 +5,16 @@ A value head has a state S [H, P]. A token decays it, and then moves what its ke
     S = exp(g) S;  S = S + k beta (v - k S);  out = q S
 
 Beside the letters of src/model/spec.py: K key heads, each with G value heads, H size of queries and keys, P of values,
-C tokens of a chunk, n chunks. Everything is in float32.
+C tokens of a chunk, n chunks. All arrays are float32, but TPUs and GPUs round what products take as `matmul_precision`
+says, except in the inverse, where each round would add to the errors of those before it.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from src.model.products import with_gradient
 
 CHUNK = 64
 
@@ -49,7 +52,7 @@ def in_chunks(
 
     keys_nBKCc = jnp.einsum("nBKCH,nBKcH->nBKCc", k_nBKCH, k_nBKCH)
     mixed_nBKGCc = keys_nBKCc[:, :, :, None] * within_nBKGCc * beta_nBKGC[..., None]
-    solved_nBKGCc = _inverse_of_unit_lower(jnp.where(np.tri(C, k=-1, dtype=bool), mixed_nBKGCc, 0.0))
+    solved_nBKGCc = _invert(jnp.where(np.tri(C, k=-1, dtype=bool), mixed_nBKGCc, 0.0))
     # What tokens write, and what of it depends on the chunk's first state.
     written_nBKGCP = jnp.einsum("nBKGCc,nBKGcP->nBKGCP", solved_nBKGCc, v_nBKGCP * beta_nBKGC[..., None])
     solved_nBKGCc *= (beta_nBKGC * from_start_nBKGC)[..., None, :]
@@ -85,7 +88,6 @@ def _exp_where(mask_nB: Array, x_nBKG: Array) -> Array:
     return jnp.exp(jnp.where(mask_nB[:, :, None, None], x_nBKG, -jnp.inf))
 
 
-@jax.custom_vjp
 def _inverse_of_unit_lower(lower: Array) -> Array:
     """Returns (I + lower)^-1 of strictly lower triangular matrices [..., C, C].
 
@@ -101,14 +103,9 @@ def _inverse_of_unit_lower(lower: Array) -> Array:
     return inverse
 
 
-def _inverse_forward(lower: Array) -> tuple[Array, Array]:
-    inverse = _inverse_of_unit_lower(lower)
-    return inverse, inverse
-
-
-def _inverse_backward(inverse: Array, gradient: Array) -> tuple[Array]:
+def _inverse_gradient(inverse: Array, gradient: Array) -> tuple[Array]:
     transposed = jnp.swapaxes(inverse, -1, -2)
     return (-jnp.matmul(jnp.matmul(transposed, gradient, precision="highest"), transposed, precision="highest"),)
 
 
-_inverse_of_unit_lower.defvjp(_inverse_forward, _inverse_backward)
+_invert = with_gradient(lambda lower: (_inverse_of_unit_lower(lower),) * 2, _inverse_gradient)

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from src.model.products import with_gradient
+
 BUFFER_SLACK = 1.25  # rows that an exchange's buffer has, over those that arrive when all experts are chosen as often
 
 
@@ -83,7 +85,7 @@ def _fill_buffers(tokens: Rows, choice_R: Array, row_M: Array, k: int) -> Rows:
 
 @dataclass(frozen=True)
 class Windows:
-    """How rows go to a group's experts and back in windows of `room` rows each; `rows_PE`: each device's per expert."""
+    """Takes rows to a group's experts and back in windows of `room` rows each; `rows_PE`: each device's per expert."""
 
     feed: Callable[[Rows, Any, Array], Array]
     room: int
@@ -103,35 +105,29 @@ class Windows:
         return jax.lax.pmax(-(-most // self.room), tuple(dict.fromkeys(self.group.axes + self.group.in_step)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _later_windows(windows: Windows, out_RD: Array, rows: Rows, kernels: Any, rows_PE: Array) -> Array:
     """Adds the windows after the first to `out_RD`: as many as the device with the most rows needs."""
 
-    def add(window: Array, out_RD: Array) -> Array:
-        return out_RD + windows.run(rows, kernels, rows_PE, window)
+    def run(out_RD: Array, rows: Rows, kernels: Any, rows_PE: Array) -> tuple[Array, tuple]:
+        def add(window: Array, out_RD: Array) -> Array:
+            return out_RD + windows.run(rows, kernels, rows_PE, window)
 
-    return jax.lax.fori_loop(1, windows.count(rows_PE), add, out_RD)
+        return jax.lax.fori_loop(1, windows.count(rows_PE), add, out_RD), (rows, kernels, rows_PE)
 
+    def gradients(residuals: tuple, gradient_RD: Array) -> tuple[Any, ...]:
+        rows, kernels, rows_PE = residuals
 
-def _windows_forward(windows: Windows, out_RD: Array, *inputs: Any) -> tuple[Array, Any]:
-    return _later_windows(windows, out_RD, *inputs), inputs
+        def add(window: Array, sums: Any) -> Any:
+            _, to_inputs = jax.vjp(lambda x, w: windows.run(x, w, rows_PE, window), rows, kernels)
+            # Codes of weights, which are integers, have no gradient.
+            return jax.tree.map(lambda x, y: x if y.dtype == jax.dtypes.float0 else x + y, sums, to_inputs(gradient_RD))
 
+        # Weights' too are summed in the compute dtype, which a window's gradients have: sums in float32 would take
+        # their memory even without later windows (docs/log.md).
+        zeros = jax.tree.map(jnp.zeros_like, (rows, kernels))
+        return gradient_RD, *jax.lax.fori_loop(1, windows.count(rows_PE), add, zeros), None
 
-def _windows_backward(windows: Windows, inputs: Any, gradient_RD: Array) -> tuple[Any, ...]:
-    rows, kernels, rows_PE = inputs
-
-    def add(window: Array, sums: Any) -> Any:
-        _, to_inputs = jax.vjp(lambda x, w: windows.run(x, w, rows_PE, window), rows, kernels)
-        # Codes of weights, which are integers, have no gradient.
-        return jax.tree.map(lambda x, y: x if y.dtype == jax.dtypes.float0 else x + y, sums, to_inputs(gradient_RD))
-
-    # Weights' too are summed in the compute dtype, which a window's gradients have: sums in float32 would take their
-    # memory even without later windows (docs/log.md).
-    zeros = jax.tree.map(jnp.zeros_like, (rows, kernels))
-    return gradient_RD, *jax.lax.fori_loop(1, windows.count(rows_PE), add, zeros), None
-
-
-_later_windows.defvjp(_windows_forward, _windows_backward)
+    return with_gradient(run, gradients)(out_RD, rows, kernels, rows_PE)
 
 
 def exchange_plans(
@@ -232,7 +228,7 @@ def with_capacity(
 
 
 class CapacitySlots(NamedTuple):
-    """Which choice has which row of a buffer [E, B, C]."""
+    """Says which choice has which row of a buffer [E, B, C]."""
 
     choice_R: Array  # M: none
     row_M: Array  # R: none

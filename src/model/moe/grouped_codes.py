@@ -3,7 +3,6 @@
 Letters: R rows, G groups, X summed over, Y made.
 """
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from src.model.low_precision import SCOPE, Coded, Product, Products, check_summed, encode, largest
+from src.model.products import with_gradient
 from src.model.quantization import Quantized
 
 
@@ -59,9 +59,7 @@ def batched_product(x_GRX: Array, kernel: GroupedCodes, transposed: bool) -> Arr
         dw, _ = to_kernel.on_device(coded_x, gradient, 0.0, formats.backward)
         return dx, dw, None
 
-    product = jax.custom_vjp(lambda *operands: run(*operands)[0])
-    product.defvjp(run, gradients)
-    return product(x_GRX, kernel.wide, kernel.coded)
+    return with_gradient(run, gradients)(x_GRX, kernel.wide, kernel.coded)
 
 
 def grouped_product(
@@ -71,48 +69,32 @@ def grouped_product(
 
     A row has a scale, and each group's output channel. The gradient to weights rounds a channel for all groups' rows.
     """
-    return _product(platform, transposed, interpret, x_RX, kernel.wide, kernel.coded, rows_G)
+    on_cpu, how = platform == "cpu", {"platform": platform, "interpret": interpret}
 
+    def run(x_RX: Array, wide: Array, coded: Coded, rows_G: Array) -> tuple[Array, tuple]:
+        x = encode(x_RX, largest(x_RX, (1,)), jnp.int8, on_cpu)
+        scales_GY = coded.scales.reshape(len(coded.scales), -1)
+        out_RY = _rows_times_kernel(x.codes, coded.codes, scales_GY, rows_G, x_RX.dtype, transposed=transposed, **how)
+        return _scaled(out_RY, x.scales), (x, coded.codes, scales_GY, rows_G)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(
-    platform: str, transposed: bool, interpret: bool, x_RX: Array, wide: Array, coded: Coded, rows_G: Array
-) -> Array:
-    return _forward(platform, transposed, interpret, x_RX, wide, coded, rows_G)[0]
+    def gradients(residuals: tuple, gradient_RY: Array) -> tuple[Array, Array, None, None]:
+        (x, codes, scales_GY, rows_G), dtype = residuals, gradient_RY.dtype
+        check_summed(len(gradient_RY))
+        gradient_RY, group_R = gradient_RY.astype(jnp.float32), _group_of_rows(rows_G, len(gradient_RY))
+        to_x_RY = gradient_RY * scales_GY.astype(jnp.bfloat16)[jnp.minimum(group_R, len(rows_G) - 1)]
+        to_x = encode(to_x_RY, largest(to_x_RY, (1,)), jnp.int8, on_cpu)
+        ones_GX = jnp.ones((len(rows_G), x.codes.shape[1]))
+        dx_RX = _rows_times_kernel(to_x.codes, codes, ones_GX, rows_G, dtype, transposed=not transposed, **how)
+        # Past the last group a row may be anything, and here it would have a part in the others' scales.
+        to_kernel_RY = jnp.where((group_R < len(rows_G))[:, None], gradient_RY * x.scales, 0)
+        to_kernel = encode(to_kernel_RY, largest(to_kernel_RY, (0,)), jnp.int8, on_cpu)
+        if transposed:
+            dw = _rows_times_rows(to_kernel.codes, x.codes, to_kernel.scales.T, rows_G, dtype, **how)
+        else:
+            dw = _rows_times_rows(x.codes, to_kernel.codes, to_kernel.scales, rows_G, dtype, **how)
+        return _scaled(dx_RX, to_x.scales), dw, None, None
 
-
-def _forward(
-    platform: str, transposed: bool, interpret: bool, x_RX: Array, wide: Array, coded: Coded, rows_G: Array
-) -> tuple[Array, tuple]:
-    x = encode(x_RX, largest(x_RX, (1,)), jnp.int8, platform == "cpu")
-    scales_GY = coded.scales.reshape(len(coded.scales), -1)
-    how = {"platform": platform, "interpret": interpret, "transposed": transposed}
-    out_RY = _rows_times_kernel(x.codes, coded.codes, scales_GY, rows_G, x_RX.dtype, **how)
-    return _scaled(out_RY, x.scales), (x, coded.codes, scales_GY, rows_G)
-
-
-def _backward(
-    platform: str, transposed: bool, interpret: bool, residuals: tuple, gradient_RY: Array
-) -> tuple[Array, Array, None, None]:
-    x, codes, scales_GY, rows_G = residuals
-    on_cpu, dtype, how = platform == "cpu", gradient_RY.dtype, {"platform": platform, "interpret": interpret}
-    check_summed(len(gradient_RY))
-    gradient_RY, group_R = gradient_RY.astype(jnp.float32), _group_of_rows(rows_G, len(gradient_RY))
-    to_x_RY = gradient_RY * scales_GY.astype(jnp.bfloat16)[jnp.minimum(group_R, len(rows_G) - 1)]
-    to_x = encode(to_x_RY, largest(to_x_RY, (1,)), jnp.int8, on_cpu)
-    ones_GX = jnp.ones((len(rows_G), x.codes.shape[1]))
-    dx_RX = _rows_times_kernel(to_x.codes, codes, ones_GX, rows_G, dtype, transposed=not transposed, **how)
-    # Past the last group a row may be anything, and here it would have a part in the others' scales.
-    to_kernel_RY = jnp.where((group_R < len(rows_G))[:, None], gradient_RY * x.scales, 0)
-    to_kernel = encode(to_kernel_RY, largest(to_kernel_RY, (0,)), jnp.int8, on_cpu)
-    if transposed:
-        dw = _rows_times_rows(to_kernel.codes, x.codes, to_kernel.scales.T, rows_G, dtype, **how)
-    else:
-        dw = _rows_times_rows(x.codes, to_kernel.codes, to_kernel.scales, rows_G, dtype, **how)
-    return _scaled(dx_RX, to_x.scales), dw, None, None
-
-
-_product.defvjp(_forward, _backward)
+    return with_gradient(run, gradients)(x_RX, kernel.wide, kernel.coded, rows_G)
 
 
 def _rows_times_kernel(

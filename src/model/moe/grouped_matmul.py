@@ -5,7 +5,6 @@ Letters: R rows, G groups, X summed over, Y made.
 
 import functools
 from types import ModuleType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax import Array
 
 from src.model.adapted import Adapted
 from src.model.moe.grouped_codes import GroupedCodes, batched_product, grouped_product
+from src.model.products import with_gradient
 
 
 def grouped_matmul(
@@ -40,7 +40,19 @@ def grouped_matmul(
     kernel_GXY = kernel_GXY.astype(x_RX.dtype)
     if platform == "cpu":
         return jax.lax.ragged_dot(x_RX, kernel_GXY.swapaxes(1, 2) if transposed else kernel_GXY, rows_G)
-    return _product(x_RX, kernel_GXY, rows_G, platform, transposed, interpret)
+    kernels = _kernels(platform)
+
+    def run(x_RX: Array, kernel: Array, rows_G: Array) -> tuple[Array, tuple]:
+        out_RY = kernels.rows_times_kernel(x_RX, kernel, rows_G, interpret, transposed=transposed)
+        return out_RY, (x_RX, kernel, rows_G)
+
+    def gradients(residuals: tuple, gradient_RY: Array) -> tuple[Array, Array, None]:
+        x_RX, kernel, rows_G = residuals
+        to_x_RX = kernels.rows_times_kernel(gradient_RY, kernel, rows_G, interpret, transposed=not transposed)
+        factors = (gradient_RY, x_RX) if transposed else (x_RX, gradient_RY)
+        return to_x_RX, kernels.rows_times_rows(*factors, rows_G, interpret), None
+
+    return with_gradient(run, gradients)(x_RX, kernel_GXY, rows_G)
 
 
 def batched_matmul(x_GRX: Array, kernel_GXY: Array | Adapted | GroupedCodes, transposed: bool = False) -> Array:
@@ -61,28 +73,6 @@ def add_by_group(x: Array, bias: Array, factor_R1: Array | None = None, *, rows_
     bias_RY = of_row_RG @ bias.reshape(len(bias), -1).astype(x.dtype)
     in_group_R = (group_R < len(rows_G)).reshape(-1, *(1,) * (x.ndim - 1))
     return jnp.where(in_group_R, x + bias_RY.reshape(x.shape), 0)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _product(x_RX: Array, kernel_GXY: Array, rows_G: Array, platform: str, transposed: bool, interpret: bool) -> Array:
-    return _kernels(platform).rows_times_kernel(x_RX, kernel_GXY, rows_G, interpret, transposed=transposed)
-
-
-def _forward(*arguments: Any) -> tuple[Array, tuple]:
-    return _product(*arguments), arguments[:3]
-
-
-def _backward(
-    platform: str, transposed: bool, interpret: bool, residuals: tuple, gradient_RY: Array
-) -> tuple[Array, Array, None]:
-    x_RX, kernel_GXY, rows_G = residuals
-    kernels = _kernels(platform)
-    to_x_RX = kernels.rows_times_kernel(gradient_RY, kernel_GXY, rows_G, interpret, transposed=not transposed)
-    factors = (gradient_RY, x_RX) if transposed else (x_RX, gradient_RY)
-    return to_x_RX, kernels.rows_times_rows(*factors, rows_G, interpret), None
-
-
-_product.defvjp(_forward, _backward)
 
 
 def _kernels(platform: str) -> ModuleType:

@@ -120,19 +120,11 @@ def _run(
 
 
 def _visits(rows_G: Array, rows: int, tile: int, empty_groups: bool) -> tuple[Visits, Array]:
-    start = jnp.int32(0)
-    return make_group_metadata(
-        group_sizes=rows_G,
-        m=rows,
-        tm=tile,
-        start_group=start,
-        num_nonzero_groups=len(rows_G),
-        visit_empty_groups=empty_groups,
-    )
+    groups = {"group_sizes": rows_G, "start_group": jnp.int32(0), "num_nonzero_groups": len(rows_G)}
+    return make_group_metadata(m=rows, tm=tile, visit_empty_groups=empty_groups, **groups)
 
 
 def _in_group(visits: Visits, visit: Array, shape: tuple[int, int]) -> Array:
-    """Returns whether each row of a visit's tile is of its group."""
     first_rows, groups, tiles = visits
     row = tiles[visit] * shape[0] + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= first_rows[groups[visit]]) & (row < first_rows[groups[visit] + 1])

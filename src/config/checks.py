@@ -11,6 +11,7 @@ from typing import Any
 
 from src.config import model_checks, source_spec
 from src.config.keys import FROM_0
+from src.config.needs import WITH_MOMENTS
 from src.config.quantization_keys import CALIBRATION_METHODS, fixed_bound
 from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, size_key
 from src.config.step_keys import REMAT_ARRAYS
@@ -111,7 +112,7 @@ def _moments(config: FlatKeys) -> Iterator[str]:
     second = "float32" if adapters_alone else config.weight_dtype
     moments = {"adam_b1": config.mu_dtype or ("float32" if config.lora_rank else second), "adam_b2": second}
     types = {config.opt_type, *(rule.get("opt_type") for rule in config.optimizer_rules)}
-    for name, dtype in moments.items() if types - {"adafactor", "sgd", None} else ():
+    for name, dtype in moments.items() if types.intersection(WITH_MOMENTS) else ():
         if dtype == "bfloat16" and 0 < 1 - config[name] < 2**-8:  # half of what a bfloat16 can be less by
             yield (
                 f"{name}={config[name]} needs a moment in float32: rounded to bfloat16 it would never decay. Set "

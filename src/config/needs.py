@@ -76,7 +76,7 @@ OF_LAYERS = (
     Need(["base_mlp_dim"], {"num_experts": [1], "base_moe_mlp_dim": [0]}),
 )
 _WITH_COLUMN = ("text", "tfds", "array_record", "parquet", "hf", "custom")
-_WITH_MOMENTS = [name for name in KEYS["opt_type"].allowed if name not in ("adafactor", "sgd")]
+WITH_MOMENTS = [name for name in KEYS["opt_type"].allowed if name not in ("adafactor", "sgd")]
 _NAMED = Range("NAME", bool)
 _STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
 NEEDS = (
@@ -86,7 +86,7 @@ NEEDS = (
     Need(["routed_bias_update_rate"], {"routed_bias": [True]}),
     Need(["mtp_loss_scaling_factor"], {"mtp_num_layers": ABOVE_0}),
     Need(["remat_custom"], {"remat_policy": ["custom"]}),
-    Need(["adam_b1", "adam_b2", "adam_eps", "mu_dtype"], _of_optimizers(_WITH_MOMENTS)),
+    Need(["adam_b1", "adam_b2", "adam_eps", "mu_dtype"], _of_optimizers(WITH_MOMENTS)),
     Need(["adam_clip_threshold"], _of_optimizers(["adamw"])),
     Need(["muon_beta"], _of_optimizers(["muon"])),
     Need(["abort_on_nan_loss", "abort_on_inf_loss"], {"on_nonfinite": ["stop"]}),

@@ -190,9 +190,8 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
 
 def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Writes the shards that lack a whole NUMBER.json, on all cores, then tokens.json, and returns what that has."""
-    parts = [
-        range(items)[start : start + plan["items_per_shard"]] for start in range(0, items, plan["items_per_shard"])
-    ]
+    size = plan["items_per_shard"]
+    parts = [range(items)[start : start + size] for start in range(0, items, size)]
     written = {int(path.stem): _read_json(path, ShardFacts) for path in folder.glob("[0-9]*.json")}
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     shards = {number: shard for number, shard in written.items() if not missing_files({number: shard}, sizes)}

@@ -26,8 +26,7 @@ import numpy as np
 
 from src import command_line
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.load_weights import folder_fingerprint
-from src.checkpoint.load_weights import load_weights as load_any_weights
+from src.checkpoint.load_weights import load_weights
 from src.checkpoint.resume import all_weights
 from src.cli import run_command
 from src.config.load import from_yaml
@@ -38,7 +37,7 @@ from src.console import say
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
 from src.errors import UserError
 from src.hf.folder import open_folder
-from src.hf.load import load_weights, match_tensors
+from src.hf.load import match_tensors
 from src.hf.model_keys import find_family, folder_model, model_yaml, read_model_keys
 from src.hf.save import save_folder
 from src.hf.tokenizer_json import save_tokenizer
@@ -105,13 +104,11 @@ def from_hf(hf_dir: Path, out_dir: Path) -> None:
     (out_dir / ORIGINAL).write_text(json.dumps(folder.config, indent=2) + "\n", encoding="utf-8")
     _copy_companions(hf_dir, out_dir)
 
-    notes: list[str] = []
-    arrays = load_weights(hf_dir, tree, notes)
-    meta = {"vocab_size": spec.vocab_size, "tokenizer": folder_fingerprint(hf_dir, spec.vocab_size, notes)}
+    arrays, meta, messages = load_weights(str(hf_dir), tree)
     checkpointer = Checkpointer(out_dir / "checkpoint", max_to_keep=-1, async_save=False, compress=False)
     checkpointer.save(0, vars(params.Weights.split(arrays, roles)), meta)
     checkpointer.close()
-    say(notes)
+    say(messages)
     keys_to_type = f"model_name={out_dir}/model.yml load_parameters_path={out_dir}/checkpoint"
     command = f"python -m src.train configs/base.yml {keys_to_type} dataset_path=TEXTS"
     say([f"{count_params(spec):,} parameters; to train them further: {command}"])
@@ -131,7 +128,7 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> No
     family, hf = find_family(model, length, original.get("model_type", ""))
     tree, _ = declared_weights(model_spec(model, step, length))
     _make_empty(out_dir)  # before the weights are read, which takes minutes
-    arrays, _, messages = load_any_weights(str(checkpoint), tree, ema, keep_dtypes=True)
+    arrays, _, messages = load_weights(str(checkpoint), tree, ema, keep_dtypes=True)
     say(messages)
     notes: list[str] = []
     entries = _write_tokenizer(section_of("data", keys), model_folder, out_dir, notes)
@@ -257,7 +254,7 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)
 
     plan = inference_plan(config, make_layout(config.mesh, jax.devices()[:1]))
-    weights, _, messages = load_any_weights(str(checkpoint), all_weights(abstract_state(plan)))
+    weights, _, messages = load_weights(str(checkpoint), all_weights(abstract_state(plan)))
     say(messages)
     ours = compute_logits(plan, plan.split(weights), tokens)
     del weights

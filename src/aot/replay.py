@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -23,8 +23,7 @@ _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "afte
 _ATTENTION_PRODUCTS = {"fmha": 2, "Backward": 5}
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(NamedTuple):
     """Seconds of a step by its schedule."""
 
     step_seconds: float
@@ -49,8 +48,7 @@ def replay(text: str, mesh: Mesh, chip: Chip, peak: float) -> Replay:
     return _Clock(computations, wire, chip, peak).run(entry)
 
 
-@dataclass(frozen=True)
-class _Clock:
+class _Clock(NamedTuple):
     computations: Mapping[str, Computation]
     wire: Mapping[str, float]  # seconds of each collective
     chip: Chip

@@ -72,7 +72,7 @@ def make_report(
             report["prediction"] = dataclasses.asdict(predict(work, chip, peak, communication, low_peak))
             if topology.platform == "gpu":
                 replayed = replay(compiled.as_text(), plan.layout.mesh, chip, peak)
-                report["replay"] = dataclasses.asdict(replayed) | {"exposed_seconds": replayed.exposed_seconds}
+                report["replay"] = replayed._asdict() | {"exposed_seconds": replayed.exposed_seconds}
         else:
             report["no_prediction"] = f"no peak rate of a {chip.kind} is published for dtype={plan.spec.dtype}"
     return report

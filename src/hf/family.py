@@ -72,11 +72,6 @@ class Family:
         match = re.match(r"model\.layers\.(\d+)\.", name)
         return bool(self.copied and match) and int(match[1]) >= layers
 
-    @property
-    def has_dense_layers(self) -> bool:
-        """Returns whether the family's models may have layers without experts."""
-        return any(row.weight == "layer.feed_forward.wi" and "E" not in row.dims.split() for row in self.tensors)
-
     def skips(self, name: str) -> bool:
         """Returns whether a tensor of this name holds no weights."""
         return any(re.search(pattern, name) for pattern in self.skipped)

@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from src.errors import UserError, first_few
 from src.hf.quantized import dequantized
@@ -13,8 +12,7 @@ from src.hub import INDEX, SINGLE
 from src.json_text import read_object
 
 
-@dataclass(frozen=True)
-class HfFolder:
+class HfFolder(NamedTuple):
     """A model folder's config.json and its tensors by name."""
 
     path: Path

@@ -88,7 +88,8 @@ def _unloadable(family: Family, layers: Layers) -> str:
     D, N = layers[0].base_emb_dim, layers[0].base_num_query_heads
     if family.whole_heads and D % N:
         return f"base_num_query_heads={N}, which does not divide base_emb_dim={D}"
-    if not family.has_dense_layers and any(layer.num_experts == 1 for layer in layers):
+    has_dense = any(row.weight == "layer.feed_forward.wi" and "E" not in row.dims.split() for row in family.tensors)
+    if not has_dense and any(layer.num_experts == 1 for layer in layers):
         return "num_experts=1"
     return ""
 

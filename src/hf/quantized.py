@@ -1,9 +1,8 @@
 """Reads weights that are stored in 4 or 8 bits with scales as bfloat16."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -23,8 +22,7 @@ MX_BLOCK = 32  # elements that share a scale
 MX_BIAS = 127  # of a scale, which is an exponent of two
 
 
-@dataclass(frozen=True)
-class BlockScaledTensor:
+class BlockScaledTensor(NamedTuple):
     """DeepSeek V3's float8: a matrix with a factor for each block of rows and columns (its report, 3.3)."""
 
     values: Tensor  # [rows, columns]
@@ -47,8 +45,7 @@ class BlockScaledTensor:
         return (self.values.read(index).astype(np.float32) * factors).astype(self.dtype)
 
 
-@dataclass(frozen=True)
-class Mxfp4Tensor:
+class Mxfp4Tensor(NamedTuple):
     """gpt-oss's experts: 4-bit floats in blocks of 32 along the summed dim, which is stored last and second here."""
 
     blocks: Tensor  # uint8 [E, F, D / 32, 16]; a byte's low half is the earlier element

@@ -8,9 +8,8 @@ The package of that name reads neither bfloat16 nor float8 into numpy.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -45,8 +44,7 @@ class Tensor(Protocol):
         """Returns a copy of the part at `index`."""
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor in a file; only what `read` returns comes into memory."""
 
     file: Path

@@ -19,7 +19,6 @@ dims that are split over several tensors, one for each index.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -90,8 +89,7 @@ class Rearrangement:
         return np.expand_dims(block, tuple(self.dims.index(letter) for letter in self.split))
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The part of a weight that lies in one tensor of the files."""
 
     weight: WeightPath

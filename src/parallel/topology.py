@@ -3,15 +3,14 @@
 import difflib
 import math
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from src.errors import UserError
 
 GPU_MEMORY_FRACTION = 0.9  # of all of a GPU's memory; the rest is CUDA's own, NCCL's and cuDNN's
 
 
-@dataclass(frozen=True)
-class Chip:
+class Chip(NamedTuple):
     """Published figures of one JAX device: a TPU chip, half of one where JAX shows two devices a chip, or a GPU.
 
     `memory` is in bytes: on a TPU what the compiler grants a program, on a GPU all that the driver reports, of which
@@ -25,8 +24,7 @@ class Chip:
     dcn_bandwidth: float  # that it sends to other slices or hosts: its share of its host's network cards
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(NamedTuple):
     """The devices that a program is compiled for."""
 
     name: str  # as it was typed, in lower case
@@ -118,8 +116,7 @@ _GPU_HOSTS = {
 }
 
 
-@dataclass(frozen=True)
-class _Generation:
+class _Generation(NamedTuple):
     """A TPU generation, and how its slices are named."""
 
     chip: Chip  # one JAX device

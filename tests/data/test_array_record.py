@@ -96,7 +96,7 @@ def test_records_are_counted_wherever_the_footer_falls(tmp_path, monkeypatch):
     for length in range(65_536 - 300, 65_536 + 40, 3):
         file = write(tmp_path / str(length), [random.Random(length).randbytes(length), b"second"])
         expected[str(file)] = count_by_the_package(file)
-    monkeypatch.setattr(array_record, "_open_reader", None)
+    monkeypatch.setattr(array_record, "open_reader", None)
     assert {file: array_record._count(file, os.path.getsize(file)) for file in expected} == expected
     assert set(expected.values()) == {2}
 

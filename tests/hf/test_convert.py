@@ -251,7 +251,7 @@ def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
 def test_a_folder_with_something_in_it_is_told_before_the_weights_are_read(tmp_path, monkeypatch):
     folder = saved.save(tmp_path / "hf", "llama3")
     convert.from_hf(folder, tmp_path / "converted")
-    monkeypatch.setattr(convert, "load_any_weights", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr(convert, "load_weights", lambda *_, **__: pytest.fail("the weights were read"))
     with pytest.raises(UserError, match="is not an empty folder"):
         convert.to_hf(tmp_path / "converted", folder)
 

@@ -63,7 +63,7 @@ class RecordSource(Source):
         record_format: str,
         listing: files.Listing,
         facts: Fingerprint,
-        open_file: Callable[[str, str], Any] | None = None,
+        open_file: Callable[[str, str], Any],
     ) -> None:
         self._format, self._column = record_format, spec.dataset_column
         self._column_setting, self._listing = spec.setting("dataset_column"), listing
@@ -76,8 +76,7 @@ class RecordSource(Source):
                 copied = threads.map(self._copies.path, listing.paths, listing.sizes.values())
                 places = dict(zip(listing.paths, copied, strict=True))
         self._facts = {**facts, "records": len(self), "column": self._column}
-        opened = open_file or _open_reader
-        self._reader = functools.lru_cache(_open_files_allowed())(lambda file: opened(file, places.get(file, file)))
+        self._reader = functools.lru_cache(_open_files_allowed())(lambda file: open_file(file, places.get(file, file)))
         self[0]
 
     def __len__(self) -> int:
@@ -114,7 +113,7 @@ class ArrayRecordSource(RecordSource):
             raise UserError(f"{spec.setting('dataset_path')}: the {len(counts)} ArrayRecord files there have no record")
         ranges = [RecordRange(file, 0, count) for file, count in zip(listing.paths, counts, strict=True)]
         facts = {"type": "array_record", "format": spec.array_record_format}
-        super().__init__(spec, ranges, spec.array_record_format, listing, facts)
+        super().__init__(spec, ranges, spec.array_record_format, listing, facts, open_reader)
 
 
 def check_store(spec: SourceSpec) -> None:
@@ -158,7 +157,7 @@ def _list_record_files(spec: SourceSpec) -> files.Listing:
     return files.Listing(listing.folder, sizes)
 
 
-def _open_reader(file: str, place: str) -> Any:
+def open_reader(file: str, place: str) -> Any:
     """Opens a reader that several threads may use at a time."""
     from array_record.python.array_record_module import ArrayRecordReader
 
@@ -183,7 +182,7 @@ def _count(file: str, end: int) -> int:
         footer = sum((byte & 0x7F) << 7 * n for n, byte in enumerate(postscript[1]))
         if in_footer := _chunk_records(file, footer):
             return in_footer - 1
-    return _open_reader(file, file).num_records()
+    return open_reader(file, file).num_records()
 
 
 def _chunk_records(file: str, at: int) -> int:

@@ -15,7 +15,7 @@ from etils import epath
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
-from src.data.readers.array_record import RecordRange, RecordSource, check_store, count_records, imported
+from src.data.readers.array_record import RecordRange, RecordSource, check_store, count_records, imported, open_reader
 from src.data.readers.tfrecord import TfRecordReader, indices
 from src.errors import UserError, first_few
 
@@ -132,7 +132,7 @@ def _file_slices(spec: SourceSpec, info: "DatasetInfo") -> "list[FileInstruction
 
 def _check_files(
     spec: SourceSpec, info: "DatasetInfo", slices: "list[FileInstruction]"
-) -> tuple[files.Listing, Callable[[str, str], Any] | None]:
+) -> tuple[files.Listing, Callable[[str, str], Any]]:
     """Lists a split's files, each there and with as many records as TFDS wrote into it; also returns what opens one."""
     expected = {each.filename: each.examples_in_shard for each in slices}
     names, folder = list(expected), str(info.data_dir)
@@ -145,7 +145,7 @@ def _check_files(
             f"{spec.setting('dataset_name')}: {len(missing)} of {len(names)} files are missing in {info.data_dir}: "
             f"{first_few(missing)}"
         )
-    sizes, open_file = [sizes_of[os.path.basename(name)] for name in names], None
+    sizes, open_file = [sizes_of[os.path.basename(name)] for name in names], open_reader
     if info.file_format.value == _FORMAT:
         counts = count_records(names, sizes, spec)
     else:

@@ -35,6 +35,7 @@ MODELS = {
     "gpt": GPT3,
     "latent": {
         "attention_type": "mla",
+        "base_num_kv_heads": None,
         "q_lora_rank": 128,
         "kv_lora_rank": 128,
         "qk_nope_head_dim": 128,
@@ -49,7 +50,8 @@ STREAM = 16 // 4 * LENGTH * D * 2  # bytes of a device's rows of the residual st
 
 def moved(training, **overrides):
     """How often a step, or an evaluation, runs each collective: by its kind, its axes and its bytes. And its text."""
-    step = build(load(**{**KEYS, **overrides}), abstract_devices(parse_topology("v5e-16", 1)))
+    keys = {key: value for key, value in {**KEYS, **overrides}.items() if value is not None}
+    step = build(load(**keys), abstract_devices(parse_topology("v5e-16", 1)))
     lowered = step.traced.lower() if training else step.eval.lower(step.state.weights, step.batch)
     text = lowered.compile().as_text()
     found = Counter()

@@ -166,6 +166,20 @@ def test_the_runs_come_to_the_losses_that_the_page_says(edit, tmp_path):
         assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.long
+def test_a_run_made_with_a_diff_is_refused_without_it(tmp_path):
+    folder = copied(tmp_path / "copy")
+    assert not apply(diff("gated_attention"), folder)
+    command = ["-m", "src.train", "configs/quickstart.yml", "run_name=gated", "max_target_length=64"]
+    assert python(folder, *command, "steps=1", "attention_head_gate=true").returncode == 0
+    assert not apply(diff("gated_attention"), folder, "--reverse")
+    resumed, decoded = python(folder, *command, "steps=2"), python(folder, "-m", "src.decode", "runs/gated")
+    assert [resumed.returncode, decoded.returncode] == [2, 2]
+    assert "attention.head_gate: [4, 128, 2] in the checkpoint, absent in the configuration" in resumed.stderr
+    (answer,) = re.findall(r"`(unknown key [^`]*)`", PAGE)
+    assert answer in decoded.stderr
+
+
 # ---- What the page says of them
 
 

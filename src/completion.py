@@ -16,6 +16,7 @@ from src.model.params import Weights
 from src.step.plan import StepPlan
 
 Prompt = str | tuple[Message, ...] | np.ndarray  # ids as they are
+_CONTEXT = 16  # ids before others that their text may depend on
 
 
 def make_generator(decoding: Decoding, max_target_length: int, plan: StepPlan, weights: Weights) -> Generator:
@@ -64,9 +65,10 @@ class Completion:
         self.drawn: list[tuple[int, float]] = []  # ids and their log-probabilities, with the one that ended the text
         self.done = False
         self._tokenizer, self._stop_texts = tokenizer, list(decoding.decode_stop)
-        # So many ids at the end hold a stop text: a character takes four at most, and spelling may depend on more.
-        self._tail = 16 + 4 * max(map(len, self._stop_texts), default=0)
+        # So many ids at the end hold a stop text, of whose characters each takes four at most.
+        self._tail = _CONTEXT + 4 * max(map(len, self._stop_texts), default=0)
         self._ids: list[int] = self.prompt.tolist()
+        self._stable, self._stable_ids = "", len(self._ids)  # text of whole characters, and the ids that it has read
         self._max_tokens = min(len(self.prompt) + (decoding.sample_length or max_target_length), max_target_length)
 
     def add(self, token: int, log_prob: float = 0.0) -> None:
@@ -82,10 +84,13 @@ class Completion:
 
     def stable_text(self) -> str:
         """Returns the part of the text that no later token changes: whole characters, and no start of a stop text."""
-        self._update()
         if self.done:
             return self.text
-        text = self.text.rstrip("\ufffd")  # bytes of a character that is not complete yet
+        before = self._ids[: self._stable_ids][-_CONTEXT:]
+        text = self._decode(before + self._ids[self._stable_ids :])[len(self._decode(before)) :]
+        if not text.endswith("\ufffd"):  # bytes of a character that is not complete yet
+            self._stable, self._stable_ids, text = self._stable + text, len(self._ids), ""
+        text = self._stable + text.rstrip("\ufffd")
         held = [size for stop in self._stop_texts for size in range(1, len(stop)) if text.endswith(stop[:size])]
         return text[: len(text) - max(held, default=0)]
 

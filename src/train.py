@@ -29,7 +29,7 @@ from src.model.flops import flops_per_token
 from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, advice_on_memory, stack_traces
 from src.report.metrics import eval_key
-from src.report.recorder import LiveReport, Recorder, Result, sets_aside
+from src.report.recorder import LiveReport, Recorder, Result, recorded, sets_aside
 from src.report.summary import ending, next_commands, print_header, run_header
 from src.report.trackers import Tracking
 from src.report.watchdog import Watchdog
@@ -108,8 +108,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         folder.fetch("metrics.jsonl")
         say([*start.messages, f"finished: {finished}."])
         conclude(config, plan, state, tokenizer, folder, report)
-        train_line, eval_line = (report.history.last_train, report.history.last_eval) if report else ({}, {})
-        return Result(state, train_line, {key: eval_line[key] for key in eval_line if key != "step"}, 0)
+        return recorded(state, report)
     places, rows_taken, rows_before, saved = start.position
     meta |= {"rows_before": rows_before, "mixture": {"names": data.names, "weights": data.weights}}
     place_in_data = rows_taken, None if places is None else places[streams], rows_before, saved

@@ -30,13 +30,13 @@ from src.data.pairs import PairRows, PairSource, pair_batch, pair_fields, pair_k
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, TrainData
 from src.errors import UserError
-from src.evaluate import Evaluator, means
+from src.evaluate import Evaluator
 from src.loaded_model import model_facts
 from src.model.flops import flops_per_token
 from src.model.params import Weights
 from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, advice_on_memory, stack_traces
-from src.report.recorder import LiveReport, Recorder, Result, sets_aside
+from src.report.recorder import LiveReport, Recorder, Result, recorded, sets_aside
 from src.report.summary import ending, next_commands, print_header, run_header
 from src.report.trackers import Tracking
 from src.report.watchdog import Watchdog
@@ -95,7 +95,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     plan, global_batch = built.plan, built.rows
     if any(layer.dropout_rate or layer.capacity_factor != -1 for layer in (plan.spec, *plan.spec.layers)):
         raise UserError(
-            "dropout_rate and capacity_factor make a reward depend on chance, or on the other pairs of a batch: set "
+            "dropout_rate and capacity_factor make a reward depend on chance, or on the pair's other answer: set "
             "dropout_rate=0 and capacity_factor=-1"
         )
     check_same_program(built, config.steps)
@@ -174,7 +174,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                 recorder.flush()
                 watchdog.pause()
                 if evaluates:
-                    eval_metrics = means(*evaluations[0].sums(state.weights))
+                    eval_metrics = evaluations[0].run(state)
                     recorder.add_evaluation(done, eval_metrics)
                 meta["eval_loss"] = loss if evaluates and (loss := eval_metrics["eval_loss"]) < math.inf else None
                 finished = ending(config, done, meta["eval_loss"])
@@ -196,7 +196,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         say([f"report: {report.finish()}"])
     if config.enable_checkpointing and not (stopped_by or config.quiet):
         say(next_commands(folder.path, tokenizer, config.replace(use_sft=True, eval_interval=-1)))
-    return Result(state, recorder.last, eval_metrics, stopped_by)
+    return Result(state, recorder.last, eval_metrics, stopped_by) if recorder.last else recorded(state, report)
 
 
 def log_probs(

@@ -5,6 +5,7 @@ import copy
 import gc
 import importlib
 import io
+import itertools
 import json
 import re
 import sys
@@ -272,6 +273,23 @@ def test_a_stop_text_is_looked_for_at_the_end_of_what_is_drawn(tmp_path, kind, s
     assert stop in tokenizer.decode(ids[:added]) or added == len(ids)
     assert stop not in tokenizer.decode(ids[: added - 1])
     assert counting.decoded < 70 * len(ids)  # and not each time all before it
+
+
+@pytest.mark.parametrize("kind", ["byte", "sentencepiece"])
+def test_a_text_is_shown_as_it_grows_by_its_last_ids_alone(tmp_path, kind):
+    tokenizer = BYTES if kind == "byte" else sentencepiece_of_bytes(tmp_path)
+    ids = np.concatenate([tokenizer.encode_text(f"the 漢😀 {number}, and ") for number in range(300)])
+    prompt, counting = tokenizer.encode_prompt("on the mat"), Counting(tokenizer)
+    completion = Completion(config_of().decoding, len(prompt) + len(ids) + 1, counting, "on the mat")
+    shown = [""]
+    for token in ids.tolist():
+        completion.add(token)
+        shown.append(completion.stable_text())
+    generated = tokenizer.decode(np.concatenate([prompt, ids]))[len(tokenizer.decode(prompt)) :]
+    assert shown[-1] == generated
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
+    assert len(set(shown)) > 300 * 8  # a character or a piece at a time
+    assert counting.decoded < 50 * len(ids)
 
 
 def test_a_stop_text_is_found_wherever_it_falls():

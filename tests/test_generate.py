@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from src.config.command_keys import Decoding
-from src.generate import Sampling, filter_logits, sample_tokens, sampling
+from src.generate import Generator, Sampling, filter_logits, sample_tokens, sampling
+from tests import tiny
 
 V = 50
 
@@ -91,3 +92,19 @@ def test_a_strategy_has_its_limits(strategy, expected):
     keys = {"decode_sampling_temperature": 0.7, "decode_sampling_top_k": 4, "decode_sampling_nucleus_p": 0.5}
     found = sampling(Decoding(decode_sampling_strategy=strategy, **keys))
     assert (found.temperature, (found.top_k, found.nucleus_p)) == (0.7, expected)
+
+
+def test_a_text_does_not_depend_on_a_longer_prompt_beside_it_where_experts_have_a_capacity():
+    """An expert's capacity is a share of its row, so that rows may not be as long as the longest prompt."""
+    keys = {"num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": 0.25}
+    _, plan = tiny.make(**keys, max_target_length=128)
+    weights = plan.split(jax.device_put(tiny.random_weights(plan), plan.shardings))
+    short, long = (np.random.default_rng(0).integers(0, tiny.VOCAB, size) for size in (12, 100))
+
+    def first_log_probs(prompts):
+        generator = Generator(plan, weights, Sampling(0.0, 1, 1.0), 0, 128)
+        tokens_BT, lengths_B = generator.padded(prompts, 2)
+        steps = generator.tokens(tokens_BT, lengths_B, np.arange(2, dtype=np.int32))
+        return [(next(steps)[0], generator.log_probs_B[0]) for _ in range(6)]
+
+    np.testing.assert_allclose(first_log_probs([short, long]), first_log_probs([short]), atol=1e-5)

@@ -13,6 +13,7 @@ from src import decode, train, train_dpo
 from src.checkpoint.reference import kept_in
 from src.checkpoint.run_folder import RunFolder
 from src.errors import UserError
+from src.evaluate import Evaluator
 from tests import runs
 from tests import trackers as stand_ins
 
@@ -109,6 +110,8 @@ def test_a_run_that_stopped_ends_with_the_same_losses(folder, trained, capsys, t
         assert [step for step, _ in tracked] == [1, 2, 3, 4, 5, 6]
         assert {"train/margin", "eval/margin", "eval/accuracy"} <= tracked[2][1].keys()
     assert stand_ins.calls_of(calls, "end_run") == [(["FINISHED"], {})] * 2
+    again = train_dpo.main(keys_of(folder, **half))
+    assert (again.metrics["step"], again.eval_metrics["eval_loss"]) == (6, expected[-1]["eval_loss"])
     reference.unlink()
     with pytest.raises(UserError, match=r"not in the run's folder \(reference-\*.json\)"):
         train_dpo.main(keys_of(folder, **half, steps=7))
@@ -139,9 +142,10 @@ def test_a_start_that_the_reference_does_not_fit_changes_nothing(folder, changed
 
 
 def test_an_evaluation_that_is_not_finite_is_in_the_checkpoint_as_none(folder, monkeypatch):
-    measured = train_dpo.means
-    monkeypatch.setattr(train_dpo, "means", lambda sums: {**measured(sums), "eval_loss": math.nan})
-    train_dpo.main(keys_of(folder, run_name="nan", steps=3))
+    run = Evaluator.run
+    monkeypatch.setattr(Evaluator, "run", lambda self, state: {**run(self, state), "eval_loss": math.nan})
+    result = train_dpo.main(keys_of(folder, run_name="nan", steps=3, ema_decay=0.5))
+    assert result.eval_metrics["eval_ema_loss"] > 0  # of the averaged weights, on the same pairs
     (meta,) = (folder / "nan" / "checkpoints" / "3").rglob("meta/metadata")
     assert json.loads(meta.read_text())["meta"]["eval_loss"] is None
 

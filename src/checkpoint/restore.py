@@ -285,6 +285,13 @@ def _check_shapes(
 ) -> None:
     configured = {name: str(list(x.shape)) for name, x in wanted.items()}
     stored = {name: str(entry["shape"]) for name, entry in saved.items()}
+    lacking = {name.partition(".")[0] for name in configured} - {name.partition(".")[0] for name in stored}
+    for entry, off in (("ema", "ema_decay=0"), ("spikes", "skip_step_on_spikes=false")):
+        if entry in lacking:
+            raise UserError(
+                f"checkpoint {step_folder} was saved with {off}, and has nothing for a run without it to go on from: "
+                "set it so again, or begin another run with its weights by load_parameters_path"
+            )
     lines = [
         f"{name}: {stored.get(name, 'absent')} in the checkpoint, {configured.get(name, 'absent')} in the configuration"
         # Weights first: the optimizer's arrays differ only where they do.

@@ -87,7 +87,7 @@ class Optimizer:
         "root mean square that adamw's update of each matrix or vector is scaled down to (Pax); 0: off", FROM_0)
     mup_base_emb_dim: int = key(0, "width that learning_rate was tuned at, for any other (muP)", FROM_0, fixed=True)
     muon_beta: float = key(0.95, "muon: decay of the momentum; what is no matrix in a layer has adamw", SHARE_BELOW_1)
-    mu_dtype: str = key("", "of the first moment of adamw and muon; empty: the weights'", ("", *DTYPES), fixed=True)
+    mu_dtype: str = key("", "first moment's; empty: the weights', or float32 with lora_rank", ("", *DTYPES), fixed=True)
     shard_optimizer_over_data: bool = key(False, "the optimizer's state is cut over copies of the weights too (ZeRO-1)")
     optimizer_memory_host_offload: bool = key(False, "the optimizer's state lies in host memory, but for the update")
     gradient_clipping_threshold: float = key(1.0, "global norm the gradient is scaled down to; 0: off", FROM_0)

@@ -222,6 +222,12 @@ class LiveReport:
         self._not_before = time.monotonic() + 50 * (time.monotonic() - begin)
 
 
+def recorded(state: TrainState, report: LiveReport | None) -> Result:
+    """Returns the result of a run that was finished before; only a process with a report has its metrics."""
+    train_line, eval_line = (report.history.last_train, report.history.last_eval) if report else ({}, {})
+    return Result(state, dict(train_line), {key: eval_line[key] for key in eval_line if key != "step"}, 0)
+
+
 @contextlib.contextmanager
 def sets_aside(checkpointer: Checkpointer, recorder: Recorder, folder: RunFolder) -> Iterator[None]:
     """Renames, if the body raises NonFiniteError, the checkpoints whose weights have not given a finite loss."""

@@ -72,7 +72,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """The names of its operands; of a constant its value."""
+        """Lists its operands' names; of a constant its value."""
         return _NAME.findall(re.sub(r"/\*.*?\*/|\s", "", self.arguments))
 
 

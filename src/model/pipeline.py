@@ -30,7 +30,7 @@ AXIS = "stage"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which turn of which micro-batch (an item) each stage works on, iteration by iteration.
+    """The item, a micro-batch's turn, that each stage works on, iteration by iteration.
 
     Stage s takes the same items as stage 0, s iterations later: P micro-batches in a row make their first turn, then
     their second and so on, then the next P come. So the first stage needs at once what the last one passes back to it.

@@ -1,4 +1,4 @@
-"""Which optimizer, learning rate and weight decay each weight has, by `optimizer_rules`."""
+"""The optimizer, learning rate and weight decay of each weight, by `optimizer_rules`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -46,12 +46,12 @@ class Listing:
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """The files' paths, as the functions here take them."""
+        """Returns the paths that the functions here take."""
         return [os.path.join(self.folder, name) for name in self.sizes]
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        """Counts, a digest of the files' names and sizes, and `contents`, one of what is in them.
+        """Returns counts, a digest of the names and sizes, and `contents`, one of what is in them.
 
         Of more than 16 MiB in all, contents are sampled: 256 blocks of 64 KiB, so that the time is bounded whatever the
         size (of a store that is hundreds of requests). A hundred files or fewer are named one by one too, as

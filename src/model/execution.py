@@ -14,6 +14,9 @@ from src.model.pipeline import Schedule
 from src.model.spec import ModelSpec
 from src.parallel.mesh import Layout
 
+MAX_UNROLLED = 16  # layers: to compile each by itself takes a CPU longer the more there are
+MAX_LOGITS = 8 * 2**30  # bytes on a device
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -65,9 +68,6 @@ class Execution:
         return jax.checkpoint_policies.save_only_these_names(*sorted(on_device))
 
 
-MAX_UNROLLED = 16  # layers: to compile each by itself takes a CPU longer the more there are
-
-
 def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: Schedule | None) -> Execution:
     """Returns how layers run by the keys of a step.
 
@@ -84,9 +84,6 @@ def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: Schedu
     # array by a loop of its own, it copies the old moments before it writes the new ones.
     branch = step.optimizer_memory_host_offload or layout.platform == "cpu"
     return Execution(scans, step.remat_policy, dict(step.remat_custom), schedule, spec.has_experts, early, branch)
-
-
-MAX_LOGITS = 8 * 2**30  # bytes on a device
 
 
 def vocab_tiles(step: Step, batch: BatchKeys, vocab_size: int, layout: Layout) -> int:

@@ -96,8 +96,8 @@ def vocab_tiles(step: Step, batch: BatchKeys, vocab_size: int, layout: Layout) -
         return tiles
     shards = math.prod(layout.shards(axis) for axis in ("batch", "length", "vocab"))
     logits = batch.per_device_batch_size * layout.mesh.size * length * vocab_size / shards
-    bytes_, most = 2 * logits * jnp.dtype(step.dtype).itemsize, length // layout.shards("norm_length")
+    bytes_, max_tiles = 2 * logits * jnp.dtype(step.dtype).itemsize, length // layout.shards("norm_length")
     tiles = 1
-    while bytes_ / tiles > MAX_LOGITS and most % (2 * tiles) == 0:
+    while bytes_ / tiles > MAX_LOGITS and max_tiles % (2 * tiles) == 0:
         tiles *= 2
     return tiles

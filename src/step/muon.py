@@ -54,13 +54,13 @@ def _on_whole_matrices(
 ) -> jax.Array:
     """Orthogonalises while the mesh axes that cut rows and columns cut a dim of the stack instead."""
     cut_by = (*row_axes, *column_axes)
-    parts = [math.prod(mesh.shape[name] for name in (*own, *cut_by)) for own in stack_axes]
+    parts = [math.prod(mesh.shape[name] for name in (*axes, *cut_by)) for axes in stack_axes]
     dim = min(range(len(parts)), key=lambda dim: -x_SIO.shape[dim] % parts[dim] / x_SIO.shape[dim])
     # Filled up with zeros to what the axes divide: devices without a matrix of their own have nothing to do.
     filled = [(0, -size % parts[dim] if each == dim else 0) for each, size in enumerate(x_SIO.shape)]
 
     def placed(moved: MeshAxes, rows: MeshAxes, columns: MeshAxes) -> NamedSharding:
-        stacks = [own + moved if each == dim else own for each, own in enumerate(stack_axes)]
+        stacks = [axes + moved if each == dim else axes for each, axes in enumerate(stack_axes)]
         return NamedSharding(mesh, PartitionSpec(*(names or None for names in (*stacks, rows, columns))))
 
     # One dim's axes after the other: two at once XLA would move by gathering all of the array.

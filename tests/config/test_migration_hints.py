@@ -65,6 +65,7 @@ ANSWERED = [
     ("query_proj=offload", "remat_custom.query_proj=offload"),
     ("cosine_learning_rate_final_fraction=0.2", "learning_rate_final_fraction=0.2"),
     ("enable_profiler=true", "profiler=xplane"),
+    ("enable_wandb=true", "type report_to=[wandb] instead"),
     ("scale=3", "global_parameter_scale"),
     ("base_num_heads=8", "base_num_query_heads=8 base_num_kv_heads=8"),
     ("save_period=100", "checkpoint_period=100"),

@@ -22,9 +22,9 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
     A `UserError` prints one line and exits with 2, a `TransientError` with 75, Ctrl-C with 130, a closed output, as of
     `| head`, silently with 141. A full disk exits with 2, a disk or store that may work again with 75, and anything
     else with 1: these three also write the traceback to a file, in the run's folder if there is one
-    (`checkpoint.run_folder.in_run_folder`). An int that `main` returns is the exit code, or
-    the `exit_code` that it has. However this process ends, it
-    tells the other processes of its job, which end too. `may_exit`: `main` may raise SystemExit, as argparse does.
+    (`checkpoint.run_folder.in_run_folder`). An int that `main` returns, or the `exit_code` that it has, is the exit
+    code. However this process ends, it tells the other processes of its job, which end too. `may_exit`: `main` may
+    raise SystemExit, as argparse does.
     """
     try:
         result = main(sys.argv[1:])

@@ -62,12 +62,12 @@ def _pinned(config: Config) -> Config:
     rules = config.load_weights_rules
     of_hub = keys or any(rule["path"].startswith(PREFIX) for rule in rules)
     run = run_folder(f"{config.base_output_directory}/{config.run_name}") if of_hub and config.run_name else None
-    kept = read_file(run / CONFIG) if run else {}
-    kept_rules = [*(kept.get("load_weights_rules") or ()), *[{}] * len(rules)]
-    paths = [pinned(rule["path"], str(was.get("path"))) for rule, was in zip(rules, kept_rules, strict=False)]
+    run_config = read_file(run / CONFIG) if run else {}
+    run_rules = [*(run_config.get("load_weights_rules") or ()), *[{}] * len(rules)]
+    paths = [pinned(rule["path"], str(was.get("path"))) for rule, was in zip(rules, run_rules, strict=False)]
     return config.replace(
         load_weights_rules=[{**rule, "path": path} for rule, path in zip(rules, paths, strict=True)],
-        **{key: pinned(config[key], str(kept.get(key))) for key in keys},
+        **{key: pinned(config[key], str(run_config.get(key))) for key in keys},
     )
 
 

@@ -122,15 +122,15 @@ class DocumentPrompts(Sequence[Prompt]):
     def __init__(self, decoding: Decoding, inputs: InputSpec) -> None:
         self._inputs = inputs._replace(batch=dataclasses.replace(inputs.batch, packing=False))
         specs = (eval_specs if names_eval_data(inputs.data) else train_specs)(inputs.data)
-        source, most = open_source(specs[0], self._inputs), decoding.decode_num_prompts
+        source, limit = open_source(specs[0], self._inputs), decoding.decode_num_prompts
         self._tokens = decoding.decode_prompt_tokens
-        is_stream, self.facts = isinstance(source, StreamSource) and most != -1, source.fingerprint()
+        is_stream, self.facts = isinstance(source, StreamSource) and limit != -1, source.fingerprint()
         if is_stream and jax.process_count() > 1:
             raise UserError(f"{source.name} is a stream for each process: give it to a job of one")
         if is_stream:  # it is read forwards alone, and each evaluation takes all prompts again
-            items = list(map(StreamReader(source, inputs.data.data_shuffle_seed, None), range(most)))
+            items = list(map(StreamReader(source, inputs.data.data_shuffle_seed, None), range(limit)))
         self._read = (items if is_stream else source).__getitem__
-        self._count = most if is_stream else min(len(source), most if most != -1 else len(source))
+        self._count = limit if is_stream else min(len(source), limit if limit != -1 else len(source))
 
     def __len__(self) -> int:
         return self._count

@@ -23,9 +23,9 @@ BROKEN_PIPE = 141  # as shells report SIGPIPE
 MAX_LISTED = 5  # items of a list in a message
 
 
-def clipped(text: str, most: int = 2000) -> str:
-    """Returns `text` without its middle where it is longer than `most` characters."""
-    return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
+def clipped(text: str, limit: int = 2000) -> str:
+    """Returns `text` without its middle where it is longer than `limit` characters."""
+    return text if len(text) <= limit else f"{text[: limit * 3 // 4]} ... {text[-limit // 4 :]}"
 
 
 def first_few(items: Iterable[str], separator: str = ", ", near: str = "") -> str:

@@ -21,17 +21,17 @@ COMPANIONS = (
 _SMALL = ("config.json", INDEX, *COMPANIONS)
 
 
-def pinned(path: str, kept: str = "") -> str:
+def pinned(path: str, saved_path: str = "") -> str:
     """Returns `hf://ORG/NAME@COMMIT` for a path of the hub, other paths as they are.
 
-    A path without a revision is pinned as a run's folder has it in `kept`, so that a resumed run has what it began
+    A path without a revision is pinned as a run's folder has it, `saved_path`, so that a resumed run has what it began
     with. Raises UserError and TransientError as `local_folder`.
     """
     if not path.startswith(PREFIX):
         return path
     repository, revision = _parts(path)
-    if not revision and kept.startswith(f"{PREFIX}{repository}@"):
-        return kept
+    if not revision and saved_path.startswith(f"{PREFIX}{repository}@"):
+        return saved_path
     commit = revision if re.fullmatch("[0-9a-f]{40}", revision) else Path(_fetched(path, False)).name
     return f"{PREFIX}{repository}@{commit}"
 

@@ -188,7 +188,7 @@ class Job:
 
     def __init__(self, process: int, peers: Mapping[int, "Peer"], end: Callable[[int, str], object]) -> None:
         self.process, self._peers, self._end = process, dict(peers), end
-        self._told, self._news = False, threading.Event()
+        self._has_told, self._news = False, threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="job", daemon=True)
         self._watcher.start()
 
@@ -207,9 +207,9 @@ class Job:
             self._watcher.join()
 
     def _tell_all(self, message: Mapping[str, Any]) -> None:
-        if self._told:
+        if self._has_told:
             return
-        self._told = True
+        self._has_told = True
         for peer in self._peers.values():
             peer.send(message)
         if self.process == 0:  # JAX aborts in processes whose coordinator is gone
@@ -226,7 +226,7 @@ class Job:
             for descriptor, _ in poll.poll():
                 number = watched[descriptor]
                 message = self._peers[number].read()
-                if self._told:
+                if self._has_told:
                     return
                 if message.get("leaves"):
                     poll.unregister(descriptor)

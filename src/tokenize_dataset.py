@@ -222,13 +222,13 @@ def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) 
 
 
 @contextlib.contextmanager
-def _processes(most: int) -> Iterator[concurrent.futures.Executor]:
-    """Starts a process for each core, but no more than `most`; they are killed if the block raises."""
+def _processes(limit: int) -> Iterator[concurrent.futures.Executor]:
+    """Starts a process for each core, but no more than `limit`; they are killed if the block raises."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Started anew, not forked: the source may have threads, whose locks a fork would copy as they are.
     context = multiprocessing.get_context("spawn")
     try:
-        with concurrent.futures.ProcessPoolExecutor(max(1, min(cores, most)), context, _start_process) as pool:
+        with concurrent.futures.ProcessPoolExecutor(max(1, min(cores, limit)), context, _start_process) as pool:
             try:
                 yield pool
             except BaseException:

@@ -168,8 +168,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
                     results = [evaluation.run(state) for evaluation in evaluations]
                     eval_metrics = {name: value for result in results for name, value in result.items()}
                     if generated:
-                        drawn = generated.run(plan, state.weights).items()
-                        eval_metrics |= {eval_key(f"eval_{name}", evaluations[0].name): value for name, value in drawn}
+                        scores = generated.run(plan, state.weights).items()
+                        eval_metrics |= {eval_key(f"eval_{name}", evaluations[0].name): value for name, value in scores}
                     recorder.add_evaluation(done, eval_metrics)
                 losses = [loss for name, loss in eval_metrics.items() if name.partition("/")[0] == "eval_loss"]
                 meta["eval_loss"] = max(losses) if evaluates and np.isfinite(losses).all() else None
@@ -197,9 +197,9 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- The end
     if stopped_by:
-        kept = kept_checkpoint(folder.path)
-        kept += f"; the same command, run_name={folder.name}, goes on from it" if kept.endswith("stands") else ""
-        say([f"stopped by {'Ctrl-C' if stopped_by == signal.SIGINT else 'SIGTERM'} after step {done}; {kept}"])
+        note = kept_checkpoint(folder.path)
+        note += f"; the same command, run_name={folder.name}, goes on from it" if note.endswith("stands") else ""
+        say([f"stopped by {'Ctrl-C' if stopped_by == signal.SIGINT else 'SIGTERM'} after step {done}; {note}"])
     elif done < config.steps:
         say([f"finished: {finished}."])
     conclude(config, plan, state, tokenizer, folder, report, stopped_by)

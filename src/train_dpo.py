@@ -208,14 +208,14 @@ def log_probs(
             "the reference's log-probabilities are not in the run's folder (reference-*.json) for these pairs, model "
             "and precision: give those it began with (accept_changes does not help), or use another run_name"
         )
-    found: dict[str, list[float]] = {}
+    log_probs: dict[str, list[float]] = {}
     for source in sources:
         say([f"reference: log-probabilities of {source.source.row_count:,} pairs of {source.name}"])
         keys: list[list[str]] = []
         each = evaluator(source, prepare=lambda rows, keys=keys: keys.append(pair_keys(rows)) or pair_batch(rows, None))
         for of_batch, sums in zip(keys, *each.sums(weights), strict=True):
-            found |= zip(of_batch, sums["log_probs"][each.rows].tolist(), strict=True)
-    return {key: pair for of_process in gather_json(found) for key, pair in of_process.items() if key}
+            log_probs |= zip(of_batch, sums["log_probs"][each.rows].tolist(), strict=True)
+    return {key: pair for of_process in gather_json(log_probs) for key, pair in of_process.items() if key}
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
         where = getattr(sys.modules[parent], "__path__", []) if parent else None
         raise UserError(
             f"{key}={name}: there is no module {error.name} in the folder the command is run in, nor installed."
-            + did_you_mean(missing, [found.name for found in pkgutil.iter_modules(where)])
+            + did_you_mean(missing, [each.name for each in pkgutil.iter_modules(where)])
         ) from None
     if not callable(function := getattr(module, attribute, None)):
         functions = [other for other in dir(module) if callable(getattr(module, other))]

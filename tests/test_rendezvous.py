@@ -37,7 +37,7 @@ def results(address, *processes, **options):
 
 def kill(job, peers):
     """Does what the system does when a process is killed."""
-    job._told = True  # its own thread says nothing any more
+    job._has_told = True  # its own thread says nothing any more
     for peer in peers.values():
         with contextlib.suppress(OSError):  # the other was first
             peer._socket.shutdown(socket.SHUT_RDWR)

@@ -72,7 +72,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """The names of its operands; of a constant its value."""
+        """Lists its operands' names; of a constant its value."""
         return _NAME.findall(re.sub(r"/\*.*?\*/|\s", "", self.arguments))
 
 
@@ -85,7 +85,7 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
     `mesh` has the devices in the order of the program's partitions. A loop whose number of rounds the program does not
     say, as of a `while_loop` on data, counts as one round, and so does every branch of a condition.
     """
-    found: list[Collective] = []
+    operations: list[Collective] = []
     computations, entry = parse(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
     places = _MeshPlaces(mesh, int(partitions[1]) if partitions else 1)
@@ -112,8 +112,8 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
         asynchronous = starts or instruction.opcode == "send" or "chain_id" in instruction.attributes
         facts = {"dtype": first_array(instruction.type)[0], "asynchronous": asynchronous or computation in wrapped}
         on_networks = places.collectives(kind, groups, times, whole)
-        found += [replace(collective, name=instruction.name, **facts) for collective in on_networks]
-    return found
+        operations += [replace(collective, name=instruction.name, **facts) for collective in on_networks]
+    return operations
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:

@@ -32,7 +32,7 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The most bytes at a time: what is kept meets the logits in the loss, all else in a block's backward pass."""
+        """Counts bytes at the peak: what is kept meets the logits in the loss, all else in a block's backward pass."""
         kept, logits = self.temporaries[KEPT], self.temporaries[LOGITS]
         block = sum(self.temporaries.values()) - kept - logits
         return sum(self.arguments.values()) + kept + max(logits, block)

@@ -41,7 +41,7 @@ class FileKind(NamedTuple):
     key: str  # that names such a file
     first_line: bytes
     maker: str  # the command that writes it
-    made: str  # what was done to make it
+    verb: str  # what was done to make it
 
 
 STEP_FILE = FileKind(
@@ -248,7 +248,7 @@ def read_file(kind: FileKind, path: str, header: Header) -> bytes:
     if lines := differences(saved, header):
         listed = "\n".join(f"  {line}" for line in lines)
         raise UserError(
-            f"{where} was {kind.made} for another run than this:\n{listed}\n"
+            f"{where} was {kind.verb} for another run than this:\n{listed}\n"
             f"Make one for this (python -m {kind.maker}), or leave {kind.key} empty."
         )
     return content

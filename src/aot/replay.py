@@ -33,7 +33,7 @@ class Replay(NamedTuple):
 
     @property
     def exposed_seconds(self) -> float:
-        """In which the computation waits for communication."""
+        """Returns the computation's wait for communication."""
         return self.step_seconds - self.compute_seconds
 
 

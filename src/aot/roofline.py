@@ -142,14 +142,14 @@ def step_work(
         activations += passes * tokens * 2 * heads * length * 4
     quantized = {path[3:] for path in quantization.places}
     if quantized:
-        taken, made = flops.product_widths(spec, quantized)
+        inputs, outputs = flops.product_widths(spec, quantized)
         # An array is read for its largest magnitude, read again, and written as codes: what a product takes forward,
         # and again if it is not kept; its gradient for either product, or for both where scales are per tensor.
         forward = 1 if passes == 5 else 2
         if quantization.kind == "mxfp8":  # blocks are read once, and again for the gradient of the weight
-            activations += tokens * ((forward + 1) * taken + 2 * made) * (itemsize + 1)
+            activations += tokens * ((forward + 1) * inputs + 2 * outputs) * (itemsize + 1)
         else:
-            rounded = forward * taken + (2 if FORMATS[quantization.kind].per_channel else 1) * made
+            rounded = forward * inputs + (2 if FORMATS[quantization.kind].per_channel else 1) * outputs
             activations += tokens * rounded * (2 * itemsize + 1)
     # Forward and backward, float32: written and read, and their gradient.
     logits = 4 * tokens * (1 + spec.mtp_num_layers) * spec.padded_vocab_size * 4

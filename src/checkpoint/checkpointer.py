@@ -187,7 +187,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """If the body fails, removes the save's files and the manager, which would raise its error again.
+        """Removes, if the body fails, the save's files and the manager, which would raise its error again.
 
         A checkpoint that is complete nonetheless, as the error came later, is kept without an error in a job of one
         process. One of several would then wait for the others, which are elsewhere.

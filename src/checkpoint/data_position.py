@@ -94,8 +94,8 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
         keys = ", ".join(dict.fromkeys(accepting[name][0] for name in refused))
         if BATCH_FACTS.issuperset(refused):
             what = "The checkpoint's run had other batches"
-            given = ", ".join(key for name in refused for key in accepting[name])
-            restore = f"Give {given} and as many devices as before"
+            batch_keys = ", ".join(key for name in refused for key in accepting[name])
+            restore = f"Give {batch_keys} and as many devices as before"
         else:
             what, restore = "The checkpoint stands in other data than the config describes", "Restore the data"
         raise UserError(

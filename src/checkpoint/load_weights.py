@@ -115,11 +115,11 @@ def _load_named(path: str, wanted: Tree, tree: Tree, ema: bool) -> tuple[dict[st
     return {name.partition(".")[2]: array for name, array in restored.items()}, meta, messages
 
 
-def _check_names(path: str, wanted: Iterable[str], there: Iterable[str]) -> None:
+def _check_names(path: str, wanted: Iterable[str], available: Iterable[str]) -> None:
     """Raises UserError for a weight that is not there."""
     for name in wanted:
-        if name not in there:
-            raise UserError(f"load_weights_rules: {path} has no {name}: it has {first_few(there, near=name)}")
+        if name not in available:
+            raise UserError(f"load_weights_rules: {path} has no {name}: it has {first_few(available, near=name)}")
 
 
 def _wanted(tree: Tree, keep_dtypes: bool, meta: Mapping[str, Any], saved: Mapping[str, Any]) -> Tree:

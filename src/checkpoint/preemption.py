@@ -69,8 +69,8 @@ class Preemption:
         asked = False
         while number := os.read(self._reader, 1)[0]:
             if number == signal.SIGINT and asked:
-                kept = f"; {kept_checkpoint(self._folder)}" if self._folder else ""
-                end(INTERRUPTED, f"interrupted{kept}", at_once=True)
+                note = f"; {kept_checkpoint(self._folder)}" if self._folder else ""
+                end(INTERRUPTED, f"interrupted{note}", at_once=True)
             if number == signal.SIGINT:
                 print("Ctrl-C: the run ends after this step; once more ends it at once", file=sys.stderr, flush=True)
                 if self._distributed:

@@ -41,7 +41,7 @@ class RunFolder:
         self.local = Path(tempfile.mkdtemp(prefix="mintext-")) if self._is_remote else Path(self.path)
         self._synced: dict[Path, tuple[int, int]] = {}  # (bytes, modification time in ns) of what the store has
         self._lock: int | None = None  # a file descriptor
-        self._made: list[Path] = []  # by `lock`: the folder and those above it, innermost first
+        self._created: list[Path] = []  # by `lock`: the folder and those above it, innermost first
 
     def check_writable(self) -> None:
         """Raises UserError if the folder is not writable or has a folder in a file's place; leaves nothing behind."""
@@ -69,10 +69,10 @@ class RunFolder:
         """Keeps other runs out of a folder on a local disk until `close`; raises UserError if one is in it."""
         if jax.process_index() != 0 or self._is_remote:
             return
-        made = [folder for folder in (Path(self.path), *Path(self.path).parents) if not folder.exists()]
+        created = [folder for folder in (Path(self.path), *Path(self.path).parents) if not folder.exists()]
         message = f"another process is running in {self.path}: wait for it, or use another run_name"
         self._lock = lock(Path(self.path), message)
-        self._made = made
+        self._created = created
 
     def write_text(self, name: str, text: str) -> None:
         """Writes the file `name` in the folder atomically: readers find the old or the new content, whole."""
@@ -125,7 +125,7 @@ class RunFolder:
         self.sync()
         if self._lock is not None:
             with contextlib.suppress(OSError):  # one holds files
-                for folder in self._made:
+                for folder in self._created:
                     folder.rmdir()
             os.close(self._lock)
             self._lock = None
@@ -177,8 +177,8 @@ def kept_checkpoint(folder: epath.Path) -> str:
 
 def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception) -> Exception:
     """Explains to a user why a checkpoint of `size` bytes could not be written; returns any other `error` itself."""
-    kept = steps_in(checkpoints)
-    stands = f"Checkpoint {kept[0]} stands" if kept else "No checkpoint was saved before"
+    steps = steps_in(checkpoints)
+    stands = f"Checkpoint {steps[0]} stands" if steps else "No checkpoint was saved before"
     failure = failure_of(error)
     if failure is Failure.FULL:
         free = (

@@ -102,15 +102,15 @@ def help_text(key: str) -> str:
 
 
 def _overview(usage: Usage) -> str:
-    own, others = [], []
+    in_full, names_only = [], []
     for title, keys in keys_by_group().items():
         if title.startswith(usage.groups):
-            own += [f"\n{title}", *map(key_lines, keys)]
+            in_full += [f"\n{title}", *map(key_lines, keys)]
         else:
             names = textwrap.fill("  ".join(key.name for key in keys), 118)
-            others.append(f"\n{title}\n{textwrap.indent(names, '  ')}")
-    heading = "\nAll other keys" if own else "\nKeys, with their defaults in configs/base.yml"
-    return "\n".join([usage.text, *own, heading, *others])
+            names_only.append(f"\n{title}\n{textwrap.indent(names, '  ')}")
+    heading = "\nAll other keys" if in_full else "\nKeys, with their defaults in configs/base.yml"
+    return "\n".join([usage.text, *in_full, heading, *names_only])
 
 
 if __name__ == "__main__":

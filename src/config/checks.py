@@ -97,12 +97,12 @@ def _profile(config: FlatKeys) -> Iterator[str]:
         yield f"pgle=auto does nothing with JAX_PGLE_PROFILING_RUNS={runs} in the environment: unset it"
     elif config.pgle == "auto" and -1 != steps <= runs:
         yield f"pgle=auto compiles step {runs + 1} by a profile of those before it, and steps={steps}: raise steps"
-    others = {
+    excluded = {
         "compiled_trainstep_file": "a saved step is not compiled again; src.train_compile takes a pgle_profile",
         "pgle_profile": "one run measures, another is compiled by what it measured",
         "profiler": "the GPU's counters have room for one profiler",
     }
-    for key, why in others.items():
+    for key, why in excluded.items():
         if config.pgle and config[key]:
             yield f"pgle={config.pgle} and {key}={config[key]} exclude each other: {why}. Set one of them"
 

@@ -163,5 +163,5 @@ class Model(ModelSize, LayerFacts, AttentionFacts, PositionFacts, FeedForwardFac
 
     @property
     def moe_mlp_dim(self) -> int:
-        """F of an expert."""
+        """Returns F of an expert."""
         return self._expert_dim or self.mlp_dim

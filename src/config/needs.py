@@ -1,4 +1,4 @@
-"""Which keys have no effect without which values of others, or in which commands, and settings that so have none."""
+"""Keys that have no effect without some values of others, or in some commands, and settings that so have none."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

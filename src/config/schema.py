@@ -167,7 +167,7 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Data(DataSources, Conversations):
-    """Which data are read, and with which tokenizer."""
+    """The data that are read, and their tokenizer."""
 
 
 def size_key(kind: str, mesh_axis: str) -> str:

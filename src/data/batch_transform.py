@@ -53,20 +53,20 @@ def apply_transform(
     expected = {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}
     expected |= {name: f"{field.dtype} {[rows, *field.shape]}" for name, field in fields.items()}
     arrays = _returned(function, batch)
-    found = {name: f"{array.dtype} {list(array.shape)}" for name, array in arrays.items()}
-    if different := changed_keys(expected, found):
-        listed = "\n".join(f"  {n}: {expected.get(n, 'none')} -> {found.get(n, 'none')}" for n in different)
+    returned = {name: f"{array.dtype} {list(array.shape)}" for name, array in arrays.items()}
+    if different := changed_keys(expected, returned):
+        listed = "\n".join(f"  {n}: {expected.get(n, 'none')} -> {returned.get(n, 'none')}" for n in different)
         raise UserError(
             f"batch_transform returned other arrays than expected (expected -> returned):\n{listed}\n"
             "Expected the names, shapes and dtypes it was given, and the fields that it adds to two rows of padding"
         )
     ids, whole, any_number = (0, vocab_size - 1), (0, np.iinfo(np.int32).max), (-MAX_WEIGHT, MAX_WEIGHT)
     ranges = {"tokens": ids, "targets": ids, "segment_ids": whole, "positions": whole, "loss_mask": any_number}
-    for name, (least, most) in ranges.items():
-        unfit = ~((arrays[name] >= least) & (arrays[name] <= most))  # NaN is within no range
+    for name, (low, high) in ranges.items():
+        unfit = ~((arrays[name] >= low) & (arrays[name] <= high))  # NaN is within no range
         if unfit.any():
             raise UserError(
-                f"batch_transform returned {name} with the value {arrays[name][unfit][0]}: expected {least} to {most}"
+                f"batch_transform returned {name} with the value {arrays[name][unfit][0]}: expected {low} to {high}"
             )
     return arrays
 

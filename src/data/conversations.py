@@ -110,9 +110,9 @@ def read_message(message: Any, number: int) -> Message:
     if role not in ROLES:
         raise ValueError(f"message {number} has the role {role!r}: expected one of {', '.join(ROLES)}")
     if not isinstance(content, str):
-        found = textwrap.shorten(json.dumps(content, ensure_ascii=False), 40, placeholder="...")
+        excerpt = textwrap.shorten(json.dumps(content, ensure_ascii=False), 40, placeholder="...")
         raise ValueError(
-            f'message {number} has "content": {found}, expected a string. '
+            f'message {number} has "content": {excerpt}, expected a string. '
             "Calls of tools and parts that are no text are not read: write them out as text, or leave the line out"
         )
     if role == "assistant" and not content.strip():
@@ -174,15 +174,15 @@ def _turn_begin(tokenizer: Tokenizer, messages: tuple[Message, ...], prompt: str
 
     def content_begin(messages: Sequence[Message], add_generation_prompt: bool) -> int:
         """Finds where the template writes the content of the last message."""
-        others = ([*messages[:-1], {**messages[-1], "content": content}] for content in ("x", "y"))
-        one, other = (tokenizer.render_chat(each, add_generation_prompt, NOW) for each in others)
+        variants = ([*messages[:-1], {**messages[-1], "content": content}] for content in ("x", "y"))
+        one, other = (tokenizer.render_chat(each, add_generation_prompt, NOW) for each in variants)
         return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
 
     if len(messages) > 1:
         before = prompt[content_begin(messages[:-1], True) :]
-        found = text.rfind(before, 0, content_begin(messages, False))
-        if before and found >= 0:
-            return found + len(before)
+        begin = text.rfind(before, 0, content_begin(messages, False))
+        if before and begin >= 0:
+            return begin + len(before)
     raise UserError(
         f"the tokenizer's chat template does not show where message {len(messages)}, the assistant's, begins: with it "
         "the conversation is written in another way than the prompt for it. Give the tokenizer a template that only "

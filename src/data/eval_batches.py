@@ -66,12 +66,12 @@ class EvalBatches:
     def steps(self) -> int:
         """Counts the batches of an evaluation. The first call, also by `iter`, waits for that of other hosts."""
         if self._steps is None:  # as many as the host with the most rows needs
-            stream, layout, most = DocumentStream(self._inputs, self._source), layout_of(self._inputs), 0
+            stream, layout, max_rows = DocumentStream(self._inputs, self._source), layout_of(self._inputs), 0
             for row in self._rows:
                 ordinals = range(row, len(self._source), self._global_batch)
                 sizes = ([len(document.ids) for document in stream.documents(ordinal)] for ordinal in ordinals)
-                most = max(most, rows_needed(sizes, self._inputs.batch.max_target_length, layout))
-            self._steps = int(max_over_hosts(np.int32(most)))
+                max_rows = max(max_rows, rows_needed(sizes, self._inputs.batch.max_target_length, layout))
+            self._steps = int(max_over_hosts(np.int32(max_rows)))
         return self._steps
 
     def position(self) -> dict[str, Any]:

@@ -61,11 +61,11 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, global_batch: int) -> F
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], of: str = "") -> list[str]:
     """Lists how two fingerprints differ, fact by fact, each name preceded by `of`."""
-    found = []
+    changes = []
     for name in changed_keys(old, new):
         before, after = old.get(name), new.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            found += differences(before, after, f"{of}{name} ")
+            changes += differences(before, after, f"{of}{name} ")
         else:
-            found.append(f"{of}{name} {before!r} there, {after!r} here")
-    return found
+            changes.append(f"{of}{name} {before!r} there, {after!r} here")
+    return changes

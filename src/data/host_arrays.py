@@ -52,11 +52,11 @@ def gather_json(value: Any) -> list[Any]:
 def check_same(facts: Mapping[str, str | int], what: str, needed: str) -> None:
     """Raises UserError on every process, naming both sides, if one reads another `what`, by its `facts`."""
     everyones = gather_json(facts)
-    if others := [process for process, each in enumerate(everyones) if each != everyones[0]]:
-        first, other = everyones[0], everyones[others[0]]
+    if differing := [process for process, each in enumerate(everyones) if each != everyones[0]]:
+        first, other = everyones[0], everyones[differing[0]]
         listed = "\n".join(
-            f"  {name}: {first.get(name)} in process 0, {other.get(name)} in process {others[0]}"
+            f"  {name}: {first.get(name)} in process 0, {other.get(name)} in process {differing[0]}"
             for name in changed_keys(first, other)
         )
-        processes = ", ".join(map(str, others))
+        processes = ", ".join(map(str, differing))
         raise UserError(f"process {processes} reads other {what} than process 0: give all hosts {needed}.\n{listed}")

@@ -132,9 +132,9 @@ class HuggingFaceTokenizer(Tokenizer):
         """Returns the id of bos or eos; None if no file names it."""
         if (token := tokens.get(f"{kind}_token")) is None:
             return next(iter(ids.get(f"{kind}_token_id", ())), None)
-        if (found := self._tokenizer.token_to_id(token)) is None:
+        if (token_id := self._tokenizer.token_to_id(token)) is None:
             raise UserError(f"tokenizer_path: {self._file} has no token {token!r}, which is said to be its {kind}")
-        return found
+        return token_id
 
 
 def _chat_template(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[str | None, Path]:

@@ -30,9 +30,9 @@ class StreamSource(Source):
     """
 
     def __init__(
-        self, name: str, made: Any, read: Callable[[int, Any], Item], facts: Fingerprint, shuffles: bool = False
+        self, name: str, iterable: Any, read: Callable[[int, Any], Item], facts: Fingerprint, shuffles: bool = False
     ) -> None:
-        self.name, self._made, self._read, self._facts, self.shuffles = name, made, read, facts, shuffles
+        self.name, self._iterable, self._read, self._facts, self.shuffles = name, iterable, read, facts, shuffles
 
     def __len__(self) -> int:
         raise UserError(
@@ -65,13 +65,13 @@ class StreamSource(Source):
 
     def open(self, epoch: int, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
         """Begins an epoch, at its start or at a state of it; returns its items, and what gives the state among them."""
-        if hasattr(self._made, "load_state_dict"):
-            if hasattr(self._made, "set_epoch"):  # as datasets has, of which each epoch has another order of files
-                call(self.name, self._made.set_epoch, epoch)
+        if hasattr(self._iterable, "load_state_dict"):
+            if hasattr(self._iterable, "set_epoch"):  # as datasets has, of which each epoch has another order of files
+                call(self.name, self._iterable.set_epoch, epoch)
             if state is not None:
-                call(self.name, self._made.load_state_dict, state)
-            return call(self.name, iter, self._made), self._made.state_dict
-        iterator = call(self.name, iter, self._made)
+                call(self.name, self._iterable.load_state_dict, state)
+            return call(self.name, iter, self._iterable), self._iterable.state_dict
+        iterator = call(self.name, iter, self._iterable)
         if state is not None:
             call(self.name, iterator.set_state, state)
         return iterator, iterator.get_state

@@ -89,20 +89,20 @@ class Answers:
         for index, (_, keywords) in enumerate(requests):
             kinds.setdefault(json.dumps(dict(keywords), sort_keys=True), []).append(index)
         for indices in kinds.values():
-            sampling, most, until = read_keywords(requests[indices[0]][1])
-            if most >= self._T:
+            sampling, length, until = read_keywords(requests[indices[0]][1])
+            if length >= self._T:
                 raise UserError(
-                    f"max_gen_toks={most} of a task leaves no room for a context in max_target_length={self._T}: "
+                    f"max_gen_toks={length} of a task leaves no room for a context in max_target_length={self._T}: "
                     "raise it"
                 )
             generator = Generator(self._plan, self._weights, sampling, self._decoding.decode_seed, self._T)
-            decoding = dataclasses.replace(self._decoding, sample_length=most, decode_stop=until)
+            decoding = dataclasses.replace(self._decoding, sample_length=length, decode_stop=until)
             contexts = {index: self._context(requests[index][0]) for index in indices}
-            self.truncated += sum(len(ids) > self._T - most for ids in contexts.values())
+            self.truncated += sum(len(ids) > self._T - length for ids in contexts.values())
             order = sorted(indices, key=lambda index: -len(contexts[index]))
             for first in _shown(range(0, len(order), self._B), -(-len(order) // self._B), "batches of texts generated"):
                 rows = order[first : first + self._B]
-                prompts = [contexts[index][-(self._T - most) :] for index in rows]
+                prompts = [contexts[index][-(self._T - length) :] for index in rows]
                 batch = [Completion(decoding, self._T, self.tokenizer, prompt) for prompt in prompts]
                 generate(generator, batch, self._B, first)
                 for index, completion in zip(rows, batch, strict=True):
@@ -182,8 +182,8 @@ def read_keywords(keywords: Mapping[str, Any]) -> tuple[Sampling, int, tuple[str
     elif sample and "temperature" not in keywords:
         temperature = 1.0
     until = (until,) if isinstance(until, str) else tuple(until)
-    most = int(lengths[0]) if lengths else _DEFAULT_LENGTH
-    return Sampling(temperature, int(top_k), float(top_p)), most, tuple(filter(None, until))
+    length = int(lengths[0]) if lengths else _DEFAULT_LENGTH
+    return Sampling(temperature, int(top_k), float(top_p)), length, tuple(filter(None, until))
 
 
 def _shown(items: Iterable[Any], total: int, what: str) -> Iterable[Any]:

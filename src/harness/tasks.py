@@ -60,14 +60,14 @@ class Tasks(TaskManager):
             raise UserError(f"include_path={keys.include_path}: there is no such folder")
         super().__init__(include_path=str(folder) if keys.include_path else None, include_defaults=include_defaults)
         self.keys = keys
-        self.found = super().load(self._names())
+        self.loaded = super().load(self._names())
 
     def load(self, _: Any) -> Any:  # noqa: D102
-        return self.found
+        return self.loaded
 
     def _names(self) -> list[str]:
         """Returns the names that the key lists or fits by *; the path of a .yaml file is one too."""
-        found: list[str] = []
+        all_names: list[str] = []
         for name in filter(None, map(str.strip, self.keys.tasks.split(","))):
             is_file = name.endswith((".yaml", ".yml")) and Path(name).is_file()
             names = [name] if is_file else self.match_tasks([name])
@@ -76,8 +76,8 @@ class Tasks(TaskManager):
                     f"tasks: {name} is none of the {len(self.all_tasks):,} that the harness knows."
                     f"{did_you_mean(name, self.all_tasks)} include_path=FOLDER adds those of its .yaml files"
                 )
-            found += [name for name in names if name not in found]
-        return found
+            all_names += [name for name in names if name not in all_names]
+        return all_names
 
 
 def find_tasks(keys: HarnessTasks) -> Tasks:
@@ -100,7 +100,7 @@ def _loaded(keys: HarnessTasks, include_defaults: bool) -> Tasks:
             "from the Hugging Face Hub; one with files on this machine has, in its .yaml, dataset_path: json and "
             "dataset_kwargs: {data_files: FILES}"
         ) from error
-    for name, task in tasks.found["tasks"].items():
+    for name, task in tasks.loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             raise UserError(
                 f"tasks: {name} runs code that a model writes, or shows it images, which is not done here: python -m "
@@ -113,12 +113,12 @@ def run_tasks(
     tasks: Tasks, use_chat_template: bool, answers: Answers, facts: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the harness's results, with these facts of the model, as JSON has them; and lines for the user."""
-    keys, asked = tasks.keys, tasks.keys.num_fewshot
+    keys, num_fewshot = tasks.keys, tasks.keys.num_fewshot
     try:
         results = simple_evaluate(
             model=_Model(answers, facts),
-            tasks=[*tasks.found["tasks"]],
-            num_fewshot=None if asked == -1 else asked,
+            tasks=[*tasks.loaded["tasks"]],
+            num_fewshot=None if num_fewshot == -1 else num_fewshot,
             limit=(keys.limit if keys.limit < 1 else int(keys.limit)) or None,
             apply_chat_template=use_chat_template,
             task_manager=tasks,
@@ -127,11 +127,11 @@ def run_tasks(
     except ValueError as error:
         if "larger than population" not in str(error):
             raise
-        raise UserError(f"num_fewshot={asked} is more than a task has examples for") from error
+        raise UserError(f"num_fewshot={num_fewshot} is more than a task has examples for") from error
     lines = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
-    others = [f"{task} {count}" for task, count in results["n-shot"].items() if asked not in (-1, count)]
-    if others:
-        lines.append(f"num_fewshot={asked} is not that of tasks which say theirs: {first_few(others)}")
+    differing = [f"{task} {count}" for task, count in results["n-shot"].items() if num_fewshot not in (-1, count)]
+    if differing:
+        lines.append(f"num_fewshot={num_fewshot} is not that of tasks which say theirs: {first_few(differing)}")
     if answers.truncated:
         lines.append(f"{answers.truncated:,} requests do not fit max_target_length: they lost their beginning")
     text = json.dumps(results, default=handle_non_serializable)

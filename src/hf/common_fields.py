@@ -172,6 +172,7 @@ def read_rope(
     """
     parameters = entry(hf, "rope_scaling", {}) or entry(hf, "rope_parameters", {})
     kind = entry(parameters, "rope_type", entry(parameters, "type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its name in Phi 3's first folders
     if kind not in kinds:
         raise UserError(f"config.json has rotary positions of type {kind}: expected one of {', '.join(kinds)}")
     if unknown := sorted(set(parameters) - _ROPE_NAMES):

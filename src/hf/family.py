@@ -58,7 +58,7 @@ class Family:
 
     @property
     def known(self) -> set[str]:
-        """The entries of config.json that the family has beyond those of all families, but for `only`."""
+        """Returns the entries of config.json beyond those that all families have, but for `only`."""
         return {name for row in self.fields for name in row.names} | {*self.inert, *self.aliases}
 
     def file_name(self, weight: str) -> str:

@@ -46,7 +46,7 @@ class Field:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The entries that the row covers."""
+        """Lists the entries that it covers."""
         return (self.name,)
 
     def read(self, hf: Mapping[str, Any], keys: Keys) -> Keys:

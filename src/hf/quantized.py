@@ -32,7 +32,7 @@ class BlockScaledTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The values' shape."""
+        """Returns the values' shape."""
         return self.values.shape
 
     def read(self, index: Index) -> np.ndarray:
@@ -54,7 +54,7 @@ class Mxfp4Tensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[E, D, F]."""
+        """Returns [E, D, F]."""
         E, F, blocks, _ = self.blocks.shape
         return (E, blocks * MX_BLOCK, F)
 

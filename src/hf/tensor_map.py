@@ -46,10 +46,10 @@ class Rearrangement:
     def __init__(self, pattern: str, sizes: Mapping[str, int]) -> None:
         file_side, _, weight_side = pattern.partition(" -> ")
         self.sizes, self._file_sizes, self._offsets = sizes, dict(sizes), dict.fromkeys(sizes, 0)
-        for before, own, after in re.findall(r"([\w|]*)(\w)\*([\w|]*)", file_side):
-            self._offsets[own] = sum(sizes[letter] for letter in before.replace("|", ""))
-            self._file_sizes[own] = sum(sizes[letter] for letter in (before + own + after).replace("|", ""))
-            file_side = file_side.replace(f"{before}{own}*{after}", own)
+        for before, starred, after in re.findall(r"([\w|]*)(\w)\*([\w|]*)", file_side):
+            self._offsets[starred] = sum(sizes[letter] for letter in before.replace("|", ""))
+            self._file_sizes[starred] = sum(sizes[letter] for letter in (before + starred + after).replace("|", ""))
+            file_side = file_side.replace(f"{before}{starred}*{after}", starred)
         groups = re.findall(r"\(([^)]*)\)|(\S+)", file_side)
         self._file_dims = [(group or single).split() for group, single in groups]  # factors, outermost first
         self._factors = [factor for dim in self._file_dims for factor in dim]
@@ -128,18 +128,18 @@ def lay_out(
     in no row.
     """
     layers = _layer_numbers(shapes)
-    pieces, unmapped, found, module_sizes = [], [], {}, dict[WeightPath, dict[str, int]]()
+    pieces, unmapped, matched, module_sizes = [], [], {}, dict[WeightPath, dict[str, int]]()
     for weight, shape in shapes.items():
         (name, numbers), stacked = _place(weight, layers), weight[0] == "segments"
         row = next((row for row in rows if _is_for(row, name, shape[stacked:], weight, shapes)), None)
         if row is None:
             unmapped.append(f"{'.'.join(map(str, weight))} {list(shape)}")
             continue
-        own = dict(zip(row.dims.partition(" -> ")[2].split(), shape[stacked:], strict=True)) | {"V": vocab_size}
-        found[weight] = name, numbers, stacked, row, own
-        module_sizes.setdefault(weight[:-1], {}).update(own)
-    for weight, (name, numbers, stacked, row, own) in found.items():
-        sizes = {**module_sizes[weight[:-1]], **own}
+        letters = dict(zip(row.dims.partition(" -> ")[2].split(), shape[stacked:], strict=True)) | {"V": vocab_size}
+        matched[weight] = name, numbers, stacked, row, letters
+        module_sizes.setdefault(weight[:-1], {}).update(letters)
+    for weight, (name, numbers, stacked, row, letters) in matched.items():
+        sizes = {**module_sizes[weight[:-1]], **letters}
         rearrangement = Rearrangement(row.dims, sizes)
         for at, number in enumerate(numbers):
             for file, split_index in _files(row.file.replace("{layer}", str(number)), sizes):

@@ -23,12 +23,12 @@ def save_tokenizer(folder: Path, tokenizer: ByteTokenizer | SentencePieceTokeniz
     Raises UserError if tokenizer.json has no such tokenizer.
     """
     of_kind = _of_bytes if isinstance(tokenizer, ByteTokenizer) else _of_sentencepiece
-    made, bos, eos = of_kind(tokenizer)
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (bos, eos)])
-    made.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, made.token_to_id(bos))]
+    fast, bos, eos = of_kind(tokenizer)
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (bos, eos)])
+    fast.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, fast.token_to_id(bos))]
     )
-    made.save(str(folder / "tokenizer.json"))
+    fast.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
     settings |= {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -37,12 +37,12 @@ def save_tokenizer(folder: Path, tokenizer: ByteTokenizer | SentencePieceTokeniz
 def _of_bytes(tokenizer: ByteTokenizer) -> tuple[tokenizers.Tokenizer, str, str]:
     # The characters that stand for bytes, by their bytes (GPT-2, section 2.2): printable ones for themselves.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    vocab = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    made = tokenizers.Tokenizer(models.BPE({**vocab, "<bos>": tokenizer.bos, "<eos>": tokenizer.eos}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return made, "<bos>", "<eos>"
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
+    fast = tokenizers.Tokenizer(models.BPE({**vocab, "<bos>": tokenizer.bos, "<eos>": tokenizer.eos}, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    return fast, "<bos>", "<eos>"
 
 
 def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[tokenizers.Tokenizer, str, str]:
@@ -70,10 +70,10 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[tokenizers.Tok
     merges = [(left, right) for left, right in splits if left in scores and right in scores]
     vocab = {piece.piece: index for index, piece in enumerate(model.pieces)}
     unknown = model.pieces[trainer.unk_id].piece
-    made = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token=unknown, byte_fallback=True))
+    fast = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token=unknown, byte_fallback=True))
     prefix = normalizer.add_dummy_prefix
-    made.normalizer = normalizers.Sequence([*[normalizers.Prepend(_SPACE)] * prefix, normalizers.Replace(" ", _SPACE)])
-    made.decoder = decoders.Sequence(
+    fast.normalizer = normalizers.Sequence([*[normalizers.Prepend(_SPACE)] * prefix, normalizers.Replace(" ", _SPACE)])
+    fast.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *[decoders.Strip(" ", 1, 0)] * prefix]
     )
-    return made, model.pieces[tokenizer.bos].piece, model.pieces[tokenizer.eos].piece
+    return fast, model.pieces[tokenizer.bos].piece, model.pieces[tokenizer.eos].piece

@@ -14,6 +14,9 @@ from src.model.pipeline import Schedule
 from src.model.spec import ModelSpec
 from src.parallel.mesh import Layout
 
+MAX_UNROLLED = 16  # layers: to compile each by itself takes a CPU longer the more there are
+MAX_LOGITS = 8 * 2**30  # bytes on a device
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -65,9 +68,6 @@ class Execution:
         return jax.checkpoint_policies.save_only_these_names(*sorted(on_device))
 
 
-MAX_UNROLLED = 16  # layers: to compile each by itself takes a CPU longer the more there are
-
-
 def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: Schedule | None) -> Execution:
     """Returns how layers run by the keys of a step.
 
@@ -86,9 +86,6 @@ def make_execution(step: Step, spec: ModelSpec, layout: Layout, schedule: Schedu
     return Execution(scans, step.remat_policy, dict(step.remat_custom), schedule, spec.has_experts, early, branch)
 
 
-MAX_LOGITS = 8 * 2**30  # bytes on a device
-
-
 def vocab_tiles(step: Step, batch: BatchKeys, vocab_size: int, layout: Layout) -> int:
     """Returns `num_vocab_tiling`, or for 0 the fewest tiles (a power of 2) whose logits and gradient fit MAX_LOGITS.
 
@@ -99,8 +96,8 @@ def vocab_tiles(step: Step, batch: BatchKeys, vocab_size: int, layout: Layout) -
         return tiles
     shards = math.prod(layout.shards(axis) for axis in ("batch", "length", "vocab"))
     logits = batch.per_device_batch_size * layout.mesh.size * length * vocab_size / shards
-    bytes_, most = 2 * logits * jnp.dtype(step.dtype).itemsize, length // layout.shards("norm_length")
+    bytes_, max_tiles = 2 * logits * jnp.dtype(step.dtype).itemsize, length // layout.shards("norm_length")
     tiles = 1
-    while bytes_ / tiles > MAX_LOGITS and most % (2 * tiles) == 0:
+    while bytes_ / tiles > MAX_LOGITS and max_tiles % (2 * tiles) == 0:
         tiles *= 2
     return tiles

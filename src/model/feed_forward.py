@@ -80,7 +80,7 @@ def activated(factors: Sequence[Array], spec: LayerSpec) -> Array:
     """Multiplies the activated factors, [..., F] each; a remat policy keeps them by the name mlpwi."""
     factors = [checkpoint_name(factor, "mlpwi") for factor in factors]
     if limit := spec.mlp_activations_limit:  # the gate, the first factor, is clipped from above only
-        gate, *others = factors
-        factors = [jnp.minimum(gate, limit), *(jnp.clip(x, -limit, limit) for x in others)]
+        gate, *linear = factors
+        factors = [jnp.minimum(gate, limit), *(jnp.clip(x, -limit, limit) for x in linear)]
     activated_factors = (ACTIVATIONS[name](x) for name, x in zip(spec.mlp_activations, factors, strict=True))
     return functools.reduce(operator.mul, activated_factors)

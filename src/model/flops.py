@@ -103,12 +103,12 @@ def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple
 
     What several of a block's part take counts once: of attention's query, key and value.
     """
-    taken = made = 0.0
+    inputs = outputs = 0.0
     for layer, count in all_layers(spec).items():
         weights = [each for each in _weights(layer, spec) if each.path in paths]
-        taken += count * sum({(each.path[0], each.input): each.taken for each in weights}.values())
-        made += count * sum(each.used / each.summed for each in weights)
-    return taken, made
+        inputs += count * sum({(each.path[0], each.input): each.taken for each in weights}.values())
+        outputs += count * sum(each.used / each.summed for each in weights)
+    return inputs, outputs
 
 
 def _layer_products(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], float]]:

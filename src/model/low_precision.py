@@ -93,8 +93,8 @@ class Products:
 
     def bound(self, weight: Array, dims: Sequence[int]) -> Array:
         """Returns what `multiply` takes as a weight's largest magnitudes over `dims`."""
-        found = largest(jax.lax.stop_gradient(weight), dims)
-        return jnp.full_like(found, self.bounds[0]) if self.bounds[0] else found
+        magnitudes = largest(jax.lax.stop_gradient(weight), dims)
+        return jnp.full_like(magnitudes, self.bounds[0]) if self.bounds[0] else magnitudes
 
     def multiply(self, x: Array, weight: Array, bound: Array, axes: tuple[str | None, ...], einsum: str) -> Array:
         """Multiplies as `einsum` says by a weight with these logical axes, whose largest magnitudes are `bound`.

@@ -30,7 +30,7 @@ AXIS = "stage"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which turn of which micro-batch (an item) each stage works on, iteration by iteration.
+    """The item, a micro-batch's turn, that each stage works on, iteration by iteration.
 
     Stage s takes the same items as stage 0, s iterations later: P micro-batches in a row make their first turn, then
     their second and so on, then the next P come. So the first stage needs at once what the last one passes back to it.
@@ -79,7 +79,7 @@ def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule | Non
     stages, group = layout.mesh.shape[AXIS], spec.layer_groups[spec.largest_group]
     micro_batches, repeats = mesh.num_pipeline_microbatches, mesh.num_pipeline_repeats
     if stages == 1:
-        if (micro_batches, repeats) != (-1, 1):
+        if micro_batches != -1 or repeats not in (-1, 1):
             raise UserError(
                 "num_pipeline_microbatches and num_pipeline_repeats need more than one pipeline stage: set "
                 "ici_pipeline_parallelism or dcn_pipeline_parallelism"

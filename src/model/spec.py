@@ -110,12 +110,12 @@ def layer_models(model: Model) -> list[tuple[Model, str]]:
     count = model.num_decoder_layers
     if not model.decoder_segments:
         return [(model, "")] * count
-    given = sum(max(entry.get("repeats", 1), 0) * len(entry["pattern"]) for entry in model.decoder_segments)
+    counted = sum(max(entry.get("repeats", 1), 0) * len(entry["pattern"]) for entry in model.decoder_segments)
     layers: list[tuple[Model, str]] = []
     for index, entry in enumerate(model.decoder_segments):
         pattern, repeats = entry["pattern"], entry.get("repeats", 1)
         if repeats == -1:
-            repeats = (count - given) // len(pattern)
+            repeats = (count - counted) // len(pattern)
         layers += repeats * [
             (dataclasses.replace(model, **frozen(facts)), f"{index}.{position}" if entry.get("shared", False) else "")
             for position, facts in enumerate(pattern)

@@ -27,7 +27,7 @@ class Accumulation:
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
-        """The replica axes over which gradients are reduced here, once (manual reduction), and not by the compiler."""
+        """Lists the replica axes over which gradients are reduced here once (manual reduction), not by the compiler."""
         # In one round there is one gradient of each weight for the compiler to reduce; in a loop it would reduce each.
         return self.replica_axes if self.micro_batches > 1 or self.pipelined else ()
 

@@ -89,7 +89,7 @@ class Layout:
                 yield axis, f"{axis} = {size}{key} is not divisible by {self.sharded_by(axis)}"
 
     def split_rows(self, x: Array, parts: int, *axes: str | None) -> Array:
-        """[B, ...] to [parts, B / parts, ...], rows on the devices where they are; `axes` of further dims, or none."""
+        """Splits [B, ...] to [parts, B / parts, ...], rows on the devices where they are; `axes`: of further dims."""
         x = jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
         return self.constrain(x, None, "batch", *(axes or [None] * (x.ndim - 2)))
 
@@ -148,7 +148,7 @@ def replica_axes(layout: Layout, shardings: Any) -> tuple[str, ...]:
 
 
 def add_mesh_axes(sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str]) -> NamedSharding:
-    """`sharding` of an array of this shape, with a dim cut by the mesh axes `axes` too; as it is where none divides."""
+    """Adds the mesh axes `axes` to a dim of an array of this shape; returns `sharding` as it is where none divides."""
     parts = list(map(axes_of_dim, sharding.spec))
     # The first dim that nothing cuts yet comes first, which is mostly that of layers.
     for dim in sorted(range(len(shape)), key=lambda dim: bool(parts[dim])):

@@ -39,8 +39,8 @@ def mesh_sizes(kind: str, section: Mesh, devices: int, groups: int) -> list[int]
     """Returns the axes' sizes of one kind, ici or dcn, -1 filled in: `devices` in each of `groups` slices or hosts."""
     sizes = {key: getattr(section, key) for key in (size_key(kind, name) for name in section.mesh_axes)}
     total = devices if kind == "ici" else groups
-    given = math.prod(size for size in sizes.values() if size != -1)
-    filled = [total // given if size == -1 else size for size in sizes.values()]
+    known_size = math.prod(size for size in sizes.values() if size != -1)
+    filled = [total // known_size if size == -1 else size for size in sizes.values()]
     if math.prod(filled) == total:
         return filled
     larger = [f"{key}={size}" for key, size in sizes.items() if size not in (1, -1)]
@@ -48,7 +48,7 @@ def mesh_sizes(kind: str, section: Mesh, devices: int, groups: int) -> list[int]
     plural = "s" * (total > 1)
     what = f"device{plural} in each slice or host" if kind == "ici" else f"slice{plural} or host{plural}"
     if -1 in sizes.values():
-        product += f" = {given}" if len(larger) > 1 else ""
+        product += f" = {known_size}" if len(larger) > 1 else ""
         problem = f"{product} does not divide {total} {what}: {any_of(divisors(total))} do{'es' * (total == 1)}."
     else:
         advice = f"Set one of the sizes to -1 (what is left), or sizes whose product is {total}."
@@ -58,7 +58,7 @@ def mesh_sizes(kind: str, section: Mesh, devices: int, groups: int) -> list[int]
             " Larger dcn sizes need a job on more slices or hosts, which JAX did not find (docs/launch.md), or with "
             "compile_topology, compile_topology_num_slices."
         )
-    if kind == "ici" and groups > 1 and given > devices:
+    if kind == "ici" and groups > 1 and known_size > devices:
         problem += f" Between the {groups} slices or hosts sizes are dcn_*_parallelism."
     raise UserError(f"The mesh does not multiply out: {problem}")
 
@@ -70,8 +70,8 @@ def divisors(number: int) -> list[int]:
 
 def any_of(choices: Sequence[Any]) -> str:
     """Joins choices in words, such as `1, 2 or 4`."""
-    *others, last = map(str, choices)
-    return f"{', '.join(others)} or {last}" if others else last
+    *first, last = map(str, choices)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def describe_mesh(sizes: Mapping[str, int]) -> str:

@@ -36,12 +36,12 @@ class Topology(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """JAX devices of all slices together."""
+        """Counts the JAX devices of all slices."""
         return math.prod(self.shape) * self.devices_per_chip * self.slices
 
     @property
     def host_shape(self) -> tuple[int, ...]:
-        """Chips of a host along each dim: four TPU chips, but one or eight where that is the whole slice."""
+        """Counts a host's chips along each dim: four TPU chips, but one or eight where that is the whole slice."""
         if self.platform != "tpu":
             return self.shape
         if self.shape in ((1, 1), (1, 1, 1)):

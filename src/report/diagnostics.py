@@ -61,7 +61,7 @@ def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Iterato
         asked = [int(number) for number in re.findall(r"(\d{6,}) bytes", message)]
         size = f": {max(asked) / 2**30:,.1f} GiB at once were asked for" if asked else ""
         where = f"cpu-{jax.device_count()}" if jax.default_backend() == "cpu" else "these devices, such as v5p-8"
-        kept = getattr(error, "kept_checkpoint", "")  # of checkpoint.run_folder.in_run_folder
+        note = getattr(error, "kept_checkpoint", "")  # of checkpoint.run_folder.in_run_folder
         raise UserError(
             f"memory is full{size}, on {jax.device_count()} x {jax.devices()[0].device_kind}. JAX says: {message}\n"
             f"What helps: a smaller per_device_batch_size (here {per_device_batch_size:g}; "
@@ -69,7 +69,7 @@ def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Iterato
             f"{remat_policy}), num_vocab_tiling for the logits, more devices, over which "
             "ici_fsdp_parallelism=-1 shards the weights, or a smaller model. python -m src.train_compile with these "
             f"keys and compile_topology={where} lists what a step needs, and what would make it fit."
-            + (f"\n{kept}" if kept else "")
+            + (f"\n{note}" if note else "")
         ) from error
 
 

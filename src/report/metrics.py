@@ -128,11 +128,11 @@ def _in_parts(name: str) -> Iterator[None]:
     spec = importlib.util.find_spec(name)
     assert spec, f"requirements.txt has {name}"
     empty = importlib.util.module_from_spec(spec)
-    found = sys.modules.setdefault(name, empty)
+    module = sys.modules.setdefault(name, empty)
     try:
         yield
     finally:
-        if found is empty:
+        if module is empty:
             del sys.modules[name]
 
 
@@ -287,9 +287,9 @@ def eval_line(entry: Mapping[str, int | float], steps: int) -> str:
     """Formats an evaluation's metrics, a line for each set, with losses in the column of training losses."""
     lines = []
     for name, metrics in eval_sets(entry).items():
-        others = "".join(f"  {key.removeprefix('eval_')} {metrics[key]:.4f}" for key in user_metrics(metrics))
+        extra = "".join(f"  {key.removeprefix('eval_')} {metrics[key]:.4f}" for key in user_metrics(metrics))
         loss = f"eval {metrics['eval_loss']:7.4f}  perplexity {metrics['eval_perplexity']:.3f}"
-        lines.append(f"{_step_column(entry, steps)}  {loss}{others}{f'  {name}' if name else ''}")
+        lines.append(f"{_step_column(entry, steps)}  {loss}{extra}{f'  {name}' if name else ''}")
     return "\n".join(lines)
 
 

@@ -236,6 +236,6 @@ def sets_aside(checkpointer: Checkpointer, recorder: Recorder, folder: RunFolder
     except NonFiniteError as error:
         names = checkpointer.set_aside(recorder.last_finite)
         aside = f" The newest one, which led to this, is kept as {', '.join(names)}." if names else ""
-        kept = kept_checkpoint(folder.path)
-        goes_on = ", and the run goes on from it." if kept.endswith("stands") else "."
-        raise UserError(f"{error} {kept[0].upper()}{kept[1:]}{goes_on}{aside}") from None
+        note = kept_checkpoint(folder.path)
+        goes_on = ", and the run goes on from it." if note.endswith("stands") else "."
+        raise UserError(f"{error} {note[0].upper()}{note[1:]}{goes_on}{aside}") from None

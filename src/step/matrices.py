@@ -20,7 +20,7 @@ class Matrix:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Those of one matrix or vector."""
+        """Lists the dims of a matrix or vector."""
         return (*self.inputs, *self.outputs)
 
 

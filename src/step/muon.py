@@ -19,7 +19,7 @@ UPDATE_RMS = 0.2  # AdamW's, so that one learning rate serves both (Liu et al. 2
 
 
 def orthogonal_updates(matrices: Any, chosen: Any, shardings: Any) -> optax.GradientTransformation:
-    """The nearest orthogonal matrix, about, of each `chosen` matrix, times 0.2 and the root of its longer side.
+    """Makes each `chosen` matrix about its nearest orthogonal one, times 0.2 and the root of its longer side.
 
     So updates have the root mean square 0.2 (Liu et al. 2025, equation 4). All other weights' pass as they are. On a
     mesh a device makes whole matrices, as many as another, and their shards go there and back (all-to-all). Where that
@@ -52,15 +52,15 @@ def _update(matrix: Matrix, chosen: bool, at: NamedSharding, x: jax.Array) -> ja
 def _on_whole_matrices(
     x_SIO: jax.Array, stack_axes: list[MeshAxes], row_axes: MeshAxes, column_axes: MeshAxes, mesh: Any
 ) -> jax.Array:
-    """`orthogonalise` while the mesh axes that cut rows and columns cut a dim of the stack instead."""
+    """Orthogonalises while the mesh axes that cut rows and columns cut a dim of the stack instead."""
     cut_by = (*row_axes, *column_axes)
-    parts = [math.prod(mesh.shape[name] for name in (*own, *cut_by)) for own in stack_axes]
+    parts = [math.prod(mesh.shape[name] for name in (*axes, *cut_by)) for axes in stack_axes]
     dim = min(range(len(parts)), key=lambda dim: -x_SIO.shape[dim] % parts[dim] / x_SIO.shape[dim])
     # Filled up with zeros to what the axes divide: devices without a matrix of their own have nothing to do.
     filled = [(0, -size % parts[dim] if each == dim else 0) for each, size in enumerate(x_SIO.shape)]
 
     def placed(moved: MeshAxes, rows: MeshAxes, columns: MeshAxes) -> NamedSharding:
-        stacks = [own + moved if each == dim else own for each, own in enumerate(stack_axes)]
+        stacks = [axes + moved if each == dim else axes for each, axes in enumerate(stack_axes)]
         return NamedSharding(mesh, PartitionSpec(*(names or None for names in (*stacks, rows, columns))))
 
     # One dim's axes after the other: two at once XLA would move by gathering all of the array.
@@ -75,7 +75,7 @@ def _on_whole_matrices(
 
 
 def orthogonalise(x_SIO: jax.Array) -> jax.Array:
-    """U V^T of each matrix U S V^T [..., I, O], with singular values between about 0.7 and 1.2 in the place of 1."""
+    """Makes U V^T of each U S V^T [..., I, O], with singular values between about 0.7 and 1.2 in the place of 1."""
     if x_SIO.shape[-2] > x_SIO.shape[-1]:  # the products below are of the shorter side
         return orthogonalise(x_SIO.swapaxes(-2, -1)).swapaxes(-2, -1)
     a, b, c = COEFFICIENTS

@@ -1,4 +1,4 @@
-"""Which optimizer, learning rate and weight decay each weight has, by `optimizer_rules`."""
+"""The optimizer, learning rate and weight decay of each weight, by `optimizer_rules`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -51,8 +51,8 @@ def where(rules: Tree, field: str, value: Any) -> Tree:
 def decayed(rules: Tree, decays: Tree, rate: jax.Array) -> list[optax.GradientTransformation]:
     """Adds each weight's decay: its rule's, or `rate` if the weight `decays`."""
     default = jax.tree.map(lambda rule, decays: rule.weight_decay is None and decays, rules, decays)
-    own = sorted({rule.weight_decay for rule in jax.tree.leaves(rules) if rule.weight_decay})
-    by_rule = [optax.add_decayed_weights(it, where(rules, "weight_decay", it)) for it in own]
+    rates = sorted({rule.weight_decay for rule in jax.tree.leaves(rules) if rule.weight_decay})
+    by_rule = [optax.add_decayed_weights(it, where(rules, "weight_decay", it)) for it in rates]
     return [optax.add_decayed_weights(rate, default), *by_rule]
 
 

@@ -26,10 +26,10 @@ def check_same_program(built: TracedStep, steps: int) -> None:
     everyones = np.asarray(multihost_utils.process_allgather(mine))
     differ = (everyones != everyones[0]).any(axis=2)
     if differ.any():
-        others = ", ".join(map(str, np.flatnonzero(differ.any(axis=1))))
+        processes = ", ".join(map(str, np.flatnonzero(differ.any(axis=1))))
         what = " and ".join(text for text, differs in zip(texts, differ.any(axis=0), strict=True) if differs)
         raise UserError(
-            f"process {others} would train otherwise than process 0: {what} differ. Keys, code and packages are the "
+            f"process {processes} would train otherwise than process 0: {what} differ. Keys, code and packages are the "
             "same, so look at the environment of the processes (XLA_FLAGS, JAX_*), at other packages, and at functions "
             "of your own"
         )
@@ -47,11 +47,11 @@ def program_text(traced: jax.stages.Traced, kernel_text: Callable[[bytes], str] 
     lowered = re.sub(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+", lambda body: kernel_text(b64decode(body[0])), lowered)
     lowered = re.sub(r'(?<=, ir = ")ML(?:[^"\\]|\\.)*', lambda body: kernel_text(_unescaped(body[0])), lowered)
     # Python prints the names that a remat policy saves in another order at each start.
-    jaxpr = re.sub(r"frozenset\(\{(.*?)\}\)", lambda found: ", ".join(sorted(found[1].split(", "))), str(traced.jaxpr))
+    jaxpr = re.sub(r"frozenset\(\{(.*?)\}\)", lambda match: ", ".join(sorted(match[1].split(", "))), str(traced.jaxpr))
     return re.sub(r" at 0x[0-9a-f]+", "", jaxpr) + lowered
 
 
 def _unescaped(text: str) -> bytes:
     """Returns the bytes of a string that MLIR printed."""
-    whole = re.sub(r"\\(\\|[0-9A-F]{2})", lambda found: "\\" if found[1] == "\\" else chr(int(found[1], 16)), text)
+    whole = re.sub(r"\\(\\|[0-9A-F]{2})", lambda match: "\\" if match[1] == "\\" else chr(int(match[1], 16)), text)
     return whole.encode("latin1")

@@ -32,6 +32,6 @@ def skip_spikes(
         entered = window[name].at[window["count"] % interval].set(value)
         new[name] = jnp.where(finite, entered, window[name])
     spike &= finite & (filled >= max(2, interval // 2))
-    made = finite & ~spike
-    new |= {"count": window["count"] + finite, "skipped": window["skipped"] + ~made}
-    return made, new, {"spike": spike, "updates_skipped": new["skipped"]}
+    accepted = finite & ~spike
+    new |= {"count": window["count"] + finite, "skipped": window["skipped"] + ~accepted}
+    return accepted, new, {"spike": spike, "updates_skipped": new["skipped"]}

@@ -36,8 +36,8 @@ class TrainState:
 
     def by_name(self) -> dict[str, Any]:
         """Returns the state as checkpoints name its entries: the weights by their roles, and what this run keeps."""
-        kept = {name: tree for name in EXTRAS if (tree := getattr(self, name))}
-        return {"step": self.step, **vars(self.weights), "opt": self.opt, **kept}
+        extras = {name: tree for name in EXTRAS if (tree := getattr(self, name))}
+        return {"step": self.step, **vars(self.weights), "opt": self.opt, **extras}
 
     def averaged(self) -> Weights:
         """Returns the weights with those that are trained replaced by `ema`, in their dtypes."""
@@ -48,8 +48,8 @@ class TrainState:
     def of(cls, entries: Mapping[str, Any]) -> Self:
         """Returns the state with these entries of `by_name`."""
         weights = Weights(*(entries[role] for role in ROLES))
-        kept = {name: entries[name] for name in EXTRAS if name in entries}
-        return cls(entries["step"], weights, entries["opt"], **kept)
+        extras = {name: entries[name] for name in EXTRAS if name in entries}
+        return cls(entries["step"], weights, entries["opt"], **extras)
 
 
 def init_state(plan: StepPlan, weights: Weights | None = None) -> TrainState:

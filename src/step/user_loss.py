@@ -30,10 +30,10 @@ def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPla
     }
     for field, (shape, kind, meaning) in expected.items():
         value = getattr(sums, field)
-        given = f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else class_name(value)
+        returned = f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else class_name(value)
         if not isinstance(value, jax.Array) or value.shape != shape or not jnp.issubdtype(value.dtype, kind):
             raise UserError(
-                f"loss={plan.step.loss} returned LossSums with {field} of {given}: expected {kind.__name__}"
+                f"loss={plan.step.loss} returned LossSums with {field} of {returned}: expected {kind.__name__}"
                 f"{list(shape)}, {meaning}"
             )
     check_metrics(f"loss={plan.step.loss}, its metrics,", sums.metrics)

@@ -5,6 +5,8 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from src.command_line import load
@@ -12,6 +14,7 @@ from src.config.migration_hints import Explained, Renamed, is_maxtext_default, m
 from src.config.schema import KEYS
 from src.config.yaml import Plain, convert, dump, parse_argument
 from src.errors import UserError
+from src.step.build import build
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "from_maxtext_and_pax.md"
@@ -62,6 +65,7 @@ ANSWERED = [
     ("query_proj=offload", "remat_custom.query_proj=offload"),
     ("cosine_learning_rate_final_fraction=0.2", "learning_rate_final_fraction=0.2"),
     ("enable_profiler=true", "profiler=xplane"),
+    ("enable_wandb=true", "type report_to=[wandb] instead"),
     ("scale=3", "global_parameter_scale"),
     ("base_num_heads=8", "base_num_query_heads=8 base_num_kv_heads=8"),
     ("save_period=100", "checkpoint_period=100"),
@@ -194,6 +198,17 @@ def test_maxtexts_own_defaults_are_taken():
     words = {word.partition("=")[0]: word for word in typed_names("maxtext")}
     refused = {key for key, word in words.items() if refusal(word, *BESIDE.get(key, "").split())}
     assert refused == NOT_TAKEN
+
+
+def test_a_step_is_made_with_all_of_maxtexts_own_defaults_on_one_command():
+    """All that are taken, but for the data, of a model that is small."""
+    own = "dataset_type=synthetic steps=2 per_device_batch_size=1 max_target_length=128 vocab_size=64 head_dim=8"
+    own += " base_emb_dim=16 base_mlp_dim=32 base_num_query_heads=2 base_num_kv_heads=2 base_num_decoder_layers=2"
+    left_out = {*NOT_TAKEN, *BESIDE, *(word.partition("=")[0] for word in own.split())}
+    words = [word for word in typed_names("maxtext") if word.partition("=")[0] not in left_out]
+    config = load([BASE, *words, *own.split()])
+    loss = build(config, jax.devices(), {}).traced.out_info[1]["loss"]
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
 @pytest.mark.parametrize(

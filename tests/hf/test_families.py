@@ -218,6 +218,15 @@ def test_a_phi_of_another_kind_of_positions_is_refused():
         facts({**LLAMA31, "model_type": "phi3", "rope_scaling": yarn})
 
 
+def test_su_of_phi_3s_first_folders_is_longrope_as_in_transformers():
+    scaling = {"short_factor": 64 * [1.0], "long_factor": 64 * [2.0], "original_max_position_embeddings": 4096}
+    phi = {**LLAMA31, "model_type": "phi3", "num_key_value_heads": 32}
+    old, new = ({**phi, "rope_scaling": {"type": kind, **scaling}} for kind in ("su", "longrope"))
+    assert facts(old) == facts(new)
+    theirs = transformers.Phi3Config(**old, pad_token_id=0).rope_parameters
+    assert (theirs["rope_type"], theirs["long_factor"]) == ("longrope", 64 * [2.0])
+
+
 ROPES = ("full_attention", "sliding_attention")
 GEMMA4 = {"model_type": "gemma4_text", **saved.CONFIGS["gemma4"][1]}
 

@@ -197,7 +197,7 @@ def _chunk_records(file: str, at: int) -> int:
 def _open_files_allowed() -> int:
     """Returns how many files a source may have open: a quarter of the process's limit, raised where possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 4 * _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 4 * _MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most // 4
+    limit = 4 * _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 4 * _MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit // 4

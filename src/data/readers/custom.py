@@ -29,13 +29,13 @@ def open_custom(spec: SourceSpec, inputs: InputSpec) -> Source:
     """
     name, factory = spec.setting("dataset_factory"), load_function(spec.dataset_factory, spec.key("dataset_factory"))
     with says_if_slow(f"{name}, which has not returned"):
-        made = call(name, factory, inputs.config, spec.split)
+        dataset = call(name, factory, inputs.config, spec.split)
     read = functools.partial(document_of, name, spec.dataset_column, inputs.vocab_size)
-    is_iterable = isinstance(made, Iterable) and not hasattr(made, "__getitem__")
-    if hasattr(made, "load_state_dict") or (is_iterable and hasattr(call(name, iter, made), "get_state")):
-        facts = {**_facts(name, made), "type": "custom", "column": spec.dataset_column}
-        return StreamSource(name, made, read, facts, shuffles=False)
-    return CustomSource(name, made, read)
+    is_iterable = isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__")
+    if hasattr(dataset, "load_state_dict") or (is_iterable and hasattr(call(name, iter, dataset), "get_state")):
+        facts = {**_facts(name, dataset), "type": "custom", "column": spec.dataset_column}
+        return StreamSource(name, dataset, read, facts, shuffles=False)
+    return CustomSource(name, dataset, read)
 
 
 def document_of(name: str, column: str, vocab_size: int, i: int, item: Any) -> str | np.ndarray:
@@ -47,11 +47,11 @@ def document_of(name: str, column: str, vocab_size: int, i: int, item: Any) -> s
         raise UserError(f"{name}: item {i}: {error}") from None
 
 
-def _facts(name: str, made: Any) -> dict[str, str | int]:
+def _facts(name: str, dataset: Any) -> dict[str, str | int]:
     """Returns what `fingerprint()` of a user's object says of it, else its class."""
-    if not callable(getattr(made, "fingerprint", None)):
-        return {"class": class_name(made)}
-    facts = call(f"{name}: fingerprint() of what it returned", made.fingerprint)
+    if not callable(getattr(dataset, "fingerprint", None)):
+        return {"class": class_name(dataset)}
+    facts = call(f"{name}: fingerprint() of what it returned", dataset.fingerprint)
     if not isinstance(facts, Mapping) or any(type(fact) not in (str, int) for fact in facts.values()):
         raise UserError(f"{name}: fingerprint() must return a mapping of names to strings and whole numbers")
     return dict(facts)
@@ -65,23 +65,23 @@ class CustomSource(Source):
     Raises UserError where it returned something else, or no document.
     """
 
-    def __init__(self, name: str, made: Any, read: Callable[[int, Any], str | np.ndarray]) -> None:
+    def __init__(self, name: str, dataset: Any, read: Callable[[int, Any], str | np.ndarray]) -> None:
         self._name, self._document = name, read
         # An element that is not there is what a filter of Grain's MapDataset left out.
-        self._may_filter = hasattr(made, "to_iter_dataset")
-        self._facts = _facts(name, made)
-        is_indexed = hasattr(made, "__len__") and hasattr(made, "__getitem__")
-        if isinstance(made, (str, bytes, Mapping)) or not (is_indexed or isinstance(made, Iterable)):
+        self._may_filter = hasattr(dataset, "to_iter_dataset")
+        self._facts = _facts(name, dataset)
+        is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if isinstance(dataset, (str, bytes, Mapping)) or not (is_indexed or isinstance(dataset, Iterable)):
             raise UserError(
-                f"{name} returned a value of type {class_name(made)}: expected documents, as an object with __len__ "
+                f"{name} returned a value of type {class_name(dataset)}: expected documents, as an object with __len__ "
                 "and __getitem__, or as an iterable"
             )
         if not is_indexed:
             with says_if_slow(f"{name}: the iterable that it returned has not ended, and is read whole"):
-                made, digest = self._read_whole(made)
+                dataset, digest = self._read_whole(dataset)
             self._facts["digest"] = digest
-        self._documents: Sequence[Any] = made
-        self._length = call(f"{name}: len() of what it returned", len, made)
+        self._documents: Sequence[Any] = dataset
+        self._length = call(f"{name}: len() of what it returned", len, dataset)
         if not self._length:
             raise UserError(f"{name} returned no document")
         if self._length == sys.maxsize:
@@ -97,10 +97,10 @@ class CustomSource(Source):
     def fingerprint(self) -> Fingerprint:
         return {**self._facts, "type": "custom", "documents": self._length}
 
-    def _read_whole(self, made: Iterable[Any]) -> tuple[list[str | np.ndarray], str]:
+    def _read_whole(self, dataset: Iterable[Any]) -> tuple[list[str | np.ndarray], str]:
         documents: list[str | np.ndarray] = []
         digest, total = hashlib.sha256(), 0
-        iterator = call(self._name, iter, made)
+        iterator = call(self._name, iter, dataset)
         while (item := call(f"{self._name}: item {len(documents)}", next, iterator, _END)) is not _END:
             document = self._document(len(documents), item)
             data = document.encode() if isinstance(document, str) else document.tobytes()

@@ -46,12 +46,12 @@ class Listing:
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """The files' paths, as the functions here take them."""
+        """Returns the paths that the functions here take."""
         return [os.path.join(self.folder, name) for name in self.sizes]
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        """Counts, a digest of the files' names and sizes, and `contents`, one of what is in them.
+        """Returns counts, a digest of the names and sizes, and `contents`, one of what is in them.
 
         Of more than 16 MiB in all, contents are sampled: 256 blocks of 64 KiB, so that the time is bounded whatever the
         size (of a store that is hundreds of requests). A hundred files or fewer are named one by one too, as
@@ -186,8 +186,8 @@ def _find_local(path: str) -> _Found:
         folder, names = place.parent, [place.name]
     else:
         folder, pattern = Path(_fixed_part(str(place))), place.name
-        found = glob.glob(str(place.relative_to(folder)), root_dir=folder, recursive=True)
-        names = [name for name in found if (folder / name).is_file()]
+        matches = glob.glob(str(place.relative_to(folder)), root_dir=folder, recursive=True)
+        names = [name for name in matches if (folder / name).is_file()]
     return str(folder), pattern, {name: size(os.path.join(folder, name)) for name in names}
 
 
@@ -202,9 +202,9 @@ def _find_remote(path: str, setting: str) -> _Found:
             return path, "", fs.find(place, detail=True)
         return path.removesuffix(os.path.basename(path)), None, {place: info}
 
-    folder, pattern, found = _remote(path, setting, find)
+    folder, pattern, infos = _remote(path, setting, find)
     top = _remote(folder, setting, lambda _, place: place)
-    sizes = {name.removeprefix(top).lstrip("/"): info["size"] for name, info in found.items() if info["type"] == "file"}
+    sizes = {name.removeprefix(top).lstrip("/"): info["size"] for name, info in infos.items() if info["type"] == "file"}
     if pattern is not None:
         # Not hidden files, nor the empty object "folder/" that a store without folders may have in the place of one.
         sizes = {
@@ -230,12 +230,12 @@ def _check_no_gaps(names: Collection[str], pattern: str, setting: str) -> None:
             sets.setdefault(kind, {})[int(match["number"])] = match["after"]
     for (before, total, _), numbers in sets.items():
         first = int(0 not in numbers and int(total) in numbers)  # some count from 1
-        (after, *others) = set(numbers.values())
+        (after, *other_ends) = set(numbers.values())
         unlisted = set(range(first, first + int(total))) - set(numbers)
         begins = [f"{before}{number:0{len(total)}}-of-{total}" for number in sorted(unlisted)]
         missing = [begin for begin in begins if fnmatch.fnmatch(os.path.basename(begin + after), pattern)]
         if missing:
-            listed = first_few(begin if others else begin + after for begin in missing)
+            listed = first_few(begin if other_ends else begin + after for begin in missing)
             raise UserError(
                 f"{setting}: of {int(total)} files {listed} {'is' if len(missing) == 1 else 'are'} missing. Restore "
                 "what is missing, or leave it out on purpose by a glob that does not match it, such as x-0000[0-4]-of-*"

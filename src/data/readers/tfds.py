@@ -54,8 +54,8 @@ def _find(spec: SourceSpec) -> str:
     root = os.path.expanduser(spec.dataset_path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     full_name = spec.dataset_name
     name, _, version = full_name.partition(":")
-    found = [info.parent.name for info in epath.Path(root, name).glob(f"*/{_INFO}")]
-    versions = list(filter(_VERSION.fullmatch, found))
+    names = [info.parent.name for info in epath.Path(root, name).glob(f"*/{_INFO}")]
+    versions = list(filter(_VERSION.fullmatch, names))
     if versions and version in ("", *versions):
         newest = max(versions, key=lambda version: [int(part) for part in version.split(".")])
         return os.path.join(root, name, version or newest)

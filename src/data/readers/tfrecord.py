@@ -44,21 +44,21 @@ def indices(names: Sequence[str], sizes: Sequence[int]) -> list[np.ndarray]:
     Raises UserError for a file that is cut or damaged.
     """
     with ThreadPoolExecutor(_THREADS) as threads:
-        kept = list(threads.map(_kept, names, sizes))
-        if missing := sum(not path.exists() for path in kept):
-            print(f"indexing {missing:,} TFRecord files, once: {kept[0].parent} keeps it", flush=True)
-        return list(threads.map(_index, names, sizes, kept))
+        index_files = list(threads.map(_index_file, names, sizes))
+        if missing := sum(not path.exists() for path in index_files):
+            print(f"indexing {missing:,} TFRecord files, once: {index_files[0].parent} keeps it", flush=True)
+        return list(threads.map(_index, names, sizes, index_files))
 
 
-def _kept(file: str, size: int) -> Path:
+def _index_file(file: str, size: int) -> Path:
     ends = files.read(file, 0, _SAMPLE_BYTES) + files.read(file, max(size - _SAMPLE_BYTES, 0), size)
     name = hashlib.sha256(f"{file} {size} ".encode() + ends).hexdigest()[:32]
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mintext" / "tfrecord" / f"{name}.npy"
 
 
-def _index(file: str, size: int, kept: Path) -> np.ndarray:
+def _index(file: str, size: int, index_file: Path) -> np.ndarray:
     with contextlib.suppress(OSError, ValueError):
-        return np.load(kept, mmap_mode="r")
+        return np.load(index_file, mmap_mode="r")
     starts, at, begin, chunk = [], 0, 0, b""
     while at < size:
         if at + 12 > begin + len(chunk):
@@ -72,8 +72,8 @@ def _index(file: str, size: int, kept: Path) -> np.ndarray:
             )
     index = np.array([*starts, size], np.int64)
     with contextlib.suppress(OSError):  # of a cache that can't be written
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(kept) as file:
+        index_file.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(index_file) as file:
             np.save(file, index)
     return index
 

@@ -77,18 +77,18 @@ class _TokenFolder:
             if UNFINISHED in self._sizes:
                 again = "type the command of src.tokenize_dataset that began it again, and it goes on"
                 raise UserError(f"{self._setting} is not finished: {again}")
-            found = f"it has {first_few(self._sizes)}" if self._sizes else "it is empty"
+            contents = f"it has {first_few(self._sizes)}" if self._sizes else "it is empty"
             raise UserError(
-                f"{self._setting} has no {SUMMARY} ({found}). dataset_type=tokens reads a folder of token ids, and "
+                f"{self._setting} has no {SUMMARY} ({contents}). dataset_type=tokens reads a folder of token ids, and "
                 "`python -m src.tokenize_dataset CONFIG tokenized_path=FOLDER` writes one from data of another type"
             )
         summary = files.read(self._path(SUMMARY), 0, self._sizes[SUMMARY])
         facts = _parse(summary, f"{self._setting}: {SUMMARY}")
         self._shards: list[ShardFacts] = facts["shards"]
         if problems := missing_files(dict(enumerate(self._shards)), self._sizes):
-            others = f", and {len(problems) - 1} more files are not as it says" if len(problems) > 1 else ""
+            more = f", and {len(problems) - 1} more files are not as it says" if len(problems) > 1 else ""
             raise UserError(
-                f"{self._setting}: {problems[0]}, by its {SUMMARY}{others}. It was copied in part, or changed: copy it "
+                f"{self._setting}: {problems[0]}, by its {SUMMARY}{more}. It was copied in part, or changed: copy it "
                 "again, or write it again into a new folder"
             )
         self._documents = Index([shard.documents for shard in self._shards])

@@ -42,7 +42,7 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     facts[fields.WINDOWED]["attention_type"] = "local_sliding"
     facts[fields.GLOBAL]["share_kv_projections"] = entry(hf, "attention_k_eq_v", False)
     sizes = _sizes(hf, kinds)
-    return fields.layer_pattern([{**facts[kind], **own} for kind, own in zip(kinds, sizes, strict=True)])
+    return fields.layer_pattern([{**facts[kind], **each} for kind, each in zip(kinds, sizes, strict=True)])
 
 
 def _sizes(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[Keys]:
@@ -52,9 +52,9 @@ def _sizes(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[Keys]:
         full["num_key_value_heads"] = count_entry(hf, "num_global_key_value_heads", 1)
     layers = {str(i): full if kind == fields.GLOBAL else {} for i, kind in enumerate(kinds)}
     if "per_layer_config" in hf:  # transformers writes it in place of the two above, and then reads it alone
-        own = {number.lstrip("0") or "0": sizes for number, sizes in entry(hf, "per_layer_config", {}).items()}
-        require_known(own, layers)
-        layers = {number: entry(own, number, {}) for number in layers}
+        by_layer = {number.lstrip("0") or "0": sizes for number, sizes in entry(hf, "per_layer_config", {}).items()}
+        require_known(by_layer, layers)
+        layers = {number: entry(by_layer, number, {}) for number in layers}
     for sizes in layers.values():
         require_known(sizes, SIZES)
     return [{SIZES[name]: count_entry(sizes, name, 1) for name in sizes if name in SIZES} for sizes in layers.values()]

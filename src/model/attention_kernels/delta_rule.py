@@ -31,7 +31,7 @@ def in_chunks(
     C = min(CHUNK, T)
 
     def chunks(x_BT: Array, heads: int = 0) -> Array:
-        """[B, T, heads..., ...] to [n, B, heads..., C, ...], padded with tokens that neither decay nor write."""
+        """Cuts [B, T, heads..., ...] to [n, B, heads..., C, ...], padded with tokens that neither decay nor write."""
         mode = "constant" if heads else "edge"
         x_BT = jnp.pad(x_BT, ((0, 0), (0, -T % C), *[(0, 0)] * (x_BT.ndim - 2)), mode=mode)
         x_nBC = jnp.moveaxis(x_BT.reshape(x_BT.shape[0], -1, C, *x_BT.shape[2:]), 1, 0)

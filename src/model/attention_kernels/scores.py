@@ -17,7 +17,7 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding al
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """How queries score keys, and which keys they attend to: their segment's up to themselves, by window or chunk."""
+    """The scores of queries and keys: a query attends to its segment's keys up to itself, by window or chunk."""
 
     num_heads: int  # N
     head_dim: int  # H of queries and keys

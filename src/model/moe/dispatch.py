@@ -68,11 +68,11 @@ def dropless(
     if group.count == 1:
         out_RD = feed(rows, kernels, rows_E)
     else:
-        most = group.count * X * min(k, experts // group.count)
-        windows = Windows(feed, min(most, math.ceil(BUFFER_SLACK * X * k)), group)
+        max_rows = group.count * X * min(k, experts // group.count)
+        windows = Windows(feed, min(max_rows, math.ceil(BUFFER_SLACK * X * k)), group)
         rows_PE = jax.lax.all_gather(rows_E, group.axes)
         out_RD = windows.run(rows, kernels, rows_PE, 0)
-        if windows.room < most:
+        if windows.room < max_rows:
             out_RD = _later_windows(windows, out_RD, rows, kernels, rows_PE)
     return combine(out_RD, row_M, choice_R, k)
 
@@ -101,8 +101,8 @@ class Windows:
 
     def count(self, rows_PE: Array) -> Array:
         """Returns how many windows devices run: those of one slice run as many, since they meet in collectives."""
-        most = jnp.max(jnp.sum(rows_PE.reshape(self.group.count, self.group.count, -1), axis=(0, 2)))
-        return jax.lax.pmax(-(-most // self.room), tuple(dict.fromkeys(self.group.axes + self.group.in_step)))
+        max_rows = jnp.max(jnp.sum(rows_PE.reshape(self.group.count, self.group.count, -1), axis=(0, 2)))
+        return jax.lax.pmax(-(-max_rows // self.room), tuple(dict.fromkeys(self.group.axes + self.group.in_step)))
 
 
 def _later_windows(windows: Windows, out_RD: Array, rows: Rows, kernels: Any, rows_PE: Array) -> Array:

@@ -45,16 +45,16 @@ def batched_product(x_GRX: Array, kernel: GroupedCodes, transposed: bool) -> Arr
     """Multiplies each group's rows by its weight, as `batched_matmul`."""
     weight_dims = "gyx" if transposed else "gxy"
     triples = (weight_dims, "grx", "gry"), (weight_dims, "gry", "grx"), ("grx", "gry", weight_dims)
-    here = dict.fromkeys("grxy", ())  # all of it is on this device
-    forward, to_x, to_kernel = (Product(kernel.products, *dims, here, here) for dims in triples)
+    no_axes = dict.fromkeys("grxy", ())  # all of it is on this device
+    forward, to_x, to_kernel = (Product(kernel.products, *dims, no_axes, no_axes) for dims in triples)
     formats = kernel.products.format
 
     def run(x: Array, wide: Array, coded: Coded) -> tuple[Array, tuple[Coded, Coded]]:
         out, coded_x = forward.on_device(coded, x, 0.0, formats.forward)
         return out, (coded, coded_x)
 
-    def gradients(kept: tuple[Coded, Coded], gradient: Array) -> tuple[Array, Array, None]:
-        coded, coded_x = kept
+    def gradients(residuals: tuple[Coded, Coded], gradient: Array) -> tuple[Array, Array, None]:
+        coded, coded_x = residuals
         dx, _ = to_x.on_device(coded, gradient, 0.0, formats.backward)
         dw, _ = to_kernel.on_device(coded_x, gradient, 0.0, formats.backward)
         return dx, dw, None

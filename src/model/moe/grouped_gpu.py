@@ -65,14 +65,14 @@ def rows_times_rows(x_RX: Array, y_RY: Array, rows_G: Array, interpret: bool) ->
     def program(first_ref: Any, end_ref: Any, x_ref: Any, y_ref: Any, out_ref: Any) -> None:
         group = pl.program_id(2)
         first, end = first_ref[group], end_ref[group]
-        made, columns = _part(pl.program_id(1) * TILE, TILE, X), _part(pl.program_id(0) * TILE, TILE, Y)
+        x_columns, y_columns = _part(pl.program_id(1) * TILE, TILE, X), _part(pl.program_id(0) * TILE, TILE, Y)
 
         def add(index: Array, sum_XY: Array) -> Array:
             rows = _part(first + index * step, step, end)
-            return sum_XY + triton.dot(_load(x_ref, rows, made), _load(y_ref, rows, columns), trans_a=True)
+            return sum_XY + triton.dot(_load(x_ref, rows, x_columns), _load(y_ref, rows, y_columns), trans_a=True)
 
         sum_XY = jax.lax.fori_loop(0, pl.cdiv(end - first, step), add, jnp.zeros((TILE, TILE), jnp.float32))
-        _store(out_ref, sum_XY, made, columns, group)
+        _store(out_ref, sum_XY, x_columns, y_columns, group)
 
     grid = (pl.cdiv(Y, TILE), pl.cdiv(X, TILE), G)
     return _run(program, grid, (G, X, Y), interpret, end_G - rows_G, end_G, x_RX, y_RY)

@@ -43,8 +43,8 @@ def rows_times_kernel(
         @pl.when(step == steps - 1)
         def _() -> None:
             out = sum_ref[...].astype(jnp.float32) * scales_ref[...]
-            others = out_ref[...].astype(jnp.float32)
-            out_ref[...] = jnp.where(_in_group(visits, visit, (rows, y)), out, others).astype(dtype)
+            before = out_ref[...].astype(jnp.float32)
+            out_ref[...] = jnp.where(_in_group(visits, visit, (rows, y)), out, before).astype(dtype)
 
     shape = (None, y, x) if transposed else (None, x, y)
     blocks = [

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from src.config.keys import frozen
 from src.config.migration_hints import corrected_command, is_maxtext_default, migration_hint, own_value
 from src.config.model_checks import read_segments
 from src.config.needs import TYPED, Setting, idle_settings
-from src.config.schema import KEYS, Config, defaults
+from src.config.schema import KEYS, Config, defaults, keys_of
 from src.config.sources import CONFIG, config_dict_keys, model_keys, read_python, run_folder, run_keys, runs_in
 from src.config.yaml import BASE, CONFIGS, NOTHING, Plain, convert, dump, file_name, literal, parse_argument, parse_keys
 
@@ -97,6 +97,8 @@ def _load(
     if not run:
         with _collected(problems):
             model = _model_settings(model_name, uses_weights, read_folder, problems)
+            if model_name != _model_name(files):
+                problems += _another_model(model_name, model, files, {setting.key for setting in arguments})
     elif model_name != _model_name(files):
         problems.append(f"model_name={model_name}: {run} is a run with a model of its own, which keeps it")
     config, failed = _resolve([*model, *files, *arguments], problems, notes)
@@ -212,6 +214,19 @@ def _model_name(settings: Sequence[Setting]) -> str:
     """Returns the model name that wins; empty for none, which MaxText calls default."""
     names = ["", *(setting.value for setting in settings if setting.key == "model_name")]
     return "" if names[-1] in (*NOTHING, "default") else file_name(str(names[-1]))
+
+
+def _another_model(name: str, model: Sequence[Setting], files: Sequence[Setting], typed: Set[str]) -> Iterator[str]:
+    """Says which facts of the model that the command line names a file replaces, written for another model."""
+    of_model = {setting.key: setting.value for setting in model if setting.key in keys_of("model")}
+    facts = [(each, KEYS[each.key].default) for each in files if each.key in of_model and each.key not in typed]
+    values = [(each, convert(each.value, old), convert(of_model[each.key], old)) for each, old in facts]
+    if replaced := [(each, value, of_it) for each, value, of_it in values if value != of_it]:
+        keys = first_few(f"{each.key}={dump(value)} in place of {dump(of_it)}" for each, value, of_it in replaced)
+        yield (
+            f"model_name={name} would not be that model: {replaced[0][0].where} are {keys}. Give a file that says "
+            "nothing of them, such as configs/base.yml, or name the model in the file if it is to be changed so"
+        )
 
 
 def _model_settings(name: str, uses_weights: bool, read_folder: FolderReader, problems: list[str]) -> list[Setting]:

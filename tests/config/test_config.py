@@ -211,10 +211,23 @@ def test_awkward_strings_are_read_back(prompt):
     assert from_yaml(to_yaml({**load([BASE]), "prompt": prompt}))["prompt"] == prompt
 
 
+def test_a_file_of_another_model_is_refused_beside_a_typed_model_name(write):
+    """The file's keys come after the model's: what was asked for would be trained as something else."""
+    quickstart = str(CONFIGS / "quickstart.yml")
+    with pytest.raises(
+        UserError, match=r"would not be that model: in .*quickstart.yml are base_emb_dim=128 in place of"
+    ):
+        load([quickstart, "model_name=gpt3-125m"])
+    # Not so where the file says the same, where both are typed, or where the file itself names what it changes.
+    assert load([str(write("same.yml", "base_emb_dim: 768\n")), "model_name=gpt3-125m"]).base_emb_dim == 768
+    assert load([str(write("wide.yml", "base_emb_dim: 96\n")), "model_name=gpt3-125m", "base_emb_dim=64"])
+    assert load([str(write("own.yml", "model_name: gpt3-125m\nbase_emb_dim: 64\n"))]).base_emb_dim == 64
+
+
 def test_a_resolved_config_loads_to_itself(write):
     config = load(
         [
-            str(CONFIGS / "quickstart.yml"),
+            str(CONFIGS / "base.yml"),
             *("model_name=gpt3-125m", "max_target_length=512", "logical_axis_rules.mlp=[]", "vocab_size=999"),
         ]
     )

@@ -251,9 +251,11 @@ class DecodeMetrics:
         starts = range(0, self._decoding.decode_samples * len(self._prompts), self._rows)
         lines = [line for first in starts for line in complete_batch(*batch, self._prompts, first, self._rows)]
         numbers = call("decode_metrics", self._function, lines)
-        if not isinstance(numbers, Mapping) or not all(np.ndim(each) == 0 for each in numbers.values()):
-            raise UserError(f"decode_metrics must return a mapping of names to numbers: it returned {numbers!r:.200}")
-        return {f"decode_{name}": float(number) for name, number in numbers.items()}
+        try:
+            return {f"decode_{name}": float(number) for name, number in numbers.items()}
+        except (AttributeError, TypeError, ValueError):
+            message = f"decode_metrics must return a mapping of names to numbers: it returned {numbers!r:.200}"
+            raise UserError(message) from None
 
 
 # ---- Completions

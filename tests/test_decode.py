@@ -629,7 +629,7 @@ def test_weights_of_an_evaluation_are_in_memory_no_longer_than_it(tmp_path, monk
     assert not any(each() is not None for each in before)
 
 
-@pytest.mark.parametrize("returned", [3, {"a": [1.0, 2.0]}])
+@pytest.mark.parametrize("returned", [3, {"a": [1.0, 2.0]}, {"a": "text"}, {"a": None}])
 def test_what_is_no_number_of_texts_is_refused(tmp_path, monkeypatch, returned):
     (tmp_path / "my_numbers.py").write_text(f"def bad(lines):\n    return {returned}\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
+from absl import flags
 
 from src.console import say
 from src.data.host_arrays import gather_json
@@ -71,9 +72,12 @@ class StreamSource(Source):
             if state is not None:
                 call(self.name, self._iterable.load_state_dict, state)
             return call(self.name, iter, self._iterable), self._iterable.state_dict
+        if not flags.FLAGS.is_parsed():  # Grain's worker processes are started by flags of absl, at their defaults
+            flags.FLAGS.mark_as_parsed()
         iterator = call(self.name, iter, self._iterable)
         if state is not None:
-            call(self.name, iterator.set_state, state)
+            has_text = isinstance(call(self.name, iterator.get_state), bytes)  # as a grain.DataLoader's
+            call(self.name, iterator.set_state, state.encode() if has_text else state)
         return iterator, iterator.get_state
 
     def items(self, iterator: Iterator[Any], before: int, count: int = _WINDOW) -> list[Item]:
@@ -83,7 +87,11 @@ class StreamSource(Source):
 
     def state(self, get_state: Callable[[], Any]) -> Any:
         """Returns a state as JSON has it. Raises UserError for one that would not go on exactly."""
-        text = call(f"{self.name}: its state", lambda: json.dumps(get_state(), default=int))
+
+        def plain(part: Any) -> Any:
+            return part.decode() if isinstance(part, bytes) else int(part)
+
+        text = call(f"{self.name}: its state", lambda: json.dumps(get_state(), default=plain))
         if "BufferShuffled" in text:
             raise UserError(
                 f"{self.name}: datasets does not save the buffer of shuffle(buffer_size=...), so a run could not go "

@@ -67,6 +67,7 @@ class Recorder:
         self._peak = run_peak(mesh.devices.flat[0].device_kind, keys.dtype, keys.matmul_precision)
         self._pending: tuple[int, Metrics, int, float] | None = None
         self._data_wait = 0.0
+        self._ended = 0.0  # when the pending step was seen to be computed; 0: it was not yet
         self._clock = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -89,6 +90,9 @@ class Recorder:
     def waits_for_data(self) -> Iterator[None]:
         """Measures the body, which takes a batch, as the next step's `data_wait_seconds`."""
         begin = time.perf_counter()
+        # A CPU may compute a small step while it is called: the next call is then no part of this step's time.
+        if self._pending and all(array.is_ready() for array in jax.tree.leaves(self._pending[1])):
+            self._ended = begin
         yield
         self._data_wait = time.perf_counter() - begin
 
@@ -117,8 +121,8 @@ class Recorder:
                 f"of metrics.jsonl have these names, or begin with eval_, {', '.join(INTERNALS)}"
             )
         metrics = {name: value.tolist() for name, value in jax.device_get(arrays).items()}
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        now = self._ended or time.perf_counter()
+        seconds, self._clock, self._ended = now - self._clock, now, 0.0
         if metrics["finite"]:
             self.last_finite, self.skipped = step, 0
         else:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from absl import flags
 
 from src.checkpoint.data_position import data_position
 from src.config.source_spec import train_specs
@@ -42,6 +43,15 @@ def endless(config, split):
 
 def stream(config, split):
     return some(config, split).to_iter_dataset()
+
+
+def worker(config, split):
+    return stream(config, split).mp_prefetch(grain.MultiprocessingOptions(num_workers=1))
+
+
+def data_loader(config, split):
+    sampler = grain.samplers.IndexSampler(len(TEXTS), shuffle=True, num_epochs=1, seed=0)
+    return grain.DataLoader(data_source=TEXTS, sampler=sampler, worker_count=1)
 
 
 class Cut:
@@ -179,6 +189,15 @@ def test_a_stream_goes_on_exactly(open_data, name, keys):
         for batch, other in zip(batches[step + 1 :], batches_of(open_data(name, **keys), 4, saved), strict=False):
             assert_same([batch.arrays], [other.arrays])
             assert batch.saved == other.saved or step  # the same document, counted from another window
+
+
+@pytest.mark.parametrize("name", ["worker", "data_loader"])
+def test_a_stream_with_worker_processes_goes_on_exactly(open_data, name):
+    flags.FLAGS.unparse_flags()  # as in a run, which parses none
+    batches = batches_of(open_data(name), 10)
+    saved = json.loads(json.dumps(batches[5].saved))
+    for batch, other in zip(batches[6:], batches_of(open_data(name), 4, saved), strict=True):
+        assert_same([batch.arrays], [other.arrays])
 
 
 def test_a_ramp_reads_a_stream_in_its_order(open_data):

@@ -57,6 +57,21 @@ def test_a_step_is_recorded_when_the_next_is_added_or_at_a_flush(tmp_path):
     assert recorder.last["perplexity"] == pytest.approx(math.e**2)
 
 
+def test_steps_that_are_computed_while_they_are_called_have_their_own_times(tmp_path, monkeypatch):
+    """As small ones are on a CPU. The last one is recorded at once, as before an evaluation."""
+    now = [100.0]
+    monkeypatch.setattr(recorder_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    recorder = recorder_in(tmp_path)
+    for step, (wait, call) in enumerate([(1, 9), (2, 20), (3, 30)], start=1):
+        with recorder.waits_for_data():
+            now[0] += wait
+        now[0] += call
+        recorder.add(step, step_metrics(2.0), TOKENS)
+    recorder.flush()
+    assert [line["step_time_seconds"] for line in lines(tmp_path)] == [10, 22, 33]
+    assert [line["data_wait_seconds"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("settings", "peak"),
     [

@@ -86,6 +86,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     if (options.text is None) != (options.experiment == "quickstart"):
         parser.error("quickstart trains on this Python's own source; all others need TEXT_FOLDER")
+    options.out.mkdir(parents=True, exist_ok=True)  # hours before it is written to
     lab = Lab(options.text and split(options.text, options.runs / "text"), options.runs)
     found = EXPERIMENTS[options.experiment](lab, options.out)
     found["machine"] = f"{platform.machine()}, {os.cpu_count()} CPU cores"

@@ -57,12 +57,11 @@ python -m src.train_dpo RUN                       goes on with a run
 python -m src.train_dpo --help KEY                what a key does, and its default""",
     ("Finetuning: preferences",),
 )
-# Keys of src.train and its data that pairs, their loss or this file have no use for.
+# Keys of src.train and its data that would make another run there: to leave them out would change what is meant.
 _NOT_HERE = (
     *("dataset_type", "datasets", "eval_datasets", "eval_mode", "eval_metrics", "batch_transform", "packing"),
-    *("sft_train_on_completion_only", "load_full_state_path", "load_weights_rules", "z_loss_multiplier"),
-    *("mtp_num_layers", "quantization", "compiled_trainstep_file", "pgle", "pgle_profile", "decode_metrics"),
-    *("sample_length", "dataset_column", "max_document_bytes", "enable_rampup_batch_size"),
+    *("load_full_state_path", "load_weights_rules", "z_loss_multiplier", "mtp_num_layers", "quantization"),
+    "enable_rampup_batch_size",
 )
 
 
@@ -79,7 +78,7 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
             raise UserError(f"src.train_dpo needs {key}, {what}: answers are compared with a trained model's")
     advice = advice_on_memory(config.per_device_batch_size, config.remat_policy)
     with stack_traces(config.diagnostics), advice, contextlib.ExitStack() as exits:
-        return train(config.replace(loss=LOSS), exits)
+        return train(config.replace(loss=LOSS, use_sft=False), exits)
 
 
 def train(config: Config, exits: contextlib.ExitStack) -> Result:
@@ -190,7 +189,10 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         say(checkpointer.finish())  # while signals are still caught
 
     # ---- The end
-    say([f"stopped after step {done}; {kept_checkpoint(folder.path)}" if stopped_by else f"finished: {finished}."])
+    if stopped_by:
+        say([f"stopped after step {done}; {kept_checkpoint(folder.path)}"])
+    elif done < config.steps or not recorder.last:  # by target_eval_loss, or in an earlier start
+        say([f"finished: {finished}."])
     folder.sync()
     if report:
         say([f"report: {report.finish()}"])

@@ -55,6 +55,13 @@ def test_the_steps_to_a_loss_lie_between_the_runs_about_it():
             results.crossing([100, 200, 300], [2.0, 1.6, 1.5], outside)
 
 
+def test_the_folder_of_what_is_written_is_made_before_the_runs(tmp_path, monkeypatch):
+    out = tmp_path / "new" / "folder"
+    monkeypatch.setitem(results.EXPERIMENTS, "quickstart", lambda lab, out: {"table": [str(out.is_dir())]})
+    results.main(["quickstart", "--runs", str(tmp_path), "--out", str(out)])
+    assert json.loads((out / "quickstart.json").read_text())["table"] == ["True"]
+
+
 def test_a_run_of_other_settings_is_made_again(tmp_path, monkeypatch):
     """Runs are found by their names, so that a script that was stopped goes on."""
     made = []

@@ -195,6 +195,40 @@ def test_what_has_no_sense_is_refused(folder, keys, message):
         train_dpo.main(keys_of(folder, **keys))
 
 
+@pytest.mark.parametrize("key", ["use_sft=true", "sample_length=5", "max_document_bytes=256"])
+def test_what_pairs_have_no_use_for_is_refused_where_it_is_typed(folder, key):
+    with pytest.raises(UserError, match=rf"^{key} .* has no effect: it is for src.train, and this is src.train_dpo$"):
+        train_dpo.main([*keys_of(folder), key])
+
+
+def test_a_config_file_of_src_train_is_taken_with_a_list_of_what_is_unused(folder, tmp_path, capsys):
+    unused = {"use_sft": True, "sft_train_on_completion_only": False, "sample_length": 120, "max_document_bytes": 256}
+    file = tmp_path / "mine.yml"
+    file.write_text("base_config: base.yml\n" + "".join(f"{key}: {json.dumps(unused[key])}\n" for key in unused))
+    steps = {"run_name": "of-a-file", "steps": 1, "eval_interval": -1, "quiet": False}
+    _, *words = keys_of(folder, **steps)
+    assert train_dpo.main([str(file), *words]).metrics["step"] == 1
+    printed = capsys.readouterr().out
+    for key, value in unused.items():
+        assert f"{key}={json.dumps(value)} (in {file}) has no effect: it is for src.train, and" in printed
+    assert "a pair a row" in printed
+    assert "sample:" not in printed
+    # What trains another model is refused there too.
+    file.write_text("base_config: base.yml\nquantization: int8\n")
+    with pytest.raises(UserError, match=r"src\.train_dpo has no use for quantization=int8"):
+        train_dpo.main([str(file), *words])
+
+
+def test_why_it_is_finished_is_said_where_no_step_was_made_or_the_target_reached(folder, capsys):
+    keys = {"run_name": "ends", "steps": 2, "eval_interval": 1, "checkpoint_period": 2}
+    train_dpo.main(keys_of(folder, **keys))
+    assert "finished:" not in capsys.readouterr().out  # as src.train: the last step's line says so
+    train_dpo.main(keys_of(folder, **keys))
+    assert "finished: this run has made its 2 steps. To go on, raise steps." in capsys.readouterr().out
+    train_dpo.main(keys_of(folder, **keys | {"run_name": "target", "target_eval_loss": 5}))
+    assert re.search(r"finished: eval_loss .* after step 1 reached target_eval_loss=5", capsys.readouterr().out)
+
+
 def test_other_commands_refuse_its_keys(folder):
     with pytest.raises(
         UserError, match=r"dpo_beta=0.2 .* has no effect: it is for src.train_dpo, and this is src.train"

@@ -119,6 +119,13 @@ NEEDS = (
     Need(["stack_trace_to_cloud", "stack_trace_interval_seconds"], {"collect_stack_trace": [True]}),
 )
 # fmt: on
+# Keys that every command takes but these, whose data or loop have no use for them.
+_UNUSED_BY = {
+    "src.train_dpo": (
+        *("use_sft", "sft_train_on_completion_only", "dataset_column", "max_document_bytes", "sample_length"),
+        *("decode_metrics", "compiled_trainstep_file", "pgle", "pgle_profile"),
+    )
+}
 
 
 TYPED = "on the command line"  # where a setting was, beside files
@@ -148,9 +155,9 @@ def idle_settings(
         changed = {later.key.partition(".")[0] for later in settings[number:] if later.where != setting.where}
         if key in known and known[key] != KEYS[key].default:
             commands, sentence = KEYS[key].commands, f"{key}={dump(known[key])} ({setting.where}) has no effect: "
-            if command and commands and command not in commands:
+            if command and ((commands and command not in commands) or key in _UNUSED_BY.get(command, ())):
                 taken = {"anywhere": True, "in files": setting.where != TYPED, "nowhere": False}[KEYS[key].ignored]
-                sentence += f"it is for {commands[0]}, and this is {command}"
+                sentence += f"it is for {(*commands, 'src.train')[0]}, and this is {command}"
                 notes += [sentence] * taken
                 problems += [(key, sentence)] * (not taken)
             else:

@@ -69,9 +69,12 @@ def run_command(*arguments):
 def test_the_command_runs_the_command_that_is_named():
     said = run_command("report", "--help")
     assert said.stdout.startswith("usage: python -m src.report RUN_DIR")
-    for wrong in (run_command(), run_command("trian", "configs/base.yml")):
-        assert wrong.returncode
-        assert wrong.stderr.startswith("usage: mintext COMMAND ...\n\nCOMMAND is one of train, train_compile, ")
+    usage = "usage: mintext COMMAND ...\n\nCOMMAND is one of train, train_compile, "
+    helped, none, wrong = run_command("--help"), run_command(), run_command("trian", "configs/base.yml")
+    assert (helped.returncode, none.returncode, wrong.returncode) == (0, 2, 2)
+    assert helped.stdout.startswith(usage)
+    assert none.stderr.startswith(usage)
+    assert wrong.stderr.startswith(f"error: unknown command trian. Did you mean train?\n\n{usage}")
 
 
 AS_INSTALLED = "import sys, mintext; print(mintext.as_installed(sys.stdin.read()), end='')"

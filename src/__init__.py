@@ -1,5 +1,6 @@
 """MinText: the package `src` in a checkout, `mintext` where pip has installed it (pyproject.toml)."""
 
+import re
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -16,8 +17,11 @@ def shipped(name: str) -> Path:
 
 
 def as_installed(text: str) -> str:
-    """Returns a text for users with commands by the name under which they are installed: `-m mintext.train`."""
-    return text.replace("-m src.", f"-m {__name__}.")
+    """Returns a text for users with commands that work where pip has installed MinText: `-m mintext.train`."""
+    if __name__ == "src":
+        return text
+    text = re.sub(r"bash setup\.sh (?!aot\b)(\w+)", rf'pip install "{__name__}[\1]"', text)
+    return text.replace("bash setup.sh aot", "a checkout's `bash setup.sh aot`").replace("-m src.", f"-m {__name__}.")
 
 
 class _OwnModules:

@@ -3,16 +3,24 @@
 import runpy
 import sys
 
+from src.cli import end
+from src.errors import MISTAKE, did_you_mean
+
 COMMANDS = (
     *("train", "train_compile", "train_dpo", "evaluate", "decode", "convert", "report"),
     *("inspect_data", "tokenize_dataset", "train_tokenizer"),
 )
+USAGE = f"usage: mintext COMMAND ...\n\nCOMMAND is one of {', '.join(COMMANDS)}; with --help each says more."
 
 
 def main() -> None:
     """Runs the command that the first argument names, with the others."""
-    if not sys.argv[1:] or sys.argv[1] not in COMMANDS:
-        sys.exit(f"usage: mintext COMMAND ...\n\nCOMMAND is one of {', '.join(COMMANDS)}; with --help each says more.")
+    command = "".join(sys.argv[1:2])
+    if command in ("-h", "--help"):
+        return print(USAGE)
+    if command not in COMMANDS:
+        wrong = f"error: unknown command {command}.{did_you_mean(command, COMMANDS)}\n\n" if command else ""
+        end(MISTAKE, wrong + USAGE)
     sys.path.insert(0, "")  # as of `python -m`: where modules of the user are, which keys may name
     runpy.run_module(f"{__package__}.{sys.argv.pop(1)}", run_name="__main__", alter_sys=True)
 

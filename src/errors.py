@@ -1,6 +1,7 @@
 """Defines the errors whose message is all that a user needs, exit codes, and helpers for messages."""
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,12 +38,25 @@ def first_few(items: Iterable[str], separator: str = ", ", near: str = "") -> st
     return f"{listed}{' ' if separator == ', ' else separator}and {omitted} more" if omitted > 0 else listed
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Returns ` Did you mean ...?` with the most similar of `names`, then those it is a part of; or ""."""
+def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """Returns ` Did you mean ...?` with the most similar of `names`, then those it is a part of; or "".
+
+    Each has `prefix` before it, such as a folder, which makes no name more similar.
+    """
     names = list(names)
     parts_of = [other for other in names if len(name) >= 3 and name in other]
     similar = list(dict.fromkeys([*difflib.get_close_matches(name, names, n=3), *parts_of]))[:4]
-    return f" Did you mean {' or '.join([name] if name in names else similar)}?" if similar else ""
+    meant = [prefix + each for each in ([name] if name in names else similar)]
+    return f" Did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def from_here(path: str | os.PathLike[str]) -> str:
+    """Returns a path, such as of a command to type, relative to the working directory if it is below it."""
+    path = os.fspath(path)
+    if "://" in path:
+        return path
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
 
 
 def counted(count: int, noun: str) -> str:

@@ -69,9 +69,34 @@ def run_command(*arguments):
 def test_the_command_runs_the_command_that_is_named():
     said = run_command("report", "--help")
     assert said.stdout.startswith("usage: python -m src.report RUN_DIR")
-    for wrong in (run_command(), run_command("trian", "configs/base.yml")):
-        assert wrong.returncode
-        assert wrong.stderr.startswith("usage: mintext COMMAND ...\n\nCOMMAND is one of train, train_compile, ")
+    usage = "usage: mintext COMMAND ...\n\nCOMMAND is one of train, train_compile, "
+    helped, none, wrong = run_command("--help"), run_command(), run_command("trian", "configs/base.yml")
+    assert (helped.returncode, none.returncode, wrong.returncode) == (0, 2, 2)
+    assert helped.stdout.startswith(usage)
+    assert none.stderr.startswith(usage)
+    assert wrong.stderr.startswith(f"error: unknown command trian. Did you mean train?\n\n{usage}")
+
+
+AS_INSTALLED = "import sys, mintext; print(mintext.as_installed(sys.stdin.read()), end='')"
+
+
+def test_an_installed_package_names_what_pip_installs(tmp_path):
+    code = "".join(path.read_text() for path in sorted((runs.ROOT / "src").rglob("*.py")))
+    names = set(re.findall(r"bash setup\.sh (\w+)", code))
+    extras = names - {"aot"}  # its compilers have a folder of their own in a checkout
+    assert {"data", "eval"} < extras <= set(PROJECT["project"]["optional-dependencies"])
+    (tmp_path / "mintext").symlink_to(runs.ROOT / "src")
+    for name in names:
+        said = subprocess.run(
+            [sys.executable, "-c", AS_INSTALLED],
+            cwd=tmp_path,
+            input=f"no pyarrow: bash setup.sh {name} installs it",
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        how = f'pip install "mintext[{name}]"' if name in extras else "a checkout's `bash setup.sh aot`"
+        assert said == f"no pyarrow: {how} installs it"
 
 
 # ---- In an environment of its own

@@ -15,7 +15,16 @@ from src.config.migration_hints import corrected_command, is_maxtext_default, mi
 from src.config.model_checks import read_segments
 from src.config.needs import TYPED, Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults, keys_of
-from src.config.sources import CONFIG, config_dict_keys, model_keys, read_python, run_folder, run_keys, runs_in
+from src.config.sources import (
+    CONFIG,
+    config_dict_keys,
+    model_keys,
+    read_python,
+    run_folder,
+    run_keys,
+    runs_in,
+    similar_runs,
+)
 from src.config.yaml import BASE, CONFIGS, NOTHING, Plain, convert, dump, file_name, literal, parse_argument, parse_keys
 
 # isort: split
@@ -81,7 +90,7 @@ def _load(
     if isinstance(argv, ConfigDict):
         files, words = _chain(Path("the ConfigDict"), problems, config_dict_keys(argv, "the ConfigDict")), []
     elif not argv:
-        problems.append("the first argument is a YAML file or a run's folder, as in `configs/base.yml steps=100`")
+        problems.append("the first argument is a YAML file or a run's folder, as in `configs/quickstart.yml steps=100`")
     elif "=" not in argv[0] and not argv[0].startswith("-"):
         words = argv[1:]
         if run := run_folder(file_name(argv[0])):
@@ -134,6 +143,9 @@ def _settings(keys: Mapping[str, Any], where: str) -> list[Setting]:
 
 
 def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Setting]:
+    if "=" in arguments:  # alone, with blanks around it
+        problems.append(f"{' '.join(arguments)}: type key=value without blanks around =, as in steps=20")
+        return
     for argument in arguments:
         key, equals, text = argument.lstrip("-").partition("=")
         if problem := unprintable(argument, is_name=key not in KEYS or not KEYS[key].any_text):
@@ -195,7 +207,7 @@ def _no_config(path: Path) -> str:
         runs = first_few(runs_in(path))
         return f"{path} is a folder without a config.yml, which a run's has." + f" Runs in it: {runs}." * bool(runs)
     if not path.suffix and (runs := first_few(runs_in(path.parent), near=str(path))):
-        return f"there is no run {path}. Runs in {path.parent}: {runs}."
+        return f"there is no run {path}.{similar_runs(path)} Runs in {path.parent}: {runs}."
     files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
     same_name = [file for file in files if Path(file).name == path.name]
     hint = f" Did you mean {same_name[0]}?" if same_name else did_you_mean(path.name, files)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from src import shipped
 from src.config.schema import KEYS
 from src.config.yaml import CONFIGS, NOTHING, Plain, dump, literal, parse, parse_argument
-from src.errors import UserError
+from src.errors import UserError, from_here
 
 PAGE = shipped("docs") / "from_maxtext_and_pax.md"
 # What others call the axes of the mesh in the keys of their sizes.
@@ -203,7 +203,8 @@ def corrected_command(argv: Sequence[str], load: Callable[[Sequence[str]], objec
     except (UserError, OSError):
         return ""
     module = getattr(sys.modules["__main__"].__spec__, "name", "")
-    return f"\nType: python -m {module if module.startswith('src.') else 'src.train'} {shlex.join(words)}"
+    module = module if module.startswith("src.") else "src.train"
+    return f"\nType: {shlex.join([from_here(sys.executable), '-m', module, *words])}"
 
 
 def _joined(argv: Sequence[str]) -> Iterator[str]:

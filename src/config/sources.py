@@ -13,7 +13,7 @@ from ml_collections.config_dict import RequiredValueError
 
 from src.config.schema import keys_of
 from src.config.yaml import dump, parse, read_file
-from src.errors import UserError, clipped
+from src.errors import UserError, clipped, did_you_mean
 
 CONFIG = "config.yml"
 
@@ -76,6 +76,11 @@ def runs_in(folder: Path) -> Iterator[str]:
     """Yields the runs whose folders lie in a local folder, the newest first."""
     configs = sorted(folder.glob(f"*/{CONFIG}"), key=lambda file: file.stat().st_mtime, reverse=True)
     return (str(file.parent) for file in configs)
+
+
+def similar_runs(path: Path) -> str:
+    """Returns ` Did you mean runs/first?` for a folder that is no run, by the names of the runs beside it; or ""."""
+    return did_you_mean(path.name, [Path(run).name for run in runs_in(path.parent)], f"{path.parent}/")
 
 
 def run_keys(folder: Path) -> dict[str, Any]:

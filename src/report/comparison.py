@@ -3,12 +3,14 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from etils import epath
 
 from src.checkpoint.run_folder import read_text
 from src.config.schema import KEYS
+from src.config.sources import similar_runs
 from src.config.yaml import dump, literal, parse_keys
 from src.errors import UserError, clipped
 from src.json_text import parse_json
@@ -36,7 +38,8 @@ def read_runs(paths: Sequence[str]) -> dict[str, Run]:
         folder, history = epath.Path(path), History()
         for file in ("metrics.jsonl", "config.yml"):
             if not (folder / file).exists():
-                raise UserError(f"{folder} has no {file}: expected the folder of a run, such as runs/NAME")
+                hint = "" if folder.exists() else similar_runs(Path(path))
+                raise UserError(f"{folder} has no {file}: expected the folder of a run, such as runs/NAME.{hint}")
         history.read(folder / "metrics.jsonl")
         config = literal(parse_keys((folder / "config.yml").read_text(), f"{folder}/config.yml"))
         facts = read_facts(folder)

@@ -17,7 +17,7 @@ from src.config.source_spec import SourceSpec, train_specs
 from src.data.document_stream import DocumentStream
 from src.data.streams import StreamSource
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData
-from src.errors import UserError, counted
+from src.errors import UserError, counted, from_here
 from src.model.flops import FlopsPerToken, count_params
 from src.parallel.slices import describe_mesh
 from src.report.comparison import read_facts
@@ -175,7 +175,7 @@ def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config:
     """Returns a line for each command that would work with a run: to ask the model, to measure it, to export it."""
     if jax.process_count() > 1:  # a mesh of several hosts may not fit one
         return []
-    run, python = _from_here(folder), _from_here(sys.executable)
+    run, python = from_here(folder), from_here(sys.executable)
     devices = jax.config.jax_num_cpu_devices  # virtual devices, which the run's mesh consists of
     environment = f"JAX_NUM_CPU_DEVICES={devices} " if devices > 1 else ""
     commands = {}
@@ -195,12 +195,3 @@ def next_commands(folder: os.PathLike[str], tokenizer: Tokenizer | None, config:
             find_family(config.model, config.max_target_length)
             commands["export it"] = ["src.convert", "to-hf", run, os.path.join(run, f"hf-{config.steps}")]
     return [f"{what + ':':12}{environment}{shlex.join([python, '-m', *words])}" for what, words in commands.items()]
-
-
-def _from_here(path: str | os.PathLike[str]) -> str:
-    """Returns the path relative to the working directory, if it is below it."""
-    path = os.fspath(path)
-    if "://" in path:
-        return path
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

@@ -1,6 +1,7 @@
 """What each mistake in a configuration is answered with."""
 
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from src.command_line import load
 from src.config.keys import Range
 from src.config.schema import KEYS
-from src.errors import UserError
+from src.errors import UserError, from_here
 
 BASE = str(Path(__file__).parents[2] / "configs" / "base.yml")
 
@@ -152,8 +153,14 @@ def test_what_depends_on_a_wrong_key_is_not_reported():
 
 def test_a_command_without_a_yaml_file_is_of_base():
     assert load(["steps=3"]) == load([BASE, "steps=3"])
-    with pytest.raises(UserError, match="first argument is a YAML file"):
+    with pytest.raises(UserError, match=r"first argument is a YAML file .*configs/quickstart\.yml"):
         load([])
+
+
+def test_blanks_around_the_equals_sign_are_one_problem():
+    with pytest.raises(UserError) as error:
+        load([BASE, "steps", "=", "20", "eval_interval=-1"])
+    assert str(error.value).startswith("steps = 20 eval_interval=-1: type key=value without blanks around =")
 
 
 @pytest.mark.parametrize("argv", ["steps=3", {}, {"steps": 3}, [BASE, 3]])
@@ -186,7 +193,7 @@ def test_the_corrected_command_stands_last(words, corrected):
     with pytest.raises(UserError) as error:
         load(shlex.split(words))
     *message, last = str(error.value).splitlines()
-    assert last == f"Type: python -m src.train {corrected}" if corrected else "Type:" not in last
+    assert last == f"Type: {from_here(sys.executable)} -m src.train {corrected}" if corrected else "Type:" not in last
     assert message or not corrected
 
 

@@ -3,6 +3,7 @@
 import functools
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ from src.command_line import load
 from src.config.migration_hints import Explained, Renamed, is_maxtext_default, migration_hint, own_value, read_page
 from src.config.schema import KEYS
 from src.config.yaml import Plain, convert, dump, parse_argument
-from src.errors import UserError
+from src.errors import UserError, from_here
 from src.step.build import build
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +131,7 @@ def test_maxtexts_own_base_yml_is_ours_in_the_command_to_paste():
     with pytest.raises(UserError) as error:
         load(["src/maxtext/configs/base.yml", "steps=7", "base_num_heads=8"])
     words = "configs/base.yml steps=7 base_num_query_heads=8 base_num_kv_heads=8"
-    assert str(error.value).endswith(f"Type: python -m src.train {words}")
+    assert str(error.value).endswith(f"Type: {from_here(sys.executable)} -m src.train {words}")
 
 
 @pytest.mark.parametrize("word", ["init_from=resume", "num_samples=3"])

@@ -145,8 +145,10 @@ def test_a_models_folder_is_answered_by_the_keys_that_name_it(tmp_path):
 
 
 def test_a_run_that_is_not_there_names_those_beside_it(trained):
-    with pytest.raises(UserError, match=r"there is no run .*/mime\. Runs in .*: .*mine\.$"):
+    with pytest.raises(UserError, match=r"there is no run .*/mime\. Did you mean /.*/mine\? Runs in .*: .*mine\.$"):
         load([str(trained[0].parent / "mime")])
+    with pytest.raises(UserError, match=r"there is no run .*/another\. Runs in "):  # which is like none of them
+        load([str(trained[0].parent / "another")])
 
 
 @pytest.mark.parametrize(

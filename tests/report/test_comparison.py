@@ -157,6 +157,8 @@ def test_many_runs_have_a_row_each(two, tmp_path, capsys):
 def test_what_is_no_run_is_said(two, tmp_path):
     with pytest.raises(UserError, match=r"nowhere has no metrics\.jsonl: expected the folder of a run"):
         page.main([two[0], str(tmp_path / "nowhere")])
+    with pytest.raises(UserError, match=r"fisrt has no .*\. Did you mean /.*/first\?"):
+        page.main([str(tmp_path / "fisrt"), two[1]])
     (tmp_path / "first" / "config.yml").write_text("steps: [")
     with pytest.raises(UserError, match=r"first/config\.yml"):
         page.main(list(two))

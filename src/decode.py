@@ -116,12 +116,19 @@ class DocumentPrompts(Sequence[Prompt]):
     """Reads prompts in data: the first `decode_prompt_tokens` ids of each document, in their order.
 
     Of conversations, what comes before the last message of the assistant. The data are those to evaluate on where they
-    are named, else to train on. Raises UserError as their reader.
+    are named, else to train on. Of several sets decode_metrics takes the first, and `decode_path` takes none. Raises
+    UserError for these, and as their reader.
     """
 
     def __init__(self, decoding: Decoding, inputs: InputSpec) -> None:
         self._inputs = inputs._replace(batch=dataclasses.replace(inputs.batch, packing=False))
         specs = (eval_specs if names_eval_data(inputs.data) else train_specs)(inputs.data)
+        if len(specs) > 1 and decoding.decode_path:
+            key, names = "eval_datasets" if specs[0].is_eval else "datasets", ", ".join(spec.name for spec in specs)
+            raise UserError(
+                f"decode_prompt_tokens takes prompts from one set of data, and {key} names {names}: name one alone, "
+                f"{key}=[{{name: {specs[0].name}, ...}}], and give each its own decode_path"
+            )
         source, limit = open_source(specs[0], self._inputs), decoding.decode_num_prompts
         self._tokens = decoding.decode_prompt_tokens
         is_stream, self.facts = isinstance(source, StreamSource) and limit != -1, source.fingerprint()
@@ -239,7 +246,10 @@ class DecodeMetrics:
     def __init__(self, decoding: Decoding, inputs: InputSpec, rows: int) -> None:
         self._function = load_function(decoding.decode_metrics, "decode_metrics")
         self._decoding, self._inputs, self._rows = decoding, inputs, rows
-        self._prompts, self._generator = prompts_of(dataclasses.replace(decoding, prompt_path=""), inputs), None
+        self._prompts, self._generator = (
+            prompts_of(dataclasses.replace(decoding, prompt_path="", decode_path=""), inputs),
+            None,
+        )
 
     def run(self, plan: StepPlan, weights: Weights) -> dict[str, float]:
         """Returns the function's numbers as `decode_NAME`; raises UserError where it raises or returns others."""

@@ -563,6 +563,24 @@ def test_prompts_are_the_beginnings_of_the_documents_of_any_type(kind, tmp_path)
     assert {tuple(ids.tolist()) for ids in prompts[:]} <= beginnings
 
 
+@pytest.mark.parametrize("key", ["datasets", "eval_datasets"])
+def test_prompts_for_a_file_come_from_one_set_of_data(key, tmp_path):
+    for name in ("code", "prose"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 9)
+    sets = [f"{{name: {name}, dataset_path: {tmp_path / name}.txt}}" for name in ("code", "prose")]
+    beside = [] if key == "datasets" else [f"dataset_path={tmp_path}"]
+
+    def prompts_of(sets, *keys):
+        config = load([runs.BASE, "decode_prompt_tokens=4", f"{key}=[{', '.join(sets)}]", *beside, *keys])
+        return decode.prompts_of(config.decoding, InputSpec.of(config, BYTES))
+
+    with pytest.raises(UserError, match=f"prompts from one set of data, and {key} names code, prose: name one alone"):
+        prompts_of(sets, "decode_path=x")
+    assert BYTES.decode(prompts_of(sets[1:], "decode_path=x")[0][1:]) == "pro"
+    if key == "eval_datasets":
+        assert BYTES.decode(prompts_of(sets, "decode_metrics=a:b", "eval_interval=1")[0][1:]) == "cod"
+
+
 def test_of_conversations_the_prompt_ends_before_the_last_answer(tmp_path):
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     messages = [{"role": role, "content": content} for role, content in turns]

@@ -173,7 +173,7 @@ def test_a_stream_is_read_in_its_own_order_and_over_again(open_data, capsys):
     expected = itertools.cycle(ByteTokenizer().encode(text)[:-1].tolist() for text in texts)
     tokens = targets_of(batches)
     assert batches[-1].saved[""]["epoch"] == 1
-    said = f"dataset_factory=my_grain:stream: all {len(texts)} documents of this host's stream are read, "
+    said = (
         f"dataset_factory=my_grain:stream: all {len(texts)} documents of this host's stream are read, it begins again"
     )
     assert set(capsys.readouterr().out.splitlines()) == {said}  # twice, if reading ahead came so far

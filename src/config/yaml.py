@@ -233,7 +233,10 @@ def _named(value: Any) -> str:
     if isinstance(value, Plain) and value in NOTHING:
         return "nothing"
     value = literal(value)
-    return f"{type_name(value).split(',')[0]} ({dump(value)})" if not isinstance(value, bool) else dump(value)
+    kind = type_name(value).split(",")[0]
+    if isinstance(value, float) and not math.isfinite(value):
+        kind = "a number that is not finite"
+    return f"{kind} ({dump(value)})" if not isinstance(value, bool) else dump(value)
 
 
 def dump(value: Any) -> str:

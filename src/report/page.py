@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> None:
         return
     if not argv or any(argument.startswith("-") for argument in argv):
         raise UserError("one argument was expected, or several, runs' folders: python -m src.report runs/NAME")
+    argv = list(dict.fromkeys(str(epath.Path(path)) for path in argv))  # a run that is named twice is one
     folder = epath.Path(argv[0])
     page_file = folder / ("report.html" if len(argv) == 1 else "comparison.html")
     try:

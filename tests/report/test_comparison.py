@@ -117,6 +117,13 @@ def test_the_page_has_the_tables_and_curves_of_all_and_leaves_the_report_alone(t
         assert text in shown.text
 
 
+def test_a_run_that_is_named_twice_stands_there_once(two, tmp_path, capsys):
+    page.main([two[0], two[1], f"{two[0]}/"])
+    assert capsys.readouterr().out.splitlines()[1].split() == ["first", "second"]
+    page.main([two[0], two[0]])
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'first' / 'report.html'}\n"
+
+
 @pytest.mark.skipif(not shutil.which("chromium"), reason="a browser lays the page out")
 def test_on_a_phone_names_stand_over_the_numbers_of_their_runs(two, tmp_path):
     page.main(list(two))

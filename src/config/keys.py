@@ -17,6 +17,7 @@ class Range(NamedTuple):
 # fmt: off
 # Of less, 0 or its square is 0 in float32.
 POSITIVE         = Range("a positive number, 1e-30 or more", lambda x: x >= 1e-30)
+ABOVE_0          = Range("a positive number", lambda x: x > 0)
 FROM_0           = Range("0 or more", lambda x: x >= 0)
 FROM_1           = Range("1 or more", lambda x: x >= 1)
 FROM_2           = Range("2 or more", lambda x: x >= 2)

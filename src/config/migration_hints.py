@@ -129,9 +129,9 @@ def with_own_mesh_word(key: str) -> str:
 
 
 def value_hint(key: str, value: Any) -> str:
-    """Returns what to type instead of MaxText's `value` for a `key` that both have; "" if there is nothing to say."""
+    """Returns what to type instead of others' `value` for a `key` that both have; "" if there is nothing to say."""
     hint = _about_value(key, value)
-    return f" (MaxText's {value}: {hint})" if hint else ""
+    return f" ({value}: {hint})" if hint else ""
 
 
 def own_value(key: str, value: Any) -> Any:

@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from src.config.keys import FROM_1, FROM_2, Range
+from src.config.keys import ABOVE_0, FROM_1, FROM_2, Range
 from src.config.schema import KEYS
 from src.config.source_spec import SETTINGS
 from src.config.yaml import dump
 
 GIVEN = Range("...", bool)
-ABOVE_0 = Range("a positive number", lambda x: x > 0)
 ABOVE_1 = Range("a number above 1", lambda x: x > 1)
 
 

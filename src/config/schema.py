@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from src.config.command_keys import OF_RUNS, Aot, Conversations, Decoding, Diagnostics, HarnessTasks, Preferences, Tools
-from src.config.keys import AXIS_SIZE, FROM_0, FROM_0_OR_UNSET, FROM_1, FROM_1_OR_UNSET, FROM_64, POSITIVE, SEED
+from src.config.keys import ABOVE_0, AXIS_SIZE, FROM_0, FROM_0_OR_UNSET, FROM_1, FROM_1_OR_UNSET, FROM_64, SEED
 
 # isort: split
 from src.config.keys import SHARE_BELOW_1, Key, frozen, group, key, path
@@ -61,10 +61,10 @@ class Run:
 class BatchKeys:
     """Batch"""
     per_device_batch_size: float = key(12.0,
-        "rows per device and micro-batch; a fraction where devices share a row", POSITIVE, 2**20)
+        "rows per device and micro-batch; a fraction where devices share a row", ABOVE_0, 2**20)
     enable_rampup_batch_size: bool = key(False, "the batch grows to that, from a smaller one (docs/data.md)", **_RUNS)
-    per_device_batch_size_start: float = key(4.0, "... rows per device and micro-batch at first", POSITIVE, **_RUNS)
-    per_device_batch_size_increment: float = key(2.0, "... and what each further size adds", POSITIVE, **_RUNS)
+    per_device_batch_size_start: float = key(4.0, "... rows per device and micro-batch at first", ABOVE_0, **_RUNS)
+    per_device_batch_size_increment: float = key(2.0, "... and what each further size adds", ABOVE_0, **_RUNS)
     global_rampup_samples: int = key(500, "... rows until it is full, an equal part for each smaller size", FROM_1,
         2**40, **_RUNS)
     max_target_length: int = key(2048, "T, tokens per row", FROM_1, 2**24, fixed=True)

@@ -202,6 +202,8 @@ def convert(value: Any, default: Any, name: str = "") -> Any:
         case tuple():
             if empty or isinstance(value, list):
                 return () if empty else frozen(literal(value))
+            if isinstance(value, str):
+                raise ValueError(f"{name}{': ' if name else ''}expected a list, as in [{value}], got {_named(value)}")
         case Mapping():
             if empty or isinstance(value, dict):
                 return frozen({} if empty else literal(value))

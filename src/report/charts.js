@@ -73,11 +73,13 @@ function valueRange(chart, drawn, log, whole) {
   let low = reduce(Math.min, values), high = reduce(Math.max, values), note = "";
   if (log) return { low: low / 1.1, high: high * 1.1, note };
   if (chart.scale === "settled" && whole) {
+    const steps = points.map(([step]) => step), first = reduce(Math.min, steps);
+    const isShort = drawn.every(({ points }) => points.length < 20);
+    const start = isShort ? first : first + (reduce(Math.max, steps) - first) / 20;
     const tops = drawn.map(({ points }) => {
-      const start = points.length < 20 ? points[0][0] : points[0][0] + (points[points.length - 1][0] - points[0][0]) / 20;
       const finite = points.filter((point) => point[1] !== null);
       const after = finite.filter(([step]) => step >= start).map((point) => point[1]).sort((a, b) => a - b);
-      return after[Math.ceil(0.995 * after.length) - 1] ?? reduce(Math.max, finite.map((point) => point[1]).concat(low));
+      return after[Math.ceil(0.995 * after.length) - 1] ?? finite.at(-1)?.[1] ?? low; // of a much shorter run its end
     });
     const top = reduce(Math.max, tops);
     if (high - low > 1.5 * (top - low)) {

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from src import as_installed
 from src.checkpoint.run_folder import read_text
 from src.config.schema import KEYS
 from src.config.sources import similar_runs
@@ -79,6 +80,18 @@ def tables(runs: Mapping[str, Run]) -> dict[str, Table]:
     return {title: [["", *runs], *rows] for title, rows in result.items()}
 
 
+def tokenizer_note(runs: Mapping[str, Run]) -> str:
+    """Returns a sentence if the runs' tokens differ, so that their losses cannot be compared; or ""."""
+    configs = [run.config for run in runs.values()]
+    keys = ("tokenizer_type", "tokenizer_path", "vocab_size")
+    if not (differ := [key for key in keys if len({str(config.get(key)) for config in configs}) > 1]):
+        return ""
+    return as_installed(
+        f"These runs differ in {', '.join(differ)}: losses per token of different tokenizers can't be compared. "
+        "Compare eval_bits_per_byte, which python -m src.evaluate RUN prints."
+    )
+
+
 def _rows(columns: Sequence[Mapping[str, str]]) -> Table:
     names = dict.fromkeys(name for column in columns for name in column)
     return [[name, *(column.get(name, "-") for column in columns)] for name in names]
@@ -111,7 +124,7 @@ def _at_steps(curves: Sequence[Curve], ends: Sequence[int], mean: bool) -> Table
             value = f"{total / count if mean else within[-1].median[1]:.4f}" if within else "-"
             row.append(value + f" (to {end:,})" * bool(within and end < step))
         rows.append(row)
-    return rows
+    return [row for row in rows if set(row[1:]) != {"-"}]
 
 
 def key_figures(history: History) -> list[tuple[str, str]]:
@@ -121,7 +134,9 @@ def key_figures(history: History) -> list[tuple[str, str]]:
     blocks = train["loss"].blocks()
     latest = blocks[-math.ceil(len(blocks) / 100) :]  # a mean over them, because one step's loss is noise
     if count := sum(block.count for block in latest):
-        figures.append(("Train loss", f"{sum(block.total for block in latest) / count:.4f}"))
+        figures.append(
+            ("Train loss, mean of the last 1% of steps", f"{sum(block.total for block in latest) / count:.4f}")
+        )
     for name in eval_sets(evals):
         losses = evals[eval_key("eval_loss", name)]
         if losses.last is not None:

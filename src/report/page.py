@@ -9,6 +9,7 @@ import datetime
 import functools
 import html
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -21,7 +22,7 @@ from src.checkpoint.run_folder import read_text
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
 from src.errors import UserError, counted, first_few
-from src.report.comparison import Run, finite, key_figures, read_facts, read_runs, tables
+from src.report.comparison import Run, finite, key_figures, read_facts, read_runs, tables, tokenizer_note
 from src.report.history import Curve, History, Point
 from src.report.metrics import TRAIN_KEYS
 
@@ -67,7 +68,7 @@ def comparison_text(runs: Mapping[str, Run]) -> str:
         rows = list(zip(*rows, strict=True)) if len(runs) > _MAX_COLUMNS else rows
         first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += [title, *("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *filter(None, [tokenizer_note(runs)])])
 
 
 def page(folder: epath.Path, history: History) -> str:
@@ -103,13 +104,14 @@ def page(folder: epath.Path, history: History) -> str:
 def comparison_page(runs: Mapping[str, Run]) -> str:
     """Returns the page of several runs: what they reached, what differs in their configurations, and their curves."""
     # A column for each run is headed by the color of its curves.
-    head = "".join(f'<th><i data-run="{run}"></i>{html.escape(name)}</th>' for run, name in enumerate(runs))
+    head = "".join(f'<th><i data-run="{run}"></i>{_breakable(name)}</th>' for run, name in enumerate(runs))
     cards = [
         _card(html.escape(title), f'<div class="runs">{_table(rows, f"<tr><th></th>{head}</tr>")}</div>')
         for title, (_, *rows) in tables(runs).items()
     ]
     histories = {name: run.history for name, run in runs.items()}
-    return _page(histories, first_few(runs), counted(len(runs), "run"), "".join(cards[:2]), cards[2:])
+    note = f'<p class="card">{html.escape(tokenizer_note(runs))}</p>' if tokenizer_note(runs) else ""
+    return _page(histories, first_few(runs), counted(len(runs), "run"), "".join([note, *cards[:2]]), cards[2:])
 
 
 def _page(histories: Mapping[str, History], title: str, status: str, top: str, sections: Iterable[str]) -> str:
@@ -151,10 +153,15 @@ def _config(text: str) -> tuple[int, str]:
 
 def _table(rows: Iterable[Sequence[str]], head: str = "") -> str:
     lines = (
-        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
+        f"<tr><th>{_breakable(name)}</th>{''.join(f'<td>{_breakable(value)}</td>' for value in values)}</tr>"
         for name, *values in rows
     )
     return f"<table>{head}{''.join(lines)}</table>"
+
+
+def _breakable(text: str) -> str:
+    """Returns text as HTML in which a line may end after _ and /, of which keys and paths consist."""
+    return re.sub(r"(?<=[_/])", "<wbr>", html.escape(text))
 
 
 def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:

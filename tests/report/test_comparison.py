@@ -12,7 +12,7 @@ from src.config import load as config
 from src.errors import UserError
 from src.report import page
 from src.report.comparison import read_runs, tables
-from tests.report.test_report import Page, eval_entry, train_entry
+from tests.report.test_report import Page, eval_entry, in_node, train_entry
 
 
 def make_run(folder, losses, arguments=(), evals=(), facts=None):
@@ -44,7 +44,7 @@ def test_each_table_has_a_column_a_run_and_the_numbers_are_theirs(two):
     assert [rows[0] for rows in found.values()] == [["", "first", "second"]] * 4
     results = {name: values for name, *values in found["Results"][1:]}
     assert results["Steps"] == ["40 of 40", "25 of 40"]
-    assert results["Train loss"] == ["6.0000", "5.0000"]
+    assert results["Train loss, mean of the last 1% of steps"] == ["6.0000", "5.0000"]
     assert results["Eval loss"] == ["6.5000", "5.2500"]
     assert results["Tokens per second"] == ["1.5", "1.5"]
     # Of the keys those that differ alone, and of the facts those that a result may depend on.
@@ -84,8 +84,33 @@ def test_a_run_without_a_step_is_compared(tmp_path, two):
 def test_a_loss_that_is_not_finite_is_left_out_of_the_mean(tmp_path):
     runs = read_runs([make_run(tmp_path / "a", [2.0, None, 4.0, None])])
     assert tables(runs)["Training loss, mean since the step above"][1:] == [
-        ["step 1", "2.0000"], ["step 2", "-"], ["step 3", "4.0000"], ["step 4", "-"],
+        ["step 1", "2.0000"], ["step 3", "4.0000"],
     ]  # fmt: skip
+
+
+def test_steps_at_which_no_run_was_evaluated_have_no_row(tmp_path):
+    runs = read_runs([make_run(tmp_path / "a", [2.0] * 40, evals=[(20, 2.5), (40, 2.4)])])
+    assert tables(runs)["Eval loss"][1:] == [["step 20", "2.5000"], ["step 40", "2.4000"]]
+
+
+def test_losses_of_different_tokenizers_are_said_not_to_compare(two, tmp_path, capsys):
+    page.main(list(two))
+    assert "can't be compared" not in capsys.readouterr().out
+    other = make_run(tmp_path / "other", [5.0], ["tokenizer_type=huggingface", "tokenizer_path=/my/model"])
+    page.main([two[0], other])
+    note = (
+        "differ in tokenizer_type, tokenizer_path: losses per token of different tokenizers can't be compared. Compare "
+    )
+    assert note + "eval_bits_per_byte" in capsys.readouterr().out
+    assert note + "eval_bits_per_byte" in Page((tmp_path / "first" / "comparison.html").read_text()).text
+
+
+def test_a_short_run_beside_a_long_one_does_not_flatten_its_losses(tmp_path):
+    long, short = [3 + 8 * 0.9**step for step in range(400)], [3 + 8 * 0.8**step for step in range(30)]
+    page.main([make_run(tmp_path / "long", long), make_run(tmp_path / "short", short)])
+    loss = Page((tmp_path / "long" / "comparison.html").read_text()).charts["Loss"]
+    top = in_node(f"valueRange({{scale: 'settled'}}, curves({json.dumps(loss)}, [1, 400]), false, true).high")
+    assert 3 < top < 4.2  # the long run's loss from a twentieth of its steps on: 3 + 8 * 0.9**20 is 3.97
 
 
 @pytest.mark.parametrize(("long", "short", "gap"), [(50, 12, 5), (10_000, 3_000, 1_000), (5_000, 4_100, 500)])
@@ -125,18 +150,25 @@ def test_a_run_that_is_named_twice_stands_there_once(two, tmp_path, capsys):
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="a browser lays the page out")
-def test_on_a_phone_names_stand_over_the_numbers_of_their_runs(two, tmp_path):
+def test_on_a_phone_names_stand_over_the_numbers_of_their_runs_and_keys_end_lines_between_words(two, tmp_path):
     page.main(list(two))
     inner = html.escape((tmp_path / "first" / "comparison.html").read_text())
-    script = """onload = () => document.title = JSON.stringify(
-        [...document.querySelector("iframe").contentDocument.querySelectorAll(".runs tr")].map(
-            (row) => [...row.children].slice(1).map((cell) => Math.round(cell.getBoundingClientRect().left))))"""
+    script = """onload = () => {
+        const shown = document.querySelector("iframe").contentDocument, range = shown.createRange();
+        const lines = (node) => (range.selectNodeContents(node), range.getClientRects().length);
+        document.title = JSON.stringify([
+            [...shown.querySelectorAll(".runs tr")].map(
+                (row) => [...row.children].slice(1).map((cell) => Math.round(cell.getBoundingClientRect().left))),
+            [...shown.querySelectorAll(".runs th:first-child")].flatMap((key) => [...key.childNodes]).map(
+                (word) => [word.data, lines(word)]).filter(([word]) => word && !word.includes(" "))])}"""
     framed = tmp_path / "framed.html"
     framed.write_text(f'<script>{script}</script><iframe srcdoc="{inner}" style="width: 360px; border: 0"></iframe>')
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
     dom = subprocess.run([*command, framed.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
     (found,) = re.findall("<title>(.*?)</title>", dom.partition("<iframe")[0])
-    rows = json.loads(found)
+    rows, words = json.loads(found)
+    assert {"learning_", "rate", "opt_", "type"} <= {word for word, _ in words}
+    assert {lines for _, lines in words} == {1}
     assert len(rows) > 20
     head = None
     for row, cells in zip(rows, [cells for rows in tables(read_runs(two)).values() for cells in rows], strict=True):
@@ -148,7 +180,8 @@ def test_on_a_phone_names_stand_over_the_numbers_of_their_runs(two, tmp_path):
 def test_the_text_is_a_table_a_fact(two, capsys):
     page.main(list(two))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["Results", "                      first    second"]
+    assert lines[0] == "Results"
+    assert re.fullmatch(" +first    second", lines[1])
     at = lines.index("What differs")
     assert [line.split() for line in lines[at + 1 : at + 3]] == [["first", "second"], ["opt_type", "adamw", "muon"]]
     assert "step 25  7.7000  5.0000" in lines
@@ -157,7 +190,7 @@ def test_the_text_is_a_table_a_fact(two, capsys):
 def test_many_runs_have_a_row_each(two, tmp_path, capsys):
     page.main([*two, *(make_run(tmp_path / f"run{n}", [3.0]) for n in range(5))])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:3] == ["Steps", "Train", "loss"]
+    assert lines[1].split()[:3] == ["Steps", "Train", "loss,"]
     assert [line.split()[0] for line in lines[2:9]] == ["first", "second", *(f"run{n}" for n in range(5))]
 
 

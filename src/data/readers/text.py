@@ -120,7 +120,9 @@ class TextSource(Source):
             document = from_json(files.read(file, start, stop), self._column)
         except ValueError as error:
             place = files.line_name(file, start)
-            raise UserError(f"{place}: {error} (dataset_column={self._column} names the field)") from None
+            is_of_field = str(error).startswith(("it has no field", "its field"))  # not of what is no JSON
+            hint = f" (dataset_column={self._column} names the field)" if is_of_field else ""
+            raise UserError(f"{place}: {error}{hint}") from None
         return document.encode() if isinstance(document, str) else document
 
 

@@ -93,7 +93,7 @@ def test_a_step_too_large_for_a_tpu_is_an_answer(tmp_path, monkeypatch, settings
 @needs_libtpu
 def test_what_should_help_is_compiled_to_see(tmp_path):
     path = tmp_path / "report.json"
-    deep = ("compile_topology=v5e-4", *SMALL, "base_num_decoder_layers=64", "per_device_batch_size=1600")
+    deep = ("compile_topology=v5e-4", *SMALL, "base_num_decoder_layers=64", "per_device_batch_size=1920")
     said = train_compile(*deep, f"compile_report={path}", code=3)
     report = json.loads(path.read_text())
     first, *others = report["changes"]

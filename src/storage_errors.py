@@ -6,6 +6,7 @@ the status code that its message begins with and the errno that it appends.
 
 import enum
 import errno
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 from src.errors import TransientError
 
 T = TypeVar("T")
+
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its tracebacks, of errors that it raises all the same
 
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)  # before each further attempt
 
@@ -58,7 +61,7 @@ def failure_of(error: BaseException) -> Failure:
         return Failure.OTHER
     if isinstance(error, TransientError | TimeoutError | ConnectionError):
         return Failure.TRANSIENT
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError) and (error.errno or -1) > 0:  # a failed look-up of a host's name has its own below 0
         return ERRNO.get(error.errno, Failure.OTHER)
     http = getattr(error, "status", None) or getattr(error, "code", None)  # aiohttp's; gcsfs's, which may be a text
     if str(http).isdecimal():

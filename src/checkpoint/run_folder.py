@@ -60,9 +60,11 @@ class RunFolder:
             probe.write_text("")
             probe.unlink()
         except Exception as error:  # each store's client has its own types
+            problem = f"cannot write to {self.path}: {type(error).__name__}: {error}"
+            if self._is_remote and failure_of(error) is Failure.TRANSIENT:
+                raise TransientError(f"{problem}. Is this machine online, and logged in to the store?") from error
             raise UserError(
-                f"cannot write to {self.path}: {type(error).__name__}: {error}. "
-                "Expected base_output_directory to be a folder or bucket this user may write to."
+                f"{problem}. Expected base_output_directory to be a folder or bucket this user may write to."
             ) from error
 
     def lock(self) -> None:

@@ -75,7 +75,7 @@ class Usage(NamedTuple):
 TRAIN = Usage(
     """Trains a model.
 
-python -m src.train CONFIG [key=value ...]        such as: python -m src.train configs/base.yml steps=100
+python -m src.train CONFIG [key=value ...]        such as: python -m src.train configs/quickstart.yml steps=100
 python -m src.train --help KEY                    what a key does, and its default
 
 CONFIG is a YAML file, a Python file with get_config(), or the folder of a run, which then goes on (with another

@@ -1,10 +1,12 @@
+import logging
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from src.checkpoint.run_folder import FILES, FOLDERS, RunFolder
-from src.errors import UserError
+from src.errors import TransientError, UserError
 from tests.tiny import load
 
 
@@ -43,6 +45,24 @@ def test_a_folder_without_permission_is_an_error(tmp_path):
     with pytest.raises(UserError, match="PermissionError"):
         RunFolder(str(tmp_path), "a").check_writable()
     tmp_path.chmod(0o700)
+
+
+def test_a_store_out_of_reach_may_answer_later(monkeypatch):
+    aiohttp = pytest.importorskip("aiohttp")
+
+    def look_up(*_, **__):
+        host = aiohttp.client_reqrep.ConnectionKey("storage.googleapis.com", 443, True, True, None, None, None)
+        raise aiohttp.ClientConnectorDNSError(host, socket.gaierror(socket.EAI_NONAME, "Name or service not known"))
+
+    folder = RunFolder("gs://bucket", "a")
+    monkeypatch.setattr(type(folder.path), "write_text", look_up)
+    with pytest.raises(TransientError, match=r"cannot write to gs://bucket/a: .*Is this machine online, and logged in"):
+        folder.check_writable()
+
+
+def test_a_stores_client_prints_no_traceback_of_an_error_that_it_raises(caplog):
+    logging.getLogger("gcsfs").error("_request out of retries")
+    assert not caplog.records
 
 
 @pytest.mark.skipif(not Path("/proc/version").exists(), reason="needs Linux's /proc")

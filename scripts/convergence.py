@@ -1,4 +1,4 @@
-"""Trains a small model with products of 8 bits and without: `python scripts/convergence.py TEXT_FOLDER`.
+"""Trains a small model with products of 8 bits and with wider ones: `python scripts/convergence.py TEXT_FOLDER`.
 
 `scripts/get_text.py` brings a text. For each seed, which orders the data and draws the weights, one run a kind of
 products follows the other; a run that is finished is not made again, so the script may be stopped and started. Written
@@ -16,15 +16,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = ("", "int8", "fp8")
+KINDS = {  # products -> keys
+    "": ["dtype=float32"],
+    "bfloat16": ["dtype=bfloat16"],
+    "int8": ["dtype=float32", "quantization=int8"],
+    "fp8": ["dtype=float32", "quantization=fp8"],
+}
 MODEL = [  # 3.1 million parameters
     *("base_emb_dim=256", "base_mlp_dim=640", "base_num_decoder_layers=4", "base_num_query_heads=4"),
     *("base_num_kv_heads=4", "head_dim=64", "vocab_size=258", "max_target_length=128", "per_device_batch_size=4"),
-    *("dtype=float32", "remat_policy=none", "learning_rate=2e-3", "adam_b2=0.99", "max_document_bytes=2048"),
+    *("remat_policy=none", "learning_rate=2e-3", "adam_b2=0.99", "max_document_bytes=2048"),
     *("eval_fraction=0.01", "log_period=500", "enable_checkpointing=false", "quiet=true"),
 ]
 LAST = 100  # steps, over which the loss is a mean
-COLORS = {"": "#444444", "int8": "#0072b2", "fp8": "#d55e00"}
+COLORS = {"": "#444444", "bfloat16": "#009e73", "int8": "#0072b2", "fp8": "#d55e00"}
 WIDTH, HEIGHT, MARGIN, POINTS = 720, 400, 50, 120
 FONT = 20  # of 720: 10 pixels on a telephone of 360
 
@@ -55,7 +60,7 @@ def run(kind: str, seed: int, options: argparse.Namespace) -> list[float]:
     if not metrics.exists() or len(found := read(metrics)) < options.steps:
         keys = [f"run_name={name}", f"base_output_directory={options.runs}", f"dataset_path={options.text}"]
         keys += [f"steps={options.steps}", f"data_shuffle_seed={seed}", f"init_weights_seed={seed}"]
-        command = [sys.executable, "-m", "src.train", "configs/base.yml", *MODEL, *keys, f"quantization={kind}"]
+        command = [sys.executable, "-m", "src.train", "configs/base.yml", *MODEL, *KINDS[kind], *keys]
         print(" ".join(command[1:]), flush=True)
         subprocess.run(command, cwd=ROOT, check=True)
         found = read(metrics)

@@ -59,7 +59,7 @@ def anywhere(tmp_path_factory):
     (root / "configs").symlink_to(ROOT / "configs")
     tiny = saved.save(root / "tiny", "llama")
     words = " ".join(word for _, words in COMMANDS for word in words)
-    for folder in set(re.findall(r"\bhf/[\w.-]+|~/[\w.-]+", words)):
+    for folder in set(re.findall(r"\bhf/[\w.-]+|~/[\w.-]+|\bruns/first/hf-800", words)):
         place(root / folder.removeprefix("~/"), tiny)
     for run in set(re.findall(r"\bruns/[\w-]+", words)):
         place(root / run / "config.yml", ROOT / "configs" / "base.yml")

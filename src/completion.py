@@ -68,7 +68,8 @@ class Completion:
         # So many ids at the end hold a stop text, of whose characters each takes four at most.
         self._tail = _CONTEXT + 4 * max(map(len, self._stop_texts), default=0)
         self._ids: list[int] = self.prompt.tolist()
-        self._stable, self._stable_ids = "", len(self._ids)  # text of whole characters, and the ids that it has read
+        self._stable = ""  # the text so far, up to its last whole character
+        self._whole = [0, len(self._ids)]  # numbers of ids whose text is whole: one to decode from, and all since
         self._max_tokens = min(len(self.prompt) + (decoding.sample_length or max_target_length), max_target_length)
 
     def add(self, token: int, log_prob: float = 0.0) -> None:
@@ -86,10 +87,13 @@ class Completion:
         """Returns the part of the text that no later token changes: whole characters, and no start of a stop text."""
         if self.done:
             return self.text
-        before = self._ids[: self._stable_ids][-_CONTEXT:]
-        text = self._decode(before + self._ids[self._stable_ids :])[len(self._decode(before)) :]
+        first, last = self._whole[0], self._whole[-1]
+        text = self._decode(self._ids[first:])[len(self._decode(self._ids[first:last])) :]
         if not text.endswith("\ufffd"):  # bytes of a character that is not complete yet
-            self._stable, self._stable_ids, text = self._stable + text, len(self._ids), ""
+            self._stable, text = self._stable + text, ""
+            self._whole.append(len(self._ids))
+            while self._whole[1] <= len(self._ids) - _CONTEXT:
+                self._whole.pop(0)
         text = self._stable + text.rstrip("\ufffd")
         held = [size for stop in self._stop_texts for size in range(1, len(stop)) if text.endswith(stop[:size])]
         return text[: len(text) - max(held, default=0)]

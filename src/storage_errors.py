@@ -8,6 +8,7 @@ import enum
 import errno
 import logging
 import re
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -59,7 +60,7 @@ def failure_of(error: BaseException) -> Failure:
         return Failure.DAMAGED
     if not isinstance(error, Exception):  # SystemExit has a code too
         return Failure.OTHER
-    if isinstance(error, TransientError | TimeoutError | ConnectionError):
+    if isinstance(error, TransientError | TimeoutError | ConnectionError | socket.gaierror):
         return Failure.TRANSIENT
     if isinstance(error, OSError) and (error.errno or -1) > 0:  # a failed look-up of a host's name has its own below 0
         return ERRNO.get(error.errno, Failure.OTHER)
@@ -68,7 +69,8 @@ def failure_of(error: BaseException) -> Failure:
         return Failure.TRANSIENT if int(http) in HTTP_TRANSIENT else Failure.OTHER
     if isinstance(error, FileNotFoundError):  # fsspec's have no errno
         return Failure.DAMAGED
-    if type(error).__module__.partition(".")[0] == "aiohttp":  # such as a connection that was closed
+    # Such as a connection that was closed, or a place for tokens that is not reached.
+    if type(error).__module__.partition(".")[0] == "aiohttp" or type(error).__name__ == "TransportError":
         return Failure.TRANSIENT
     if type(error) is ValueError and (failure := _tensorstore_failure(str(error))):
         return failure

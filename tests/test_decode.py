@@ -275,10 +275,21 @@ def test_a_stop_text_is_looked_for_at_the_end_of_what_is_drawn(tmp_path, kind, s
     assert counting.decoded < 70 * len(ids)  # and not each time all before it
 
 
-@pytest.mark.parametrize("kind", ["byte", "sentencepiece"])
+def byte_fallback(folder):
+    """A tokenizer.json that decodes a run of bytes as one, as Llama 2's does: a cut run has no characters."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)} | {"</s>": 257}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return HuggingFaceTokenizer(folder / "tokenizer.json", 258)
+
+
+@pytest.mark.parametrize("kind", ["byte", "sentencepiece", "byte fallback"])
 def test_a_text_is_shown_as_it_grows_by_its_last_ids_alone(tmp_path, kind):
-    tokenizer = BYTES if kind == "byte" else sentencepiece_of_bytes(tmp_path)
-    ids = np.concatenate([tokenizer.encode_text(f"the 漢😀 {number}, and ") for number in range(300)])
+    make = {"byte": lambda folder: BYTES, "sentencepiece": sentencepiece_of_bytes, "byte fallback": byte_fallback}
+    tokenizer = make[kind](tmp_path)
+    ids = np.concatenate([tokenizer.encode_text(f"the 漢จักรวาล😀 {number}, and ") for number in range(300)])
     prompt, counting = tokenizer.encode_prompt("on the mat"), Counting(tokenizer)
     completion = Completion(config_of().decoding, len(prompt) + len(ids) + 1, counting, "on the mat")
     shown = [""]
@@ -289,7 +300,7 @@ def test_a_text_is_shown_as_it_grows_by_its_last_ids_alone(tmp_path, kind):
     assert shown[-1] == generated
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
     assert len(set(shown)) > 300 * 8  # a character or a piece at a time
-    assert counting.decoded < 50 * len(ids)
+    assert counting.decoded < 70 * len(ids)
 
 
 def test_a_stop_text_is_found_wherever_it_falls():

@@ -289,8 +289,8 @@ def _check_shapes(
     for entry, off in (("ema", "ema_decay=0"), ("spikes", "skip_step_on_spikes=false")):
         if entry in lacking:
             raise UserError(
-                f"checkpoint {step_folder} was saved with {off}, and has nothing for a run without it to go on from: "
-                "set it so again, or begin another run with its weights by load_parameters_path"
+                f"checkpoint {step_folder} was saved by a run with {off} and lacks what this one would go on from: set "
+                f"{off}, or begin another run with its weights by load_parameters_path"
             )
     lines = [
         f"{name}: {stored.get(name, 'absent')} in the checkpoint, {configured.get(name, 'absent')} in the configuration"

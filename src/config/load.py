@@ -106,7 +106,7 @@ def _load(
     if not run:
         with _collected(problems):
             model = _model_settings(model_name, uses_weights, read_folder, problems)
-            if model_name != _model_name(files):
+            if _file_of_model(model_name) != _file_of_model(_model_name(files)):
                 problems += _another_model(model_name, model, files, {setting.key for setting in arguments})
     elif model_name != _model_name(files):
         problems.append(f"model_name={model_name}: {run} is a run with a model of its own, which keeps it")
@@ -228,12 +228,21 @@ def _model_name(settings: Sequence[Setting]) -> str:
     return "" if names[-1] in (*NOTHING, "default") else file_name(str(names[-1]))
 
 
+def _file_of_model(name: str) -> str:
+    return Path(name).name.removesuffix(".yml")
+
+
 def _another_model(name: str, model: Sequence[Setting], files: Sequence[Setting], typed: Set[str]) -> Iterator[str]:
     """Says which facts of the model that the command line names a file replaces, written for another model."""
     of_model = {setting.key: setting.value for setting in model if setting.key in keys_of("model")}
-    facts = [(each, KEYS[each.key].default) for each in files if each.key in of_model and each.key not in typed]
-    values = [(each, convert(each.value, old), convert(of_model[each.key], old)) for each, old in facts]
-    if replaced := [(each, value, of_it) for each, value, of_it in values if value != of_it]:
+    of_model.pop("vocab_size", None)  # which goes with the tokenizer
+    replaced = []
+    for key, each in {each.key: each for each in files}.items():
+        if key in of_model and key not in typed:
+            with contextlib.suppress(UserError, ValueError):  # of another type, which is told with its key and file
+                value, of_it = (convert(value, KEYS[key].default) for value in (each.value, of_model[key]))
+                replaced += [(each, value, of_it)] * (value != of_it)
+    if replaced:
         keys = first_few(f"{each.key}={dump(value)} in place of {dump(of_it)}" for each, value, of_it in replaced)
         yield (
             f"model_name={name} would not be that model: {replaced[0][0].where} are {keys}. Give a file that says "

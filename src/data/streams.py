@@ -88,10 +88,11 @@ class StreamSource(Source):
     def state(self, get_state: Callable[[], Any]) -> Any:
         """Returns a state as JSON has it. Raises UserError for one that would not go on exactly."""
 
-        def plain(part: Any) -> Any:
-            return part.decode() if isinstance(part, bytes) else int(part)
+        def as_json() -> str:
+            state = get_state()
+            return json.dumps(state.decode() if isinstance(state, bytes) else state, default=int)
 
-        text = call(f"{self.name}: its state", lambda: json.dumps(get_state(), default=plain))
+        text = call(f"{self.name}: its state", as_json)
         if "BufferShuffled" in text:
             raise UserError(
                 f"{self.name}: datasets does not save the buffer of shuffle(buffer_size=...), so a run could not go "

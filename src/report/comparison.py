@@ -77,14 +77,14 @@ def tables(runs: Mapping[str, Run]) -> dict[str, Table]:
     for name in dict.fromkeys(name for history in histories for name in eval_sets(history.evals)):
         curves = [history.evals[eval_key("eval_loss", name)] for history in histories]
         result["Eval loss" + f", {name}" * bool(name)] = _at_steps(curves, ends, False)
-    return {title: [["", *runs], *rows] for title, rows in result.items()}
+    return {title: [["", *runs], *rows] for title, rows in result.items() if rows}
 
 
 def tokenizer_note(runs: Mapping[str, Run]) -> str:
     """Returns a sentence if the runs' tokens differ, so that their losses cannot be compared; or ""."""
-    configs = [run.config for run in runs.values()]
-    keys = ("tokenizer_type", "tokenizer_path", "vocab_size")
-    if not (differ := [key for key in keys if len({str(config.get(key)) for config in configs}) > 1]):
+    settings = [_settings(run) for run in runs.values()]
+    keys = ("tokenizer_type", "tokenizer_path")
+    if not (differ := [key for key in keys if len({each[key] for each in settings}) > 1]):
         return ""
     return as_installed(
         f"These runs differ in {', '.join(differ)}: losses per token of different tokenizers can't be compared. "

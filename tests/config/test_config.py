@@ -221,7 +221,14 @@ def test_a_file_of_another_model_is_refused_beside_a_typed_model_name(write):
     # Not so where the file says the same, where both are typed, or where the file itself names what it changes.
     assert load([str(write("same.yml", "base_emb_dim: 768\n")), "model_name=gpt3-125m"]).base_emb_dim == 768
     assert load([str(write("wide.yml", "base_emb_dim: 96\n")), "model_name=gpt3-125m", "base_emb_dim=64"])
-    assert load([str(write("own.yml", "model_name: gpt3-125m\nbase_emb_dim: 64\n"))]).base_emb_dim == 64
+    own = str(write("own.yml", "model_name: gpt3-125m\nbase_emb_dim: 64\n"))
+    assert load([own]).base_emb_dim == load([own, f"model_name={CONFIGS}/models/gpt3-125m.yml"]).base_emb_dim == 64
+    # Nor where a file takes back what its base_config says; a wrong type is told as ever.
+    facts = "base_emb_dim: 768\nbase_mlp_dim: 3072\nbase_num_decoder_layers: 12\nhead_dim: 64\n"
+    facts += "base_num_query_heads: 12\nbase_num_kv_heads: 12\n"
+    assert load([str(write("back.yml", f"base_config: {quickstart}\n{facts}")), "model_name=gpt3-125m"])
+    with pytest.raises(UserError, match=r"base_emb_dim \(in .*bad.yml\): expected an integer"):
+        load([str(write("bad.yml", "base_emb_dim: wide\n")), "model_name=gpt3-125m"])
 
 
 def test_a_resolved_config_loads_to_itself(write):

@@ -62,7 +62,8 @@ def _find(spec: SourceSpec) -> str:
     infos = [info for depth in ("*/*", "*/*/*") for info in epath.Path(root).glob(f"{depth}/{_INFO}")]
     folders = sorted(info.parent.relative_to(epath.Path(root)) for info in infos)
     prepared = [f"{folder.parent}:{folder.name}" for folder in folders]
-    if not prepared and any(file.suffix in (".jsonl", ".md", ".txt") for file in epath.Path(root).glob("*")):
+    suffixes = {file.suffix for file in epath.Path(root).glob("*")}
+    if not prepared and suffixes and suffixes <= {".jsonl", ".md", ".txt"}:
         raise UserError(f"{root} has text files, and no dataset of TFDS: set {spec.key('dataset_type')}=text")
     where = spec.setting("dataset_path") if spec.dataset_path else f"{root}, TFDS's own data folder"
     listed = f"There: {first_few(prepared, near=full_name)}" if prepared else "No dataset is"

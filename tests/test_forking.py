@@ -159,7 +159,7 @@ def test_the_runs_come_to_the_losses_that_the_page_says(edit, tmp_path):
         assert ended.returncode == 0, ended.stderr
         found += re.findall(r"^step 200/200  eval  ([\d.]+) ", ended.stdout, re.MULTILINE)
     # Other text, of another Python or of the pages as they are now, and other CPUs move them a little.
-    said = re.findall(r"`eval  (\d+\.\d+)`|near (\d+\.\d+)", section(edit))
+    said = re.findall(r"`eval\s+(\d+\.\d+)`|near\s+(\d+\.\d+)", section(edit))
     assert [float(one or other) for one, other in said] == pytest.approx(list(map(float, found)), abs=0.1)
     for argv in commands(edit, "src.convert"):
         ended = python(folder, "-m", "src.convert", *argv)

@@ -246,10 +246,8 @@ class DecodeMetrics:
     def __init__(self, decoding: Decoding, inputs: InputSpec, rows: int) -> None:
         self._function = load_function(decoding.decode_metrics, "decode_metrics")
         self._decoding, self._inputs, self._rows = decoding, inputs, rows
-        self._prompts, self._generator = (
-            prompts_of(dataclasses.replace(decoding, prompt_path="", decode_path=""), inputs),
-            None,
-        )
+        self._prompts = prompts_of(dataclasses.replace(decoding, prompt_path="", decode_path=""), inputs)
+        self._generator: Generator | None = None
 
     def run(self, plan: StepPlan, weights: Weights) -> dict[str, float]:
         """Returns the function's numbers as `decode_NAME`; raises UserError where it raises or returns others."""

@@ -241,7 +241,7 @@ class Generator:
         B = -(-max(rows, len(prompts)) // shards) * shards
         longest = max(map(len, prompts))
         T = self.prefill_length
-        if T == -1 and any(layer.capacity_factor != -1 for layer in self.plan.spec.layers):
+        if T == -1 and self.plan.spec.has_capacity:
             T = self.length  # whose share the experts' capacity is: else it would depend on the longest prompt
         elif T == -1:
             T = min(max(1 << (longest - 1).bit_length(), MIN_PREFILL), self.length)

@@ -56,7 +56,7 @@ class Scorer:
     def _row_length(self, longest: int) -> int:
         """Returns the shortest of the lengths that holds so many tokens, and that devices and tiles share out."""
         layout, T = self._plan.layout, self._T
-        if any(layer.capacity_factor != -1 for layer in self._plan.spec.layers):
+        if self._plan.spec.has_capacity:
             return T  # whose share the capacity is: by the longest text, a score would depend on the other texts
         unit = _SHORTEST_ROW * layout.shards("length") * layout.shards("norm_length") * self._plan.step.num_vocab_tiling
         while T % (2 * unit) == 0 and longest <= T // 2:

@@ -83,6 +83,11 @@ class ModelSpec(Model):
         return any(layer.num_experts > 1 for layer in self.layers)
 
     @property
+    def has_capacity(self) -> bool:
+        """Returns whether the experts of any layer take a share of a row alone."""
+        return any(layer.capacity_factor != -1 for layer in self.layers)
+
+    @property
     def padded_vocab_size(self) -> int:
         """Returns the embedding's rows and the output projection's columns; those past `vocab_size` are masked."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

@@ -1,4 +1,4 @@
-"""What the report shows of the lines that `log_internals` adds: figures of each layer, over steps."""
+"""Shows in the report the lines that `log_internals` adds: figures of each layer, over steps."""
 
 import math
 from collections import defaultdict

@@ -110,7 +110,7 @@ def comparison_page(runs: Mapping[str, Run]) -> str:
         for title, (_, *rows) in tables(runs).items()
     ]
     histories = {name: run.history for name, run in runs.items()}
-    note = f'<p class="card">{html.escape(tokenizer_note(runs))}</p>' if tokenizer_note(runs) else ""
+    note = f'<p class="card">{html.escape(text)}</p>' if (text := tokenizer_note(runs)) else ""
     return _page(histories, first_few(runs), counted(len(runs), "run"), "".join([note, *cards[:2]]), cards[2:])
 
 

@@ -31,7 +31,7 @@ USAGE = Usage(
 
 python -m src.inspect_data CONFIG [key=value ...]
 python -m src.inspect_data CONFIG process_count=4 process_index=1     what the second of four hosts would read
-python -m src.inspect_data --help KEY             what a key does, and its default""",
+python -m src.inspect_data --help WORD            what the key of this name does, or all keys with this word""",
     ("Tools for data", "Data"),
 )
 

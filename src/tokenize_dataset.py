@@ -46,7 +46,7 @@ USAGE = Usage(
     """Writes a run's data as token ids, for dataset_type=tokens.
 
 python -m src.tokenize_dataset CONFIG [key=value ...] tokenized_path=FOLDER
-python -m src.tokenize_dataset --help KEY         what a key does, and its default""",
+python -m src.tokenize_dataset --help WORD        what the key of this name does, or all keys with this word""",
     ("Tools for data", "Data"),
 )
 

@@ -54,7 +54,7 @@ USAGE = Usage(
 
 python -m src.train_dpo CONFIG load_parameters_path=MODEL dataset_path=PAIRS.jsonl [key=value ...]
 python -m src.train_dpo RUN                       goes on with a run
-python -m src.train_dpo --help KEY                what a key does, and its default""",
+python -m src.train_dpo --help WORD               what the key of this name does, or all keys with this word""",
     ("Finetuning: preferences",),
 )
 # Keys of src.train and its data that would make another run there: to leave them out would change what is meant.

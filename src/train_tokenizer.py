@@ -26,7 +26,7 @@ USAGE = Usage(
 
 python -m src.train_tokenizer CONFIG dataset_path=TEXT tokenizer_type=sentencepiece tokenizer_path=OUT.model \\
     vocab_size=8000 [key=value ...]                 (tokenizer_type=huggingface: OUT is a folder with a tokenizer.json)
-python -m src.train_tokenizer --help KEY          what a key does, and its default""",
+python -m src.train_tokenizer --help WORD         what the key of this name does, or all keys with this word""",
     ("Data",),
 )
 

@@ -76,7 +76,7 @@ TRAIN = Usage(
     """Trains a model.
 
 python -m src.train CONFIG [key=value ...]        such as: python -m src.train configs/quickstart.yml steps=100
-python -m src.train --help KEY                    what a key does, and its default
+python -m src.train --help WORD                   what the key of this name does, or all keys with this word
 
 CONFIG is a YAML file, a Python file with get_config(), or the folder of a run, which then goes on (with another
 run_name: begins anew); with key=value alone it is configs/base.yml."""
@@ -92,13 +92,23 @@ def help_for(argv: Sequence[str], usage: Usage = TRAIN) -> str | None:
     return None
 
 
-def help_text(key: str) -> str:
-    """Returns base.yml's lines about a key, or what to type for another trainer's; raises UserError for other names."""
-    if key in KEYS:
-        return f"{KEYS[key].group}\n{key_lines(KEYS[key])}"
-    if hint := migration_hint(key, Plain("...")):
+def help_text(word: str) -> str:
+    """Returns base.yml's lines about a key, or about all keys with a word, those that have it in their names first.
+
+    Of another trainer's key it is what to type here. Raises UserError for a word that no key has.
+    """
+    if word in KEYS:
+        return f"{KEYS[word].group}\n{key_lines(KEYS[word])}"
+    if hint := migration_hint(word, Plain("...")):
         return hint.sentence
-    raise UserError(f"there is no key {key}.{did_you_mean(with_own_mesh_word(key), KEYS)} --help alone lists all keys.")
+    in_text = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)  # where a word begins: "rate" finds no "generates"
+    by_name = [key for key in KEYS.values() if word.lower() in key.name]
+    by_text = [key for key in KEYS.values() if key not in by_name and in_text.search(key_lines(key))]
+    if by_name or by_text:
+        return "\n".join(map(key_lines, by_name + by_text))
+    raise UserError(
+        f"there is no key {word}.{did_you_mean(with_own_mesh_word(word), KEYS)} --help alone lists all keys."
+    )
 
 
 def _overview(usage: Usage) -> str:

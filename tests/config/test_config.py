@@ -328,6 +328,14 @@ def test_help():
     assert "  vocab: [tensor, stage]" in help_text("logical_axis_rules")
     with pytest.raises(UserError, match=r"there is no key stpes\. Did you mean steps"):
         help_text("stpes")
+    moments = [line.partition(":")[0] for line in help_text("Moment").splitlines() if not line.startswith("#")]
+    assert {"adam_b1", "adam_b2", "mu_dtype"} <= set(moments), "no key has the word in its name"
+    rates = [line.partition(":")[0] for line in help_text("rate").splitlines()]
+    assert {"dropout_rate", "learning_rate"} <= set(rates)
+    assert not {"dataset_factory", "eval_interval"} & set(rates), "separate is no rate"
+    documents = [line.partition(":")[0] for line in help_text("document").splitlines()]
+    assert {"long_documents", "max_document_bytes"} == set(documents[:2]), "names first"
+    assert "packing" in documents[2:]
     assert "experts" in help_text("num_experts")
 
 

@@ -61,7 +61,7 @@ def open_log(
     first_step = int(start.state.step)
     resume_step = first_step if start.resumed else None
     if not start.resumed and (aside := folder.set_aside("metrics.jsonl")):
-        start.messages.append(f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}")
+        say([f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}"])
     folder.write_text("config.yml", configuration.to_yaml(config))
     if jax.process_index() != 0:
         return None, None

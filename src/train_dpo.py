@@ -131,6 +131,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     header = [(name, of_pairs.get(name, value)) for name, value in header]
     if not config.quiet:
         print_header(header)
+    say(start.messages)
 
     # ---- The reference, computed once; then what the folder has of a start that is not refused
     evaluator = functools.partial(Evaluator, config.evaluation, inputs, plan, compile_measure(plan))
@@ -144,7 +145,6 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     log, printer = open_log(config, folder, header, start, built.schedule)
     report = exits.enter_context(contextlib.closing(LiveReport(folder))) if is_writer else None
     tracking.start(folder, done if start.resumed else None)
-    say(start.messages)
 
     # ---- The loop: a step is recorded while the next one runs
     eval_metrics: dict[str, float] = {}

@@ -212,6 +212,7 @@ def test_a_config_file_of_src_train_is_taken_with_a_list_of_what_is_unused(folde
     for key, value in unused.items():
         assert f"{key}={json.dumps(value)} (in {file}) has no effect: it is for src.train, and" in printed
     assert "a pair a row" in printed
+    assert printed.index("restored the weights") < printed.index("reference: log-prob"), "which these weights give"
     assert "sample:" not in printed
     # What trains another model is refused there too.
     file.write_text("base_config: base.yml\nquantization: int8\n")

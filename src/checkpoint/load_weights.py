@@ -48,7 +48,8 @@ def load_weights(
     base, _, base_messages = load_weights(meta["lora"]["base"], tree, base_ema, keep_dtypes)
     whole = join(base, restored)  # weights trained beside the adapters replace the base's
     merged = lora.merge(whole, adapters, meta["lora"]["alpha"])
-    return merged, meta, [*base_messages, *messages, "its adapters are merged."]
+    note = f"merged the adapters of {path} into the weights of {meta['lora']['base']}."
+    return merged, meta, [*base_messages, *messages, note]
 
 
 def load_by_rules(

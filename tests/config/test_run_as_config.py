@@ -183,7 +183,8 @@ def test_a_run_of_adapters_is_asked_by_its_folder(trained, capsys):
     runs.main([str(folder), "run_name=adapters", f"load_parameters_path={folder}", "lora_rank=2", "steps=1"])
     (text,) = decode.main([str(folder.parent / "adapters"), *ASKED])
     assert text
-    assert "its adapters are merged" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"merged the adapters of {folder.parent / 'adapters'} into the weights of {folder}.\n" in printed
 
 
 def test_resuming_by_the_folder_is_the_same_run(trained, capsys):

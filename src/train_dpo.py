@@ -59,7 +59,7 @@ python -m src.train_dpo --help WORD               what the key of this name does
 )
 # Keys of src.train and its data that would make another run there: to leave them out would change what is meant.
 _NOT_HERE = (
-    *("dataset_type", "datasets", "eval_datasets", "eval_mode", "eval_metrics", "batch_transform", "packing"),
+    *("dataset_type", "datasets", "eval_datasets", "eval_mode", "eval_metrics", "batch_transform"),
     *("load_full_state_path", "load_weights_rules", "z_loss_multiplier", "mtp_num_layers", "quantization"),
     "enable_rampup_batch_size",
 )
@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | ConfigDict) -> Result | None:
             raise UserError(f"src.train_dpo needs {key}, {what}: answers are compared with a trained model's")
     advice = advice_on_memory(config.per_device_batch_size, config.remat_policy)
     with stack_traces(config.diagnostics), advice, contextlib.ExitStack() as exits:
-        return train(config.replace(loss=LOSS, use_sft=False), exits)
+        # packing: a row has a segment for each of a pair's answers, which kernels are to know
+        return train(config.replace(loss=LOSS, use_sft=False, packing=True), exits)
 
 
 def train(config: Config, exits: contextlib.ExitStack) -> Result:

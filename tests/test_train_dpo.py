@@ -12,6 +12,8 @@ import pytest
 from src import decode, train, train_dpo
 from src.checkpoint.reference import kept_in
 from src.checkpoint.run_folder import RunFolder
+from src.config.load import load
+from src.config.yaml import dump
 from src.errors import UserError
 from src.evaluate import Evaluator
 from tests import runs
@@ -184,7 +186,6 @@ def test_adapters_begin_at_the_same_reference(folder, trained):
     [
         ({"load_parameters_path": ""}, "src.train_dpo needs load_parameters_path, which is the reference"),
         ({"dataset_path": ""}, "src.train_dpo needs dataset_path, a .jsonl file of pairs"),
-        ({"packing": False}, "src.train_dpo has no use for packing=false"),
         ({"mtp_num_layers": 1, "loss": "a:b"}, "no use for mtp_num_layers=1, loss=a:b"),
         ({"dropout_rate": 0.1}, "dropout_rate and capacity_factor make a reward depend on chance"),
         ({"dpo_label_smoothing": 0.5}, "dpo_label_smoothing.*at least 0 and less than 0.5"),
@@ -195,7 +196,7 @@ def test_what_has_no_sense_is_refused(folder, keys, message):
         train_dpo.main(keys_of(folder, **keys))
 
 
-@pytest.mark.parametrize("key", ["use_sft=true", "sample_length=5", "max_document_bytes=256"])
+@pytest.mark.parametrize("key", ["use_sft=true", "sample_length=5", "max_document_bytes=256", "packing=false"])
 def test_what_pairs_have_no_use_for_is_refused_where_it_is_typed(folder, key):
     with pytest.raises(UserError, match=rf"^{key} .* has no effect: it is for src.train, and this is src.train_dpo$"):
         train_dpo.main([*keys_of(folder), key])
@@ -203,6 +204,7 @@ def test_what_pairs_have_no_use_for_is_refused_where_it_is_typed(folder, key):
 
 def test_a_config_file_of_src_train_is_taken_with_a_list_of_what_is_unused(folder, tmp_path, capsys):
     unused = {"use_sft": True, "sft_train_on_completion_only": False, "sample_length": 120, "max_document_bytes": 256}
+    unused |= {"packing": False, "long_documents": "truncate"}
     file = tmp_path / "mine.yml"
     file.write_text("base_config: base.yml\n" + "".join(f"{key}: {json.dumps(unused[key])}\n" for key in unused))
     steps = {"run_name": "of-a-file", "steps": 1, "eval_interval": -1, "quiet": False}
@@ -210,10 +212,11 @@ def test_a_config_file_of_src_train_is_taken_with_a_list_of_what_is_unused(folde
     assert train_dpo.main([str(file), *words]).metrics["step"] == 1
     printed = capsys.readouterr().out
     for key, value in unused.items():
-        assert f"{key}={json.dumps(value)} (in {file}) has no effect: it is for src.train, and" in printed
+        assert f"{key}={dump(value)} (in {file}) has no effect: it is for src.train, and" in printed
     assert "a pair a row" in printed
     assert printed.index("restored the weights") < printed.index("reference: log-prob"), "which these weights give"
     assert "sample:" not in printed
+    assert load([str(folder / "of-a-file")]).packing, "cuDNN's kernel takes rows without it for one segment each"
     # What trains another model is refused there too.
     file.write_text("base_config: base.yml\nquantization: int8\n")
     with pytest.raises(UserError, match=r"src\.train_dpo has no use for quantization=int8"):

@@ -122,7 +122,7 @@ NEEDS = (
 _UNUSED_BY = {
     "src.train_dpo": (
         *("use_sft", "sft_train_on_completion_only", "dataset_column", "max_document_bytes", "sample_length"),
-        *("decode_metrics", "compiled_trainstep_file", "pgle", "pgle_profile"),
+        *("decode_metrics", "compiled_trainstep_file", "pgle", "pgle_profile", "packing", "long_documents"),
     )
 }
 

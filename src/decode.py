@@ -123,12 +123,14 @@ class DocumentPrompts(Sequence[Prompt]):
     def __init__(self, decoding: Decoding, inputs: InputSpec) -> None:
         self._inputs = inputs._replace(batch=dataclasses.replace(inputs.batch, packing=False))
         specs = (eval_specs if names_eval_data(inputs.data) else train_specs)(inputs.data)
-        if len(specs) > 1 and decoding.decode_path:
+        if len(specs) > 1:
             key, names = "eval_datasets" if specs[0].is_eval else "datasets", ", ".join(spec.name for spec in specs)
-            raise UserError(
-                f"decode_prompt_tokens takes prompts from one set of data, and {key} names {names}: name one alone, "
-                f"{key}=[{{name: {specs[0].name}, ...}}], and give each its own decode_path"
-            )
+            if decoding.decode_path:
+                raise UserError(
+                    f"decode_prompt_tokens takes prompts from one set of data, and {key} names {names}: name one "
+                    f"alone, {key}=[{{name: {specs[0].name}, ...}}], and give each its own decode_path"
+                )
+            say([f"decode_metrics takes prompts from {specs[0].name} alone, the first set of {key}: {names}"])
         source, limit = open_source(specs[0], self._inputs), decoding.decode_num_prompts
         self._tokens = decoding.decode_prompt_tokens
         is_stream, self.facts = isinstance(source, StreamSource) and limit != -1, source.fingerprint()

@@ -575,7 +575,7 @@ def test_prompts_are_the_beginnings_of_the_documents_of_any_type(kind, tmp_path)
 
 
 @pytest.mark.parametrize("key", ["datasets", "eval_datasets"])
-def test_prompts_for_a_file_come_from_one_set_of_data(key, tmp_path):
+def test_prompts_for_a_file_come_from_one_set_of_data(key, tmp_path, capsys):
     for name in ("code", "prose"):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 9)
     sets = [f"{{name: {name}, dataset_path: {tmp_path / name}.txt}}" for name in ("code", "prose")]
@@ -590,6 +590,8 @@ def test_prompts_for_a_file_come_from_one_set_of_data(key, tmp_path):
     assert BYTES.decode(prompts_of(sets[1:], "decode_path=x")[0][1:]) == "pro"
     if key == "eval_datasets":
         assert BYTES.decode(prompts_of(sets, "decode_metrics=a:b", "eval_interval=1")[0][1:]) == "cod"
+        said = "decode_metrics takes prompts from code alone, the first set of eval_datasets: code, prose\n"
+        assert capsys.readouterr().out == said
 
 
 def test_of_conversations_the_prompt_ends_before_the_last_answer(tmp_path):

@@ -20,6 +20,7 @@ T = TypeVar("T")
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its tracebacks, of errors that it raises all the same
 
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)  # before each further attempt
+_quiet_until = [0.0]  # of this process's clock: till when no line says that an attempt failed
 
 
 class Failure(enum.IntEnum):
@@ -94,13 +95,19 @@ def tensorstore_result(future: Any) -> Any:
 
 
 def retried(attempt: Callable[[], T]) -> T:
-    """Returns `attempt()`, repeated with pauses while it fails transiently; raises the last attempt's error."""
+    """Returns `attempt()`, repeated with pauses while it fails transiently; raises the last attempt's error.
+
+    A line says that it is repeated, at most once a minute: threads that read ahead fail together.
+    """
     for seconds in RETRY_SECONDS:
         try:
             return attempt()
         except Exception as error:
             if failure_of(error) is not Failure.TRANSIENT:
                 raise
+            if time.monotonic() > _quiet_until[0]:
+                _quiet_until[0] = time.monotonic() + 60
+                print(f"a disk or store failed, and is asked again ({one_line(error)})", flush=True)
             time.sleep(seconds)
     return attempt()
 

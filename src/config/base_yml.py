@@ -84,7 +84,7 @@ run_name: begins anew); with key=value alone it is configs/base.yml."""
 
 
 def help_for(argv: Sequence[str], usage: Usage = TRAIN) -> str | None:
-    """Returns what `--help` or `--help WORD` asks for in a command line of this usage; None where it has no `--help`."""
+    """Returns what `--help` or `--help WORD` asks for in a command line of this usage; without `--help` None."""
     for position, argument in enumerate(argv):
         if argument in ("--help", "-h"):
             topics = [topic for topic in argv[position + 1 :] if "=" not in topic]

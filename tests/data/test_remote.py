@@ -287,13 +287,18 @@ def test_a_store_that_stays_away_is_worth_another_try_and_one_that_refuses_is_no
         source[1]
 
 
-def test_a_disk_that_fails_for_a_time_is_read_again(tmp_path, monkeypatch):
+def test_a_disk_that_fails_for_a_time_is_read_again(tmp_path, monkeypatch, capsys):
+    """One line says so, of however many attempts in a minute."""
     (tmp_path / "a.txt").symlink_to("/proc/self/mem")  # which Linux answers with EIO
     waited = []
     monkeypatch.setattr(storage_errors.time, "sleep", waited.append)
+    monkeypatch.setattr(storage_errors, "_quiet_until", [0.0])
     with pytest.raises(TransientError, match=r"a\.txt can't be read, after several attempts: Input/output error"):
         files.read(str(tmp_path / "a.txt"), 0, 10)
     assert waited == [1.0, 2.0, 4.0, 8.0]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("a disk or store failed, and is asked again (OSError: ")
+    assert "Input/output error" in line
 
 
 @pytest.mark.parametrize(("path", "package"), [("s3://bucket/d", "s3fs"), ("gs://bucket/d", "gcsfs")])

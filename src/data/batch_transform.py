@@ -31,8 +31,8 @@ def added_fields(batch: BatchKeys, vocab_size: int) -> Fields:
         if x.shape[:1] != (2,) or x.dtype.kind not in "biuf" or x.dtype.itemsize > 4 or not is_named:
             raise UserError(
                 f"batch_transform added {name}: {x.dtype} {list(x.shape)}, to a batch of 2 rows. Expected [2, ...], a "
-                "row of it for each row, numbers of 32 bits at most (.astype(np.int32), np.float32), and a name, but not "
-                f"{' or '.join(_TAKEN)}"
+                "row of it for each row, numbers of 32 bits at most (.astype(np.int32), np.float32), and a name, but "
+                f"not {' or '.join(_TAKEN)}"
             )
     fields = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in sorted(added.items())}
     apply_transform(function, vocab_size, empty_batch(2, batch.max_target_length), fields)

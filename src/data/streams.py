@@ -39,7 +39,7 @@ class StreamSource(Source):
         raise UserError(
             f"{self.name} is a stream, whose documents come one after the other: they are not counted, and none are "
             "held out. Name data to evaluate on (eval_dataset_path, eval_datasets), with eval_mode=reset and "
-            "eval_steps=N; other tools take numbered documents"
+            "eval_steps=N; src.decode takes the first decode_num_prompts=N; other tools take numbered documents"
         )
 
     def check_hosts_differ(self) -> None:

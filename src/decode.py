@@ -262,10 +262,15 @@ class DecodeMetrics:
         lines = [line for first in starts for line in complete_batch(*batch, self._prompts, first, self._rows)]
         numbers = call("decode_metrics", self._function, lines)
         try:
-            return {f"decode_{name}": float(number) for name, number in numbers.items()}
+            metrics = {f"decode_{name}": float(number) for name, number in numbers.items()}
         except (AttributeError, TypeError, ValueError):
-            message = f"decode_metrics must return a mapping of names to numbers: it returned {numbers!r:.200}"
-            raise UserError(message) from None
+            metrics = None
+        if metrics is None or any("/" in name for name in metrics):  # after a / comes the name of a set
+            message = (
+                f"decode_metrics must return a mapping of names, without /, to numbers: it returned {numbers!r:.200}"
+            )
+            raise UserError(message)
+        return metrics
 
 
 # ---- Completions

@@ -58,4 +58,4 @@ def model_facts(config: Config) -> dict[str, str]:
 
 def inference_plan(config: Config, layout: Layout) -> StepPlan:
     """Returns the plan of the config's model without adapters or frozen weights; raises UserError as `make_plan`."""
-    return plan_step(config.replace(lora_rank=0, trainable_parameters=[]), layout)
+    return plan_step(config.replace(lora_rank=0, trainable_parameters=[], optimizer_rules=[]), layout)

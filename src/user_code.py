@@ -88,11 +88,15 @@ def _failure(what: str, error: BaseException) -> Exception:
 
 
 def check_metrics(what: str, metrics: Any, taken: Collection[str] = ()) -> Any:
-    """Returns metrics that `what` returned; raises UserError for what is no {name: (sum, count)}, or a `taken` name."""
+    """Returns metrics that `what` returned; raises UserError for what is no {name: (sum, count)}.
+
+    An evaluation's, which cannot have the names `taken`, have no / in theirs: it comes before the name of a set.
+    """
     if not isinstance(metrics, dict) or not all(
         isinstance(pair, tuple | list) and [np.shape(each) for each in pair] == [(), ()] for pair in metrics.values()
     ):
         raise UserError(f"{what} must return {{name: (sum, count)}}, scalars both: it returned {metrics}")
-    if wrong := sorted({*taken}.intersection(metrics)):
-        raise UserError(f"{what} must name its metrics otherwise than {', '.join(wrong)}")
+    if wrong := [name for name in metrics if not isinstance(name, str) or name in taken or (taken and "/" in name)]:
+        without = ", without /" if taken else ""
+        raise UserError(f"{what} must name its metrics by texts{without}, otherwise than {', '.join(map(str, wrong))}")
     return metrics

@@ -125,6 +125,7 @@ def test_prompt_tokens_have_no_gradient(folders):
 
 
 LORA = {"lora_rank": 4, "lora_parameters": "[attention.*, feed_forward.wi]", "learning_rate_schedule_steps": 8}
+LORA["optimizer_rules"] = '[{match: "lora.*.up", learning_rate_scale: 2}]'  # a name that the merged model lacks
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,11 @@ def test_half_of_a_surrogate_pair_in_a_prompt_and_a_byte_order_mark_before_it(wr
 
 
 @pytest.mark.parametrize(
-    "returned", [None, 1.0, {"x": 1.0}, {"x": (1, 2, 3)}, {"x": (jnp.ones(2), jnp.ones(2))}, {"loss": (1, 2)}]
+    "returned",
+    [
+        *(None, 1.0, {"x": 1.0}, {"x": (1, 2, 3)}, {"x": (jnp.ones(2), jnp.ones(2))}),
+        *({"loss": (1, 2)}, {"top/1": (1, 2)}, {1: (1, 2)}),
+    ],
 )
 def test_a_users_metrics_that_are_no_sums_and_counts(returned):
     plan = dataclasses.replace(tiny.make()[1], eval_metrics=lambda logits, batch: returned)

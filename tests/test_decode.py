@@ -660,7 +660,7 @@ def test_weights_of_an_evaluation_are_in_memory_no_longer_than_it(tmp_path, monk
     assert not any(each() is not None for each in before)
 
 
-@pytest.mark.parametrize("returned", [3, {"a": [1.0, 2.0]}, {"a": "text"}, {"a": None}])
+@pytest.mark.parametrize("returned", [3, {"a": [1.0, 2.0]}, {"a": "text"}, {"a": None}, {"a/b": 1.0}])
 def test_what_is_no_number_of_texts_is_refused(tmp_path, monkeypatch, returned):
     (tmp_path / "my_numbers.py").write_text(f"def bad(lines):\n    return {returned}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -669,5 +669,7 @@ def test_what_is_no_number_of_texts_is_refused(tmp_path, monkeypatch, returned):
     config = load([runs.BASE, "decode_metrics=my_numbers:bad", "eval_interval=1"])
     _, plan = tiny.make()
     measured = decode.DecodeMetrics(config.decoding, InputSpec.of(config, BYTES), 4)
-    with pytest.raises(UserError, match="decode_metrics must return a mapping of names to numbers: it returned"):
+    with pytest.raises(
+        UserError, match="decode_metrics must return a mapping of names, without /, to numbers: it returned"
+    ):
         measured.run(plan, plan.split(tiny.random_weights(plan)))

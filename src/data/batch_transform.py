@@ -12,6 +12,7 @@ from src.errors import UserError, changed_keys
 from src.user_code import call, class_name, load_function
 
 MAX_WEIGHT = 1e30  # of a token in the loss, either way
+_TAKEN = ("dropout_keys", "text_bytes")  # what steps and evaluations add to a batch
 
 Fields = Mapping[str, jax.ShapeDtypeStruct]  # that a function adds to those of BATCH_ARRAYS: what a row has of each
 
@@ -26,11 +27,12 @@ def added_fields(batch: BatchKeys, vocab_size: int) -> Fields:
     function, rows = load_function(batch.batch_transform, "batch_transform"), empty_batch(2, batch.max_target_length)
     added = {name: x for name, x in _returned(function, rows).items() if name not in rows}
     for name, x in added.items():
-        if x.shape[:1] != (2,) or x.dtype.kind not in "biuf" or x.dtype.itemsize > 4 or name == "dropout_keys":
+        is_named = isinstance(name, str) and name not in _TAKEN
+        if x.shape[:1] != (2,) or x.dtype.kind not in "biuf" or x.dtype.itemsize > 4 or not is_named:
             raise UserError(
                 f"batch_transform added {name}: {x.dtype} {list(x.shape)}, to a batch of 2 rows. Expected [2, ...], a "
-                "row of it for each row, numbers of 32 bits at most (.astype(np.int32), np.float32), and a name that "
-                "is not dropout_keys"
+                "row of it for each row, numbers of 32 bits at most (.astype(np.int32), np.float32), and a name, but "
+                f"not {' or '.join(_TAKEN)}"
             )
     fields = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in sorted(added.items())}
     apply_transform(function, vocab_size, empty_batch(2, batch.max_target_length), fields)

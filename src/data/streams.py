@@ -39,7 +39,7 @@ class StreamSource(Source):
         raise UserError(
             f"{self.name} is a stream, whose documents come one after the other: they are not counted, and none are "
             "held out. Name data to evaluate on (eval_dataset_path, eval_datasets), with eval_mode=reset and "
-            "eval_steps=N; other tools take numbered documents"
+            "eval_steps=N; src.decode takes the first decode_num_prompts=N; other tools take numbered documents"
         )
 
     def check_hosts_differ(self) -> None:
@@ -63,6 +63,11 @@ class StreamSource(Source):
     def fingerprint(self) -> Fingerprint:
         """Returns the facts it was made with, which are every host's."""
         return self._facts
+
+    @property
+    def moves_files(self) -> bool:
+        """Returns whether a host has other files in each epoch, as of datasets, and so other counts of documents."""
+        return hasattr(self._iterable, "set_epoch") and jax.process_count() > 1
 
     def open(self, epoch: int, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
         """Begins an epoch, at its start or at a state of it; returns its items, and what gives the state among them."""
@@ -107,7 +112,7 @@ class Window(NamedTuple):
     first: int = 0  # the number of its first document, over all epochs
     epoch: int = 0
     read: int = 0  # documents of the epoch before it
-    length: int | None = None  # documents of the epoch before; None in the first one
+    length: int | None = None  # documents that the epoch has to have; None: any number
     state: Any = None  # the stream's own; None at the start of an epoch
 
 
@@ -140,7 +145,7 @@ class StreamReader:
         while not items:
             self._check_epoch(window)
             say([f"{source.name}: all {window.read:,} documents of this host's stream are read, it begins again"])
-            window = Window(window.first, window.epoch + 1, length=window.read)
+            window = Window(window.first, window.epoch + 1, length=None if source.moves_files else window.read)
             self._iterator, self._get_state = source.open(window.epoch, None)
             items = source.items(self._iterator, window.read)
         count, state = len(items), source.state(self._get_state)

@@ -15,6 +15,7 @@ from src.config.source_spec import train_specs
 from src.data import loader
 from src.data.batch_schedule import BatchSchedule
 from src.data.open import open_source
+from src.data.streams import StreamReader
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
 from src.errors import UserError
@@ -230,6 +231,27 @@ def test_documents_of_the_hub_s_package_come_once_an_epoch(open_data):
     assert epochs[0] != sorted(epochs[0])
 
 
+def test_hosts_have_other_files_of_another_length_in_each_epoch(open_data, monkeypatch, tmp_path):
+    folder = tmp_path / "unequal"
+    folder.mkdir()
+    counts = (20, 15, 30, 9)
+    for n, count in enumerate(counts):
+        (folder / f"train-{n}.jsonl").write_text("".join(f'{{"text": "{n} {k} word"}}\n' for k in range(count)))
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("src.data.streams.gather_json", lambda value: [value])
+    texts, lengths = [[], [], []], set()
+    for host in range(2):
+        monkeypatch.setattr("jax.process_index", lambda host=host: host)
+        source = open_data("hf", dataset_path=str(folder))[2]
+        for epoch, seen in enumerate(texts):
+            seen += (read := source.items(source.open(epoch, None)[0], 0))
+            lengths.add(len(read))
+        reader = StreamReader(source, 0, None)
+        assert len({reader(number) for number in range(400)}) == sum(counts), "a host comes to the files of the other"
+    assert len(lengths) > 2
+    assert all(len(set(seen)) == len(seen) == sum(counts) for seen in texts)
+
+
 def test_a_stream_is_evaluated_by_batches_from_its_start_each_time(open_data):
     made, _, source = open_data("stream")
     sets = eval_batches(made, held_out(source, 3), TOKENIZER, range(B), B)
@@ -323,7 +345,7 @@ def test_a_file_that_ends_early_is_an_error(open_data, tmp_path):
 
 def test_nothing_is_held_out_of_a_stream(open_data):
     _, _, source = open_data("stream")
-    with pytest.raises(UserError, match="is a stream, whose documents come one after the other"):
+    with pytest.raises(UserError, match="is a stream, whose documents come one .* the first decode_num_prompts=N"):
         len(source)
 
 

@@ -85,6 +85,29 @@ def test_a_damaged_record_is_refused(dataset, at, message):
         items(source(dataset))
 
 
+@pytest.mark.parametrize("left", [0, 200])
+def test_an_index_that_is_cut_is_made_again(dataset, tmp_path, left):
+    source(dataset)
+    for index in (tmp_path / "cache/mintext/tfrecord").iterdir():
+        index.write_bytes(index.read_bytes()[:left])
+    assert sorted(items(source(dataset))) == sorted(TEXTS)
+
+
+def test_a_file_with_the_ends_and_size_of_the_one_that_was_indexed(tmp_path, monkeypatch):
+    """Nothing tells the two apart before a record is read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    long = [letter * (9_000 + n) for n, letter in enumerate("abcd")]
+    (shard,) = (dataset := write_tfds_as_tfrecord(tmp_path / "data", long, shards=1)).glob("*-of-00001")
+    source(dataset)
+    (starts,) = tfrecord.indices([str(shard)], [shard.stat().st_size])
+    data, (a, b, c) = shard.read_bytes(), map(int, starts[1:4])
+    shard.write_bytes(data[:a] + data[b:c] + data[a:b] + data[c:])
+    with pytest.raises(UserError, match=r"since it was indexed \(then delete .*tfrecord\)"):
+        items(source(dataset))
+    (tmp_path / "cache").rename(tmp_path / "deleted")
+    assert sorted(items(source(dataset))) == long
+
+
 def test_array_records_are_read_where_both_are_there(dataset, tmp_path):
     from tests.data.every_source import write_tfds
 

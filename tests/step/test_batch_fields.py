@@ -107,6 +107,13 @@ def test_a_field_that_no_step_can_take_is_refused(my_fields, added, message):
         added_fields(keys_of("unfit"), 10)
 
 
+@pytest.mark.parametrize("name", [3, "text_bytes", "dropout_keys"])  # bytes of text are what evaluations count
+def test_a_field_with_a_name_of_ours_or_none_is_refused(my_fields, name):
+    my_fields.named = lambda rows: {**rows, name: rows["tokens"]}
+    with pytest.raises(UserError, match=rf"added {name}: .* and a name, but not dropout_keys or text_bytes"):
+        added_fields(keys_of("named"), 10)
+
+
 def test_each_batch_has_the_fields_that_padding_had(my_fields):
     my_fields.some = lambda rows: {**rows, "new": rows["tokens"]} if rows["tokens"].any() else rows
     fields, batch = added_fields(keys_of("some"), 10), empty_batch(3, 4)

@@ -78,6 +78,7 @@ def test_what_is_no_sum_is_refused(monkeypatch):
         (returning(loss=1.0), r"loss of float: expected floating\[\]"),
         (returning(mtp=jnp.zeros(2)), r"mtp of float32\[2\]: expected floating\[0\]"),
         (returning(non_padding=jnp.zeros(())), r"non_padding of float32\[\]: expected integer\[\]"),
+        (returning(metrics={1: (loss := jnp.zeros(()), loss)}), "must name its metrics by texts, otherwise than 1"),
         (returning(router=None), "router=None: expected the layers' reports"),
         (lambda model, batch, plan: 1.0, "a value of type float: expected a LossSums"),
         (raising, r"loss raised KeyError: 'labels' \(.*test_user_loss.py, line"),

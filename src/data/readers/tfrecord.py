@@ -34,7 +34,10 @@ class TfRecordReader:
     def _record(self, start: int, stop: int) -> bytes:
         record = files.read(self._file, start, stop)
         if not _is_header(record[:12], stop - start) or _crc(record[12:-4]) != record[-4:]:
-            raise UserError(f"{self._file}, byte {start}: the record's CRC is another, so the file is damaged")
+            raise UserError(
+                f"{self._file}, byte {start}: the record's CRC is another, so the file is damaged, or other records "
+                f"were put there since it was indexed (then delete {_cache()})"
+            )
         return record[12:-4]
 
 
@@ -53,11 +56,15 @@ def indices(names: Sequence[str], sizes: Sequence[int]) -> list[np.ndarray]:
 def _index_file(file: str, size: int) -> Path:
     ends = files.read(file, 0, _SAMPLE_BYTES) + files.read(file, max(size - _SAMPLE_BYTES, 0), size)
     name = hashlib.sha256(f"{file} {size} ".encode() + ends).hexdigest()[:32]
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mintext" / "tfrecord" / f"{name}.npy"
+    return _cache() / f"{name}.npy"
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mintext" / "tfrecord"
 
 
 def _index(file: str, size: int, index_file: Path) -> np.ndarray:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, EOFError):  # not there, no array, empty
         return np.load(index_file, mmap_mode="r")
     starts, at, begin, chunk = [], 0, 0, b""
     while at < size:

@@ -345,7 +345,7 @@ def test_a_file_that_ends_early_is_an_error(open_data, tmp_path):
 
 def test_nothing_is_held_out_of_a_stream(open_data):
     _, _, source = open_data("stream")
-    with pytest.raises(UserError, match="is a stream, whose documents come one .* the first decode_num_prompts=N"):
+    with pytest.raises(UserError, match=r"is a stream, whose documents come one .* the first decode_num_prompts=N"):
         len(source)
 
 

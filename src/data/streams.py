@@ -95,7 +95,7 @@ class StreamSource(Source):
 
         def as_json() -> str:
             state = get_state()
-            return json.dumps(state.decode() if isinstance(state, bytes) else state, default=int)
+            return json.dumps(state.decode() if isinstance(state, bytes) else state, default=lambda x: x.tolist())
 
         text = call(f"{self.name}: its state", as_json)
         if "BufferShuffled" in text:

@@ -15,7 +15,7 @@ from src.config.source_spec import train_specs
 from src.data import loader
 from src.data.batch_schedule import BatchSchedule
 from src.data.open import open_source
-from src.data.streams import StreamReader
+from src.data.streams import StreamReader, StreamSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
 from src.errors import UserError
@@ -306,6 +306,14 @@ def test_another_number_of_hosts_is_refused(open_data):
     meta = {"data": facts, "streams": [{"": {"first": 0}}] * 2}
     with pytest.raises(UserError, match=r"one for each process: the checkpoint is of 2 processes, and this job has 1"):
         data_position(1, np.zeros((B, 1, 2), np.int32), meta, made.data, (), facts)
+
+
+def test_a_state_keeps_the_numbers_of_numpy():
+    source = StreamSource("mine", [], lambda number, item: item, {})
+    state = {"share": np.float32(0.75), "next": np.int64(2**40), "order": np.arange(3), "ended": np.bool_(True)}
+    assert source.state(lambda: state) == {"share": 0.75, "next": 2**40, "order": [0, 1, 2], "ended": True}
+    with pytest.raises(UserError, match="mine: its state raised AttributeError"):
+        source.state(lambda: {"seen": {1, 2}})
 
 
 def test_two_hosts_that_read_the_same_are_refused(open_data, monkeypatch):

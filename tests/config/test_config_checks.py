@@ -315,3 +315,9 @@ def test_what_is_read_is_never_written_over(given, written, tmp_path):
 def test_a_path_that_only_this_machine_can_read_or_write_is_not_taken_for_a_folder_named_gs(key):
     said = error_of("tokenizer_type=sentencepiece", "texts_path=a", "tokens_path=b", f"{key}=gs://bucket/x")
     assert f"{key}=gs://bucket/x: expected a path on this machine" in said
+
+
+@pytest.mark.parametrize("key", ["base_output_directory", "dataset_path", "load_parameters_path"])
+@pytest.mark.parametrize("path", ["gs://", "gs:///runs", "s3://"])
+def test_a_path_without_a_bucket_is_refused_before_a_store_is_asked(key, path):
+    assert f"{key}={path} names no bucket" in error_of(f"{key}={path}")

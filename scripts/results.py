@@ -174,35 +174,44 @@ def sizes(lab: Lab, out: Path) -> dict[str, Any]:
 
 def widths(lab: Lab, out: Path) -> dict[str, Any]:
     """Loss over the learning rate at three widths, with muP and without, and activations after few steps."""
-    shapes, rates = (64, 128, 256), [2.0**power for power in (-10, -9, -8, -7, -6, -5)]
-    found: dict[str, dict[int, dict[float, Run]]] = {"muP": {}, "plain": {}}
-    coordinates: dict[str, dict[int, list[float]]] = {"muP": {}, "plain": {}}
+    shapes, rates, seeds = (64, 128, 256), [2.0**power for power in range(-11, -4)], (0, 1)
+    found: dict[str, dict[int, dict[float, list[Run]]]] = {
+        kind: {width: {rate: [] for rate in rates} for width in shapes} for kind in ("muP", "plain")
+    }
+    coordinates: dict[str, dict[int, list[float]]] = {kind: {} for kind in found}
     for kind, by_width in found.items():
-        for width in shapes:
+        for width, by_rate in by_width.items():
             keys = [*_width(width), f"mup_base_emb_dim={64 if kind == 'muP' else 0}"]
-            by_width[width] = {
-                rate: lab.train(f"widths-{kind}-{width}-{rate}", *keys, f"learning_rate={rate}", "steps=300")
-                for rate in rates
-            }
+            for rate, of_seeds in by_rate.items():
+                name, asked = f"widths-{kind}-{width}-{rate}", [*keys, f"learning_rate={rate}", "steps=300"]
+                of_seeds += [lab.train(f"{name}-{seed}", *asked, *_seed(seed)) for seed in seeds]
             name = f"coordinates-{kind}-{width}"
             lab.train(name, *keys, "learning_rate=0.0078125", "steps=8", "warmup_steps_fraction=0", "log_internals=1")
             coordinates[kind][width] = activations(lab.folder / name / "metrics.jsonl")
-    table = ["| width | best rate, muP | its loss | best rate, plain | its loss |", "| --- | --- | --- | --- | --- |"]
-    for width in shapes:
-        cells = []
-        for by_width in found.values():
-            rate, best = min(by_width[width].items(), key=lambda item: item[1].held_out_loss)
-            cells += [f"{rate:.5f}", f"{best.held_out_loss:.4f}"]
-        table.append(f"| {width} | {' | '.join(cells)} |")
     losses = {
-        kind: {width: {rate: it.held_out_loss for rate, it in by_rate.items()} for width, by_rate in by_width.items()}
+        kind: {
+            width: {rate: statistics.fmean(it.held_out_loss for it in runs) for rate, runs in by_rate.items()}
+            for width, by_rate in by_width.items()
+        }
         for kind, by_width in found.items()
     }
+    table = [
+        "| width | best rate, muP | its loss, seeds 0 and 1 | best rate, plain | its loss, seeds 0 and 1 |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for width in shapes:
+        cells = []
+        for kind, by_width in found.items():
+            best = min(rates, key=losses[kind][width].__getitem__)
+            cells += [f"{best:.5f}", ", ".join(f"{it.held_out_loss:.4f}" for it in by_width[width][best])]
+        table.append(f"| {width} | {' | '.join(cells)} |")
     plots.panels(losses, out / "widths.svg", ("learning rate", "held-out loss, nats per byte"), log=True)
     steps = {kind: {w: dict(enumerate(values, 1)) for w, values in it.items()} for kind, it in coordinates.items()}
     plots.panels(steps, out / "coordinates.svg", ("step", "last layer's activations, RMS"), log=False)
-    runs = [_record(it) for by_width in found.values() for by_rate in by_width.values() for it in by_rate.values()]
-    return {"table": table, "losses": losses, "activations": coordinates, "runs": runs}
+    every = [
+        it for by_width in found.values() for by_rate in by_width.values() for runs in by_rate.values() for it in runs
+    ]
+    return {"table": table, "losses": losses, "activations": coordinates, "runs": [_record(it) for it in every]}
 
 
 def experts(lab: Lab, out: Path) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Page(NamedTuple):
     names: dict[str, Renamed | Explained]
     values: dict[tuple[str, str], str]  # of keys that MaxText and MinText both have: `key=value`, or what to say
     patterns: list[str]  # the names with a *
-    flags: dict[str, str | dict[str, str]]  # of XLA, retired: what to type instead, as of `Renamed`
+    flags: dict[str, dict[str, str]]  # of XLA, retired: what to type instead, by value; * is any other
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def read_page() -> Page:
     """
     names: dict[str, Renamed | Explained] = {}
     values: dict[tuple[str, str], str] = {}
-    flags: dict[str, str | dict[str, str]] = {}
+    flags: dict[str, dict[str, str]] = {}
     program, explains = "", False
     for line in PAGE.read_text(encoding="utf-8").splitlines() if PAGE.is_file() else ():
         if line.startswith("## "):
@@ -101,7 +101,7 @@ def read_page() -> Page:
                     accepted = value if value == "..." else parse(value, str(PAGE)) if equals else None
                     names[name] = Explained(program, right, accepted)
             elif program == RETIRED_FLAGS:
-                flags[keys[0][0]] = _template(right)
+                flags[keys[0][0]] = _by_value(right)
             elif keys[0][1]:
                 values[keys[0][0], keys[0][2]] = right
             else:
@@ -110,8 +110,10 @@ def read_page() -> Page:
 
 
 def _template(cell: str) -> str | dict[str, str]:
-    if cell.startswith("`"):
-        return cell.strip("`")
+    return cell.strip("`") if cell.startswith("`") else _by_value(cell)
+
+
+def _by_value(cell: str) -> dict[str, str]:
     return dict(re.findall(rf"(\S+): (?:`([^`]*)`|{NOTHING_TO_TYPE})", cell))
 
 
@@ -151,9 +153,9 @@ def _about_value(key: str, value: Any) -> str:
 
 
 def retired_flag(name: str, value: str) -> str | None:
-    """Returns what to type for a retired flag of XLA; "" where XLA does so by itself, None if it is not listed."""
-    template = read_page().flags.get(name)
-    return None if template is None else _fill(template, Plain(value))[0]
+    """Returns what to type for a retired flag of XLA; "" if XLA does so by itself, None if this value is not listed."""
+    rows = read_page().flags.get(name, {}).items()
+    return next((typed for theirs, typed in rows if theirs == "*" or _same(Plain(value), Plain(theirs))), None)
 
 
 def environment_notes(variables: Iterable[str]) -> list[str]:

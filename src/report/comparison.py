@@ -80,9 +80,13 @@ def tables(runs: Mapping[str, Run]) -> dict[str, Table]:
     return {title: [["", *runs], *rows] for title, rows in result.items() if rows}
 
 
-def tokenizer_note(runs: Mapping[str, Run]) -> str:
-    """Returns a sentence if the runs' tokens differ, so that their losses cannot be compared; or ""."""
+def loss_note(runs: Mapping[str, Run]) -> str:
+    """Returns a sentence if the runs' tokens or kinds of loss differ, so that losses cannot be compared; or ""."""
     settings = [_settings(run) for run in runs.values()]
+    if len({each["loss"] for each in settings}) > 1:
+        return (
+            "These runs differ in loss: their losses and perplexities measure different things and can't be compared."
+        )
     keys = ("tokenizer_type", "tokenizer_path")
     if not (differ := [key for key in keys if len({each[key] for each in settings}) > 1]):
         return ""

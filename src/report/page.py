@@ -22,7 +22,7 @@ from src.checkpoint.run_folder import read_text
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
 from src.errors import UserError, counted, first_few
-from src.report.comparison import Run, finite, key_figures, read_facts, read_runs, tables, tokenizer_note
+from src.report.comparison import Run, finite, key_figures, loss_note, read_facts, read_runs, tables
 from src.report.history import Curve, History, Point
 from src.report.metrics import TRAIN_KEYS
 
@@ -68,7 +68,7 @@ def comparison_text(runs: Mapping[str, Run]) -> str:
         rows = list(zip(*rows, strict=True)) if len(runs) > _MAX_COLUMNS else rows
         first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += [title, *("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows), ""]
-    return "\n".join([*lines, *filter(None, [tokenizer_note(runs)])])
+    return "\n".join([*lines, *filter(None, [loss_note(runs)])])
 
 
 def page(folder: epath.Path, history: History) -> str:
@@ -110,7 +110,7 @@ def comparison_page(runs: Mapping[str, Run]) -> str:
         for title, (_, *rows) in tables(runs).items()
     ]
     histories = {name: run.history for name, run in runs.items()}
-    note = f'<p class="card">{html.escape(text)}</p>' if (text := tokenizer_note(runs)) else ""
+    note = f'<p class="card">{html.escape(text)}</p>' if (text := loss_note(runs)) else ""
     return _page(histories, first_few(runs), counted(len(runs), "run"), "".join([note, *cards[:2]]), cards[2:])
 
 

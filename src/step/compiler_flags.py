@@ -153,8 +153,8 @@ def _error_with_hint(name: str, value: str, device: jax.Device) -> str:
 
 def _instead(name: str, value: str, names: Sequence[str]) -> str:
     """Returns a sentence with what replaced a flag, or else those of `names` that are like it, not its opposite."""
-    if instead := retired_flag(name, value):
-        return f" It is retired: {instead} is in its place."
+    if (instead := retired_flag(name, value)) is not None:
+        return f" It is retired: {instead} is in its place." if instead else f" Take it out: {BY_ITSELF}."
     return did_you_mean(name, [other for other in names if ("disable" in other) == ("disable" in name)])
 
 
@@ -199,9 +199,9 @@ def check_environment(uses_tpu: bool) -> None:
         match = re.match(r"Unknown flags? in XLA_FLAGS: (.+)|Unknown command line flag '(\w+)'", line)
         for flag in (match[1] or match[2]).split() if match else ():
             name = re.search(r"\w+", flag)[0]
-            typed = next((word for word in flags[variable].split() if re.match(rf"--{name}(=|$)", word)), flag)
-            value = typed.partition("=")[2] or "true"
-            if retired_flag(name, value) == "":
+            typed = next((word for word in flags[variable].split() if re.match(rf"--{name}(=|$)", word)), "")
+            value = (typed or flag).partition("=")[2].strip("'\"") or "true"
+            if typed and retired_flag(name, value) == "":  # no word has it where the variable names a file of flags
                 print(f"{variable} in the environment: {typed} is left out: {BY_ITSELF}", flush=True)
                 os.environ[variable] = " ".join(word for word in os.environ[variable].split() if word != typed)
                 left_out = True

@@ -105,6 +105,15 @@ def test_losses_of_different_tokenizers_are_said_not_to_compare(two, tmp_path, c
     assert note + "eval_bits_per_byte" in Page((tmp_path / "first" / "comparison.html").read_text()).text
 
 
+def test_another_loss_is_said_not_to_compare(two, tmp_path, capsys):
+    """Of src.train_dpo: the log of a sigmoid, beside nats per token."""
+    other = make_run(tmp_path / "preferred", [0.6], ["loss=src.step.dpo:dpo_loss"])
+    page.main([two[0], other])
+    note = "These runs differ in loss: their losses and perplexities measure different things and can't be compared."
+    assert note in capsys.readouterr().out
+    assert note in Page((tmp_path / "first" / "comparison.html").read_text()).text
+
+
 def test_a_short_run_beside_a_long_one_does_not_flatten_its_losses(tmp_path):
     long, short = [3 + 8 * 0.9**step for step in range(400)], [3 + 8 * 0.8**step for step in range(30)]
     page.main([make_run(tmp_path / "long", long), make_run(tmp_path / "short", short)])

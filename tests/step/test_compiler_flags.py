@@ -111,12 +111,30 @@ def test_a_retired_flag_is_left_out_where_xla_does_so_by_itself(capsys):
         ("--xla_gpu_enable_async_all_gather=0", "--xla_gpu_disable_async_collectives=ALLGATHER"),
         ("--xla_gpu_graph_level=0", "--xla_gpu_enable_command_buffer="),
         ("--xla_gpu_enable_cudnn_fmha=true", "attention=cudnn_flash"),
+        ("--xla_gpu_enable_triton_softmax_fusion=false", "no flag"),  # XLA does not stop fusing by itself
+        ("--xla_gpu_lhs_enable_gpu_async_tracker=0", "no flag"),
     ],
 )
 def test_a_retired_flag_is_answered_with_what_is_in_its_place(flag, instead):
     with pytest.raises(UserError) as refused:
         compiler_options(flag, jax.devices()[0], 1)
     assert f"It is retired: {instead} is in its place." in str(refused.value)
+
+
+def test_a_retired_flag_is_not_answered_with_its_opposite(monkeypatch):
+    own, other = (
+        ("enable_pipelined", "pipeline") if jax.__version_info__ < (0, 11) else ("pipeline", "enable_pipelined")
+    )
+    off = {"pipeline": "COLLECTIVE_PIPELINING_MODE_OFF", "enable_pipelined": "false"}
+    for what in ("all_gather", "all_reduce", "reduce_scatter"):
+        with pytest.raises(UserError, match=f"--xla_gpu_{own}_{what}={off[own]} is in its place"):
+            compiler_options(f"--xla_gpu_{other}_{what}={off[other]}", jax.devices()[0], 1)
+    with pytest.raises(UserError) as refused:
+        compiler_options("--xla_gpu_enable_async_collectives=maybe", jax.devices()[0], 1)
+    assert "disable" not in str(refused.value)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_async_collectives='true'")  # XLA takes the quotes off
+    check_environment(uses_tpu=False)
+    assert environment_flags() == {}
 
 
 def test_what_is_in_a_retired_flags_place_is_there():
@@ -127,7 +145,8 @@ def test_what_is_in_a_retired_flags_place_is_there():
         if texts and compiler_flags._is_unknown(name, device):
             for text in texts:
                 assert compiler_options(text, device, 1) == {
-                    flag: value.title() if value == "true" else value for flag, value in parse_flags(text).items()
+                    flag: value.title() if value in ("true", "false") else value
+                    for flag, value in parse_flags(text).items()
                 }
 
 
@@ -215,6 +234,13 @@ def test_retired_xla_flags_are_taken_out_with_a_line(monkeypatch, capsys):
     check_environment(uses_tpu=False)
     assert environment_flags() == {"XLA_FLAGS": "--xla_cpu_enable_fast_math"}
     assert "--xla_gpu_enable_async_collectives=true is left out" in capsys.readouterr().out
+
+
+def test_a_retired_flag_in_a_file_of_flags_is_answered(monkeypatch, write):
+    """XLA_FLAGS may name a file, from which nothing can be taken out: no endless search for the flag."""
+    monkeypatch.setenv("XLA_FLAGS", str(write("flags.txt", "--xla_gpu_enable_async_collectives=true\n")))
+    with pytest.raises(UserError, match=r"async_collectives=true is no flag of .* Take it out: it is retired"):
+        check_environment(uses_tpu=False)
 
 
 def test_flags_for_the_environment_that_the_pages_show_are_taken(monkeypatch):

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from src.config.schema import BatchKeys, Data, Model, Step, section_of
 from src.config.source_spec import all_synthetic
 from src.config.yaml import BASE, file_name
 from src.console import say
-from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, has_tokenizer
+from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, folder_tokenizer, has_tokenizer
 from src.errors import UserError
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
@@ -149,6 +150,8 @@ def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes
             shutil.copyfile(path, out_dir / "tokenizer.json")
         if not has_tokenizer(out_dir):
             notes.append(f"{out_dir} has no tokenizer: there is none at {own_folder or model_folder or 'hand'}")
+        elif not _original_config(model_folder):  # without an id there, transformers' generate goes on after eos
+            return _token_ids(folder_tokenizer(out_dir, sys.maxsize))
         return {}
     try:
         tokenizer = ByteTokenizer() if data.tokenizer_type == "byte" else SentencePieceTokenizer(data.tokenizer_path)
@@ -156,6 +159,10 @@ def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes
     except UserError as error:
         notes.append(f"{out_dir} has no tokenizer, and config.json not its bos and eos: {error}")
         return {}
+    return _token_ids(tokenizer)
+
+
+def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": None}
 
 

@@ -30,6 +30,12 @@ def test_a_config_that_is_not_there_is_answered_with_few_names():
         load(["zzz/qqq"])
 
 
+def test_a_file_beside_the_one_that_is_not_there_is_named(tmp_path):
+    (tmp_path / "model.yml").touch()
+    with pytest.raises(UserError, match=rf"Did you mean {tmp_path}/model\.yml\?"):
+        load([f"{tmp_path}/modle.yml"])
+
+
 ROOT = Path(__file__).parents[1]
 OLD_UNIT = re.compile(
     r"\b(nats|tokens|rows|bytes|FLOPs|GiB) an? (byte|token|second|device|step|chip|host)\b"

@@ -347,6 +347,8 @@ def _read_entry(known: Mapping[str, Any], entry: Any) -> dict[str, Any]:
 def _read_setting(known: Mapping[str, Any], name: str, value: Any) -> Any:
     if name not in known:
         hint = did_you_mean(name, known) or f" There are {first_few(known, near=name)}"
+        if name.partition(":")[0] in known:
+            hint = " YAML needs a blank after the colon"
         raise ValueError(f"no setting {name}.{hint}")
     typed = convert(value, known[name], name)
     if name in _RANGES and not _RANGES[name].holds(typed):

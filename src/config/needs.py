@@ -182,7 +182,7 @@ def _idle(key: str, config: Mapping[str, Any], changed: set[str]) -> Iterator[st
     whole, places = _places(key, config)
     if not places:
         if whole not in changed:
-            yield f"{whole} gives each its own"
+            yield f"{whole} gives each its own; to use this instead, add {whole.replace(' and ', '=[] ')}=[]"
         return
     needs = [need for need in NEEDS if key in need.keys and need.one_of.keys() <= config.keys()]
     for need in needs:

@@ -161,7 +161,7 @@ function build(chart, runs) {
     part(".y").innerHTML = yTicks.map((x) => `<span style="top:${top(x)}%">${show(chart, x)}</span>`).join("");
     part(".x").innerHTML = xTicks.map((step) =>
       `<span style="left:${(100 * (step - view[0])) / (view[1] - view[0])}%">${showNumber(step)}</span>`).join("");
-    part(".legend").replaceChildren(...(drawn.length > 1 ? named() : []).map((curve) => {
+    part(".legend").replaceChildren(...(Math.max(drawn.length, runs) > 1 ? named() : []).map((curve) => {
       const name = Object.assign(document.createElement("span"), { textContent: curve.name, className: curve.style });
       name.style.setProperty("--color", color(curve));
       return name;

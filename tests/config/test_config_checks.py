@@ -137,6 +137,11 @@ def test_all_problems_of_an_entry_are_reported_together():
         assert problem in message, message
 
 
+def test_a_colon_without_a_blank_is_named():
+    message = error_of("datasets=[{name:web, weight: 7}]")
+    assert "no setting name:web. YAML needs a blank after the colon" in message
+
+
 def test_all_problems_are_reported_together():
     wrong = ("stpes=3", "steps=many", "capacity_factor=2", "dtype=int8", "base_num_kv_heads=3")
     message = error_of(*wrong, config="nope.yml")

@@ -104,6 +104,7 @@ ANSWERED = [
     ("max_grad_norm=1.0", "gradient_clipping_threshold=1.0"),
     ("gradient_checkpointing=true", "remat_policy=full"),
     ("batch_size=8", "per_device_batch_size=8"),
+    ("num_samples=3", "decode_samples=3 decode_path=FILE"),
     ("--training.seq_len=4096", "max_target_length=4096"),
     ("--optimizer.lr=3e-4", "learning_rate=3e-4"),
     ("--parallelism.data_parallel_shard_degree=8", "ici_fsdp_parallelism=8"),

@@ -35,7 +35,8 @@ WINDOW = "sliding_window_size=8 (on the command line) has no effect: it needs at
         ("dataset_path=books eval_dataset_name=c4", "dataset_type=tfds"),
         ("model_name=deepseek3-671b head_dim=64", "attention_type=global or local_sliding or chunk"),
         ("decoder_segments=[{repeats: -1, pattern: [{qk_nope_head_dim: 8}]}]", "attention_type=mla"),
-        ("base_mlp_dim=64 decoder_segments=[{repeats: -1, pattern: [{base_mlp_dim: 32}]}]", "gives each its own"),
+        ("base_mlp_dim=64 decoder_segments=[{repeats: -1, pattern: [{base_mlp_dim: 32}]}]", "add decoder_segments=[]"),
+        ("eval_datasets=[{name: a, dataset_path: x}] eval_dataset_path=b", "add eval_datasets=[]"),
         ("datasets=[{name: a, dataset_path: x}] train_split=a", "dataset_type=tfds or hf or custom"),
     ],
 )

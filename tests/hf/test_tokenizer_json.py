@@ -120,15 +120,20 @@ def run_folder(folder, **keys):
     return folder
 
 
-@pytest.mark.parametrize("name", ["byte", "ours"])
+@pytest.mark.parametrize("name", ["byte", "ours", "huggingface"])
 def test_a_runs_own_tokenizer_is_exported_with_it(models, tmp_path, name):
-    path = models / f"{name}.model"
+    path = models / "ours.model"
     keys = {} if name == "byte" else {"tokenizer_type": "sentencepiece", "tokenizer_path": path}
     ours = ByteTokenizer() if name == "byte" else SentencePieceTokenizer(str(path))
+    if name == "huggingface":
+        (tmp_path / "folder").mkdir()
+        save_tokenizer(tmp_path / "folder", ours)
+        keys = {"tokenizer_type": name, "tokenizer_path": tmp_path / "folder"}
     convert.to_hf(run_folder(tmp_path / "run", **keys), tmp_path / "out")
     generate = transformers.pipeline("text-generation", model=str(tmp_path / "out"))
     config = generate.model.config
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (ours.bos, ours.eos, None)
+    assert generate.model.generation_config.eos_token_id == ours.eos  # where it stops
     for text in TEXTS[:6]:
         assert generate.tokenizer(text)["input_ids"] == ours.encode_prompt(text).tolist()
     answer = generate("def add", max_new_tokens=4, do_sample=False)[0]["generated_text"]

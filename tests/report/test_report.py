@@ -289,6 +289,13 @@ def test_the_first_steps_do_not_flatten_the_loss(tmp_path):
     assert max(heights) - min(heights) > 700  # of 1000: what comes after fills the chart
 
 
+def test_a_step_that_seems_short_does_not_flatten_the_throughput(tmp_path):
+    entries = [train_entry(k, tokens_per_second=8e5 if k == 150 else 3e4 + k) for k in range(1, 401)]
+    note, marks, *_ = drawn(report(tmp_path, entries))["Tokens per second"]
+    assert note == "1 of 400 points lie above the chart, up to 800k."
+    assert max(marks) < 40_000
+
+
 def test_key_figures_are_those_of_the_entries():
     train = [train_entry(k, loss=4.0, step_time_seconds=0.5, tokens_per_second=2000.0) for k in range(1, 11)]
     train[0].update(step_time_seconds=20.0, tokens_per_second=50.0)  # compiles; the batch is 1000 tokens all the same

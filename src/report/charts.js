@@ -72,7 +72,7 @@ function valueRange(chart, drawn, log, whole) {
   const reduce = (f, xs) => xs.reduce((a, b) => f(a, b));
   let low = reduce(Math.min, values), high = reduce(Math.max, values), note = "";
   if (log) return { low: low / 1.1, high: high * 1.1, note };
-  if (chart.scale === "settled" && whole) {
+  if (chart.scale.includes("settled") && whole) {
     const steps = points.map(([step]) => step), first = reduce(Math.min, steps);
     const isShort = drawn.every(({ points }) => points.length < 20);
     const start = isShort ? first : first + (reduce(Math.max, steps) - first) / 20;
@@ -89,7 +89,7 @@ function valueRange(chart, drawn, log, whole) {
       high = top;
     }
   }
-  if (chart.scale === "zero") low = Math.min(low, 0);
+  if (chart.scale.includes("zero")) low = Math.min(low, 0);
   const room = (high - low) / 20 || Math.abs(high) / 2 || 1;
   return { low: low === 0 ? 0 : low - room, high: high + room, note };
 }

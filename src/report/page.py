@@ -168,7 +168,7 @@ def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
     """Returns the charts that charts.js draws: loss, perplexity, learning rate, gradient norm, experts, speed, others.
 
     A chart without a value is left out. `scale` is "settled" (without the first steps and the highest spikes), "zero"
-    (from zero) or "wide" (logarithmic where values differ much). A series has the number of its run and a kind:
+    (from zero), both, or "wide" (logarithmic where values differ much). A series has the number of its run and a kind:
     "train", "eval", or "noisy" where a running median is to be drawn.
     """
     result, several = [], len(histories) > 1
@@ -185,7 +185,7 @@ def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
         ("Busiest expert", "expert_load_max", "wide", "Its load over the mean, in the worst layer."),
         ("Dropped choices", "tokens_dropped", "wide", "Of all choices, the mean over layers."),
         ("Load-balance loss", "load_balance_loss", "wide", "Sum over layers: 1 per layer when even."),
-        ("Tokens per second", "tokens_per_second", "settled", ""),
+        ("Tokens per second", "tokens_per_second", "settled, zero", ""),
         *((key, key, "wide", "") for key in dict.fromkeys(measured) if key not in TRAIN_KEYS),
     ]:
         series = []

@@ -190,6 +190,17 @@ def test_what_the_promises_name_is_there():
                     assert key[1] in KEYS, word
 
 
+def test_others_beside_it_have_the_measured_ratios():
+    """The figures of docs/scope.md are those of the table that docs/performance.md has of a step beside PyTorch's."""
+    measured = (ROOT / "docs" / "performance.md").read_text()
+    of_gpt, of_50m = (
+        re.search(rf"^\| {row}, .* ([\d.]+) \|$", measured, re.MULTILINE)[1] for row in ("nanoGPT's setting", "50M")
+    )
+    scope = (ROOT / "docs" / "scope.md").read_text()
+    assert f"a step takes {of_gpt} times that of the same model in PyTorch" in scope
+    assert f"50M step on a CPU: {of_50m} times PyTorch's time" in scope
+
+
 def test_the_table_of_models_has_each_file_and_its_numbers():
     rows = re.findall(
         r"^\| `([\w.-]+)` \| ([\d,]+) \| ([\d,]+|all) \| ([\d,.]+) GB \|", MODELS.read_text(), re.MULTILINE

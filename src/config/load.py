@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from src.config.checks import ENTRIES, check_config, read_entries
 from src.config.keys import frozen
-from src.config.migration_hints import corrected_command, is_maxtext_default, migration_hint, own_value
+from src.config.migration_hints import corrected_command, is_maxtext_default, joined, migration_hint, own_value
 from src.config.model_checks import read_segments
 from src.config.needs import TYPED, Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults, keys_of
@@ -146,7 +146,7 @@ def _arguments(arguments: Sequence[str], problems: list[str]) -> Iterator[Settin
     if "=" in arguments:  # alone, with blanks around it
         problems.append(f"{' '.join(arguments)}: type key=value without blanks around =, as in steps=20")
         return
-    for argument in arguments:
+    for argument in joined(arguments):
         key, equals, text = argument.lstrip("-").partition("=")
         if problem := unprintable(argument, is_name=key not in KEYS or not KEYS[key].any_text):
             problems.append(f"{argument!a}: {problem}")

@@ -195,10 +195,10 @@ def _spell(value: Any) -> str:
 
 def corrected_command(argv: Sequence[str], load: Callable[[Sequence[str]], object]) -> str:
     """Returns a line with the whole corrected command, or "" unless `load` accepts it."""
-    words = [corrected for word in _joined(argv) for corrected in _corrected(word)]
+    words = [corrected for word in joined(argv) for corrected in _corrected(word)]
     files = [word for word in words if "=" not in word]  # of which a recipe that a word stands for is the last
     words = [*files[-1:], *(word for word in words if "=" in word)]
-    if words == list(argv) or sum("=" not in word for word in _joined(argv)) > 1:
+    if words == list(argv) or sum("=" not in word for word in joined(argv)) > 1:
         return ""
     try:
         load(words)
@@ -209,14 +209,15 @@ def corrected_command(argv: Sequence[str], load: Callable[[Sequence[str]], objec
     return f"\nType: {shlex.join([from_here(sys.executable), '-m', module, *words])}"
 
 
-def _joined(argv: Sequence[str]) -> Iterator[str]:
-    """Yields the words of a command line, a flag and its value (`--steps 100`) as one (`--steps=100`)."""
+def joined(argv: Sequence[str]) -> Iterator[str]:
+    """Yields the words of a command line, each flag as one: `--steps 100` as `--steps=100`, `--verbose` as true."""
     words = list(argv)
     while words:
         word = words.pop(0)
-        is_flag = word.startswith("--") and "=" not in word
-        takes_next = is_flag and words and "=" not in words[0] and not words[0].startswith("--")
-        yield f"{word}={words.pop(0)}" if takes_next else word
+        if word.startswith("--") and "=" not in word:
+            takes_next = words and "=" not in words[0] and not words[0].startswith("--")
+            word += f"={words.pop(0) if takes_next else 'true'}"
+        yield word
 
 
 def _corrected(word: str) -> list[str]:

@@ -24,6 +24,7 @@ BASE = str(ROOT / "configs" / "base.yml")
 
 # Arguments of commands as MaxText's and its users' scripts have them, after `train.py configs/base.yml`.
 WORKING = [
+    "--globally_use_hardware_rng --jax_array_in_pax=true",
     "run_name=my_first_run",
     "run_name=r base_output_directory=gs://my-bucket steps=10 log_period=5",
     "steps=15 per_device_batch_size=6 enable_checkpointing=false remat_policy=full global_parameter_scale=16"
@@ -93,6 +94,8 @@ ANSWERED = [
     ("lora.lora_rank=8", "lora_rank=8"),
     ("--exp=tasks.lm.params.mine.Mine", "model_name=NAME"),
     ("--job_log_dir=gs://bucket", "base_output_directory=gs://bucket"),
+    ("--exp tasks.lm.params.c4.C4Spmd1BAdam4Replicas --mode decode_once", "mode is a name of Pax; type prompt=TEXT"),
+    ("--exp tasks.lm.params.c4.C4Spmd1BAdam4Replicas --mode decode_once", "configs/recipes/pax-c4-1b-v4-8.yml"),
     ("block_size=1024", "type max_target_length=1024 instead"),
     ("n_embd=768", "base_emb_dim=768"),
     ("max_iters=5000", "steps=5000"),

@@ -36,6 +36,17 @@ def run(tmp_path_factory, corpus):
     return folder, result, output.getvalue()
 
 
+def no_sum_and_count(logits, batch):
+    return {"mean": logits.mean()}
+
+
+def test_a_metric_that_is_no_sum_and_count_is_refused_before_the_first_step(tmp_path, corpus, monkeypatch, capsys):
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "eval_metrics": f"{__name__}:no_sum_and_count"}
+    said = runs.refusal(monkeypatch, capsys, runs.arguments(**{**KEYS, **keys}))
+    assert "eval_metrics must return {name: (sum, count)}" in said
+    assert not list(tmp_path.glob("*/metrics.jsonl"))
+
+
 # ---- What it returns
 
 

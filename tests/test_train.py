@@ -9,6 +9,7 @@ import re
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -40,10 +41,20 @@ def no_sum_and_count(logits, batch):
     return {"mean": logits.mean()}
 
 
-def test_a_metric_that_is_no_sum_and_count_is_refused_before_the_first_step(tmp_path, corpus, monkeypatch, capsys):
-    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "eval_metrics": f"{__name__}:no_sum_and_count"}
-    said = runs.refusal(monkeypatch, capsys, runs.arguments(**{**KEYS, **keys}))
-    assert "eval_metrics must return {name: (sum, count)}" in said
+def mistyped(logits, batch):
+    return {"mean": (jnp.summ(logits), 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_sum_and_count", "eval_metrics must return {name: (sum, count)}"),
+        ("mistyped", "eval_metrics raised AttributeError: module 'jax.numpy' has no attribute 'summ' ("),
+    ],
+)
+def test_a_mistake_in_eval_metrics_is_found_before_the_first_step(name, message, tmp_path, corpus, monkeypatch, capsys):
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "eval_metrics": f"{__name__}:{name}"}
+    assert message in runs.refusal(monkeypatch, capsys, runs.arguments(**{**KEYS, **keys}))
     assert not list(tmp_path.glob("*/metrics.jsonl"))
 
 

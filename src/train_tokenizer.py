@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         return
     if config.dataset_type != "text" or config.datasets or config.use_sft or config.tokenizer_type == "byte":
         raise UserError(
-            "a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece (or huggingface) use_sft=false: "
-            "set these"
+            "a tokenizer is trained for dataset_type=text tokenizer_type=sentencepiece (or huggingface) use_sft=false "
+            "datasets=[]: set these"
         )
     if config.tokenizer_path.startswith(PREFIX):
         raise UserError(f"tokenizer_path={config.tokenizer_path}: a new tokenizer is written to a path on this machine")
@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     data, _ = open_sources(InputSpec.of(config, None), config.evaluation)
     source = data.sources[0]
     texts = list(_sample(source, config.data_shuffle_seed))
-    print(f"training on {len(texts)} of {len(source)} documents, {sum(map(len, texts))} characters", flush=True)
+    read = f"{len(texts):,} of {len(source):,} documents or pieces of them, {sum(map(len, texts)):,} characters"
+    print(f"training on {read}", flush=True)
     model = train(texts, config.vocab_size)
     if file.is_file() and file.read_bytes() == model:
         print(f"{path} is there already, as this command writes it")

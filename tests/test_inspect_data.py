@@ -113,6 +113,20 @@ def test_padding_and_what_does_not_count_are_told(capsys, tmp_path):
     assert f"{filled:.2%}" in printed
 
 
+@pytest.mark.parametrize(("end", "endless"), [("", True), ("{{ eos_token }}", False)])
+def test_a_template_without_an_end_token_is_told(capsys, tmp_path, end, endless):
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}" + end + "{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    folder = write_folder(tmp_path / "model", byte_level(), tokenizer_config={**TOKENS, "chat_template": template})
+    lines = [{"prompt": "p" * n, "completion": "c" * n} for n in (3, 4)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    model = {"tokenizer_type": "huggingface", "tokenizer_path": folder, "vocab_size": 400}
+    for only in ("true", "false"):
+        keys = {"use_sft": "true", "sft_train_on_completion_only": only, "max_target_length": 32, **model}
+        printed = inspect(capsys, tmp_path / "chat.jsonl", **keys)
+        assert ("; 2 have no end token, so that the model does not learn to stop" in printed) == endless
+
+
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_conversations_of_a_template_begin_and_end_where_they_do(capsys, tmp_path, packing):
     """ChatML: no conversation begins with bos or ends with eos."""

@@ -9,6 +9,7 @@ import re
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,6 +35,27 @@ def run(tmp_path_factory, corpus):
     with contextlib.redirect_stdout(io.StringIO()) as output:
         result = runs.run_here(base_output_directory=folder.parent, dataset_path=corpus, **KEYS)
     return folder, result, output.getvalue()
+
+
+def no_sum_and_count(logits, batch):
+    return {"mean": logits.mean()}
+
+
+def mistyped(logits, batch):
+    return {"mean": (jnp.summ(logits), 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_sum_and_count", "eval_metrics must return {name: (sum, count)}"),
+        ("mistyped", "eval_metrics raised AttributeError: module 'jax.numpy' has no attribute 'summ' ("),
+    ],
+)
+def test_a_mistake_in_eval_metrics_is_found_before_the_first_step(name, message, tmp_path, corpus, monkeypatch, capsys):
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "eval_metrics": f"{__name__}:{name}"}
+    assert message in runs.refusal(monkeypatch, capsys, runs.arguments(**{**KEYS, **keys}))
+    assert not list(tmp_path.glob("*/metrics.jsonl"))
 
 
 # ---- What it returns

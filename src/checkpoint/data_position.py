@@ -128,7 +128,7 @@ def remapped_streams(streams: np.ndarray, meta: Facts, data: Data, rows: int) ->
     columns = [np.zeros_like(streams[:, 0]) if name in new else streams[:, old_names.index(name)] for name in names]
     if rows != len(streams):
         taken = sum(int(documents_consumed(column).sum()) for column in columns)
-        messages.append(f"the global batch changed: the data go on after {taken:,} documents")
+        messages.append(f"the global batch changed: the data go on after {taken:,} documents or pieces of them")
         columns = [remap_position(column, rows) for column in columns]
     return np.stack(columns, axis=1), messages
 

@@ -122,8 +122,10 @@ def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
     kind, steps = of_process_0(find)
     folder = {"run": path / "checkpoints", "checkpoints": path, "step": path.parent}[kind]
     if not steps:
+        others = first_few(map(str, steps_in(path.parent)))
         raise UserError(
             f"no checkpoint at {path}: expected a run's folder, its checkpoints/ folder, or one step's folder in that"
+            + f". There are {others} in {path.parent}" * bool(others)
         )
     return folder, steps
 

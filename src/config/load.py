@@ -17,6 +17,7 @@ from src.config.needs import TYPED, Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults, keys_of
 from src.config.sources import (
     CONFIG,
+    OF_ONE_START,
     config_dict_keys,
     model_keys,
     read_python,
@@ -361,7 +362,7 @@ def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[C
     key that the run's version did not have yet had the effect of its default.
     """
     old = {**defaults(), **old}
-    changes = [Change(key, old.get(key), new.get(key)) for key in changed_keys(new, old)]
+    changes = [Change(key, old.get(key), new.get(key)) for key in changed_keys(new, old) if key not in OF_ONE_START]
     identity = {key.name for key in KEYS.values() if key.fixed} - set(new["accept_changes"])
     breaking = [change for change in changes if change.key in identity]
     return [change for change in changes if change.key not in identity], breaking

@@ -60,6 +60,8 @@ def mesh_sizes(kind: str, section: Mesh, devices: int, groups: int) -> list[int]
         )
     if kind == "ici" and groups > 1 and known_size > devices:
         problem += f" Between the {groups} slices or hosts sizes are dcn_*_parallelism."
+    if kind == "ici" and devices == 1:
+        problem += " To try a mesh on a CPU, set JAX_NUM_CPU_DEVICES=8 in the environment: so many virtual devices."
     raise UserError(f"The mesh does not multiply out: {problem}")
 
 

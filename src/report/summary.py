@@ -145,7 +145,8 @@ def amount(source: Source | RowSource) -> str:
 
 def describe_conversations(inputs: InputSpec, data: TrainData) -> str:
     """Says how many conversations are cut and what counts in the loss, judging by the first ones of each source."""
-    looked_at = cut = rewritten = 0
+    looked_at = cut = rewritten = endless = 0
+    stops = list(inputs.tokenizer.stop_ids)
     for name, source in zip(data.names, data.sources, strict=True):
         stream = DocumentStream(inputs, source, name)
         for ordinal in range(min(len(source), _CONVERSATIONS_LOOKED_AT)):
@@ -153,11 +154,14 @@ def describe_conversations(inputs: InputSpec, data: TrainData) -> str:
             looked_at += 1
             rewritten += len(documents) > 1
             cut += any(len(document.ids) - 1 > inputs.batch.max_target_length for document in documents)
+            counts = (np.isin(each.ids, stops) & (each.loss_mask is None or each.loss_mask) for each in documents)
+            endless += not any(map(np.any, counts))
     longer = f"{cut:,} of {looked_at:,} looked at are longer than a row of {inputs.batch.max_target_length:,} and cut"
+    end = f"; {endless:,} have no end token, so that the model does not learn to stop" * bool(endless)
     if not inputs.data.sft_train_on_completion_only:
-        return f"{longer}; all tokens count"
+        return f"{longer}; all tokens count{end}"
     turns = f", in {rewritten:,} each turn in an example of its own: the template rewrites earlier turns"
-    return f"{longer}; what the assistant says counts{turns if rewritten else ''}"
+    return f"{longer}; what the assistant says counts{turns if rewritten else ''}{end}"
 
 
 # ---- What to do with its model

@@ -48,7 +48,7 @@ def build(
     compiler_options: Mapping[str, str] = {},
     fields: Mapping[str, jax.ShapeDtypeStruct] = {},
 ) -> TracedStep:
-    """Traces a checked config's step; raises UserError if it does not fit devices or mesh, or a loss of one's own.
+    """Traces a checked config's step; raises UserError if it does not fit devices or mesh, or a user's functions.
 
     Batches have `fields` too, beside those that the config gives them.
     """
@@ -65,6 +65,8 @@ def build(
     hparams = hparams_at(config.step, config.steps, 0)
     train, evaluate = compile_steps(plan, state, compiler_options, loss_function(config.step.loss))
     traced = train.trace(state, batch, hparams)
+    if plan.eval_metrics:  # a mistake in it ends the run here, not at its first evaluation
+        evaluate.eval_shape(state.weights, batch)
     return TracedStep(plan, compiler_options, state, batch, hparams, train, evaluate, traced, schedule)
 
 

@@ -14,7 +14,7 @@ from src.step.compiler_flags import ALWAYS
 from src.step.loss import LogitsOf, batch_cross_entropy, hidden_states, in_tiles, in_zigzag
 from src.step.plan import Batch, StepPlan
 from src.step.state import batch_sharding
-from src.user_code import check_metrics
+from src.user_code import call, check_metrics
 
 
 def compile_eval_step(plan: StepPlan, function: Callable[..., dict[str, Any]] | None = None) -> jax.stages.Wrapped:
@@ -44,7 +44,8 @@ def eval_step(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
     if plan.eval_metrics:
         hidden_BTD = plan.layout.constrain(hidden_BTD, "batch", None, None)
         hidden_BTD = from_zigzag(hidden_BTD, plan.layout.shards("length"))
-        metrics = plan.eval_metrics(logits_of(hidden_BTD)[..., : plan.spec.vocab_size], batch)
+        logits_BTV = logits_of(hidden_BTD)[..., : plan.spec.vocab_size]
+        metrics = call("eval_metrics", plan.eval_metrics, logits_BTV, batch)
         sums["user_metrics"] = check_metrics(
             "eval_metrics", metrics, {"loss", "perplexity", "bits_per_byte", "ema_loss"}
         )

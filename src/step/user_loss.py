@@ -21,7 +21,8 @@ def _checked(function: LossFunction, model: Decoder, batch: Batch, plan: StepPla
     """Calls a user's loss while a step is traced. Raises UserError where it returns no sums that a step can add up."""
     sums = call("loss", function, model, batch, plan)
     if not isinstance(sums, LossSums):
-        raise UserError(f"loss={plan.step.loss} returned a value of type {class_name(sums)}: expected a LossSums")
+        found = "an array" if isinstance(sums, jax.Array) else f"a value of type {class_name(sums)}"
+        raise UserError(f"loss={plan.step.loss} returned {found}: expected a LossSums")
     expected = {
         "loss": ((), jnp.floating, "a sum over the tokens of loss_mask"),
         "z": ((), jnp.floating, "a sum over the same tokens; jnp.zeros(()) without a z-loss"),

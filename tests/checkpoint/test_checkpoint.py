@@ -357,6 +357,11 @@ def test_a_damaged_step_that_was_asked_for_is_an_error(directory, wanted):
         restore_step(directory / "30", wanted)
 
 
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(directory, wanted):
+    with pytest.raises(UserError, match=rf"no checkpoint at {directory}/7: .* There are 30, 20, 10 in {directory}$"):
+        restore_step(directory / "7", wanted)
+
+
 @pytest.mark.parametrize("name", ["absent", "empty", "empty/30"])
 def test_a_path_without_a_checkpoint_is_an_error(name, tmp_path, wanted):
     (tmp_path / "empty").mkdir()

@@ -64,6 +64,11 @@ def test_sizes_that_do_not_multiply_to_the_devices_are_an_error(sizes, parts):
     assert ("dcn" in str(error.value)) == ("dcn_data_parallelism" in sizes)
 
 
+def test_a_mesh_on_one_device_is_answered_with_virtual_ones():
+    with pytest.raises(UserError, match="JAX_NUM_CPU_DEVICES=8"):
+        make_layout(load(ici_tensor_parallelism=2).mesh, jax.devices()[:1])
+
+
 def test_a_size_of_minus_one_beside_the_default_one_says_what_to_add():
     with pytest.raises(UserError, match="so add ici_fsdp_parallelism=1"):
         load(ici_tensor_parallelism=-1)

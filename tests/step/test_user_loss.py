@@ -81,6 +81,7 @@ def test_what_is_no_sum_is_refused(monkeypatch):
         (returning(metrics={1: (loss := jnp.zeros(()), loss)}), "must name its metrics by texts, otherwise than 1"),
         (returning(router=None), "router=None: expected the layers' reports"),
         (lambda model, batch, plan: 1.0, "a value of type float: expected a LossSums"),
+        (lambda model, batch, plan: jnp.mean(model.embedding[...]), "returned an array: expected a LossSums"),
         (raising, r"loss raised KeyError: 'labels' \(.*test_user_loss.py, line"),
     ):
         monkeypatch.setattr(sys.modules[__name__], "refused", function, raising=False)

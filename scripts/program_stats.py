@@ -114,11 +114,15 @@ def dump_bundles(folder: str) -> None:
 
 
 def dumped_bundles(folder: Path) -> dict[str, int]:
-    """Returns the bundles of the instructions in such a folder; of one name those that were written last."""
+    """Returns the bundles of the instructions in such a folder; of one name those that were written last.
+
+    A file is empty where an instruction has no program of its own, such as a custom call that allocates.
+    """
     found = {}
     for path in sorted(folder.glob(f"*-{BUNDLES}.txt")):  # TIME-INSTRUCTION-PASS-...
         name = re.fullmatch(rf"\d+-(.+)-\d+-{BUNDLES}\.txt", path.name)[1]
-        found[name] = int(re.search(r"total scheduled bundles:\s+(\d+)", path.read_text())[1])
+        if text := path.read_text():
+            found[name] = int(re.search(r"total scheduled bundles:\s+(\d+)", text)[1])
     return found
 
 

@@ -45,8 +45,9 @@ def load(
     argv: Sequence[str] | ConfigDict, notes: list[str] | None = None, *, uses_weights: bool = False, command: str = ""
 ) -> Config:
     """Returns a command line's configuration, as `src.config.load.load`; raises UserError, OSError for a bad disk."""
+    unread = environment_notes(os.environ)
     if notes is not None:
-        notes += environment_notes(os.environ)
+        notes += unread
     try:
         config = config_load.load(argv, notes, uses_weights=uses_weights, command=command, read_folder=read_folder)
         return _pinned(config)
@@ -54,6 +55,8 @@ def load(
         if failure_of(error) is Failure.TRANSIENT:
             raise
         raise UserError(f"cannot read {clipped(str(error.filename))}: {error.strerror}") from None
+    except UserError as error:  # a key that is missed may be among those
+        raise UserError("\n".join([str(error), *unread])) from None
 
 
 def _pinned(config: Config) -> Config:

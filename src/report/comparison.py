@@ -72,7 +72,7 @@ def tables(runs: Mapping[str, Run]) -> dict[str, Table]:
     result = {
         "Results": _rows(results),
         "What differs": [row for row in _rows([_settings(run) for run in runs.values()]) if len(set(row[1:])) > 1],
-        "Training loss, mean since the step above": _at_steps(losses, ends, True),
+        "Training loss, mean since the step before": _at_steps(losses, ends, True),
     }
     for name in dict.fromkeys(name for history in histories for name in eval_sets(history.evals)):
         curves = [history.evals[eval_key("eval_loss", name)] for history in histories]

@@ -96,10 +96,16 @@ def parse_flags(text: str) -> dict[str, str]:
     return flags
 
 
+def always(platform: str) -> dict[str, str]:
+    """Returns the options of `ALWAYS` for a platform, but for those that XLA_FLAGS has, over which they would count."""
+    typed = environment_flags().get("XLA_FLAGS", "")
+    return {name: value for name, value in ALWAYS.get(platform, {}).items() if not re.search(rf"--{name}\b", typed)}
+
+
 def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, str]:
     """Returns the options of the compiler of `device` that `compile_xla_flags` means, on so many slices or hosts.
 
-    `text` has flags, or is `auto`: a preset for this kind of device. `ALWAYS` adds its own, which `text` can turn off.
+    `text` has flags, or is `auto`: a preset for this kind of device. `always` adds its own, which `text` can turn off.
     The device may be one that is not here. Raises UserError if `text` is no list of flags, or the compiler does not
     take one of them.
     """
@@ -109,7 +115,7 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
         flags = next(PRESETS[kind] for kind in kinds if kind in PRESETS)
     else:
         flags = parse_flags(text)
-    flags = ALWAYS.get(device.platform, {}) | flags
+    flags = always(device.platform) | flags
     # XLA's parser of options, unlike that of flags, reads a truth value with a capital alone.
     options = {name: value.title() if value in ("true", "false") else value for name, value in flags.items()}
     if options and _error(options, device):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from src.data.types import NOT_TEXT
 from src.model.params import Weights
 from src.parallel.sequence import from_zigzag
-from src.step.compiler_flags import ALWAYS
+from src.step.compiler_flags import always
 from src.step.loss import LogitsOf, batch_cross_entropy, hidden_states, in_tiles, in_zigzag
 from src.step.plan import Batch, StepPlan
 from src.step.state import batch_sharding
@@ -23,7 +23,7 @@ def compile_eval_step(plan: StepPlan, function: Callable[..., dict[str, Any]] | 
         functools.partial(function or eval_step, plan=plan),
         in_shardings=(plan.split(plan.shardings), batch_sharding(plan.layout, plan.fields)),
         out_shardings=plan.layout.sharding(()),
-        compiler_options=ALWAYS.get(plan.layout.platform),
+        compiler_options=always(plan.layout.platform),
     )
 
 

@@ -264,6 +264,12 @@ def test_keys_in_the_environment_are_said(monkeypatch):
     assert "secret" not in "".join(notes)
 
 
+def test_keys_in_the_environment_are_said_where_one_of_them_is_missed(monkeypatch):
+    monkeypatch.setenv("M_DATASET_PATH", "gs://bucket")
+    with pytest.raises(UserError, match=r"needs dataset_path\nM_DATASET_PATH in the environment"):
+        load([BASE, "dataset_type=array_record"])
+
+
 def test_a_command_without_a_file_is_of_base_yml():
     """As MaxText's of 2026 are."""
     assert load(["steps=7", "learning_rate=1e-3"]) == load([BASE, "steps=7", "learning_rate=1e-3"])

@@ -180,6 +180,13 @@ def test_a_gpus_products_are_cublas_unless_asked_otherwise(text, triton):
     assert compiler_options(text, abstract_device("a3", 1), 1)["xla_gpu_enable_triton_gemm"] == triton
 
 
+def test_a_flag_of_the_environment_counts_before_what_is_always_given(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
+    assert "xla_gpu_enable_triton_gemm" not in compiler_options("", abstract_device("a3", 1), 1)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_unsupported_enable_triton_gemm=true")
+    assert compiler_options("", abstract_device("a3", 1), 1)["xla_gpu_enable_triton_gemm"] == "False"
+
+
 def test_a_cpu_has_no_preset():
     assert compiler_options("auto", jax.devices()[0], 1) == {}
 

@@ -102,6 +102,9 @@ def _load(
         else:
             files = _chain(Path(argv[0]), problems)
     arguments = list(_arguments(words, problems))
+    last = {setting.key: str(setting.value) for setting in arguments}
+    for key in dict.fromkeys(each.key for each in arguments if str(each.value) != last[each.key]):
+        notes.append(f"{key} is typed more than once: the last counts, {key}={last[key]}")
     model_name = _model_name([*files, *arguments])
     model: list[Setting] = []
     if not run:

@@ -34,6 +34,13 @@ def test_every_shipped_config_loads(path):
     assert notes == []
 
 
+def test_a_key_that_is_typed_twice_is_said_and_the_last_counts():
+    """As where a script ends its command with "$@"; the same value again is no line."""
+    notes = []
+    assert load([BASE, "steps=10", "log_period=5", "steps=20", "log_period=5"], notes).steps == 20
+    assert notes == ["steps is typed more than once: the last counts, steps=20"]
+
+
 @pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.yml")), ids=lambda path: path.stem)
 def test_every_shipped_model_loads_by_name_and_by_path(path):
     named, by_path = load([BASE, f"model_name={path.stem}"]), load([BASE, f"model_name={path}"])

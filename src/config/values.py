@@ -26,7 +26,7 @@ def check_value(name: str, value: Any) -> str:
         return f"{name}: {problem}"
     if key.is_path and "://" not in value and (problem := too_long(value)):
         return f"{name}={value} {problem}"
-    if key.is_path and re.fullmatch("(?!file)[a-z0-9]+://(/.*)?", value):  # a store would be asked for minutes
+    if key.is_path and re.fullmatch("(?!file|hf)[a-z0-9]+://(/.*)?", value):  # a store would be asked for minutes
         return f"{name}={value} names no bucket; an empty variable of the shell leaves such a path"
     if key.is_local and "://" in value and not (name == "tokenizer_path" and value.startswith("hf://")):
         return f"{name}={value}: expected a path on this machine, or of a file system that is mounted on it"

@@ -31,12 +31,14 @@ from src.checkpoint.load_weights import load_weights
 from src.checkpoint.resume import all_weights
 from src.cli import run_command
 from src.config.load import from_yaml
-from src.config.schema import BatchKeys, Data, Model, Step, section_of
+from src.config.schema import KEYS, BatchKeys, Data, Model, Step, section_of
 from src.config.source_spec import all_synthetic
 from src.config.yaml import BASE, file_name
 from src.console import say
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, folder_tokenizer, has_tokenizer
 from src.errors import UserError
+from src.hf.family import Family
+from src.hf.fields import Json
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
 from src.hf.model_keys import find_family, folder_model, model_yaml, read_model_keys
@@ -60,7 +62,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 # The copy of the config.json that a model.yml comes from, and its entries that no key of base.yml gives.
 ORIGINAL = "hf_config.json"
 ROWS, LENGTH = 2, 64  # of random ids that are compared, at most
-ENTRIES = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+ENTRIES = ("bos_token_id", "eos_token_id", "pad_token_id")
+LONGEST = "max_position_embeddings"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -134,7 +137,8 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> No
     notes: list[str] = []
     entries = _write_tokenizer(section_of("data", keys), model_folder, out_dir, notes)
     weights = {weight: np.asarray(leaf) for weight, leaf in params.by_path(arrays).items()}
-    config_json = {**hf, **{name: original[name] for name in ENTRIES if name in original}, **entries}
+    longest = {LONGEST: _longest(family, hf, original)} if LONGEST in original and LONGEST in hf else {}
+    config_json = {**hf, **{name: original[name] for name in ENTRIES if name in original}, **longest, **entries}
     save_folder(out_dir, family, config_json, weights, model.vocab_size, jnp.dtype(dtype) if dtype else None)
     say([*notes, f"wrote {out_dir}"])
 
@@ -164,6 +168,22 @@ def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes
 
 def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": None}
+
+
+def _longest(family: Family, hf: Json, original: Json) -> int:
+    """Returns the export's max_position_embeddings, which for some kinds of positions is a part of the model.
+
+    The original's limit holds for the original's positions; else it is what `hf`, the export's config.json, says.
+    """
+
+    def positions(entries: Json) -> Json:
+        keys = family.read_config(entries)
+        return {key: value for key, value in keys.items() if KEYS[key].group == "Model: positions"}
+
+    try:
+        return (original if positions(original) == positions(hf) else hf)[LONGEST]
+    except UserError:  # the original is of another family
+        return hf[LONGEST]
 
 
 def declared_weights(spec: ModelSpec) -> tuple[params.Tree, params.Tree]:
@@ -202,11 +222,12 @@ def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
 
 
 def _original_config(model_folder: Path | None) -> dict[str, Any]:
-    """Returns the config.json from which the model file comes, if from any, with its text model's entries on top."""
+    """Returns the text model's part of the config.json from which the model file comes, if from any."""
     for name in (ORIGINAL, "config.json") if model_folder else ():
         if (model_folder / name).is_file():
             entries = read_object(model_folder / name)
-            return {**entries, **(entries.get("text_config") or {})}
+            tokens = {name: entries[name] for name in ENTRIES if name in entries}
+            return {**tokens, **(entries.get("text_config") or entries)}
     return {}
 
 

@@ -73,8 +73,10 @@ def find_family(model: Model, max_target_length: int, preferred: str = "") -> tu
         unloadable = _unloadable(family, layers)
         if _spec(read, max_target_length) == spec and not unloadable:
             return family, hf
-        rest = unloadable or "weights that layers share (decoder_segments)"
-        missing[family.architecture] = _differences(layers, _layers(read), max_target_length) or [rest]
+        if any(segment.get("shared") for segment in model.decoder_segments):
+            unloadable = "weights that layers share (decoder_segments)"
+        differing = _differences(layers, _layers(read), max_target_length)
+        missing[family.architecture] = differing or [unloadable or "this model, though it can say each of its keys"]
     closest = min(missing, key=lambda name: len(missing[name]))
     raise UserError(
         f"no family of Hugging Face's has this model: of the nearest one, {closest}, config.json cannot say "

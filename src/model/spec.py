@@ -130,7 +130,6 @@ def layer_models(model: Model) -> list[tuple[Model, str]]:
 
 
 def _layer_spec(layer: Model, shared_weights: str, max_target_length: int) -> LayerSpec:
-    idle = {fact for need in OF_LAYERS if not need.met(vars(layer)) for fact in need.keys}
     head_dim = layer.qk_nope_head_dim + layer.qk_rope_head_dim if layer.attention_type == "mla" else layer.head_dim
     resolved = {key: getattr(layer, key) for key in PER_LAYER} | {
         "base_emb_dim": layer.emb_dim,
@@ -142,6 +141,7 @@ def _layer_spec(layer: Model, shared_weights: str, max_target_length: int) -> La
         "query_pre_attn_scalar": layer.query_pre_attn_scalar or float(head_dim),
         "position_type": "rope" if layer.position_type == "rope" else "none",
     }
+    idle = {fact for need in OF_LAYERS if not need.met({**vars(layer), **resolved}) for fact in need.keys}
     facts = {key: value for key, value in resolved.items() if key not in idle}
     by_length = facts.get("rope_type") in ("dynamic", "longrope")
     return LayerSpec(**facts, shared_weights=shared_weights, max_length=max_target_length if by_length else 0)

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models
 from src import command_line, convert
 from src.checkpoint.checkpointer import Checkpointer
 from src.config.load import to_yaml
+from src.config.schema import defaults
 from src.data.tokenizer import make_tokenizer
 from src.errors import UserError
 from src.hf.load import load_weights
@@ -210,6 +211,55 @@ def test_a_runs_checkpoint_is_written_in_the_dtype_asked_for(tmp_path):
         expected = {name: tensor.bfloat16() for name, tensor in saved.tensors(folder).items()}
         assert_same_tensors(saved.tensors(out), expected)
         assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+SHORT = "original_max_position_embeddings: 8\n"
+PAIRS = "rope_short_factor: [1.0, 1.1, 1.3]\nrope_long_factor: [1.0, 2.5, 4.0]\n"
+ROWS = defaults()["max_target_length"]
+POSITIONS = {  # keys of base.yml, and what the export's max_position_embeddings has to be where the folder's was 64
+    "default": ("", 64),
+    "another theta": ("rope_max_timescale: 300.0\n", ROWS),
+    "linear": ("rope_type: linear\nrope_factor: 3.0\n", ROWS),
+    "llama3": ("rope_type: llama3.1\nrope_factor: 6.0\n" + SHORT, 48),
+    "yarn": ("rope_type: yarn\nrope_factor: 2.5\n" + SHORT, 20),
+    "dynamic": ("rope_type: dynamic\nrope_factor: 2.5\n" + SHORT, 8),
+    "longrope": ("rope_type: longrope\nrope_factor: 4.0\n" + SHORT + PAIRS, 32),
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_the_positions_of_a_run_are_exported_and_not_those_of_the_folder_it_began_with(tmp_path, kind):
+    keys, longest = POSITIONS[kind]
+    name = "phi3" if kind == "longrope" else "llama"
+    source = tmp_path / "converted"
+    convert.from_hf(saved.save(tmp_path / "hf", name), source)
+    with open(source / "model.yml", "a") as file:
+        file.write(keys)
+    exported, alone = tmp_path / "exported", tmp_path / "alone"
+    convert.to_hf(source, exported)
+    (source / "hf_config.json").unlink()
+    convert.to_hf(source, alone)
+    expected, *others = (
+        spec_of(command_line.load([BASE, f"model_name={model}", "dataset_type=synthetic"]))
+        for model in (source / "model.yml", exported, alone)
+    )
+    assert others == [expected] * 2
+    torch.testing.assert_close(saved.logits(exported), saved.logits(alone), rtol=0, atol=1e-6)
+    assert json.loads((exported / "config.json").read_text())["max_position_embeddings"] == longest
+
+
+@pytest.mark.parametrize(
+    "sizes", ["base_mlp_dim: 20\n", "base_moe_mlp_dim: 20\n", "base_moe_mlp_dim: 20\nbase_mlp_dim: 99\n"]
+)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_are_exported_by_whichever_key_gives_their_width(tmp_path, name, sizes):
+    folder = saved.save(tmp_path / "hf", name)
+    convert.from_hf(folder, tmp_path / "converted")
+    file = tmp_path / "converted" / "model.yml"
+    lines = [line for line in file.read_text().splitlines(keepends=True) if "mlp_dim:" not in line]
+    file.write_text("".join([*lines, sizes]))
+    convert.to_hf(tmp_path / "converted", tmp_path / "back")
+    assert torch.equal(saved.logits(tmp_path / "back"), saved.logits(folder))
 
 
 # ---- Bad input

@@ -201,7 +201,8 @@ def estimated_cycles(instruction: Instruction) -> int:
 
 def is_gemm(each: Executed) -> bool:
     """Whether it is a GPU library's product, or one that Triton compiles."""
-    return target(each.instruction).startswith(GEMM_TARGETS) or "__triton" in each.instruction.attributes
+    calls = any(target(one).startswith(GEMM_TARGETS) for _, one in each.inside)
+    return calls or "__triton" in each.instruction.attributes
 
 
 def target(instruction: Instruction) -> str:
@@ -217,16 +218,13 @@ def products(found: Sequence[Executed]) -> list[dict[str, Any]]:
     """
     counts: dict[str, Counter] = {}
     for each in found:
-        kinds = []
-        if target(each.instruction).startswith(GEMM_TARGETS):
-            kinds.append((target(each.instruction), each.operands[:2], each.instruction.type))
-        for part, one in each.inside:
+        for part, one in each.inside:  # a library's call too may be in a fusion, which gives it a slice of an array
             if one.opcode in ("dot", "convolution"):
                 how = "triton gemm fusion" if "__triton" in each.instruction.attributes else one.opcode
-                kinds.append((how, [part[name].type for name in one.operands[:2]], one.type))
-        for how, operands, out in kinds:
-            inputs = " x ".join(_DTYPE.search(operand)[1] for operand in operands)
-            count = counts.setdefault(f"{how}: {inputs} -> {_DTYPE.search(out)[1]}", Counter())
+            elif not (how := target(one)).startswith(GEMM_TARGETS):
+                continue
+            inputs = " x ".join(_DTYPE.search(part[name].type)[1] for name in one.operands[:2])
+            count = counts.setdefault(f"{how}: {inputs} -> {_DTYPE.search(one.type)[1]}", Counter())
             count.update({"places": 1, "executions": each.times})
     return [{"kind": kind, **n} for kind, n in sorted(counts.items(), key=lambda item: -item[1]["executions"])]
 

@@ -90,8 +90,9 @@ def _gpus(topology: Topology) -> list[jax.Device]:
         gpu_device_info {{
             {_EVERY_GPU} {_GPUS[chip.kind]}
             device_memory_size: {chip.memory} memory_bandwidth: {int(chip.memory_bandwidth)}
+            dnn_version: "{".".join(versions["dnn_version_info"])}"
         }}
-    """  # XLA's GpuTargetConfigProto
+    """  # XLA's GpuTargetConfigProto; XLA of JAX 0.11 reads cuDNN's version within gpu_device_info
     for field, (major, minor, patch) in versions.items():
         target += f"{field} {{ major: {major} minor: {minor} patch: {patch} }}\n"
     return topologies.get_topology_desc(

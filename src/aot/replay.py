@@ -82,7 +82,8 @@ class _Clock(NamedTuple):
                 operations = self.operations(instruction, computation)
                 seconds = max(operations / COMPUTE_REACHED, self.moved(instruction, computation))
                 now, computed = now + seconds, computed + seconds
-                not_counted += instruction.opcode == "custom-call" and not operations
+                inner = [each.opcode for name in hlo.callees(instruction) for each in self.computations[name].values()]
+                not_counted += "custom-call" in (instruction.opcode, *inner) and not operations
         return Replay(max(now, free), computed, sent, not_counted)
 
     def operations(self, instruction: Instruction, computation: Computation) -> float:

@@ -8,6 +8,6 @@ import pytest
 def little_effort(request):
     """XLA makes of long tests' programs what it makes of a user's, and of others' with the same collectives a third."""
     if not request.node.get_closest_marker("long"):
-        jax.config.update("jax_exec_time_optimization_effort", -1.0)
+        jax.config.update("jax_optimization_level", "O0")
     yield
-    jax.config.update("jax_exec_time_optimization_effort", 0.0)
+    jax.config.update("jax_optimization_level", "UNKNOWN")

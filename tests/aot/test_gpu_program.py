@@ -46,7 +46,8 @@ def replayed(flags):
 
 
 # q, k, v, out, both factors of the feed-forward in one, and its output; the logits. Each forward, and two gradients;
-# but XLA joins small ones of one operand: q, k and v, and the gradients of their weights.
+# but XLA joins small ones of one operand: q, k and v, and the gradients of their weights. JAX 0.11's has the gradients
+# of weights in fusions, each with the slice of the array that it multiplies.
 PRODUCTS = (3 * 6 - 2 - 2) * LAYERS + 3
 
 

@@ -13,6 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scripts.program_stats import dumped_bundles, instructions, kernels, main, numbered_mesh, statistics
 from src.aot.devices import abstract_devices
+from src.aot.replay import replay
+from src.aot.roofline import COMPUTE_REACHED
 from src.parallel.topology import parse_topology
 from tests import runs
 from tests.compilers import SMALL, needs_cuda, needs_libtpu
@@ -117,6 +119,39 @@ ENTRY %main (kept: bf16[80,128,8], new: bf16[8,128], at: s32[]) -> bf16[80,128,8
   ROOT %fusion = bf16[80,128,8]{2,1,0} fusion(%kept.1, %new.1, %at.1), kind=kLoop, calls=%put
 }
 """
+
+
+SLICED = """HloModule jit_step, is_scheduled=true
+
+%sliced (all: bf16[6,256,512], at: s32[], x: bf16[1024,256]) -> (bf16[1024,512], s8[16]) {
+  %all = bf16[6,256,512]{2,1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %x = bf16[1024,256]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  %one = bf16[1,256,512]{2,1,0} dynamic-slice(%all, %at, %zero, %zero), dynamic_slice_sizes={1,256,512}
+  %kernel = bf16[256,512]{1,0} bitcast(%one)
+  ROOT %call = (bf16[1024,512]{1,0}, s8[16]{0}) custom-call(%x, %kernel), custom_call_target="TARGET", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+}
+
+ENTRY %main (all: bf16[6,256,512], at: s32[], x: bf16[1024,256]) -> (bf16[1024,512], s8[16]) {
+  %all.1 = bf16[6,256,512]{2,1,0} parameter(0)
+  %at.1 = s32[] parameter(1)
+  %x.1 = bf16[1024,256]{1,0} parameter(2)
+  ROOT %fusion = (bf16[1024,512]{1,0}, s8[16]{0}) fusion(%all.1, %at.1, %x.1), kind=kCustom, calls=%sliced
+}
+"""  # noqa: E501
+
+
+def test_a_librarys_product_in_the_fusion_that_slices_its_operand_is_a_product():
+    """As XLA of JAX 0.11 has the gradients of a scan's weights."""
+    text, chip = SLICED.replace("TARGET", "__cublas$lt$matmul"), parse_topology("a3", 1).chip
+    found = statistics(text, numbered_mesh(text), chip.kind)
+    assert found["products"] == [{"kind": "__cublas$lt$matmul: bf16 x bf16 -> bf16", "places": 1, "executions": 1}]
+    peak = 1e9  # so slow that its operations take longer than its bytes
+    replayed = replay(text, numbered_mesh(text), chip, peak)
+    assert replayed.compute_seconds == pytest.approx(2 * 1024 * 256 * 512 / peak / COMPUTE_REACHED)
+    assert replayed.not_counted == 0
+    assert replay(SLICED.replace("TARGET", "unheard_of"), numbered_mesh(text), chip, peak).not_counted == 1
 
 
 def test_a_copy_into_a_larger_array_writes_its_own_bytes():

@@ -104,7 +104,8 @@ def test_a_profile_holds_all_that_its_steps_compute_and_nothing_else(tmp_path):
     lines = [line for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines]
     events = [event for line in lines for event in line.events]
     assert [dict(event.stats)["step_num"] for event in events if event.name == "train"] == [13, 14, 15]
-    assert sum(event.name.startswith("tanh") for event in events) == 3 * loops
+    operations = [dict(event.stats).get("hlo_op", "") for event in events]
+    assert sum("tanh" in name for name in operations) == 3 * loops  # by itself, or wrapped in a fusion
 
 
 def test_a_run_that_goes_on_near_its_end_says_that_it_writes_no_profile(tmp_path, capsys):

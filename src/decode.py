@@ -25,6 +25,7 @@ from src.data.open import open_source
 from src.data.streams import StreamReader, StreamSource
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Conversation, InputSpec, Tokenizer, missing_template
+from src.disk import check_outputs, write_output
 from src.errors import UserError, changed_keys, first_few
 from src.generate import Generator, in_training, kept_in_int8, unrolled
 from src.json_text import parse_json, read_lines, read_object
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     decoding, length = config.decoding, config.max_target_length
     if not decoding.decode_path:  # the documents of a run's config are decode_metrics'
         decoding = dataclasses.replace(decoding, decode_prompt_tokens=0)
+    elif jax.process_index() == 0:
+        check_outputs({"decode_path": (path := decoding.decode_path), "decode_path's settings": f"{path}.settings"})
     prompts = [] if config.interactive else prompts_of(decoding, InputSpec.of(config, tokenizer))
     looked_at = prompts[:1] if decoding.decode_prompt_tokens else prompts
     completions = [Completion(decoding, length, tokenizer, prompt) for prompt in looked_at]
@@ -234,7 +237,7 @@ def _written(path: Path, facts: Mapping[str, Any], rows: int, total: int) -> int
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     if not data:  # else it has them, and a kill while it is written anew would lose the texts
-        settings.write_text(json.dumps(facts))
+        write_output("decode_path's settings", str(settings), json.dumps(facts).encode())
     whole = data.count(b"\n")
     done = whole if whole == total else whole // rows * rows
     with open(path, "ab") as file:

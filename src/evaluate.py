@@ -28,6 +28,7 @@ from src.data.open import open_eval_sets
 from src.data.text_bytes import TextBytes
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, RowArrays, Tokenizer, missing_template
+from src.disk import check_outputs, write_output
 from src.errors import UserError
 from src.harness.answers import Answers
 from src.loaded_model import LoadedModel, load_model
@@ -171,8 +172,8 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         raise UserError("tasks are those of lm-evaluation-harness, which is not installed: bash setup.sh eval")
     scores = config.texts_path or config.tokens_path or config.tasks
     run = run_folder(file_name(argv[0])) if not isinstance(argv, ConfigDict) else None
-    for key in ("results_path", "scores_path", "logits_path"):
-        _check_writable(key, config[key])
+    if jax.process_index() == 0:  # before an evaluation, not after it
+        check_outputs({key: config[key] for key in ("results_path", "scores_path", "logits_path") if config[key]})
     if run and not scores:
         trained = load([str(run)])
         _check_held_out(run, trained.data, trained.evaluation.eval_interval, config.data)
@@ -242,28 +243,10 @@ def _run_tasks(
     return {name: value for name, value in metrics.items() if type(value) in (int, float)}
 
 
-def _check_writable(key: str, path: str) -> None:
-    """Raises UserError where no file could be written: before an evaluation, not after it."""
-    if not path or jax.process_index() != 0:
-        return
-    file = Path(path).expanduser()
-    try:
-        is_new = not file.exists()
-        file.open("ab").close()
-        if is_new:
-            file.unlink()
-    except OSError as error:
-        raise UserError(f"{key}={path} can't be written: {error.strerror}") from error
-
-
 def write_results(path: str, results: Mapping[str, Any]) -> None:
     """Writes JSON, from one process of the job; nothing without a path. Raises UserError where it can't be written."""
-    if not path or jax.process_index() != 0:
-        return
-    try:
-        Path(path).expanduser().write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"results_path={path} can't be written: {error.strerror}") from error
+    if path and jax.process_index() == 0:
+        write_output("results_path", path, (json.dumps(results, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

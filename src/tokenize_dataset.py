@@ -12,6 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -164,7 +165,8 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         for part in folder.glob(".*.part"):
-            part.unlink()
+            if re.fullmatch(r"\.(\d{6}|tokens|unfinished)\..*\.\d+-\d+\.part", part.name):  # of `new_file`
+                part.unlink()
         os.close(descriptor)
 
 

@@ -18,10 +18,10 @@ from ml_collections import ConfigDict
 from src.aot import eight_bits, pgle, program, report
 from src.aot.advice import changes
 from src.aot.devices import abstract_devices
-from src.aot.outputs import check_outputs, write_output
 from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.schema import Config
+from src.disk import check_outputs, write_output
 from src.errors import UserError
 from src.parallel.topology import Topology, parse_topology
 from src.report.metrics import duration

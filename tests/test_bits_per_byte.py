@@ -177,12 +177,12 @@ def test_a_loss_of_parts_of_a_text_has_none(uniform, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"results_path": "{tmp}/nowhere/a.json"}, "nowhere/a.json can't be written: No such file or directory"),
+        ({"results_path": "{tmp}/texts.jsonl/a.json"}, "texts.jsonl/a.json: cannot write it: NotADirectoryError"),
         (
             {"results_path": "a", "texts_path": "b", "scores_path": "c"},
             "results_path and texts_path ask for different things: leave one out",
         ),
-        ({"results_path": "{tmp}"}, "can't be written: Is a directory"),
+        ({"results_path": "{tmp}"}, "cannot write it: it is there, and no regular file"),
         ({"results_path": "gs://bucket/a.json"}, "expected a path on this machine"),
     ],
 )

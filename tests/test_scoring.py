@@ -194,8 +194,12 @@ def test_the_loss_on_any_data_and_metrics_of_ones_own(model, tmp_path):
 
 @pytest.mark.parametrize(("given", "written"), [("texts_path", "scores_path"), ("tokens_path", "logits_path")])
 def test_a_place_that_can_not_be_written_is_refused_before_weights_are_read(model, tmp_path, given, written):
-    for place, why in ((tmp_path / "no" / "out", "No such file or directory"), (tmp_path, "Is a directory")):
-        with pytest.raises(UserError, match=f"{written}={place} can't be written: {why}"):
+    (tmp_path / "file").write_text("x")
+    for place, why in (
+        (tmp_path / "file" / "out", "NotADirectoryError"),
+        (tmp_path, "it is there, and no regular file"),
+    ):
+        with pytest.raises(UserError, match=f"{written}={place}: cannot write it: {why}"):
             run(model[1], load_parameters_path="/not/there", **{given: "in", written: place})
 
 

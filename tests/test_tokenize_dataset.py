@@ -292,9 +292,10 @@ def test_a_damaged_note_of_an_earlier_start_is_an_error_that_names_it(
 def test_a_folder_with_other_files_is_an_error(command, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("precious")
+    (tmp_path / "out" / ".film.part").write_text("another program's")
     with pytest.raises(UserError, match=r"has other files \(thesis\.tex\): name a new folder"):
         main(command())
-    assert list(contents(tmp_path / "out")) == ["thesis.tex"]
+    assert sorted(contents(tmp_path / "out")) == [".film.part", "thesis.tex"]
 
 
 def test_two_commands_do_not_write_one_folder(command, tmp_path):

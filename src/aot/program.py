@@ -22,10 +22,10 @@ from jax.experimental.mosaic.dialects import tpu
 from jax.extend.mlir import ir
 from jaxlib.triton import dialect as triton
 
-from src.aot.outputs import write_output
 from src.config.schema import BatchKeys, Mesh, Model, Step
 from src.config.yaml import dump
 from src.data.batch_schedule import RAMP_KEYS
+from src.disk import write_output
 from src.errors import UserError, changed_keys, first_few
 from src.parallel.slices import count_slices
 from src.step.build import TracedStep

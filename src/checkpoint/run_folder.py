@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from src.disk import lock, new_file
+from src.disk import is_own, lock, new_file
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, failure_of, one_line
 
@@ -44,7 +44,10 @@ class RunFolder:
         self._created: list[Path] = []  # by `lock`: the folder and those above it, innermost first
 
     def check_writable(self) -> None:
-        """Raises UserError if the folder is not writable or has a folder in a file's place; leaves nothing behind."""
+        """Raises UserError if the folder is not writable, or has something of the run's files' names that no run wrote.
+
+        Leaves nothing behind.
+        """
         for name in () if self._is_remote else FILES + FOLDERS:
             kind, place = ("folder" if name in FOLDERS else "file"), Path(self.path / name)
             # `lexists`, because a broken link would otherwise pass for an unused name.
@@ -55,10 +58,18 @@ class RunFolder:
         if jax.process_index() != 0:
             return
         try:
+            config, found = self.path / "config.yml", [name for name in FILES if (self.path / name).exists()]
+            if found and not (self.path / "checkpoints").exists() and not (config.exists() and is_own("run", config)):
+                raise UserError(
+                    f"{self.path / found[0]} is there, and {config} is not a run's: a run would replace it. Move it "
+                    "away, or use another run_name"
+                )
             folder = self.path if self._is_remote else _nearest_existing(self.path)
             probe = folder / f".mintext_write_test_{uuid.uuid4().hex}"  # its own for each run that starts now
             probe.write_text("")
             probe.unlink()
+        except UserError:
+            raise
         except Exception as error:  # each store's client has its own types
             problem = f"cannot write to {self.path}: {type(error).__name__}: {error}"
             if self._is_remote and failure_of(error) is Failure.TRANSIENT:

@@ -21,6 +21,7 @@ from src import as_installed
 from src.checkpoint.run_folder import read_text
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
+from src.disk import write_output
 from src.errors import UserError, counted, first_few
 from src.report.comparison import Run, finite, key_figures, loss_note, read_facts, read_runs, tables
 from src.report.history import Curve, History, Point
@@ -49,9 +50,9 @@ def main(argv: Sequence[str]) -> None:
     try:
         runs = read_runs(argv)
         if len(argv) == 1:
-            page_file.write_text(page(folder, runs[folder.name].history))
+            write_output("report", str(page_file), page(folder, runs[folder.name].history).encode())
         else:
-            page_file.write_text(comparison_page(runs))
+            write_output("report", str(page_file), comparison_page(runs).encode())
             print(comparison_text(runs))
     except (OSError, ValueError, ArithmeticError) as error:  # such as a folder in a file's place, or absurd numbers
         raise UserError(f"cannot write {page_file}: {type(error).__name__}: {error}") from None

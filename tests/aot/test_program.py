@@ -113,7 +113,7 @@ def test_it_is_written_whole_or_not_at_all(saved, step, tmp_path):
 def test_a_link_leads_to_the_file_that_is_replaced(saved, step, tmp_path):
     (tmp_path / "far").mkdir()
     target, link = tmp_path / "far" / "step", tmp_path / "link"
-    target.write_text("old")
+    target.write_text("MinText compiled training step, format 1\n")
     link.symlink_to(target)
     with no_cache():
         program.save(str(link), saved[1], step[2])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from src import evaluate
+from src.disk import check_outputs
 from src.errors import UserError
 from tests import runs
 
@@ -112,6 +113,7 @@ def lm_eval():
 def test_tasks_of_every_kind_are_measured_and_written(trained, folder, tmp_path, capsys):
     tasks, path = "my_choice,my_t*,my_bytes", tmp_path / "results.json"
     metrics = run(trained, folder, tasks=tasks, limit=3, results_path=path)
+    check_outputs({"results_path": str(path)})  # the same command may replace it
     written = json.loads(path.read_text())
     assert written["results"]["my_choice"]["acc,none"] == metrics["my_choice/acc,none"]
     assert 0 <= metrics["my_choice/acc,none"] <= 1
@@ -141,7 +143,7 @@ def test_examples_before_a_question_and_what_does_not_fit_are_said(trained, fold
         ({"tasks": "my_choice", "num_fewshot": "20"}, "num_fewshot=20 is more than a task has examples for"),
         ({"tasks": "my_choice", "include_path": "nowhere"}, "include_path=nowhere: there is no such folder"),
         ({"tasks": "my_choice", "use_chat_template": "true"}, "this tokenizer has none"),
-        ({"tasks": "my_choice", "results_path": "{folder}/no/r.json"}, "results_path=.* can't be written"),
+        ({"tasks": "my_choice", "results_path": "{folder}/rows.jsonl"}, "results_path=.*another file is there"),
     ],
 )
 def test_what_can_not_be_measured_is_told(keys, sentence, trained, folder):

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from src.checkpoint.data_position import run_rules
 from src.cli import run_command
 from src.command_line import load
 from src.config import schema
@@ -191,7 +192,7 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         if config.tokens_path:
             say([f"logits of shape {list(write_logits(*sections))}: {config.logits_path}"])
         return None
-    plan, inputs, text = loaded.plan, InputSpec.of(config, loaded.tokenizer), None
+    plan, inputs, text = loaded.plan, InputSpec.of(config, loaded.tokenizer, run_rules(config)), None
     if config.use_sft or config.batch_transform:
         say(["eval_bits_per_byte is left out: use_sft and batch_transform choose what the loss counts of a text"])
     elif loaded.tokenizer:

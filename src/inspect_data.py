@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from src.checkpoint.data_position import run_rules
 from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.source_spec import train_specs
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     if config is None:
         return
     tokenizer = make_tokenizer(config.data, config.vocab_size)
-    inputs = InputSpec.of(config, tokenizer)
+    inputs = InputSpec.of(config, tokenizer, run_rules(config))
     data, _ = open_sources(inputs, config.evaluation)
     count, process, length = config.process_count, config.process_index, config.max_target_length
     micro_batches = config.gradient_accumulation_steps

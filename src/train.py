@@ -10,6 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from src.checkpoint.contents import checkpoint_entries, saved_meta
+from src.checkpoint.data_position import run_rules
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.run_folder import RunFolder, dated_name, kept_checkpoint
 from src.cli import run_command
@@ -78,7 +79,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size)
-    inputs = InputSpec.of(config, tokenizer)
+    inputs = InputSpec.of(config, tokenizer, run_rules(config))
     data, eval_sets = open_sources(inputs, config.evaluation)
     place = batch_sharding(plan.layout, plan.fields)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))

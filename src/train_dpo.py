@@ -14,6 +14,7 @@ import jax
 from ml_collections import ConfigDict
 
 from src.checkpoint.contents import checkpoint_entries, saved_meta
+from src.checkpoint.data_position import run_rules
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.reference import kept_in
 from src.checkpoint.run_folder import RunFolder, dated_name, kept_checkpoint
@@ -102,7 +103,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size)
-    inputs = InputSpec.of(config.replace(use_sft=True, packing=False), tokenizer)  # of conversations, a pair per row
+    of_chats = config.replace(use_sft=True, packing=False)  # of conversations, a pair per row
+    inputs = InputSpec.of(of_chats, tokenizer, run_rules(config))
     files = {key: PairSource(config[key], key) for key in ("dataset_path", "eval_dataset_path") if config[key]}
     pairs, held_out = files["dataset_path"], files.get("eval_dataset_path")
     if config.eval_interval > 0 and held_out is None:

@@ -9,8 +9,13 @@ import zipfile
 
 import pytest
 
+from src import evaluate, inspect_data
+from src.checkpoint import data_position
+from src.data.rules import PRESENT_RULES
+from src.data.types import InputSpec
+from src.errors import UserError
 from tests.old_runs import make
-from tests.runs import BASE, main
+from tests.runs import BASE, lines, main
 
 pytestmark = pytest.mark.usefixtures("steps_built_once")
 
@@ -52,3 +57,68 @@ def test_an_old_run_continues_as_it_began(old_run, case):
     losses = [each[2] for each in expected["evaluations"]]
     assert [each[2] for each in outcome["evaluations"]] == pytest.approx(losses, rel=1e-5)
     assert outcome["weights"] == pytest.approx(expected["weights"], rel=1e-5)
+
+
+# ---- Which rules of data a run has
+
+KEPT = "the run keeps its rules of data, version 1"
+
+
+def rules_saved(folder, step):
+    """The version that a checkpoint names."""
+    return json.loads((folder / f"checkpoints/{step}/meta/metadata").read_text())["meta"]["data"].get("data rules")
+
+
+def test_an_old_run_keeps_its_rules_however_often_it_is_resumed(old_run, capsys):
+    folder = old_run("few")
+    assert rules_saved(folder, 2) is None
+    for last in (4, make.STEPS):
+        main([BASE, *make.arguments("few", steps=last, learning_rate_schedule_steps=make.STEPS)])
+        assert capsys.readouterr().out.count(KEPT) == 1
+        assert rules_saved(folder, last) == 1
+    assert [line["loss"] for line in lines(folder) if "loss" in line][2:] == pytest.approx(EXPECTED["few"]["losses"])
+
+
+def test_a_run_of_the_state_of_an_old_one_keeps_its_rules(old_run, capsys):
+    old = old_run("few")
+    keys = {"run_name": "other", "load_full_state_path": "runs/few"}
+    with make.recording() as (batches, _):
+        main([BASE, *make.arguments("few", **keys)])
+    assert KEPT in capsys.readouterr().out
+    assert batches[: make.STEPS - make.STOP] == EXPECTED["few"]["batches"]
+    assert rules_saved(old.parent / "other", make.STEPS) == 1
+
+
+def test_a_new_run_and_one_that_accepts_them_have_the_present_rules(old_run, capsys):
+    folder = old_run("text")
+    main([BASE, *make.arguments("text", run_name="new")])
+    said = capsys.readouterr().out
+    main([BASE, *make.arguments("text", accept_changes="[data_rules]")])
+    accepting = capsys.readouterr().out
+    assert "accepted: data rules: 1 -> 2" in accepting
+    assert KEPT not in said + accepting
+    assert rules_saved(folder.parent / "new", make.STEPS) == rules_saved(folder, make.STEPS) == PRESENT_RULES
+    main([BASE, *make.arguments("text", steps=8)])  # which need not accept them again
+    assert "rules" not in capsys.readouterr().out
+
+
+def test_rules_of_a_later_version_are_refused(old_run, monkeypatch):
+    old_run("text")
+    main([BASE, *make.arguments("text", accept_changes="[data_rules]")])
+    monkeypatch.setattr(data_position, "PRESENT_RULES", PRESENT_RULES - 1)
+    with pytest.raises(UserError, match=rf"rules of data of version {PRESENT_RULES}: use the MinText that wrote it"):
+        main([BASE, *make.arguments("text", steps=8)])
+
+
+def test_evaluations_and_inspections_of_a_run_have_its_rules(old_run, monkeypatch):
+    folder, seen = old_run("text"), []
+
+    def of(config, tokenizer, rules, original=InputSpec.of):
+        seen.append(rules)
+        return original(config, tokenizer, rules)
+
+    monkeypatch.setattr(InputSpec, "of", of)
+    evaluate.main([str(folder)])
+    inspect_data.main([str(folder)])
+    inspect_data.main([BASE, *make.arguments("text", run_name="")])
+    assert seen == [1, 1, PRESENT_RULES]

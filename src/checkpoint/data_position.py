@@ -6,12 +6,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from src.config.schema import Data
+from src.checkpoint.restore import newest_meta, of_process_0
+from src.checkpoint.run_folder import absolute, steps_in
+from src.config.schema import Config, Data
 from src.config.source_spec import SETTINGS, train_specs, train_weights
 from src.data.batch_schedule import RAMP_KEYS
 from src.data.best_fit import documents_consumed, remap_position
 from src.data.fingerprint import Fact
 from src.data.order import Mixture
+from src.data.rules import PRESENT_RULES, RULES_FACT, describe_rules, rules_of
 from src.errors import UserError, changed_keys, first_few
 
 # The keys that alter an entry of the data's fingerprint: one of them in `accept_changes` accepts the change. The first
@@ -25,6 +28,7 @@ ACCEPTED_BY = {
     "packing of conversations": ("packing", *SOURCE_KEYS),
     "long_documents": ("long_documents", "packing"),
     **{key: (key,) for key in ("max_target_length", "packing", "batch_transform", "data_shuffle_seed")},
+    RULES_FACT: ("data_rules",),
     "source max_document_bytes": ("max_document_bytes", *SOURCE_KEYS),
     "source pieces": (*SOURCE_KEYS, "max_document_bytes"),
     "source part": (*HELD_OUT_KEYS, *SOURCE_KEYS),
@@ -40,6 +44,21 @@ Facts = Mapping[str, Any]  # a checkpoint's meta, or the data's fingerprint
 # What the config says of batches, whatever the data.
 _SIZES = ("global batch", "batch ramp", "max_target_length")
 BATCH_FACTS = {*_SIZES, "long_documents", "packing", "batch_transform", "data_shuffle_seed"}
+
+
+def run_rules(config: Config) -> int:
+    """Returns the version of the rules of data (src/data/rules.py) that the config's run keeps; every process calls it.
+
+    That is its newest checkpoint's, or `load_full_state_path`'s; a new run has the present ones. Raises UserError for
+    one that only a later MinText knows.
+    """
+    own = absolute(f"{config.base_output_directory}/{config.run_name}/checkpoints")
+    has_own = config.run_name and of_process_0(lambda: steps_in(own))
+    if not (path := own if has_own else config.load_full_state_path) or "data_rules" in config.accept_changes:
+        return PRESENT_RULES
+    if (version := rules_of(newest_meta(path)["data"])) > PRESENT_RULES:
+        raise UserError(f"{path} has rules of data of version {version}: use the MinText that wrote it, or a later one")
+    return version
 
 
 class DataPosition(NamedTuple):
@@ -61,6 +80,7 @@ def data_position(
     UserError if the data differ, and `accept_changes` does not say that they may.
     """
     messages = accepted_changes(meta, data, accept_changes, fingerprint)
+    messages += describe_rules(rules_of(fingerprint))
     streams, moved = remapped_streams(streams, meta, data, fingerprint["global batch"])
     everyones = meta.get("streams", [{}] * jax.process_count())
     if len(everyones) != jax.process_count():
@@ -75,7 +95,7 @@ def data_position(
 
 def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fingerprint: Facts) -> list[str]:
     """Returns a line for each change of the data since the checkpoint; raises UserError unless all are accepted."""
-    old = meta["data"]
+    old = {RULES_FACT: rules_of(meta["data"]), **meta["data"]}
     sources = {*source_names(meta), *(spec.name for spec in train_specs(data))}
     facts = {name: Fact.of(name, sources) for name in {**old, **fingerprint}}
     # Older checkpoints do not list files one by one. Where both lists exist they say which file has changed.

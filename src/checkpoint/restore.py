@@ -98,15 +98,13 @@ def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Res
 
 def checkpoint_identity(path: epath.PathLike) -> str:
     """Returns a text that identifies the newest readable checkpoint at `path`; raises UserError if there is none."""
-    folder, steps = _find_steps(path)
-    for step in steps:
-        _check_seen(folder / str(step))
-        try:
-            meta, saved = _read_meta(folder / str(step))
-        except DamagedError:
-            continue
-        return f"step {step}, {checksum_of({'meta': meta, 'arrays': saved}):08x}"
-    raise UserError(f"no checkpoint in {folder} can be read. Give another path.")
+    step, (meta, saved), _ = _first_good(*_find_steps(path), _read_meta)
+    return f"step {step}, {checksum_of({'meta': meta, 'arrays': saved}):08x}"
+
+
+def newest_meta(path: epath.PathLike) -> dict[str, Any]:
+    """Returns the meta of the newest readable checkpoint at `path`; raises UserError if there is none."""
+    return _first_good(*_find_steps(path), _read_meta)[1][0]
 
 
 def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
@@ -134,11 +132,17 @@ def restore_newest(
     folder: epath.Path, steps: list[int], abstract_of: AbstractOf
 ) -> tuple[int, dict[str, Any], dict[str, Any], dict[int, str]]:
     """Restores the first good one of `steps`; returns it, its state and meta, and the problem of each damaged step."""
+    step, (state, meta), problems = _first_good(folder, steps, lambda place: _restore(place, abstract_of))
+    return step, state, meta, problems
+
+
+def _first_good(folder: epath.Path, steps: list[int], read: Callable[[epath.Path], T]) -> tuple[int, T, dict[int, str]]:
+    """Returns the first of `steps` that is not damaged, what `read` makes of it, and the problem of each before it."""
     problems = {}
     for step in steps:
         _check_seen(folder / str(step))
         try:
-            return step, *_restore(folder / str(step), abstract_of), problems
+            return step, read(folder / str(step)), problems
         except DamagedError as error:
             problems[step] = str(error)
     listed = "\n".join(f"  {step}: {problem}" for step, problem in problems.items())

@@ -288,8 +288,8 @@ def _processes(config: FlatKeys) -> Iterator[str]:
 
 def _accepted(config: FlatKeys) -> Iterator[str]:
     for name in map(str, config.accept_changes):
-        if name not in KEYS:
-            yield f"accept_changes names {name}, which is no key.{did_you_mean(name, KEYS)}"
+        if name not in (known := (*KEYS, "data_rules")):
+            yield f"accept_changes names {name}, which is no key.{did_you_mean(name, known)}"
 
 
 CHECKS = (

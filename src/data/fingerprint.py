@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+from src.data.rules import RULES_FACT
 from src.data.types import Fingerprint, InputSpec, TrainData
 from src.errors import changed_keys
 
@@ -52,6 +53,7 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, global_batch: int) -> F
     if inputs.batch.batch_transform:
         facts["batch_transform"] = inputs.batch.batch_transform
     return facts | {
+        RULES_FACT: inputs.rules,
         "global batch": global_batch,
         "max_target_length": inputs.batch.max_target_length,
         "packing": inputs.batch.packing,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 import numpy as np
 
 from src.config import schema
+from src.data.rules import PRESENT_RULES
 from src.errors import UserError
 
 # The arrays of a batch, [rows, T].
@@ -168,8 +169,9 @@ class InputSpec(NamedTuple):
     tokenizer: Tokenizer | None  # None where nothing is text
     config: schema.Config  # all keys, which the user's `dataset_factory` is called with; nothing else reads it
     count_bytes: Callable[[str], Document] | None = None  # tokenizes texts with their `text_bytes`
+    rules: int = PRESENT_RULES  # version of them; an older run keeps its own
 
     @classmethod
-    def of(cls, config: schema.Config, tokenizer: Tokenizer | None) -> Self:
+    def of(cls, config: schema.Config, tokenizer: Tokenizer | None, rules: int = PRESENT_RULES) -> Self:
         """Takes the sections of a run's config."""
-        return cls(config.data, config.batch, config.vocab_size, tokenizer, config)
+        return cls(config.data, config.batch, config.vocab_size, tokenizer, config, rules=rules)

@@ -192,7 +192,8 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         if config.tokens_path:
             say([f"logits of shape {list(write_logits(*sections))}: {config.logits_path}"])
         return None
-    plan, inputs, text = loaded.plan, InputSpec.of(config, loaded.tokenizer, run_rules(config)), None
+    plan, text = loaded.plan, None
+    inputs = InputSpec.of(config, loaded.tokenizer, run_rules(config.run, config.checkpoint))
     if config.use_sft or config.batch_transform:
         say(["eval_bits_per_byte is left out: use_sft and batch_transform choose what the loss counts of a text"])
     elif loaded.tokenizer:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     if config is None:
         return
     tokenizer = make_tokenizer(config.data, config.vocab_size)
-    inputs = InputSpec.of(config, tokenizer, run_rules(config))
+    inputs = InputSpec.of(config, tokenizer, run_rules(config.run, config.checkpoint))
     data, _ = open_sources(inputs, config.evaluation)
     count, process, length = config.process_count, config.process_index, config.max_target_length
     micro_batches = config.gradient_accumulation_steps

@@ -79,7 +79,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size)
-    inputs = InputSpec.of(config, tokenizer, run_rules(config))
+    inputs = InputSpec.of(config, tokenizer, run_rules(config.run, config.checkpoint))
     data, eval_sets = open_sources(inputs, config.evaluation)
     place = batch_sharding(plan.layout, plan.fields)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))

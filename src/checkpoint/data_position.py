@@ -8,7 +8,7 @@ import numpy as np
 
 from src.checkpoint.restore import newest_meta, of_process_0
 from src.checkpoint.run_folder import absolute, steps_in
-from src.config.schema import Config, Data
+from src.config.schema import Checkpoint, Data, Run
 from src.config.source_spec import SETTINGS, train_specs, train_weights
 from src.data.batch_schedule import RAMP_KEYS
 from src.data.best_fit import documents_consumed, remap_position
@@ -46,15 +46,15 @@ _SIZES = ("global batch", "batch ramp", "max_target_length")
 BATCH_FACTS = {*_SIZES, "long_documents", "packing", "batch_transform", "data_shuffle_seed"}
 
 
-def run_rules(config: Config) -> int:
-    """Returns the version of the rules of data (src/data/rules.py) that the config's run keeps; every process calls it.
+def run_rules(run: Run, loading: Checkpoint) -> int:
+    """Returns the version of the rules of data (src/data/rules.py) that a run keeps; every process calls it.
 
     That is its newest checkpoint's, or `load_full_state_path`'s; a new run has the present ones. Raises UserError for
     one that only a later MinText knows.
     """
-    own = absolute(f"{config.base_output_directory}/{config.run_name}/checkpoints")
-    has_own = config.run_name and of_process_0(lambda: steps_in(own))
-    if not (path := own if has_own else config.load_full_state_path) or "data_rules" in config.accept_changes:
+    own = absolute(f"{run.base_output_directory}/{run.run_name}/checkpoints")
+    has_own = run.run_name and of_process_0(lambda: steps_in(own))
+    if not (path := own if has_own else loading.load_full_state_path) or "data_rules" in run.accept_changes:
         return PRESENT_RULES
     if (version := rules_of(newest_meta(path)["data"])) > PRESENT_RULES:
         raise UserError(f"{path} has rules of data of version {version}: use the MinText that wrote it, or a later one")

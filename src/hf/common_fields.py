@@ -119,6 +119,12 @@ def read_rotated_layers(hf: Mapping[str, Any], keys: Keys) -> list[Any]:
     return rotated[:count]
 
 
+def check_no_windows(hf: Mapping[str, Any], layers: Sequence[Any]) -> None:
+    """Raises UserError if a layer has a window, of those that use_sliding_window would give one (true in `layers`)."""
+    used = entry(hf, "use_sliding_window", False) and hf.get("sliding_window") is not None
+    read_layer_types(hf, [WINDOWED if used and windowed else GLOBAL for windowed in layers], GLOBAL)
+
+
 def write_layer_types(layers: Layers, kind: str = "local_sliding", name: str = WINDOWED) -> Json:
     """Returns layer_types; `name` is config.json's for layers whose attention_type is `kind`."""
     return {"layer_types": [name if layer.attention_type == kind else GLOBAL for layer in layers]}
@@ -189,8 +195,11 @@ def read_rope(
     if kind in ("yarn", "longrope") and parameters.get("factor", 1 if kind == "yarn" else None) is None:
         longest, original = count_entry(hf, "max_position_embeddings", 0), count_entry(parameters, ORIGINAL, 0)
         parameters["factor"] = longest / original
+    given = next((entries for entries in (parameters, hf) if "rope_theta" in entries), {"rope_theta": theta})
+    if given["rope_theta"] is None:  # which transformers computes no angles from
+        raise UserError("config.json has rope_theta null: expected a number, or no such entry")
     return {
-        "rope_max_timescale": entry(parameters, "rope_theta", entry(hf, "rope_theta", theta)),
+        "rope_max_timescale": entry(given, "rope_theta", theta),
         "rope_type": ROPE_TYPES[kind],
         **(_SHARE.read(parameters, {}) if partial else {}),
         **read_fields(ROPE_PARAMETERS[kind], parameters),

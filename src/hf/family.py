@@ -6,12 +6,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from src.hf.common_fields import INERT, ONLY
-from src.hf.fields import Json, Keys, Layers, Table, read_fields, require, require_known, write_fields
+from src.hf.fields import (
+    Json,
+    Keys,
+    Layers,
+    Table,
+    read_fields,
+    require,
+    require_known,
+    required_entries,
+    unknown_entries,
+    write_fields,
+)
 from src.hf.tensor_map import TensorMap
 
 # What multi-modal folders have beside the text model, and how they prefix the text model's names.
-NOT_TEXT = re.compile(r"(model\.)?(vision_(tower|model)|multi_modal_projector|audio_tower|embed_(vision|audio))\.")
-TEXT_MODEL = re.compile(r"^(language_model\.model|model\.language_model)\.")
+NOT_TEXT = re.compile(
+    r"(model\.)?(vision_(tower|model)|multi_modal_projector|mm_projector|connector|audio_tower|embed_(vision|audio))\."
+)
+TEXT_MODEL = re.compile(r"^(language_model\.model|model\.language_model|model\.text_model)\.")
 TEXT_HEAD = re.compile(r"^language_model\.")
 
 
@@ -55,6 +68,12 @@ class Family:
         longest = "max_position_embeddings"
         length = {} if longest in self.aliases else {longest: max_target_length}
         return {**length, **write_fields(self.fields, layers), **self.constants}
+
+    def differences(self, hf: Mapping[str, Any]) -> list[str]:
+        """Returns the entries of another kind's config.json that this family has no meaning for, and those it lacks."""
+        given = {*self.defaults, *(self.aliases.get(name, name) for name in hf)}
+        lacking = [f"{name} (missing)" for name in required_entries(self.fields) if name not in given]
+        return unknown_entries(hf, {*self.known, *INERT, *ONLY, *self.only}) + lacking
 
     @property
     def known(self) -> set[str]:

@@ -101,11 +101,15 @@ def layer_with(layers: Layers, key: str) -> Model:
     return next((layer for layer in layers if all(need.met(vars(layer)) for need in needs)), layers[0])
 
 
+def required_entries(table: Table) -> list[str]:
+    """Returns the entries that a config.json has to have."""
+    return list(dict.fromkeys(row.name for row in table if isinstance(row, Field) and row.absent is REQUIRED))
+
+
 def read_fields(table: Table, hf: Mapping[str, Any]) -> Keys:
     """Returns the keys that a table reads in config.json; raises UserError if an entry is missing or not supported."""
-    required = [row.name for row in table if isinstance(row, Field) and row.absent is REQUIRED]
-    if missing := [name for name in required if hf.get(name) is None]:
-        raise UserError(f"config.json lacks {', '.join(dict.fromkeys(missing))}")
+    if missing := [name for name in required_entries(table) if hf.get(name) is None]:
+        raise UserError(f"config.json lacks {', '.join(missing)}")
     keys: Keys = {}
     for row in table:
         keys.update(row.read(hf, keys) or {})
@@ -145,9 +149,14 @@ def require(hf: Mapping[str, Any], **values: Any) -> None:
             raise UserError(f"config.json has {name} {actual!r}, which is not here: expected {value!r}")
 
 
+def unknown_entries(hf: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """Returns the names of entries beyond `known` that are neither null, false, 0 nor empty."""
+    return [name for name, value in hf.items() if name not in known and value not in (None, False, [], {}, "")]
+
+
 def require_known(hf: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises UserError for an entry of config.json beyond `known` that is neither null, false, 0 nor empty."""
-    if unknown := [name for name, value in hf.items() if name not in known and value not in (None, False, [], {}, "")]:
+    """Raises UserError for an entry of config.json that `unknown_entries` returns."""
+    if unknown := unknown_entries(hf, known):
         listed = ", ".join(f"{name} {json.dumps(hf[name])}" for name in unknown)
         raise UserError(
             f"config.json has {listed}, which is not known here: if the model computes the same without, take it out"

@@ -38,6 +38,7 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
             f"there is no {file}: expected a Hugging Face model folder, with config.json and model*.safetensors"
         )
     config = read_object(file)
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
     stored: dict[str, StoredTensor] = {}
     file_of, files = _weight_files(path)
     for name in files:
@@ -49,7 +50,8 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
                     "there: fetch the whole folder again"
                 )
         stored.update(tensors)
-    return HfFolder(path, config, dequantized(stored, config.get("quantization_config") or {}, path))
+    stored_as = next(filter(None, (part.get("quantization_config") for part in (config, text))), {})
+    return HfFolder(path, config, dequantized(stored, stored_as, path))
 
 
 def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:

@@ -33,8 +33,14 @@ def folder_model(folder: HfFolder) -> tuple[Family, Keys]:
     kind = hf.get("model_type")
     families = {name: family for family in FAMILIES for name in (family.model_type, *family.other_model_types)}
     if (family := families.get(kind)) is None:
-        known = first_few(families, near=str(kind))
-        raise UserError(f"{folder.path} holds a model of type {kind}, which is not supported; those that are: {known}")
+        nearest = min(FAMILIES, key=lambda family: len(family.differences(hf)))
+        within = f" (the text_config of a {whole.get('model_type')})" if "text_config" in whole else ""
+        entries = first_few(nearest.differences(hf)) or "no entry, so by what its code computes"
+        raise UserError(
+            f"{folder.path} holds a model of type {kind}{within}, which no family here describes. The nearest by the "
+            f"entries of config.json is {nearest.model_type}; they differ in {entries}. docs/adding_a_family.md shows "
+            f"how to add a family; these are there: {', '.join(families)}"
+        )
     try:
         keys = family.read_config(hf)
         layers = [segment["pattern"][0] for segment in keys.get("decoder_segments", ())]

@@ -69,6 +69,21 @@ def test_a_text_model_comes_back_of_a_multi_modal_folder(tmp_path, capsys):
     assert json.loads((back / "config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
 
 
+def test_smolvlms_text_model_comes_back_as_the_llama_it_is(tmp_path, capsys):
+    text = {**saved.SIZES, "model_type": "llama", "pad_token_id": None}
+    config = transformers.SmolVLMConfig(text_config=text, vision_config=saved.VISION, scale_factor=2, image_token_id=3)
+    folder = saved.save_config(tmp_path / "hf", config, auto=transformers.AutoModelForImageTextToText)
+    back = there_and_back(folder, tmp_path)
+    assert "tensors of the vision or audio model are left out" in capsys.readouterr().out
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = whole(torch.arange(4, 32).reshape(2, 14)).logits
+        found = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32)(
+            torch.arange(4, 32).reshape(2, 14)
+        ).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.long
 def test_gemma_4s_text_model_comes_back_of_a_folder_for_images(tmp_path, capsys):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -48,6 +48,7 @@ def facts(hf):
     return spec_of(Config.of(family.read_config(hf)))
 
 
+SMALL = {**saved.SIZES, **saved.HEAD}
 LLAMA31 = {
     "model_type": "llama",
     "vocab_size": 128_256,
@@ -168,6 +169,8 @@ def test_the_folder_is_named_whose_config_json_is_wrong(tmp_path, entries, messa
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.0}}, "attention_factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 0.0}}, "attention_factor 0.0, which"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0, "short_factor": 1}}, "lacks long_factor"),
+        ({"rope_theta": None}, "rope_theta null: expected a number"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta null: expected a number"),
         ({"num_attention_heads": None}, "config.json lacks num_attention_heads"),
         ({"num_hidden_layers": 32.5}, "num_hidden_layers 32.5: expected an integer"),
         ({"attention_bias": "false"}, 'attention_bias "false": expected true or false'),
@@ -180,9 +183,22 @@ def test_what_a_family_cannot_say_is_refused_by_name(entries, message):
         facts({**LLAMA31, **entries})
 
 
-def test_sliding_windows_of_qwen_3_are_refused():
-    with pytest.raises(UserError, match="use_sliding_window True, which is not here: expected False"):
-        facts({**LLAMA31, "model_type": "qwen3", "use_sliding_window": True})
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe", "smollm3"])
+@pytest.mark.parametrize("window", [None, 8, "absent"])
+@pytest.mark.parametrize("first", [0, 2, 3, "absent"])
+def test_windows_are_taken_where_no_layer_of_transformers_has_one(kind, window, first):
+    hf = json.loads(transformers.CONFIG_MAPPING[kind](**SMALL, pad_token_id=None).to_json_string(use_diff=False))
+    plain = facts(hf | {"model_type": kind})
+    switched = {name: value for name, value in hf.items() if name not in ("layer_types", "sliding_window")}
+    entries = {"sliding_window": window, "max_window_layers": first}
+    switched |= {"use_sliding_window": True, **{name: value for name, value in entries.items() if value != "absent"}}
+    theirs = transformers.CONFIG_MAPPING[kind].from_dict(switched)
+    layers = getattr(theirs, "layer_types", None) or ["sliding_attention"] * SMALL["num_hidden_layers"]
+    if theirs.sliding_window is None or "sliding_attention" not in layers:
+        assert facts(switched) == plain
+    else:
+        with pytest.raises(UserError, match="layers of sliding_attention: expected full_attention"):
+            facts(switched)
 
 
 def test_a_layer_of_an_unknown_kind_is_refused():

@@ -104,6 +104,14 @@ def test_other_quantised_formats_are_refused_by_name(tmp_path, quantization):
         open_folder(folder)
 
 
+def test_a_format_that_only_the_text_models_entries_name_is_refused_by_name(tmp_path):
+    """As Kimi K2.5's config.json has it."""
+    text = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    folder = make(tmp_path, {"x": torch.ones(2)}, text_config=text)
+    with pytest.raises(UserError, match="quantised as compressed-tensors"):
+        open_folder(folder)
+
+
 # ---- Bad input
 
 

@@ -1,7 +1,10 @@
+import json
+
 import jax
 import numpy as np
 import pytest
 import torch
+import transformers
 from jax.sharding import NamedSharding
 from safetensors.torch import load_file, save_file
 
@@ -183,8 +186,26 @@ def test_a_weight_that_the_family_does_not_have_is_named(tmp_path):
         load_weights(folder, abstract(folder, attention_bias=True))
 
 
-def test_an_unsupported_model_is_answered_with_those_that_are(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "nearest"),
+    [
+        ("bloom", r"is gpt2; they differ in n_positions \(missing\)"),
+        ("deepseek_v32", r"is deepseek_v2; they differ in .*index_topk"),
+        ("gptj", r"is gpt2; they differ in rotary_dim"),
+        ("gpt_neox", r"is llama; they differ in .*use_parallel_residual"),
+        ("ernie4_5", r"is llama; they differ in no entry, so by what its code computes"),
+    ],
+)
+def test_a_model_of_another_kind_is_answered_with_the_nearest_and_what_differs(tmp_path, kind, nearest):
     folder = saved.save(tmp_path, "llama3")
-    saved.edit_config(folder, model_type="mamba")
-    with pytest.raises(UserError, match=r"a model of type mamba, which is not supported; those that are: .*llama"):
+    entries = {**transformers.CONFIG_MAPPING[kind]().to_dict(), "model_type": kind}
+    (folder / "config.json").write_text(json.dumps(entries, default=str))
+    with pytest.raises(UserError, match=rf"a model of type {kind}, which no .* {nearest}.*adding_a_family.md.*llama"):
+        read_model_keys(folder)
+
+
+def test_a_text_model_of_another_kind_is_named_with_the_kind_of_the_whole(tmp_path):
+    folder = saved.save(tmp_path, "llama3")
+    saved.edit_config(folder, model_type="seer", text_config={"model_type": "seer_text"})
+    with pytest.raises(UserError, match=r"of type seer_text \(the text_config of a seer\), which no family"):
         read_model_keys(folder)

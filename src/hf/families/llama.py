@@ -46,7 +46,7 @@ GRANITE = replace(  # Granite 3's dense models
 
 def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     rotated = fields.read_rotated_layers(hf, keys)
-    fields.read_layer_types(hf, [fields.GLOBAL] * len(rotated), fields.GLOBAL)
+    fields.check_no_windows(hf, [not rotates for rotates in rotated])
     return fields.layer_pattern([{} if rotates else {"position_type": "none"} for rotates in rotated])
 
 
@@ -54,16 +54,16 @@ def _write_layers(layers: Layers) -> Json:
     return {"no_rope_layers": [int(layer.position_type == "rope") for layer in layers]}
 
 
+LAYER_ENTRIES = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "use_sliding_window", "sliding_window")
 SMOLLM3 = replace(
     LLAMA,
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
     fields=(
         *(*fields.DECODER, fields.rope(theta=2e6), fields.ATTENTION_BIAS, fields.MLP_BIAS),
-        FieldGroup(("no_rope_layers", "no_rope_layer_interval", "layer_types"), _read_layers, _write_layers),
+        FieldGroup(LAYER_ENTRIES, _read_layers, _write_layers),
     ),
     defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
-    only={"use_sliding_window": False},
-    inert=("sliding_window", "max_window_layers"),
+    inert=("max_window_layers",),
     whole_heads=False,
 )

@@ -14,26 +14,29 @@ from src.hf.tensor_map import TensorMap
 LINEAR, SHARED_SIZE = "linear_attention", "shared_expert_intermediate_size"
 
 
-def _check_layer_types(hf: Mapping[str, Any], keys: Keys) -> None:
-    fields.read_layer_types(hf, [fields.GLOBAL] * keys["base_num_decoder_layers"], fields.GLOBAL)
+WINDOWS = ("use_sliding_window", "sliding_window")
 
 
+def _check_windows(hf: Mapping[str, Any], keys: Keys) -> None:
+    first = entry(hf, "max_window_layers", 28)
+    fields.check_no_windows(hf, [i >= first for i in range(keys["base_num_decoder_layers"])])
+
+
+NO_WINDOWS = FieldGroup((*WINDOWS, "max_window_layers", "layer_types"), _check_windows)
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, FieldGroup(("layer_types",), _check_layer_types)),
+    fields=(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, NO_WINDOWS),
     tensors=(*tensors.DECODER, *tensors.HEAD_NORMS, *tensors.FEED_FORWARD),
-    defaults={"head_dim": 128, "num_key_value_heads": 32, "rms_norm_eps": 1e-6},
+    defaults={"head_dim": 128, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "sliding_window": 4096},
     keys={"qk_norm": "head"},
-    only={"use_sliding_window": False},
-    inert=("sliding_window", "max_window_layers"),  # of windows that are not used
 )
 QWEN2 = replace(
     QWEN3,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    fields=(*fields.DECODER, fields.rope(), FieldGroup(("layer_types",), _check_layer_types)),
-    defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-6},
+    fields=(*fields.DECODER, fields.rope(), NO_WINDOWS),
+    defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "sliding_window": 4096},
     keys={"attention_bias": True, "attention_out_bias": False},
 )
 
@@ -88,16 +91,16 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     fields=(
         *(*fields.DECODER, fields.rope(), fields.ATTENTION_BIAS, *EXPERTS),
+        FieldGroup(WINDOWS, lambda hf, keys: fields.check_no_windows(hf, [True] * keys["base_num_decoder_layers"])),
         FieldGroup(("decoder_sparse_step", "mlp_only_layers"), _read_layers, _write_layers),
     ),
     tensors=(*QWEN3.tensors, *tensors.EXPERTS),
     defaults={
-        **{"num_key_value_heads": 4, "rms_norm_eps": 1e-6},
+        **{"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "sliding_window": 4096},
         **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_experts": 128},
     },
     keys=QWEN3.keys,
-    only=QWEN3.only,
-    inert=QWEN3.inert,
+    inert=("max_window_layers",),  # every layer would have a window
     aliases={"num_local_experts": "num_experts"},  # which transformers 5 writes
 )
 

@@ -2,6 +2,7 @@
 
 import os
 from importlib import metadata
+from importlib.util import find_spec
 
 import jax
 from jax.experimental import topologies
@@ -80,8 +81,10 @@ def _wraps(shape: tuple[int, ...]) -> tuple[bool, bool, bool]:
 
 
 def _gpus(topology: Topology) -> list[jax.Device]:
-    _installed("jax-cuda12-plugin", topology)
-    packages = {"dnn_version_info": "nvidia-cudnn-cu12", "runtime_version": "nvidia-cuda-runtime-cu12"}
+    cuda = cuda_version()
+    _installed(f"jax-cuda{cuda}-plugin", topology)
+    runtime = "nvidia-cuda-runtime" + "-cu12" * (cuda == 12)
+    packages = {"dnn_version_info": f"nvidia-cudnn-cu{cuda}", "runtime_version": runtime}
     versions = {field: _installed(package, topology).split(".")[:3] for field, package in packages.items()}
     chip = topology.chip
     target = f"""
@@ -100,6 +103,11 @@ def _gpus(topology: Topology) -> list[jax.Device]:
         target_config=target,
         topology=f"{topology.slices}x1x{topology.shape[0]}",  # groups joined by NVLink, hosts of each, GPUs of a host
     ).devices
+
+
+def cuda_version() -> int:
+    """Returns the major version of CUDA of JAX's plugin: 13 if this environment has that one, else setup.sh's 12."""
+    return 13 if find_spec("jax_cuda13_plugin") else 12
 
 
 def _installed(package: str, topology: Topology) -> str:

@@ -22,6 +22,7 @@ from jax.experimental.mosaic.dialects import tpu
 from jax.extend.mlir import ir
 from jaxlib.triton import dialect as triton
 
+from src.aot.devices import cuda_version
 from src.config.schema import BatchKeys, Mesh, Model, Step
 from src.config.yaml import dump
 from src.data.batch_schedule import RAMP_KEYS
@@ -103,7 +104,8 @@ def header(built: TracedStep, *sections: Model | Step | BatchKeys | Mesh) -> Hea
     mesh = built.plan.layout.mesh
     devices = list(mesh.devices.flat)
     platform = devices[0].platform
-    packages = {"tpu": ["libtpu"], "gpu": ["jax-cuda12-plugin", "jax-cuda12-pjrt"]}.get(platform, [])
+    cuda = f"jax-cuda{cuda_version()}"
+    packages = {"tpu": ["libtpu"], "gpu": [f"{cuda}-plugin", f"{cuda}-pjrt"]}.get(platform, [])
     installed = {distribution.name for distribution in metadata.distributions()}
     arguments = {"state": built.state.by_name(), "batch": built.batch, "hparams": built.hparams}
     return {

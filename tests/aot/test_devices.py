@@ -1,5 +1,6 @@
 """Devices that are not here: as many, of the kind, and as grouped as where they are."""
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from src.aot import devices
 from src.aot.devices import abstract_devices
 from src.errors import UserError
 from src.parallel.mesh import make_layout
@@ -89,17 +91,39 @@ def test_training_does_not_meet_the_compilers():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@needs_cuda
+def test_of_two_cuda_plugins_jax_takes_this_environment_s_own(tmp_path):
+    """One of CUDA 13, as of `pip install jax[cuda13]`, beside the compilers of `setup.sh aot`, which are of CUDA 12."""
+    (tmp_path / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
+    (tmp_path / "jax_plugins" / "xla_cuda13" / "__init__.py").write_text("def initialize(): print('CUDA 13 begins')")
+    (tmp_path / "jax_cuda13_plugin").mkdir()
+    code = (
+        "import src.aot.compilers, sys, jax\nfrom src.aot import devices\n"
+        "jax.config.update('jax_platforms', 'cpu'); jax.devices()\n"
+        "print(devices.cuda_version(), hasattr(sys.modules['jax_plugins.xla_cuda12'], '__file__'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.stdout == "CUDA 13 begins\n13 False\n"
+    assert done.stderr == ""
+
+
 def test_virtual_cpus_are_this_process_own():
     assert abstract_devices(parse_topology("cpu-8", 1)) == jax.devices()
     with pytest.raises(UserError, match=r"cpu-4 .* already has 8 CPU devices"):
         abstract_devices(parse_topology("cpu-4", 1))
 
 
-@pytest.mark.parametrize(("name", "package"), [("v5e-8", "libtpu"), ("a3", "jax-cuda12-plugin")])
-def test_a_compiler_that_is_missing_is_named(name, package, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "package", "cuda"),
+    [("v5e-8", "libtpu", 12), ("a3", "jax-cuda12-plugin", 12), ("a3", "jax-cuda13-plugin", 13)],
+)
+def test_a_compiler_that_is_missing_is_named(name, package, cuda, monkeypatch):
     def missing(package):
         raise metadata.PackageNotFoundError(package)
 
+    monkeypatch.setattr(devices, "cuda_version", lambda: cuda)
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(UserError, match=f"compile_topology={name} needs the package {package}.*bash setup.sh aot"):
         abstract_devices(parse_topology(name, 1))

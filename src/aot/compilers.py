@@ -7,9 +7,8 @@ start, which takes time and, where there is no accelerator, prints that none was
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 sys.path.append(str(Path(sys.prefix) / "aot"))  # last: what is installed for this machine's own accelerator comes first
 if find_spec("jax_cuda13_plugin"):  # its own: a process can have one, and JAX would take whichever it loads first
-    sys.modules["jax_plugins.xla_cuda12"] = ModuleType("xla_cuda12")
-    sys.modules["jax_plugins.xla_cuda12"].initialize = lambda: None
+    sys.modules["jax_plugins.xla_cuda12"] = SimpleNamespace(initialize=lambda: None)

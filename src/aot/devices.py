@@ -12,6 +12,7 @@ from src.parallel.topology import Topology
 
 # libtpu's names of the generations.
 _GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
+CUDA = 13 if find_spec("jax_cuda13_plugin") else 12  # that JAX's plugin is for; setup.sh installs 12
 
 # A GPU's figures for XLA's compiler, as its driver gives them (xla/backends/gpu/target_config/specs in openxla/xla).
 _EVERY_GPU = """
@@ -81,10 +82,9 @@ def _wraps(shape: tuple[int, ...]) -> tuple[bool, bool, bool]:
 
 
 def _gpus(topology: Topology) -> list[jax.Device]:
-    cuda = cuda_version()
-    _installed(f"jax-cuda{cuda}-plugin", topology)
-    runtime = "nvidia-cuda-runtime" + "-cu12" * (cuda == 12)
-    packages = {"dnn_version_info": f"nvidia-cudnn-cu{cuda}", "runtime_version": runtime}
+    _installed(f"jax-cuda{CUDA}-plugin", topology)
+    runtime = "nvidia-cuda-runtime" + "-cu12" * (CUDA == 12)
+    packages = {"dnn_version_info": f"nvidia-cudnn-cu{CUDA}", "runtime_version": runtime}
     versions = {field: _installed(package, topology).split(".")[:3] for field, package in packages.items()}
     chip = topology.chip
     target = f"""
@@ -103,11 +103,6 @@ def _gpus(topology: Topology) -> list[jax.Device]:
         target_config=target,
         topology=f"{topology.slices}x1x{topology.shape[0]}",  # groups joined by NVLink, hosts of each, GPUs of a host
     ).devices
-
-
-def cuda_version() -> int:
-    """Returns the major version of CUDA of JAX's plugin: 13 if this environment has that one, else setup.sh's 12."""
-    return 13 if find_spec("jax_cuda13_plugin") else 12
 
 
 def _installed(package: str, topology: Topology) -> str:

@@ -22,7 +22,7 @@ from jax.experimental.mosaic.dialects import tpu
 from jax.extend.mlir import ir
 from jaxlib.triton import dialect as triton
 
-from src.aot.devices import cuda_version
+from src.aot.devices import CUDA
 from src.config.schema import BatchKeys, Mesh, Model, Step
 from src.config.yaml import dump
 from src.data.batch_schedule import RAMP_KEYS
@@ -104,8 +104,7 @@ def header(built: TracedStep, *sections: Model | Step | BatchKeys | Mesh) -> Hea
     mesh = built.plan.layout.mesh
     devices = list(mesh.devices.flat)
     platform = devices[0].platform
-    cuda = f"jax-cuda{cuda_version()}"
-    packages = {"tpu": ["libtpu"], "gpu": [f"{cuda}-plugin", f"{cuda}-pjrt"]}.get(platform, [])
+    packages = {"tpu": ["libtpu"], "gpu": [f"jax-cuda{CUDA}-plugin", f"jax-cuda{CUDA}-pjrt"]}.get(platform, [])
     installed = {distribution.name for distribution in metadata.distributions()}
     arguments = {"state": built.state.by_name(), "batch": built.batch, "hparams": built.hparams}
     return {

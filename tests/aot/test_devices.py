@@ -100,7 +100,7 @@ def test_of_two_cuda_plugins_jax_takes_this_environment_s_own(tmp_path):
     code = (
         "import src.aot.compilers, sys, jax\nfrom src.aot import devices\n"
         "jax.config.update('jax_platforms', 'cpu'); jax.devices()\n"
-        "print(devices.cuda_version(), hasattr(sys.modules['jax_plugins.xla_cuda12'], '__file__'))\n"
+        "print(devices.CUDA, hasattr(sys.modules['jax_plugins.xla_cuda12'], '__file__'))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
@@ -123,7 +123,7 @@ def test_a_compiler_that_is_missing_is_named(name, package, cuda, monkeypatch):
     def missing(package):
         raise metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr(devices, "cuda_version", lambda: cuda)
+    monkeypatch.setattr(devices, "CUDA", cuda)
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(UserError, match=f"compile_topology={name} needs the package {package}.*bash setup.sh aot"):
         abstract_devices(parse_topology(name, 1))

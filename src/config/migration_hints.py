@@ -75,28 +75,34 @@ class Page(NamedTuple):
     names: dict[str, Renamed | Explained]
     values: dict[tuple[str, str], str]  # of keys that MaxText and MinText both have: `key=value`, or what to say
     patterns: list[str]  # the names with a *
+    sizes: dict[str, str]  # sizes that a program has together -> what else they imply there
     flags: dict[str, dict[str, str]]  # of XLA, retired: what to type instead, by value; * is any other
 
 
 @functools.cache
 def read_page() -> Page:
-    """Returns the tables of the page. The first of a program has names, the second those that have no other name.
+    """Returns the tables of the page. The first of a program has names, then come those that have no other name.
+
+    A third one has sizes of models, from which the program derives further ones.
 
     Where src/ and configs/ were copied without docs/, there are none: such a run knows MinText's names alone.
     """
     names: dict[str, Renamed | Explained] = {}
     values: dict[tuple[str, str], str] = {}
+    sizes: dict[str, str] = {}
     flags: dict[str, dict[str, str]] = {}
-    program, explains = "", False
+    program = table = ""
     for line in PAGE.read_text(encoding="utf-8").splitlines() if PAGE.is_file() else ():
         if line.startswith("## "):
-            program, explains = line[3:], False
-        elif line.startswith("| Keys |") or line.startswith(f"| {program} |"):
-            explains = line.startswith("| Keys |")
+            program = table = line[3:]
+        elif line.startswith(("| Keys |", "| Sizes |", f"| {program} |")):
+            table = line.split(" | ")[0].removeprefix("| ")
         elif line.startswith("| `"):
             left, right = (cell.strip() for cell in line.strip("| ").split(" | "))
             keys = [code.partition("=") for code in re.findall(r"`([^`]*)`", left)]
-            if explains:
+            if table == "Sizes":
+                sizes[keys[0][0]] = right.strip("`")
+            elif table == "Keys":
                 for name, equals, value in keys:
                     accepted = value if value == "..." else parse(value, str(PAGE)) if equals else None
                     names[name] = Explained(program, right, accepted)
@@ -106,7 +112,7 @@ def read_page() -> Page:
                 values[keys[0][0], keys[0][2]] = right
             else:
                 names[keys[0][0]] = Renamed(program, _template(right))
-    return Page(names, values, [name for name in names if "*" in name], flags)
+    return Page(names, values, [name for name in names if "*" in name], sizes, flags)
 
 
 def _template(cell: str) -> str | dict[str, str]:
@@ -119,7 +125,7 @@ def _by_value(cell: str) -> dict[str, str]:
 
 def migration_hint(key: str, value: Any) -> Hint | None:
     """Returns what to say to `key`=`value`, a parsed value, if `key` is a name of another trainer's; else None."""
-    names, _, patterns, _ = read_page()
+    names, patterns = read_page().names, read_page().patterns
     name = key if key in names else next((name for name in patterns if fnmatch.fnmatchcase(key, name)), None)
     return names[name].hint(key, value) if name else None
 
@@ -196,6 +202,7 @@ def _spell(value: Any) -> str:
 def corrected_command(argv: Sequence[str], load: Callable[[Sequence[str]], object]) -> str:
     """Returns a line with the whole corrected command, or "" unless `load` accepts it."""
     words = [corrected for word in joined(argv) for corrected in _corrected(word)]
+    words += _implied(argv, {word.partition("=")[0] for word in words})
     files = [word for word in words if "=" not in word]  # of which a recipe that a word stands for is the last
     words = [*files[-1:], *(word for word in words if "=" in word)]
     if words == list(argv) or sum("=" not in word for word in joined(argv)) > 1:
@@ -218,6 +225,26 @@ def joined(argv: Sequence[str]) -> Iterator[str]:
             takes_next = words and "=" not in words[0] and not words[0].startswith("--")
             word += f"={words.pop(0) if takes_next else 'true'}"
         yield word
+
+
+def _implied(argv: Sequence[str], given: set[str]) -> list[str]:
+    """Returns the settings beyond `given` keys that another program derives from sizes on its command line.
+
+    Where it would derive them from sizes that only it knows, it is a word that no command takes.
+    """
+    typed = {key.lstrip("-"): value for key, _, value in (word.partition("=") for word in joined(argv))}
+    settings: list[str] = []
+    for names, template in read_page().sizes.items():
+        sizes = {name: typed[name] for name in names.split() if typed.get(name, "").isdecimal()}
+        if sizes and len(sizes) < len(names.split()):
+            return [f"unknown={names}"]
+        for one, sign, other in re.findall(r"{(\w+)([/*])(\w+)}", template) if sizes else ():
+            a, b = int(sizes[one]), int(sizes.get(other, other))
+            if not b or (sign == "/" and a % b):
+                return [f"unknown={one}"]
+            template = template.replace(f"{{{one}{sign}{other}}}", str(a // b if sign == "/" else a * b))
+        settings += template.split() if sizes and template != NOTHING_TO_TYPE else []
+    return [setting for setting in settings if setting.partition("=")[0] not in given]
 
 
 def _corrected(word: str) -> list[str]:

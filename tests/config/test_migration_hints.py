@@ -15,7 +15,9 @@ from src.config.migration_hints import Explained, Renamed, is_maxtext_default, m
 from src.config.schema import KEYS
 from src.config.yaml import Plain, convert, dump, parse_argument
 from src.errors import UserError, from_here
+from src.model.flops import count_params
 from src.step.build import build
+from tests.tiny import spec_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "from_maxtext_and_pax.md"
@@ -278,7 +280,11 @@ def test_a_command_without_a_file_is_of_base_yml():
 def test_no_name_stands_twice_or_is_a_key_here():
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     names = [name for row in rows for name in re.findall(r"`([^`]*)`", row.split(" | ")[0])]
-    assert len(names) == len(set(names)) == sum(map(len, (read_page().names, read_page().values, read_page().flags)))
+    assert (
+        len(names)
+        == len(set(names))
+        == sum(map(len, (read_page().names, read_page().values, read_page().flags, read_page().sizes)))
+    )
     assert not set(read_page().names) & set(KEYS)
 
 
@@ -363,3 +369,34 @@ def test_a_mistyped_key_is_not_taken_for_another_programs():
 def test_values_typed_on_a_command_line_fill_templates():
     value = parse_argument("[1, 64, 1]", None, "ICI_MESH_SHAPE")
     assert "ici_fsdp_parallelism=64" in migration_hint("ICI_MESH_SHAPE", value).sentence
+
+
+@pytest.mark.parametrize(
+    ("typed", "parameters"),
+    [
+        # nanoGPT's setting for a CPU: 12 D^2 weights a layer, the embedding (tied) and the positions, and its norms.
+        (
+            "--n_layer=4 --n_head=4 --n_embd=128 --block_size=64 vocab_size=256",
+            4 * 12 * 128**2 + (256 + 64) * 128 + (2 * 4 + 1) * 2 * 128,
+        ),
+        # A Llama: queries and outputs D^2 each, keys and values of half as many heads, three matrices of D F.
+        (
+            "hidden_size=64 num_attention_heads=4 num_key_value_heads=2 intermediate_size=100 num_hidden_layers=2 "
+            "vocab_size=256",
+            2 * (3 * 64**2 + 3 * 64 * 100 + 2 * 64) + 2 * 256 * 64 + 64,
+        ),
+    ],
+)
+def test_the_corrected_command_trains_the_model_of_the_other_program(typed, parameters):
+    with pytest.raises(UserError) as error:
+        load([BASE, *typed.split(), "dataset_type=synthetic"])
+    *_, command = str(error.value).splitlines()
+    config = load(shlex.split(command.partition("src.train ")[2]))
+    assert count_params(spec_of(config)) == parameters
+
+
+@pytest.mark.parametrize("typed", ["--n_embd=128", "--n_head=3 --n_embd=128", "MODEL_DIMS=64", "hidden_size=64"])
+def test_there_is_no_corrected_command_for_sizes_of_which_a_part_is_unknown(typed):
+    with pytest.raises(UserError) as error:
+        load([BASE, *typed.split()])
+    assert "Type:" not in str(error.value)

@@ -21,6 +21,12 @@ from src.report.metrics import duration, eval_key, eval_sets, perplexity
 Table = list[list[str]]  # rows; the first has the runs' names, the first column says what the others are
 _FACTS = ("MinText", "jax", "Python", "devices", "mesh", "model", "step", "data")  # of environment.json
 _MAX_ROWS = 10  # of a table of steps, about
+# On what the tokens of an evaluation depend; then those that count as well if it takes a number of batches, and if its
+# data are a part of the training data.
+_EVAL_KEYS = ("eval_dataset_path", "eval_dataset_name", "eval_split", "eval_datasets", "eval_steps", "eval_mode")
+_EVAL_KEYS += ("max_target_length", "packing", "long_documents", "max_document_bytes", "use_sft")
+_EVAL_BATCH = ("eval_per_device_batch_size", "per_device_batch_size", "devices")
+_HELD_OUT = ("eval_fraction", "dataset_type", "dataset_path", "dataset_name", "datasets")
 
 
 class Run(NamedTuple):
@@ -72,28 +78,40 @@ def tables(runs: Mapping[str, Run]) -> dict[str, Table]:
     result = {
         "Results": _rows(results),
         "What differs": [row for row in _rows([_settings(run) for run in runs.values()]) if len(set(row[1:])) > 1],
-        "Training loss, mean since the step before": _at_steps(losses, ends, True),
+        "Training loss, mean since the step before": _at_steps(losses, ends),
     }
     for name in dict.fromkeys(name for history in histories for name in eval_sets(history.evals)):
         curves = [history.evals[eval_key("eval_loss", name)] for history in histories]
-        result["Eval loss" + f", {name}" * bool(name)] = _at_steps(curves, ends, False)
+        result["Eval loss" + f", {name}" * bool(name)] = _at_evaluations(curves)
     return {title: [["", *runs], *rows] for title, rows in result.items() if rows}
 
 
 def loss_note(runs: Mapping[str, Run]) -> str:
-    """Returns a sentence if the runs' tokens or kinds of loss differ, so that losses cannot be compared; or ""."""
+    """Returns sentences if the runs' losses, or those of their evaluations, cannot be compared; or ""."""
     settings = [_settings(run) for run in runs.values()]
-    if len({each["loss"] for each in settings}) > 1:
+
+    def differing(keys: Sequence[str]) -> str:
+        return ", ".join(key for key in keys if len({each.get(key) for each in settings}) > 1)
+
+    if differing(["loss"]):
         return (
             "These runs differ in loss: their losses and perplexities measure different things and can't be compared."
         )
-    keys = ("tokenizer_type", "tokenizer_path")
-    if not (differ := [key for key in keys if len({each[key] for each in settings}) > 1]):
-        return ""
-    return as_installed(
-        f"These runs differ in {', '.join(differ)}: losses per token of different tokenizers can't be compared. "
-        "Compare eval_bits_per_byte, which python -m src.evaluate RUN prints."
-    )
+    notes = []
+    if keys := differing(("tokenizer_type", "tokenizer_path")):
+        notes.append(
+            f"These runs differ in {keys}: losses per token of different tokenizers can't be compared. "
+            "Compare eval_bits_per_byte, which python -m src.evaluate RUN prints."
+        )
+    counted = _EVAL_BATCH if any(each["eval_steps"] != "-1" for each in settings) else ()
+    held_out = _HELD_OUT if any(each["eval_dataset_path"] == '""' for each in settings) else ()
+    evaluated = sum(bool(run.history.evals) for run in runs.values()) > 1
+    if evaluated and (keys := differing((*_EVAL_KEYS, *counted, *held_out))):
+        notes.append(
+            f"These runs differ in {keys}: their evaluations are of other tokens, or of tokens with other text before "
+            "them. To compare models, evaluate each with the same keys: python -m src.evaluate RUN."
+        )
+    return as_installed(" ".join(notes))
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> Table:
@@ -109,8 +127,8 @@ def _settings(run: Run) -> dict[str, str]:
     return {name: clipped(dump(value), 200) for name, value in keys.items()} | facts
 
 
-def _at_steps(curves: Sequence[Curve], ends: Sequence[int], mean: bool) -> Table:
-    """Returns each curve's values at round steps: the mean since the step before, or the last value since then.
+def _at_steps(curves: Sequence[Curve], ends: Sequence[int]) -> Table:
+    """Returns each curve's mean since the step before, at round steps.
 
     `ends` are the runs' last steps; the value of a run that ended before its row's step names its own.
     """
@@ -125,10 +143,23 @@ def _at_steps(curves: Sequence[Curve], ends: Sequence[int], mean: bool) -> Table
         for column, end in zip(columns, ends, strict=True):
             within = [block for block in column if begin < block.median[0] <= step]
             total, count = sum(block.total for block in within), sum(block.count for block in within)
-            value = f"{total / count if mean else within[-1].median[1]:.4f}" if within else "-"
+            value = f"{total / count:.4f}" if within else "-"
             row.append(value + f" (to {end:,})" * bool(within and end < step))
         rows.append(row)
     return [row for row in rows if set(row[1:]) != {"-"}]
+
+
+def _at_evaluations(curves: Sequence[Curve]) -> Table:
+    """Returns each curve's values at the steps of its evaluations; of many, at those that the curves share."""
+    columns = [{step: value for step, value in curve.points() if value is not None} for curve in curves]
+    steps = sorted(set().union(*columns))
+    if len(steps) > _MAX_ROWS:
+        steps = [step for step in steps if all(step in column for column in columns if column)] or steps
+    gap = -(-len(steps) // _MAX_ROWS) if steps else 1
+    return [
+        [f"step {step:,}", *(f"{column[step]:.4f}" if step in column else "-" for column in columns)]
+        for step in steps[::-1][::gap][::-1]
+    ]
 
 
 def key_figures(history: History) -> list[tuple[str, str]]:

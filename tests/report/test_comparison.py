@@ -93,6 +93,41 @@ def test_steps_at_which_no_run_was_evaluated_have_no_row(tmp_path):
     assert tables(runs)["Eval loss"][1:] == [["step 20", "2.5000"], ["step 40", "2.4000"]]
 
 
+def test_an_evaluation_stands_at_its_own_step(tmp_path):
+    often = make_run(tmp_path / "often", [3.0] * 1000, evals=[(step, step / 100) for step in range(50, 1001, 50)])
+    seldom = make_run(tmp_path / "seldom", [3.0] * 1000, evals=[(500, 9.5), (750, 9.75)])
+    other = make_run(tmp_path / "other", [3.0] * 1000, evals=[(step, 7.0) for step in range(33, 1000, 33)])
+    assert tables(read_runs([often, seldom]))["Eval loss"][1:] == [
+        ["step 500", "5.0000", "9.5000"],
+        ["step 750", "7.5000", "9.7500"],
+    ]
+    rows = tables(read_runs([often, other]))["Eval loss"][1:]  # which share no step
+    assert 5 <= len(rows) <= 10
+    for name, *values in rows:
+        step = int(name.removeprefix("step ").replace(",", ""))
+        assert values == [f"{step / 100:.4f}" if step % 50 == 0 else "-", "7.0000" if step % 33 == 0 else "-"]
+    assert rows[-1][0] == "step 1,000"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["eval_steps=3"], "eval_steps"),
+        (["max_target_length=99"], "max_target_length"),
+        (["eval_dataset_path=/books"], "eval_dataset_path"),
+        (["eval_fraction=0.5"], "eval_fraction"),
+        (["learning_rate=1e-3", "per_device_batch_size=3", "eval_interval=7"], ""),  # of one epoch, all of it
+    ],
+)
+def test_evaluations_of_other_tokens_are_said_not_to_compare(tmp_path, capsys, arguments, named):
+    evals = [(20, 2.5)]
+    one = make_run(tmp_path / "one", [3.0] * 40, ["eval_interval=20"], evals)
+    page.main([one, make_run(tmp_path / "other", [3.0] * 40, ["eval_interval=20", *arguments], evals)])
+    note = f"differ in {named}: their evaluations are of other tokens"
+    shown = Page((tmp_path / "one" / "comparison.html").read_text()).text
+    assert (note in capsys.readouterr().out) == (note in shown) == bool(named)
+
+
 def test_losses_of_different_tokenizers_are_said_not_to_compare(two, tmp_path, capsys):
     page.main(list(two))
     assert "can't be compared" not in capsys.readouterr().out

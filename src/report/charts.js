@@ -85,7 +85,9 @@ function valueRange(chart, drawn, log, whole) {
     if (high - low > 1.5 * (top - low)) {
       const all = drawn.filter((curve) => curve.kind !== "eval" && !curve.isMedian).flatMap((curve) => curve.points);
       const above = all.filter((point) => point[1] > top).length;
-      note = `${above} of ${all.length} points lie above the chart, up to ${show(chart, high)}.`;
+      // Of speeds the highest means nothing: they are computed from the times at which steps were recorded.
+      const rest = chart.scale.includes("zero") ? ": a step recorded late makes the next look fast." : `, up to ${show(chart, high)}.`;
+      note = `${above} of ${all.length} points lie above the chart${rest}`;
       high = top;
     }
   }

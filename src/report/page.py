@@ -78,12 +78,13 @@ def page(folder: epath.Path, history: History) -> str:
     Raises UserError if config.yml or environment.json is malformed; OSError if one of them can't be read.
     """
     config_text = (folder / "config.yml").read_text()
-    steps, changed = _config(config_text)
+    steps, unit, changed = _config(config_text)
     done = history.last_train.get("step", 0)
     status = f"{'Finished,' if done >= steps else 'At'} step {done:,} of {steps:,}"
     after, _, sample = (read_text(folder / "sample.txt") or "").partition("\n")
     figures = "".join(
-        f"<div><span>{html.escape(name)}</span><b>{value}</b></div>" for name, value in key_figures(history)
+        f"<div><span>{html.escape(name)}{unit and f', {unit}' if 'loss' in name else ''}</span><b>{value}</b></div>"
+        for name, value in key_figures(history)
     )
     top = f"""<div class="bar"><div style="width: {100 * min(done / steps, 1):.1f}%"></div></div>
 <div class="card figures">{figures}</div>"""
@@ -99,7 +100,7 @@ def page(folder: epath.Path, history: History) -> str:
 <details><summary>All of config.yml</summary><pre>{html.escape(config_text)}</pre></details>""",
         ),
     ]
-    return _page({folder.name: history}, folder.name, status, top, sections)
+    return _page({folder.name: history}, folder.name, status, top, sections, unit)
 
 
 def comparison_page(runs: Mapping[str, Run]) -> str:
@@ -112,14 +113,18 @@ def comparison_page(runs: Mapping[str, Run]) -> str:
     ]
     histories = {name: run.history for name, run in runs.items()}
     note = f'<p class="card">{html.escape(text)}</p>' if (text := loss_note(runs)) else ""
-    return _page(histories, first_few(runs), counted(len(runs), "run"), "".join([note, *cards[:2]]), cards[2:])
+    units = {loss_unit(run.config) for run in runs.values()}
+    unit = units.pop() if len(units) == 1 else ""
+    return _page(histories, first_few(runs), counted(len(runs), "run"), "".join([note, *cards[:2]]), cards[2:], unit)
 
 
-def _page(histories: Mapping[str, History], title: str, status: str, top: str, sections: Iterable[str]) -> str:
+def _page(
+    histories: Mapping[str, History], title: str, status: str, top: str, sections: Iterable[str], unit: str
+) -> str:
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     invalid = [f" {_invalid_lines(history)}" for history in histories.values() if history.invalid_lines]
     maps = [run.heat_maps.maps() for run in histories.values()]
-    data = {"runs": list(histories), "charts": charts(histories), "maps": maps[0] if len(maps) == 1 else []}
+    data = {"runs": list(histories), "charts": charts(histories, unit), "maps": maps[0] if len(maps) == 1 else []}
     return Template((_FOLDER / "page.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(title),
         status=f"{status}; written <time>{written}</time>.{''.join(invalid)}",
@@ -139,17 +144,26 @@ def _invalid_lines(history: History) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _config(text: str) -> tuple[int, str]:
-    """Returns the steps of a config.yml, and a table of the keys that differ from base.yml."""
+def _config(text: str) -> tuple[int, str, str]:
+    """Returns the steps of a config.yml, the unit of its loss, and a table of the keys that differ from base.yml."""
     config = literal(parse_keys(text, "config.yml"))
     steps = config.get("steps")
     if type(steps) is not int or steps < 1:
         raise UserError(f"config.yml: steps is {dump(steps)}; expected the number of the run's steps")
-    return steps, _table(
-        (key, dump(value), f"default {dump(KEYS[key].default)}" if key in KEYS else "not in base.yml")
-        for key, value in config.items()
-        if key not in KEYS or dump(value) != dump(KEYS[key].default)
+    return (
+        steps,
+        loss_unit(config),
+        _table(
+            (key, dump(value), f"default {dump(KEYS[key].default)}" if key in KEYS else "not in base.yml")
+            for key, value in config.items()
+            if key not in KEYS or dump(value) != dump(KEYS[key].default)
+        ),
     )
+
+
+def loss_unit(keys: Mapping[str, Any]) -> str:
+    """Returns the unit of a run's losses; empty if a function of the user's own computes them."""
+    return "" if keys.get("loss") else "nats per token"
 
 
 def _table(rows: Iterable[Sequence[str]], head: str = "") -> str:
@@ -165,9 +179,10 @@ def _breakable(text: str) -> str:
     return re.sub(r"(?<=[_/])", "<wbr>", html.escape(text))
 
 
-def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
+def charts(histories: Mapping[str, History], unit: str = "") -> list[dict[str, Any]]:
     """Returns the charts that charts.js draws: loss, perplexity, learning rate, gradient norm, experts, speed, others.
 
+    `unit` is that of the losses.
     A chart without a value is left out. `scale` is "settled" (without the first steps and the highest spikes), "zero"
     (from zero), both, or "wide" (logarithmic where values differ much). A series has the number of its run and a kind:
     "train", "eval", or "noisy" where a running median is to be drawn.
@@ -179,7 +194,7 @@ def charts(histories: Mapping[str, History]) -> list[dict[str, Any]]:
         for key in (*history.train, *(key.partition("/")[0].removeprefix("eval_") for key in history.evals))
     ]
     for title, key, scale, note in [
-        ("Loss", "loss", "settled", ""),
+        ("Loss", "loss", "settled", f"{unit.capitalize()}." if unit else ""),
         ("Perplexity", "perplexity", "settled", ""),
         ("Learning rate", "learning_rate", "zero", ""),
         ("Gradient norm", "grad_norm", "wide", ""),

@@ -292,8 +292,18 @@ def test_the_first_steps_do_not_flatten_the_loss(tmp_path):
 def test_a_step_that_seems_short_does_not_flatten_the_throughput(tmp_path):
     entries = [train_entry(k, tokens_per_second=8e5 if k == 150 else 3e4 + k) for k in range(1, 401)]
     note, marks, *_ = drawn(report(tmp_path, entries))["Tokens per second"]
-    assert note == "1 of 400 points lie above the chart, up to 800k."
+    assert note == "1 of 400 points lie above the chart: a step recorded late makes the next look fast."
     assert max(marks) < 40_000
+
+
+def test_losses_have_a_unit_unless_a_function_of_the_users_computes_them(tmp_path):
+    entries = [train_entry(k, 2.0) for k in range(1, 11)]
+    text = Page(report(tmp_path, entries)).text
+    assert "Train loss, mean of the last 1% of steps, nats per token 2.0000" in " ".join(text.split())
+    config = (tmp_path / "config.yml").read_text()
+    (tmp_path / "config.yml").write_text(re.sub("^loss: .*$", "loss: my_loss:loss", config, flags=re.MULTILINE))
+    main([str(tmp_path)])
+    assert "nats" not in Page((tmp_path / "report.html").read_text()).text.partition("Configuration")[0]
 
 
 def test_key_figures_are_those_of_the_entries():

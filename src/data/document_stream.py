@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from src.config.schema import BatchKeys
 from src.data.best_fit import best_fit
 from src.data.conversations import encode_conversation
 from src.data.order import Shuffle
-from src.data.packing import Cuts, PackingStream, RowLayout, concatenate, fill_row, one_per_row
+from src.data.packing import Cuts, Items, PackingStream, RowLayout, concatenate, fill_row, one_per_row
 from src.data.read_ahead import ReadAhead
 from src.data.streams import StreamReader, StreamSource
 from src.data.types import Conversation, Document, InputSpec, Item, RowArrays, RowSource, Source
@@ -84,6 +85,8 @@ class RowFiller:
         if row_count is None:
             positions = np.zeros((len(streams), 2), np.int32) if positions is None else positions
             read = self._documents.documents
+            if len(source) < global_batch and not (one_epoch or inputs.data.use_sft or inputs.rules < 2):
+                read = spread(read, len(source), global_batch, inputs.batch)
             if source.is_remote:
                 read = self._ahead = ReadAhead(read, global_batch, self._end)
             self._streams = [
@@ -112,6 +115,30 @@ class RowFiller:
         if self._reader is None:
             return None
         return {**self._reader.saved((position := self._streams[0].position)[0]), "position": position}
+
+
+def spread(read: Items, count: int, streams: int, batch: BatchKeys) -> Items:
+    """Has packing streams begin at different places of a document, if there are fewer of them, `count`, than streams.
+
+    An ordinal is read in two parts: its document from a place on, then what precedes that. The `streams` ordinals that
+    are read at the same time have several epochs, and each epoch has its place, at even distances in a document: at
+    least half of its length, divided by the streams that share it. Documents that fit a row stay whole. Without packing
+    the place is where a row begins, so that an epoch has the same rows.
+    """
+    unit = 1 if batch.packing else batch.max_target_length
+
+    def parts(document: Document, place: int, places: int) -> list[Document]:
+        size = len(document.ids) - 1
+        first = unit * (-(-size // unit) * place // places) if size > batch.max_target_length else 0
+        slices = (slice(first, None), slice(first + 1)) if first else (slice(None),)
+        return [Document(*(None if array is None else array[part] for array in document)) for part in slices]
+
+    def documents(ordinal: int) -> list[Document]:
+        begin = ordinal - ordinal % streams
+        first, epoch, last = (n // count for n in (begin, ordinal, begin + streams - 1))
+        return [part for document in read(ordinal) for part in parts(document, epoch - first, last - first + 1)]
+
+    return documents
 
 
 def layout_of(inputs: InputSpec) -> RowLayout:

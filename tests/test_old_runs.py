@@ -122,3 +122,19 @@ def test_evaluations_and_inspections_of_a_run_have_its_rules(old_run, monkeypatc
     inspect_data.main([str(folder)])
     inspect_data.main([BASE, *make.arguments("text", run_name="")])
     assert seen == [1, 1, PRESENT_RULES]
+
+
+@pytest.mark.parametrize("case", ["text", "tokens", "pairs_of_text"])
+def test_a_new_run_on_data_that_no_rule_alters_has_the_same_batches(old_run, case):
+    old_run(case)
+    with make.recording() as (batches, _):
+        main([BASE, *make.arguments(case, run_name="new", eval_interval=6)])
+    assert batches[make.STOP :] == EXPECTED[case]["batches"]
+
+
+@pytest.mark.parametrize("case", ["few", "unpacked", "custom"])
+def test_a_new_run_on_fewer_documents_than_rows_has_others(old_run, case):
+    old_run(case)
+    with make.recording() as (batches, _):
+        main([BASE, *make.arguments(case, run_name="new", eval_interval=-1)])
+    assert not set(batches[make.STOP :]) & set(EXPECTED[case]["batches"])

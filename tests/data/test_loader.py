@@ -245,7 +245,7 @@ def test_the_seed_changes_the_order(config, list_source, words):
 
 
 def test_documents_without_text_are_passed_over(config, list_source, stream_documents):
-    source = list_source(["", "a" * 100, "", "b" * 100, ""])
+    source = list_source(["", "a" * 100, "", "b" * 100, *[""] * 4])
     batches = joined(config(), source, 1, 20)
     seen = Counter(TOKENIZER.decode(ids) for row in range(B) for ids in stream_documents(rows_of(batches, row)))
     assert seen.keys() == {"a" * 100, "b" * 100}

@@ -29,8 +29,8 @@ install() {
   tar -xzvf ../mintext.tgz >.copied
   if [[ ! -x .venv/bin/python ]]; then # Cloud TPU's images have Python 3.10
     python3 -m pip install --quiet --user uv
-    python3 -m uv python install --quiet 3.12
-    PYTHON=$(python3 -m uv python find 3.12)
+    python3 -m uv python install --quiet 3.13
+    PYTHON=$(python3 -m uv python find 3.13)
     export PYTHON
   fi
   bash setup.sh tpu

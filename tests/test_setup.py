@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FILES = {path.stem: path for path in (REPOSITORY / "requirements").glob("*.txt")}
-PYTHONS = ("3.11", "3.12", "3.13")
+SETUP, CI = ((REPOSITORY / name).read_text() for name in ("setup.sh", ".ci/run"))
+PYTHONS = re.search(r'^PYTHONS="(.*)"$', SETUP, re.MULTILINE)[1].split()  # the first is taken first
 
 
 def requirements(name):
@@ -67,14 +70,128 @@ def test_files_agree_on_what_they_share(python):
         assert versions.setdefault(package, version) == version, package
 
 
-@pytest.mark.parametrize(("python", "jax"), [("3.11", "0.10."), ("3.12", "0.11."), ("3.13", "0.11.")])
-def test_each_python_gets_one_matching_jax(python, jax):
+@pytest.mark.parametrize("python", PYTHONS)
+def test_each_python_gets_one_matching_jax(python):
     base = pins("base", python)
-    assert base["jax"].startswith(jax)
     assert base["jaxlib"] == base["jax"]
     for name in ("gpu", "aot"):
         assert {pins(name, python)[package] for package in ("jax-cuda12-plugin", "jax-cuda12-pjrt")} == {base["jax"]}
     assert {"libtpu"} <= pins("tpu", python).keys() & pins("aot", python).keys()
+
+
+def test_every_line_of_jax_has_a_lane_in_ci_and_the_main_one_is_what_setup_takes_first():
+    """A Python that setup.sh takes first, and that CI never ran, once failed at the README's second command."""
+    made = re.findall(r'^PYTHON="([\d. ]+)" (?:VENV=(\S+) )?bash setup\.sh ', CI, re.MULTILINE)
+    lanes = {environment or ".venv": pythons.split() for pythons, environment in made}
+    jax = {python: pins("base", python)["jax"] for python in PYTHONS}
+    newest = max(jax.values(), key=Version)
+    assert lanes[".venv"] == PYTHONS[: len(lanes[".venv"])] == [each for each in PYTHONS if jax[each] == newest]
+    assert ".venv/bin/python -m pytest -n 2 --dist loadfile\n" in CI  # of all tests
+    for pythons in lanes.values():  # whichever of them the machine has, the packages are the same
+        for name in FILES:
+            assert len({frozenset(pins(name, python).items()) for python in pythons}) == 1
+    run = set(re.findall(r"^lane (\S+)/bin/python \w+$", CI, re.MULTILINE))
+    pinned = {str(each.specifier).removeprefix("==") for each in requirements("base") if each.name == "jax"}
+    assert {jax[lanes[environment][0]] for environment in run} == pinned
+
+
+def test_what_installs_a_python_installs_the_one_that_the_tests_run_on():
+    assert f"FROM python:{PYTHONS[0]}-slim\n" in (REPOSITORY / "scripts" / "Dockerfile").read_text()
+    assert f"uv python install --quiet {PYTHONS[0]}\n" in (REPOSITORY / "scripts" / "tpu_worker.sh").read_text()
+
+
+TOOLS = ("bash", "cat", "cmp", "cp", "dirname", "mkdir", "rm")
+SHIM = "echo 'pyenv: the command exists in other versions' >&2; exit 127"
+# A Python of a version, as far as setup.sh asks one: which it is, for an environment, and to install something there.
+PYTHON = """
+case "$*" in
+  -) echo VERSION ;;
+  --version) echo Python VERSION ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+esac
+"""
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Runs setup.sh in a folder whose programs, pyenv's and uv's versions are all that the machine has."""
+    for folder in ("bin", "requirements"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "setup.sh").write_text(SETUP)
+    (tmp_path / "requirements" / "base.txt").write_text("jax==1.0\n")
+    for tool in TOOLS:
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+
+    def run(programs, **variables):
+        for place, version in programs.items():
+            path = tmp_path / place
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"#!{shutil.which('bash')}\n" + (PYTHON.replace("VERSION", version) if version else SHIM))
+            path.chmod(0o755)
+        environment = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
+        environment |= {"PYENV_ROOT": str(tmp_path / "pyenv"), "UV_PYTHON_INSTALL_DIR": str(tmp_path / "uv")}
+        command = ["bash", str(tmp_path / "setup.sh")]
+        return subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=False)
+
+    return run
+
+
+NEW, SECOND, OLD = PYTHONS[0], PYTHONS[1], PYTHONS[-1]
+
+
+@pytest.mark.parametrize(
+    ("programs", "variables", "chosen"),
+    [
+        ({f"bin/python{OLD}": OLD, f"bin/python{SECOND}": SECOND, "bin/python3": NEW}, {}, NEW),
+        ({"bin/python3": OLD}, {}, OLD),
+        # A shim that is not active is no Python; the version that it names is in pyenv's folder.
+        ({f"bin/python{NEW}": None, "bin/python3": OLD, f"pyenv/versions/{NEW}.0/bin/python3": NEW}, {}, NEW),
+        ({f"bin/python{NEW}": None, "bin/python3": SECOND}, {}, SECOND),
+        ({"bin/python3": "3.9", f"uv/cpython-{NEW}.4-linux-x86_64-gnu/bin/python3": NEW}, {}, NEW),
+        # PyPy, and a Python without its lock, have other wheels: such a one answers nothing.
+        ({f"pyenv/versions/{NEW}.0t/bin/python3": "", "bin/python3": OLD}, {}, OLD),
+        ({"bin/python3": NEW, f"bin/python{OLD}": OLD}, {"PYTHON": OLD}, OLD),
+        ({"bin/python3": SECOND, f"bin/python{OLD}": OLD}, {"PYTHON": f"{NEW} {SECOND}"}, SECOND),
+        ({"bin/python3": NEW, "bin/my_python": OLD}, {"PYTHON": "my_python"}, OLD),
+    ],
+)
+def test_setup_takes_the_first_of_its_pythons_that_is_anywhere(machine, programs, variables, chosen):
+    done = machine(programs, **variables)
+    assert done.returncode == 0, done.stderr
+    assert f"installing requirements/base.txt for Python {chosen};" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("programs", "variables", "message"),
+    [
+        ({"bin/python3": "3.9"}, {}, f"has a Python of these versions: {' '.join(PYTHONS)}; python3 is Python 3.9"),
+        # CI's main lane, where only the old one is there.
+        ({"bin/python3": OLD}, {"PYTHON": f"{NEW} {SECOND}"}, f"neither PATH nor pyenv nor uv has .*: {NEW} {SECOND};"),
+        ({"bin/python3": NEW}, {"PYTHON": "3.9"}, "PYTHON=3.9 is none of the versions"),
+        ({"bin/python3": NEW, "bin/old": "3.9"}, {"PYTHON": "old"}, "PYTHON=old is no Python of these versions"),
+        (
+            {"bin/python3": NEW, ".venv/bin/python": OLD},
+            {"PYTHON": NEW},
+            f".venv has Python {OLD}, and PYTHON={NEW} asks",
+        ),
+    ],
+)
+def test_setup_says_in_a_sentence_why_it_takes_none(machine, programs, variables, message):
+    done = machine(programs, **variables)
+    assert done.returncode == 2
+    assert re.search(message, done.stderr)
+    assert done.stdout == ""
+
+
+def test_setup_makes_a_second_environment_beside_the_first(machine, tmp_path):
+    assert machine({f"bin/python{NEW}": NEW, f"bin/python{OLD}": OLD}).returncode == 0
+    assert machine({}, PYTHON=OLD, VENV=f".venv-{OLD}").returncode == 0
+    made = {folder: (tmp_path / folder / "bin" / "python").read_text() for folder in (".venv", f".venv-{OLD}")}
+    assert made == {
+        ".venv": (tmp_path / "bin" / f"python{NEW}").read_text(),
+        f".venv-{OLD}": (tmp_path / "bin" / f"python{OLD}").read_text(),
+    }
+    assert (tmp_path / f".venv-{OLD}" / "installed" / "base.txt").exists()
 
 
 @pytest.mark.parametrize("name", ["base", "aot", "data", "streams", "trackers", "eval", "dev"])

@@ -2,12 +2,15 @@
 
     python -m src.convert from-hf HF_DIR OUT_DIR
     python -m src.convert to-hf CKPT_OR_RUN OUT_DIR [dtype=bfloat16] [load_ema=true]
+    python -m src.convert to-peft RUN OUT_DIR
     python -m src.convert check HF_DIR CKPT_OR_RUN
 
 `from-hf` writes OUT_DIR/model.yml, OUT_DIR/checkpoint and the tokenizer's files; weights keep the dtypes they have in
 the folder. `to-hf` takes such an OUT_DIR, a run's folder or one of its checkpoints, and writes a folder that
 transformers loads, with the tokenizer, in the checkpoint's dtypes or in the one given; with `load_ema=true` the average
-of a run's weights (ema_decay). `check` compares the logits of a checkpoint with those that transformers, where it is
+of a run's weights (ema_decay). `to-peft` writes the adapters of a run with lora_rank as a folder that the package peft
+loads; such a folder, of peft's own too, is an HF_DIR and a load_parameters_path, with its model's weights under the
+adapters. `check` compares the logits of a checkpoint with those that transformers, where it is
 installed, computes of the folder. HF_DIR may be hf://ORG/NAME[@REVISION], a model of the Hugging Face hub.
 """
 
@@ -27,7 +30,7 @@ import numpy as np
 
 from src import command_line
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.load_weights import load_weights
+from src.checkpoint.load_weights import load_adapters, load_weights
 from src.checkpoint.resume import all_weights
 from src.cli import run_command
 from src.config.load import from_yaml
@@ -42,6 +45,7 @@ from src.hf.fields import Json
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
 from src.hf.model_keys import find_family, folder_model, model_yaml, read_model_keys
+from src.hf.peft import save_adapters
 from src.hf.save import save_folder
 from src.hf.tokenizer_json import save_tokenizer
 from src.hub import COMPANIONS, local_folder
@@ -79,6 +83,8 @@ def main(argv: Sequence[str]) -> None:
             source = _folder(source)
             checkpoint = source / "checkpoint" if (source / "model.yml").is_file() else source
             print(compare(_folder(local_folder(hf_dir)), checkpoint), flush=True)
+        case ["to-peft", source, out_dir]:
+            to_peft(_folder(source), _folder(out_dir))
         case ["to-hf", source, out_dir, *options] if all(re.fullmatch("dtype=.*|load_ema=true", it) for it in options):
             dtype = next((it.removeprefix("dtype=") for it in options if it.startswith("dtype=")), "")
             to_hf(_folder(source), _folder(out_dir), dtype, "load_ema=true" in options)
@@ -141,6 +147,19 @@ def to_hf(source: Path, out_dir: Path, dtype: str = "", ema: bool = False) -> No
     config_json = {**hf, **{name: original[name] for name in ENTRIES if name in original}, **longest, **entries}
     save_folder(out_dir, family, config_json, weights, model.vocab_size, jnp.dtype(dtype) if dtype else None)
     say([*notes, f"wrote {out_dir}"])
+
+
+def to_peft(source: Path, out_dir: Path) -> None:
+    """Writes the adapters of a run as a folder that peft loads; raises UserError as `to_hf`, or if it has none."""
+    keys, checkpoint, model_folder = _find(source)
+    model, step, length = _model_sections(keys)
+    family, _ = find_family(model, length, _original_config(model_folder).get("model_type", ""))
+    adapters, meta = load_adapters(str(checkpoint))
+    tree, _ = declared_weights(model_spec(model, step, length))
+    shapes = {weight: leaf.shape for weight, leaf in params.by_path(tree).items()}
+    _make_empty(out_dir)
+    save_adapters(out_dir, family, shapes, model.vocab_size, adapters, meta["lora"])
+    say([f"wrote {out_dir}: adapters of {len(adapters)} weights for the model {meta['lora']['base']}"])
 
 
 def _write_tokenizer(data: Data, model_folder: Path | None, out_dir: Path, notes: list[str]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ COMPANIONS = (
     *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),
     *("special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja"),
 )
-_SMALL = ("config.json", INDEX, *COMPANIONS)
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # src/hf/peft.py
+_SMALL = ("config.json", ADAPTER_CONFIG, INDEX, *COMPANIONS)
 
 
 def pinned(path: str, saved_path: str = "") -> str:
@@ -57,7 +58,7 @@ def _parts(path: str) -> tuple[str, str]:
 def _fetched(path: str, weights: bool) -> str:
     folder = _snapshot(path, _SMALL)
     if weights:  # which a repository may have more than once, in other formats or other files
-        index, names = Path(folder, INDEX), {SINGLE}
+        index, names = Path(folder, INDEX), {SINGLE, ADAPTER_WEIGHTS}
         if index.is_file():
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # the reader says what is wrong
                 names = set(map(str, json.loads(index.read_bytes())["weight_map"].values()))

@@ -7,6 +7,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peft
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -167,6 +168,33 @@ def test_export_merges_adapters(folders, adapted, tmp_path):
     again = [f"{adapted}/config.yml", f"load_parameters_path={adapted}", f"tokens_path={tmp_path}/ids.npy"]
     evaluate.main([*again, f"logits_path={tmp_path}/again.npy"])
     np.testing.assert_array_equal(np.load(tmp_path / "again.npy"), ours)
+
+
+def test_peft_computes_the_same_with_the_adapters_it_is_given(folders, adapted, tmp_path):
+    ours = logits_of(folders, adapted, tmp_path)
+    convert.main(["to-peft", str(adapted), str(tmp_path / "adapter")])
+    base = AutoModelForCausalLM.from_pretrained(folders / "hf", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor(np.load(tmp_path / "ids.npy")).long()).logits.numpy()
+    assert np.abs(ours - theirs).max() <= 2e-4 * theirs.std()
+    assert model.peft_config["default"].target_modules == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+    }
+    # And back: the folder, with the model's own in adapter_config.json, is what the run is.
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(folders / "hf")}))
+    np.testing.assert_allclose(logits_of(folders, tmp_path / "adapter", tmp_path), ours, atol=1e-5 * theirs.std())
+
+
+def test_a_run_without_adapters_has_none_for_peft(folders, tmp_path):
+    with pytest.raises(UserError, match=r"has no adapters \(lora_rank\)"):
+        convert.main(["to-peft", str(folders / "ours"), str(tmp_path / "adapter")])
 
 
 def test_adapters_on_weights_that_changed_are_refused(folders, tmp_path):

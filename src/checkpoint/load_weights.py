@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from src.checkpoint.restore import checkpoint_identity, entries_of_weights, restore_any, restore_weights
@@ -50,6 +51,32 @@ def load_weights(
     merged = lora.merge(whole, adapters, meta["lora"]["alpha"])
     note = f"merged the adapters of {path} into the weights of {meta['lora']['base']}."
     return merged, meta, [*base_messages, *messages, note]
+
+
+def load_adapters(path: str) -> tuple[dict[tuple[str | int, ...], tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
+    """Loads what a run with `lora_rank` trained: each adapted weight's `down` and `up`, and the checkpoint's meta.
+
+    Raises UserError if the run trained none, or whole weights beside them.
+    """
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def entries(meta: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        trained = [name for name in saved if name.startswith("trainable.")]
+        if "lora" not in meta or (others := [name for name in trained if not name.startswith("trainable.lora.")]):
+            what = (
+                f"whole weights beside adapters: {first_few(others)}" if "lora" in meta else "no adapters (lora_rank)"
+            )
+            raise UserError(f"{path} has {what}. `convert to-hf` exports the whole model")
+        return {
+            name: jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=device) for name in trained
+        }
+
+    arrays, meta, _ = restore_any(path, entries, "the adapters")
+    pairs: dict[Any, dict[str, np.ndarray]] = {}
+    for name, array in arrays.items():
+        *weight, kind = (int(word) if word.isdecimal() else word for word in name.split(".")[2:])
+        pairs.setdefault(tuple(weight), {})[kind] = np.asarray(array)
+    return {weight: (pair["down"], pair["up"]) for weight, pair in pairs.items()}, meta
 
 
 def load_by_rules(
@@ -166,8 +193,12 @@ def identity(path: str) -> str:
     """Returns a text that changes with the weights at `path`: of a checkpoint's digests, or of the ends of files."""
     if not _is_hf_folder(path):
         return checkpoint_identity(path)
-    crc = 0
-    for file in sorted(Path(local_folder(path)).expanduser().glob("*.safetensors")):
+    from src.hf.peft import base_model
+
+    folder, crc = Path(local_folder(path)).expanduser(), 0
+    if base := base_model(folder):
+        crc = int(identity(base), 16)
+    for file in sorted(folder.glob("*.safetensors")):
         with open(file, "rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - TAIL_BYTES))

@@ -6,9 +6,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from src.errors import UserError, first_few
+from src.hf import peft
 from src.hf.quantized import dequantized
 from src.hf.safetensors import StoredTensor, Tensor, open_tensors
-from src.hub import INDEX, SINGLE
+from src.hub import INDEX, SINGLE, local_folder
 from src.json_text import read_object
 
 
@@ -27,12 +28,15 @@ def is_hf_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def open_folder(path: str | os.PathLike[str]) -> HfFolder:
-    """Reads the folder's config and the headers of its files of weights.
+    """Reads the folder's config and the headers of its files of weights; a folder of adapters is the adapted model.
 
     Raises UserError if there is no config.json, no safetensors file or not all of them; a file is truncated or damaged;
     the weights are quantised in a format that is not read.
     """
     path = Path(path).expanduser()
+    if base := peft.base_model(path):
+        whole = open_folder(local_folder(base))
+        return whole._replace(path=path, tensors=peft.adapted(path, whole.tensors))
     if not (file := path / "config.json").is_file():
         raise UserError(
             f"there is no {file}: expected a Hugging Face model folder, with config.json and model*.safetensors"

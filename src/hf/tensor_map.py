@@ -51,17 +51,17 @@ class Rearrangement:
             self._file_sizes[starred] = sum(sizes[letter] for letter in (before + starred + after).replace("|", ""))
             file_side = file_side.replace(f"{before}{starred}*{after}", starred)
         groups = re.findall(r"\(([^)]*)\)|(\S+)", file_side)
-        self._file_dims = [(group or single).split() for group, single in groups]  # factors, outermost first
-        self._factors = [factor for dim in self._file_dims for factor in dim]
+        self.file_dims = [(group or single).split() for group, single in groups]  # factors, outermost first
+        self._factors = [factor for dim in self.file_dims for factor in dim]
         self.dims = weight_side.split()  # the weight's letters, then those that are split over several tensors
         self.split = [letter for letter in self.dims if letter not in self._factors]
-        self.file_shape = tuple(math.prod(self._file_sizes[factor] for factor in dim) for dim in self._file_dims)
+        self.file_shape = tuple(math.prod(self._file_sizes[factor] for factor in dim) for dim in self.file_dims)
 
     def read(self, tensor: Tensor, wanted: Mapping[str, Range]) -> np.ndarray:
         """Returns the part of the weight in the range `wanted` of each letter, split dims of size 1."""
         # Of each dim of the file it reads the shortest run of whole inner factors that holds the ranges.
         index, shape, cut = [], [], []
-        for dim in self._file_dims:
+        for dim in self.file_dims:
             start, length = 0, 1  # in elements of the factors so far
             for factor in dim:
                 size, (first, last) = self._file_sizes[factor], (at + self._offsets[factor] for at in wanted[factor])
@@ -111,6 +111,27 @@ class Piece(NamedTuple):
         ranges = region[len(self.layer_index) :]
         block = self.rearrangement.read(tensor, dict(zip(self.rearrangement.dims, ranges, strict=True)))
         return block.reshape([stop - start for start, stop in region])
+
+    def low_rank(self, down: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | None:
+        """Returns an adapter's matrices for the file's, [r, in] and [out, r], and whether `in` is the file's first dim.
+
+        `down` [*in, r] and `up` [r, *out] are the whole weight's, with a dim of stacked layers before. None if it is
+        of another form, such as with an adapter for each expert.
+        """
+        down, up, dims = down[self.layer_index], up[self.layer_index], self.rearrangement.dims
+        ins, outs, split = dims[: down.ndim - 1], dims[down.ndim - 1 :], self.split_index or {}
+        groups = self.rearrangement.file_dims
+        if len(ins) + len(outs) != down.ndim + up.ndim - 2 or len(groups) != 2 or set(ins) & split.keys():
+            return None
+        fan_in_first = set(groups[0]) <= set(ins)
+        of_in, of_out = groups if fan_in_first else groups[::-1]
+        up = up[(slice(None), *(split.get(letter, slice(None)) for letter in outs))]
+        outs = [letter for letter in outs if letter not in split]
+        if set(of_in) != set(ins) or set(of_out) != set(outs):
+            return None
+        down = down.transpose([*map(ins.index, of_in), len(ins)]).reshape(-1, down.shape[-1]).T
+        up = up.transpose([0, *(1 + outs.index(letter) for letter in of_out)]).reshape(len(up), -1).T
+        return down, up, fan_in_first
 
     def write(self, weight: np.ndarray, tensor: np.ndarray) -> None:
         """Copies the piece of the whole `weight` into the file's `tensor`."""

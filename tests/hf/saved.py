@@ -4,7 +4,7 @@ import json
 
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file  # noqa: F401  save_file is for tests
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -24,7 +24,7 @@ from src.data.streams import StreamSource
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, RowArrays, RowSource, Tokenizer, TrainData
 from src.errors import UserError
-from src.report.summary import describe_conversations, describe_data, print_header
+from src.report.summary import describe_conversations, describe_data, few_documents, print_header
 from src.startup import configured
 
 USAGE = Usage(
@@ -75,9 +75,10 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             f"process_count={count}: these data are a stream for each process, and only the first one's is here. Leave "
             "process_count out"
         )
+    about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, global_batch, config.steps)
     print_header(
         [
-            ("data", "\n".join(describe_data(train_specs(config.data), data))),
+            ("data", "\n".join(about_data)),
             ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
             ("step", f"{global_batch} rows x {length} = {global_batch * length:,} tokens"),
             *([("batch ramp", schedule.describe(config.steps))] if schedule.ramp else []),

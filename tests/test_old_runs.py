@@ -132,9 +132,13 @@ def test_a_new_run_on_data_that_no_rule_alters_has_the_same_batches(old_run, cas
     assert batches[make.STOP :] == EXPECTED[case]["batches"]
 
 
-@pytest.mark.parametrize("case", ["few", "unpacked", "custom"])
-def test_a_new_run_on_fewer_documents_than_rows_has_others(old_run, case):
+@pytest.mark.parametrize(("case", "count"), [("few", 3), ("unpacked", 3), ("custom", 2)])
+def test_a_new_run_on_fewer_documents_than_rows_has_others(old_run, case, count, capsys):
     old_run(case)
     with make.recording() as (batches, _):
         main([BASE, *make.arguments(case, run_name="new", eval_interval=-1)])
     assert not set(batches[make.STOP :]) & set(EXPECTED[case]["batches"])
+    shared = f"{count} documents for 8 rows: rows that share one begin at different places of it"
+    assert shared in capsys.readouterr().out
+    inspect_data.main(["runs/new"])
+    assert shared in capsys.readouterr().out

@@ -14,7 +14,7 @@ from src.checkpoint.run_folder import RunFolder
 from src.config import load as configuration
 from src.config.schema import KEYS, Config
 from src.config.source_spec import SourceSpec, train_specs
-from src.data.document_stream import DocumentStream
+from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.streams import StreamSource
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData
 from src.errors import UserError, counted, from_here
@@ -26,6 +26,8 @@ from src.step.build import TracedStep
 from src.step.optimizer_rules import describe_rules
 
 _CONVERSATIONS_LOOKED_AT = 256  # of each source
+_DOCUMENTS_LOOKED_AT = 8  # of each source
+_FEW_OF_ROW, _MANY_STEPS = 3, 100  # documents that a row reads in a run; a short trial mixes few anyway
 _FEW = 0.03  # of a source's documents: if no more are cut, the header does not mention it
 
 
@@ -62,6 +64,7 @@ def run_header(
     compiled = "compiled by this run" + (f" by the profile {config.pgle_profile}" if config.pgle_profile else "")
     compiled = f"loaded from {file}" if (file := config.compiled_trainstep_file) else compiled
     ramp = built.schedule.ramp
+    about_data = describe_data(train_specs(config.data), data) + few_documents(inputs, data, built.rows, config.steps)
     return [
         ("run", f"{folder.path} (run_name={folder.name} resumes it)"),
         ("software", ", ".join(f"{name} {software[name]}" for name in ("MinText", "jax", "Python"))),
@@ -81,7 +84,7 @@ def run_header(
         *([("loss", ", ".join(loss))] if loss else []),
         ("recomputed", f"remat_policy {config.remat_policy}"),
         ("train step", compiled + ", that of each smaller batch when it comes" * bool(ramp)),
-        ("data", "\n".join(describe_data(train_specs(config.data), data))),
+        ("data", "\n".join(about_data)),
         *([("evaluation", "\n".join(map(describe_eval_set, eval_sets)))] if eval_sets else []),
         ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
         ("vocabulary", f"{config.vocab_size:,}"),
@@ -141,6 +144,26 @@ def amount(source: Source | RowSource) -> str:
     share = f"{cut:.0%} of them " * (cut < 1)
     cuts = f", {share}cut into pieces by max_document_bytes" * (cut > _FEW)
     return counted(count, "conversation" if isinstance(source[0], Conversation) else "document") + cuts
+
+
+def few_documents(inputs: InputSpec, data: TrainData, rows: int, steps: int) -> list[str]:
+    """Says which sources have fewer documents than rows, or so long ones that a row reads few in the whole run."""
+    lines, tokens, spreads = [], steps * inputs.batch.max_target_length, inputs.rules > 1 and not inputs.data.use_sft
+    for name, source, weight in zip(data.names, data.sources, data.weights, strict=True):
+        if rows_per_epoch(inputs, source) is not None:  # each row is an item of its own
+            continue
+        count, stream, of = len(source), DocumentStream(inputs, source, name), f"{name}: " * bool(name)
+        if count < rows:
+            where = ": rows that share one begin at different places of it" * spreads
+            lines.append(f"{of}{counted(count, 'document')} for {rows:,} rows{where}")
+        looked_at = [stream.documents(ordinal) for ordinal in range(min(count, _DOCUMENTS_LOOKED_AT))]
+        size = max(np.mean([sum(len(each.ids) - 1 for each in documents) for documents in looked_at]), 1)
+        if 0 < (of_row := tokens * weight / sum(data.weights) / size) < _FEW_OF_ROW and steps >= _MANY_STEPS:
+            lines.append(
+                f"{of}a row reads {of_row:.2g} documents of about {size:,.0f} tokens in the whole run: batches vary "
+                "little. Shorter documents mix better: max_document_bytes cuts texts, src.tokenize_dataset cuts all"
+            )
+    return lines
 
 
 def describe_conversations(inputs: InputSpec, data: TrainData) -> str:

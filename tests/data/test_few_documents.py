@@ -11,7 +11,8 @@ from src.data.conversations import ConversationSource
 from src.data.document_stream import spread
 from src.data.order import Shuffle
 from src.data.tokenizer import ByteTokenizer, make_tokenizer
-from src.data.types import Document, TrainData
+from src.data.types import Document, InputSpec, TrainData
+from src.report.summary import few_documents
 from tests.data import every_source
 from tests.data.batches import B, assert_same, joined, take
 from tests.data.one_source import alone, eval_batches, held_out, open_sources, train_batches
@@ -30,7 +31,7 @@ def numbers(config, list_source):
     def make(*sizes, **keys):
         ends = np.cumsum([size + 1 for size in sizes])
         documents = [np.arange(end - size - 1, end, dtype=np.int32) for size, end in zip(sizes, ends, strict=True)]
-        return config(vocab_size=10_000, **keys), list_source(documents)
+        return config(vocab_size=30_000, **keys), list_source(documents)
 
     return make
 
@@ -159,3 +160,37 @@ def test_conversations_begin_at_their_start(config, write):
     settings = config(use_sft=True, dataset_path="one.jsonl")
     (batch,) = take(train_batches(settings, alone(source), ByteTokenizer(), np.arange(B), B), 1)
     assert (batch["tokens"] == [256, *b"q" * (LENGTH - 1)]).all()
+
+
+# ---- What the header says
+
+
+def said(settings, data, rows=B, steps=1_000, rules=2):
+    return few_documents(InputSpec.of(settings, None, rules), data, rows, steps)
+
+
+def test_the_header_says_how_many_documents_there_are_for_how_many_rows(numbers):
+    settings, source = numbers(2_000, 500, 3_500)
+    shared = "3 documents for 8 rows: rows that share one begin at different places of it"
+    assert said(settings, alone(source)) == [shared]
+    assert said(settings, alone(source), rules=1) == ["3 documents for 8 rows"]
+    assert said(settings, alone(source), rows=3) == []
+    mixture = TrainData(("book", "web"), (source, numbers(*[500] * 8)[1]), (1.0, 1.0))
+    assert said(settings, mixture) == [f"book: {shared}"]
+    truncated, _ = numbers(1, packing=False, long_documents="truncate")
+    assert said(truncated, alone(source)) == []
+
+
+def test_the_header_says_where_a_row_reads_only_a_few_documents(numbers):
+    settings, source = numbers(*[1_000] * 20)
+    assert said(settings, alone(source), steps=46) == []  # 2,944 tokens, but a short trial
+    assert said(settings, alone(source), steps=100) == []  # 6.4 documents
+    _, long = numbers(*[3_000] * 3, 3_400)
+    (line,) = said(settings, alone(long), steps=100, rows=4)  # 6,400 tokens of documents of 3,100
+    assert line.startswith("a row reads 2.1 documents of about 3,100 tokens in the whole run")
+    assert "max_document_bytes" in line
+    assert "src.tokenize_dataset" in line
+    half = TrainData(("a", "b", "c"), (source, long, long), (1.0, 1.0, 0.0))
+    assert [line.partition(" of about")[0] for line in said(settings, half, steps=180, rows=4)] == [
+        "b: a row reads 1.9 documents"
+    ]

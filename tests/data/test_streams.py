@@ -302,7 +302,7 @@ def test_the_header_says_that_host_counts_are_fixed(open_data):
 
 def test_another_number_of_hosts_is_refused(open_data):
     made, _, _ = open_data("stream")
-    facts = {"global batch": B, "max_target_length": 64, "packing": True}
+    facts = {"global batch": B, "max_target_length": 64, "packing": True, "data rules": 2}
     meta = {"data": facts, "streams": [{"": {"first": 0}}] * 2}
     with pytest.raises(UserError, match=r"one for each process: the checkpoint is of 2 processes, and this job has 1"):
         data_position(1, np.zeros((B, 1, 2), np.int32), meta, made.data, (), facts)

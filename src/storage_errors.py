@@ -1,16 +1,17 @@
 """Classifies errors of disks and stores: transient, no space left, damaged contents, or none of these.
 
-Types and numbers decide, never wording: errno, HTTP status, and for TensorStore, which always raises ValueError,
-the status code that its message begins with and the errno that it appends.
+Types and numbers decide, never wording: errno, HTTP status. TensorStore always raises ValueError, so its calls are made
+within `tensorstore_errors`, which reads the status code that a message begins with and the errno that it appends.
 """
 
+import contextlib
 import enum
 import errno
 import logging
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from src.errors import TransientError
@@ -33,7 +34,15 @@ class Failure(enum.IntEnum):
     OTHER = 4
 
 
-class DamagedError(Exception):
+class StoreError(Exception):
+    """Reports that TensorStore failed, and in which way."""
+
+    def __init__(self, message: str, failure: Failure = Failure.DAMAGED) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class DamagedError(StoreError):
     """Reports contents that are not what was written."""
 
 
@@ -57,8 +66,8 @@ HTTP_TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 
 def failure_of(error: BaseException) -> Failure:
     """Returns the kind of failure that `error` is, or the error that it was raised from."""
-    if isinstance(error, DamagedError):
-        return Failure.DAMAGED
+    if isinstance(error, StoreError):
+        return error.failure
     if not isinstance(error, Exception):  # SystemExit has a code too
         return Failure.OTHER
     if isinstance(error, TransientError | TimeoutError | ConnectionError | socket.gaierror):
@@ -73,8 +82,6 @@ def failure_of(error: BaseException) -> Failure:
     # Such as a connection that was closed, or a place for tokens that is not reached.
     if type(error).__module__.partition(".")[0] == "aiohttp" or type(error).__name__ == "TransportError":
         return Failure.TRANSIENT
-    if type(error) is ValueError and (failure := _tensorstore_failure(str(error))):
-        return failure
     return failure_of(error.__cause__) if error.__cause__ else Failure.OTHER
 
 
@@ -84,14 +91,24 @@ def _tensorstore_failure(message: str) -> Failure | None:
     return STATUS.get(message.partition(":")[0])
 
 
-def tensorstore_result(future: Any) -> Any:
-    """Returns a TensorStore future's result; raises DamagedError if undecodable or missing, ValueError for all else."""
+@contextlib.contextmanager
+def tensorstore_errors(without_status: Failure | None = None) -> Iterator[None]:
+    """Raises StoreError for what TensorStore, called in the block, raises as ValueError.
+
+    An error without a status code, which says that something cannot be decoded, is `without_status`; None: left as is.
+    """
     try:
-        return future.result()
+        yield
     except ValueError as error:
-        if (_tensorstore_failure(str(error)) or Failure.DAMAGED) is Failure.DAMAGED:
-            raise DamagedError(one_line(error)) from error
-        raise
+        if (failure := _tensorstore_failure(str(error)) or without_status) is None:
+            raise
+        raise StoreError(one_line(error), failure) from error
+
+
+def tensorstore_result(future: Any) -> Any:
+    """Returns a TensorStore future's result; raises StoreError, DAMAGED if something is undecodable or missing."""
+    with tensorstore_errors(without_status=Failure.DAMAGED):
+        return future.result()
 
 
 def retried(attempt: Callable[[], T]) -> T:
@@ -115,6 +132,6 @@ def retried(attempt: Callable[[], T]) -> T:
 def one_line(error: BaseException) -> str:
     """Returns the error's type and the beginning of its message, in one line."""
     message = (str(error).splitlines() or [""])[0].partition(" [tensorstore_spec")[0]
-    if isinstance(error, DamagedError):
+    if isinstance(error, StoreError):
         return message
     return f"{type(error).__name__}: {message}"[:300]

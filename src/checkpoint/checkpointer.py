@@ -21,7 +21,7 @@ from src.checkpoint.quiet_orbax import quiet_orbax
 from src.checkpoint.restore import Restored, checksum_of, flatten, of_process_0, restore_newest
 from src.checkpoint.run_folder import absolute, is_unfinished, steps_in, write_error
 from src.errors import TransientError, UserError
-from src.storage_errors import one_line, retried
+from src.storage_errors import one_line, retried, tensorstore_errors
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder on a disk that Orbax has not finished
 
@@ -193,7 +193,8 @@ class Checkpointer:
         process. One of several would then wait for the others, which are elsewhere.
         """
         try:
-            yield
+            with tensorstore_errors():
+                yield
         except Exception:
             manager, self._manager = self._manager, None
             with contextlib.suppress(Exception):

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from src.disk import is_own, lock, new_file
 from src.errors import TransientError, UserError
-from src.storage_errors import Failure, failure_of, one_line
+from src.storage_errors import Failure, StoreError, failure_of, one_line
 
 # What a run writes into its folder.
 FILES = ("config.yml", "environment.json", "metrics.jsonl", "report.html", "sample.txt")
@@ -204,7 +204,7 @@ def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception)
     message = f"checkpoint {step} could not be written to {checkpoints}: {one_line(error)}. {stands}."
     if failure is Failure.TRANSIENT:
         return TransientError(f"{message} The same command goes on.")
-    return UserError(message) if isinstance(error, OSError | ValueError) else error
+    return UserError(message) if isinstance(error, OSError | ValueError | StoreError) else error
 
 
 def _gib(count: int) -> str:

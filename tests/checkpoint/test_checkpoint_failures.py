@@ -18,7 +18,7 @@ from src.checkpoint import restore
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.run_folder import absolute
 from src.errors import TransientError, UserError
-from src.storage_errors import Failure, failure_of
+from src.storage_errors import Failure, StoreError, failure_of, tensorstore_errors
 from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, same
 
 
@@ -78,20 +78,14 @@ class HttpError(Exception):
     [
         (FileNotFoundError(errno.ENOENT, "no such file"), Failure.DAMAGED),
         (FileNotFoundError("fsspec's"), Failure.DAMAGED),
-        (ValueError('DATA_LOSS: Error opening "zarr" driver'), Failure.DAMAGED),
         *((OSError(number, "x"), Failure.TRANSIENT) for number in (errno.EIO, errno.ESTALE, errno.EMFILE)),
         (TimeoutError(), Failure.TRANSIENT),
         *((HttpError(code), Failure.TRANSIENT) for code in (429, 503, "503")),
-        *((ValueError(f"{status}: x"), Failure.TRANSIENT) for status in ("UNKNOWN", "ABORTED", "UNAVAILABLE")),
-        (ValueError("RESOURCE_EXHAUSTED: x: Too many open files [os_error_code='24']"), Failure.TRANSIENT),
-        (ValueError("RESOURCE_EXHAUSTED: x: No space left on device [os_error_code='28']"), Failure.FULL),
         (OSError(errno.ENOSPC, "x"), Failure.FULL),
         (PermissionError(errno.EACCES, "x"), Failure.OTHER),
-        (ValueError("PERMISSION_DENIED: x"), Failure.OTHER),
-        (ValueError("UNKNOWN: x: Too many levels of symbolic links [os_error_code='40']"), Failure.OTHER),
         (HttpError(403), Failure.OTHER),
         (TypeError("x"), Failure.OTHER),
-        (ValueError("not TensorStore's"), Failure.OTHER),
+        *((ValueError(f"{status}: of a user's own code"), Failure.OTHER) for status in ("INTERNAL", "UNKNOWN")),
         (MemoryError(), Failure.OTHER),
     ],
 )
@@ -100,6 +94,33 @@ def test_types_and_numbers_tell_what_an_error_means(error, failure):
     wrapped = RuntimeError("wrapped")
     wrapped.__cause__ = error
     assert failure_of(wrapped) is failure
+
+
+@pytest.mark.parametrize(
+    ("message", "failure"),
+    [
+        ('DATA_LOSS: Error opening "zarr" driver', Failure.DAMAGED),
+        *((f"{status}: x", Failure.TRANSIENT) for status in ("UNKNOWN", "ABORTED", "UNAVAILABLE", "INTERNAL")),
+        ("RESOURCE_EXHAUSTED: x: Too many open files [os_error_code='24']", Failure.TRANSIENT),
+        ("RESOURCE_EXHAUSTED: x: No space left on device [os_error_code='28']", Failure.FULL),
+        ("PERMISSION_DENIED: x", Failure.OTHER),
+        ("UNKNOWN: x: Too many levels of symbolic links [os_error_code='40']", Failure.OTHER),
+    ],
+)
+def test_tensorstores_status_counts_where_tensorstore_is_called_and_nowhere_else(message, failure):
+    assert failure_of(ValueError(message)) is Failure.OTHER
+    with pytest.raises(StoreError) as raised, tensorstore_errors():
+        raise ValueError(message)
+    assert failure_of(raised.value) is failure
+    assert str(raised.value) == f"ValueError: {message}"
+
+
+def test_what_tensorstore_says_without_a_status_is_damage_only_as_it_reads():
+    with pytest.raises(ValueError, match="not decoded"), tensorstore_errors():
+        raise ValueError("not decoded")
+    with pytest.raises(StoreError) as raised, tensorstore_errors(without_status=Failure.DAMAGED):
+        raise ValueError("not decoded")
+    assert failure_of(raised.value) is Failure.DAMAGED
 
 
 # ---- Reading

@@ -5,6 +5,7 @@ import os
 import select
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -59,7 +60,7 @@ def end(code: int, message: str, *, at_once: bool = False) -> NoReturn:
     """
     if job := rendezvous.current_job:
         job.tell(code, message)
-    if at_once or job:
+    if at_once or job or _orbax_waits():
         end_now(code, message)
     _print(message)
     sys.exit(code)
@@ -73,6 +74,14 @@ def end_now(code: int, message: str) -> NoReturn:
             sys.stdout.write("\x1b[?25h")  # shows the cursor, which a progress bar hides
         sys.stdout.flush()
     os._exit(code)
+
+
+def _orbax_waits() -> bool:
+    """Returns whether threads of Orbax are left, which after a failed save may wait for minutes for others of them."""
+    threads = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
+    for thread in threads:
+        thread.join(1)
+    return any(thread.is_alive() for thread in threads)
 
 
 def _print(message: str) -> None:

@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from src.errors import UserError
 
@@ -41,6 +41,13 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def names(path: Path, opened: IO[Any]) -> bool:
+    """Returns whether a path still names this open file, which others may have deleted or replaced."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(opened.fileno()), os.stat(path))
+    return False
 
 
 def is_own(kind: str, file: Any) -> bool:

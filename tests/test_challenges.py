@@ -118,7 +118,7 @@ def test_a_run_without_checkpoints_does_not_promise_to_go_on(tmp_path, corpus, m
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 4, "enable_checkpointing": "false"}
     runs.run_here(**keys)
     output = capsys.readouterr().out
-    assert "stopped by SIGTERM after step 2; no checkpoint was saved" in output
+    assert "stopped by SIGTERM after step 2; no checkpoint is there" in output
     assert "goes on" not in output
 
 
@@ -212,7 +212,7 @@ def test_a_first_update_that_ruins_the_weights_names_no_checkpoint_that_is_not_t
 ):
     keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 4}
     said = runs.refusal(monkeypatch, capsys, runs.arguments(**keys, learning_rate=1e20, gradient_clipping_threshold=0))
-    assert said.endswith("Try a smaller learning_rate or gradient_clipping_threshold. No checkpoint was saved.\n")
+    assert said.endswith("Try a smaller learning_rate or gradient_clipping_threshold. No checkpoint is there.\n")
 
 
 def test_a_run_may_turn_evaluation_off_only_knowingly(folder, corpus, monkeypatch, capsys):

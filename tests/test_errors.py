@@ -94,7 +94,7 @@ def test_a_fault_without_a_folder_names_a_temporary_file(capsys, tmp_path, monke
 
 
 def test_an_interrupted_run_says_what_stands(capsys, tmp_path):
-    assert ends(capsys, raises(KeyboardInterrupt(), tmp_path)) == (130, "interrupted; no checkpoint was saved\n")
+    assert ends(capsys, raises(KeyboardInterrupt(), tmp_path)) == (130, "interrupted; no checkpoint is there\n")
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     assert f"the checkpoint of step 20 in {tmp_path} stands" in ends(capsys, raises(KeyboardInterrupt(), tmp_path))[1]
 

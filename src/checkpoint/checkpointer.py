@@ -91,7 +91,9 @@ class Checkpointer:
         steps = of_process_0(lambda: steps_in(self._directory))
         if not steps:
             return None
-        _, state, meta, problems = restore_newest(self._directory, steps, lambda meta, saved: abstract_state)
+        _, state, meta, problems = restore_newest(
+            self._directory, steps, lambda meta, saved: abstract_state, of_run=True
+        )
         self._damaged_steps = list(problems)
         messages = [
             f"checkpoint {damaged} is passed over: {problem}. "

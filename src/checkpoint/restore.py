@@ -129,10 +129,20 @@ def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
 
 
 def restore_newest(
-    folder: epath.Path, steps: list[int], abstract_of: AbstractOf
+    folder: epath.Path, steps: list[int], abstract_of: AbstractOf, of_run: bool = False
 ) -> tuple[int, dict[str, Any], dict[str, Any], dict[int, str]]:
-    """Restores the first good one of `steps`; returns it, its state and meta, and the problem of each damaged step."""
-    step, (state, meta), problems = _first_good(folder, steps, lambda place: _restore(place, abstract_of))
+    """Restores the first good one of `steps`; returns it, its state and meta, and the problem of each damaged step.
+
+    With `of_run`, which is to go on in the folder, a state under the name of another step is a problem too.
+    """
+
+    def read(place: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        state, meta = _restore(place, abstract_of)
+        if of_run and (held := int(state["step"])) != int(place.name):
+            raise DamagedError(f"it is the checkpoint of step {held} under another name")
+        return state, meta
+
+    step, (state, meta), problems = _first_good(folder, steps, read)
     return step, state, meta, problems
 
 

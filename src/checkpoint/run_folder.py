@@ -58,16 +58,16 @@ class RunFolder:
         if jax.process_index() != 0:
             return
         try:
+            folder = self.path if self._is_remote else _nearest_existing(self.path)
+            probe = folder / f".mintext_write_test_{uuid.uuid4().hex}"  # its own for each run that starts now
+            probe.write_text("")
+            probe.unlink()
             config, found = self.path / "config.yml", [name for name in FILES if (self.path / name).exists()]
             if found and not (self.path / "checkpoints").exists() and not (config.exists() and is_own("run", config)):
                 raise UserError(
                     f"{self.path / found[0]} is there, and {config} is not a run's: a run would replace it. Move it "
                     "away, or use another run_name"
                 )
-            folder = self.path if self._is_remote else _nearest_existing(self.path)
-            probe = folder / f".mintext_write_test_{uuid.uuid4().hex}"  # its own for each run that starts now
-            probe.write_text("")
-            probe.unlink()
         except UserError:
             raise
         except Exception as error:  # each store's client has its own types
@@ -112,9 +112,9 @@ class RunFolder:
         return file
 
     def set_aside(self, name: str) -> str:
-        """Renames the file `name` to the next of `metrics.1.jsonl`, ...; returns that, or "" if there is no file."""
+        """Renames the file `name` to the next of `metrics.1.jsonl`, ...; returns that, or "" if it is empty."""
         file = self.path / name
-        if not file.exists():
+        if not (file.exists() and file.stat().length):
             return ""
         names = (f"{file.stem}.{number}{file.suffix}" for number in itertools.count(1))
         aside = next(name for name in names if not (self.path / name).exists())
@@ -185,13 +185,13 @@ def kept_checkpoint(folder: epath.Path) -> str:
         steps = [step for step in steps_in(checkpoints) if not is_unfinished(checkpoints / str(step))]
     except Exception:  # each store's client has its own types
         steps = []
-    return f"the checkpoint of step {max(steps)} in {folder} stands" if steps else "no checkpoint was saved"
+    return f"the checkpoint of step {max(steps)} in {folder} stands" if steps else "no checkpoint is there"
 
 
 def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception) -> Exception:
     """Explains to a user why a checkpoint of `size` bytes could not be written; returns any other `error` itself."""
     steps = steps_in(checkpoints)
-    stands = f"Checkpoint {steps[0]} stands" if steps else "No checkpoint was saved before"
+    stands = f"Checkpoint {steps[0]} stands" if steps else "No other checkpoint is there"
     failure = failure_of(error)
     if failure is Failure.FULL:
         free = (

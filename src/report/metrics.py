@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
+from src.disk import names
 from src.errors import counted
 from src.json_text import parse_json
 
@@ -89,7 +91,7 @@ class MetricsLog:
                 f"{path.name}: cut off {counted(invalid, 'line')} at its end without the metrics of a step"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w" if resume_step is None else "a", encoding="utf-8")
+        self._path, self._file = path, path.open("w+" if resume_step is None else "a+", encoding="utf-8")
         tensorboard_dir.mkdir(parents=True, exist_ok=True)
         # The file's name has seconds only: without a suffix, another start in the same second would overwrite it.
         self._tensorboard = EventsWriter(str(tensorboard_dir / "events"), f".{time.time_ns()}")
@@ -104,12 +106,26 @@ class MetricsLog:
         ordered += [key for key in entry if key.startswith(INTERNALS)]
         assert len(ordered) == len(entry), f"metrics without a place in the line: {set(entry) - set(ordered)}"
         finite = {key: _or_null(entry[key]) for key in ordered}
+        if not names(self._path, self._file):
+            self._open_again(entry["step"])
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
         summary = self._summary(
             value=[value for each in scalars(finite).items() for value in self._scalar(*each).value]
         )
         self._tensorboard.write_event(self._event(wall_time=time.time(), step=entry["step"], summary=summary))
+
+    def _open_again(self, step: int) -> None:
+        """Goes on in the path's new file if the one before was replaced; writes it again, whole, if it was deleted."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._file as before:
+            self._file = self._path.open("a+", encoding="utf-8")
+            is_there = self._file.tell() > 0
+            if not is_there:
+                before.seek(0)
+                shutil.copyfileobj(before, self._file)
+        done = "replaced: lines from here on follow those of the new file" if is_there else "deleted: it is back, whole"
+        print(f"step {step}: {self._path} was {done}", flush=True)
 
     def flush(self) -> None:
         """Puts every line on disk. Call it before a checkpoint is saved, so that no step up to it can be missing."""

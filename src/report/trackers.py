@@ -19,6 +19,7 @@ from src.config.load import from_yaml
 from src.config.schema import KEYS, Compilation, defaults
 from src.console import say
 from src.data.batch_schedule import size_keys
+from src.disk import names
 from src.errors import FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError, changed_keys, clipped
 from src.report.metrics import read_entry, scalars
 
@@ -130,6 +131,8 @@ class _Follower(threading.Thread):
             ended = False
             while not ended:
                 ended = self._ended.wait(self._interval)
+                if not names(self._folder.local / "metrics.jsonl", file):
+                    raise FileNotFoundError("metrics.jsonl was deleted or replaced")  # then it is opened again
                 self._read(file, steps)
                 # A step is complete once another has begun. The last one before an error may lack its evaluation, which
                 # the resumed run makes: then it gets that step.

@@ -27,6 +27,16 @@ def test_on_a_disk_growing_files_are_written_in_place(tmp_path, monkeypatch):
     assert again.fetch("metrics.jsonl").read_text() == "1\n"
 
 
+def test_metrics_without_a_line_are_not_set_aside(tmp_path):
+    """Of starts that ended before their first step each would leave an empty file."""
+    folder = RunFolder(str(tmp_path), "a")
+    folder.fetch("metrics.jsonl").touch()
+    assert folder.set_aside("metrics.jsonl") == ""
+    folder.fetch("metrics.jsonl").write_text("1\n")
+    assert folder.set_aside("metrics.jsonl") == "metrics.1.jsonl"
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["metrics.1.jsonl"]
+
+
 def test_the_check_leaves_nothing(tmp_path):
     RunFolder(str(tmp_path / "new" / "runs"), "a").check_writable()
     assert list(tmp_path.iterdir()) == []

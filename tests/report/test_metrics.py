@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import shutil
 import struct
 import sys
 from pathlib import Path
@@ -180,6 +181,34 @@ def test_a_fresh_run_drops_the_lines_of_one_that_died_before_its_first_checkpoin
     write_steps(tmp_path, [1, 2, 3])
     write_steps(tmp_path, [1])
     assert [line["step"] for line in read_lines(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("resume_step", [None, 2])
+def test_a_file_that_was_deleted_is_written_again_whole(tmp_path, resume_step, capsys):
+    folder = tmp_path / "run"
+    write_steps(folder, [1, 2])
+    log = MetricsLog(folder / "metrics.jsonl", folder / "tensorboard", resume_step)
+    first = 1 if resume_step is None else 3
+    log.write(train_entry(first))
+    shutil.rmtree(folder)
+    log.write(train_entry(first + 1))
+    log.write(train_entry(first + 2))
+    log.close()
+    assert sorted({line["step"] for line in read_lines(folder)}) == list(range(1, first + 3))
+    assert capsys.readouterr().out == f"step {first + 1}: {folder / 'metrics.jsonl'} was deleted: it is back, whole\n"
+
+
+def test_a_file_that_was_replaced_is_kept_and_gets_the_lines_that_follow(tmp_path, capsys):
+    log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", None)
+    for step in (1, 2):
+        log.write(train_entry(step))
+    (tmp_path / "other").write_text('{"step": 1}\n')
+    (tmp_path / "other").rename(tmp_path / "metrics.jsonl")
+    log.write(train_entry(3))
+    log.close()
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 3]
+    assert "step 3: " in (said := capsys.readouterr().out)
+    assert "metrics.jsonl was replaced: lines from here on follow" in said
 
 
 def test_an_unknown_metric_is_refused(tmp_path):

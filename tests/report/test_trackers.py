@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 
 import pytest
@@ -158,6 +159,22 @@ def test_it_is_closed_with_the_status_of_the_run(ending, code, status, tmp_path,
     assert [step for step, _ in stand_ins.sent(calls)["mlflow"]] == [1, 2]
     if error:
         assert stand_ins.sent(calls)["wandb"][1][1]["eval/loss"] == 3.0
+
+
+def test_a_file_that_is_replaced_in_mid_run_is_opened_again(tmp_path, calls, monkeypatch, capsys):
+    monkeypatch.setattr(trackers, "RETRY_SECONDS", 0.1)
+    followed(tmp_path, [line(1)], names=())
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with Tracking(["wandb"]) as tracking:
+        tracking.start(RunFolder(str(tmp_path), "run"), None)
+        while not stand_ins.sent(calls).get("wandb"):
+            with metrics.open("a") as file:
+                file.write(json.dumps(line(2)) + "\n")
+            time.sleep(0.1)
+        metrics.rename(tmp_path / "old")
+        metrics.write_text("".join(json.dumps(line(step)) + "\n" for step in (1, 2, 3, 4)))
+    assert [step for step, _ in stand_ins.sent(calls)["wandb"]] == [1, 2, 3, 4]
+    assert "metrics.jsonl was deleted or replaced" in capsys.readouterr().out
 
 
 def test_lists_nulls_and_odd_lines(tmp_path, calls):

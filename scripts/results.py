@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def main(argv: list[str]) -> None:
     options.out.mkdir(parents=True, exist_ok=True)  # hours before it is written to
     lab = Lab(options.text and split(options.text, options.runs / "text"), options.runs)
     found = EXPERIMENTS[options.experiment](lab, options.out)
-    found["machine"] = f"{platform.machine()}, {os.cpu_count()} CPU cores"
+    versions = f"Python {platform.python_version()}, JAX {version('jax')}"
+    found["machine"] = f"{platform.machine()}, {os.cpu_count()} CPU cores, {versions}"
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
     (options.out / f"{options.experiment}.json").write_text(f"{{\n{lines}\n}}\n")
     print("\n".join(found["table"]))

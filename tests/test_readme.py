@@ -241,3 +241,16 @@ def test_what_adding_a_family_quotes_is_in_the_code():
     assert len(quoted) == 4
     for block in quoted:
         assert block in code
+
+
+# Of their figures some are of time, memory or loss, which another Python or JAX changes.
+PAGES_OF_FIGURES = (
+    *("README.md", "docs/performance.md", "docs/results/README.md", "docs/aot.md", "docs/recipes.md"),
+    *("docs/forking.md", "docs/dpo.md", "docs/quantization.md", "docs/parallelism.md"),
+)
+
+
+@pytest.mark.parametrize("page", PAGES_OF_FIGURES)
+def test_a_page_of_figures_says_which_python_and_jax_made_them(page):
+    words = " ".join((ROOT / page).read_text().split())
+    assert re.search(r"Python (is )?3\.\d+(,| and) JAX 0\.\d+\.\d+", words)

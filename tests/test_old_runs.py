@@ -3,14 +3,17 @@
 tests/old_runs/make.py made them, and recorded what the commit made of each after it was stopped.
 """
 
+import contextlib
 import json
 import shutil
 import zipfile
 
+import jax.numpy as jnp
 import pytest
 
-from src import evaluate, inspect_data
+from src import command_line, evaluate, inspect_data
 from src.checkpoint import data_position
+from src.checkpoint.checkpointer import Checkpointer
 from src.data.rules import PRESENT_RULES
 from src.data.types import InputSpec
 from src.errors import UserError
@@ -108,6 +111,13 @@ def test_rules_of_a_later_version_are_refused(old_run, monkeypatch):
     monkeypatch.setattr(data_position, "PRESENT_RULES", PRESENT_RULES - 1)
     with pytest.raises(UserError, match=rf"rules of data of version {PRESENT_RULES}: use the MinText that wrote it"):
         main([BASE, *make.arguments("text", steps=8)])
+
+
+def test_a_checkpoint_of_weights_from_elsewhere_has_the_present_rules(tmp_path):
+    with contextlib.closing(Checkpointer(tmp_path / "out", max_to_keep=1, async_save=False)) as checkpointer:
+        checkpointer.save(0, {"trainable": {"x": jnp.zeros(3)}}, {"vocab_size": 3, "tokenizer": None})
+    config = command_line.load([BASE, f"load_full_state_path={tmp_path}/out"])
+    assert data_position.run_rules(config.run, config.checkpoint) == PRESENT_RULES
 
 
 def test_evaluations_and_inspections_of_a_run_have_its_rules(old_run, monkeypatch):

@@ -56,7 +56,8 @@ def run_rules(run: Run, loading: Checkpoint) -> int:
     has_own = run.run_name and of_process_0(lambda: steps_in(own))
     if not (path := own if has_own else loading.load_full_state_path) or "data_rules" in run.accept_changes:
         return PRESENT_RULES
-    if (version := rules_of(newest_meta(path)["data"])) > PRESENT_RULES:
+    facts = newest_meta(path).get("data", {RULES_FACT: PRESENT_RULES})  # none: weights from elsewhere
+    if (version := rules_of(facts)) > PRESENT_RULES:
         raise UserError(f"{path} has rules of data of version {version}: use the MinText that wrote it, or a later one")
     return version
 

@@ -97,6 +97,7 @@ def error_of(*arguments, config=BASE):
         (["coordinator_address=localhost", "num_processes=2", "process_id=0"], ["=localhost must be HOST:PORT"]),
         (["coordinator_address=a:99999", "num_processes=2", "process_id=0"], ["=a:99999 must be", "1 to 65535"]),
         (["accept_changes=[vocab]"], ["vocab", "vocab_size"]),
+        (["accept_changes=[data_rule]"], ["data_rule", "data_rules"]),
         (["model_name=lama2"], ["model_name=lama2", "llama2-7b"]),
         (["model_name=zzz"], ["There are ", " more. A name ending in .yml is a path"]),
         (["decoder_segments=3"], ["decoder_segments", "a list"]),

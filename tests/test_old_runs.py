@@ -6,6 +6,7 @@ tests/old_runs/make.py made them, and recorded what the commit made of each afte
 import contextlib
 import json
 import shutil
+import sys
 import zipfile
 
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from src.data.rules import PRESENT_RULES
 from src.data.types import InputSpec
 from src.errors import UserError
 from tests.old_runs import make
-from tests.runs import BASE, lines, main
+from tests.runs import BASE, ROOT, ended, finish, free_address, lines, main, start_command
 
 pytestmark = pytest.mark.usefixtures("steps_built_once")
 
@@ -90,6 +91,24 @@ def test_a_run_of_the_state_of_an_old_one_keeps_its_rules(old_run, capsys):
     assert KEPT in capsys.readouterr().out
     assert batches[: make.STEPS - make.STOP] == EXPECTED["few"]["batches"]
     assert rules_saved(old.parent / "other", make.STEPS) == 1
+
+
+@pytest.mark.long
+def test_two_processes_keep_the_rules_of_an_old_run(old_run, tmp_path, monkeypatch):
+    folder = old_run("few")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    keys, logs = {"coordinator_address": free_address(), "num_processes": 2}, [tmp_path / "0.log", tmp_path / "1.log"]
+    commands = [
+        [sys.executable, "-m", "src.train", BASE, *make.arguments("few", **keys, process_id=process)]
+        for process in range(2)
+    ]
+    processes = [start_command(command, log, 4, tmp_path) for command, log in zip(commands, logs, strict=True)]
+    with ended(*processes):
+        said = [finish(process, log) for process, log in zip(processes, logs, strict=True)]
+    assert KEPT in said[0]
+    assert rules_saved(folder, make.STEPS) == 1
+    found = [line["loss"] for line in lines(folder) if "loss" in line][make.STOP :]
+    assert found == pytest.approx(EXPECTED["few"]["losses"], rel=1e-5)
 
 
 def test_a_new_run_and_one_that_accepts_them_have_the_present_rules(old_run, capsys):

@@ -120,10 +120,10 @@ class RowFiller:
 def spread(read: Items, count: int, streams: int, batch: BatchKeys) -> Items:
     """Has packing streams begin at different places of a document, if there are fewer of them, `count`, than streams.
 
-    An ordinal is read in two parts: its document from a place on, then what precedes that. The `streams` ordinals that
-    are read at the same time have several epochs, and each epoch has its place, at even distances in a document: at
-    least half of its length, divided by the streams that share it. Documents that fit a row stay whole. Without packing
-    the place is where a row begins, so that an epoch has the same rows.
+    An ordinal is read in two parts: its document from some place to the end, then the part before that place. The
+    `streams` ordinals that are read at the same time belong to several epochs, and each epoch has its place, at even
+    distances in a document: at least half of its length, divided by the number of streams that share it. Documents that
+    fit a row stay whole. Without packing the place is the begin of a row, so that an epoch has the same rows.
     """
     unit = 1 if batch.packing else batch.max_target_length
 

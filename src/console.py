@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-import jax
-
 from src import as_installed
 
 
@@ -14,6 +12,8 @@ def printable(text: str) -> str:
 
 def say(lines: Iterable[str]) -> None:
     """Prints lines, from one process of the job."""
+    import jax
+
     if jax.process_index() == 0:
         for line in lines:
             print(as_installed(line), flush=True)

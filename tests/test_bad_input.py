@@ -115,8 +115,8 @@ def test_an_empty_folder(refused, tmp_path):
 
 def test_a_binary_file(refused, tmp_path, corpus):
     mixed = shutil.copytree(corpus, tmp_path / "mixed")
-    (mixed / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00")
-    assert_says(refused(dataset_path=mixed), "image.png is not a text file", "glob")
+    (mixed / "model.bin").write_bytes(b"\x89BIN\r\n\x1a\n\x00\x00")
+    assert_says(refused(dataset_path=mixed), "model.bin is not a text file", "glob")
 
 
 def test_a_corpus_shorter_than_a_sequence(refused, tmp_path):

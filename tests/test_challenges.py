@@ -1,15 +1,18 @@
 """Odd things found by trying to break runs: each gets an answer, and loses nothing."""
 
+import json
 import os
 import shutil
 import signal
 
+import jax
 import pytest
 
 from src import command_line, run_start, train
 from src.checkpoint import restore
 from src.checkpoint.run_folder import RunFolder
 from src.config import load as configuration
+from src.data.readers import text
 from src.data.readers.text import TextSource
 from src.errors import UserError
 from tests import runs
@@ -224,3 +227,27 @@ def test_a_run_may_turn_evaluation_off_only_knowingly(folder, corpus, monkeypatc
     assert "accept_changes=[eval_interval]" in message
     accepted = resumed(folder, corpus, **keys, eval_interval=-1, steps=4, accept_changes="[eval_interval]")
     assert int(runs.main(accepted).state.step) == 4
+
+
+@pytest.mark.long
+def test_a_bad_line_that_is_mended_in_its_place_moves_no_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "_CHECKED_SECONDS", 0.0)  # as of data that take longer to check
+    lines = [json.dumps({"text": f"line {n} " + "alpha beta " * (n % 20)}) for n in range(400)]
+    bad = lines[133][:-1] + ","  # which no early step reads
+    keys = {"steps": 12, "checkpoint_period": 2, "eval_interval": 6, "eval_steps": 1, "base_output_directory": tmp_path}
+
+    def written(file, *content):
+        (tmp_path / file).write_text("\n".join(content))
+        return {**keys, "dataset_path": tmp_path / file}
+
+    whole = runs.run_here(**written("a.jsonl", *lines), run_name="whole")
+    broken = written("a.jsonl", *lines[:133], bad, *lines[134:])
+    with pytest.raises(UserError, match=r"a\.jsonl, line 134: not JSON"):
+        runs.run_here(**broken, run_name="broken")
+    mended = written("a.jsonl", *lines)
+    with pytest.raises(UserError, match=r"accept_changes=\[dataset_path\]"):
+        runs.run_here(**mended, run_name="broken")
+    after = runs.run_here(**mended, run_name="broken", accept_changes="[dataset_path]")
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), after.state.weights.merged(), whole.state.weights.merged())
+    assert all(jax.tree.leaves(same))
+    assert after.eval_metrics == whole.eval_metrics

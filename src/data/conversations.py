@@ -14,6 +14,7 @@ import numpy as np
 from src.data.readers import files
 from src.data.readers.records import parse_json
 from src.data.readers.text import DocumentFiles, is_jsonl
+from src.data.rules import PRESENT_RULES
 from src.data.types import Conversation, Document, Fingerprint, Message, Source, Tokenizer
 from src.errors import UserError
 from src.json_text import well_formed
@@ -37,8 +38,8 @@ class ConversationSource(Source):
 
     reader, expected = "use_sft=true", _EXPECTED
 
-    def __init__(self, path: str, key: str) -> None:
-        self._files = DocumentFiles(path, key, self.expected)
+    def __init__(self, path: str, key: str, rules: int = PRESENT_RULES) -> None:
+        self._files = DocumentFiles(path, key, self.expected, rules)
         for file in self._files.paths:
             if not is_jsonl(file):
                 raise UserError(f"{key}: {file} is no .jsonl file; {self.reader} reads lines of JSON: {self.expected}")

@@ -52,11 +52,12 @@ def _open(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
                 raise UserError(f"use_sft=true reads .jsonl files of conversations: set {spec.key('dataset_path')}")
             from src.data.conversations import ConversationSource
 
-            return ConversationSource(spec.dataset_path, spec.key("dataset_path"))
+            return ConversationSource(spec.dataset_path, spec.key("dataset_path"), inputs.rules)
         case "text":
             from src.data.readers.text import TextSource
 
-            return TextSource(spec.dataset_path, spec.max_document_bytes, spec.key("dataset_path"), spec.dataset_column)
+            text = spec.dataset_path, spec.max_document_bytes, spec.key("dataset_path"), spec.dataset_column
+            return TextSource(*text, inputs.rules)
         case "synthetic":
             from src.data.readers.synthetic import SyntheticSource
 
@@ -70,15 +71,15 @@ def _open(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
         case "array_record":
             from src.data.readers.array_record import ArrayRecordSource
 
-            return ArrayRecordSource(spec)
+            return ArrayRecordSource(spec, inputs.rules)
         case "parquet":
             from src.data.readers.parquet import ParquetSource
 
-            return ParquetSource(spec)
+            return ParquetSource(spec, inputs.rules)
         case "hf":
             from src.data.readers.hf import open_hf
 
-            return open_hf(spec, inputs.vocab_size)
+            return open_hf(spec, inputs)
         case "tokens":
             from src.data.readers.tokens import TokenDocuments, TokenRows
 

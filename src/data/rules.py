@@ -11,7 +11,10 @@ PRESENT_RULES = 2
 RULES_FACT = "data rules"  # an entry of the data's fingerprint
 
 # What each version changed.
-_CHANGES = {2: "rows that share a document begin at different places of it"}
+_CHANGES = {
+    2: "rows that share a document begin at different places of it; of a folder, linked folders are read and pictures, "
+    "patches, JSON objects and names that begin with _ are not; a byte order mark is not text"
+}
 
 
 def rules_of(fingerprint: Mapping[str, Any]) -> int:

@@ -333,8 +333,10 @@ def test_an_unfit_line_is_an_error_at_the_start_with_its_number(conversations, r
 def test_files_without_conversations_are_an_error(conversations):
     with pytest.raises(UserError, match="no document"):
         conversations(name="empty.jsonl")
-    with pytest.raises(UserError, match=r"dataset_path: .*chat\.txt is no \.jsonl file"):
+    with pytest.raises(UserError, match=r"chat\.txt is a JSON object, which is read as a line of a file .* \.jsonl"):
         conversations(pair("a", "b"), name="chat.txt")
+    with pytest.raises(UserError, match=r"dataset_path: .*chat\.txt is no \.jsonl file"):
+        conversations("text", name="chat.txt")
 
 
 # ---- Through rows

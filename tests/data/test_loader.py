@@ -271,8 +271,10 @@ def test_data_that_do_not_fill_one_row_are_an_error(config, list_source):
 
 def test_an_error_in_the_thread_is_raised_at_its_batch(config, tmp_path):
     lines = [json.dumps({"text": f"{n}" * 200}) for n in range(40)]
-    (tmp_path / "d.jsonl").write_text("\n".join([*lines, '{"text": broken}']))
-    batches = train_batches(config(), alone(TextSource(str(tmp_path), 64 * 1024)), TOKENIZER, range(B), B)
+    (tmp_path / "d.jsonl").write_text("\n".join([*lines, '{"text": "good"}']))
+    source = TextSource(str(tmp_path), 64 * 1024)
+    (tmp_path / "d.jsonl").write_text("\n".join([*lines, '{"text": broken}']))  # as of data that were not all checked
+    batches = train_batches(config(), alone(source), TOKENIZER, range(B), B)
     made = []
     with pytest.raises(UserError, match=r"d\.jsonl, line 41: not JSON"):
         made.extend(batches)

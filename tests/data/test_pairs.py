@@ -119,6 +119,6 @@ def test_what_cannot_be_compared_is_refused(rows_of, chat_tokenizer, write):  # 
     with pytest.raises(UserError, match=r"line 1: messages are written by a chat template"):
         rows_of({"chosen": [HI, YES], "rejected": [HI, NO]}).row(0)
     with pytest.raises(UserError, match=r"pairs.txt is no .jsonl file; src.train_dpo reads lines of JSON: expected"):
-        PairSource(str(write("pairs.txt", "{}")), "dataset_path")
+        PairSource(str(write("pairs.txt", "text")), "dataset_path")
     with pytest.raises(UserError, match=r"has no document: expected .*chosen.* and .*rejected"):
         PairSource(str(write("none.jsonl", "")), "dataset_path")

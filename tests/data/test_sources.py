@@ -1,4 +1,5 @@
 import functools
+import gzip
 import hashlib
 import json
 import sysconfig
@@ -128,7 +129,11 @@ def test_no_path_is_the_standard_library():
             r"b\.jsonl, line 1: it has no field text\. Its fields: content \(dataset_column=text",
         ),
         ({"b.jsonl": '{"text": 3}'}, "", "its field text: it is of type int: expected a text, or a list of ids"),
-        ({"b.jsonl": '["text"]'}, "", r"line 1: expected a JSON object, found b'\[\"text"),
+        ({"b.jsonl": '["text"]'}, "", r"b\.jsonl is a JSON array"),
+        ({"b.jsonl": '{"text": "ok"}\n["text"]'}, "", r"line 2: expected a JSON object, found b'\[\"text"),
+        ({"b.jsonl": '{"text": "one"}\n'.encode("utf-16")}, "", r"b\.jsonl is UTF-16: convert it by iconv"),
+        ({"b.jsonl": gzip.compress(b'{"text": "one"}')}, "", r"b\.jsonl is compressed"),
+        ({"b.jsonl": "id,text\n1,one\n2,two\n"}, "", r"b\.jsonl is a table"),
         ({"b.jsonl": '{"text": [1, 2.5]}'}, "", r"b\.jsonl, line 1: its field text: it has values of type float64"),
         ({"b.jsonl": '{"text": [1, -2]}'}, "", "the id -2 is not in the range"),
         ({"b.jsonl": '{"text": [[1], [2]]}'}, "", "2 dims"),
@@ -147,11 +152,39 @@ def test_what_is_no_text_is_an_error_that_names_it(tmp_path, files, path, messag
     assert str(tmp_path) in str(error.value)
 
 
-def test_a_later_line_that_is_not_json_is_an_error_when_read(tmp_path):
-    source = TextSource(write_files(tmp_path, {"a.jsonl": '{"text": "ok"}\n{"text": \n'}))
-    assert source[0] == "ok"
-    with pytest.raises(UserError, match="line 2: not JSON"):
-        source[1]
+LINES = [json.dumps({"text": f"line {n}"}) for n in range(1, 101)]
+
+
+@pytest.mark.parametrize("line", [1, 57, 100])
+def test_a_line_that_is_not_json_is_an_error_at_the_start(tmp_path, line):
+    lines = [*LINES[: line - 1], '{"text": ', *LINES[line:]]
+    path = write_files(tmp_path, {"a.jsonl": "\n".join(LINES), "b.jsonl": "\n".join(lines), "c.jsonl": LINES[0]})
+    with pytest.raises(UserError, match=rf"b\.jsonl, line {line}: not JSON"):
+        TextSource(path)
+
+
+def test_a_byte_that_is_not_text_is_an_error_at_the_start(tmp_path):
+    path = write_files(tmp_path, {"a.txt": b"x" * (200 * KIB) + b"caf\xe9 au lait" + b"y" * (200 * KIB), "b.txt": "b"})
+    with pytest.raises(UserError, match=r"a\.txt is not a text file: it is not UTF-8 \(.*b'\\xe9 a"):
+        TextSource(path)
+
+
+def test_without_time_the_ends_of_files_are_checked_and_the_rest_when_it_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(text, "_CHECKED_SECONDS", 0.0)
+    cut = "\n".join(LINES)[:-3]
+    with pytest.raises(UserError, match=r"a\.jsonl, line 100: not JSON"):
+        TextSource(write_files(tmp_path / "cut", {"a.jsonl": cut, "b.jsonl": LINES[0]}))
+    bad = [*LINES[:56], '{"text": ', *LINES[57:]]
+    source = TextSource(path := write_files(tmp_path / "bad", {"a.jsonl": "\n".join(bad)}))
+    assert f"dataset_path={path}: 0% is checked at the start, the rest when it is read" in capsys.readouterr().out
+    assert [source[item] for item in range(56)] == [json.loads(line)["text"] for line in LINES[:56]]
+    with pytest.raises(UserError, match=r"a\.jsonl, line 57: not JSON"):
+        source[56]
+
+
+def test_all_is_checked_of_data_that_take_little_time(tmp_path, capsys):
+    TextSource(write_files(tmp_path, {"a.jsonl": "\n".join(LINES), "b.txt": "b"}))
+    assert not capsys.readouterr().out
 
 
 def test_fingerprint_is_of_names_and_sizes_and_not_of_the_place(tmp_path):
@@ -181,18 +214,13 @@ def test_a_long_line_is_parsed_once_and_not_once_a_piece(tmp_path, monkeypatch):
         ("a.json", '{"text": "one"}\n{"text": "two"}\n', r"a\.json has JSON lines.*rename it to end with \.jsonl"),
         ("a.ndjson", '{"text": "one"}\n{"text": "two"}\n', r"a\.ndjson has JSON lines"),
         ("A.JSONL", '{"text": "one"}\n{"text": "two"}\n', r"A\.JSONL has JSON lines"),
-        ("a.json.gz", "zipped", r"a\.json\.gz is compressed.*unpack it first"),
-        ("a.txt.zst", "zipped", r"a\.txt\.zst is compressed"),
+        ("a.json.gz", gzip.compress(b"text"), r"a\.json\.gz is compressed.*unpack it first"),
+        ("a.txt.zst", b"(\xb5/\xfd zipped", r"a\.txt\.zst is compressed"),
     ],
 )
 def test_files_that_are_no_text_as_they_stand_are_errors_that_say_so(tmp_path, name, text, message):
     with pytest.raises(UserError, match=message):
         TextSource(write_files(tmp_path, {"b.txt": "text", name: text}))
-
-
-@pytest.mark.parametrize("text", ['{"name": "a package", "main": "x.js"}\n', '{\n  "a": 1\n}\n', "[1, 2]\n"])
-def test_a_json_file_that_is_one_value_is_read_as_text(tmp_path, text):
-    assert texts(TextSource(write_files(tmp_path, {"a.json": text}))) == [text]
 
 
 def test_a_set_of_files_numbered_beyond_all_reason_is_no_numbered_set(tmp_path):

@@ -22,7 +22,8 @@ import numpy as np
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
-from src.data.readers.records import Index, read_record
+from src.data.readers.records import Index, Nulls, read_record
+from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint, Source
 from src.errors import UserError
 
@@ -67,6 +68,7 @@ class RecordSource(Source):
     ) -> None:
         self._format, self._column = record_format, spec.dataset_column
         self._column_setting, self._listing = spec.setting("dataset_column"), listing
+        self._nulls = Nulls(self._column_setting)
         self._parts, self._index = parts, Index([part.count for part in parts])
         self.is_remote = files.is_remote(listing.folder)
         places: dict[str, str] = {}  # of copies, by the files' names
@@ -90,7 +92,7 @@ class RecordSource(Source):
         # A range is found at once; of a list of numbers the package goes through all the chunks of the file.
         (record,) = files.attempted(f"{file}, record {number}", lambda: reader.read(number, number + 1), damaged)
         try:
-            return read_record(record, self._format, self._column)
+            return read_record(record, self._format, self._column, self._nulls)
         except ValueError as error:
             setting = "" if self._format == "text" else f" ({self._column_setting})"
             raise UserError(f"{file}, record {number}: {error}{setting}") from error
@@ -106,8 +108,8 @@ class ArrayRecordSource(RecordSource):
     or the first record is not what `array_record_format` and `dataset_column` say.
     """
 
-    def __init__(self, spec: SourceSpec) -> None:
-        listing = _list_record_files(spec)
+    def __init__(self, spec: SourceSpec, rules: int = PRESENT_RULES) -> None:
+        listing = _list_record_files(spec, rules)
         counts = count_records(listing.paths, list(listing.sizes.values()), spec)
         if not sum(counts):
             raise UserError(f"{spec.setting('dataset_path')}: the {len(counts)} ArrayRecord files there have no record")
@@ -141,20 +143,21 @@ def count_records(names: Sequence[str], sizes: Sequence[int], spec: SourceSpec) 
         return list(threads.map(_count, names, sizes))
 
 
-def _list_record_files(spec: SourceSpec) -> files.Listing:
+def _list_record_files(spec: SourceSpec, rules: int) -> files.Listing:
     check_store(spec)
-    listing, setting = files.list_files(spec.dataset_path, spec.key("dataset_path")), spec.setting("dataset_path")
-    if not listing.is_whole:
-        return listing
-    if any(Path(name).name == "dataset_info.json" for name in listing.sizes):
+    listing, setting = (
+        files.list_files(spec.dataset_path, spec.key("dataset_path"), rules),
+        spec.setting("dataset_path"),
+    )
+    if listing.is_whole and any(Path(name).name == "dataset_info.json" for name in listing.sizes):
         raise UserError(
             f"{setting} has a TFDS dataset (dataset_info.json), maybe of several splits: dataset_type=tfds reads it, "
             "and a glob such as FOLDER/*-train.array_record* names one split's files"
         )
-    sizes = {name: size for name, size in listing.sizes.items() if _NAME.search(name)}
-    if not sizes:
+    listing = listing.only(_NAME.search)
+    if not listing.sizes:
         raise UserError(f"{setting} has no ArrayRecord file: none with array_record in its name. A glob names others")
-    return files.Listing(listing.folder, sizes)
+    return listing
 
 
 def open_reader(file: str, place: str) -> Any:

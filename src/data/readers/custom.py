@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from src.config.source_spec import SourceSpec
-from src.data.readers.records import as_document, from_fields
+from src.data.readers.records import Nulls, as_document, from_fields
 from src.data.streams import StreamSource
 from src.data.types import Fingerprint, InputSpec, Source
 from src.errors import UserError
@@ -30,7 +30,7 @@ def open_custom(spec: SourceSpec, inputs: InputSpec) -> Source:
     name, factory = spec.setting("dataset_factory"), load_function(spec.dataset_factory, spec.key("dataset_factory"))
     with says_if_slow(f"{name}, which has not returned"):
         dataset = call(name, factory, inputs.config, spec.split)
-    read = functools.partial(document_of, name, spec.dataset_column, inputs.vocab_size)
+    read = functools.partial(document_of, name, spec.dataset_column, inputs.vocab_size, Nulls(name))
     is_iterable = isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__")
     if hasattr(dataset, "load_state_dict") or (is_iterable and hasattr(call(name, iter, dataset), "get_state")):
         facts = {**_facts(name, dataset), "type": "custom", "column": spec.dataset_column}
@@ -38,11 +38,11 @@ def open_custom(spec: SourceSpec, inputs: InputSpec) -> Source:
     return CustomSource(name, dataset, read)
 
 
-def document_of(name: str, column: str, vocab_size: int, i: int, item: Any) -> str | np.ndarray:
+def document_of(name: str, column: str, vocab_size: int, nulls: Nulls, i: int, item: Any) -> str | np.ndarray:
     """Reads the document in item `i` of what `name` gives; raises UserError where there is none."""
     read = functools.partial(as_document, vocab_size=vocab_size)
     try:
-        return from_fields(item, column, read) if isinstance(item, Mapping) else read(item)
+        return from_fields(item, column, read, nulls) if isinstance(item, Mapping) else read(item)
     except ValueError as error:
         raise UserError(f"{name}: item {i}: {error}") from None
 

@@ -13,14 +13,16 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
+from src.console import say
+from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint
 from src.disk import new_file
-from src.errors import TransientError, UserError, first_few
+from src.errors import TransientError, UserError, counted, first_few
 from src.storage_errors import Failure, failure_of, retried
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ _CHUNK_BYTES = 1 << 24
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 256, 1 << 16
 # Of more than six digits it is no number of files, and to look for the missing ones would not end.
 _SHARD = re.compile(r"(?P<before>.*?)(?<!\d)(?P<number>\d{3,6})-of-(?P<total>\d{3,6})(?!\d)(?P<after>[^/]*)")
+# Paths of files that describe the data beside them; and of markers such as _SUCCESS, but not of source code.
+ABOUT_DATA = re.compile(r"(?:.*/)?(?:readme|licen[cs]e|notice|citation|dataset_infos?)\b[^/]*", re.IGNORECASE)
+_MARKER = re.compile(r"(?:.*/)?_[^/]*(?<!\.py)(?<!\.pyi)(?<!\.c)(?<!\.h)(?<!\.js)(?<!\.ts)")
 
 Result = TypeVar("Result")
 
@@ -43,6 +48,8 @@ class Listing:
     folder: str  # as the user wrote it, with its protocol if it is remote
     sizes: dict[str, int]  # in bytes, by the files' names relative to the folder, sorted
     is_whole: bool = dataclasses.field(default=False, compare=False)  # the folder was named, not a file or a glob
+    setting: str = dataclasses.field(default="", compare=False)  # what named it, for messages
+    rules: int = dataclasses.field(default=PRESENT_RULES, compare=False)
 
     @functools.cached_property
     def paths(self) -> list[str]:
@@ -65,6 +72,18 @@ class Listing:
             "digest": hashlib.sha256(os.fsencode(listed)).hexdigest()[:16],
             "contents": self._contents_digest(),
         } | {f"file {name}": size for name, size in files if len(files) <= _MAX_NAMED}
+
+    def only(self, is_read: Callable[[str], object]) -> "Listing":
+        """Returns the files of a whole folder whose names `is_read` accepts, and prints which others are passed over.
+
+        Names that begin with `_`, such as _SUCCESS, are passed over too, unless they are source code's.
+        """
+        if not self.is_whole:
+            return self
+        passed = {name for name in self.sizes if not is_read(name) or (self.rules > 1 and _MARKER.fullmatch(name))}
+        if passed:
+            say([f"{self.setting}: {counted(len(passed), 'file')} passed over: {first_few(sorted(passed))}"])
+        return dataclasses.replace(self, sizes={name: self.sizes[name] for name in self.sizes if name not in passed})
 
     def _contents_digest(self) -> str:
         """Digests the files' bytes in order, or blocks of them at even distances."""
@@ -92,8 +111,10 @@ def is_remote(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
-def list_files(path: str, key: str) -> Listing:
+def list_files(path: str, key: str, rules: int = PRESENT_RULES) -> Listing:
     """Lists the files of a config's path: a file, a folder (its files at any depth, but for hidden ones) or a glob.
+
+    Links to folders are followed, and in a folder and by `**` each folder is read once, whatever its names.
 
     Raises UserError where nothing is there, nothing here can read such a path, or a file of a numbered set
     (x-00000-of-00010 and so on) is missing that a folder or a glob would have. `key` is the path's, for messages.
@@ -101,22 +122,35 @@ def list_files(path: str, key: str) -> Listing:
     if not path:
         raise UserError(f"{key} is empty: expected a file, a folder or a glob")
     setting = f"{key}={path}"
-    folder, pattern, sizes = _find_remote(path, setting) if is_remote(path) else _find_local(path)
+    folder, pattern, sizes = _find_remote(path, setting) if is_remote(path) else _find_local(path, rules)
     if pattern and not sizes:
         raise UserError(f"{setting}: there is no such file or folder, and no file that matches")
     if pattern is not None:
         _check_no_gaps(sizes, pattern or "*", setting)
-    return Listing(folder, dict(sorted(sizes.items())), is_whole=pattern == "")
+    return Listing(folder, dict(sorted(sizes.items())), pattern == "", setting, rules)
 
 
-def walk(folder: str, without: Collection[str] = ()) -> list[str]:
+def walk(folder: str, without: Collection[str] = (), rules: int = PRESENT_RULES) -> list[str]:
     """Lists a local folder's files at any depth, but for hidden ones and those in hidden folders or in `without`."""
-    names = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+    names, seen = [], set()
+    for parent, folders, files in os.walk(folder, followlinks=rules > 1):
+        if (place := os.path.realpath(parent)) in seen:  # by another name, or by a link to a folder around it
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in without)
         inside = os.path.relpath(parent, folder)
         names += [os.path.normpath(os.path.join(inside, name)) for name in files if not name.startswith(".")]
     return names
+
+
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Says whether the parts of a file's path match those of a glob."""
+    if not parts or not pattern:
+        return not parts and not pattern
+    if pattern[0] == "**":
+        return any(_fits(parts[start:], pattern[1:] or "*") for start in range(len(parts)))
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
 
 
 def size(file: str) -> int:
@@ -178,15 +212,19 @@ class LocalCopies:
 _Found = tuple[str, str | None, dict[str, int]]
 
 
-def _find_local(path: str) -> _Found:
+def _find_local(path: str, rules: int) -> _Found:
     place, pattern = Path(path.removeprefix("file://")).expanduser(), None
     if place.is_dir():
-        folder, pattern, names = place, "", walk(str(place))
+        folder, pattern, names = place, "", walk(str(place), rules=rules)
     elif place.is_file():
         folder, names = place.parent, [place.name]
     else:
         folder, pattern = Path(_fixed_part(str(place))), place.name
-        matches = glob.glob(str(place.relative_to(folder)), root_dir=folder, recursive=True)
+        wanted = place.relative_to(folder)
+        if "**" in wanted.parts and rules > 1:
+            matches = [name for name in walk(str(folder)) if _fits(name.split("/"), wanted.parts)]
+        else:
+            matches = glob.glob(str(wanted), root_dir=folder, recursive=True)
         names = [name for name in matches if (folder / name).is_file()]
     return str(folder), pattern, {name: size(os.path.join(folder, name)) for name in names}
 

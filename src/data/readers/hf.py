@@ -9,13 +9,14 @@ import jax
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
 from src.data.readers.custom import document_of
+from src.data.readers.records import Nulls
 from src.data.streams import StreamSource
-from src.data.types import Fingerprint
+from src.data.types import Fingerprint, InputSpec
 from src.errors import UserError
 from src.user_code import call
 
 
-def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
+def open_hf(spec: SourceSpec, inputs: InputSpec) -> StreamSource:
     """Opens this host's share of a split: each N-th file, or each N-th row where N hosts do not divide the files.
 
     `dataset_path` is a folder or a dataset of the hub, NAME, ORG/NAME or either with @REVISION, and `dataset_name` one
@@ -32,7 +33,7 @@ def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
     facts: Fingerprint = {"type": "hf", "dataset": spec.dataset_path, "split": spec.split}
     facts["column"] = spec.dataset_column
     if os.path.isdir(path):
-        facts |= {"dataset": "", **files.list_files(path, spec.key("dataset_path")).fingerprint}
+        facts |= {"dataset": "", **files.list_files(path, spec.key("dataset_path"), inputs.rules).fingerprint}
     elif match := re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", path):
         path, revision = match.groups()
         commit = call(what, lambda: HfApi().dataset_info(path, revision=revision).sha)
@@ -40,6 +41,6 @@ def open_hf(spec: SourceSpec, vocab_size: int) -> StreamSource:
     keys = {"split": spec.split, "revision": commit, "streaming": True}
     whole = call(what, functools.partial(datasets.load_dataset, path, spec.dataset_name or None, **keys))
     facts |= {"configuration": spec.dataset_name, "shards": whole.num_shards}
-    read = functools.partial(document_of, what, spec.dataset_column, vocab_size)
+    read = functools.partial(document_of, what, spec.dataset_column, inputs.vocab_size, Nulls(what))
     share = split_dataset_by_node(whole, jax.process_index(), jax.process_count())
     return StreamSource(what, share, read, facts, shuffles=True)

@@ -8,7 +8,8 @@ import numpy as np
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
-from src.data.readers.records import Index, as_ids
+from src.data.readers.records import Index, Nulls, as_ids
+from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint, Source
 from src.errors import UserError, first_few
 
@@ -31,9 +32,11 @@ class ParquetSource(Source):
     structs in column `a`. Raises UserError where no row is there, a file is damaged, or has no such column.
     """
 
-    def __init__(self, spec: SourceSpec) -> None:
+    def __init__(self, spec: SourceSpec, rules: int = PRESENT_RULES) -> None:
         self._column, self._column_setting = spec.dataset_column, spec.setting("dataset_column")
-        self._listing = files.list_files(spec.dataset_path, spec.key("dataset_path"))
+        self._nulls = Nulls(self._column_setting)
+        listing = files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
+        self._listing = listing.only(lambda name: not files.ABOUT_DATA.fullmatch(name))
         self._files = list(zip(self._listing.paths, self._listing.sizes.values(), strict=True))
         with ThreadPoolExecutor(_OPENING_THREADS) as threads:
             rows = list(threads.map(lambda file: self._count_rows(*file), self._files))
@@ -55,10 +58,13 @@ class ParquetSource(Source):
         value = self._group(group)[row]
         try:
             if not isinstance(value, pa.ListScalar):
-                return value.as_py() or ""
-            if value.is_valid and value.values.null_count:
+                return value.as_py() if value.is_valid else self._nulls()
+            if not value.is_valid:
+                self._nulls()
+                return np.empty(0, np.int32)
+            if value.values.null_count:
                 raise ValueError("there is a null among the ids")
-            return as_ids(value.values) if value.is_valid else np.empty(0, np.int32)
+            return as_ids(value.values)
         except ValueError as error:  # UnicodeDecodeError is one
             raise UserError(f"{self._name(group)}, row {row} of the group, {self._column}: {error}") from None
 

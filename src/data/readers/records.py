@@ -1,12 +1,14 @@
 """Finds stored records by number, and reads the document in one: JSON, a tf.train.Example or a bare value."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from src import json_text
+from src.console import say
 from src.errors import UserError, first_few
 
 _EXPECTED = "expected a text, or a list of ids"
@@ -28,8 +30,21 @@ class Index:
         return group, i - int(self.starts[group])
 
 
-def read_record(record: bytes, record_format: str, column: str) -> str | np.ndarray:
-    """Reads the document in a stored record: its text, or its ids as int32 [n].
+class Nulls:
+    """Counts the documents read from a source that are null, and so empty; prints how many at the first, tenth, ..."""
+
+    def __init__(self, setting: str) -> None:
+        self._setting, self._counts = setting, itertools.count(1)
+
+    def __call__(self) -> str:
+        """Counts one, and returns its text; threads may call it."""
+        if str(count := next(self._counts)).strip("0") == "1":
+            say([f"{self._setting}: null documents read so far, as empty ones: {count:,}"])
+        return ""
+
+
+def read_record(record: bytes, record_format: str, column: str, null: Callable[[], str]) -> str | np.ndarray:
+    """Reads the document in a stored record: its text, or its ids as int32 [n]; `null()` if its field is null.
 
     `record_format` is example (a tf.train.Example), json (an object) or text (UTF-8), as `array_record_format` has it;
     `column` is the field that has the document. Raises ValueError, which continues a sentence that begins with the
@@ -39,26 +54,28 @@ def read_record(record: bytes, record_format: str, column: str) -> str | np.ndar
         case "text":
             return _text(record)
         case "json":
-            return from_json(record, column)
+            return from_json(record, column, null)
         case _:
-            return _from_example(record, column)
+            return _from_example(record, column, null)
 
 
-def from_json(data: bytes, column: str) -> str | np.ndarray:
-    """Reads the document in a field of a JSON object; raises ValueError where there is none."""
+def from_json(data: bytes, column: str, null: Callable[[], str]) -> str | np.ndarray:
+    """Reads the document in a field of a JSON object, `null()` if it is null; raises ValueError where there is none."""
     fields = parse_json(data)
     if not isinstance(fields, dict):
         raise ValueError(f"expected a JSON object, found {data[:80]!r}")
-    return from_fields(fields, column, as_document)
+    return from_fields(fields, column, as_document, null)
 
 
-def from_fields(fields: Mapping[str, Any], column: str, read: Callable[[Any], str | np.ndarray]) -> str | np.ndarray:
-    """Returns `read` of a field; raises ValueError where it does, or there is no such field."""
+def from_fields(
+    fields: Mapping[str, Any], column: str, read: Callable[[Any], str | np.ndarray], null: Callable[[], str]
+) -> str | np.ndarray:
+    """Returns `read` of a field, `null()` if it is null; raises ValueError where `read` does, or there is no field."""
     if column not in fields:
         fields_listed = first_few(sorted(map(str, fields)), near=column) or "none"
         raise ValueError(f"it has no field {column}. Its fields: {fields_listed}")
     try:
-        return read(fields[column])
+        return null() if fields[column] is None else read(fields[column])
     except ValueError as error:
         raise ValueError(f"its field {column}: {error}") from None
 
@@ -96,7 +113,7 @@ def parse_json(data: bytes) -> Any:
         raise ValueError(f"not JSON ({error})") from None
 
 
-def _from_example(record: bytes, column: str) -> str | np.ndarray:
+def _from_example(record: bytes, column: str, null: Callable[[], str]) -> str | np.ndarray:
     example = _example_class()
     from google.protobuf.message import DecodeError
 
@@ -106,7 +123,7 @@ def _from_example(record: bytes, column: str) -> str | np.ndarray:
         raise ValueError(
             f"it is no tf.train.Example, but {record[:80]!r}: array_record_format says what a record is"
         ) from None
-    return from_fields(features, column, _from_feature)
+    return from_fields(features, column, _from_feature, null)
 
 
 @functools.cache

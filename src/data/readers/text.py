@@ -6,25 +6,36 @@ module takes a piece for a document.
 
 import functools
 import os
+import re
 import sysconfig
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from src.console import say
 from src.data import order
 from src.data.readers import files
-from src.data.readers.records import Index, from_json, parse_json
+from src.data.readers.formats import HEAD_BYTES, JSON_LINES, JSON_OBJECT, other_format
+from src.data.readers.records import Index, Nulls, from_json
+from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint, Source
 from src.errors import UserError
 
 _CUT_WINDOW = 1 / 8  # of a piece: a cut is made at a line end if there is one in so much before its place
-_FIRST_LINE_BYTES = 1 << 20
 _LONG_LINE_PIECES, _KEPT_LINES = 8, 4
+_CHECKED_SECONDS, _BLOCK_BYTES = 5.0, 1 << 18  # at the start: for how long, and how much at once
+_SOME_FILES = "expected text files, or .jsonl files, that are not empty"
+_EXPECTED = (
+    "dataset_type=text reads UTF-8, and each line of a .jsonl file as an object with a text; a glob leaves other files "
+    "out, as in dataset_path='FOLDER/**/*.txt'"
+)
 
 # What other dataset types keep their data in: part of a file's name -> the type.
 _OTHER_TYPES = {f".{kind}": kind for kind in ("array_record", "parquet", "tfrecord")} | {".arrayrecord": "array_record"}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z")
+# What lies beside the text in a folder: pictures, changes, and single JSON objects, such as settings and notebooks.
+_BESIDE_TEXT = re.compile(r".*\.(svg|png|jpe?g|gif|webp|ico|diff|patch|json|ipynb)", re.IGNORECASE)
 
 
 class DocumentFiles:
@@ -36,12 +47,10 @@ class DocumentFiles:
     says what was `expected`.
     """
 
-    def __init__(
-        self, path: str, key: str, expected: str = "expected text files, or .jsonl files, that are not empty"
-    ) -> None:
-        self._listing = list_text_files(path, key)
-        self.paths = self._listing.paths
-        extents = [_extents(file, size) for file, size in zip(self.paths, self._listing.sizes.values(), strict=True)]
+    def __init__(self, path: str, key: str, expected: str = _SOME_FILES, rules: int = PRESENT_RULES) -> None:
+        self._listing = list_text_files(path, key, rules)
+        self.paths, self.sizes = self._listing.paths, list(self._listing.sizes.values())
+        extents = list(map(_extents, self.paths, self.sizes))
         # int [documents], the number of each one's file; int64 [documents, 2], at which bytes it begins and ends there.
         self.file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
         self.extent = np.concatenate([*extents, np.empty((0, 2), np.int64)])
@@ -69,20 +78,29 @@ class DocumentFiles:
 class TextSource(Source):
     """Reads text files, each a document, and .jsonl files, each line's `column` of which has one: a text, or ids.
 
-    The first piece of every file is read at once, so that an unfit file is an error at the start; a later piece is an
-    error when it is reached. Of remote files, where that would be a request for each, only the first is checked so.
-    Documents longer than `max_document_bytes` are cut into pieces, each a document of its own from there on. Raises
-    UserError where no document is there, or a file is not text.
+    Opening checks the beginning and the end of every file, then the rest in a random order for five seconds; what is
+    wrong in another place is an error when it is reached. Of remote files, where each read is a request, only the
+    beginning of the first is checked. Documents longer than `max_document_bytes` are cut into pieces, each a document
+    of its own from there on. By the first `rules` a byte order mark is text. Raises UserError where no document is
+    there, or a file is not text.
     """
 
-    def __init__(self, path: str, max_document_bytes: int, key: str = "dataset_path", column: str = "text") -> None:
-        self._column, self._max_bytes, self._files = column, max_document_bytes, DocumentFiles(path, key)
+    def __init__(
+        self,
+        path: str,
+        max_document_bytes: int,
+        key: str = "dataset_path",
+        column: str = "text",
+        rules: int = PRESENT_RULES,
+    ) -> None:
+        self._column, self._max_bytes, self._rules = column, max_document_bytes, rules
+        self._files = DocumentFiles(path, key, rules=rules)
         # Each piece of a line takes parsing all of it: the documents of some long lines are kept.
         self._read_long_line = functools.lru_cache(maxsize=_KEPT_LINES)(self._read_line)
         self._index = Index(_count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes))
-        first_documents = np.unique(self._files.file, return_index=True)[1]
-        for document in first_documents[:1] if files.is_remote(path) else first_documents:
-            self[int(self._index.starts[document])]
+        self._nulls = Nulls(f"{key}={path}")
+        if rules > 1:
+            self._check(f"{key}={path}", files.is_remote(path))
 
     def __len__(self) -> int:
         return len(self._index)
@@ -92,13 +110,7 @@ class TextSource(Source):
         document, piece = self._index.find(i)
         file, start, stop = self._files.locate(document)
         if not is_jsonl(file):
-            data = _piece(piece, stop, self._max_bytes, functools.partial(files.read, file))
-            if flaw := _flaw(data):
-                raise UserError(
-                    f"{file} is not a text file: {flaw}. dataset_type=text reads UTF-8; leave other files out with a "
-                    "glob, as in dataset_path='FOLDER/**/*.txt'"
-                )
-            return data.decode()
+            return self._read_text(file, piece, stop, self._max_bytes)
         is_long = stop - start > _LONG_LINE_PIECES * self._max_bytes
         content = (self._read_long_line if is_long else self._read_line)(file, start, stop)
         if isinstance(content, bytes):
@@ -114,10 +126,46 @@ class TextSource(Source):
         column = {} if self._column == "text" else {"column": self._column}  # which old checkpoints don't name
         return {**self._files.fingerprint(), **cuts, **column}
 
+    def _check(self, setting: str, is_remote: bool) -> None:
+        """Reads the first and the last piece of each file, then blocks in a random order while there is time."""
+        firsts = self._index.starts[[*np.unique(self._files.file, return_index=True)[1], len(self._files)]]
+        for item in firsts[:1] if is_remote else np.unique([firsts[:-1], firsts[1:] - 1]):
+            self[int(item)]
+        blocks = Index(_count_pieces(np.array(self._files.sizes), _BLOCK_BYTES))
+        deadline = time.monotonic() + _CHECKED_SECONDS
+        for checked, block in enumerate(np.random.default_rng(0).permutation(0 if is_remote else len(blocks))):
+            if time.monotonic() > deadline:
+                say([f"{setting}: {100 * checked // len(blocks)}% is checked at the start, the rest when it is read"])
+                return
+            self._check_block(*blocks.find(block))
+
+    def _check_block(self, number: int, block: int) -> None:
+        """Checks the lines that begin in a block of a file, or the piece of a text."""
+        file = self._files.paths[number]
+        if not is_jsonl(file):
+            self._read_text(file, block, self._files.sizes[number], _BLOCK_BYTES)
+            return
+        lines = self._files.extent[slice(*np.searchsorted(self._files.file, [number, number + 1]))]
+        lines = lines[slice(*np.searchsorted(lines[:, 0], [block * _BLOCK_BYTES, (block + 1) * _BLOCK_BYTES]))].tolist()
+        data = files.read(file, lines[0][0], lines[-1][1]) if lines else b""
+        for start, stop in lines:
+            self._parse_line(data[start - lines[0][0] : stop - lines[0][0]], file, start)
+
+    def _read_text(self, file: str, piece: int, size: int, max_bytes: int) -> str:
+        """Reads a piece of a text file of `size` bytes; raises UserError where it is not text."""
+        data = _piece(piece, size, max_bytes, functools.partial(files.read, file))
+        is_beginning = piece == 0 and self._rules > 1
+        if flaw := (is_beginning and other_format(file, data[:HEAD_BYTES])) or _flaw(data):
+            raise UserError(f"{file} {flaw}. {_EXPECTED}")
+        return data.decode("utf-8-sig" if is_beginning else "utf-8")
+
     def _read_line(self, file: str, start: int, stop: int) -> bytes | np.ndarray:
         """Reads the document in the line at bytes [start, stop) of a .jsonl file: a text in UTF-8, or ids."""
+        return self._parse_line(files.read(file, start, stop), file, start)
+
+    def _parse_line(self, line: bytes, file: str, start: int) -> bytes | np.ndarray:
         try:
-            document = from_json(files.read(file, start, stop), self._column)
+            document = from_json(line, self._column, self._nulls)
         except ValueError as error:
             place = files.line_name(file, start)
             is_of_field = str(error).startswith(("it has no field", "its field"))  # not of what is no JSON
@@ -126,31 +174,40 @@ class TextSource(Source):
         return document.encode() if isinstance(document, str) else document
 
 
-def list_text_files(path: str, key: str) -> files.Listing:
+def list_text_files(path: str, key: str, rules: int = PRESENT_RULES) -> files.Listing:
     """Lists the files of a path, of Python's library if it is empty; raises UserError for data of another type."""
     if not path:
         return _standard_library()
-    listing, setting = files.list_files(path, key), f"{key}={path}"
-    expected = "dataset_type=text reads text files and .jsonl"
+    listing, setting = files.list_files(path, key, rules), f"{key}={path}"
     for name in listing.sizes:
         folder, file = os.path.split(name)
         if file == "dataset_info.json" and os.path.join(folder, "features.json") in listing.sizes:
             place = os.path.join(listing.folder, folder).rstrip("/")
             raise UserError(
                 f"{setting}: {place} is a TFDS dataset (dataset_info.json, features.json): data of type tfds, "
-                f"not text. {expected}"
+                f"not text. {_EXPECTED}"
             )
     for name, file in zip(listing.sizes, listing.paths, strict=True):
         if kind := next((kind for mark, kind in _OTHER_TYPES.items() if mark in name), None):
-            raise UserError(f"{setting}: {file} is data of type {kind}, not text. {expected}")
-        if name.endswith(_COMPRESSED):
-            raise UserError(f"{setting}: {file} is compressed. {expected}, as they are: unpack it first")
-        if name.lower().endswith((".json", ".jsonl", ".ndjson")) and not is_jsonl(name) and _has_json_lines(file):
-            raise UserError(
-                f"{setting}: {file} has JSON lines, which would be read as they stand, braces and all. {expected}: "
-                "rename it to end with .jsonl"
-            )
-    return listing
+            raise UserError(f"{setting}: {file} is data of type {kind}, not text. {_EXPECTED}")
+    return _only_text(listing) if rules > 1 else listing
+
+
+def _only_text(listing: files.Listing) -> files.Listing:
+    """Passes over the files of a folder that by their names are not text; raises UserError for data that are not."""
+    about_data, beside = (set(filter(names.fullmatch, listing.sizes)) for names in (files.ABOUT_DATA, _BESIDE_TEXT))
+    is_mixed = listing.is_whole and listing.sizes.keys() > about_data | beside
+    is_remote = files.is_remote(listing.folder)  # then each head is a request, and others are looked at when they come
+    for name, file in zip(listing.sizes, listing.paths, strict=True):
+        if is_remote and not name.endswith(".json"):
+            continue
+        as_expected = (
+            ("", JSON_LINES, JSON_OBJECT) if is_jsonl(name) else ("", JSON_OBJECT * (is_mixed and name in beside))
+        )
+        if (answer := other_format(file, files.read(file, 0, HEAD_BYTES))) not in as_expected:
+            raise UserError(f"{listing.setting}: {file} {answer}. {_EXPECTED}")
+    passed = beside | about_data if any(map(is_jsonl, listing.sizes)) else beside
+    return listing.only(lambda name: name not in passed)
 
 
 def is_jsonl(file: str) -> bool:
@@ -168,15 +225,6 @@ def _standard_library() -> files.Listing:
     if not sizes:
         raise UserError(f"this Python has no source of its standard library in {folder}: give dataset_path=PATH")
     return files.Listing(folder, sizes)
-
-
-def _has_json_lines(file: str) -> bool:
-    """Says whether the first line of a file is a JSON object by itself, and another line follows."""
-    first, line_end, rest = files.read(file, 0, _FIRST_LINE_BYTES).partition(b"\n")
-    try:
-        return bool(line_end and rest.strip()) and isinstance(parse_json(first), dict)
-    except ValueError:
-        return False
 
 
 def _extents(file: str, size: int) -> np.ndarray:
@@ -223,11 +271,11 @@ def _cut(data: bytes, at: int, window: int) -> int:
 
 
 def _flaw(data: bytes) -> str:
-    """Says why bytes are not text; empty if they are."""
+    """Says why bytes are not text, as the rest of a sentence; empty if they are."""
     if b"\0" in data:
-        return "it has a NUL byte"
+        return "is not a text file: it has a NUL byte"
     try:
         data.decode()
     except UnicodeDecodeError as error:
-        return f"it is not UTF-8: {error.reason}"
+        return f"is not a text file: it is not UTF-8 ({error.reason}: {data[error.start :][:20]!r})"
     return ""

@@ -15,6 +15,7 @@ from src.config import load as configuration
 from src.config.schema import Config
 from src.console import say
 from src.data.batch_schedule import BatchSchedule
+from src.data.fingerprint import EVALUATION
 from src.data.types import Tokenizer
 from src.report.metrics import MetricsLog, StepPrinter
 from src.report.summary import dates
@@ -43,8 +44,9 @@ def open_run(
     checkpointer = Checkpointer(checkpoints, max_to_keep=keep, async_save=config.async_checkpointing)
     exits.callback(checkpointer.close)
     changes = compare_configs(config, folder, plan, abstract)
+    accepted = (*config.accept_changes, *[EVALUATION] * (not config.target_eval_loss))
     start = starting_state(
-        config.checkpoint, config.data, config.accept_changes, plan, abstract, checkpointer, fingerprint, tokenizer
+        config.checkpoint, config.data, accepted, plan, abstract, checkpointer, fingerprint, tokenizer
     )
     if start.resumed:
         start.messages[:0] = changes

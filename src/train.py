@@ -84,8 +84,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     place = batch_sharding(plan.layout, plan.fields)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
     streams = schedule.streams()[rows]
-    fingerprint = data_fingerprint(inputs, data, global_batch) | schedule.fingerprint()
-    check_same(fingerprint, "data", "the same files, tokenizer and keys")
+    fingerprint = data_fingerprint(inputs, data, global_batch, eval_sets) | schedule.fingerprint()
+    check_same(fingerprint, "data or code", "the same files, functions, tokenizer and keys")
     meta = saved_meta(plan, config.checkpoint, fingerprint, tokenizer)
     if config.sample_length and tokenizer:
         # A prompt that is too long fails now rather than after the run.

@@ -103,7 +103,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
 
     # ---- Data
     tokenizer = make_tokenizer(config.data, config.vocab_size)
-    of_chats = config.replace(use_sft=True, packing=False)  # of conversations, a pair per row
+    of_chats = config.replace(use_sft=True, packing=False, loss="")  # of conversations, a pair per row; its own loss
     inputs = InputSpec.of(of_chats, tokenizer, run_rules(config.run, config.checkpoint))
     paths = {key: config[key] for key in ("dataset_path", "eval_dataset_path") if config[key]}
     files = {key: PairSource(path, key, inputs.rules) for key, path in paths.items()}
@@ -115,7 +115,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     place = batch_sharding(plan.layout, plan.fields)
     rows = host_rows(place["tokens"], (global_batch, config.max_target_length))
     model = model_facts(config)
-    fingerprint = data_fingerprint(inputs, data, global_batch) | {"reference": model["weights"]}
+    fingerprint = data_fingerprint(inputs, data, global_batch, eval_sets) | {"reference": model["weights"]}
     check_same(fingerprint, "data", "the same files, tokenizer, weights and keys")
     meta = saved_meta(plan, config.checkpoint, fingerprint, tokenizer)
 

@@ -1,14 +1,18 @@
 """Loads and calls functions that users write and name as module:function; errors name the user's line."""
 
+import ast
 import contextlib
+import hashlib
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +45,45 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
         functions = [other for other in dir(module) if callable(getattr(module, other))]
         raise UserError(f"{key}={name}: {module_name} has no function {attribute}.{did_you_mean(attribute, functions)}")
     return function
+
+
+def code_digest(name: str, key: str) -> str:
+    """Returns digests of the files of a function's code, such as "my_data 0a1b2c3d, my_helpers 4e5f6a7b".
+
+    They are the module of `name`, the value of `key`, and all that it imports, at the top or in a function, directly or
+    not, except installed packages, Python's library and MinText. Raises UserError as `load_function`.
+    """
+    load_function(name, key)
+    modules, found = [name.partition(":")[0]], dict[str, str]()
+    for module in modules:  # more are added meanwhile
+        package = module.rpartition(".")[0]
+        file = _user_file(module) if found else getattr(sys.modules[module], "__file__", None)
+        if file and module not in found:
+            code = Path(file).read_bytes()
+            found[module] = hashlib.sha256(code).hexdigest()[:8]
+            with contextlib.suppress(SyntaxError, ValueError):  # it is not Python
+                modules += _imports(ast.parse(code), module if Path(file).stem == "__init__" else package)
+        modules += [package] * bool(package)
+    return ", ".join(f"{module} {digest}" for module, digest in sorted(found.items()))
+
+
+def _imports(code: ast.AST, package: str) -> Iterator[str]:
+    """Yields the modules that code in a package may import; what it imports from a module may be one too."""
+    for node in ast.walk(code):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parent = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            yield from (".".join(filter(None, (parent, node.module, alias.name))) for alias in node.names)
+
+
+def _user_file(module: str) -> Path | None:
+    """Finds the file of a module that is neither installed nor a part of Python or MinText."""
+    library = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*(site|dist)-packages")
+    folders = [folder for folder in sys.path if not library.match(folder) and module.partition(".")[0] != "src"]
+    places = [Path(folder, *module.split(".")) for folder in folders]
+    files = (file for place in places for file in (place / "__init__.py", place.with_name(f"{place.name}.py")))
+    return next(filter(Path.is_file, files), None)
 
 
 def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:

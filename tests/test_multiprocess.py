@@ -1,5 +1,6 @@
 """One job of two processes with four devices each: the run of one process with eight, and either goes on with both."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -134,8 +135,45 @@ def test_hosts_with_other_data_are_told_so(tmp_path, corpus):
     codes, outputs = ends_of_two(tmp_path, [corpus, other])
     assert codes == [2, 2]
     for output in outputs:
-        assert "process 1 reads other data than process 0" in output
+        assert "process 1 reads other data or code than process 0" in output
         assert "source documents: 60 in process 0, 30 in process 1" in output
+
+
+OWN_CODE = """
+def documents(config, split):
+    return [str(n) * 50 for n in range({first}, 40 + {first})]
+
+
+def changed(batch):
+    return batch
+"""
+
+
+def test_processes_with_other_code_of_the_user_s_are_told_so(tmp_path, monkeypatch):
+    """The data would be as many documents of the same class, and the traced step is the same."""
+    address, logs, processes = runs.free_address(), [tmp_path / "0.log", tmp_path / "1.log"], []
+    keys = keys_of(tmp_path / "run", "", 2, eval_interval=-1, per_device_batch_size=1, dataset_type="custom")
+    keys |= {"dataset_factory": "own_code:documents", "batch_transform": "own_code:changed"}
+    with contextlib.ExitStack() as exits:
+        for process, log in enumerate(logs):
+            folder = tmp_path / f"code_{process}"
+            folder.mkdir()
+            (folder / "own_code.py").write_text(OWN_CODE.format(first=process))
+            monkeypatch.setenv("PYTHONPATH", str(folder))
+            own = {"coordinator_address": address, "num_processes": 2, "process_id": process}
+            processes.append(runs.start(log, devices=4, **keys, **own))
+            exits.enter_context(runs.ended(processes[-1]))
+        assert [process.wait(timeout=100) for process in processes] == [2, 2]
+    first, second = (
+        hashlib.sha256((tmp_path / f"code_{process}" / "own_code.py").read_bytes()).hexdigest()[:8]
+        for process in range(2)
+    )
+    for log in logs:
+        output = log.read_text()
+        assert "process 1 reads other data or code than process 0" in output
+        for entry in ("source code", "batch_transform code"):
+            assert f"  {entry}: own_code {first} in process 0, own_code {second} in process 1" in output
+    assert not (tmp_path / "run").exists()
 
 
 def test_processes_with_other_keys_or_code_are_told_so(tmp_path):

@@ -9,10 +9,10 @@ import numpy as np
 from src.checkpoint.restore import newest_meta, of_process_0
 from src.checkpoint.run_folder import absolute, steps_in
 from src.config.schema import Checkpoint, Data, Run
-from src.config.source_spec import SETTINGS, train_specs, train_weights
+from src.config.source_spec import SETTINGS, all_specs, train_specs, train_weights
 from src.data.batch_schedule import RAMP_KEYS
 from src.data.best_fit import documents_consumed, remap_position
-from src.data.fingerprint import Fact
+from src.data.fingerprint import EVALUATION, Fact
 from src.data.order import Mixture
 from src.data.rules import PRESENT_RULES, RULES_FACT, describe_rules, rules_of
 from src.errors import UserError, changed_keys, first_few
@@ -27,17 +27,19 @@ ACCEPTED_BY = {
     "batch ramp": RAMP_KEYS,
     "packing of conversations": ("packing", *SOURCE_KEYS),
     "long_documents": ("long_documents", "packing"),
-    **{key: (key,) for key in ("max_target_length", "packing", "batch_transform", "data_shuffle_seed")},
+    **{key: (key,) for key in ("max_target_length", "packing", "batch_transform", "data_shuffle_seed", "loss")},
     RULES_FACT: ("data_rules",),
     "source max_document_bytes": ("max_document_bytes", *SOURCE_KEYS),
     "source pieces": (*SOURCE_KEYS, "max_document_bytes"),
     "source part": (*HELD_OUT_KEYS, *SOURCE_KEYS),
     "source weights": ("datasets", *SOURCE_KEYS),
+    "source code": ("dataset_factory", *SOURCE_KEYS),
     "source seed": ("data_shuffle_seed", *SOURCE_KEYS),
     "source vocab_size": ("vocab_size", *SOURCE_KEYS),
     **dict.fromkeys([f"tokenizer {name}" for name in ("type", "vocab_size", "digest", "bos", "eos")], TOKENIZER_KEYS),
     "chat template": ("tokenizer_path", "use_sft"),
     "sft_train_on_completion_only": ("sft_train_on_completion_only", "use_sft"),
+    EVALUATION: (*HELD_OUT_KEYS[2:], "eval_metrics", "decode_metrics", EVALUATION),
 }
 Facts = Mapping[str, Any]  # a checkpoint's meta, or the data's fingerprint
 
@@ -95,18 +97,21 @@ def data_position(
 
 
 def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fingerprint: Facts) -> list[str]:
-    """Returns a line for each change of the data since the checkpoint; raises UserError unless all are accepted."""
+    """Returns a line for each change since the checkpoint; raises UserError unless all are accepted.
+
+    EVALUATION in `accept_changes` accepts changes of evaluations.
+    """
     old = {RULES_FACT: rules_of(meta["data"]), **meta["data"]}
-    sources = {*source_names(meta), *(spec.name for spec in train_specs(data))}
+    sources = {*source_names(meta), *(spec.name for spec in all_specs(data))}
     facts = {name: Fact.of(name, sources) for name in {**old, **fingerprint}}
-    # Older checkpoints do not list files one by one. Where both lists exist they say which file has changed.
-    lists_files = all(any(facts[name].is_file for name in listing) for listing in (old, fingerprint))
+    # Older checkpoints lack some kinds of facts. If only one side has facts of a kind, these are not compared.
+    kinds = {name: {(fact.source, kind) for kind in fact.kinds(name)} for name, fact in facts.items()}
+    known = set.intersection(*({kind for name in listing for kind in kinds[name]} for listing in (old, fingerprint)))
+    unknown = [name for name in facts if (name in old) != (name in fingerprint) and not kinds[name] <= known]
     changes = {
         name: f"{name}: {_changed(old.get(name), fingerprint.get(name), facts[name])}"
         for name in changed_keys(old, fingerprint)
-        if (lists_files or not facts[name].is_file)
-        # Older checkpoints know no contents.
-        and (name in old or facts[name].source is None or facts[name].name != "contents")
+        if name not in unknown
     }
     accepting = {name: accepted_by(name, facts[name]) for name in changes}
     if refused := [name for name in changes if not set(accept_changes).intersection(accepting[name])]:
@@ -118,16 +123,22 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
             batch_keys = ", ".join(key for name in refused for key in accepting[name])
             restore = f"Give {batch_keys} and as many devices as before"
         else:
-            what, restore = "The checkpoint stands in other data than the config describes", "Restore the data"
+            what, restore = "The checkpoint stands in other data or code than the config describes", "Restore them"
         raise UserError(
             f"{what} (old -> new):\n{listed}\n"
-            f"{restore}, or accept that examples repeat or are missed: accept_changes=[{keys}]"
+            f"{restore}, or accept the changes, by which examples may repeat or be missed: accept_changes=[{keys}]"
         )
-    return [f"accepted: {change}" for change in changes.values()]
+    missing = dict.fromkeys(name.partition(" source ")[0] for name in fingerprint if name in unknown)
+    lines = [f"the checkpoint does not have, so this is not compared: {first_few(missing)}"] * bool(missing)
+    return [*lines, *(f"accepted: {change}" for change in changes.values())]
 
 
 def _changed(old: Any, new: Any, fact: Fact) -> str:
-    """Returns a fact's change in words."""
+    """Returns a fact's change in words; of code, the files that differ."""
+    if fact.name.endswith("code") and old and new:
+        old, new = (
+            ", ".join(sorted({*one.split(", ")} - {*other.split(", ")})) for one, other in ((old, new), (new, old))
+        )
     if fact.is_file and old is None:
         return f"added, {new} bytes"
     return f"removed, it had {old} bytes" if fact.is_file and new is None else f"{old} -> {new}"
@@ -136,7 +147,8 @@ def _changed(old: Any, new: Any, fact: Fact) -> str:
 def accepted_by(entry: str, fact: Fact) -> tuple[str, ...]:
     """Returns the keys of which `accept_changes` has to name one if this entry of the data's fingerprint changed."""
     of_mixture = fact.source and not fact.is_file
-    return ACCEPTED_BY.get(entry) or (("datasets", *SOURCE_KEYS) if of_mixture else SOURCE_KEYS)
+    by_default = ("datasets", *SOURCE_KEYS) if of_mixture else SOURCE_KEYS
+    return ACCEPTED_BY.get(entry, ACCEPTED_BY.get(entry.partition(" ")[0], by_default))
 
 
 def remapped_streams(streams: np.ndarray, meta: Facts, data: Data, rows: int) -> tuple[np.ndarray, list[str]]:

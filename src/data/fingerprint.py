@@ -1,12 +1,17 @@
-"""Names the facts on which the sequence of training batches depends, so that a resumed run sees what changed."""
+"""Names the facts on which training batches and evaluations depend, so that a run sees what changed."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+from src.config.source_spec import names_eval_data
 from src.data.rules import RULES_FACT
-from src.data.types import Fingerprint, InputSpec, TrainData
+from src.data.types import EvalSet, Fingerprint, InputSpec, TrainData
 from src.errors import changed_keys
+from src.user_code import code_digest
+
+EVALUATION = "evaluation"  # begins each entry on which evaluations depend, and training does not
+_LATER = {"file", "contents", "lines", "code", EVALUATION}
 
 
 class Fact(NamedTuple):
@@ -18,6 +23,7 @@ class Fact(NamedTuple):
     @classmethod
     def of(cls, entry: str, sources: Sequence[str]) -> Self:
         """Reads an entry of a run with these sources."""
+        entry = entry.removeprefix(f"{EVALUATION} ")
         for source in sorted(filter(None, sources), key=len, reverse=True):
             if entry.startswith(prefix := f"source {source} "):
                 return cls(source, entry.removeprefix(prefix))
@@ -30,12 +36,24 @@ class Fact(NamedTuple):
         """Says whether it is one file's size, which fingerprints list only where files are few."""
         return self.source is not None and self.name.startswith("file ")
 
+    def kinds(self, entry: str) -> set[str]:
+        """Returns the kinds of facts it is of, if they are kinds that fingerprints of older versions lack."""
+        return {entry.split(" ")[0], self.name.split(" ")[0], self.name.split(" ")[-1]} & _LATER
 
-def data_fingerprint(inputs: InputSpec, data: TrainData, global_batch: int) -> Fingerprint:
-    """Returns all facts on which training batches depend: while they are equal, so is the batch of each step."""
+
+def data_fingerprint(
+    inputs: InputSpec, data: TrainData, global_batch: int, eval_sets: Sequence[EvalSet] = ()
+) -> Fingerprint:
+    """Returns all facts on which the batches of training and evaluations depend: while they are equal, so are these.
+
+    It also has digests of the user's code, even of a loss and of metrics.
+    """
     facts: Fingerprint = {}
-    for name, source in zip(data.names, data.sources, strict=True):
-        prefix = f"source {name} " if name else "source "
+    read = [("source", *each) for each in zip(data.names, data.sources, strict=True)]
+    if names_eval_data(inputs.data):  # else they are a part of the training data
+        read += [(f"{EVALUATION} source", each.name, each.source) for each in eval_sets]
+    for kind, name, source in read:
+        prefix = f"{kind} {name} " if name else f"{kind} "
         facts |= {f"{prefix}{fact}": value for fact, value in source.fingerprint().items()}
     if len(data.sources) > 1:
         shares = (f"{name} {weight:g}" for name, weight in zip(data.names, data.weights, strict=True))
@@ -52,6 +70,10 @@ def data_fingerprint(inputs: InputSpec, data: TrainData, global_batch: int) -> F
         facts["long_documents"] = inputs.batch.long_documents
     if inputs.batch.batch_transform:
         facts["batch_transform"] = inputs.batch.batch_transform
+    for key in ("batch_transform", "loss", "eval_metrics", "decode_metrics"):
+        if name := inputs.config[key]:
+            entry = f"{key} code" if key in ("batch_transform", "loss") else f"{EVALUATION} {key} code"
+            facts[entry] = code_digest(name, key)
     return facts | {
         RULES_FACT: inputs.rules,
         "global batch": global_batch,

@@ -167,7 +167,7 @@ class InputSpec(NamedTuple):
     batch: schema.BatchKeys
     vocab_size: int  # V; ids are in [0, V)
     tokenizer: Tokenizer | None  # None where nothing is text
-    config: schema.Config  # all keys, which the user's `dataset_factory` is called with; nothing else reads it
+    config: schema.Config  # all keys, for what the user wrote: `dataset_factory` is called with them
     count_bytes: Callable[[str], Document] | None = None  # tokenizes texts with their `text_bytes`
     rules: int = PRESENT_RULES  # version of them; an older run keeps its own
 

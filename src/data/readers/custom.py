@@ -14,7 +14,7 @@ from src.data.readers.records import Nulls, as_document, from_fields
 from src.data.streams import StreamSource
 from src.data.types import Fingerprint, InputSpec, Source
 from src.errors import UserError
-from src.user_code import call, class_name, load_function, says_if_slow
+from src.user_code import call, class_name, code_digest, load_function, says_if_slow
 
 # Bounds of an iterable, which is kept in memory.
 _MAX_DOCUMENTS = 5_000_000
@@ -28,14 +28,15 @@ def open_custom(spec: SourceSpec, inputs: InputSpec) -> Source:
     Raises UserError as these do, and where there is no such function or it raises.
     """
     name, factory = spec.setting("dataset_factory"), load_function(spec.dataset_factory, spec.key("dataset_factory"))
+    code = {"code": code_digest(spec.dataset_factory, spec.key("dataset_factory"))}
     with says_if_slow(f"{name}, which has not returned"):
         dataset = call(name, factory, inputs.config, spec.split)
     read = functools.partial(document_of, name, spec.dataset_column, inputs.vocab_size, Nulls(name))
     is_iterable = isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__")
     if hasattr(dataset, "load_state_dict") or (is_iterable and hasattr(call(name, iter, dataset), "get_state")):
-        facts = {**_facts(name, dataset), "type": "custom", "column": spec.dataset_column}
+        facts = {**_facts(name, dataset), **code, "type": "custom", "column": spec.dataset_column}
         return StreamSource(name, dataset, read, facts, shuffles=False)
-    return CustomSource(name, dataset, read)
+    return CustomSource(name, dataset, read, code)
 
 
 def document_of(name: str, column: str, vocab_size: int, nulls: Nulls, i: int, item: Any) -> str | np.ndarray:
@@ -65,11 +66,11 @@ class CustomSource(Source):
     Raises UserError where it returned something else, or no document.
     """
 
-    def __init__(self, name: str, dataset: Any, read: Callable[[int, Any], str | np.ndarray]) -> None:
+    def __init__(self, name: str, dataset: Any, read: Callable[..., str | np.ndarray], code: Fingerprint) -> None:
         self._name, self._document = name, read
         # An element that is not there is what a filter of Grain's MapDataset left out.
         self._may_filter = hasattr(dataset, "to_iter_dataset")
-        self._facts = _facts(name, dataset)
+        self._facts = _facts(name, dataset) | code
         is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if isinstance(dataset, (str, bytes, Mapping)) or not (is_indexed or isinstance(dataset, Iterable)):
             raise UserError(

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -138,7 +139,6 @@ class Items:
     def facts(self) -> dict[str, Any]:
         """Returns what the tokens depend on, as tokens.json has it."""
         return {
-            "format": FORMAT,
             "dtype": self.dtype,
             "vocab_size": self._inputs.vocab_size,
             "tokenizer": self._inputs.tokenizer.fingerprint() if isinstance(self._source[0], str) else None,
@@ -185,7 +185,7 @@ def _plan(folder: Path, items: Items) -> dict[str, Any]:
             return plan
     if other_files := sorted(path.name for path in folder.iterdir() if path.suffix != ".part"):
         raise UserError(f"tokenized_path={folder} has other files ({first_few(other_files)}): name a new folder")
-    plan = facts | {"items_per_shard": items.per_shard()}
+    plan = facts | {"format": FORMAT, "items_per_shard": items.per_shard()}
     _write_json(folder / UNFINISHED, plan)
     return plan
 
@@ -218,7 +218,7 @@ def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) 
                 print(f"{done:,} of {items:,} items ({done / items:.0%}), {speed}", flush=True)
     if not any(shard.documents for shard in shards.values()):
         raise UserError("the data have no text: there is nothing to write")
-    summary = {**plan, "shards": [shards[number]._asdict() for number in range(len(parts))]}
+    summary = {**plan, "format": FORMAT, "shards": [shards[number]._asdict() for number in range(len(parts))]}
     _write_json(folder / SUMMARY, summary)
     return summary
 
@@ -271,11 +271,12 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
                 digest.update(data)
                 file.write(data)
         ids_bytes = file.tell()
+    np.save(index := io.BytesIO(), np.array(pair_starts, "<i8"))
     with new_file(folder / INDEX_FILE.format(number)) as file:
-        np.save(file, np.array(pair_starts, "<i8"))
-        index_bytes = file.tell()
-    total = ids_bytes // dtype.itemsize
-    shard = ShardFacts(len(pair_starts) - 1, total, largest_id, digest.hexdigest(), ids_bytes, index_bytes)
+        file.write(index.getvalue())
+    total, of_index = ids_bytes // dtype.itemsize, hashlib.sha256(index.getvalue()).hexdigest()
+    sizes = ids_bytes, index.tell()
+    shard = ShardFacts(len(pair_starts) - 1, total, largest_id, digest.hexdigest(), *sizes, of_index)
     _write_json(folder / f"{number:06d}.json", shard._asdict())
     return shard
 

@@ -74,7 +74,7 @@ class ConversationSource(Source):
         return self._files.document_keys()
 
     def fingerprint(self) -> Fingerprint:
-        return {**self._files.fingerprint(), "type": "conversations"}
+        return {**self._files.fingerprint(), "type": "conversations", "lines": self.digest}
 
 
 def _messages(record: Any) -> tuple[Message, ...]:

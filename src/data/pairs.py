@@ -43,8 +43,8 @@ class PairSource(ConversationSource):
         return Pair(*whole, len(prompt))
 
     def fingerprint(self) -> Fingerprint:
-        """Returns facts that are equal for files with the same pairs, of which every byte counts."""
-        return {**self._files.fingerprint(), "type": "pairs", "lines": self.digest}
+        """Returns facts that are equal for files with the same pairs."""
+        return super().fingerprint() | {"type": "pairs"}
 
 
 def _read_pair(record: Any) -> tuple[Messages, Messages, Messages, bool]:

@@ -145,7 +145,7 @@ def _builder():
 def write_tokens(folder, shards, dtype="uint16", /, **changes):
     """A folder of tokens as the format is documented: shards are lists of documents, these lists of ids.
 
-    changes: of facts in tokens.json.
+    changes: of facts in tokens.json. In format 1 it has no digests of the indexes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = []
@@ -155,7 +155,9 @@ def write_tokens(folder, shards, dtype="uint16", /, **changes):
             np.array(document).astype(np.dtype(dtype).newbyteorder("<")).tobytes() for document in documents
         )
         (folder / f"{number:06d}.ids").write_bytes(data)
-        np.save(folder / f"{number:06d}.pair_starts.npy", np.array([sum(pairs[:d]) for d in range(len(pairs) + 1)]))
+        index = folder / f"{number:06d}.pair_starts.npy"
+        np.save(index, np.array([sum(pairs[:d]) for d in range(len(pairs) + 1)]))
+        digest = {"index_sha256": hashlib.sha256(index.read_bytes()).hexdigest()} if changes.get("format") != 1 else {}
         facts.append(
             {
                 "documents": len(documents),
@@ -163,9 +165,10 @@ def write_tokens(folder, shards, dtype="uint16", /, **changes):
                 "largest_id": max((max(document) for document in documents), default=0),
                 "sha256": hashlib.sha256(data).hexdigest(),
                 "ids_bytes": len(data),
-                "index_bytes": (folder / f"{number:06d}.pair_starts.npy").stat().st_size,
+                "index_bytes": index.stat().st_size,
+                **digest,
             }
         )
-    summary = {"format": 1, "dtype": dtype, "vocab_size": 70_000, "tokenizer": None, "source": {}, "settings": {}}
+    summary = {"format": 2, "dtype": dtype, "vocab_size": 70_000, "tokenizer": None, "source": {}, "settings": {}}
     (folder / "tokens.json").write_text(json.dumps({**summary, "items_per_shard": 9, "shards": facts, **changes}))
     return folder

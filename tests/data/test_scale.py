@@ -140,6 +140,7 @@ def write(folder, kind):
             link(folder, folder / "index.npy", "{:06}.pair_starts.npy")
             sizes = {"ids_bytes": 2 * 100 * SHARD, "index_bytes": (folder / "index.npy").stat().st_size}
             facts = {"documents": SHARD, "ids": 100 * SHARD, "sha256": hashlib.sha256(bytes(200 * SHARD)).hexdigest()}
+            facts["index_sha256"] = hashlib.sha256((folder / "index.npy").read_bytes()).hexdigest()
             shard = {**summary["shards"][0], **facts, **sizes}
             (folder / "tokens.json").write_text(json.dumps({**summary, "shards": [shard] * SHARDS}))
             return {"dataset_path": str(folder)}

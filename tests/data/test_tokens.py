@@ -2,6 +2,7 @@ import ast
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -266,9 +267,9 @@ class TestBadFolders:
         with pytest.raises(UserError, match=r"tokens\.json is damaged"):
             source(spec_of(write(tmp_path / "a", [[[1, 2]]], **change)))
 
-    @pytest.mark.parametrize("version", [0, 2, "1.5"])
+    @pytest.mark.parametrize("version", [0, 3, "1.5"])
     def test_another_format(self, source, tmp_path, version):
-        with pytest.raises(UserError, match=f"is of format {version!r}, and this version reads 1"):
+        with pytest.raises(UserError, match=f"is of format {version!r}, and this version reads 1 to 2"):
             source(spec_of(write(tmp_path / "a", [[[1, 2]]], format=version)))
 
     def test_no_document(self, source, tmp_path):
@@ -297,8 +298,75 @@ def test_one_bit_of_the_ids_is_noticed_at_the_opening(tmp_path, source):
         source(spec_of(folder))
 
 
-def test_a_scrambled_index_is_noticed_at_the_opening(tmp_path):
-    folder = write(tmp_path / "a", [[[1, 2, 3], [3, 4], [5, 6, 7, 8]]])
+CHANGES = {  # of an index; each leaves a list of ascending numbers, as an index is
+    "one": lambda starts: [*starts[:5], starts[5] + 1, *starts[6:]],
+    "many": lambda starts: [starts[0], *(start + 1 for start in starts[1:-1]), starts[-1]],
+}
+
+
+@pytest.fixture(scope="module")
+def long_documents():
+    """A shard of twenty documents of seven ids."""
+    return [[[document] * 7 for document in range(20)]]
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("source", [lambda spec: TokenRows(spec, 3), TokenDocuments])
+def test_a_changed_index_is_noticed_at_the_opening(tmp_path, long_documents, source, change):
+    """Its documents still follow each other, and other tokens would be the last of a document."""
+    folder = write(tmp_path / "a", long_documents)
+    index = folder / "000000.pair_starts.npy"
+    np.save(index, np.array(change(np.load(index).tolist())))
+    with pytest.raises(UserError, match=r"000000\.pair_starts\.npy is damaged: its sha256"):
+        source(spec_of(folder))
+
+
+@pytest.mark.parametrize("bit", [0, 700, -1])
+def test_one_bit_of_any_file_that_decides_a_batch_is_noticed_at_the_opening(tmp_path, shards, bit):
+    folder = write(tmp_path / "a", shards)
+    for file in sorted(folder.glob("0*")):
+        data = file.read_bytes()
+        if data:
+            flip(file, max(bit, -len(data)) if bit < 0 else min(bit, len(data) - 1))
+            with pytest.raises(UserError, match=re.escape(file.name)):
+                TokenDocuments(spec_of(folder))
+            file.write_bytes(data)
+    TokenDocuments(spec_of(folder))
+
+
+@pytest.mark.usefixtures("unverified")
+def test_a_changed_index_is_noticed_at_its_first_use(tmp_path, long_documents):
+    folder = write(tmp_path / "a", [*long_documents, [[1, 2, 3]]])
+    index = folder / "000000.pair_starts.npy"
+    np.save(index, np.array(CHANGES["one"](np.load(index).tolist())))
+    documents = TokenDocuments(spec_of(folder))
+    assert documents[20].tolist() == [1, 2, 3]
+    with pytest.raises(UserError, match=r"000000\.pair_starts\.npy is damaged: its sha256"):
+        documents[19]
+
+
+def test_a_changed_index_in_a_store_is_noticed_at_its_first_use(store):
+    path = "/bucket/tokens/000001.pair_starts.npy"
+    data = bytearray(store.cat_file(path))
+    data[-16] ^= 1  # the last document but one ends elsewhere
+    store.pipe_file(path, bytes(data))
+    with pytest.raises(UserError, match=r"000001\.pair_starts\.npy is damaged: its sha256"):
+        TokenRows(spec_of("memory://bucket/tokens"), 10).row(0)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_of_a_folder_of_format_1_a_changed_index_has_another_fingerprint(tmp_path, long_documents, change):
+    """It is read as before, and a run that began with the other index is told."""
+    folder = write(tmp_path / "a", long_documents, format=1)
+    before = TokenDocuments(spec_of(folder)).fingerprint()
+    index = folder / "000000.pair_starts.npy"
+    np.save(index, np.array(change(np.load(index).tolist())))
+    after = TokenDocuments(spec_of(folder)).fingerprint()
+    assert {name for name in before if before[name] != after[name]} == {"contents"}
+
+
+def test_a_scrambled_index_of_format_1_is_noticed_at_the_opening(tmp_path):
+    folder = write(tmp_path / "a", [[[1, 2, 3], [3, 4], [5, 6, 7, 8]]], format=1)
     np.save(folder / "000000.pair_starts.npy", np.array([0, 3, 2, 6]))
     with pytest.raises(UserError, match=r"000000\.pair_starts\.npy is damaged"):
         TokenDocuments(spec_of(folder))
@@ -306,7 +374,7 @@ def test_a_scrambled_index_is_noticed_at_the_opening(tmp_path):
 
 @pytest.mark.usefixtures("unverified")
 def test_of_a_folder_too_large_to_verify_what_is_read_is_checked(tmp_path):
-    folder = write(tmp_path / "a", [[[1, 2, 3], [3, 4], [5, 6, 7, 8]]])
+    folder = write(tmp_path / "a", [[[1, 2, 3], [3, 4], [5, 6, 7, 8]]], format=1)
     np.save(folder / "000000.pair_starts.npy", np.array([0, 3, 2, 6]))
     with pytest.raises(UserError, match=r"pair_starts\.npy is damaged: its documents do not follow"):
         TokenDocuments(spec_of(folder))[1]

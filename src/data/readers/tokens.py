@@ -6,8 +6,8 @@ has n - 1 pairs of an input and its target, so the first id of a shard's documen
 Local files are mapped into memory. Of a remote folder ids are read by ranges, and a shard's index is copied to this
 machine when the shard is first read from.
 
-Against damage, opening compares all sizes, and the digests and indexes of local shards of half a GiB together, spread
-over the folder. Ids and bounds of documents are checked as they are read.
+Against damage, opening compares all sizes, and the digests of local shards of half a GiB together, spread over the
+folder. The digest of any other index is compared when it is first used; ids are checked as they are read.
 """
 
 import functools
@@ -28,7 +28,7 @@ from src.data.types import Document, Fingerprint, Source
 from src.errors import UserError, first_few
 from src.json_text import parse_json
 
-FORMAT = 1
+FORMAT = 2
 SUMMARY = "tokens.json"
 # By the shard's number: its ids, and where its documents begin.
 IDS_FILE, INDEX_FILE = "{:06d}.ids", "{:06d}.pair_starts.npy"
@@ -47,6 +47,7 @@ class ShardFacts(NamedTuple):
     sha256: str
     ids_bytes: int
     index_bytes: int
+    index_sha256: str = ""  # which folders of format 1 lack
 
     @property
     def pairs(self) -> int:
@@ -100,6 +101,8 @@ class _TokenFolder:
         self._mapped = functools.lru_cache(maxsize=_MAPPED_FILES)(self._map)
         self._copies = files.LocalCopies() if files.is_remote(self._folder) else None
         self._digest = hashlib.sha256(summary).hexdigest()[:16]
+        self._verified_indexes: set[int] = set()
+        self._listing = listing
         if not self._copies:
             self._verify()
 
@@ -119,11 +122,12 @@ class _TokenFolder:
 
     def fingerprint(self) -> Fingerprint:
         tokens = sum(shard.ids for shard in self._shards)
-        # tokens.json has a digest of each shard's ids.
-        return {"type": "tokens", "documents": len(self._documents), "tokens": tokens, "digest": self._digest}
+        # tokens.json has digests of each shard's files.
+        facts = {"type": "tokens", "documents": len(self._documents), "tokens": tokens, "digest": self._digest}
+        return facts | {"contents": self._listing.fingerprint["contents"]}
 
     def _verify(self) -> None:
-        """Compares digests of some shards' ids, and looks through their indexes, before anything is read."""
+        """Compares the digests of some shards, and looks through their indexes, before anything is read."""
         chosen, budget = [], _VERIFIED_BYTES
         for number in np.argsort(order.mix64(np.arange(len(self._shards), dtype=np.uint64))).tolist():
             if (size := self._shards[number].ids_bytes + self._shards[number].index_bytes) <= budget:
@@ -138,8 +142,9 @@ class _TokenFolder:
             digest.update(chunk)
         if digest.hexdigest() != shard.sha256:
             raise self._damaged(IDS_FILE.format(number), f"its sha256 is not the one in {SUMMARY}")
+        index = self._index(number)
         if shard.documents:
-            self._check_order(number, self._index(number))
+            self._check_order(number, index)
 
     def _check_order(self, shard: int, pair_starts: np.ndarray) -> None:
         if len(pair_starts) < 2 or not np.all(np.diff(pair_starts) > 0):
@@ -166,7 +171,12 @@ class _TokenFolder:
         count = facts.documents + 1
         # The array ends the file. numpy reads what is before it with `ast`, which in Python 3.11 fails now and then
         # where threads are at it together (SystemError, python/cpython issue 106905).
-        index = self._mapped(name)[-8 * count :].view("<i8")
+        data = self._mapped(name)
+        if facts.index_sha256 and shard not in self._verified_indexes:
+            if hashlib.sha256(data).hexdigest() != facts.index_sha256:
+                raise self._damaged(name, f"its sha256 is not the one in {SUMMARY}")
+            self._verified_indexes.add(shard)
+        index = data[-8 * count :].view("<i8")
         if (index[0], index[-1]) != (0, facts.pairs):
             raise self._damaged(name, f"by {SUMMARY} it is int64 [{count}] from 0 to {facts.pairs}")
         return index
@@ -227,12 +237,14 @@ def _parse(summary: bytes, name: str) -> dict[str, Any]:
     """Parses tokens.json, with `shards` as a list of ShardFacts; raises UserError where it is damaged."""
     try:
         facts = parse_json(summary)
-        if (version := facts["format"]) != FORMAT:
-            raise UserError(f"{name} is of format {version!r}, and this version reads {FORMAT}: write the tokens again")
+        if (version := facts["format"]) not in range(1, FORMAT + 1):
+            raise UserError(
+                f"{name} is of format {version!r}, and this version reads 1 to {FORMAT}: write the tokens again"
+            )
         facts["shards"] = [ShardFacts(**shard) for shard in facts["shards"]]
         if facts["dtype"] not in ("uint16", "uint32") or not isinstance(facts["tokenizer"], dict | None):
             raise ValueError(f"dtype {facts['dtype']!r}, tokenizer {facts['tokenizer']!r}")
-        if any([type(fact) for fact in shard] != [int, int, int, str, int, int] for shard in facts["shards"]):
+        if any([type(fact) for fact in shard] != [int, int, int, str, int, int, str] for shard in facts["shards"]):
             raise ValueError("a shard's facts are not whole numbers and a digest")
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(

@@ -8,14 +8,14 @@ import numpy as np
 
 from src.config.command_keys import Decoding
 from src.console import printable
-from src.data.types import Message, Tokenizer
+from src.data.types import Conversation, Tokenizer
 from src.errors import UserError
 from src.generate import Generator, sampling
 from src.json_text import well_formed
 from src.model.params import Weights
 from src.step.plan import StepPlan
 
-Prompt = str | tuple[Message, ...] | np.ndarray  # ids as they are
+Prompt = str | Conversation | np.ndarray  # ids as they are
 _CONTEXT = 16  # ids before others that their text may depend on
 
 
@@ -36,9 +36,9 @@ def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokeniz
     elif isinstance(prompt, str) and not decoding.use_chat_template:
         ids = tokenizer.encode_prompt(text := well_formed(prompt))
     else:
-        text = well_formed(prompt) if isinstance(prompt, str) else prompt[-1]["content"]
-        messages = ({"role": "user", "content": text},) if isinstance(prompt, str) else prompt
-        ids = tokenizer.encode_text(tokenizer.render_chat(messages, add_generation_prompt=True))
+        chat = Conversation(({"role": "user", "content": prompt},)) if isinstance(prompt, str) else prompt
+        text = tokenizer.render_chat(chat.messages, add_generation_prompt=True, shown=chat.shown)
+        ids = tokenizer.encode_text(text)
     prefill = decoding.max_prefill_predict_length
     for key, value, limit in (
         ("max_target_length", max_target_length, max_target_length - 1),  # at least one token is generated
@@ -61,6 +61,9 @@ class Completion:
     def __init__(self, decoding: Decoding, max_target_length: int, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self.prompt = encode_prompt(decoding, max_target_length, tokenizer, prompt)
         self.prompt_text = tokenizer.decode(self.prompt)
+        is_chat = isinstance(prompt, Conversation) or (isinstance(prompt, str) and decoding.use_chat_template)
+        # What is printed before the text: of a chat also the special tokens, which tell its turns apart.
+        self.heading = tokenizer.decode_spelled(self.prompt).rstrip("\n") + "\n" if is_chat else self.prompt_text
         self.text = ""  # without the prompt
         self.drawn: list[tuple[int, float]] = []  # ids and their log-probabilities, with the one that ended the text
         self.done = False

@@ -262,6 +262,7 @@ def _make_empty(folder: Path) -> None:
 def _copy_companions(source: Path, target: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, target / name)
 
 

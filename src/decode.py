@@ -1,6 +1,7 @@
 """Generates text from a model: `python -m src.decode CONFIG.yml load_parameters_path=PATH prompt="..."`."""
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -18,13 +19,13 @@ from src.config.base_yml import Usage
 from src.config.command_keys import Decoding
 from src.config.source_spec import eval_specs, names_eval_data, train_specs
 from src.console import printable, say
-from src.data.conversations import read_message
+from src.data.conversations import ChatFields, read_message
 from src.data.document_stream import encode
 from src.data.host_arrays import gather_json
 from src.data.open import open_source
 from src.data.streams import StreamReader, StreamSource
 from src.data.tokenizer import make_tokenizer
-from src.data.types import Conversation, InputSpec, Tokenizer, missing_template
+from src.data.types import Conversation, InputSpec, Message, Tokenizer, missing_template
 from src.disk import check_outputs, write_output
 from src.errors import UserError, changed_keys, first_few
 from src.generate import Generator, in_training, kept_in_int8, unrolled
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
         rows = math.ceil(config.per_device_batch_size * loaded.plan.layout.mesh.size)
         if decoding.decode_path:
             facts = {**model_facts(config), "tokenizer": tokenizer.fingerprint()}
-            facts["chat_template"] = tokenizer.chat_template
+            facts |= {"chat_template": tokenizer.chat_template, "tool_template": tokenizer.tool_template}
             texts = write_completions(decoding, tokenizer, generator, prompts, rows, facts)
         else:
             texts = complete_all(generator, completions, rows)
@@ -112,7 +113,7 @@ def prompts_of(decoding: Decoding, inputs: InputSpec) -> Sequence[Prompt]:
     """Returns the prompts that the keys name: of documents, of a file, or the one; raises UserError."""
     if decoding.decode_prompt_tokens:
         return DocumentPrompts(decoding, inputs)
-    return read_prompts(decoding) if decoding.prompt_path else [decoding.prompt]
+    return read_prompts(decoding, inputs) if decoding.prompt_path else [decoding.prompt]
 
 
 class DocumentPrompts(Sequence[Prompt]):
@@ -153,26 +154,29 @@ class DocumentPrompts(Sequence[Prompt]):
         item = self._read(i)
         if isinstance(item, Conversation):
             last = max(n for n, message in enumerate(item.messages) if message["role"] == "assistant")
-            return item.messages[:last]
+            return item._replace(messages=item.messages[:last])
         ids = encode(self._inputs, item)[0].ids
         return ids[: min(self._tokens, len(ids) - 1)] if len(ids) > 1 else np.array([self._inputs.tokenizer.bos])
 
 
-def read_prompts(decoding: Decoding) -> list[Prompt]:
+def read_prompts(decoding: Decoding, inputs: InputSpec) -> list[Prompt]:
     """Returns `prompt_path`'s prompts: its lines, or `prompt` or `messages` of each JSON line; raises UserError."""
-    path = Path(decoding.prompt_path).expanduser()
-    if prompts := read_lines(path, "prompt_path", _prompt_of_json):
+    path, fields = Path(decoding.prompt_path).expanduser(), ChatFields(inputs)
+    if prompts := read_lines(path, "prompt_path", functools.partial(_prompt_of_json, fields)):
+        fields.report("prompt_path")
         return prompts
     raise UserError(f"prompt_path={path} has no prompt: expected one per line, or JSONL, {_EXPECTED}")
 
 
-def _prompt_of_json(line: str) -> Prompt:
+def _prompt_of_json(fields: ChatFields, line: str) -> Prompt:
     record = parse_json(line)
     if isinstance(record, dict):
-        if isinstance(record.get("prompt"), str):
-            return record["prompt"]
-        if isinstance(record.get("messages"), list) and record["messages"]:
-            return tuple(read_message(message, number) for number, message in enumerate(record["messages"], start=1))
+        if isinstance(prompt := record.get("prompt"), str):
+            chat = fields.read(record, [{"role": "user", "content": prompt}], "prompt")
+            return prompt if len(chat.messages) == 1 and chat.shown == {"tools": None} else chat
+        if isinstance(messages := record.get("messages"), list) and messages:
+            messages = [read_message(message, number) for number, message in enumerate(messages, start=1)]
+            return fields.read(record, messages, "messages")
     raise ValueError(f"expected {_EXPECTED}")
 
 
@@ -282,14 +286,14 @@ class DecodeMetrics:
 def complete_all(generator: Generator, completions: Sequence[Completion], rows: int) -> list[str]:
     """Generates `rows` completions at a time, prints them, a single one as it grows, and returns their texts."""
     if len(completions) == 1:
-        write_now(completions[0].prompt_text)
+        write_now(completions[0].heading)
         generate(generator, completions, 1, 0, stream=True)
         return [completions[0].text]
     for first in range(0, len(completions), rows):
         batch = completions[first : first + rows]
         generate(generator, batch, min(rows, len(completions)), first)
         for number, completion in enumerate(batch, start=first + 1):
-            text = printable(completion.prompt_text + completion.text)
+            text = printable(completion.heading + completion.text)
             say([f"prompt {number}:", *(f"  {line}" for line in text.splitlines())])
     return [completion.text for completion in completions]
 
@@ -300,13 +304,14 @@ def converse(decoding: Decoding, tokenizer: Tokenizer, generator: Generator) -> 
     With a chat template the lines are one conversation, which begins anew where it no longer fits; without, each line
     is a prompt of its own.
     """
-    conversation: tuple[Any, ...] = ()
+    conversation: tuple[Message, ...] = ()
     texts: list[str] = []
     for line in iter(_read_line, ""):
         line = line.rstrip("\n")
         if not line.strip():
             continue
-        prompt: Prompt = (*conversation, {"role": "user", "content": line}) if decoding.use_chat_template else line
+        messages = (*conversation, {"role": "user", "content": line})
+        prompt: Prompt = Conversation(messages) if decoding.use_chat_template else line
         try:
             completion = Completion(decoding, generator.length, tokenizer, prompt)
         except UserError as error:
@@ -316,7 +321,7 @@ def converse(decoding: Decoding, tokenizer: Tokenizer, generator: Generator) -> 
         generate(generator, [completion], 1, len(texts), stream=True)
         texts.append(completion.text)
         if decoding.use_chat_template:
-            conversation = (*prompt, {"role": "assistant", "content": completion.text})
+            conversation = (*messages, {"role": "assistant", "content": completion.text})
     write_now("\n")
     return texts
 

@@ -17,6 +17,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"  # of which 
 COMPANIONS = (
     *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),
     *("special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja"),
+    "additional_chat_templates/tool_use.jinja",
 )
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # src/hf/peft.py
 _SMALL = ("config.json", ADAPTER_CONFIG, INDEX, *COMPANIONS)

@@ -155,9 +155,12 @@ def _lines(title: str, batch: RowArrays, row: int, tokenizer: Tokenizer | None, 
         ids = " ".join(map(str, segment.ids[:_SHOWN_IDS])) + " ..." * (len(segment.ids) > _SHOWN_IDS)
         lines.append(f"{place}  {edges}  ids {ids}")
         if tokenizer:
-            lines.append(f"      {_shown(tokenizer.decode(segment.ids))}")
+            decode = tokenizer.decode if cuts is None else tokenizer.decode_spelled
+            lines.append(f"      {_shown(decode(segment.ids))}")
             if not segment.loss_mask.all():
-                lines.append(f"      in the loss: {_shown(tokenizer.decode(segment.ids[1:][segment.loss_mask]))}")
+                edges = np.flatnonzero(np.diff(segment.loss_mask, prepend=False)) + 1
+                runs = [decode(ids) for ids in np.split(segment.ids, edges)[1::2]]
+                lines.append(f"      in the loss: {_shown(' | '.join(runs))}")
     return lines
 
 

@@ -105,8 +105,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     tokenizer = make_tokenizer(config.data, config.vocab_size)
     of_chats = config.replace(use_sft=True, packing=False, loss="")  # of conversations, a pair per row; its own loss
     inputs = InputSpec.of(of_chats, tokenizer, run_rules(config.run, config.checkpoint))
-    paths = {key: config[key] for key in ("dataset_path", "eval_dataset_path") if config[key]}
-    files = {key: PairSource(path, key, inputs.rules) for key, path in paths.items()}
+    files = {key: PairSource(config[key], key, inputs) for key in ("dataset_path", "eval_dataset_path") if config[key]}
     pairs, held_out = files["dataset_path"], files.get("eval_dataset_path")
     if config.eval_interval > 0 and held_out is None:
         pairs, held_out = train_validation_split(pairs, config.eval_fraction)

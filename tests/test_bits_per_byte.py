@@ -227,6 +227,17 @@ def test_special_tokens_that_a_text_spells_are_not_lost(tokenizers):
         assert counted.notes() == [], kind
 
 
+def test_a_bos_or_eos_that_a_text_spells_has_its_own_bytes(tokenizers):
+    """The eos is predicted, and so are its bytes; the bos is the document's first input, which nothing predicts."""
+    tokenizer = tokenizers["huggingface"][0]
+    for text, first, last in (("<s>a</s>", 3, 4), ("<s>a", 3, END), ("a</s>", END, 4)):
+        counted = TextBytes(tokenizer)
+        ids, _, text_bytes = counted.document(text)
+        assert ids[[0, -1]].tolist() == [tokenizer.bos, tokenizer.eos]
+        assert text_bytes.tolist() == [first, 1, last]
+        assert counted.notes() == []
+
+
 def test_the_sign_that_sentencepiece_has_for_a_space_becomes_one(tokenizers):
     changing = TextBytes(tokenizers["sentencepiece"][0])
     for text in ("a▁b", "a▀b", "_"):

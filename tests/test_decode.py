@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 import sys
 import weakref
 from pathlib import Path
@@ -176,6 +177,27 @@ def test_a_chat_template_writes_what_the_user_says(llama, tmp_path):
     tokenizer = huggingface(folder)
     rendered = ["user: hi\nassistant:", "system: b\nuser: hi\nassistant:"]
     assert texts == [continuation(reference, tokenizer.encode_text(text), tokenizer)[0] for text in rendered]
+
+
+def test_what_a_chat_template_wrote_is_printed_apart_from_the_answer(llama, tmp_path, capsys):
+    folder, reference = llama
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    template = "{% for m in messages %}{{ '<258>' + m.role + '\n' + m.content + '<259>' }}{% endfor %}<258>assistant"
+    names = {"bos_token": "<256>", "eos_token": "<257>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "hi", "id": 1}\n{"prompt": "ho"}\n')
+    keys = {"use_chat_template": True, "tokenizer_type": "huggingface", "tokenizer_path": tmp_path}
+    tokenizer = huggingface(tmp_path)
+    hi, ho = (f"<258>user\n{each}<259><258>assistant" for each in ("hi", "ho"))
+    (text,) = decode.main(arguments(folder, prompt="hi", **keys))
+    assert text == continuation(reference, tokenizer.encode_text(hi), tokenizer)[0]
+    assert f"\n{hi}\n{printable(text)}\n" in capsys.readouterr().out
+    texts = decode.main(arguments(folder, prompt_path=tmp_path / "chat.jsonl", **keys))
+    assert texts[0] == text
+    printed = capsys.readouterr().out
+    assert printed.count("prompt_path: these fields have no effect: id\n") == 1
+    shown = "\n".join(f"  {line}" for line in f"{ho}\n{printable(texts[1])}".splitlines())
+    assert f"\nprompt 2:\n{shown}\n" in printed
 
 
 def huggingface(folder):
@@ -601,7 +623,7 @@ def test_of_conversations_the_prompt_ends_before_the_last_answer(tmp_path):
     keys = ["use_sft=true", f"dataset_path={tmp_path}", "decode_prompt_tokens=4", "decode_path=x"]
     config = load([runs.BASE, *keys])
     (prompt,) = decode.prompts_of(config.decoding, InputSpec.of(config, BYTES))[:]
-    assert [message["content"] for message in prompt] == ["a", "b", "c"]
+    assert [message["content"] for message in prompt.messages] == ["a", "b", "c"]
 
 
 def test_prompts_of_a_stream_are_the_same_at_each_evaluation(tmp_path, monkeypatch):

@@ -127,6 +127,20 @@ def test_a_template_without_an_end_token_is_told(capsys, tmp_path, end, endless)
         assert ("; 2 have no end token, so that the model does not learn to stop" in printed) == endless
 
 
+def test_special_tokens_of_chats_are_shown_and_each_turn_in_the_loss(capsys, tmp_path):
+    folder = write_folder(tmp_path / "model", byte_level(), tokenizer_config={**TOKENS, "chat_template": CHAT_ML})
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    messages[3]["weight"] = 0
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps({'messages': messages, 'id': 7})}\n" * 3)
+    model = {"tokenizer_type": "huggingface", "tokenizer_path": folder, "vocab_size": 400}
+    printed = inspect(capsys, tmp_path / "chat.jsonl", use_sft="true", packing="false", max_target_length=99, **model)
+    assert "in the loss: 'b<|end|> | f<|end|>'\n" in printed
+    assert "'<|start|>user\\na<|end|>\\n<|start|>assistant\\nb<|end|>\\n<|start|>user" in printed
+    assert printed.count("these fields have no effect: id\n") == 1
+
+
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_conversations_of_a_template_begin_and_end_where_they_do(capsys, tmp_path, packing):
     """ChatML: no conversation begins with bos or ends with eos."""
@@ -142,8 +156,8 @@ def test_conversations_of_a_template_begin_and_end_where_they_do(capsys, tmp_pat
     assert re.search(r"conversations +1 of 5 looked at are longer than a row of 64 and cut; what the assi", printed)
     parts = re.findall(r"(begins|goes on) +(ends|is cut) .*\n +'(.*)'", printed)
     for begins, ends, text in parts:
-        assert (begins == "begins") == text.startswith("user")
-        assert (ends == "ends") == (text.endswith("c\\n"))
+        assert (begins == "begins") == text.startswith("<|start|>user")
+        assert (ends == "ends") == (text.endswith("c<|end|>\\n"))
     assert {part[:2] for part in parts} >= {("begins", "ends"), ("begins", "is cut"), ("goes on", "ends")}
     assert "round trip" not in printed
 

@@ -20,9 +20,10 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from src.errors import UserError
+from src.json_text import well_formed
 
 if TYPE_CHECKING:
-    from src.data.types import Message  # it imports numpy, which the process that renders has no memory for
+    from src.data.types import Message, Shown  # it imports numpy, which the process that renders has no memory for
 
 CPU_SECONDS = 10  # for one conversation, which takes a thousandth of one
 MEMORY_BYTES = 1 << 30
@@ -34,13 +35,17 @@ _ROOT = str(Path(__file__).parents[2])
 class ChatTemplate:
     """Renders a template with what `transformers` shows it: messages, special tokens by name, a few functions.
 
-    Templates come with downloaded weights. Jinja2's sandbox keeps them to strings, but not from endless loops or
-    strings of gigabytes. So a separate process renders them, which the kernel limits to `CPU_SECONDS` for a
-    conversation and to `MEMORY_BYTES`. It starts with the first conversation; any thread may call `render`. Messages
-    name `where`, the template's file. Raises UserError where it is no Jinja2 template.
+    Conversations with tools are written by `tool_source`, if there is one. Templates come with downloaded weights.
+    Jinja2's sandbox keeps them to strings, but not from endless loops or strings of gigabytes. So a separate process
+    renders them, which the kernel limits to `CPU_SECONDS` for a conversation and to `MEMORY_BYTES`. It starts with the
+    first conversation; any thread may call `render`. Messages name `where`, the template's file. Raises UserError where
+    it is no Jinja2 template.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
+    def __init__(self, source: str, tool_source: str | None, tokens: Mapping[str, str], where: str) -> None:
+        if tool_source is not None:  # Jinja2 takes away the line end after a tag, and one at a template's end
+            both = (each.removesuffix("\n") for each in (tool_source, source))
+            source = "{% if tools is not none %}\n" + "{%+ else %}\n".join(both) + "{%+ endif %}"
         self._setup = {"source": source, "tokens": dict(tokens)}
         self._where = where
         self._lock = threading.Lock()
@@ -54,14 +59,15 @@ class ChatTemplate:
             raise UserError(f"the chat template of {where} can't be read: it is nested too deeply") from None
 
     def render(
-        self, messages: "Sequence[Message]", parts: Sequence[tuple[int, bool]], now: datetime.datetime | None = None
+        self, messages: "Sequence[Message]", parts: Sequence[tuple[int, bool]], shown: "Shown" = None
     ) -> list[str]:
-        """Renders parts of a conversation, shown the time `now` (None: the present), each as a text.
+        """Renders parts of a conversation, each as a text; the template is `shown` variables too, in JSON's types.
 
         A part is how many messages it has, from the first on, and its `add_generation_prompt`. Raises UserError where
         the template refuses the conversation, fails, or takes too long or too much memory.
         """
-        request = {"messages": messages, "parts": parts, "now": (now or datetime.datetime.now()).isoformat()}
+        shown = {"strftime_now": datetime.datetime.now().isoformat(), **(shown or {})}
+        request = {"messages": messages, "parts": parts, "shown": shown}
         with self._lock:
             try:
                 reply = self._ask(request)
@@ -70,7 +76,7 @@ class ChatTemplate:
                 raise
         if "error" in reply:
             raise UserError(f"the chat template of {self._where} refuses the conversation: {reply['error']}")
-        return reply["texts"]
+        return list(map(well_formed, reply["texts"]))
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._process is None:
@@ -113,8 +119,8 @@ def serve() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (used + setup["cpu_seconds"], resource.RLIM_INFINITY))
         try:
             template = template or _environment().from_string(setup["source"])
-            strftime_now = datetime.datetime.fromisoformat(request["now"]).strftime
-            shown = {"tools": None, "documents": None, "strftime_now": strftime_now, **setup["tokens"]}
+            shown = {"tools": None, "documents": None, **setup["tokens"], **request["shown"]}
+            shown["strftime_now"] = datetime.datetime.fromisoformat(shown["strftime_now"]).strftime
             texts = [
                 template.render(messages=request["messages"][:count], add_generation_prompt=prompts, **shown)
                 for count, prompts in request["parts"]

@@ -4,18 +4,18 @@ import hashlib
 import itertools
 import json
 import operator
+import re
 import textwrap
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from src.console import printable, say
 from src.data.readers import files
 from src.data.readers.records import parse_json
 from src.data.readers.text import DocumentFiles, is_jsonl
-from src.data.rules import PRESENT_RULES
-from src.data.types import Conversation, Document, Fingerprint, Message, Source, Tokenizer
+from src.data.types import Conversation, Document, Fingerprint, InputSpec, Message, Shown, Source, Tokenizer
 from src.errors import UserError
 from src.json_text import well_formed
 
@@ -24,22 +24,85 @@ if TYPE_CHECKING:
 
 # What chat templates are told of the time: training data must be the same on the day a run is resumed. It is the date
 # that Llama 3.1's template falls back on.
-NOW = datetime(2024, 7, 26)
+_NOW = "2024-07-26"
 
 ROLES = ("system", "user", "assistant", "tool")
-_EXPECTED = 'expected {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
+_EXPECTED = (
+    'expected {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}, which are '
+    'ShareGPT\'s "conversations" with "from" (human: user, gpt: assistant) and "value"'
+)
+_OF_RECORD = ("system", "tools", "chat_template_kwargs")
+_OF_LOSS = ("weight", "train")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field of a message, in order of precedence
+# Fields by which other trainers change what the model is shown or learns, and what to write here.
+_INSTEAD = {
+    **dict.fromkeys(("conversations", "history"), 'all turns in "messages"'),
+    **dict.fromkeys(("functions", "function_call"), '"tools", and "tool_calls" in messages'),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "text alone"),
+    **dict.fromkeys((*_OF_LOSS, "training", "loss", "train_detail"), '"train": false in whole messages'),
+    "documents": '"chat_template_kwargs": {"documents": ...}',
+}
+
+
+class ChatFields:
+    """Reads what a chat template and the loss can use of records; `unused` collects the names of other fields."""
+
+    def __init__(self, inputs: InputSpec, **shown: Any) -> None:
+        of = inputs.tokenizer
+        words = {*re.findall(r"\w+", f"{of.chat_template} {of.tool_template}")} if of else set()
+        self._words = words | {*_REASONING} if words & {*_REASONING} else words
+        self._rules, self._shown, self.unused = inputs.rules, shown, set[str]()
+
+    def read(self, record: Mapping[str, Any], messages: Sequence[Message], *names: str) -> Conversation:
+        """Returns messages, from the record's fields `names`, and what else of it transformers shows a template.
+
+        Raises ValueError for a field that is unfit, or that other trainers read and nothing here does.
+        """
+        if self._rules == 1:
+            messages = ({key: each[key] for key in each if key not in _OF_LOSS} for each in messages)
+            return Conversation(tuple(messages), shown=self._shown)
+        system, tools, variables = map(record.get, _OF_RECORD)
+        tools = parse_json(tools.encode()) if isinstance(tools, str) else tools  # as Parquet has them
+        if any(not isinstance(each, kind) for each, kind in ((system, str), (tools, list), (variables, dict)) if each):
+            raise ValueError('expected "system" as a string, "tools" as a list, "chat_template_kwargs" as an object')
+        shown = {"tools": tools, **(variables or {})}
+        self._check(record, {*names, *_OF_RECORD})
+        self._check(shown, self._words)
+        for message in messages:
+            self._check(message, {"role", "content", *_OF_LOSS, *self._words})
+        before = [{"role": "system", "content": system}] if system else []
+        return Conversation(tuple(map(_as_shown, [*before, *messages])), shown={**self._shown, **shown})
+
+    def _check(self, fields: Mapping[str, Any], read: Set[str]) -> None:
+        for name in (name for name in fields.keys() - read if fields[name] not in (None, "", [], {})):
+            if name in _INSTEAD:
+                raise ValueError(f'"{name}" is not read here: write {_INSTEAD[name]}')
+            self.unused.add(name)
+
+    def report(self, key: str) -> None:
+        """Prints which fields of the data in `key` have no effect."""
+        if self.unused:
+            say([f"{key}: these fields have no effect: {printable(', '.join(sorted(self.unused)))}"])
+
+
+def _as_shown(message: Message) -> Message:
+    """Drops nulls, and gives reasoning the names by which templates read it."""
+    message = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 class ConversationSource(Source):
     """Reads .jsonl files of conversations, or of prompts with their completions. Opening checks all lines.
 
-    The arguments are the first of `DocumentFiles`. Raises UserError where nothing is there, or a line is neither.
+    The first arguments are those of `DocumentFiles`. Raises UserError where nothing is there, or a line is neither.
     """
 
     reader, expected = "use_sft=true", _EXPECTED
 
-    def __init__(self, path: str, key: str, rules: int = PRESENT_RULES) -> None:
-        self._files = DocumentFiles(path, key, self.expected, rules)
+    def __init__(self, path: str, key: str, inputs: InputSpec) -> None:
+        self._files, self._inputs = DocumentFiles(path, key, self.expected, inputs.rules), inputs
+        self._fields = ChatFields(inputs, strftime_now=_NOW)
         for file in self._files.paths:
             if not is_jsonl(file):
                 raise UserError(f"{key}: {file} is no .jsonl file; {self.reader} reads lines of JSON: {self.expected}")
@@ -51,6 +114,7 @@ class ConversationSource(Source):
             for start, stop in extents:
                 self.parse(content[start:stop], file, start)
         self.digest = digest.hexdigest()[:16]
+        self._fields.report(key)
 
     def parse(self, line: bytes, file: str, start: int) -> Conversation:
         """Parses the line that begins at byte `start` of a file; raises UserError for another than is expected."""
@@ -61,7 +125,14 @@ class ConversationSource(Source):
 
     def parse_record(self, record: Any, file: str, start: int) -> Conversation:
         """Reads a line's JSON; raises ValueError where it is no conversation."""
-        return Conversation(_messages(record), "messages" not in record, file, start)
+        messages, *names = _messages(record)
+        chat = self._fields.read(record, messages, *names)
+        left_out = list(map(is_left_out, chat.messages))
+        if all(out or message["role"] != "assistant" for message, out in zip(chat.messages, left_out, strict=True)):
+            raise ValueError("no message is the assistant's and counts: there is nothing to learn")
+        if any(left_out) and not self._inputs.data.sft_train_on_completion_only:
+            raise ValueError('"weight": 0 and "train": false need sft_train_on_completion_only=true')
+        return chat._replace(is_pair=len(names) == len(chat.messages) == 2, file=file, start=start)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -77,18 +148,15 @@ class ConversationSource(Source):
         return {**self._files.fingerprint(), "type": "conversations", "lines": self.digest}
 
 
-def _messages(record: Any) -> tuple[Message, ...]:
-    """Returns the messages of a line, or a prompt and its completion as two; raises ValueError for neither."""
+def _messages(record: Any) -> tuple[Any, ...]:
+    """Returns a line's messages, or its prompt and completion as two, and the fields that have them; or ValueError."""
     if not isinstance(record, dict):
         raise ValueError(_EXPECTED)
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list):
             raise ValueError(f'"messages" is no list: {_EXPECTED}')
-        messages = tuple(read_message(message, number) for number, message in enumerate(messages, start=1))
-        if all(message["role"] != "assistant" for message in messages):
-            raise ValueError("no message is the assistant's: there is nothing to learn")
-        return messages
+        return [read_message(message, number) for number, message in enumerate(messages, start=1)], "messages"
     completion = "response" if "response" in record else "completion"
     for field in ("prompt", completion):
         if not isinstance(record.get(field), str):
@@ -97,28 +165,38 @@ def _messages(record: Any) -> tuple[Message, ...]:
     if not record[completion].strip():
         raise ValueError(f'"{completion}" is empty: there is nothing to learn')
     prompt, answer = well_formed(record["prompt"]), well_formed(record[completion])
-    return {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], "prompt", completion
 
 
 def read_message(message: Any, number: int) -> Message:
     """Checks that a message has a role and a text, else raises ValueError; other fields go to the chat template."""
     if not isinstance(message, dict):
         raise ValueError(f'message {number} is no object: expected {{"role": ..., "content": ...}}')
-    for field in ("role", "content"):
-        if field not in message:
+    role, content = message.get("role"), message.get("content")
+    says = role == "assistant" and any(message.get(name) for name in ("tool_calls", *_REASONING))
+    for field, value in (("role", role), ("content", content)):
+        if value is None and not (says and field == "content"):
             raise ValueError(f'message {number} has no "{field}"')
-    role, content = message["role"], message["content"]
     if role not in ROLES:
         raise ValueError(f"message {number} has the role {role!r}: expected one of {', '.join(ROLES)}")
-    if not isinstance(content, str):
+    if not isinstance(content, str | None):
         excerpt = textwrap.shorten(json.dumps(content, ensure_ascii=False), 40, placeholder="...")
         raise ValueError(
             f'message {number} has "content": {excerpt}, expected a string. '
-            "Calls of tools and parts that are no text are not read: write them out as text, or leave the line out"
+            "Lists of parts are not read: write them out as one text, or leave the line out"
         )
-    if role == "assistant" and not content.strip():
+    if role == "assistant" and not (says or content.strip()):
         raise ValueError(f"message {number}, of the assistant, is empty: there is nothing to learn")
-    return {**message, "content": well_formed(content)}
+    return message
+
+
+def is_left_out(message: Message) -> bool:
+    """Says whether a message has `weight: 0` or `train: false`; raises ValueError for values that can't be heeded."""
+    role, values = message["role"], [message.get(name) for name in _OF_LOSS]
+    if any(value not in (None, 0, role == "assistant") for value in values):  # of other roles nothing is learned
+        said = '"weight" and "train" may be 0 and false, in messages of the assistant also 1 and true'
+        raise ValueError(f"{said}: one of the {role} has {values!r:.60}")
+    return 0 in values
 
 
 def encode_conversation(
@@ -134,39 +212,43 @@ def encode_conversation(
     if conversation.is_pair and tokenizer.chat_template is None:
         prompt, completion = (message["content"] for message in conversation.messages)
         prompt_ids, completion_ids = tokenizer.encode_prompt(prompt), tokenizer.encode_text(completion)
-        ids = np.concatenate([prompt_ids, completion_ids, [tokenizer.eos]]).astype(np.int32)
+        ends = tokenizer.rules > 1 and completion_ids[-1:].tolist() == [tokenizer.eos]
+        ids = np.concatenate([prompt_ids, completion_ids, [tokenizer.eos] * (not ends)]).astype(np.int32)
         return [Document(ids, np.arange(len(ids)) >= len(prompt_ids) if completion_only else None)]
     try:
         if completion_only:
-            return _encode_turns(tokenizer, conversation.messages, first)
-        return [Document(tokenizer.encode_text(tokenizer.render_chat(conversation.messages, False, NOW)))]
+            return _encode_turns(tokenizer, conversation, first)
+        text = tokenizer.render_chat(conversation.messages, False, conversation.shown)
+        return [Document(tokenizer.encode_text(text))]
     except UserError as error:
         raise UserError(f"{files.line_name(conversation.file, conversation.start)}: {error}") from None
 
 
-def _encode_turns(tokenizer: "HuggingFaceTokenizer", messages: tuple[Message, ...], first: int) -> list[Document]:
+def _encode_turns(tokenizer: "HuggingFaceTokenizer", conversation: Conversation, first: int) -> list[Document]:
     """Tokenizes a conversation as the template writes it; the ids of the assistant's turns from `first` on count.
 
     Where the template only appends, that is one document; a turn is the text by which the conversation up to it is
     longer than the prompt for it. A template that rewrites earlier turns gives a document for each turn: the prompt for
     it, as the model will be shown it, and the turn.
     """
+    messages, shown = conversation.messages, conversation.shown
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn >= first]
+    turns = [turn for turn in turns if not is_left_out(messages[turn])]
     parts = [(len(messages), False), *((turn, True) for turn in turns), *((turn + 1, False) for turn in turns)]
-    text, *rendered = tokenizer.render_parts(messages, parts, NOW)
+    text, *rendered = tokenizer.render_parts(messages, parts, shown)
     prompts, through = rendered[: len(turns)], rendered[len(turns) :]
     extends = [up_to.startswith(prompt) and up_to != prompt for prompt, up_to in zip(prompts, through, strict=True)]
     if all(extends) and all(map(text.startswith, through)):
         return [_document(tokenizer, text, list(zip(map(len, prompts), map(len, through), strict=True)))]
     documents = []
     for turn, prompt, up_to, is_longer in zip(turns, prompts, through, extends, strict=True):
-        begin = len(prompt) if is_longer else _turn_begin(tokenizer, messages[: turn + 1], prompt, up_to)
+        begin = len(prompt) if is_longer else _turn_begin(tokenizer, messages[: turn + 1], shown, prompt, up_to)
         written = prompt + up_to[begin:]
         documents.append(_document(tokenizer, written, [(len(prompt), len(written))]))
     return documents
 
 
-def _turn_begin(tokenizer: Tokenizer, messages: tuple[Message, ...], prompt: str, text: str) -> int:
+def _turn_begin(tokenizer: Tokenizer, messages: tuple[Message, ...], shown: Shown, prompt: str, text: str) -> int:
     """Finds where the last message, the assistant's, begins in the template's `text` of a conversation.
 
     Some templates write earlier messages differently once the answer is there: Mistral's leaves out the system message.
@@ -176,7 +258,7 @@ def _turn_begin(tokenizer: Tokenizer, messages: tuple[Message, ...], prompt: str
     def content_begin(messages: Sequence[Message], add_generation_prompt: bool) -> int:
         """Finds where the template writes the content of the last message."""
         variants = ([*messages[:-1], {**messages[-1], "content": content}] for content in ("x", "y"))
-        one, other = (tokenizer.render_chat(each, add_generation_prompt, NOW) for each in variants)
+        one, other = (tokenizer.render_chat(each, add_generation_prompt, shown) for each in variants)
         return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
 
     if len(messages) > 1:

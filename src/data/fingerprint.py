@@ -61,8 +61,9 @@ def data_fingerprint(
     tokenizer = inputs.tokenizer.fingerprint() if inputs.tokenizer else {}
     facts |= {f"tokenizer {fact}": value for fact, value in tokenizer.items()}
     if inputs.data.use_sft:
-        template = (inputs.tokenizer.chat_template or "").encode()
-        facts["chat template"] = hashlib.sha256(template).hexdigest()[:16]
+        templates = inputs.tokenizer.chat_template, inputs.tokenizer.tool_template
+        template = "".join(each or "" for each in templates[: inputs.rules])  # by the first rules no tools were shown
+        facts["chat template"] = hashlib.sha256(template.encode()).hexdigest()[:16]
         facts["sft_train_on_completion_only"] = inputs.data.sft_train_on_completion_only
         if inputs.batch.packing:
             facts["packing of conversations"] = "whole"  # they were cut before

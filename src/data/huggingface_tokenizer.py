@@ -1,6 +1,5 @@
 """Reads tokenizers of Hugging Face model folders: tokenizer.json, the files beside it, and the chat template."""
 
-import datetime
 import hashlib
 import os
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import numpy as np
 import tokenizers
 
 from src.data.chat_template import ChatTemplate
-from src.data.types import Fingerprint, Message, Tokenizer, missing_template
+from src.data.types import Fingerprint, Message, Shown, Tokenizer, missing_template
 from src.errors import UserError
 from src.json_text import read_object
 
@@ -29,8 +28,9 @@ class HuggingFaceTokenizer(Tokenizer):
     bos and eos are, in this order, what tokenizer_config.json, special_tokens_map.json, generation_config.json and
     config.json beside it say; a null is passed over. A tokenizer without bos starts documents with its eos. The bos
     that a post-processor would add is left out, so that there is never a second one. Special tokens that a text spells
-    out are read as such: chat templates write them. Added tokens at or beyond `model_vocab_size` are an error where a
-    text has one, not before: Gemma 3 lists an image token that its text models have no weights for.
+    out are read as such, because chat templates write them; a text's own bos and eos are not doubled. Added tokens at
+    or beyond `model_vocab_size` are an error where a text has one, not before: Gemma 3 lists an image token that its
+    text models have no weights for.
     Raises UserError where the file is no tokenizer, or no eos is named.
     """
 
@@ -76,16 +76,24 @@ class HuggingFaceTokenizer(Tokenizer):
         words = self._tokenizer.get_vocab(with_added_tokens=False).values()
         self.vocab_size: int = max(*words, self.bos, *self.stop_ids) + 1
         self._digest = hashlib.sha256(data).hexdigest()[:16]
-        self.chat_template, template_file = _chat_template(file.parent, named)
-        self._template = ChatTemplate(self.chat_template, tokens, str(template_file)) if self.chat_template else None
+        template_file, self.chat_template, self.tool_template = _chat_templates(file.parent, named)
+        templates = self.chat_template, self.tool_template
+        self._template = ChatTemplate(*templates, tokens, str(template_file)) if self.chat_template else None
 
     def encode(self, text: str) -> np.ndarray:
-        return self._array([self.bos, *self._ids(text), self.eos])
+        ids = self.encode_prompt(text)
+        return ids if self.rules > 1 < len(ids) and ids[-1] == self.eos else np.append(ids, np.int32(self.eos))
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        ids = self._ids(text)
+        return self._array(ids if self.rules > 1 and ids[:1] == [self.bos] else [self.bos, *ids])
 
     def encode_default(self, text: str) -> np.ndarray:
-        """Returns `encode_text`, after bos where tokenizer.json's post-processor adds it and the text does not."""
-        ids = self.encode_text(text)
-        return self._array([self.bos, *ids]) if self.adds_bos and ids[:1].tolist() != [self.bos] else ids
+        """Returns `encode_prompt` if tokenizer.json's post-processor adds bos, else `encode_text`."""
+        return self.encode_prompt(text) if self.adds_bos else self.encode_text(text)
+
+    def encode_text(self, text: str) -> np.ndarray:
+        return self._array(self._ids(text))
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns `encode_text`, and int [n, 2]: where in the text the characters of each id begin and end."""
@@ -104,11 +112,11 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def render_parts(
-        self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], now: datetime.datetime | None = None
+        self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], shown: Shown = None
     ) -> list[str]:
         if self._template is None:
             raise missing_template()
-        return self._template.render(messages, parts, now)
+        return self._template.render(messages, parts, shown)
 
     def fingerprint(self) -> Fingerprint:
         ids = {"vocab_size": self.vocab_size, "bos": self.bos, "eos": self.eos}
@@ -137,18 +145,20 @@ class HuggingFaceTokenizer(Tokenizer):
         return token_id
 
 
-def _chat_template(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[str | None, Path]:
-    """Reads chat_template.jinja, or else tokenizer_config.json's (of several, `default`); returns the file too."""
+def _chat_templates(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[Path, str | None, str | None]:
+    """Reads the template, and the one for tools: chat_template.jinja, or else tokenizer_config.json's, and its file."""
     file = folder / "chat_template.jinja"
     if file.is_file():
+        files = file, folder / "additional_chat_templates" / "tool_use.jinja"
         try:
-            return file.read_text(encoding="utf-8"), file
+            return file, *(each.read_text(encoding="utf-8") if each.is_file() else None for each in files)
         except UnicodeDecodeError as error:
             raise UserError(f"{file} is no chat template: it is not UTF-8 ({error.reason})") from None
     file = folder / "tokenizer_config.json"
-    template = named["tokenizer_config.json"].get("chat_template")
-    if isinstance(template, list) and all(isinstance(each, dict) for each in template):
-        template = {each.get("name"): each.get("template") for each in template}.get("default")
-    if not isinstance(template, str | None):
+    templates = {"default": named["tokenizer_config.json"].get("chat_template")}
+    if isinstance(several := templates["default"], list) and all(isinstance(each, dict) for each in several):
+        templates = {each.get("name"): each.get("template") for each in several}
+    of_tools = templates.get("default"), templates.get("tool_use")
+    if not all(isinstance(template, str | None) for template in of_tools):
         raise UserError(f'{file}: "chat_template" is neither a text nor a list of {{"name": ..., "template": ...}}')
-    return template, file
+    return file, *of_tools

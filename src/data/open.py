@@ -52,7 +52,7 @@ def _open(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
                 raise UserError(f"use_sft=true reads .jsonl files of conversations: set {spec.key('dataset_path')}")
             from src.data.conversations import ConversationSource
 
-            return ConversationSource(spec.dataset_path, spec.key("dataset_path"), inputs.rules)
+            return ConversationSource(spec.dataset_path, spec.key("dataset_path"), inputs)
         case "text":
             from src.data.readers.text import TextSource
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from src.data.conversations import ConversationSource, encode_conversation, read_message
+from src.data.conversations import ConversationSource, encode_conversation, is_left_out, read_message
 from src.data.readers import files
 from src.data.types import Conversation, Document, Fingerprint, InputSpec, Message, RowArrays, RowSource, Source
 from src.errors import UserError
@@ -39,8 +39,12 @@ class PairSource(ConversationSource):
     def parse_record(self, record: Any, file: str, start: int) -> Pair:
         """Reads a line's JSON; raises ValueError where it is no pair."""
         prompt, chosen, rejected, is_text = _read_pair(record)
-        whole = (Conversation(prompt + answer, is_text, file, start) for answer in (chosen, rejected))
-        return Pair(*whole, len(prompt))
+        names = ("prompt", "chosen", "rejected")
+        chats = [self._fields.read(record, prompt + answer, *names) for answer in (chosen, rejected)]
+        first = len(chats[0].messages) - len(chosen)  # a system message may come before the prompt
+        if any(is_left_out(message) for chat in chats for message in chat.messages[first:]):
+            raise ValueError('an answer has "weight": 0 or "train": false, but all of it is compared: leave these out')
+        return Pair(*(chat._replace(is_pair=is_text and first == 1, file=file, start=start) for chat in chats), first)
 
     def fingerprint(self) -> Fingerprint:
         """Returns facts that are equal for files with the same pairs."""
@@ -77,7 +81,7 @@ def _of_lists(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[Mess
         same = [a == b for a, b in zip(chosen, rejected, strict=False)]
         shared = [*same, False].index(False)
         before, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    if isinstance(prompt, str) and well_formed(prompt) not in [message["content"] for message in before]:
+    if isinstance(prompt, str) and well_formed(prompt) not in [message.get("content") for message in before]:
         raise ValueError('"chosen" and "rejected" do not both begin with "prompt"')
     return before, chosen, rejected
 
@@ -88,7 +92,7 @@ def _check(before: Messages, chosen: Messages, rejected: Messages) -> None:
     if not before:
         raise ValueError(f'the prompts of "chosen" and "rejected" differ, or there is none: {_EXPECTED}')
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        if not answer or not answer[0]["content"].strip():
+        if not answer or not any(value and str(value).strip() for key, value in answer[0].items() if key != "role"):
             raise ValueError(f'"{name}" has no answer to the prompt, or an empty one')
         if (role := answer[0]["role"]) != "assistant":
             raise ValueError(

@@ -23,12 +23,14 @@ class TextBytes:
         token after it, or to the last one. A text of which it leaves nothing (SentencePiece, of spaces) has no bytes.
         """
         ids, ends = self._tokenizer.encode(text), np.maximum.accumulate(self._tokenizer.byte_ends(text))
-        assert len(ends) == len(ids) - 2, "byte_ends tokenizes as encode does"
+        begin = 1 if len(ends) == len(ids) - 2 else len(self._tokenizer.encode_prompt(text)) - len(ends)
+        of_text = slice(begin, begin + len(ends))
         ends[-1:] = len(text.encode())
-        if self._tokenizer.decode_spelled(ids[1:-1]) != text:
+        if self._tokenizer.decode_spelled(ids[of_text]) != text:
             self._changed.add(hashlib.sha256(text.encode()).hexdigest()[:16])
             self._example = text
-        return Document(ids, text_bytes=np.concatenate([[END], np.diff(ends, prepend=0), [END]]).astype(np.int32))
+        parts = [END] * begin, np.diff(ends, prepend=0), [END] * (len(ids) - of_text.stop)
+        return Document(ids, text_bytes=np.concatenate(parts).astype(np.int32))
 
     def notes(self) -> list[str]:
         """Returns a line for the user where the tokenizer changes texts: their bytes are then not what it costs.

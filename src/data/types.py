@@ -1,7 +1,6 @@
 """Declares the types that data modules share: documents, their sources, tokenizers, and what a run reads."""
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -22,6 +21,7 @@ END, NOT_TEXT = -1, -2  # of `text_bytes`: bos and eos; ids of no text, and padd
 RowArrays = dict[str, np.ndarray]  # a host's rows of them
 Fingerprint = dict[str, str | int]  # facts on which data depend, by name: equal exactly where the data are
 Message = Mapping[str, Any]  # {"role": ..., "content": ..., and any other field that a chat template reads}
+Shown = Mapping[str, Any] | None  # what a chat template is shown beside the messages, such as `tools`
 
 
 class Document(NamedTuple):
@@ -33,12 +33,13 @@ class Document(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Holds the line of a .jsonl file that begins at byte `start`."""
+    """Holds messages, such as those of the line of a .jsonl file that begins at byte `start`."""
 
-    messages: tuple[Message, ...]  # at least one is the assistant's
-    is_pair: bool  # it was given as prompt and completion, which are then the two messages
-    file: str
-    start: int
+    messages: tuple[Message, ...]
+    is_pair: bool = False  # it was given as prompt and completion, which are then the two messages
+    file: str = ""
+    start: int = 0
+    shown: Shown = None
 
 
 # A document before it is tokenized: a text, a conversation, or ids as int32 [n]. Texts and ids may be empty.
@@ -101,13 +102,15 @@ class EvalSet(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Translates text to ids and back. A document's ids are [bos, ..., eos]."""
+    """Translates text to ids and back. A document's ids are [bos, ..., eos], neither doubled if its text spells it."""
 
     vocab_size: int  # a model's vocabulary has at least as many ids
     bos: int
     eos: int
     stop_ids: frozenset[int]  # the ids that end the model's turn, eos among them
     chat_template: str | None = None  # the source of the template that `render_chat` follows
+    tool_template: str | None = None  # what it follows instead for conversations with tools
+    rules: int = PRESENT_RULES  # of data: by the first, a bos or eos that a text spells was doubled
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the int32 ids of a document, with bos and eos."""
@@ -127,16 +130,17 @@ class Tokenizer(Protocol):
     def byte_ends(self, text: str) -> np.ndarray:
         """Returns how many bytes of the text, in UTF-8, each of `encode_text`'s ids and those before it stand for."""
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime | None = None) -> str:
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool, shown: Shown = None) -> str:
         """Writes a conversation as the chat template does, special tokens included, for `encode_text`.
 
-        With `add_generation_prompt` it ends where the assistant's next turn begins. The template is shown the time
-        `now`, None for the present. Raises UserError where there is no template, or it refuses the conversation.
+        With `add_generation_prompt` it ends where the assistant's next turn begins. `strftime_now`, in ISO format, is
+        the time that the template is told, else the present. Raises UserError where there is no template, or it refuses
+        the conversation.
         """
-        return self.render_parts(messages, [(len(messages), add_generation_prompt)], now)[0]
+        return self.render_parts(messages, [(len(messages), add_generation_prompt)], shown)[0]
 
     def render_parts(
-        self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], now: datetime | None = None
+        self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], shown: Shown = None
     ) -> list[str]:
         """Writes parts of a conversation as `render_chat` does: of each its number of messages, and how it ends."""
         raise missing_template()
@@ -173,5 +177,7 @@ class InputSpec(NamedTuple):
 
     @classmethod
     def of(cls, config: schema.Config, tokenizer: Tokenizer | None, rules: int = PRESENT_RULES) -> Self:
-        """Takes the sections of a run's config."""
+        """Takes the sections of a run's config, and gives its tokenizer the run's rules."""
+        if tokenizer:
+            tokenizer.rules = rules
         return cls(config.data, config.batch, config.vocab_size, tokenizer, config, rules=rules)

@@ -140,10 +140,8 @@ def split_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[np
     continuation begins with it.
     """
     if not context:
-        ids = tokenizer.encode_text(continuation)
-        if ids[:1].tolist() == [tokenizer.bos]:
-            return ids, len(ids) - 1
-        return np.concatenate([[tokenizer.bos], ids]).astype(np.int32), len(ids)
+        ids = tokenizer.encode_prompt(continuation)
+        return ids, len(ids) - 1
     ids = tokenizer.encode_default(context + continuation)
     return ids, max(len(ids) - len(tokenizer.encode_default(context.rstrip())), 0)
 

@@ -156,8 +156,9 @@ def test_an_evaluation_of_some_batches_has_different_rows(numbers, mode):
 
 def test_conversations_begin_at_their_start(config, write):
     record = {"prompt": "q" * 100, "completion": "a" * 100}
-    source = ConversationSource(str(write("one.jsonl", json.dumps(record))), "dataset_path")
     settings = config(use_sft=True, dataset_path="one.jsonl")
+    inputs = InputSpec.of(settings, ByteTokenizer())
+    source = ConversationSource(str(write("one.jsonl", json.dumps(record))), "dataset_path", inputs)
     (batch,) = take(train_batches(settings, alone(source), ByteTokenizer(), np.arange(B), B), 1)
     assert (batch["tokens"] == [256, *b"q" * (LENGTH - 1)]).all()
 

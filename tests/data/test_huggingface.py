@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from src.data import chat_template
+from src.data.text_bytes import TextBytes
 from src.data.tokenizer import SentencePieceTokenizer, make_tokenizer
+from src.data.types import InputSpec
 from src.errors import UserError
 from src.train_tokenizer import train
 
@@ -139,6 +141,49 @@ def test_ids_are_those_of_transformers_between_one_bos_and_one_eos(folder, open_
         assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
+# As Llama 2's: bos before each question, eos after each answer.
+INSTRUCT = (
+    "{% for message in messages %}{% if message.role == 'user' %}{{ bos_token + '[I] ' + message.content + ' [/I]' }}"
+    "{% else %}{{ ' ' + message.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("turns", [[1, 2], [1, 2, 4, 5], [1]])
+def test_the_bos_and_eos_that_a_template_wrote_are_not_doubled(folder, open_folder, turns):
+    tokenizer, theirs, messages = open_folder(folder), reference(folder), [CHAT[turn] for turn in turns]
+    text = theirs.apply_chat_template(messages, chat_template=INSTRUCT, tokenize=False)
+    ids = theirs.apply_chat_template(messages, chat_template=INSTRUCT)["input_ids"]
+    assert ids[0] == tokenizer.bos
+    assert tokenizer.encode_prompt(text).tolist() == tokenizer.encode_default(text).tolist() == ids
+    assert tokenizer.encode(text).tolist() == (ids if len(turns) > 1 else [*ids, tokenizer.eos])
+    assert TextBytes(tokenizer).document(text).ids.tolist() == tokenizer.encode(text).tolist()
+
+
+@pytest.mark.parametrize("settings", [TOKENS, {"eos_token": "<|end|>"}])
+def test_a_bos_or_eos_elsewhere_in_a_text_is_one_more(plain, open_folder, settings):
+    """As it was: a text is read as it spells, and its first and last id alone may be the document's own."""
+    tokenizer = open_folder(plain(tokenizer_config=settings))
+    bos, eos = (tokenizer.decode_spelled(np.array([token])) for token in (tokenizer.bos, tokenizer.eos))
+    inner = tokenizer.encode_text("a").tolist()
+    for text, expected in {
+        bos: [tokenizer.bos, tokenizer.eos],
+        eos + eos: [tokenizer.bos, tokenizer.eos] if bos == eos else [tokenizer.bos, tokenizer.eos, tokenizer.eos],
+        bos + bos + "a": [tokenizer.bos, tokenizer.bos, *inner, tokenizer.eos],
+        "a" + bos + "a": [tokenizer.bos, *inner, tokenizer.bos, *inner, tokenizer.eos],
+        "a" + eos + "a": [tokenizer.bos, *inner, tokenizer.eos, *inner, tokenizer.eos],
+        bos + "a" + eos: [tokenizer.bos, *inner, tokenizer.eos],
+    }.items():
+        assert tokenizer.encode(text).tolist() == expected, text
+
+
+def test_by_the_first_rules_of_data_a_spelled_bos_and_eos_are_doubled(plain, open_folder, config):
+    tokenizer = open_folder(plain(tokenizer_config=TOKENS))
+    old = InputSpec.of(config(), tokenizer, rules=1).tokenizer
+    inner = [tokenizer.bos, *tokenizer.encode_text("a").tolist(), tokenizer.eos]
+    assert old.encode("<|bos|>a<|eos|>").tolist() == [tokenizer.bos, *inner, tokenizer.eos]
+    assert old.encode_prompt("<|bos|>a<|eos|>").tolist() == [tokenizer.bos, *inner]
+
+
 @given(text=st.text(st.characters(codec="utf-8")))
 def test_byte_level_text_comes_back(config, plain_folder, text):
     settings = config(tokenizer_type="huggingface", tokenizer_path=str(plain_folder))
@@ -182,10 +227,26 @@ def test_the_template_file_comes_before_the_one_in_tokenizer_config(plain, open_
     assert open_folder(folder).render_chat(CHAT, False) == "Be <brief>.!"
 
 
-def test_of_several_templates_it_is_the_default(plain, open_folder):
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
-    tokenizer = open_folder(plain(tokenizer_config={**TOKENS, "chat_template": named}))
-    assert (tokenizer.chat_template, tokenizer.render_chat(CHAT, False)) == ("yes", "yes")
+# Spaces and lines at both ends, which Jinja2 keeps or takes away, and a template with blocks of its own.
+PLAIN = "\n  yes{% if add_generation_prompt %}!{% endif %}\n  \n"
+OF_TOOLS = "\n {% set a %}b{% endset %}\n{{ tools | tojson }}\n\n\t"
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_of_several_templates_it_is_the_default_and_the_one_for_tools(plain, open_folder, in_files):
+    named = [{"name": "tool_use", "template": OF_TOOLS}, {"name": "default", "template": PLAIN}]
+    folder = plain(tokenizer_config={**TOKENS, **({} if in_files else {"chat_template": named})})
+    if in_files:
+        (folder / "chat_template.jinja").write_text(PLAIN)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(OF_TOOLS)
+    tokenizer, theirs = open_folder(folder), AutoTokenizer.from_pretrained(folder)
+    assert isinstance(theirs.chat_template, dict)
+    assert tokenizer.chat_template == PLAIN
+    for tools in (None, [], [{"type": "function"}]):
+        expected = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False)
+        assert tokenizer.render_chat(CHAT, False, {"tools": tools}) == expected
+    assert tokenizer.render_chat(CHAT, False) == theirs.apply_chat_template(CHAT, tokenize=False)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +308,7 @@ def test_a_template_goes_on_after_a_conversation_that_ended_its_process(plain, o
     with ThreadPoolExecutor(4) as threads:
         messages = [[{"role": "user", "content": f"ünd \ud800 {n}"}] for n in range(40)]
         rendered = list(threads.map(lambda each: tokenizer.render_chat(each, False), messages))
-    assert rendered == [each[0]["content"] for each in messages]
+    assert rendered == [each[0]["content"].replace("\ud800", "?") for each in messages]
 
 
 @pytest.mark.parametrize(

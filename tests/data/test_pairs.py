@@ -26,9 +26,9 @@ def rows_of(write):
 
     def make(*records, tokenizer=None, length=64):
         lines = "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
-        source = PairSource(str(write("pairs.jsonl", lines)), "dataset_path")
         config = command_line.load([BASE, f"max_target_length={length}"])
-        return PairRows(InputSpec.of(config, tokenizer or ByteTokenizer()), source)
+        inputs = InputSpec.of(config, tokenizer or ByteTokenizer())
+        return PairRows(inputs, PairSource(str(write("pairs.jsonl", lines)), "dataset_path", inputs))
 
     return make
 
@@ -118,7 +118,8 @@ def test_what_cannot_be_compared_is_refused(rows_of, chat_tokenizer, write):  # 
         rows_of(several, tokenizer=tokenizer, length=400).row(0)
     with pytest.raises(UserError, match=r"line 1: messages are written by a chat template"):
         rows_of({"chosen": [HI, YES], "rejected": [HI, NO]}).row(0)
+    inputs = InputSpec.of(command_line.load([BASE]), ByteTokenizer())
     with pytest.raises(UserError, match=r"pairs.txt is no .jsonl file; src.train_dpo reads lines of JSON: expected"):
-        PairSource(str(write("pairs.txt", "text")), "dataset_path")
+        PairSource(str(write("pairs.txt", "text")), "dataset_path", inputs)
     with pytest.raises(UserError, match=r"has no document: expected .*chosen.* and .*rejected"):
-        PairSource(str(write("none.jsonl", "")), "dataset_path")
+        PairSource(str(write("none.jsonl", "")), "dataset_path", inputs)

@@ -133,14 +133,15 @@ def test_a_long_document_is_read_in_pieces(put):
     assert "".join(pieces) == text * 2
 
 
-def test_conversations(put):
+def test_conversations(put, config):
     lines = [json.dumps({"prompt": f"p{n}", "completion": f"c{n}"}) for n in range(20)]
     path = put({"a.jsonl": "\n".join(lines[:10]), "b/c.jsonl": "\n".join(["", *lines[10:], ""]), "empty.jsonl": ""})
-    source = ConversationSource(path, "dataset_path")
+    inputs = InputSpec.of(config(), None)
+    source = ConversationSource(path, "dataset_path", inputs)
     assert [conversation.messages[1]["content"] for conversation in items(source)] == [f"c{n}" for n in range(20)]
     path = put({"b/c.jsonl": "\n".join([*lines, '{"prompt": "p"}'])})
     with pytest.raises(UserError, match=r'c\.jsonl, line 21: there is no "completion"'):
-        ConversationSource(path, "dataset_path")
+        ConversationSource(path, "dataset_path", inputs)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ RULES_FACT = "data rules"  # an entry of the data's fingerprint
 # What each version changed.
 _CHANGES = {
     2: "rows that share a document begin at different places of it; of a folder, linked folders are read and pictures, "
-    "patches, JSON objects and names that begin with _ are not; a byte order mark is not text; a bos or eos that a text "
-    "spells is not doubled; chats heed tools, system, chat_template_kwargs, weight and train"
+    "patches, JSON objects and names that begin with _ are not; a byte order mark is not text; a bos or eos that a "
+    "text spells is not doubled; chats heed tools, system, chat_template_kwargs, weight and train"
 }
 
 

@@ -7,12 +7,11 @@ import contextlib
 import json
 import shutil
 import sys
-import zipfile
 
 import jax.numpy as jnp
 import pytest
 
-from src import command_line, evaluate, inspect_data
+from src import command_line, evaluate, inspect_data, train_dpo
 from src.checkpoint import data_position
 from src.checkpoint.checkpointer import Checkpointer
 from src.data.rules import PRESENT_RULES
@@ -47,8 +46,8 @@ def old_run(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(make.FOLDER)
         shutil.copytree(make.FOLDER / "data", tmp_path / "data", symlinks=True)
-        with zipfile.ZipFile(make.FOLDER / f"{case}.zip") as archive:
-            archive.extractall(tmp_path / "runs" / case)
+        for name in (case, *["chats"] * (case == "preferences")):  # which is the reference of these
+            shutil.unpack_archive(make.FOLDER / f"{name}.zip", tmp_path / "runs" / name)
         return tmp_path / "runs" / case
 
     return place
@@ -57,7 +56,8 @@ def old_run(tmp_path, monkeypatch):
 def resumed(folder, **keys):
     """What the rest of a run did."""
     with make.recording() as recorded:
-        result = main([BASE, *make.arguments(folder.name, checkpoint_period=100, **keys)])
+        run = train_dpo.main if folder.name == "preferences" else main
+        result = run([BASE, *make.arguments(folder.name, checkpoint_period=100, **keys)])
     return make.outcome(result.state, folder, *recorded)
 
 

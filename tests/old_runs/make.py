@@ -90,6 +90,15 @@ CASES = {
         "packing": "false",
     },
     "custom": {"dataset_type": "custom", "dataset_factory": "old_run_data:documents", "eval_interval": -1},
+    # By src.train_dpo, with the run `chats` as its reference.
+    "preferences": {
+        "dataset_path": "data/preferences.jsonl",
+        "tokenizer_type": "huggingface",
+        "tokenizer_path": "data/inst",
+        "load_parameters_path": "runs/chats",
+        "max_target_length": 256,
+        "eval_interval": -1,
+    },
     "transformed": {"dataset_path": "data/many", "batch_transform": "old_run_data:transform", "eval_interval": -1},
 }
 
@@ -108,7 +117,7 @@ def digest_of(arrays):
 @contextlib.contextmanager
 def recording():
     """Yields the digests of the batches that a run trains on, and of those that it evaluates on, as they are taken."""
-    from src import evaluate, train
+    from src import evaluate, train, train_dpo
 
     batches, eval_batches = [], []
 
@@ -129,6 +138,7 @@ def recording():
 
     with (
         mock.patch.object(train, "train_batches", train_batches),
+        mock.patch.object(train_dpo, "train_batches", train_batches),
         mock.patch.object(evaluate, "EvalBatches", EvalBatches),
     ):
         yield batches, eval_batches
@@ -235,6 +245,9 @@ def write_chats(data):
     few[3]["messages"][3]["train"] = False
     few[3]["chat_template_kwargs"] = {"thinking": True}
     write_lines(data / "few_chats.jsonl", few)
+    pairs = [{"chosen": chat(n, 2), "rejected": [*chat(n, 2)[:3], *chat(n + 1, 2)[3:]]} for n in range(40, 52)]
+    pairs[0]["tools"], pairs[1]["chosen"][1]["weight"] = few[0]["tools"], 0
+    write_lines(data / "preferences.jsonl", pairs)
     said = sentences(7, 40, (1, 9))
     write_lines(
         data / "prompts.jsonl", [{"prompt": p, "completion": c} for p, c in zip(said[::2], said[1::2], strict=True)]
@@ -245,7 +258,7 @@ def main():
     checkout, asked = Path.cwd(), sys.argv[1:]
     sys.path[:0] = [str(checkout), str(FOLDER)]
     os.chdir(tempfile.mkdtemp())
-    from src import tokenize_dataset, train
+    from src import tokenize_dataset, train, train_dpo
 
     base = str(checkout / "configs" / "base.yml")
     if not asked:
@@ -260,10 +273,14 @@ def main():
     expected = json.loads(file.read_text()) if asked else {}
     for case in asked or CASES:
         folder = Path("runs", case)
+        if case == "preferences":
+            shutil.unpack_archive(FOLDER / "chats.zip", "runs/chats")
         with recording() as (batches, eval_batches):
-            result = train.main([base, *arguments(case)])
+            result = (train_dpo if case == "preferences" else train).main([base, *arguments(case)])
         evaluations = STEPS // STOP  # each of as many batches
         later = eval_batches[len(eval_batches) // evaluations :]
+        if case == "preferences":  # batches of the reference, which a resumed run does not compute again
+            later = []
         expected[case] = outcome(result.state, folder, batches, later)
         # As a run is that was ended after step `STOP`.
         for step in range(2 * STOP, STEPS + 1, STOP):

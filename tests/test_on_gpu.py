@@ -226,7 +226,7 @@ def checked(tmp_path, *only):
     """The JSON of some checks on this machine's CPU."""
     out = tmp_path / "out.json"
     command = ["bash", "scripts/on_gpu.sh", out, "--platform", "cpu", *(["--only", *only] if only else [])]
-    subprocess.run(command, cwd=runs.ROOT, check=True, capture_output=True)
+    subprocess.run(command, cwd=runs.ROOT, env=os.environ | {"PYTHON": sys.executable}, check=True, capture_output=True)
     return json.loads(out.read_text())["checks"]
 
 

@@ -33,9 +33,9 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
         if sys.stdout:
             sys.stdout.flush()
     except UserError as error:
-        end(MISTAKE, f"error: {error}")
+        end(MISTAKE, f"error: {error}{_kept_checkpoint(error)}")
     except TransientError as error:
-        end(TRY_AGAIN, f"error: {error}")
+        end(TRY_AGAIN, f"error: {error}{_kept_checkpoint(error)}")
     except KeyboardInterrupt as error:
         end(INTERRUPTED, f"interrupted{_kept_checkpoint(error)}")
     except BaseException as error:

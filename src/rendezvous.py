@@ -3,7 +3,7 @@
 Process 0 listens at the coordinator's address. When all have come and agree it leaves the port to JAX's own service,
 but the connections stay open: the operating system closes those of a killed process, and TCP's keep-alive probes find a
 lost machine. A process that ends tells process 0, which tells all. A message is a JSON object on a line; after joining,
-a process sends at most one: how it ended, or that it finished.
+a process sends at most two: where it failed, and how it ended or that it finished.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ Facts = Mapping[str, str]
 
 SAY_EVERY = 30.0  # seconds between two lines about who is missing
 NEWS_SECONDS = 3.0  # in which one learns of another's end after an error that may only follow from it
+AGREE_SECONDS = 10.0  # for which a process that failed waits for the others to say the same
 LEAVE_SECONDS = 2.0  # for which process 0 waits for those that it told of its end
 GREETING = "MinText"
 MAX_MESSAGE_BYTES = 2**24
@@ -189,12 +190,23 @@ class Job:
     def __init__(self, process: int, peers: Mapping[int, "Peer"], end: Callable[[int, str], object]) -> None:
         self.process, self._peers, self._end = process, dict(peers), end
         self._has_told, self._news = False, threading.Event()
+        self._failed, self._failures = dict[int, str](), threading.Condition()
         self._watcher = threading.Thread(target=self._watch, name="job", daemon=True)
         self._watcher.start()
 
     def tell(self, code: int, message: str) -> None:
         """Tells the others that this process ends, and how; process 0 waits a moment for them to end."""
         self._tell_all({"code": code, "message": f"process {self.process} of this job ended: {message or code}"})
+
+    def all_failed(self, place: str) -> bool:
+        """Returns whether all processes have failed at the same place, for which it waits a moment."""
+        with self._failures:
+            for peer in self._peers.values() if self.process else ():
+                peer.send({"failed": place})
+            agreed = self._failures.wait_for(lambda: {*map(self._failed.get, self._peers)} == {place}, AGREE_SECONDS)
+            for peer in self._peers.values() if agreed and not self.process else ():
+                peer.send({"failed": place})
+        return agreed
 
     def leave(self) -> None:
         """Tells the others that this process has finished without an error."""
@@ -228,6 +240,11 @@ class Job:
                 message = self._peers[number].read()
                 if self._has_told:
                     return
+                if "failed" in message:
+                    with self._failures:
+                        self._failed[number] = message["failed"]
+                        self._failures.notify()
+                    continue
                 if message.get("leaves"):
                     poll.unregister(descriptor)
                     del watched[descriptor]

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from ml_collections import ConfigDict
 
-from src.checkpoint.contents import checkpoint_entries, saved_meta
+from src.checkpoint.contents import saved_meta
 from src.checkpoint.data_position import run_rules
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.run_folder import RunFolder, dated_name, kept_checkpoint
@@ -18,7 +17,7 @@ from src.completion import encode_prompt
 from src.config.schema import Config
 from src.console import printable, say
 from src.data.fingerprint import data_fingerprint
-from src.data.host_arrays import check_same, gather_json, host_rows, to_global
+from src.data.host_arrays import check_same, host_rows, to_global
 from src.data.loader import train_batches
 from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
@@ -29,12 +28,11 @@ from src.evaluate import Evaluator
 from src.model.flops import flops_per_token
 from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, advice_on_memory, stack_traces
-from src.report.metrics import eval_key
-from src.report.recorder import LiveReport, Recorder, Result, recorded, sets_aside
+from src.report.recorder import LiveReport, Recorder, Result, recorded
 from src.report.summary import ending, next_commands, print_header, run_header
 from src.report.trackers import Tracking
 from src.report.watchdog import Watchdog
-from src.run_start import open_log, open_run
+from src.run import Saver, open_log, open_run
 from src.startup import configured
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
@@ -105,7 +103,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
         raise UserError(f"steps={config.steps} is already reached: {begun} is at step {first_step}. Raise steps.")
     finished = ending(config, first_step, start.eval_loss)
-    if finished:  # in a restart loop, or after a kill between the last checkpoint and the end
+    if finished and not start.evaluation_due:  # in a restart loop, or after a kill at the end
         folder.fetch("metrics.jsonl")
         say([*start.messages, f"finished: {finished}."])
         conclude(config, plan, state, tokenizer, folder, report)
@@ -133,66 +131,51 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     cuts_sharding = plan.layout.sharding(("batch", None))
 
     # ---- The loop: a step is recorded while the next one runs
-    eval_metrics: dict[str, float] = {}
-    stopped_by = 0
+    stopped_by, done = 0, first_step
+    of_run = (config, folder, built, rows, checkpointer, start)
     with (
         Recorder(config.step, config.steps, log, printer, flops, plan.layout.mesh) as recorder,
         contextlib.closing(Profile(config.diagnostics, first_step, config.steps, folder.local)) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
-        sets_aside(checkpointer, recorder, folder),
+        Saver(*of_run, recorder, meta, evaluations, generated) as saver,
         Watchdog(config.diagnostics, folder, streams, data.names) as watchdog,
     ):
-        for step in range(first_step, config.steps):
+        if start.evaluation_due and evaluations:
+            finished = saver.evaluate()
+        while not (finished or stopped_by):
             with recorder.waits_for_data():
                 host_batch = next(batches)
-            size = schedule.size(step)
+            size = schedule.size(done)
             batch = to_global(host_batch.arrays, place, host_batch.rows, size)
-            if schedule.changes_at(step):  # it is compiled again, in the time of this step and not of the last one
+            if schedule.changes_at(done):  # it is compiled again, in the time of this step and not of the last one
                 recorder.flush()
                 watchdog.pause()
-            with profile.step(step, state):
+            with profile.step(done, state):
                 make_update = train_step if size == global_batch else built.train
-                state, metrics = make_update(state, batch, hparams_at(config.step, config.steps, step))
+                state, metrics = make_update(state, batch, hparams_at(config.step, config.steps, done))
             if config.use_sft:
                 cuts = to_global(host_batch.cuts, cuts_sharding, host_batch.rows, size)
                 metrics["conversations_cut"] = count_cut(cuts)
-            done, rows_taken = step + 1, rows_taken + size
+            done, rows_taken = done + 1, rows_taken + size
+            evaluates = saver.reached(done, state, host_batch, rows_taken)
             recorder.add(done, metrics, batch["tokens"].size)
             watchdog.step(done, rows_taken, host_batch.stream_positions)
-            preempted = preemption.reached(done) and done < config.steps  # else nothing is left to resume
-            evaluates = evaluations and not preempted and (done % config.eval_interval == 0 or done == config.steps)
-            saves = done % config.checkpoint_period == 0 or preempted or done == config.steps
+            if preemption.reached(done) and done < config.steps:  # else nothing is left to resume
+                stopped_by = tracking.stopped_by = preemption.signal or signal.SIGTERM  # 0: another process got it
+                tracking.lacks_evaluation = evaluates
+            saves = done % config.checkpoint_period == 0 or stopped_by or done == config.steps
             if evaluates or saves:
                 recorder.flush()
                 watchdog.pause()
-                if evaluates:
-                    results = [evaluation.run(state) for evaluation in evaluations]
-                    eval_metrics = {name: value for result in results for name, value in result.items()}
-                    if generated:
-                        scores = generated.run(plan, state.weights).items()
-                        eval_metrics |= {eval_key(f"eval_{name}", evaluations[0].name): value for name, value in scores}
-                    recorder.add_evaluation(done, eval_metrics)
-                losses = [loss for name, loss in eval_metrics.items() if name.partition("/")[0] == "eval_loss"]
-                meta["eval_loss"] = max(losses) if evaluates and np.isfinite(losses).all() else None
-                finished = ending(config, done, meta["eval_loss"])
-                if (saves or finished) and config.enable_checkpointing and not recorder.skipped:
-                    recorder.sync()  # a checkpoint's metrics are on disk before it is
-                    folder.sync()
-                    meta["rows_taken"] = rows_taken
-                    if host_batch.saved:
-                        meta["streams"] = gather_json(host_batch.saved)
-                    if config.eval_mode == "rolling":
-                        meta["eval_position"] = {each.name: each.position() for each in evaluations}
-                    entries = checkpoint_entries(plan, state, host_batch.stream_positions, rows, schedule)
-                    say(checkpointer.save(done, entries, meta))
+                if saves:  # first, as an evaluation may fail
+                    saver.save()
+                finished = ending(config, done, None)
+                if evaluates and not stopped_by:
+                    finished = saver.evaluate()
                 if report:
                     report.update()
                 recorder.start_clock()
                 watchdog.resume()
-            if preempted:
-                stopped_by = tracking.stopped_by = preemption.signal or signal.SIGTERM  # 0: another process got it
-            if preempted or finished:
-                break
         watchdog.pause()
         say(checkpointer.finish())  # while signals are still caught
 
@@ -204,7 +187,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     elif done < config.steps:
         say([f"finished: {finished}."])
     conclude(config, plan, state, tokenizer, folder, report, stopped_by)
-    return Result(state, recorder.last, eval_metrics, stopped_by)
+    return Result(state, recorder.last, saver.eval_metrics, stopped_by) if recorder.last else recorded(state, report)
 
 
 def conclude(

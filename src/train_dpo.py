@@ -6,14 +6,13 @@ in `src/step/dpo.py`, the rows of a batch are made in `src/data/pairs.py`.
 
 import contextlib
 import functools
-import math
 import signal
 from collections.abc import Callable, Sequence
 
 import jax
 from ml_collections import ConfigDict
 
-from src.checkpoint.contents import checkpoint_entries, saved_meta
+from src.checkpoint.contents import saved_meta
 from src.checkpoint.data_position import run_rules
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.reference import kept_in
@@ -37,11 +36,11 @@ from src.model.flops import flops_per_token
 from src.model.params import Weights
 from src.parallel.slices import check_hardware, count_slices
 from src.report.diagnostics import Profile, advice_on_memory, stack_traces
-from src.report.recorder import LiveReport, Recorder, Result, recorded, sets_aside
+from src.report.recorder import LiveReport, Recorder, Result, recorded
 from src.report.summary import ending, next_commands, print_header, run_header
 from src.report.trackers import Tracking
 from src.report.watchdog import Watchdog
-from src.run_start import open_log, open_run
+from src.run import Saver, open_log, open_run
 from src.startup import configured
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
@@ -150,15 +149,17 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     tracking.start(folder, done if start.resumed else None)
 
     # ---- The loop: a step is recorded while the next one runs
-    eval_metrics: dict[str, float] = {}
     stopped_by, finished = 0, ending(config, done, start.eval_loss)
+    of_run = (config, folder, built, rows, checkpointer, start)
     with (
         Recorder(config.step, config.steps, log, printer, flops, plan.layout.mesh) as recorder,
         contextlib.closing(Profile(config.diagnostics, done, config.steps, folder.local)) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
-        sets_aside(checkpointer, recorder, folder),
+        Saver(*of_run, recorder, meta, evaluations) as saver,
         Watchdog(config.diagnostics, folder, rows, data.names) as watchdog,
     ):
+        if start.evaluation_due and evaluations:
+            finished = saver.evaluate()
         while not (finished or stopped_by):
             with recorder.waits_for_data():
                 host_batch = next(batches)
@@ -166,26 +167,21 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
             with profile.step(done, state):
                 state, metrics = built.train(state, batch, hparams_at(config.step, config.steps, done))
             done, rows_taken = done + 1, rows_taken + global_batch
+            evaluates = saver.reached(done, state, host_batch, rows_taken)
             recorder.add(done, metrics, built.tokens)
             watchdog.step(done, rows_taken, host_batch.stream_positions)
             if preemption.reached(done) and done < config.steps:  # else nothing is left to resume
                 stopped_by = tracking.stopped_by = preemption.signal or signal.SIGTERM  # 0: another process got it
-            evaluates = evaluations and not stopped_by and (done % config.eval_interval == 0 or done == config.steps)
+                tracking.lacks_evaluation = evaluates
             saves = done % config.checkpoint_period == 0 or stopped_by or done == config.steps
             if evaluates or saves:
                 recorder.flush()
                 watchdog.pause()
-                if evaluates:
-                    eval_metrics = evaluations[0].run(state)
-                    recorder.add_evaluation(done, eval_metrics)
-                meta["eval_loss"] = loss if evaluates and (loss := eval_metrics["eval_loss"]) < math.inf else None
-                finished = ending(config, done, meta["eval_loss"])
-                if (saves or finished) and config.enable_checkpointing and not recorder.skipped:
-                    recorder.sync()  # a checkpoint's metrics are on disk before it is
-                    folder.sync()
-                    meta["rows_taken"] = rows_taken
-                    entries = checkpoint_entries(plan, state, host_batch.stream_positions, rows, built.schedule)
-                    say(checkpointer.save(done, entries, meta))
+                if saves:  # first, as an evaluation may fail
+                    saver.save()
+                finished = ending(config, done, None)
+                if evaluates and not stopped_by:
+                    finished = saver.evaluate()
                 recorder.start_clock()
                 watchdog.resume()
         watchdog.pause()
@@ -201,7 +197,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         say([f"report: {report.finish()}"])
     if config.enable_checkpointing and not (stopped_by or config.quiet):
         say(next_commands(folder.path, tokenizer, config.replace(use_sft=True, eval_interval=-1)))
-    return Result(state, recorder.last, eval_metrics, stopped_by) if recorder.last else recorded(state, report)
+    return Result(state, recorder.last, saver.eval_metrics, stopped_by) if recorder.last else recorded(state, report)
 
 
 def log_probs(

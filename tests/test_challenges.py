@@ -8,7 +8,7 @@ import signal
 import jax
 import pytest
 
-from src import command_line, run_start, train
+from src import command_line, run, train
 from src.checkpoint import restore
 from src.checkpoint.run_folder import RunFolder
 from src.config import load as configuration
@@ -147,8 +147,8 @@ def test_a_folder_takes_one_process_at_a_time(folder, corpus, monkeypatch, capsy
         return compare_configs(*args)
 
     # Or the other process could finish the run after this one has read where to go on.
-    compare_configs = run_start.compare_configs
-    monkeypatch.setattr(run_start, "compare_configs", compared)
+    compare_configs = run.compare_configs
+    monkeypatch.setattr(run, "compare_configs", compared)
     assert int(runs.main(resumed(folder, corpus)).state.step) == 6
 
 

@@ -222,6 +222,39 @@ def test_a_host_that_fails_alone_ends_all_and_says_why(tmp_path):
     )
 
 
+MEASURE = """
+import jax
+
+def on_both(lines):
+    raise ValueError("no such word")
+
+def on_one(lines):
+    if jax.process_index() == 1:
+        raise ValueError("no such word")
+    return {}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("function", ["on_both", "on_one"])
+def test_an_error_in_an_evaluation_of_all_processes_saves_and_of_one_ends_all(function, tmp_path, corpus, monkeypatch):
+    """One process that fails alone can't save, and the others, which wait for it, learn why it ended."""
+    (tmp_path / "my_measure.py").write_text(MEASURE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    logs = [tmp_path / f"{process}.log" for process in range(2)]
+    keys = keys_of(tmp_path / "run", corpus, 10, per_device_batch_size=1, checkpoint_period=100, eval_interval=3)
+    keys |= {"decode_metrics": f"my_measure:{function}", "decode_prompt_tokens": 3, "decode_num_prompts": 2}
+    processes = start_two(logs, 2 * [{**keys, "sample_length": 3}])
+    with runs.ended(*processes):
+        assert [process.wait(timeout=150) for process in processes] == [2, 2]
+    last = [log.read_text().splitlines()[-1] for log in logs]
+    assert all("decode_metrics raised ValueError: no such word" in line for line in last)
+    note = "the state after step 3 is saved in"
+    assert [note in line for line in last] == [function == "on_both"] * 2
+    saved = (tmp_path / "run" / "checkpoints").exists() and runs.steps_saved(tmp_path / "run")
+    assert saved == ([3] if function == "on_both" else False)
+
+
 def test_a_killed_process_ends_the_job_and_is_named(tmp_path):
     """In JAX's own words this takes 100 s and a stack trace of 40 lines."""
     logs = [tmp_path / f"{process}.log" for process in range(2)]

@@ -97,6 +97,20 @@ def test_a_process_that_has_come_to_its_end_is_not_missed(three):
     assert ends[0].empty()
 
 
+@pytest.mark.parametrize(
+    ("places", "agree"), [("aaa", [True] * 3), ("aab", [False] * 3), ("baa", [False] * 3), ("a", [False])]
+)
+def test_processes_agree_that_all_failed_at_the_same_place(places, agree, three, monkeypatch):
+    """Each gets an answer within a bounded time, also if the others know of no error."""
+    monkeypatch.setattr(rendezvous, "AGREE_SECONDS", 20 if all(agree) else 0.5)
+    jobs, ends, *_ = three
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(lambda job, place: job.all_failed(place), jobs, places)) == agree
+    assert all(each.empty() for each in ends)
+    jobs[1].tell(2, "error: then it ends")
+    assert ends[0].get(timeout=60) == (2, "process 1 of this job ended: error: then it ends")
+
+
 def test_a_process_that_does_not_come_is_named_to_those_that_are_there():
     address = runs.free_address()
     said = []

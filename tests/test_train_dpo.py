@@ -143,13 +143,31 @@ def test_a_start_that_the_reference_does_not_fit_changes_nothing(folder, changed
     assert train_dpo.main(keys_of(folder, **keys, steps=4)).metrics["step"] == 4
 
 
-def test_an_evaluation_that_is_not_finite_is_in_the_checkpoint_as_none(folder, monkeypatch):
+def test_an_evaluation_that_fails_at_the_end_loses_nothing(folder, trained, monkeypatch):
+    evaluate, calls = Evaluator.run, []
+
+    def run(self, state):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("a fault")
+        return evaluate(self, state)
+
+    monkeypatch.setattr(Evaluator, "run", run)
+    with pytest.raises(RuntimeError, match="a fault"):
+        train_dpo.main(keys_of(folder, "failed", checkpoint_period=100))
+    assert runs.steps_saved(folder / "failed") == [6]
+    result = train_dpo.main(keys_of(folder, "failed", checkpoint_period=100))
+    assert result.eval_metrics["eval_loss"] == trained.eval_metrics["eval_loss"]
+    assert without_times(folder / "failed") == without_times(folder / "dpo")
+
+
+def test_an_evaluation_that_is_not_finite_is_recorded_as_none(folder, monkeypatch):
     run = Evaluator.run
     monkeypatch.setattr(Evaluator, "run", lambda self, state: {**run(self, state), "eval_loss": math.nan})
     result = train_dpo.main(keys_of(folder, run_name="nan", steps=3, ema_decay=0.5))
     assert result.eval_metrics["eval_ema_loss"] > 0  # of the averaged weights, on the same pairs
-    (meta,) = (folder / "nan" / "checkpoints" / "3").rglob("meta/metadata")
-    assert json.loads(meta.read_text())["meta"]["eval_loss"] is None
+    (of_step_3,) = json.loads((folder / "nan" / "checkpoints" / "evaluations.json").read_text()).values()
+    assert of_step_3["eval_loss"] is None
 
 
 def test_a_reference_is_kept_for_its_own_facts_and_checked(tmp_path):

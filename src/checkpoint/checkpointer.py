@@ -47,6 +47,7 @@ class Checkpointer:
         self._directory = absolute(directory)
         self._max_to_keep = max_to_keep
         self._kind = {"async_save": async_save, "compress": compress}
+        self.checksum = 0  # of the checkpoint that was saved or restored last
         self._manager: Any = None  # Orbax's
         self._damaged_steps: list[int] = []
         self._saved_steps: list[int] = []
@@ -76,6 +77,7 @@ class Checkpointer:
             messages.append(f"checkpoint {missed.step} could not be written ({reason}); {step} is written in its place")
         arrays = flatten(state)
         self._unwritten = Save(step, arrays, _encode_meta(meta, arrays))
+        self.checksum = self._unwritten.meta["checksum"]
         self._attempt(self._begin_save, retry=True)
         self._saved_steps.append(step)
         return messages
@@ -94,7 +96,7 @@ class Checkpointer:
         _, state, meta, problems = restore_newest(
             self._directory, steps, lambda meta, saved: abstract_state, of_run=True
         )
-        self._damaged_steps = list(problems)
+        self._damaged_steps, self.checksum = list(problems), meta.pop("checksum", 0)
         messages = [
             f"checkpoint {damaged} is passed over: {problem}. "
             f"The next checkpoint saved renames it to {self._name_aside(damaged, 'damaged')}."

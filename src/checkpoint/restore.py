@@ -31,6 +31,7 @@ T = TypeVar("T")
 # Returns what to restore, given a checkpoint's meta, and the shape and dtype of each of its arrays by dotted name.
 AbstractOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
+EVALUATIONS = "evaluations.json"  # beside the folders of steps
 ENTRIES = {False: params.ROLES, True: ("ema", *params.ROLES[1:])}  # of a checkpoint's weights, by `load_ema`
 
 
@@ -166,6 +167,9 @@ def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str
     """Restores (state, meta) of one checkpoint. Raises DamagedError or UserError, on all processes alike."""
     meta, saved = _read_meta(step_folder)
     abstract_state = abstract_of(meta, saved)
+    if "data_position" in abstract_state:  # a run goes on from it
+        meta["checksum"] = checksum_of({"meta": meta, "arrays": saved})
+        meta |= of_process_0(lambda: read_evaluations(step_folder.parent).get(str(meta["checksum"]), {}))
     saved = {name: entry for name, entry in saved.items() if {name, name.split(".")[0]} & set(abstract_state)}
     wanted = flatten(abstract_state)
     host_arrays = [name for name, x in wanted.items() if isinstance(x, HostArray)]
@@ -247,6 +251,14 @@ def _read_meta(step_folder: epath.Path) -> tuple[dict[str, Any], dict[str, dict[
     # Of each array it has a digest, so that equal ones mean equal weights.
     check_same({"checksum of meta": checksum_of(content)}, f"contents in {step_folder}", "the same folder")
     return content["meta"], content["arrays"]
+
+
+def read_evaluations(checkpoints: epath.Path) -> dict[str, Any]:
+    """Returns what came of the evaluations after checkpoints, by checksum; {} without a readable file."""
+    try:
+        return dict(parse_json((checkpoints / EVALUATIONS).read_bytes()))
+    except (OSError, ValueError, TypeError):  # they are made again
+        return {}
 
 
 def checksum_of(content: Mapping[str, Any]) -> int:

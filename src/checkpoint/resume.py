@@ -27,6 +27,7 @@ class ResumePoint(NamedTuple):
     eval_position: Mapping[str, Any] = {}  # of each rolling evaluation set by name, as `EvalBatches.position` gave it
     resumed: bool = False  # from the run's own checkpoint
     eval_loss: float | None = None  # of the evaluation at that step, the highest of its sets
+    evaluation_due: bool = False  # at that step, which the run had not made
 
 
 def starting_state(
@@ -52,7 +53,8 @@ def starting_state(
             restored.state["frozen"] = plan.split(weights).frozen
         restored.messages.append(f"resumed from step {int(restored.state['step'])}")
         point = _resume_point(restored, data, accept_changes, fingerprint)
-        return point._replace(resumed=True, eval_loss=restored.meta.get("eval_loss"))
+        due = "eval_loss" not in restored.meta and restored.meta.get("evaluation_due", False)
+        return point._replace(resumed=True, eval_loss=restored.meta.get("eval_loss"), evaluation_due=due)
     if path := loading.load_full_state_path:
         # src/config/checks.py refuses adapters here: load_parameters_path, which says where their base is, is not set.
         restored = restore_step(path, wanted)

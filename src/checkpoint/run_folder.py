@@ -174,7 +174,8 @@ def in_run_folder(folder: epath.Path) -> Iterator[None]:
     except (UserError, TransientError):
         raise
     except BaseException as error:
-        error.run_folder, error.kept_checkpoint = folder, kept_checkpoint(folder)  # type: ignore[attr-defined]
+        error.run_folder = folder  # type: ignore[attr-defined]
+        error.kept_checkpoint = getattr(error, "kept_checkpoint", "") or kept_checkpoint(folder)  # type: ignore[attr-defined]
         raise
 
 

@@ -76,8 +76,13 @@ class MetricsLog:
     finite becomes null in metrics.jsonl, because JSON has no NaN, and is left out of TensorBoard.
     """
 
-    def __init__(self, path: Path, tensorboard_dir: Path, resume_step: int | None) -> None:
-        """Opens both, on a local disk, and cuts off the lines after `resume_step`; None: a new run, without any."""
+    def __init__(
+        self, path: Path, tensorboard_dir: Path, resume_step: int | None, evaluates_again: bool = False
+    ) -> None:
+        """Opens both, on a local disk, and cuts off the lines after `resume_step`; None: a new run, without any.
+
+        With `evaluates_again` also the evaluation of that step, which will be written again.
+        """
         # Imported here because it takes 0.4 s, and in parts: the whole package imports PyTorch for 2 s, where there
         # is one. Its SummaryWriter is avoided: its thread fails on a full disk, and then it waits for that for ever.
         with _in_parts("tensorboardX"):
@@ -86,7 +91,7 @@ class MetricsLog:
             from tensorboardX.summary import Summary, scalar
 
         self.messages: list[str] = []  # for the user, about an existing file
-        if resume_step is not None and path.exists() and (invalid := _cut_back(path, resume_step)):
+        if resume_step is not None and path.exists() and (invalid := _cut_back(path, resume_step, evaluates_again)):
             self.messages.append(
                 f"{path.name}: cut off {counted(invalid, 'line')} at its end without the metrics of a step"
             )
@@ -172,8 +177,9 @@ def _or_null(value: float | list[float]) -> Any:
     return value if math.isfinite(value) else None
 
 
-def _cut_back(path: Path, step: int) -> int:
+def _cut_back(path: Path, step: int, evaluates_again: bool) -> int:
     """Truncates metrics.jsonl after its last line up to `step`, found from the end; returns how many were invalid."""
+    until = (step, not evaluates_again)  # evaluations come after the other lines of their step
     invalid = 0
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
@@ -183,7 +189,7 @@ def _cut_back(path: Path, step: int) -> int:
                 while end:
                     begin = lines.rfind(b"\n", 0, end - 1) + 1
                     entry = read_entry(lines[begin:end])
-                    if entry and entry["step"] <= step:
+                    if entry and (entry["step"], bool(eval_sets(entry))) <= until:
                         break
                     invalid += entry is None
                     end = begin

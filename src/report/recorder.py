@@ -10,8 +10,7 @@ from typing import NamedTuple, Self
 import jax
 from jax.sharding import Mesh
 
-from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.run_folder import RunFolder, kept_checkpoint
+from src.checkpoint.run_folder import RunFolder
 from src.config.schema import Step
 from src.errors import UserError
 from src.model.flops import FlopsPerToken
@@ -62,6 +61,7 @@ class Recorder:
         self.last: Entry = {}  # the metrics of the step recorded last
         self.last_finite = 0  # the last step whose loss and gradient were finite: the weights before it are good
         self.skipped = 0  # steps recorded since then
+        self.recorded = 0  # the last step all of whose lines are written
         self._keys, self._steps, self._log, self._printer = keys, steps, log, printer
         self._flops, self._devices = flops, mesh.size
         self._peak = run_peak(mesh.devices.flat[0].device_kind, keys.dtype, keys.matmul_precision)
@@ -152,6 +152,7 @@ class Recorder:
                 self._printer.say(f"step {step}: the update is skipped, for it is not finite")
             elif metrics.get("spike"):
                 self._printer.say(f"step {step}: the update is skipped, for its loss or gradient norm is a spike")
+        self.recorded = step
 
     def _check(self, step: int, metrics: Entry) -> None:
         advice = ""
@@ -230,16 +231,3 @@ def recorded(state: TrainState, report: LiveReport | None) -> Result:
     """Returns the result of a run that was finished before; only a process with a report has its metrics."""
     train_line, eval_line = (report.history.last_train, report.history.last_eval) if report else ({}, {})
     return Result(state, dict(train_line), {key: eval_line[key] for key in eval_line if key != "step"}, 0)
-
-
-@contextlib.contextmanager
-def sets_aside(checkpointer: Checkpointer, recorder: Recorder, folder: RunFolder) -> Iterator[None]:
-    """Renames, if the body raises NonFiniteError, the checkpoints whose weights have not given a finite loss."""
-    try:
-        yield
-    except NonFiniteError as error:
-        names = checkpointer.set_aside(recorder.last_finite)
-        aside = f" The newest one, which led to this, is kept as {', '.join(names)}." if names else ""
-        note = kept_checkpoint(folder.path)
-        goes_on = ", and the run goes on from it." if note.endswith("stands") else "."
-        raise UserError(f"{error} {note[0].upper()}{note[1:]}{goes_on}{aside}") from None

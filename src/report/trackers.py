@@ -45,6 +45,7 @@ class Tracking:
     def __init__(self, report_to: tuple[str, ...]) -> None:
         """Raises UserError if a package or MLflow's address is missing."""
         self.stopped_by = 0  # the signal that ended the run early
+        self.lacks_evaluation = False  # of the last step, which the resumed run makes
         self._names, self._followers = report_to, list[_Follower]()
         for name in report_to:
             spec = find_spec(name)
@@ -70,7 +71,7 @@ class Tracking:
         code = next((codes[base] for base in codes if isinstance(error, base)), FAULT if error else 0)
         code = code or (128 + self.stopped_by if self.stopped_by else 0)
         for follower in self._followers:
-            follower.end(code, is_whole=error is None)
+            follower.end(code, is_whole=error is None and not self.lacks_evaluation)
         deadline = time.monotonic() + END_SECONDS
         for follower in self._followers:
             follower.join(max(0.0, deadline - time.monotonic()))

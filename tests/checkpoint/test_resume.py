@@ -497,7 +497,7 @@ def test_a_checkpoint_that_leads_to_no_finite_loss_is_set_aside_and_the_one_befo
     assert "21.nonfinite" in said
     assert f"The checkpoint of step 20 in {stopped} stands, and the run goes on from it." in said
     assert ("on_nonfinite=skip" in said) == (answer == "stop")
-    assert {path.name for path in (stopped / "checkpoints").iterdir()} == {"20", "21.nonfinite"}
+    assert {path.name for path in (stopped / "checkpoints").iterdir()} == {"20", "21.nonfinite", "evaluations.json"}
     monkeypatch.undo()
     runs.run_here(**keys_of(stopped, corpus))
     assert_same_run(stopped, whole, STEPS)

@@ -1,0 +1,203 @@
+"""Surrounds the steps of `src/train.py` and `src/train_dpo.py`: opens a run, evaluates, saves, and ends it."""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from src import rendezvous
+from src.checkpoint.changes import compare_configs
+from src.checkpoint.checkpointer import Checkpointer
+from src.checkpoint.contents import checkpoint_entries
+from src.checkpoint.restore import EVALUATIONS, read_evaluations
+from src.checkpoint.resume import ResumePoint, starting_state
+from src.checkpoint.run_folder import RunFolder, in_run_folder, kept_checkpoint
+from src.config import load as configuration
+from src.config.schema import Config
+from src.console import say
+from src.data.batch_schedule import BatchSchedule
+from src.data.fingerprint import EVALUATION
+from src.data.host_arrays import gather_json
+from src.data.loader import HostBatch
+from src.data.types import Tokenizer
+from src.errors import UserError
+from src.report.metrics import MetricsLog, StepPrinter, eval_key, eval_sets
+from src.report.recorder import NonFiniteError, Recorder
+from src.report.summary import dates, ending
+from src.startup import environment
+from src.step.build import TracedStep
+from src.step.plan import StepPlan
+from src.step.state import TrainState
+
+KEPT_EVALUATIONS = 10  # so that a run which falls back to an older checkpoint need not repeat its evaluation
+
+
+def open_run(
+    config: Config,
+    folder: RunFolder,
+    plan: StepPlan,
+    abstract: TrainState,
+    fingerprint: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    exits: contextlib.ExitStack,
+) -> tuple[Checkpointer, ResumePoint]:
+    """Locks a run's folder; returns its checkpointer, which `exits` closes, and where the run goes on or begins.
+
+    Raises UserError where `starting_state` does, and if the folder can't be written or another process trains in it.
+    """
+    exits.enter_context(in_run_folder(folder.path))
+    folder.check_writable()
+    folder.lock()  # before anything of it is read that another process may change
+    checkpoints, keep = folder.path / "checkpoints", config.max_num_checkpoints_to_keep
+    checkpointer = Checkpointer(checkpoints, max_to_keep=keep, async_save=config.async_checkpointing)
+    exits.callback(checkpointer.close)
+    changes = compare_configs(config, folder, plan, abstract)
+    accepted = (*config.accept_changes, *[EVALUATION] * (not config.target_eval_loss))
+    start = starting_state(
+        config.checkpoint, config.data, accepted, plan, abstract, checkpointer, fingerprint, tokenizer
+    )
+    if start.resumed:
+        start.messages[:0] = changes
+    return checkpointer, start
+
+
+def open_log(
+    config: Config, folder: RunFolder, header: Sequence[tuple[str, str]], start: ResumePoint, schedule: BatchSchedule
+) -> tuple[MetricsLog | None, StepPrinter | None]:
+    """Writes config.yml and environment.json; returns where steps are recorded and printed, in the process that does.
+
+    Metrics of an earlier start, of which no checkpoint is left, are set aside.
+    """
+    first_step = int(start.state.step)
+    resume_step = first_step if start.resumed else None
+    if not start.resumed and (aside := folder.set_aside("metrics.jsonl")):
+        say([f"no checkpoint of an earlier start is here to go on from; its metrics are in {aside}"])
+    folder.write_text("config.yml", configuration.to_yaml(config))
+    if jax.process_index() != 0:
+        return None, None
+    folder.write_text("environment.json", json.dumps(dates(folder, first_step) | dict(header[2:-1]) | environment()))
+    log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", resume_step, start.evaluation_due)
+    say(log.messages)
+    return log, StepPrinter(config.steps, first_step, config.log_period, config.quiet, schedule.rows_before)
+
+
+class Saver:
+    """Saves the state of a run, and records its evaluations; all processes make the same calls.
+
+    As a context it also saves if an error ends the body between two steps. After a NonFiniteError it renames the
+    checkpoints whose weights have not given a finite loss.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        built: TracedStep,
+        rows: np.ndarray,
+        checkpointer: Checkpointer,
+        start: ResumePoint,
+        recorder: Recorder,
+        meta: Mapping[str, Any],
+        evaluations: Sequence[Any],
+        generated: Any = None,
+    ) -> None:
+        """Takes which of a global batch's `rows` this host has, and what every checkpoint says in its `meta`.
+
+        `evaluations` are `Evaluator`s, one for each set; `generated` is `DecodeMetrics` if the run has them.
+        """
+        self._config, self._folder, self._built, self._rows = config, folder, built, rows
+        self._checkpointer, self._recorder, self._meta = checkpointer, recorder, {**meta}
+        self._meta["eval_position"], self._evaluations, self._generated = start.eval_position, evaluations, generated
+        self._done, self._state = int(start.state.step), start.state
+        self._saved = self._done if start.resumed else -1
+        self._evaluated: dict[str, Any] = {}  # what came of the evaluation of this state
+        self.eval_metrics: dict[str, float] = {}  # of the last evaluation
+
+    def reached(self, done: int, state: TrainState, batch: HostBatch, rows_taken: int) -> bool:
+        """Takes note of the state after a step; returns whether it is to be evaluated."""
+        self._done, self._state, self._batch, self._evaluated = done, state, batch, {}
+        is_time = done % self._config.eval_interval == 0 or done == self._config.steps
+        self._meta |= {"rows_taken": rows_taken, "evaluation_due": bool(self._evaluations) and is_time}
+        return self._meta["evaluation_due"]
+
+    def save(self) -> None:
+        """Saves the state, once; not while updates are skipped because they are not finite."""
+        if self._saved == self._done or self._recorder.skipped or not self._config.enable_checkpointing:
+            return
+        self._sync()
+        if self._batch.saved:
+            self._meta["streams"] = gather_json(self._batch.saved)
+        positions, plan, schedule = self._batch.stream_positions, self._built.plan, self._built.schedule
+        entries = checkpoint_entries(plan, self._state, positions, self._rows, schedule)
+        say(self._checkpointer.save(self._done, entries, self._meta | self._evaluated))
+        self._saved = self._done
+
+    def evaluate(self) -> str:
+        """Evaluates the state; returns why the run is finished if its losses are low enough, and then saves it.
+
+        What came of it is written beside the checkpoint, if the state is saved. A run that is killed before that makes
+        the evaluation again when it is resumed.
+        """
+        state, metrics = self._state, {}
+        for each in self._evaluations:
+            metrics |= each.run(state)
+        if self._generated:
+            scores = self._generated.run(self._built.plan, state.weights).items()
+            metrics |= {eval_key(f"eval_{name}", self._evaluations[0].name): value for name, value in scores}
+        self._recorder.add_evaluation(self._done, metrics)
+        self.eval_metrics = metrics
+        losses = [each["eval_loss"] for each in eval_sets(metrics).values()]
+        loss = max(losses) if np.isfinite(losses).all() else None
+        if self._config.eval_mode == "rolling":
+            self._meta["eval_position"] = {each.name: each.position() for each in self._evaluations}
+        self._evaluated = {"eval_loss": loss, "eval_position": self._meta["eval_position"]}
+        if self._saved == self._done:
+            self._sync()
+            known = read_evaluations(self._folder.path / "checkpoints") | {self._checkpointer.checksum: self._evaluated}
+            self._folder.write_text(
+                f"checkpoints/{EVALUATIONS}", json.dumps(dict([*known.items()][-KEPT_EVALUATIONS:]))
+            )
+        if finished := ending(self._config, self._done, loss):
+            self.save()
+        return finished
+
+    def _sync(self) -> None:
+        """Puts all metrics on disk, or on the store, before a checkpoint or an evaluation says that they are there."""
+        self._recorder.sync()
+        self._folder.sync()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, NonFiniteError):
+            names = self._checkpointer.set_aside(self._recorder.last_finite)
+            aside = f" The newest one, which led to this, is kept as {', '.join(names)}." if names else ""
+            note = kept_checkpoint(self._folder.path)
+            goes_on = ", and the run goes on from it." if note.endswith("stands") else "."
+            raise UserError(f"{error} {note[0].upper()}{note[1:]}{goes_on}{aside}") from None
+        if isinstance(error, Exception) and trace:
+            with contextlib.suppress(Exception):  # the error that came first is reported
+                self._save_after(error, f"{self._done} {trace.tb_lineno}")
+
+    def _save_after(self, error: Exception, place: str) -> None:
+        """Saves the state, if it is good and all processes of the job have failed at this place; has the error say so.
+
+        A process that waits for the others in a step or in an evaluation can't save.
+        """
+        if self._saved != self._done:
+            self._recorder.flush()
+            gone = any(x.is_deleted() for x in jax.tree.leaves(self._state))
+            job, alone = rendezvous.current_job, jax.process_count() == 1
+            agreed = alone or (job is not None and job.all_failed(place))
+            if gone or self._recorder.recorded != self._done or not agreed:
+                return
+            self.save()
+        say(self._checkpointer.finish())
+        if self._saved == self._done:
+            at = f"step {self._done} is saved in {self._folder.path}"
+            error.kept_checkpoint = f"the state after {at}: the same command, run_name={self._folder.name}, goes on"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from src import as_installed, rendezvous
-from src.errors import BROKEN_PIPE, FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError
+from src import rendezvous
+from src.errors import BROKEN_PIPE, FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError, show
 from src.storage_errors import Failure, failure_of
 
 
@@ -27,11 +27,11 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
     code. However this process ends, it tells the other processes of its job, which end too. `may_exit`: `main` may
     raise SystemExit, as argparse does.
     """
+    _open_streams()
     try:
         result = main(sys.argv[1:])
         code = getattr(result, "exit_code", result)
-        if sys.stdout:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except UserError as error:
         end(MISTAKE, f"error: {error}{_kept_checkpoint(error)}")
     except TransientError as error:
@@ -50,6 +50,15 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
         end(code, f"error: {message}. {_write_traceback(error)}{_kept_checkpoint(error)}")
     if type(code) is int and code:
         sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Opens standard streams that are closed, whose descriptors other files would get; has any text be printed."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # characters that it lacks, as ASCII does; as Python has stderr do
 
 
 def end(code: int, message: str, *, at_once: bool = False) -> NoReturn:
@@ -87,7 +96,7 @@ def _orbax_waits() -> bool:
 def _print(message: str) -> None:
     if message and sys.stderr:
         with contextlib.suppress(OSError):
-            print(as_installed(message), file=sys.stderr, flush=True)
+            show(message, sys.stderr)
 
 
 def _kept_checkpoint(error: BaseException) -> str:

@@ -7,14 +7,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from src import as_installed
 from src.config import load as config_load
 from src.config.base_yml import TRAIN, Usage, help_for
 from src.config.migration_hints import environment_notes
 from src.config.schema import Config
 from src.config.sources import CONFIG, run_folder
 from src.config.yaml import parse_keys, read_file
-from src.errors import UserError, clipped
+from src.errors import UserError, clipped, show
 from src.hub import PREFIX, local_folder, pinned
 from src.storage_errors import Failure, failure_of
 
@@ -77,9 +76,10 @@ def _pinned(config: Config) -> Config:
 def of_command(argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN) -> Config | None:
     """Returns the configuration of a command that needs no JAX, and prints its notes; None for --help alone."""
     if (text := help_for(argv, usage)) is not None:
-        print(as_installed(text))
+        show(text)
         return None
     notes: list[str] = []
     config = load(argv, notes, command=usage.command)
-    print("".join(f"{note}\n" for note in notes), end="")
+    for note in notes:
+        show(note)
     return config

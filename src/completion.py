@@ -7,9 +7,8 @@ import jax
 import numpy as np
 
 from src.config.command_keys import Decoding
-from src.console import printable
 from src.data.types import Conversation, Tokenizer
-from src.errors import UserError
+from src.errors import UserError, printable
 from src.generate import Generator, sampling
 from src.json_text import well_formed
 from src.model.params import Weights

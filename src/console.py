@@ -1,13 +1,8 @@
-"""Prints to the console: lines of one process, and generated text without what a terminal would obey."""
+"""Prints lines to the console, from one process of a job."""
 
 from collections.abc import Iterable
 
-from src import as_installed
-
-
-def printable(text: str) -> str:
-    """Replaces control characters, which a terminal would obey and a model of bytes may generate, by U+FFFD."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+from src.errors import show
 
 
 def say(lines: Iterable[str]) -> None:
@@ -16,4 +11,4 @@ def say(lines: Iterable[str]) -> None:
 
     if jax.process_index() == 0:
         for line in lines:
-            print(as_installed(line), flush=True)
+            show(line)

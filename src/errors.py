@@ -1,9 +1,11 @@
-"""Defines the errors whose message is all that a user needs, exit codes, and helpers for messages."""
+"""Defines the errors whose message is all that a user needs, exit codes, and how messages are worded and printed."""
 
 import difflib
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TextIO
+
+from src import as_installed
 
 
 class UserError(Exception):
@@ -22,6 +24,16 @@ INTERRUPTED = 130  # as shells report Ctrl-C
 BROKEN_PIPE = 141  # as shells report SIGPIPE
 
 MAX_LISTED = 5  # items of a list in a message
+
+
+def printable(text: str) -> str:
+    """Replaces control characters, which a terminal would obey and any file or name may contain, by U+FFFD."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+
+
+def show(text: str, file: TextIO | None = None) -> None:
+    """Prints a line or several for the user, to `file` or the output, as a terminal may show it."""
+    print(printable(as_installed(text)), file=file, flush=True)
 
 
 def clipped(text: str, limit: int = 2000) -> str:

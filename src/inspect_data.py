@@ -13,7 +13,6 @@ from src.checkpoint.data_position import run_rules
 from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.source_spec import train_specs
-from src.console import printable
 from src.data.batch_schedule import BatchSchedule
 from src.data.batch_transform import added_fields
 from src.data.document_stream import DocumentStream, rows_per_epoch
@@ -23,7 +22,7 @@ from src.data.order import Mixture
 from src.data.streams import StreamSource
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, RowArrays, RowSource, Tokenizer, TrainData
-from src.errors import UserError
+from src.errors import UserError, printable, show
 from src.report.summary import describe_conversations, describe_data, few_documents, print_header
 from src.startup import configured
 
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         ]
     )
     for name, field in added_fields(config.batch, config.vocab_size).items():
-        print(f"batch_transform adds {name}: {field.dtype} {['rows', *field.shape]}")
+        show(f"batch_transform adds {name}: {field.dtype} {['rows', *field.shape]}")
     # Where packing streams keep a position, all batches before the first one shown are made too.
     first = config.inspect_first_step
     computed = not is_stream and all(rows_per_epoch(inputs, source) is not None for source in data.sources)
@@ -102,7 +101,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             name = data.names[mixture.assign(number, global_batch, config.data_shuffle_seed)[0]]
             title = f"step {step}, row {row}" + f" ({name})" * bool(name)
             cuts = batch.cuts[index] if config.use_sft else None
-            print("\n".join(_lines(title, batch.arrays, index, tokenizer, cuts)))
+            show("\n".join(_lines(title, batch.arrays, index, tokenizer, cuts)))
     summary = _summary(shown, batches)
     batches.close()
     is_chat = config.use_sft and tokenizer and tokenizer.chat_template  # whose tokens the decoded text lacks

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from src import FOLDER, as_installed, command_line, rendezvous
+from src import FOLDER, command_line, rendezvous
 from src.cli import end_now
 from src.config.base_yml import TRAIN, Usage, help_for
 from src.config.schema import Config, Mesh, Step
 from src.config.yaml import dump
 from src.console import say
-from src.errors import UserError
+from src.errors import UserError, show
 from src.parallel.device_holders import named_device_holders
 from src.parallel.topology import GPU_MEMORY_FRACTION
 from src.step.compiler_flags import check_environment
@@ -52,7 +52,7 @@ def configured(
     another program holds the devices.
     """
     if (help_text := help_for(argv, usage)) is not None:
-        print(as_installed(help_text))
+        show(help_text)
         return None
     print(f"MinText {version()}", flush=True)
     notes: list[str] = []
@@ -70,7 +70,8 @@ def configured(
         with named_device_holders():
             say(notes)  # the first that has JAX look for devices
     else:  # `say` would have JAX look for devices
-        print("".join(f"{note}\n" for note in notes), end="", flush=True)
+        for note in notes:
+            show(note)
     return config
 
 
@@ -126,7 +127,7 @@ def start_distributed(place: Place, mesh: Mesh, facts: Mapping[str, str]) -> Non
         "the processes of this job were started with different configurations, code or packages: give all of them the "
         f"same, but for {', '.join(PER_PROCESS_KEYS)}"
     )
-    meeting = rendezvous.Meeting(*place[:2], facts, timeout, silence, disagree, functools.partial(print, flush=True))
+    meeting = rendezvous.Meeting(*place[:2], facts, timeout, silence, disagree, show)
     rendezvous.current_job = rendezvous.Job(place.process_id, meeting.join(place.process_id), end_now)
     # Registered after JAX's exit handler, which waits for the other processes, and therefore run before it.
     atexit.register(rendezvous.current_job.leave)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from src.errors import TransientError
+from src.errors import TransientError, show
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ def retried(attempt: Callable[[], T]) -> T:
                 raise
             if time.monotonic() > _quiet_until[0]:
                 _quiet_until[0] = time.monotonic() + 60
-                print(f"a disk or store failed, and is asked again ({one_line(error)})", flush=True)
+                show(f"a disk or store failed, and is asked again ({one_line(error)})")
             time.sleep(seconds)
     return attempt()
 

@@ -40,7 +40,7 @@ from src.data.readers.tokens import FORMAT, IDS_FILE, INDEX_FILE, SUMMARY, UNFIN
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec
 from src.disk import lock, new_file
-from src.errors import UserError, first_few
+from src.errors import UserError, first_few, show
 from src.json_text import parse_json
 from src.storage_errors import Failure, failure_of
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         with _locked(folder):
             summary = _plan(folder, items)
             if "shards" in summary:
-                print(f"{folder} is finished already", flush=True)
+                show(f"{folder} is finished already")
             else:
                 summary = _write(config_text, folder, len(items), summary)
             for note in (folder / UNFINISHED, *folder.glob("[0-9]*.json")):  # tokens.json has it all
@@ -86,13 +86,13 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
         raise UserError(f"tokenized_path={config.tokenized_path} can't be written: {error}") from error
     shards = [ShardFacts(**shard) for shard in summary["shards"]]
     size = sum(shard.ids_bytes + shard.index_bytes for shard in shards)
-    print(
+    show(
         f"{folder}: {sum(shard.documents for shard in shards):,} documents, "
         f"{sum(shard.ids for shard in shards):,} tokens, {size / 1e6:,.1f} MB"
     )
     if config.eval_dataset_path or config.eval_dataset_name:
         print("data to evaluate on are of type tokens then too: write them likewise, each with dataset_path=DATA")
-    print(
+    show(
         f"train on it: dataset_type=tokens dataset_path={config.tokenized_path}{' datasets=[]' * bool(config.datasets)}"
         ", instead of the keys that name the data here; keep the others"
     )

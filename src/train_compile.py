@@ -22,7 +22,7 @@ from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.schema import Config
 from src.disk import check_outputs, write_output
-from src.errors import UserError
+from src.errors import UserError, show
 from src.parallel.topology import Topology, parse_topology
 from src.report.metrics import duration
 from src.report.summary import print_header
@@ -100,15 +100,15 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
     if program_path and fits:
         try:
             program.save(program_path, compiled, header)
-            print(f"saved {program_path}", flush=True)
+            show(f"saved {program_path}")
         except UserError as error:
             failures.append(error)
     elif program_path:
-        print(f"{program_path} is not written: the step does not fit", flush=True)
+        show(f"{program_path} is not written: the step does not fit")
     if failures and fits:
         raise UserError("\n".join(map(str, failures)))
     for failure in failures:  # the answer, and the exit code, is that the step does not fit
-        print(f"error: {failure}", file=sys.stderr, flush=True)
+        show(f"error: {failure}", sys.stderr)
     return result
 
 

@@ -17,7 +17,7 @@ from src.data import order
 from src.data.open import open_sources
 from src.data.tokenizer import SentencePieceTokenizer
 from src.data.types import InputSpec, Source
-from src.errors import UserError
+from src.errors import UserError, show
 from src.hf.tokenizer_json import save_tokenizer
 from src.hub import PREFIX
 
@@ -53,10 +53,10 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     source = data.sources[0]
     texts = list(_sample(source, config.data_shuffle_seed))
     read = f"{len(texts):,} of {len(source):,} documents or pieces of them, {sum(map(len, texts)):,} characters"
-    print(f"training on {read}", flush=True)
+    show(f"training on {read}")
     model = train(texts, config.vocab_size)
     if file.is_file() and file.read_bytes() == model:
-        print(f"{path} is there already, as this command writes it")
+        show(f"{path} is there already, as this command writes it")
         return
     if path.exists():
         raise UserError(
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
             save_tokenizer(path, SentencePieceTokenizer(str(file)))
     except OSError as error:
         raise UserError(f"tokenizer_path={path} can't be written: {error.strerror}") from error
-    print(f"wrote {path}")
+    show(f"wrote {path}")
 
 
 def train(texts: Sequence[str], vocab_size: int) -> bytes:

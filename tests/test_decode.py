@@ -24,12 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from src import completion, decode
 from src.command_line import load
-from src.console import printable
 from src.data.huggingface_tokenizer import HuggingFaceTokenizer
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
 from src.data.types import InputSpec
 from src.decode import Completion, generate
-from src.errors import UserError
+from src.errors import UserError, printable
 from src.generate import Generator, Sampling, in_training, unrolled
 from src.loaded_model import inference_plan
 from src.parallel.mesh import make_layout

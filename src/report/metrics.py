@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from src.disk import names
-from src.errors import counted
+from src.errors import counted, printable, show
 from src.json_text import parse_json
 
 # The keys of a train line of metrics.jsonl, in order (docs/metrics.md explains each). mfu and mfu_palm need a device
@@ -130,7 +130,7 @@ class MetricsLog:
                 before.seek(0)
                 shutil.copyfileobj(before, self._file)
         done = "replaced: lines from here on follow those of the new file" if is_there else "deleted: it is back, whole"
-        print(f"step {step}: {self._path} was {done}", flush=True)
+        show(f"step {step}: {self._path} was {done}")
 
     def flush(self) -> None:
         """Puts every line on disk. Call it before a checkpoint is saved, so that no step up to it can be missing."""
@@ -260,7 +260,7 @@ class StepPrinter:
 
     def say(self, line: str) -> None:
         """Prints a line of another kind."""
-        self._console.print(line)
+        self._console.print(printable(line))
 
 
 def train_line(entry: Entry, steps: int, seconds_left: float | None) -> str:

@@ -17,12 +17,11 @@ from typing import Any
 
 from etils import epath
 
-from src import as_installed
 from src.checkpoint.run_folder import read_text
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
 from src.disk import write_output
-from src.errors import UserError, counted, first_few
+from src.errors import UserError, counted, first_few, show
 from src.report.comparison import Run, finite, key_figures, loss_note, read_facts, read_runs, tables
 from src.report.history import Curve, History, Point
 from src.report.metrics import TRAIN_KEYS
@@ -40,7 +39,7 @@ _MAX_COLUMNS = 6  # of more runs, each has a row of its own
 def main(argv: Sequence[str]) -> None:
     """Writes a page, or prints the usage; raises UserError for what is no run's folder, or malformed."""
     if {"-h", "--help"}.intersection(argv):
-        print(as_installed(USAGE))
+        show(USAGE)
         return
     if not argv or any(argument.startswith("-") for argument in argv):
         raise UserError("one argument was expected, or several, runs' folders: python -m src.report runs/NAME")
@@ -53,10 +52,10 @@ def main(argv: Sequence[str]) -> None:
             write_output("report", str(page_file), page(folder, runs[folder.name].history).encode())
         else:
             write_output("report", str(page_file), comparison_page(runs).encode())
-            print(comparison_text(runs))
+            show(comparison_text(runs))
     except (OSError, ValueError, ArithmeticError) as error:  # such as a folder in a file's place, or absurd numbers
         raise UserError(f"cannot write {page_file}: {type(error).__name__}: {error}") from None
-    print(f"wrote {page_file}")
+    show(f"wrote {page_file}")
     for run in runs.values():
         if run.history.invalid_lines:
             print(_invalid_lines(run.history))

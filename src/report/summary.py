@@ -17,7 +17,7 @@ from src.config.source_spec import SourceSpec, train_specs
 from src.data.document_stream import DocumentStream, rows_per_epoch
 from src.data.streams import StreamSource
 from src.data.types import Conversation, EvalSet, InputSpec, RowSource, Source, Tokenizer, TrainData
-from src.errors import UserError, counted, from_here
+from src.errors import UserError, counted, from_here, show
 from src.model.flops import FlopsPerToken, count_params
 from src.parallel.slices import describe_mesh
 from src.report.comparison import read_facts
@@ -36,7 +36,7 @@ def print_header(rows: Iterable[tuple[str, str]]) -> None:
     rows = list(rows)
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
-        print(f"{name:<{width}}  {value.replace(chr(10), chr(10) + ' ' * (width + 2))}", flush=True)
+        show(f"{name:<{width}}  {value.replace(chr(10), chr(10) + ' ' * (width + 2))}")
 
 
 def run_header(

@@ -16,7 +16,7 @@ import numpy as np
 from src.checkpoint.run_folder import RunFolder, is_remote
 from src.cli import end
 from src.config.command_keys import Diagnostics
-from src.errors import TRY_AGAIN
+from src.errors import TRY_AGAIN, show
 
 TIMED_STEPS = 10  # of a start, before a step is watched: the first compiles, and with pgle=auto a later one too
 _GRACE_SECONDS = 10  # before hang_action=exit: to write the file, for a store to take it, and for other processes
@@ -95,7 +95,7 @@ class Watchdog:
         else:
             if is_remote(self._folder.path):  # in a thread, because the store may be what does not answer
                 threading.Thread(target=lambda: where.write_text(local.read_text("utf-8")), daemon=True).start()
-        print(f"process {process}: {problem}: stacks, data position and device memory are in {where}", flush=True)
+        show(f"process {process}: {problem}: stacks, data position and device memory are in {where}")
 
     def _write(self, problem: str, out: TextIO) -> None:
         dispatched, rows_taken, positions = self._at

@@ -15,7 +15,7 @@ import numpy as np
 
 from src.data.readers import files
 from src.disk import new_file
-from src.errors import UserError
+from src.errors import UserError, show
 
 _CHUNK_BYTES, _SAMPLE_BYTES = 1 << 24, 1 << 12
 _THREADS = 16
@@ -49,7 +49,7 @@ def indices(names: Sequence[str], sizes: Sequence[int]) -> list[np.ndarray]:
     with ThreadPoolExecutor(_THREADS) as threads:
         index_files = list(threads.map(_index_file, names, sizes))
         if missing := sum(not path.exists() for path in index_files):
-            print(f"indexing {missing:,} TFRecord files, once: {index_files[0].parent} keeps it", flush=True)
+            show(f"indexing {missing:,} TFRecord files, once: {index_files[0].parent} keeps it")
         return list(threads.map(_index, names, sizes, index_files))
 
 

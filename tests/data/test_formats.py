@@ -247,10 +247,13 @@ NAMES = ["_SUCCESS", "_metadata", "b/_committed_1", "_notes.txt", "_part.jsonl"]
 
 def test_names_that_begin_with_an_underscore_are_passed_over_unless_they_are_code(tmp_path, capsys):
     read = {"__init__.py": "I", "_private.py": "P", "a/_a.c": "C", "a_b.txt": "T"}
-    path = place(tmp_path, read | dict.fromkeys(NAMES, "no") | {"_e": ""})
+    path = place(
+        tmp_path, read | dict.fromkeys(NAMES, '{"a": 1}') | {"_e": "", "_f.json": "[1]", "_g.csv": "a,b\n1,2\n"}
+    )
     assert texts(opened(path)) == ["I", "P", "C", "T"]
-    assert "6 files passed over: _SUCCESS, _e, _metadata, _notes.txt, _part.jsonl and 1 more" in capsys.readouterr().out
-    assert texts(opened(f"{path}/_notes.txt")) == ["no"]
+    assert "8 files passed over: _SUCCESS, _e, _f.json, _g.csv, _metadata and 3 more" in capsys.readouterr().out
+    (tmp_path / "_notes.txt").write_text("notes")
+    assert texts(opened(f"{path}/_notes.txt")) == ["notes"]
 
 
 def test_a_folder_of_spark_or_of_the_hub_is_read(tmp_path, config, capsys):

@@ -3,6 +3,7 @@
 import csv
 import io
 import itertools
+import os
 import re
 
 HEAD_BYTES = 1 << 16
@@ -10,6 +11,7 @@ JSON_LINES = "has JSON lines: rename it to end with .jsonl"
 JSON_OBJECT = "is a JSON object, which is read as a line of a file whose name ends with .jsonl"
 _COMPRESSED, _UTF_16 = "is compressed: unpack it first", "is UTF-16: convert it by iconv -f UTF-16 -t UTF-8"
 _TABLE = "is a table: docs/data.md has a command that writes its rows as a .jsonl file"
+_OTHER_TYPES = re.compile(r"\.(array_?record|parquet|tfrecord)")  # in names
 # First bytes, and the rest of a sentence about a file that has them.
 _MAGIC = {
     b"PAR1\x15": "is Parquet: set dataset_type=parquet",
@@ -28,7 +30,9 @@ _ROWS = 10  # of a table that are looked at
 
 
 def other_format(file: str, data: bytes) -> str:
-    """Says which other format a file is in that begins with `data`, and what to do; empty for text."""
+    """Says which other format a file is in, by its name and by `data` at its beginning, and what to do; "" for text."""
+    if kind := _OTHER_TYPES.search(os.path.basename(file)):
+        return f"is data of type {kind[1]}, not text"
     if magic := next(filter(data.startswith, _MAGIC), None):
         return _MAGIC[magic]
     text = data.decode("utf-8-sig", errors="ignore").lstrip()

@@ -31,9 +31,6 @@ _EXPECTED = (
     "dataset_type=text reads UTF-8, and each line of a .jsonl file as an object with a text; a glob leaves other files "
     "out, as in dataset_path='FOLDER/**/*.txt'"
 )
-
-# What other dataset types keep their data in: part of a file's name -> the type.
-_OTHER_TYPES = {f".{kind}": kind for kind in ("array_record", "parquet", "tfrecord")} | {".arrayrecord": "array_record"}
 # What lies beside the text in a folder: pictures, changes, and single JSON objects, such as settings and notebooks.
 _BESIDE_TEXT = re.compile(r".*\.(svg|png|jpe?g|gif|webp|ico|diff|patch|json|ipynb)", re.IGNORECASE)
 
@@ -99,7 +96,7 @@ class TextSource(Source):
         self._read_long_line = functools.lru_cache(maxsize=_KEPT_LINES)(self._read_line)
         self._index = Index(_count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes))
         self._nulls = Nulls(f"{key}={path}")
-        if rules > 1:
+        if path and rules > 1:  # of the standard library all was read to list it
             self._check(f"{key}={path}", files.is_remote(path))
 
     def __len__(self) -> int:
@@ -187,24 +184,19 @@ def list_text_files(path: str, key: str, rules: int = PRESENT_RULES) -> files.Li
                 f"{setting}: {place} is a TFDS dataset (dataset_info.json, features.json): data of type tfds, "
                 f"not text. {_EXPECTED}"
             )
-    for name, file in zip(listing.sizes, listing.paths, strict=True):
-        if kind := next((kind for mark, kind in _OTHER_TYPES.items() if mark in name), None):
-            raise UserError(f"{setting}: {file} is data of type {kind}, not text. {_EXPECTED}")
     return _only_text(listing) if rules > 1 else listing
 
 
 def _only_text(listing: files.Listing) -> files.Listing:
     """Passes over the files of a folder that by their names are not text; raises UserError for data that are not."""
+    listing = listing.only(lambda name: True)  # but for those that no reader reads
     about_data, beside = (set(filter(names.fullmatch, listing.sizes)) for names in (files.ABOUT_DATA, _BESIDE_TEXT))
     is_mixed = listing.is_whole and listing.sizes.keys() > about_data | beside
     is_remote = files.is_remote(listing.folder)  # then each head is a request, and others are looked at when they come
     for name, file in zip(listing.sizes, listing.paths, strict=True):
-        if is_remote and not name.endswith(".json"):
-            continue
-        as_expected = (
-            ("", JSON_LINES, JSON_OBJECT) if is_jsonl(name) else ("", JSON_OBJECT * (is_mixed and name in beside))
-        )
-        if (answer := other_format(file, files.read(file, 0, HEAD_BYTES))) not in as_expected:
+        head = files.read(file, 0, HEAD_BYTES) if not is_remote or name.endswith(".json") else b""
+        fits = ["", *[JSON_LINES, JSON_OBJECT] * is_jsonl(name), *[JSON_OBJECT] * (is_mixed and name in beside)]
+        if (answer := other_format(file, head)) not in fits:
             raise UserError(f"{listing.setting}: {file} {answer}. {_EXPECTED}")
     passed = beside | about_data if any(map(is_jsonl, listing.sizes)) else beside
     return listing.only(lambda name: name not in passed)

@@ -65,6 +65,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 # The copy of the config.json that a model.yml comes from, and its entries that no key of base.yml gives.
 ORIGINAL = "hf_config.json"
+ODD_TEXTS = ("Hello  world ", " a", "a\n\n b\t", "don't 12345", "\u00e9\u4e2d\U0001f600 e\u0301", "<s>a</s> b")
 ROWS, LENGTH = 2, 64  # of random ids that are compared, at most
 ENTRIES = ("bos_token_id", "eos_token_id", "pad_token_id")
 LONGEST = "max_position_embeddings"
@@ -307,10 +308,29 @@ def compare(hf_dir: Path, checkpoint: Path) -> Agreement:
     ours = compute_logits(plan, plan.split(weights), tokens)
     del weights
     disable_progress_bar()
+    if has_tokenizer(hf_dir):
+        say([compare_ids(hf_dir, config.vocab_size)])
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         theirs = model(torch.tensor(tokens).long()).logits.numpy()
     return agreement(ours, theirs)
+
+
+def compare_ids(hf_dir: Path, vocab_size: int) -> str:
+    """Says of how many texts transformers' tokenizer gives other ids: the folder's own texts, and some odd ones."""
+    from transformers import AutoTokenizer
+
+    files = [file for end in ("md", "jinja", "txt") for file in sorted(hf_dir.glob(f"*.{end}"))]
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    config = hf_dir / "tokenizer_config.json"
+    named = read_object(config).values() if config.is_file() else ()
+    spelled = [f"{text} x{text}" for text in named if isinstance(text, str) and len(text) < 50]
+    texts = [*ODD_TEXTS, *spelled, *lines[:2000]]
+    ours, theirs = folder_tokenizer(hf_dir, vocab_size), AutoTokenizer.from_pretrained(hf_dir)
+    pairs = ((text, ours.encode_text(text).tolist(), theirs.encode(text, add_special_tokens=False)) for text in texts)
+    differing = [f"{text!r}: {mine} here, {other} there" for text, mine, other in pairs if mine != other]
+    first = f", such as {differing[0]}" if differing else ""
+    return f"ids differ        in {len(differing)} of {len(texts)} texts{first}"
 
 
 def agreement(ours_BTV: np.ndarray, theirs_BTV: np.ndarray) -> Agreement:

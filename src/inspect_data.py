@@ -23,7 +23,7 @@ from src.data.streams import StreamSource
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, RowArrays, RowSource, Tokenizer, TrainData
 from src.errors import UserError, printable, show
-from src.report.summary import describe_conversations, describe_data, few_documents, print_header
+from src.report.summary import describe_conversations, describe_data, describe_tokenizer, few_documents, print_header
 from src.startup import configured
 
 USAGE = Usage(
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | ConfigDict) -> None:
     print_header(
         [
             ("data", "\n".join(about_data)),
-            ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
+            ("tokenizer", describe_tokenizer(config.tokenizer_type, tokenizer)),
             ("step", f"{global_batch} rows x {length} = {global_batch * length:,} tokens"),
             *([("batch ramp", schedule.describe(config.steps))] if schedule.ramp else []),
             ("rows", f"{rows[0]} to {rows[-1]}, of process {process} of {count}"),

@@ -1,21 +1,32 @@
 """Reads tokenizers of Hugging Face model folders: tokenizer.json, the files beside it, and the chat template."""
 
 import hashlib
+import json
 import os
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
 
 from src.data.chat_template import ChatTemplate
+from src.data.tokenizer_trial import try_tokenizer
 from src.data.types import Fingerprint, Message, Shown, Tokenizer, missing_template
 from src.errors import UserError
 from src.json_text import read_object
 
 # Threads are the loader's: the package is to start none of its own, nor to complain of processes started after that.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+T = TypeVar("T")
+
+# transformers' classes that build normalizer and pre-tokenizer by themselves -> CRC-32 of what they build, as JSON.
+BUILT_BY_CLASS = {
+    **{"LlamaTokenizer": 2368733425, "GemmaTokenizer": 2427428179, "Qwen2Tokenizer": 2791178372},
+    **{"GPT2Tokenizer": 138731014, "CohereTokenizer": 1446254178, "GPTNeoXTokenizer": 2004846466},
+}
 
 # The files that name special tokens, in order of precedence: by their text, then by their ids.
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -36,6 +47,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, file: Path, model_vocab_size: int) -> None:
         data = file.read_bytes()
+        self._digest = hashlib.sha256(data).hexdigest()[:16]
+        try_tokenizer(file, self._digest)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except ValueError as error:
@@ -62,6 +75,11 @@ class HuggingFaceTokenizer(Tokenizer):
             for key, value in named[name].items()
             if key.endswith("_token_id") and value is not None
         }
+        for key, given in ids.items():
+            if not all(type(token_id) is int and token_id >= 0 for token_id in given):
+                raise UserError(
+                    f"tokenizer_path: a file beside {file} has {key} {given}: expected an id, or a list of ids"
+                )
         eos = self._special_id("eos", tokens, ids)
         if eos is None:
             raise UserError(
@@ -75,7 +93,15 @@ class HuggingFaceTokenizer(Tokenizer):
         self.stop_ids = frozenset({eos, *ids.get("eos_token_id", ())})
         words = self._tokenizer.get_vocab(with_added_tokens=False).values()
         self.vocab_size: int = max(*words, self.bos, *self.stop_ids) + 1
-        self._digest = hashlib.sha256(data).hexdigest()[:16]
+        self._of_rules = {1: self._tokenizer, 2: self._tokenizer}
+        if added := added_tokens(named["tokenizer_config.json"], tokens, self._tokenizer):
+            self._of_rules[2] = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+            self._of_rules[2].add_tokens(added)
+        if named["tokenizer_config.json"].get("split_special_tokens"):
+            self._of_rules[2] = tokenizers.Tokenizer.from_str(self._of_rules[2].to_str())
+            self._of_rules[2].encode_special_tokens = True
+        self._changes = repr(added) if self._of_rules[2] is not self._tokenizer else ""
+        self.caveat = class_caveat(named["tokenizer_config.json"], self._tokenizer)
         template_file, self.chat_template, self.tool_template = _chat_templates(file.parent, named)
         templates = self.chat_template, self.tool_template
         self._template = ChatTemplate(*templates, tokens, str(template_file)) if self.chat_template else None
@@ -97,7 +123,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns `encode_text`, and int [n, 2]: where in the text the characters of each id begin and end."""
-        encoding = self._tokenizer.encode(text)
+        encoding = self._encoded(lambda: self._backend.encode(text))
         return self._array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2)
 
     def byte_ends(self, text: str) -> np.ndarray:
@@ -106,10 +132,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return np.concatenate([[0], np.cumsum(sizes)])[self.encode_with_spans(text)[1][:, 1]]
 
     def decode(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+        return self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
     def decode_spelled(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+        return self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def render_parts(
         self, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], shown: Shown = None
@@ -120,17 +146,30 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def fingerprint(self) -> Fingerprint:
         ids = {"vocab_size": self.vocab_size, "bos": self.bos, "eos": self.eos}
-        return {"type": "huggingface", **ids, "digest": self._digest}
+        changes = hashlib.sha256(self._changes.encode()).hexdigest()[:16] if self._changes and self.rules > 1 else ""
+        return {"type": "huggingface", **ids, "digest": self._digest} | ({"added": changes} if changes else {})
 
     def _ids(self, text: str) -> list[int]:
         # The same as by its `encode`, which would let no other thread run meanwhile and work out spans too.
-        return self._tokenizer.encode_batch_fast([text])[0].ids
+        return self._encoded(lambda: self._backend.encode_batch_fast([text])[0].ids)
+
+    @property
+    def _backend(self) -> tokenizers.Tokenizer:
+        return self._of_rules[self.rules]
+
+    def _encoded(self, encode: Callable[[], T]) -> T:
+        try:
+            return encode()
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust, no Exception
+                raise
+            raise UserError(f"{self._file} has no ids for a text: {error}. Give its model an unknown token") from None
 
     def _array(self, ids: list[int]) -> np.ndarray:
         array = np.array(ids, np.int32)
         if len(array) and (highest := int(array.max())) >= self._model_vocab_size:
             raise UserError(
-                f"a text has the token {self._tokenizer.id_to_token(highest)!r}, id {highest} of {self._file}, which "
+                f"a text has the token {self._backend.id_to_token(highest)!r}, id {highest} of {self._file}, which "
                 f"vocab_size={self._model_vocab_size} does not have: set vocab_size to the model's, "
                 f"{highest + 1} or more if it has this token"
             )
@@ -143,6 +182,43 @@ class HuggingFaceTokenizer(Tokenizer):
         if (token_id := self._tokenizer.token_to_id(token)) is None:
             raise UserError(f"tokenizer_path: {self._file} has no token {token!r}, which is said to be its {kind}")
         return token_id
+
+
+def added_tokens(
+    config: dict[str, Any], named: dict[str, str], tokenizer: tokenizers.Tokenizer
+) -> list[tokenizers.AddedToken]:
+    """Returns the tokens of tokenizer_config.json that tokenizer.json does not list as added: transformers adds them.
+
+    First come those of `added_tokens_decoder` by their ids, then `named` ones such as eos, then the further special
+    tokens.
+    """
+    listed = config.get("added_tokens_decoder") or {}
+    decoder = [token for _, token in sorted(listed.items(), key=lambda item: int(item[0]))]
+    further = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
+    further = further.values() if isinstance(further, dict) else further
+    found = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    added = []
+    for token in [*decoder, *named.values(), *further]:
+        facts = {"content": token, "special": True} if isinstance(token, str) else dict(token)
+        if facts["content"] not in found:
+            found.add(facts["content"])
+            facts.pop("__type", None)
+            facts["special"] = facts.get("special", True) or facts["content"] in named.values()
+            added.append(tokenizers.AddedToken(**facts))
+    return added
+
+
+def class_caveat(config: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> str:
+    """Returns a sentence if transformers may build what precedes the vocabulary otherwise than tokenizer.json says."""
+    name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    steps = [
+        json.loads(step.__getstate__()) if step else None for step in (tokenizer.normalizer, tokenizer.pre_tokenizer)
+    ]
+    same = BUILT_BY_CLASS.get(name) == zlib.crc32(json.dumps(steps, sort_keys=True).encode())
+    unset = (None,) if name == "LlamaTokenizer" else (None, False)  # which takes false for another prefix
+    if name in ("", "PreTrainedTokenizer", "TokenizersBackend") or (same and config.get("add_prefix_space") in unset):
+        return ""
+    return f"transformers builds {name} not by tokenizer.json alone, and its ids may differ: src.convert check compares"
 
 
 def _chat_templates(folder: Path, named: dict[str, dict[str, Any]]) -> tuple[Path, str | None, str | None]:

@@ -110,6 +110,7 @@ class Tokenizer(Protocol):
     stop_ids: frozenset[int]  # the ids that end the model's turn, eos among them
     chat_template: str | None = None  # the source of the template that `render_chat` follows
     tool_template: str | None = None  # what it follows instead for conversations with tools
+    caveat: str = ""  # why transformers may give other ids
     rules: int = PRESENT_RULES  # of data: by the first, a bos or eos that a text spells was doubled
 
     def encode(self, text: str) -> np.ndarray:

@@ -86,7 +86,7 @@ def run_header(
         ("train step", compiled + ", that of each smaller batch when it comes" * bool(ramp)),
         ("data", "\n".join(about_data)),
         *([("evaluation", "\n".join(map(describe_eval_set, eval_sets)))] if eval_sets else []),
-        ("tokenizer", f"{config.tokenizer_type}, {tokenizer.vocab_size:,} ids" if tokenizer else "none"),
+        ("tokenizer", describe_tokenizer(config.tokenizer_type, tokenizer)),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("order", order),
         *([("conversations", describe_conversations(inputs, data))] if config.use_sft else []),
@@ -107,6 +107,15 @@ def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
 
 
 # ---- The data, in words
+
+
+def describe_tokenizer(kind: str, tokenizer: Tokenizer | None) -> str:
+    """Returns the kind of a tokenizer, its size, and why its ids may not be transformers'."""
+    return (
+        f"{kind}, {'; '.join(filter(None, [f'{tokenizer.vocab_size:,} ids', tokenizer.caveat]))}"
+        if tokenizer
+        else "none"
+    )
 
 
 def describe_data(specs: Sequence[SourceSpec], data: TrainData) -> list[str]:

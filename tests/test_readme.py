@@ -120,7 +120,7 @@ def test_the_sources_on_the_page_of_data_work(argv, anywhere, my_data, monkeypat
 def test_a_conversion_is_understood(argv, monkeypatch):
     called = []
     monkeypatch.setattr(hub, "_fetched", lambda path, weights: "tiny")
-    for name in ("from_hf", "to_hf"):
+    for name in ("from_hf", "to_hf", "to_peft"):
         monkeypatch.setattr(convert, name, lambda *arguments: called.append(arguments))
     monkeypatch.setattr(convert, "compare", lambda *folders: called.append(folders) or Agreement(0, 0, 0, 1))
     convert.main(argv)

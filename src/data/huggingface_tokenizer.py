@@ -185,16 +185,16 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def added_tokens(
-    config: dict[str, Any], named: dict[str, str], tokenizer: tokenizers.Tokenizer
+    entries: dict[str, Any], named: dict[str, str], tokenizer: tokenizers.Tokenizer
 ) -> list[tokenizers.AddedToken]:
     """Returns the tokens of tokenizer_config.json that tokenizer.json does not list as added: transformers adds them.
 
     First come those of `added_tokens_decoder` by their ids, then `named` ones such as eos, then the further special
     tokens.
     """
-    listed = config.get("added_tokens_decoder") or {}
+    listed = entries.get("added_tokens_decoder") or {}
     decoder = [token for _, token in sorted(listed.items(), key=lambda item: int(item[0]))]
-    further = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
+    further = entries.get("additional_special_tokens") or entries.get("extra_special_tokens") or ()
     further = further.values() if isinstance(further, dict) else further
     found = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     added = []
@@ -208,15 +208,15 @@ def added_tokens(
     return added
 
 
-def class_caveat(config: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> str:
+def class_caveat(entries: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> str:
     """Returns a sentence if transformers may build what precedes the vocabulary otherwise than tokenizer.json says."""
-    name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    name = str(entries.get("tokenizer_class") or "").removesuffix("Fast")
     steps = [
         json.loads(step.__getstate__()) if step else None for step in (tokenizer.normalizer, tokenizer.pre_tokenizer)
     ]
     same = BUILT_BY_CLASS.get(name) == zlib.crc32(json.dumps(steps, sort_keys=True).encode())
     unset = (None,) if name == "LlamaTokenizer" else (None, False)  # which takes false for another prefix
-    if name in ("", "PreTrainedTokenizer", "TokenizersBackend") or (same and config.get("add_prefix_space") in unset):
+    if name in ("", "PreTrainedTokenizer", "TokenizersBackend") or (same and entries.get("add_prefix_space") in unset):
         return ""
     return f"transformers builds {name} not by tokenizer.json alone, and its ids may differ: src.convert check compares"
 

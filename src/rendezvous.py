@@ -2,7 +2,9 @@
 
 Process 0 listens at the coordinator's address. When all have come and agree it leaves the port to JAX's own service,
 but the connections stay open: the operating system closes those of a killed process, and TCP's keep-alive probes find a
-lost machine. A process that ends tells process 0, which tells all. A message is a JSON object on a line; after joining,
+lost machine. A process that is stopped keeps its connections: so each says now and then that it is there, by Python,
+before JAX's own heartbeats, which abort a process. A process that ends tells process 0, which tells all. A message is a
+JSON object on a line; after joining,
 a process sends at most two: where it failed, and how it ended or that it finished.
 """
 
@@ -16,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from src.errors import MISTAKE, TRY_AGAIN, TransientError, UserError, first_few
 from src.json_text import parse_json
@@ -26,9 +28,11 @@ Facts = Mapping[str, str]
 SAY_EVERY = 30.0  # seconds between two lines about who is missing
 NEWS_SECONDS = 3.0  # in which one learns of another's end after an error that may only follow from it
 AGREE_SECONDS = 10.0  # for which a process that failed waits for the others to say the same
+HELLO_SECONDS = 5.0  # in which a process that connects says who it is
 LEAVE_SECONDS = 2.0  # for which process 0 waits for those that it told of its end
 GREETING = "MinText"
 MAX_MESSAGE_BYTES = 2**24
+AGAIN = "Give all processes the same command again"
 HOW_LONG = "jax_distributed_initialization_timeout is how long processes wait"
 
 
@@ -69,6 +73,7 @@ class Meeting:
         address, count = self.address, self.count
         peers: dict[int, Peer] = {}
         facts_of: dict[int, Facts] = {0: self.facts}
+        newcomers: dict[Peer, float] = {}  # until when each has to say who it is
         with _listen(address, count) as listener:
             listener.settimeout(0.2)
             while len(peers) < count - 1:
@@ -78,7 +83,11 @@ class Meeting:
                     message = f"{missing} did not come to {address} within {self.timeout} s: its log says why, or it "
                     _end_all(peers.values(), TRY_AGAIN, f"{message}does not reach this address. {HOW_LONG}")
                 with contextlib.suppress(TimeoutError):
-                    self._admit(Peer(listener.accept()[0], self.silence), peers, facts_of)
+                    newcomers[Peer(listener.accept()[0], self.silence)] = time.monotonic() + HELLO_SECONDS
+                for peer, deadline in list(newcomers.items()):
+                    if (hello := peer.poll()) or time.monotonic() > deadline:
+                        del newcomers[peer]
+                        self._admit(peer, hello or {}, peers, facts_of)
                 peers = {number: peer for number, peer in peers.items() if not peer.is_gone()}
         if lines := _differences([facts_of[number] for number in range(count)]):
             _end_all(peers.values(), MISTAKE, "\n".join([self.disagree, *lines]))
@@ -86,14 +95,14 @@ class Meeting:
             peer.send({"begin": True})
         return peers
 
-    def _admit(self, peer: "Peer", peers: dict[int, "Peer"], facts_of: dict[int, Facts]) -> None:
+    def _admit(
+        self, peer: "Peer", hello: Mapping[str, Any], peers: dict[int, "Peer"], facts_of: dict[int, Facts]
+    ) -> None:
         """Adds a connection to `peers` by its process, and the facts to `facts_of`, if it is one of the job's."""
-        peer.set_timeout(5)
-        hello = peer.read()
-        if hello.get("greeting") != GREETING:
+        kinds = {"process": int, "count": int, "facts": dict}
+        if hello.get("greeting") != GREETING or any(type(hello.get(name)) is not kinds[name] for name in kinds):
             peer.close()
             return
-        peer.set_timeout(None)
         number, count = hello["process"], self.count
         taken = not 0 < number < count or (number in peers and not peers[number].is_gone())
         if taken or hello["count"] != count:
@@ -120,10 +129,9 @@ class Meeting:
                 reason = error.strerror or str(error)
             else:
                 peer.send(hello)
-                reply = peer.read()
+                reply = peer.read(HELLO_SECONDS)
                 if reply.get("greeting") == GREETING:
-                    peer.set_timeout(None)  # process 0 knows how long to wait for the others
-                    reply = peer.read()
+                    reply = peer.read()  # process 0 knows how long to wait for the others
                 if reply.get("begin"):
                     return peer
                 peer.close()
@@ -231,31 +239,52 @@ class Job:
                     time.sleep(0.01)
 
     def _watch(self) -> None:
-        watched, poll = {peer.fileno(): number for number, peer in self._peers.items()}, select.poll()
+        poll, silence = select.poll(), min(peer.silence for peer in self._peers.values())
+        watched = {peer.fileno(): number for number, peer in self._peers.items()}
+        heard, beat, next_beat = dict.fromkeys(watched, time.monotonic()), silence / 6, 0.0
         for descriptor in watched:
             poll.register(descriptor, select.POLLIN)
         while watched:
-            for descriptor, _ in poll.poll():
+            before = time.monotonic()
+            if before >= next_beat:
+                next_beat = before + beat
+                for number in watched.values():
+                    self._peers[number].send({"alive": True})
+            ready, now = poll.poll(1000 * (next_beat - before)), time.monotonic()
+            if now - before > 2 * beat:  # this process was stopped itself, and what the others said is still to be read
+                heard = dict.fromkeys(watched, now)
+            for descriptor, _ in ready:
                 number = watched[descriptor]
-                message = self._peers[number].read()
-                if self._has_told:
+                while descriptor in watched and (message := self._peers[number].poll()):
+                    heard[descriptor] = now
+                    if self._has_told or self._ends_by(number, message):
+                        return
+                    if message.get("leaves"):
+                        poll.unregister(descriptor)
+                        del watched[descriptor]
+            for descriptor, number in watched.items():
+                if now - heard[descriptor] > silence:
+                    problem = (
+                        f"process {number} of this job has not answered for {silence} s: it or its machine is stopped"
+                    )
+                    self._ends_by(number, {"code": TRY_AGAIN, "message": f"{problem}. {AGAIN}"})
                     return
-                if "failed" in message:
-                    with self._failures:
-                        self._failed[number] = message["failed"]
-                        self._failures.notify()
-                    continue
-                if message.get("leaves"):
-                    poll.unregister(descriptor)
-                    del watched[descriptor]
-                    continue
-                self._news.set()
-                if "code" not in message:
-                    lost = f"process {number} of this job was killed, or its machine is lost ({message['lost']})"
-                    message = {"code": TRY_AGAIN, "message": f"{lost}: give all processes the same command again"}
-                self._tell_all(message)
-                self._end(int(message["code"]), str(message["message"]))
-                return
+
+    def _ends_by(self, number: int, message: Mapping[str, Any]) -> bool:
+        """Takes a message of another process; returns whether it ended this one."""
+        if "failed" in message:
+            with self._failures:
+                self._failed[number] = message["failed"]
+                self._failures.notify()
+        if not message.keys() & {"code", "lost"}:
+            return False
+        self._news.set()
+        if "code" not in message:
+            lost = f"process {number} of this job was killed, or its machine is lost ({message['lost']})"
+            message = {"code": TRY_AGAIN, "message": f"{lost}. {AGAIN}"}
+        self._tell_all(message)
+        self._end(int(message["code"]), str(message["message"]))
+        return True
 
 
 current_job: Job | None = None  # set once this process has joined a job of several
@@ -265,42 +294,55 @@ class Peer:
     """Exchanges messages with another process; after `silence` seconds without an answer its machine is lost."""
 
     def __init__(self, connection: socket.socket, silence: int) -> None:
-        self._socket = connection
-        self._file: BinaryIO = connection.makefile("rb")
+        self._socket, self._received, self._lost, self.silence = connection, b"", "", silence
+        connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         options = {"TCP_KEEPIDLE": max(silence // 3, 1), "TCP_KEEPINTVL": max(silence // 6, 1), "TCP_KEEPCNT": 4}
         for name, value in {**options, "TCP_USER_TIMEOUT": 1000 * silence}.items():
             if hasattr(socket, name):  # macOS lacks some
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.fileno = connection.fileno
-        self.set_timeout = connection.settimeout  # seconds that reading may take; None: no limit
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message, unless the connection has ended."""
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def read(self) -> dict[str, Any]:
-        """Returns the next message; where there is none, one whose `lost` says why."""
-        try:
-            line = self._file.readline(MAX_MESSAGE_BYTES)
-            message = parse_json(line) if line else {"lost": "the connection ended"}
-        except OSError as error:
-            return {"lost": error.strerror or str(error)}
-        except ValueError:
-            message = None
+    def poll(self) -> dict[str, Any] | None:
+        """Returns the next message; None if none has come yet, and one whose `lost` says why if none will come."""
+        if not self.is_gone() and b"\n" not in self._received:
+            return None
+        line, end, self._received = self._received.partition(b"\n")
+        message = None
+        with contextlib.suppress(ValueError):
+            message = parse_json(line) if end else {"lost": self._lost}
         return message if isinstance(message, dict) else {"lost": "what it said is no message of MinText's"}
 
+    def read(self, seconds: float | None = None) -> dict[str, Any]:
+        """Waits for the next message, as long as it takes or so many seconds; returns it as `poll` does."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while (message := self.poll()) is None:
+            if not poll.poll(None if seconds is None else 1000 * seconds):
+                return {"lost": "it says nothing"}
+        return message
+
     def is_gone(self) -> bool:
-        """Returns whether the other closed the connection; call it only while no message is expected."""
-        try:
-            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        """Reads what has come; returns whether nothing will come after that."""
+        while not self._lost:
+            try:
+                data = self._socket.recv(2**16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._lost = error.strerror or str(error)
+            else:
+                self._received += data
+                self._lost = "" if data else "the connection ended"
+            if len(self._received) > MAX_MESSAGE_BYTES:
+                self._lost = "what it said is no message of MinText's"
+        return bool(self._lost)
 
     def close(self) -> None:
         """Ends the connection."""
-        self._file.close()
         self._socket.close()

@@ -131,8 +131,8 @@ def start_distributed(place: Place, mesh: Mesh, facts: Mapping[str, str]) -> Non
     rendezvous.current_job = rendezvous.Job(place.process_id, meeting.join(place.process_id), end_now)
     # Registered after JAX's exit handler, which waits for the other processes, and therefore run before it.
     atexit.register(rendezvous.current_job.leave)
-    # JAX's own heartbeats abort a process, without a message: they are for failures that connections do not show.
-    jax.distributed.initialize(*place, initialization_timeout=timeout, heartbeat_timeout_seconds=3 * silence)
+    # JAX's own heartbeats, sent at half of this, abort a process without a sentence: they are to be later than ours.
+    jax.distributed.initialize(*place, initialization_timeout=timeout, heartbeat_timeout_seconds=6 * silence)
 
 
 def find_place(timeout: int) -> Place | None:

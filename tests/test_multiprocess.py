@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -320,3 +321,27 @@ def test_streams_of_two_processes_go_on_exactly_on_two_alone(tmp_path, monkeypat
     keys = keys_of(tmp_path / "whole", "", 8, eval_interval=-1, dataset_type="custom")
     with pytest.raises(UserError, match="the checkpoint is of 2 processes, and this job has 1"):
         runs.run_here(**keys, dataset_factory="my_streams:own")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_process_ends_the_job_with_a_sentence_unless_it_goes_on_soon(tmp_path, corpus, stopped):
+    keys = keys_of(tmp_path / "run", corpus, 100_000, per_device_batch_size=1, eval_interval=-1)
+    keys |= {"checkpoint_period": 100_000, "jax_distributed_heartbeat_timeout_seconds": 8}
+    logs = [tmp_path / f"{process}.log" for process in range(2)]
+    processes = start_two(logs, [keys, keys])
+    with runs.ended(*processes):
+        runs.wait_until(lambda: "\nstep " in logs[0].read_text(), processes[0])
+        for _ in range(2):
+            processes[stopped].send_signal(signal.SIGSTOP)
+            time.sleep(3)
+            processes[stopped].send_signal(signal.SIGCONT)
+        time.sleep(3)
+        assert [process.poll() for process in processes] == [None, None]
+        processes[stopped].send_signal(signal.SIGSTOP)
+        assert processes[1 - stopped].wait(60) == 75
+        processes[stopped].send_signal(signal.SIGCONT)
+        assert processes[stopped].wait(60) == 75
+    for log in logs:
+        last = log.read_text().splitlines()[-1]
+        assert last.startswith(f"process {stopped} of this job has not answered for 8 s")

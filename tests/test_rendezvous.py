@@ -21,9 +21,9 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(rendezvous, "LEAVE_SECONDS", 0.2)
 
 
-def join(address, count, process, facts=None, timeout=60, say=lambda line: None):
+def join(address, count, process, facts=None, timeout=60, say=lambda line: None, silence=30):
     """One process's connections."""
-    return rendezvous.Meeting(address, count, facts or {}, timeout, 30, "they differ", say).join(process)
+    return rendezvous.Meeting(address, count, facts or {}, timeout, silence, "they differ", say).join(process)
 
 
 def results(address, *processes, **options):
@@ -109,6 +109,64 @@ def test_processes_agree_that_all_failed_at_the_same_place(places, agree, three,
     assert all(each.empty() for each in ends)
     jobs[1].tell(2, "error: then it ends")
     assert ends[0].get(timeout=60) == (2, "process 1 of this job ended: error: then it ends")
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_process_that_is_stopped_is_named_to_all_with_it_once_it_goes_on(stopped):
+    connections = results(runs.free_address(), *((process, 3, {}) for process in range(3)), silence=1)
+    ends = [queue.SimpleQueue() for _ in connections]
+
+    def watch(process):
+        peers, end = connections[process], ends[process]
+        return rendezvous.Job(process, peers, lambda code, message: end.put((code, message)))
+
+    jobs = {process: watch(process) for process in (0, 1, 2) if process != stopped}
+    found = {process: ends[process].get(timeout=60) for process in jobs}
+    expected = f"process {stopped} of this job has not answered for 1 s: it or its machine is stopped. Give all "
+    for code, message in found.values():
+        assert code == 75
+        assert message.startswith(expected)
+    jobs[stopped] = watch(stopped)
+    assert ends[stopped].get(timeout=60) in found.values()  # of itself, and not that others were silent meanwhile
+    for process, peers in enumerate(connections):
+        kill(jobs[process], peers)
+
+
+def test_processes_that_say_nothing_but_that_they_are_there_go_on():
+    connections = results(runs.free_address(), (0, 2, {}), (1, 2, {}), silence=1)
+    ends = queue.SimpleQueue()
+    jobs = [rendezvous.Job(process, peers, lambda *end: ends.put(end)) for process, peers in enumerate(connections)]
+    with pytest.raises(queue.Empty):
+        ends.get(timeout=3)
+    for job, peers in zip(jobs, connections, strict=True):
+        kill(job, peers)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"greeting": "MinText"}',
+        b'{"greeting": "MinText", "process": "1", "count": 2, "facts": {}}',
+        b'{"greeting": "MinText", "process": 1, "count": 2, "facts": 3}',
+        b'{"greeting": "MinText", "process": true, "count": 2, "facts": {}}',
+        b'["MinText"]',
+        b"GET / HTTP/1.1",
+    ],
+)
+def test_a_stranger_that_connects_delays_nobody(monkeypatch, said):
+    monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 300.0)
+    address = runs.free_address()
+    place = ("127.0.0.1", int(address.rpartition(":")[2]))
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as strangers:
+        first = thread.submit(join, address, 2, 0)
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                strangers.enter_context(socket.create_connection(place)).sendall(said + b"\n")
+                break
+        for _ in range(10):
+            strangers.enter_context(socket.create_connection(place))
+        peers = [join(address, 2, 1), first.result(timeout=60)]
+    assert [set(each) for each in peers] == [{0}, {1}]
 
 
 def test_a_process_that_does_not_come_is_named_to_those_that_are_there():

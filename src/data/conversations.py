@@ -1,5 +1,6 @@
 """Reads .jsonl files of conversations, and turns them into ids with a mark on those that count: `use_sft=true`."""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -38,8 +39,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one fiel
 _INSTEAD = {
     **dict.fromkeys(("conversations", "history"), 'all turns in "messages"'),
     **dict.fromkeys(("functions", "function_call"), '"tools", and "tool_calls" in messages'),
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "text alone"),
-    **dict.fromkeys((*_OF_LOSS, "training", "loss", "train_detail"), '"train": false in whole messages'),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "conversations of text alone"),
+    **dict.fromkeys((*_OF_LOSS, "training", "loss", "train_detail"), '"train": false in messages not to be learned'),
     "documents": '"chat_template_kwargs": {"documents": ...}',
 }
 
@@ -51,6 +52,7 @@ class ChatFields:
         of = inputs.tokenizer
         words = {*re.findall(r"\w+", f"{of.chat_template} {of.tool_template}")} if of else set()
         self._words = words | {*_REASONING} if words & {*_REASONING} else words
+        self._of_message = {"role", "content", *_OF_LOSS, *self._words}
         self._rules, self._shown, self.unused = inputs.rules, shown, set[str]()
 
     def read(self, record: Mapping[str, Any], messages: Sequence[Message], *names: str) -> Conversation:
@@ -62,14 +64,16 @@ class ChatFields:
             messages = ({key: each[key] for key in each if key not in _OF_LOSS} for each in messages)
             return Conversation(tuple(messages), shown=self._shown)
         system, tools, variables = map(record.get, _OF_RECORD)
-        tools = parse_json(tools.encode()) if isinstance(tools, str) else tools  # as Parquet has them
+        if isinstance(tools, str):  # as Parquet has them
+            with contextlib.suppress(ValueError):
+                tools = parse_json(tools.encode())
         if any(not isinstance(each, kind) for each, kind in ((system, str), (tools, list), (variables, dict)) if each):
             raise ValueError('expected "system" as a string, "tools" as a list, "chat_template_kwargs" as an object')
         shown = {"tools": tools, **(variables or {})}
         self._check(record, {*names, *_OF_RECORD})
         self._check(shown, self._words)
         for message in messages:
-            self._check(message, {"role", "content", *_OF_LOSS, *self._words})
+            self._check(message, self._of_message)
         before = [{"role": "system", "content": system}] if system else []
         return Conversation(tuple(map(_as_shown, [*before, *messages])), shown={**self._shown, **shown})
 

@@ -73,7 +73,7 @@ class Evaluator:
         position: Mapping[str, Any] | None = None,
         prepare: Callable[[RowArrays], RowArrays] = lambda rows: rows,
     ) -> None:
-        self.name, self._eval_step, self._prepare = data.name, eval_step, prepare
+        self.name, self.source, self._eval_step, self._prepare = data.name, data.source, eval_step, prepare
         self._global_batch = eval_batch_size(section, inputs.batch, plan)
         self._sharding = batch_sharding(plan.layout, plan.fields)
         self.rows = host_rows(self._sharding["tokens"], (self._global_batch, inputs.batch.max_target_length))

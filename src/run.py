@@ -20,10 +20,10 @@ from src.config import load as configuration
 from src.config.schema import Config
 from src.console import say
 from src.data.batch_schedule import BatchSchedule
-from src.data.fingerprint import EVALUATION
+from src.data.fingerprint import EVALUATION, check_unchanged
 from src.data.host_arrays import gather_json
 from src.data.loader import HostBatch
-from src.data.types import Tokenizer
+from src.data.types import RowSource, Source, Tokenizer
 from src.errors import UserError
 from src.report.metrics import MetricsLog, StepPrinter, eval_key, eval_sets
 from src.report.recorder import NonFiniteError, Recorder
@@ -102,16 +102,19 @@ class Saver:
         start: ResumePoint,
         recorder: Recorder,
         meta: Mapping[str, Any],
+        sources: Sequence[Source | RowSource],
         evaluations: Sequence[Any],
         generated: Any = None,
     ) -> None:
         """Takes which of a global batch's `rows` this host has, and what every checkpoint says in its `meta`.
 
-        `evaluations` are `Evaluator`s, one for each set; `generated` is `DecodeMetrics` if the run has them.
+        It trains on `sources`. `evaluations` are `Evaluator`s, one a set; `generated` is `DecodeMetrics`, if any.
         """
         self._config, self._folder, self._built, self._rows = config, folder, built, rows
         self._checkpointer, self._recorder, self._meta = checkpointer, recorder, {**meta}
         self._meta["eval_position"], self._evaluations, self._generated = start.eval_position, evaluations, generated
+        evaluated = [each.source for each in evaluations]
+        self._sources = [*sources, *evaluated * bool(config.target_eval_loss)], evaluated
         self._done, self._state = int(start.state.step), start.state
         self._saved = self._done if start.resumed else -1
         self._evaluated: dict[str, Any] = {}  # what came of the evaluation of this state
@@ -125,9 +128,18 @@ class Saver:
         return self._meta["evaluation_due"]
 
     def save(self) -> None:
-        """Saves the state, once; not while updates are skipped because they are not finite."""
+        """Saves the state, once; not while updates are skipped because they are not finite.
+
+        Raises UserError instead if the data changed, from which the last steps may have learned.
+        """
         if self._saved == self._done or self._recorder.skipped or not self._config.enable_checkpointing:
             return
+        try:
+            say(check_unchanged(*self._sources))
+        except UserError as error:
+            self._checkpointer.wait()
+            error.kept_checkpoint = kept_checkpoint(self._folder.path)
+            raise
         self._sync()
         if self._batch.saved:
             self._meta["streams"] = gather_json(self._batch.saved)

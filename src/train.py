@@ -137,7 +137,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         Recorder(config.step, config.steps, log, printer, flops, plan.layout.mesh) as recorder,
         contextlib.closing(Profile(config.diagnostics, first_step, config.steps, folder.local)) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
-        Saver(*of_run, recorder, meta, evaluations, generated) as saver,
+        Saver(*of_run, recorder, meta, data.sources, evaluations, generated) as saver,
         Watchdog(config.diagnostics, folder, streams, data.names) as watchdog,
     ):
         if start.evaluation_due and evaluations:

@@ -155,7 +155,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         Recorder(config.step, config.steps, log, printer, flops, plan.layout.mesh) as recorder,
         contextlib.closing(Profile(config.diagnostics, done, config.steps, folder.local)) as profile,
         contextlib.closing(Preemption(folder.path)) as preemption,
-        Saver(*of_run, recorder, meta, evaluations) as saver,
+        Saver(*of_run, recorder, meta, data.sources, evaluations) as saver,
         Watchdog(config.diagnostics, folder, rows, data.names) as watchdog,
     ):
         if start.evaluation_due and evaluations:

@@ -47,11 +47,11 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     return function
 
 
-def code_digest(name: str, key: str) -> str:
-    """Returns digests of the files of a function's code, such as "my_data 0a1b2c3d, my_helpers 4e5f6a7b".
+def code_digests(name: str, key: str) -> dict[str, str]:
+    """Returns a digest of each module of a function's code: that of `name`, the value of `key`, and all it imports.
 
-    They are the module of `name`, the value of `key`, and all that it imports, at the top or in a function, directly or
-    not, except installed packages, Python's library and MinText. Raises UserError as `load_function`.
+    Imports count at the top or in a function, directly or not, except those of installed packages, of Python's library
+    and of MinText. Raises UserError as `load_function`.
     """
     load_function(name, key)
     modules, found = [name.partition(":")[0]], dict[str, str]()
@@ -64,7 +64,7 @@ def code_digest(name: str, key: str) -> str:
             with contextlib.suppress(SyntaxError, ValueError):  # it is not Python
                 modules += _imports(ast.parse(code), module if Path(file).stem == "__init__" else package)
         modules += [package] * bool(package)
-    return ", ".join(f"{module} {digest}" for module, digest in sorted(found.items()))
+    return found
 
 
 def _imports(code: ast.AST, package: str) -> Iterator[str]:

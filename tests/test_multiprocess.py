@@ -172,8 +172,8 @@ def test_processes_with_other_code_of_the_user_s_are_told_so(tmp_path, monkeypat
     for log in logs:
         output = log.read_text()
         assert "process 1 reads other data or code than process 0" in output
-        for entry in ("source code", "batch_transform code"):
-            assert f"  {entry}: own_code {first} in process 0, own_code {second} in process 1" in output
+        for entry in ("source code own_code", "code batch_transform own_code"):
+            assert f"  {entry}: {first} in process 0, {second} in process 1" in output
     assert not (tmp_path / "run").exists()
 
 

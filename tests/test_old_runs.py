@@ -30,8 +30,8 @@ LACKS = {
     "few_chats": "source lines, evaluation",
     "mixture": "source ids contents, evaluation",
     **dict.fromkeys(("tokens", "tokens_unpacked"), "source contents"),
-    "custom": "source code",
-    "transformed": "batch_transform code",
+    "custom": "source code old_run_data",
+    "transformed": "code batch_transform old_run_data",
 }
 NEEDS = {"parquet": "pyarrow", "parquet_book": "pyarrow", "mixture": "pyarrow"}
 

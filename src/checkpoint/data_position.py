@@ -12,7 +12,7 @@ from src.config.schema import Checkpoint, Data, Run
 from src.config.source_spec import SETTINGS, all_specs, train_specs, train_weights
 from src.data.batch_schedule import RAMP_KEYS
 from src.data.best_fit import documents_consumed, remap_position
-from src.data.fingerprint import EVALUATION, Fact
+from src.data.fingerprint import EVALUATION, LATER, Fact
 from src.data.order import Mixture
 from src.data.rules import PRESENT_RULES, RULES_FACT, describe_rules, rules_of
 from src.errors import UserError, changed_keys, first_few
@@ -27,7 +27,8 @@ ACCEPTED_BY = {
     "batch ramp": RAMP_KEYS,
     "packing of conversations": ("packing", *SOURCE_KEYS),
     "long_documents": ("long_documents", "packing"),
-    **{key: (key,) for key in ("max_target_length", "packing", "batch_transform", "data_shuffle_seed", "loss")},
+    **{key: (key,) for key in ("max_target_length", "packing", "batch_transform", "data_shuffle_seed")},
+    **{f"code {key}": (key,) for key in ("batch_transform", "loss")},
     RULES_FACT: ("data_rules",),
     "source max_document_bytes": ("max_document_bytes", *SOURCE_KEYS),
     "source pieces": (*SOURCE_KEYS, "max_document_bytes"),
@@ -105,7 +106,10 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
     sources = {*source_names(meta), *(spec.name for spec in all_specs(data))}
     facts = {name: Fact.of(name, sources) for name in {**old, **fingerprint}}
     # Older checkpoints lack some kinds of facts. If only one side has facts of a kind, these are not compared.
-    kinds = {name: {(fact.source, kind) for kind in fact.kinds(name)} for name, fact in facts.items()}
+    kinds = {
+        name: {(fact.source, word.split(" ")[0]) for word in (name, fact.name) if word.split(" ")[0] in LATER}
+        for name, fact in facts.items()
+    }
     known = set.intersection(*({kind for name in listing for kind in kinds[name]} for listing in (old, fingerprint)))
     unknown = [name for name in facts if (name in old) != (name in fingerprint) and not kinds[name] <= known]
     changes = {
@@ -134,11 +138,7 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
 
 
 def _changed(old: Any, new: Any, fact: Fact) -> str:
-    """Returns a fact's change in words; of code, the files that differ."""
-    if fact.name.endswith("code") and old and new:
-        old, new = (
-            ", ".join(sorted({*one.split(", ")} - {*other.split(", ")})) for one, other in ((old, new), (new, old))
-        )
+    """Returns a fact's change in words."""
     if fact.is_file and old is None:
         return f"added, {new} bytes"
     return f"removed, it had {old} bytes" if fact.is_file and new is None else f"{old} -> {new}"
@@ -148,7 +148,8 @@ def accepted_by(entry: str, fact: Fact) -> tuple[str, ...]:
     """Returns the keys of which `accept_changes` has to name one if this entry of the data's fingerprint changed."""
     of_mixture = fact.source and not fact.is_file
     by_default = ("datasets", *SOURCE_KEYS) if of_mixture else SOURCE_KEYS
-    return ACCEPTED_BY.get(entry, ACCEPTED_BY.get(entry.partition(" ")[0], by_default))
+    beginnings = (entry, " ".join(entry.split(" ")[:2]), entry.split(" ")[0])
+    return next((ACCEPTED_BY[each] for each in beginnings if each in ACCEPTED_BY), by_default)
 
 
 def remapped_streams(streams: np.ndarray, meta: Facts, data: Data, rows: int) -> tuple[np.ndarray, list[str]]:

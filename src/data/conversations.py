@@ -106,6 +106,7 @@ class ConversationSource(Source):
 
     def __init__(self, path: str, key: str, inputs: InputSpec) -> None:
         self._files, self._inputs = DocumentFiles(path, key, self.expected, inputs.rules), inputs
+        self.listings = [self._files.listing]
         self._fields = ChatFields(inputs, strftime_now=_NOW)
         for file in self._files.paths:
             if not is_jsonl(file):

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, Self
 
 from src.config.source_spec import names_eval_data
 from src.data.rules import RULES_FACT
-from src.data.types import EvalSet, Fingerprint, InputSpec, TrainData
-from src.errors import changed_keys
-from src.user_code import code_digest
+from src.data.types import EvalSet, Fingerprint, InputSpec, RowSource, Source, TrainData
+from src.errors import UserError, changed_keys
+from src.user_code import code_digests
 
 EVALUATION = "evaluation"  # begins each entry on which evaluations depend, and training does not
-_LATER = {"file", "contents", "lines", "code", EVALUATION}
+LATER = {"file", "contents", "lines", "code", EVALUATION}  # what entries that older fingerprints lack begin with
 
 
 class Fact(NamedTuple):
@@ -35,10 +35,6 @@ class Fact(NamedTuple):
     def is_file(self) -> bool:
         """Says whether it is one file's size, which fingerprints list only where files are few."""
         return self.source is not None and self.name.startswith("file ")
-
-    def kinds(self, entry: str) -> set[str]:
-        """Returns the kinds of facts it is of, if they are kinds that fingerprints of older versions lack."""
-        return {entry.split(" ")[0], self.name.split(" ")[0], self.name.split(" ")[-1]} & _LATER
 
 
 def data_fingerprint(
@@ -73,8 +69,8 @@ def data_fingerprint(
         facts["batch_transform"] = inputs.batch.batch_transform
     for key in ("batch_transform", "loss", "eval_metrics", "decode_metrics"):
         if name := inputs.config[key]:
-            entry = f"{key} code" if key in ("batch_transform", "loss") else f"{EVALUATION} {key} code"
-            facts[entry] = code_digest(name, key)
+            entry = f"{EVALUATION} code {key}" if "metrics" in key else f"code {key}"
+            facts |= {f"{entry} {module}": digest for module, digest in code_digests(name, key).items()}
     return facts | {
         RULES_FACT: inputs.rules,
         "global batch": global_batch,
@@ -82,6 +78,23 @@ def data_fingerprint(
         "packing": inputs.batch.packing,
         "data_shuffle_seed": inputs.data.data_shuffle_seed,
     }
+
+
+def check_unchanged(deciding: Sequence[Source | RowSource], others: Sequence[Source | RowSource]) -> list[str]:
+    """Returns a line for sources whose files were written since the last call; raises UserError if one is another now.
+
+    It does that for the sources that decide what a run learns, or when it ends, and not for `others`.
+    """
+    lines = []
+    for source in (*deciding, *others):
+        for line, differs in (listing.written_since() for listing in source.listings):
+            if differs and source in deciding:
+                raise UserError(
+                    f"{line}. Steps since the last checkpoint may have learned from that and are not saved. Restore "
+                    "the data and give the same command, or accept the change: accept_changes=[dataset_path]"
+                )
+            lines += [line] * bool(line)
+    return lines
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], of: str = "") -> list[str]:

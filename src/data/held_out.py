@@ -12,6 +12,7 @@ class _Subset:
 
     def __init__(self, source: Source | RowSource, items: np.ndarray | range, name: str) -> None:
         self._source, self._items, self._name = source, items, name
+        self.listings = getattr(source, "listings", ())
 
     def fingerprint(self) -> Fingerprint:
         return {**self._source.fingerprint(), "part": self._name}

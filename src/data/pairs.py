@@ -105,7 +105,7 @@ class PairRows(RowSource):
     """Gives each pair a row: the prompt with the chosen answer, then with the rejected one; what is answered counts."""
 
     def __init__(self, inputs: InputSpec, source: Source) -> None:
-        self._inputs, self._source, self.row_count = inputs, source, len(source)
+        self._inputs, self._source, self.row_count, self.listings = inputs, source, len(source), source.listings
 
     def row(self, i: int) -> list[Document]:
         """Returns both documents; raises UserError if they exceed a row, or the template makes several of an answer."""

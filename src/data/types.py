@@ -50,6 +50,7 @@ class Source(Protocol):
     """Numbers documents from 0; they are read in any order and from several threads at a time."""
 
     is_remote = False  # reading a document is a request to a store
+    listings: Sequence[Any] = ()  # of the files that are read (`readers.files.Listing`)
 
     def __len__(self) -> int:
         """Counts the documents. Opening a source of a hundred million and this cost no more than of one."""
@@ -77,6 +78,7 @@ class RowSource(Protocol):
     """
 
     row_count: int | None
+    listings: Sequence[Any] = ()  # as a `Source` has
 
     def row(self, i: int) -> list[Document]:
         """Returns the documents of row `i`, which have T targets together; the last row may have fewer."""

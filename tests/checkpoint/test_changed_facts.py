@@ -1,5 +1,7 @@
 """Data and code that are others than a run began with: named when it is resumed, and while it goes on."""
 
+import itertools
+import os
 import re
 import shutil
 import sys
@@ -7,7 +9,7 @@ import textwrap
 
 import pytest
 
-from src.user_code import code_digest
+from src.user_code import code_digests
 from tests import runs
 
 pytestmark = pytest.mark.usefixtures("steps_built_once")
@@ -121,25 +123,23 @@ def test_code_is_a_module_and_what_it_imports_of_the_users(tmp_path, monkeypatch
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(text))
     monkeypatch.syspath_prepend(tmp_path)
-    found = [part.split(" ")[0] for part in code_digest("of_test_main:f", "loss").split(", ")]
+    found = code_digests("of_test_main:f", "loss")
     expected = [name for name in files if "unused" not in name]
     names = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in expected]
-    assert found == sorted(names)
+    assert sorted(found) == sorted(names)
     assert "of_test_late" not in sys.modules
-    before = code_digest("of_test_main:f", "loss")
     (tmp_path / "of_test_unused.py").write_text("x = 1")
-    assert code_digest("of_test_main:f", "loss") == before
-    for name in expected:
+    assert code_digests("of_test_main:f", "loss") == found
+    for name, module in zip(expected, names, strict=True):
         text = (tmp_path / name).read_text()
         (tmp_path / name).write_text(f"{text}\n# changed")
-        assert code_digest("of_test_main:f", "loss") != before, name
+        changed = code_digests("of_test_main:f", "loss")
+        assert [each for each in found if changed[each] != found[each]] == [module]
         (tmp_path / name).write_text(text)
 
 
 def test_a_function_of_an_installed_package_counts_with_its_own_file_alone():
-    assert [part.split(" ")[0] for part in code_digest("json.decoder:JSONDecoder", "loss").split(", ")] == [
-        "json.decoder"
-    ]
+    assert list(code_digests("json.decoder:JSONDecoder", "loss")) == ["json.decoder"]
 
 
 # ---- Resumed with other code
@@ -151,29 +151,30 @@ def test_other_code_is_named_and_refused_until_it_is_accepted(my_modules, tmp_pa
     runs.run_here(**keys | {"steps": 2})
     before = runs.contents(tmp_path / "run")
     changes = [
-        (("my_data.py", "range(40)", "range(1, 41)"), "source code", "dataset_factory"),
-        (("my_helpers.py", "9 * text", "8 * text"), "source code", "dataset_factory"),
-        (("my_transform.py", "< 2", "< 3"), "batch_transform code", "batch_transform"),
-        (("my_loss.py", "return next", "return  next"), "loss code", "loss"),
-        (("my_metrics.py", "jnp.ones(())", "2 * jnp.ones(())"), "evaluation eval_metrics code", ""),
+        (("my_data.py", "range(40)", "range(1, 41)"), "source code my_data", "dataset_factory"),
+        (("my_helpers.py", "9 * text", "8 * text"), "source code my_helpers", "dataset_factory"),
+        (("my_transform.py", "< 2", "< 3"), "code batch_transform my_transform", "batch_transform"),
+        (("my_loss.py", "return next", "return  next"), "code loss my_loss", "loss"),
+        (("my_metrics.py", "jnp.ones(())", "2 * jnp.ones(())"), "evaluation code eval_metrics my_metrics", ""),
     ]
     for (file, old, new), entry, key in changes:
         my_modules(file, old, new)
         if key:
             said = refusal(monkeypatch, capsys, **keys)
-            (listed,) = re.findall(rf"^  {entry}: (.*)", said, re.MULTILINE)
-            assert re.fullmatch(r"(\w+) \w{8} -> \1 \w{8}", listed)[1] == file.removesuffix(".py")
+            assert re.search(rf"^  {entry}: \w{{8}} -> \w{{8}}$", said, re.MULTILINE)
+            assert said.count(" -> ") == 2  # with the heading's
             assert f"accept_changes=[{key}]" in said
             assert runs.contents(tmp_path / "run") == before
             my_modules(file, new, old)
     runs.run_here(**keys)
     said = capsys.readouterr().out
-    assert re.findall(r"accepted: (.*?): ", said) == ["evaluation eval_metrics code"]
+    assert re.findall(r"accepted: (.*?): ", said) == ["evaluation code eval_metrics my_metrics"]
     assert "resumed from step 2" in said
     for change, *_ in changes[:-1]:
         my_modules(*change)
     runs.run_here(**keys | {"steps": 6}, accept_changes="[dataset_factory, batch_transform, loss]")
-    entries = ["source code", "batch_transform code", "loss code", "evaluation source code"]
+    entries = [entry for _, entry, key in changes if key]
+    entries += [f"evaluation source code {module}" for module in ("my_data", "my_helpers")]
     assert sorted(re.findall(r"accepted: (.*?): ", capsys.readouterr().out)) == sorted(entries)
     runs.run_here(**keys | {"steps": 8})  # the new checkpoints know the new code
     assert "accepted: " not in capsys.readouterr().out
@@ -186,7 +187,7 @@ def test_other_code_of_decode_metrics_is_named(my_modules, tmp_path, capsys):
     runs.run_here(**keys | {"steps": 2})
     my_modules("my_metrics.py", "len(lines)", "2 * len(lines)")
     runs.run_here(**keys)
-    assert "accepted: evaluation decode_metrics code: my_metrics " in capsys.readouterr().out
+    assert "accepted: evaluation code decode_metrics my_metrics: " in capsys.readouterr().out
 
 
 # ---- Other data to evaluate on
@@ -215,3 +216,93 @@ def test_replaced_evaluation_data_are_named_and_refused_where_they_may_end_the_r
     (tmp_path / "copy").rename(tmp_path / "run")
     runs.run_here(**keys)
     assert f"accepted: {entry}: " in capsys.readouterr().out
+
+
+# ---- A file that is written to while a run reads it
+
+
+@pytest.fixture
+def while_it_runs(monkeypatch, tmp_path):
+    """Has `act()` happen while the first batch after step 4 is made ahead; returns keys for that."""
+
+    def at(act):
+        calls = itertools.count()
+
+        def transform(batch):
+            if next(calls) == 16:  # two in which the step's fields are found, and some ahead
+                act()
+            return batch
+
+        module = type(sys)("my_spy")
+        module.transform = transform
+        monkeypatch.setitem(sys.modules, "my_spy", module)
+        return {"batch_transform": "my_spy:transform", "steps": 30, "checkpoint_period": 5}
+
+    return at
+
+
+def swap(file):
+    data, size = file.read_bytes(), file.stat().st_size
+    file.write_bytes(data.swapcase())
+    assert file.stat().st_size == size
+
+
+def replaced(file):
+    """As by rsync: another file of the same size and time is put in its place."""
+    other = file.with_name("other")
+    other.write_bytes(file.read_bytes().swapcase())
+    shutil.copystat(file, other)
+    other.rename(file)
+
+
+@pytest.mark.parametrize("change", [swap, replaced])
+def test_a_file_rewritten_at_the_same_size_ends_the_run_before_it_is_saved(
+    change, while_it_runs, tmp_path, monkeypatch, capsys
+):
+    corpus = runs.write_corpus(tmp_path / "corpus")
+    spied = while_it_runs(lambda: change(corpus / "007.txt"))
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, **spied}
+    said = refusal(monkeypatch, capsys, **keys)
+    saved = runs.steps_saved(tmp_path / "run")
+    assert saved[-1] in (5, 10)
+    assert f"{corpus}/007.txt changed while the run reads it" in said
+    assert f"the checkpoint of step {saved[-1]} in {tmp_path}/run stands" in said
+    said = refusal(monkeypatch, capsys, **keys)
+    assert "source contents: " in said
+    (corpus / "007.txt").write_bytes((corpus / "007.txt").read_bytes().swapcase())
+    runs.run_here(**keys)
+    assert f"resumed from step {saved[-1]}" in capsys.readouterr().out
+    runs.run_here(**{**keys, "base_output_directory": tmp_path / "whole"})
+    assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "whole" / "run")
+
+
+@pytest.mark.parametrize("act", [lambda file: os.utime(file), lambda file: file.write_bytes(file.read_bytes())])
+def test_a_file_that_is_touched_ends_nothing(act, while_it_runs, tmp_path, capsys):
+    corpus = runs.write_corpus(tmp_path / "corpus")
+    spied = while_it_runs(lambda: act(corpus / "007.txt"))
+    runs.run_here(base_output_directory=tmp_path, dataset_path=corpus, **spied)
+    assert runs.last_step(tmp_path / "run") == 30
+    assert capsys.readouterr().out.count(f"{corpus}/007.txt was written, with no change in size") == 1
+
+
+def test_a_file_that_grew_or_is_gone_ends_the_run(while_it_runs, tmp_path, monkeypatch, capsys):
+    corpus = runs.write_corpus(tmp_path / "corpus")
+    for number, act in enumerate([lambda file: file.write_bytes(2 * file.read_bytes()), lambda file: file.unlink()]):
+        spied = while_it_runs(lambda act=act: act(corpus / "007.txt"))
+        keys = {"base_output_directory": tmp_path / str(number), "dataset_path": corpus, **spied}
+        assert f"{corpus}/007.txt " in refusal(monkeypatch, capsys, **keys)
+        assert runs.steps_saved(tmp_path / str(number) / "run")[-1] <= 10
+
+
+def test_evaluation_data_rewritten_in_mid_run_are_a_line_and_end_a_run_that_they_may_end(
+    while_it_runs, tmp_path, monkeypatch, capsys
+):
+    corpus, held_out = (runs.write_corpus(tmp_path / name, seed=seed) for seed, name in enumerate(("corpus", "held")))
+    keys = {"dataset_path": corpus, "eval_dataset_path": held_out, "eval_interval": 15, "eval_steps": 1}
+    keys |= while_it_runs(lambda: swap(held_out / "007.txt"))
+    runs.run_here(base_output_directory=tmp_path / "a", **keys)
+    assert f"{held_out}/007.txt changed while the run reads it" in capsys.readouterr().out
+    assert runs.steps_saved(tmp_path / "a" / "run")[-1] == 30
+    keys |= while_it_runs(lambda: swap(held_out / "007.txt"))
+    said = refusal(monkeypatch, capsys, base_output_directory=tmp_path / "b", target_eval_loss=0.1, **keys)
+    assert f"{held_out}/007.txt changed while the run reads it" in said

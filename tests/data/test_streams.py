@@ -266,7 +266,7 @@ def test_a_stream_is_evaluated_by_batches_from_its_start_each_time(open_data):
 def test_a_stream_with_a_state_needs_no_epochs_and_may_say_what_it_is(open_data):
     opened = open_data("stateful")
     facts = opened[2].fingerprint()
-    assert facts.pop("code").startswith("my_grain ")
+    assert facts.pop("code my_grain")
     assert facts == {"version": 3, "type": "custom", "column": "text"}
     expected = itertools.cycle(ByteTokenizer().encode(f"document {n}")[:-1].tolist() for n in range(60))
     tokens = targets_of(batches_of(opened, 10))

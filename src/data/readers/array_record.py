@@ -67,7 +67,7 @@ class RecordSource(Source):
         open_file: Callable[[str, str], Any],
     ) -> None:
         self._format, self._column = record_format, spec.dataset_column
-        self._column_setting, self._listing = spec.setting("dataset_column"), listing
+        self._column_setting, self.listings = spec.setting("dataset_column"), [listing]
         self._nulls = Nulls(self._column_setting)
         self._parts, self._index = parts, Index([part.count for part in parts])
         self.is_remote = files.is_remote(listing.folder)
@@ -98,7 +98,7 @@ class RecordSource(Source):
             raise UserError(f"{file}, record {number}: {error}{setting}") from error
 
     def fingerprint(self) -> Fingerprint:
-        return {**self._facts, **self._listing.fingerprint}
+        return {**self._facts, **self.listings[0].fingerprint}
 
 
 class ArrayRecordSource(RecordSource):

@@ -14,7 +14,7 @@ from src.data.readers.records import Nulls, as_document, from_fields
 from src.data.streams import StreamSource
 from src.data.types import Fingerprint, InputSpec, Source
 from src.errors import UserError
-from src.user_code import call, class_name, code_digest, load_function, says_if_slow
+from src.user_code import call, class_name, code_digests, load_function, says_if_slow
 
 # Bounds of an iterable, which is kept in memory.
 _MAX_DOCUMENTS = 5_000_000
@@ -28,7 +28,8 @@ def open_custom(spec: SourceSpec, inputs: InputSpec) -> Source:
     Raises UserError as these do, and where there is no such function or it raises.
     """
     name, factory = spec.setting("dataset_factory"), load_function(spec.dataset_factory, spec.key("dataset_factory"))
-    code = {"code": code_digest(spec.dataset_factory, spec.key("dataset_factory"))}
+    digests = code_digests(spec.dataset_factory, spec.key("dataset_factory"))
+    code: Fingerprint = {f"code {module}": digest for module, digest in digests.items()}
     with says_if_slow(f"{name}, which has not returned"):
         dataset = call(name, factory, inputs.config, spec.split)
     read = functools.partial(document_of, name, spec.dataset_column, inputs.vocab_size, Nulls(name))

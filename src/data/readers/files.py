@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from src.console import say
 from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint
 from src.disk import new_file
-from src.errors import TransientError, UserError, counted, first_few
+from src.errors import TransientError, UserError, changed_keys, counted, first_few
 from src.storage_errors import Failure, failure_of, retried
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ _MAX_NAMED = 100  # files that a fingerprint names one by one, so that an error 
 _CHUNK_BYTES = 1 << 24
 # What a fingerprint reads of the files: all of them, or so many blocks spread evenly over their bytes.
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 256, 1 << 16
+_WATCHED, _WATCHED_IN_STORES = 1 << 14, 1 << 6  # files of which a run looks whether they are written
 # Of more than six digits it is no number of files, and to look for the missing ones would not end.
 _SHARD = re.compile(r"(?P<before>.*?)(?<!\d)(?P<number>\d{3,6})-of-(?P<total>\d{3,6})(?!\d)(?P<after>[^/]*)")
 # Paths of files that describe the data beside them; and of markers such as _SUCCESS, but not of source code.
@@ -66,6 +67,7 @@ class Listing:
         """
         files = sorted(self.sizes.items())
         listed = "\n".join(f"{size} {name}" for name, size in files)
+        assert self._versions is not None  # they are looked at before anything is read
         return {
             "files": len(files),
             "bytes": sum(self.sizes.values()),
@@ -84,6 +86,25 @@ class Listing:
         if passed:
             say([f"{self.setting}: {counted(len(passed), 'file')} passed over: {first_few(sorted(passed))}"])
         return dataclasses.replace(self, sizes={name: self.sizes[name] for name in self.sizes if name not in passed})
+
+    @functools.cached_property
+    def _versions(self) -> dict[str, tuple[Any, ...]]:
+        """Returns the size of some files, evenly spread over the list, and what else changes when one is written."""
+        most = _WATCHED_IN_STORES if is_remote(self.folder) else _WATCHED
+        watched = self.paths[:: len(self.paths) // most + 1]
+        with ThreadPoolExecutor(16) as pool:
+            return dict(zip(watched, pool.map(_version, watched), strict=True))
+
+    def written_since(self) -> tuple[str, bool]:
+        """Says which files were written since `fingerprint` was taken, "" for none, and whether that is another now."""
+        before, now = self._versions, dataclasses.replace(self)
+        if not (written := changed_keys(before, now._versions)):
+            return "", False
+        resized = any(before[file][0] != now._versions[file][0] for file in written)
+        differs = resized or self.fingerprint["contents"] != now.fingerprint["contents"]
+        how = "changed" if differs else "was written, with no change in size or in what is compared of the contents,"
+        before.update({} if differs else now._versions)
+        return f"{first_few(written)} {how} while the run reads it", differs
 
     def _contents_digest(self) -> str:
         """Digests the files' bytes in order, or blocks of them at even distances."""
@@ -156,6 +177,14 @@ def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 def size(file: str) -> int:
     """Returns the size of a local file in bytes; raises as `attempted`."""
     return attempted(file, lambda: os.stat(file).st_size)
+
+
+def _version(file: str) -> tuple[Any, ...]:
+    if is_remote(file):
+        info = _remote(file, file, lambda fs, place: fs.invalidate_cache() or fs.info(place))
+        return info.get("size"), str(info)
+    found = attempted(file, lambda: os.stat(file.removeprefix("file://")))
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def read(file: str, begin: int, end: int) -> bytes:

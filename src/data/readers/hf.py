@@ -30,10 +30,12 @@ def open_hf(spec: SourceSpec, inputs: InputSpec) -> StreamSource:
     except ImportError as error:
         raise UserError(f"dataset_type=hf: {error.name} is not installed. bash setup.sh streams installs it") from error
     path, what, commit = os.path.expanduser(spec.dataset_path), spec.setting("dataset_path"), None
+    listings: list[files.Listing] = []
     facts: Fingerprint = {"type": "hf", "dataset": spec.dataset_path, "split": spec.split}
     facts["column"] = spec.dataset_column
     if os.path.isdir(path):
-        facts |= {"dataset": "", **files.list_files(path, spec.key("dataset_path"), inputs.rules).fingerprint}
+        listings = [files.list_files(path, spec.key("dataset_path"), inputs.rules)]
+        facts |= {"dataset": "", **listings[0].fingerprint}
     elif match := re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?", path):
         path, revision = match.groups()
         commit = call(what, lambda: HfApi().dataset_info(path, revision=revision).sha)
@@ -43,4 +45,6 @@ def open_hf(spec: SourceSpec, inputs: InputSpec) -> StreamSource:
     facts |= {"configuration": spec.dataset_name, "shards": whole.num_shards}
     read = functools.partial(document_of, what, spec.dataset_column, inputs.vocab_size, Nulls(what))
     share = split_dataset_by_node(whole, jax.process_index(), jax.process_count())
-    return StreamSource(what, share, read, facts, shuffles=True)
+    stream = StreamSource(what, share, read, facts, shuffles=True)
+    stream.listings = listings
+    return stream

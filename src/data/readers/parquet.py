@@ -36,8 +36,8 @@ class ParquetSource(Source):
         self._column, self._column_setting = spec.dataset_column, spec.setting("dataset_column")
         self._nulls = Nulls(self._column_setting)
         listing = files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
-        self._listing = listing.only(lambda name: not files.ABOUT_DATA.fullmatch(name))
-        self._files = list(zip(self._listing.paths, self._listing.sizes.values(), strict=True))
+        self.listings = [listing := listing.only(lambda name: not files.ABOUT_DATA.fullmatch(name))]
+        self._files = list(zip(listing.paths, listing.sizes.values(), strict=True))
         with ThreadPoolExecutor(_OPENING_THREADS) as threads:
             rows = list(threads.map(lambda file: self._count_rows(*file), self._files))
         self._groups = Index([len(counts) for counts in rows])  # the row groups of each file
@@ -73,7 +73,7 @@ class ParquetSource(Source):
 
     def fingerprint(self) -> Fingerprint:
         facts = {"type": "parquet", "documents": len(self), "column": self._column}
-        return {**self._listing.fingerprint, **facts, "order in a row group": "its own"}  # all had the same before
+        return {**self.listings[0].fingerprint, **facts, "order in a row group": "its own"}  # all had the same before
 
     def _count_rows(self, file: str, size: int) -> list[int]:
         """Counts the rows of each row group of a file, and checks that it has the column."""

@@ -45,8 +45,8 @@ class DocumentFiles:
     """
 
     def __init__(self, path: str, key: str, expected: str = _SOME_FILES, rules: int = PRESENT_RULES) -> None:
-        self._listing = list_text_files(path, key, rules)
-        self.paths, self.sizes = self._listing.paths, list(self._listing.sizes.values())
+        self.listing = list_text_files(path, key, rules)
+        self.paths, self.sizes = self.listing.paths, list(self.listing.sizes.values())
         extents = list(map(_extents, self.paths, self.sizes))
         # int [documents], the number of each one's file; int64 [documents, 2], at which bytes it begins and ends there.
         self.file = np.repeat(np.arange(len(extents)), [len(extent) for extent in extents])
@@ -64,12 +64,12 @@ class DocumentFiles:
 
     def document_keys(self) -> np.ndarray:
         """Returns uint64 [documents]: a hash of file name and place in the file, which other files don't change."""
-        names = np.array([order.hash_keys("file", name)[0] for name in self._listing.sizes], np.uint64)
+        names = np.array([order.hash_keys("file", name)[0] for name in self.listing.sizes], np.uint64)
         return order.mix64(names[self.file] + self.extent[:, 0].astype(np.uint64))
 
     def fingerprint(self) -> Fingerprint:
         """Returns that of the files, and how many documents are in them."""
-        return {**self._listing.fingerprint, "documents": len(self)}
+        return {**self.listing.fingerprint, "documents": len(self)}
 
 
 class TextSource(Source):
@@ -92,6 +92,7 @@ class TextSource(Source):
     ) -> None:
         self._column, self._max_bytes, self._rules = column, max_document_bytes, rules
         self._files = DocumentFiles(path, key, rules=rules)
+        self.listings = [self._files.listing]
         # Each piece of a line takes parsing all of it: the documents of some long lines are kept.
         self._read_long_line = functools.lru_cache(maxsize=_KEPT_LINES)(self._read_line)
         self._index = Index(_count_pieces(np.diff(self._files.extent)[:, 0], max_document_bytes))

@@ -102,7 +102,7 @@ class _TokenFolder:
         self._copies = files.LocalCopies() if files.is_remote(self._folder) else None
         self._digest = hashlib.sha256(summary).hexdigest()[:16]
         self._verified_indexes: set[int] = set()
-        self._listing = listing
+        self.listings = [listing]
         if not self._copies:
             self._verify()
 
@@ -124,7 +124,7 @@ class _TokenFolder:
         tokens = sum(shard.ids for shard in self._shards)
         # tokens.json has digests of each shard's files.
         facts = {"type": "tokens", "documents": len(self._documents), "tokens": tokens, "digest": self._digest}
-        return facts | {"contents": self._listing.fingerprint["contents"]}
+        return facts | {"contents": self.listings[0].fingerprint["contents"]}
 
     def _verify(self) -> None:
         """Compares the digests of some shards, and looks through their indexes, before anything is read."""

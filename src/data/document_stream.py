@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from src.config.schema import BatchKeys
 from src.data.best_fit import best_fit
 from src.data.conversations import encode_conversation
 from src.data.order import Shuffle
@@ -86,7 +85,7 @@ class RowFiller:
             positions = np.zeros((len(streams), 2), np.int32) if positions is None else positions
             read = self._documents.documents
             if len(source) < global_batch and not (one_epoch or inputs.data.use_sft or inputs.rules < 2):
-                read = spread(read, len(source), global_batch, inputs.batch)
+                read = spread(read, len(source), global_batch, inputs)
             if source.is_remote:
                 read = self._ahead = ReadAhead(read, global_batch, self._end)
             self._streams = [
@@ -117,26 +116,22 @@ class RowFiller:
         return {**self._reader.saved((position := self._streams[0].position)[0]), "position": position}
 
 
-def spread(read: Items, count: int, streams: int, batch: BatchKeys) -> Items:
-    """Has packing streams begin at different places of a document, if there are fewer of them, `count`, than streams.
+def spread(read: Items, count: int, streams: int, inputs: InputSpec) -> Items:
+    """Has streams begin at different places of a document, if there are fewer documents, `count`, than streams.
 
-    An ordinal is read in two parts: its document from some place to the end, then the part before that place. The
-    `streams` ordinals that are read at the same time belong to several epochs, and each epoch has its place, at even
-    distances in a document: at least half of its length, divided by the number of streams that share it. Documents that
-    fit a row stay whole. Without packing the place is the begin of a row, so that an epoch has the same rows.
+    The ordinals that streams read together belong to several epochs: each has a place in documents, at even distances,
+    and reads the part before it last. Documents that fit a row stay whole, and so do rows without packing.
     """
-    unit = 1 if batch.packing else batch.max_target_length
-
-    def parts(document: Document, place: int, places: int) -> list[Document]:
-        size = len(document.ids) - 1
-        first = unit * (-(-size // unit) * place // places) if size > batch.max_target_length else 0
-        slices = (slice(first, None), slice(first + 1)) if first else (slice(None),)
-        return [Document(*(None if array is None else array[part] for array in document)) for part in slices]
+    length = inputs.batch.max_target_length
+    unit = 1 if inputs.batch.packing else length
 
     def documents(ordinal: int) -> list[Document]:
-        begin = ordinal - ordinal % streams
+        (document,) = read(ordinal)
+        size, begin = len(document.ids) - 1, ordinal - ordinal % streams
         first, epoch, last = (n // count for n in (begin, ordinal, begin + streams - 1))
-        return [part for document in read(ordinal) for part in parts(document, epoch - first, last - first + 1)]
+        place = -(-size // unit) * (epoch - first) // (last - first + 1) * unit if size > length else 0
+        slices = (slice(place, None), slice(place + 1)) if place else (slice(None),)
+        return [Document(*(None if array is None else array[part] for array in document)) for part in slices]
 
     return documents
 

@@ -41,7 +41,7 @@ def test_streams_that_share_a_document_are_at_least_half_of_an_even_share_apart(
     size = 10_007
     ids = np.arange(size + 1, dtype=np.int32)
     for count in range(1, rows):
-        order, read = Shuffle(count, 0, 0), spread(lambda _: [Document(ids)], count, rows, config().batch)
+        order, read = Shuffle(count, 0, 0), spread(lambda _: [Document(ids)], count, rows, InputSpec.of(config(), None))
         for wave in range(2 * count + 2):  # the documents that all streams begin if their documents are of one length
             places = collections.defaultdict(list)
             for ordinal in range(wave * rows, (wave + 1) * rows):
@@ -55,7 +55,7 @@ def test_streams_that_share_a_document_are_at_least_half_of_an_even_share_apart(
 def test_each_target_of_a_document_comes_once_with_what_belongs_to_it(config):
     rng = np.random.default_rng(0)
     whole = Document(*(rng.integers(0, high, 501).astype(kind) for high, kind in ((200, "i4"), (2, "?"), (5, "i4"))))
-    read = spread(lambda _: [whole], 2, 8, config().batch)
+    read = spread(lambda _: [whole], 2, 8, InputSpec.of(config(), None))
     in_parts = 0
     for ordinal in range(24):
         parts = read(ordinal)
@@ -70,7 +70,7 @@ def test_each_target_of_a_document_comes_once_with_what_belongs_to_it(config):
 
 def test_documents_that_fit_a_row_stay_whole(config):
     for size, parts in ((LENGTH, 1), (LENGTH + 1, 2)):
-        read = spread(lambda _, size=size: [Document(np.arange(size + 1))], 1, 8, config().batch)
+        read = spread(lambda _, size=size: [Document(np.arange(size + 1))], 1, 8, InputSpec.of(config(), None))
         assert [len(read(ordinal)) for ordinal in range(8)] == [1, *[parts] * 7]
 
 

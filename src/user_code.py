@@ -80,7 +80,7 @@ def _imports(code: ast.AST, package: str) -> Iterator[str]:
 def _user_file(module: str) -> Path | None:
     """Finds the file of a module that is neither installed nor a part of Python or MinText."""
     library = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*(site|dist)-packages")
-    folders = [folder for folder in sys.path if not library.match(folder) and module.partition(".")[0] != "src"]
+    folders = [each for each in map(str, sys.path) if not library.match(each) and module.partition(".")[0] != "src"]
     places = [Path(folder, *module.split(".")) for folder in folders]
     files = (file for place in places for file in (place / "__init__.py", place.with_name(f"{place.name}.py")))
     return next(filter(Path.is_file, files), None)

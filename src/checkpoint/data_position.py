@@ -134,7 +134,8 @@ def accepted_changes(meta: Facts, data: Data, accept_changes: Sequence[str], fin
         )
     missing = dict.fromkeys(name.partition(" source ")[0] for name in fingerprint if name in unknown)
     lines = [f"the checkpoint does not have, so this is not compared: {first_few(missing)}"] * bool(missing)
-    return [*lines, *(f"accepted: {change}" for change in changes.values())]
+    said = ("changed" if name.startswith(EVALUATION) else "accepted" for name in changes)
+    return [*lines, *map(": ".join, zip(said, changes.values(), strict=True))]
 
 
 def _changed(old: Any, new: Any, fact: Fact) -> str:

@@ -81,9 +81,9 @@ def data_fingerprint(
 
 
 def check_unchanged(deciding: Sequence[Source | RowSource], others: Sequence[Source | RowSource]) -> list[str]:
-    """Returns a line for sources whose files were written since the last call; raises UserError if one is another now.
+    """Returns a line for sources whose files were written since the last call.
 
-    It does that for the sources that decide what a run learns, or when it ends, and not for `others`.
+    Raises UserError if the contents of a `deciding` source changed: the run learns from it, or it may end the run.
     """
     lines = []
     for source in (*deciding, *others):
@@ -91,7 +91,7 @@ def check_unchanged(deciding: Sequence[Source | RowSource], others: Sequence[Sou
             if differs and source in deciding:
                 raise UserError(
                     f"{line}. Steps since the last checkpoint may have learned from that and are not saved. Restore "
-                    "the data and give the same command, or accept the change: accept_changes=[dataset_path]"
+                    "the data and give the same command; with these data it says how to accept the change"
                 )
             lines += [line] * bool(line)
     return lines

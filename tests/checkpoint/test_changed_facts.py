@@ -168,16 +168,16 @@ def test_other_code_is_named_and_refused_until_it_is_accepted(my_modules, tmp_pa
             my_modules(file, new, old)
     runs.run_here(**keys)
     said = capsys.readouterr().out
-    assert re.findall(r"accepted: (.*?): ", said) == ["evaluation code eval_metrics my_metrics"]
+    assert re.findall(r"(?:accepted|changed): (.*?): ", said) == ["evaluation code eval_metrics my_metrics"]
     assert "resumed from step 2" in said
     for change, *_ in changes[:-1]:
         my_modules(*change)
     runs.run_here(**keys | {"steps": 6}, accept_changes="[dataset_factory, batch_transform, loss]")
     entries = [entry for _, entry, key in changes if key]
     entries += [f"evaluation source code {module}" for module in ("my_data", "my_helpers")]
-    assert sorted(re.findall(r"accepted: (.*?): ", capsys.readouterr().out)) == sorted(entries)
+    assert sorted(re.findall(r"(?:accepted|changed): (.*?): ", capsys.readouterr().out)) == sorted(entries)
     runs.run_here(**keys | {"steps": 8})  # the new checkpoints know the new code
-    assert "accepted: " not in capsys.readouterr().out
+    assert not re.findall(r"(?:accepted|changed): ", capsys.readouterr().out)
 
 
 @pytest.mark.long
@@ -187,7 +187,7 @@ def test_other_code_of_decode_metrics_is_named(my_modules, tmp_path, capsys):
     runs.run_here(**keys | {"steps": 2})
     my_modules("my_metrics.py", "len(lines)", "2 * len(lines)")
     runs.run_here(**keys)
-    assert "accepted: evaluation code decode_metrics my_metrics: " in capsys.readouterr().out
+    assert "changed: evaluation code decode_metrics my_metrics: " in capsys.readouterr().out
 
 
 # ---- Other data to evaluate on
@@ -211,11 +211,11 @@ def test_replaced_evaluation_data_are_named_and_refused_where_they_may_end_the_r
     assert "accept_changes=[eval_dataset_path]" in said
     key = "eval_datasets" if entries else "eval_dataset_path"
     runs.run_here(**keys, target_eval_loss=99.0, accept_changes=f"[{key}]")
-    assert f"accepted: {entry}: " in capsys.readouterr().out
+    assert f"changed: {entry}: " in capsys.readouterr().out
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "copy").rename(tmp_path / "run")
     runs.run_here(**keys)
-    assert f"accepted: {entry}: " in capsys.readouterr().out
+    assert f"changed: {entry}: " in capsys.readouterr().out
 
 
 # ---- A file that is written to while a run reads it

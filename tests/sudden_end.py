@@ -33,6 +33,10 @@ def pytest_load_initial_conftests():
     _tell("its start")
 
 
+def pytest_sessionstart():
+    _tell("its session")  # that of pytest-xdist's workers has other processes, which tell for themselves
+
+
 def pytest_make_collect_report(collector):
     _tell(f"collecting {collector.nodeid}")
 

@@ -48,10 +48,10 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
 
 
 def code_digests(name: str, key: str) -> dict[str, str]:
-    """Returns a digest of each module of a function's code: that of `name`, the value of `key`, and all it imports.
+    """Returns a digest of each module of a user's code: the module in `name`, the value of `key`, and all it imports.
 
-    Imports count at the top or in a function, directly or not, except those of installed packages, of Python's library
-    and of MinText. Raises UserError as `load_function`.
+    It may import a module at its top, in a function, or through another one. Installed packages, Python's library and
+    MinText are left out. Raises UserError as `load_function`.
     """
     load_function(name, key)
     modules, found = [name.partition(":")[0]], dict[str, str]()

@@ -87,7 +87,7 @@ def check_unchanged(deciding: Sequence[Source | RowSource], others: Sequence[Sou
     """
     lines = []
     for source in (*deciding, *others):
-        for line, differs in (listing.written_since() for listing in source.listings):
+        for line, differs in (listing.written_since() for listing in getattr(source, "listings", ())):
             if differs and source in deciding:
                 raise UserError(
                     f"{line}. Steps since the last checkpoint may have learned from that and are not saved. Restore "

@@ -74,11 +74,11 @@ class Source(Protocol):
 class RowSource(Protocol):
     """Numbers rows from 0, each of T targets and complete in itself, so that no position has to be kept.
 
-    `row_count` rows of an epoch come in a random order; None: they are endless, and come as they are numbered.
+    `row_count` rows of an epoch come in a random order; None: they are endless, and come as they are numbered. One that
+    reads files has `listings`, as a `Source` has.
     """
 
     row_count: int | None
-    listings: Sequence[Any] = ()  # as a `Source` has
 
     def row(self, i: int) -> list[Document]:
         """Returns the documents of row `i`, which have T targets together; the last row may have fewer."""

@@ -48,7 +48,7 @@ PYTHON
 
 "$python" -m src.train configs/quickstart.yml run_name=run base_output_directory="$out" steps=100 sample_length=0
 "$python" -m src.convert to-hf "$out/run" "$out/hf"
-"$python" -m src.evaluate "$out/run" tasks=my_choice,my_texts,my_bytes include_path="$out/tasks" num_fewshot=2 \
+"$python" -m src.evaluate "$out/run" tasks=my_choice,my_texts,my_bytes include_path="$out/tasks" trust_tasks=true num_fewshot=2 \
   results_path="$out/tasks.json"
 
 "$python" - "$out" <<'PYTHON'

@@ -69,7 +69,9 @@ def end(code: int, message: str, *, at_once: bool = False) -> NoReturn:
     """
     if job := rendezvous.current_job:
         job.tell(code, message)
-    if at_once or job or _orbax_waits():
+    # After a failed save, threads of Orbax may wait for minutes for others of them.
+    of_orbax = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
+    if at_once or job or any(thread.join(1) or thread.is_alive() for thread in of_orbax):
         end_now(code, message)
     _print(message)
     sys.exit(code)
@@ -83,14 +85,6 @@ def end_now(code: int, message: str) -> NoReturn:
             sys.stdout.write("\x1b[?25h")  # shows the cursor, which a progress bar hides
         sys.stdout.flush()
     os._exit(code)
-
-
-def _orbax_waits() -> bool:
-    """Returns whether threads of Orbax are left, which after a failed save may wait for minutes for others of them."""
-    threads = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
-    for thread in threads:
-        thread.join(1)
-    return any(thread.is_alive() for thread in threads)
 
 
 def _print(message: str) -> None:

@@ -57,10 +57,20 @@ def is_own(kind: str, file: Any) -> bool:
     return not beginning or re.match(_BEGINNINGS[kind], beginning, re.DOTALL) is not None
 
 
+def any_path(path: Any) -> Any:
+    """Returns the `epath.Path` of a local path or one on a store; raises UserError for an unknown protocol."""
+    from etils import epath
+
+    try:
+        return epath.Path(path)
+    except KeyError as error:
+        raise UserError(f"{error.args[0]} is no protocol that is read here; gs:// and s3:// are") from None
+
+
 def check_outputs(paths: Mapping[str, str]) -> None:
     """Raises UserError if no file may be written at a key's path, or two keys name one; leaves nothing behind.
 
-    A file that is there already must be of the key's kind, or empty.
+    An existing file must be of the key's kind, or empty.
     """
     keys: dict[Any, str] = {}
     for key, path in paths.items():
@@ -92,13 +102,7 @@ def _writing(key: str, path: str) -> Iterator[Any]:
     """Yields the file to write, the target of a symbolic link; raises UserError for what fails in the block."""
     try:
         if "://" in path:
-            from etils import epath
-
-            try:
-                target = epath.Path(path)
-            except KeyError:
-                protocol = path.partition("://")[0]
-                raise ValueError(f"{protocol}:// is no protocol that is known here; gs:// and s3:// are") from None
+            target = any_path(path)
         else:
             target = Path(os.path.realpath(os.path.expanduser(path)))
             if target.exists() and not target.is_file():
@@ -107,7 +111,7 @@ def _writing(key: str, path: str) -> Iterator[Any]:
             raise ValueError("another file is there, which this command did not write. Name a new one, or delete it")
         yield target
     except Exception as error:  # each store's client has its own types
-        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        reason = str(error) if type(error) in (ValueError, UserError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{key}={path}: cannot write it: {reason}") from error
 
 

@@ -27,7 +27,7 @@ MAX_LISTED = 5  # items of a list in a message
 
 
 def printable(text: str) -> str:
-    """Replaces control characters, which a terminal would obey and any file or name may contain, by U+FFFD."""
+    """Replaces control characters, which a terminal would obey and which any file or name may contain, by U+FFFD."""
     return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
 
 

@@ -174,7 +174,10 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
     scores = config.texts_path or config.tokens_path or config.tasks
     run = run_folder(file_name(argv[0])) if not isinstance(argv, ConfigDict) else None
     if jax.process_index() == 0:  # before an evaluation, not after it
-        check_outputs({key: config[key] for key in ("results_path", "scores_path", "logits_path") if config[key]})
+        outputs = {key: config[key] for key in ("results_path", "scores_path", "logits_path") if config[key]}
+        check_outputs(outputs)
+        for path in outputs.values():
+            Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
     if run and not scores:
         trained = load([str(run)])
         _check_held_out(run, trained.data, trained.evaluation.eval_interval, config.data)

@@ -77,6 +77,8 @@ def _snapshot(path: str, names: tuple[str, ...]) -> str:
     hub, token = constants.ENDPOINT, "log in by `hf auth login`, or set HF_TOKEN"
     try:
         return snapshot_download(repository, revision=revision or None, allow_patterns=list(names))
+    except errors.HFValidationError as error:
+        raise UserError(f"{path} is no name of a model: {_short(error)}") from None
     except errors.GatedRepoError:
         raise UserError(f"{path} is gated: accept its terms at {hub}/{repository}, then {token}") from None
     except errors.RepositoryNotFoundError:

@@ -93,20 +93,13 @@ def score_texts(
         )
     scores = Scorer(evaluation, batch, plan, weights)(encoded)
     # Every process computes, process 0 writes.
-    scores_path = _new(evaluation.scores_path) if jax.process_index() == 0 else os.devnull
+    scores_path = Path(evaluation.scores_path).expanduser() if jax.process_index() == 0 else os.devnull
     with open(scores_path, "w", encoding="utf-8") as file:
         for text, ids, (of_ids, _) in zip(texts, encoded, scores, strict=True):
             log_probs = [None, *map(float, of_ids)]
             line = {"text": text, "ids": ids.tolist(), "log_probs": log_probs, "log_prob": sum(log_probs[1:])}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return len(texts)
-
-
-def _new(path: str) -> Path:
-    """Returns the path of an output, whose folder it makes."""
-    file = Path(path).expanduser()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return file
 
 
 def _text_of_json(line: str) -> str:
@@ -138,7 +131,7 @@ def write_logits(evaluation: Evaluation, batch: BatchKeys, plan: StepPlan, weigh
     compute, B = _compiled(plan, _logits), eval_batch_size(evaluation, batch, plan)
     file = None
     if jax.process_index() == 0:
-        file = np.lib.format.open_memmap(_new(evaluation.logits_path), "w+", np.float32, shape)
+        file = np.lib.format.open_memmap(Path(evaluation.logits_path).expanduser(), "w+", np.float32, shape)
     for first in range(0, len(tokens), B):
         rows = tokens[first : first + B]
         logits_BTV = compute(weights, _padded(rows, B, tokens.shape[1]))

@@ -92,35 +92,32 @@ def _tensorstore_failure(message: str) -> Failure | None:
 
 
 @contextlib.contextmanager
-def tensorstore_errors(without_status: Failure | None = None) -> Iterator[None]:
-    """Raises StoreError for what TensorStore, called in the block, raises as ValueError.
-
-    An error without a status code, which says that something cannot be decoded, is `without_status`; None: left as is.
-    """
+def tensorstore_errors() -> Iterator[None]:
+    """Raises StoreError for what TensorStore, called in the block, raises as ValueError."""
     try:
         yield
-    except ValueError as error:
-        if (failure := _tensorstore_failure(str(error)) or without_status) is None:
-            raise
-        raise StoreError(one_line(error), failure) from error
+    except ValueError as error:  # without a status: something cannot be decoded
+        raise StoreError(one_line(error), _tensorstore_failure(str(error)) or Failure.DAMAGED) from error
 
 
 def tensorstore_result(future: Any) -> Any:
-    """Returns a TensorStore future's result; raises StoreError, DAMAGED if something is undecodable or missing."""
-    with tensorstore_errors(without_status=Failure.DAMAGED):
+    """Returns a TensorStore future's result; raises StoreError."""
+    with tensorstore_errors():
         return future.result()
 
 
 def retried(attempt: Callable[[], T]) -> T:
     """Returns `attempt()`, repeated with pauses while it fails transiently; raises the last attempt's error.
 
-    A line says that it is repeated, at most once a minute: threads that read ahead fail together.
+    It is not repeated after as long as all pauses: a store's client has tried again by then. A line says that it is
+    repeated, at most once a minute: threads that read ahead fail together.
     """
+    begin = time.monotonic()
     for seconds in RETRY_SECONDS:
         try:
             return attempt()
         except Exception as error:
-            if failure_of(error) is not Failure.TRANSIENT:
+            if failure_of(error) is not Failure.TRANSIENT or time.monotonic() - begin > sum(RETRY_SECONDS):
                 raise
             if time.monotonic() > _quiet_until[0]:
                 _quiet_until[0] = time.monotonic() + 60

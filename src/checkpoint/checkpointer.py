@@ -93,9 +93,7 @@ class Checkpointer:
         steps = of_process_0(lambda: steps_in(self._directory))
         if not steps:
             return None
-        _, state, meta, problems = restore_newest(
-            self._directory, steps, lambda meta, saved: abstract_state, of_run=True
-        )
+        _, state, meta, problems = restore_newest(self._directory, steps, lambda meta, saved: abstract_state)
         self._damaged_steps, self.checksum = list(problems), meta.pop("checksum", 0)
         messages = [
             f"checkpoint {damaged} is passed over: {problem}. "

@@ -113,9 +113,9 @@ def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
     path = absolute(path)
 
     def find() -> tuple[str, list[int]]:
-        kind = "run" if (path / "checkpoints").is_dir() else "checkpoints"
-        if steps := steps_in(path / "checkpoints" if kind == "run" else path):
-            return kind, steps
+        for kind, folder in (("run", path / "checkpoints"), ("checkpoints", path)):
+            if steps := steps_in(folder):
+                return kind, steps
         return "step", [int(path.name)] if path.name.isdigit() and path.is_dir() else []
 
     kind, steps = of_process_0(find)
@@ -130,16 +130,13 @@ def _find_steps(path: epath.PathLike) -> tuple[epath.Path, list[int]]:
 
 
 def restore_newest(
-    folder: epath.Path, steps: list[int], abstract_of: AbstractOf, of_run: bool = False
+    folder: epath.Path, steps: list[int], abstract_of: AbstractOf
 ) -> tuple[int, dict[str, Any], dict[str, Any], dict[int, str]]:
-    """Restores the first good one of `steps`; returns it, its state and meta, and the problem of each damaged step.
-
-    With `of_run`, which is to go on in the folder, a state under the name of another step is a problem too.
-    """
+    """Restores the first good one of `steps`; returns it, its state and meta, and the problem of each damaged step."""
 
     def read(place: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
         state, meta = _restore(place, abstract_of)
-        if of_run and (held := int(state["step"])) != int(place.name):
+        if (held := int(state.get("step", place.name))) != int(place.name):  # the run could not save that step
             raise DamagedError(f"it is the checkpoint of step {held} under another name")
         return state, meta
 

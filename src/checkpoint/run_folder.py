@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from src.disk import is_own, lock, new_file
+from src.disk import any_path, is_own, lock, new_file
 from src.errors import TransientError, UserError
 from src.storage_errors import Failure, StoreError, failure_of, one_line
 
@@ -44,10 +44,7 @@ class RunFolder:
         self._created: list[Path] = []  # by `lock`: the folder and those above it, innermost first
 
     def check_writable(self) -> None:
-        """Raises UserError if the folder is not writable, or has something of the run's files' names that no run wrote.
-
-        Leaves nothing behind.
-        """
+        """Raises UserError if the folder is not writable, or has files that a run would replace and none wrote."""
         for name in () if self._is_remote else FILES + FOLDERS:
             kind, place = ("folder" if name in FOLDERS else "file"), Path(self.path / name)
             # `lexists`, because a broken link would otherwise pass for an unused name.
@@ -62,14 +59,6 @@ class RunFolder:
             probe = folder / f".mintext_write_test_{uuid.uuid4().hex}"  # its own for each run that starts now
             probe.write_text("")
             probe.unlink()
-            config, found = self.path / "config.yml", [name for name in FILES if (self.path / name).exists()]
-            if found and not (self.path / "checkpoints").exists() and not (config.exists() and is_own("run", config)):
-                raise UserError(
-                    f"{self.path / found[0]} is there, and {config} is not a run's: a run would replace it. Move it "
-                    "away, or use another run_name"
-                )
-        except UserError:
-            raise
         except Exception as error:  # each store's client has its own types
             problem = f"cannot write to {self.path}: {type(error).__name__}: {error}"
             if self._is_remote and failure_of(error) is Failure.TRANSIENT:
@@ -77,6 +66,10 @@ class RunFolder:
             raise UserError(
                 f"{problem}. Expected base_output_directory to be a folder or bucket this user may write to."
             ) from error
+        config, found = self.path / "config.yml", [name for name in FILES if (self.path / name).exists()]
+        if found and not (self.path / "checkpoints").exists() and not (config.exists() and is_own("run", config)):
+            there = f"{self.path / found[0]} is there, and {config} is not a run's"
+            raise UserError(f"{there}: a run would replace it. Move it away, or use another run_name")
 
     def lock(self) -> None:
         """Keeps other runs out of a folder on a local disk until `close`; raises UserError if one is in it."""
@@ -205,7 +198,7 @@ def write_error(checkpoints: epath.Path, step: int, size: int, error: Exception)
     message = f"checkpoint {step} could not be written to {checkpoints}: {one_line(error)}. {stands}."
     if failure is Failure.TRANSIENT:
         return TransientError(f"{message} The same command goes on.")
-    return UserError(message) if isinstance(error, OSError | ValueError | StoreError) else error
+    return UserError(message) if isinstance(error, OSError | StoreError) else error
 
 
 def _gib(count: int) -> str:
@@ -214,16 +207,17 @@ def _gib(count: int) -> str:
 
 def steps_in(folder: epath.Path) -> list[int]:
     """Lists the steps of the checkpoints in a folder, complete or not, newest first."""
-    if not folder.is_dir():
+    try:  # whether it is a folder, of a store that does not answer, would be answered with no
+        names = [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    names = (path.name for path in folder.iterdir())
     # 004 and ² are decimal too, but not names of checkpoints.
     return sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
     """Returns the absolute path, which Orbax requires; paths on an object store are absolute already."""
-    path = epath.Path(path).expanduser()
+    path = any_path(path).expanduser()
     return path if is_remote(path) else path.resolve()
 
 

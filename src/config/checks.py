@@ -219,6 +219,12 @@ def _scoring(config: FlatKeys) -> Iterator[str]:
                 yield f"{key} and {source} ask for different things: leave one out"
 
 
+def _harness(config: FlatKeys) -> Iterator[str]:
+    files = [name for name in config.tasks.split(",") if name.strip().endswith((".yaml", ".yml"))]
+    if (files or config.include_path) and not config.trust_tasks:
+        yield "a task's .yaml file can run any code (!function, templates): read it, and set trust_tasks=true"
+
+
 def _same_file(a: str, b: str) -> bool:
     exist = os.path.exists(a) and os.path.exists(b)
     return os.path.realpath(a) == os.path.realpath(b) or (exist and os.path.samefile(a, b))
@@ -296,7 +302,7 @@ CHECKS = (
     *model_checks.CHECKS,
     *(_remat, _mesh, _rules, _schedule, _moments, _mup, _profile, _tiles, _ramp),
     *(_sources, _tokenizer, _finetuning, _evaluation),
-    *(_scoring, _decoding, _loading, _quantization, _processes, _accepted),
+    *(_scoring, _harness, _decoding, _loading, _quantization, _processes, _accepted),
 )
 
 

@@ -78,6 +78,8 @@ class HarnessTasks:
         commands=("src.evaluate",))
     include_path: str = path("", "a folder with .yaml files of further tasks", is_local=True,
         commands=("src.evaluate",))
+    trust_tasks: bool = key(False, "true: include_path and tasks=FILE.yaml may run code, which such files can name",
+        commands=("src.evaluate",))
 
 
 @group

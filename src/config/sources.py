@@ -50,8 +50,8 @@ def config_dict_keys(config: ConfigDict, where: str) -> dict[str, Any]:
     for key in config:
         try:
             keys[key] = parse(dump(config[key]), where)
-        except yaml.YAMLError:
-            raise UserError(f"{where}: {key}: its value is no number, text, list or mapping") from None
+        except (yaml.YAMLError, RecursionError):
+            raise UserError(f"{where}: {key}: its value is no number, text, list or mapping of such") from None
         except RequiredValueError as error:
             raise UserError(f"{where}: {key}: {error}") from None
     return keys

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from src.config.keys import Range, frozen
@@ -28,8 +29,13 @@ def check_value(name: str, value: Any) -> str:
         return f"{name}={value} {problem}"
     if key.is_path and re.fullmatch("(?!file|hf)[a-z0-9]+://(/.*)?", value):  # a store would be asked for minutes
         return f"{name}={value} names no bucket; an empty variable of the shell leaves such a path"
-    if key.is_local and "://" in value and not (name == "tokenizer_path" and value.startswith("hf://")):
-        return f"{name}={value}: expected a path on this machine, or of a file system that is mounted on it"
+    if key.is_path and "://" not in value and Path(os.path.expanduser(value)).is_fifo() and value[:5] != "/dev/":
+        return f"{name}={value} is a pipe: expected a file, or /dev/stdin"
+    stores = ("gs", "s3") * (not key.is_local) + ("hf",) * (name in ("tokenizer_path", "load_parameters_path"))
+    # The others are paths of data: fsspec reads them, and names the protocols that it does not know.
+    if key.is_path and "://" in value and value.partition("://")[0] not in stores and not name.endswith("dataset_path"):
+        also = "".join(f", {store}://..." for store in stores)
+        return f"{name}={value}: expected a path on this machine, or of a file system that is mounted on it{also}"
     if isinstance(key.allowed, Range):
         if not key.allowed.holds(value):
             return f"{name}={dump(value)} must be {key.allowed.words} ({key.comment})"

@@ -252,4 +252,4 @@ def _plain_types(value: Any) -> Any:
         return {key: _plain_types(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain_types(entry) for entry in value]
-    return value
+    return value.tolist() if hasattr(value, "tolist") else value  # of NumPy or JAX

@@ -121,7 +121,7 @@ class MetricsLog:
         self._tensorboard.write_event(self._event(wall_time=time.time(), step=entry["step"], summary=summary))
 
     def _open_again(self, step: int) -> None:
-        """Goes on in the path's new file if the one before was replaced; writes it again, whole, if it was deleted."""
+        """Continues in the new file if the path's file was replaced; writes it again, whole, if it was deleted."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._file as before:
             self._file = self._path.open("a+", encoding="utf-8")

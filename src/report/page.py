@@ -20,7 +20,7 @@ from etils import epath
 from src.checkpoint.run_folder import read_text
 from src.config.schema import KEYS
 from src.config.yaml import dump, literal, parse_keys
-from src.disk import write_output
+from src.disk import any_path, write_output
 from src.errors import UserError, counted, first_few, show
 from src.report.comparison import Run, finite, key_figures, loss_note, read_facts, read_runs, tables
 from src.report.history import Curve, History, Point
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
         return
     if not argv or any(argument.startswith("-") for argument in argv):
         raise UserError("one argument was expected, or several, runs' folders: python -m src.report runs/NAME")
-    argv = list(dict.fromkeys(str(epath.Path(path)) for path in argv))  # a run that is named twice is one
+    argv = list(dict.fromkeys(str(any_path(path)) for path in argv))  # a run that is named twice is one
     folder = epath.Path(argv[0])
     page_file = folder / ("report.html" if len(argv) == 1 else "comparison.html")
     try:

@@ -133,7 +133,7 @@ class _Follower(threading.Thread):
             while not ended:
                 ended = self._ended.wait(self._interval)
                 if not names(self._folder.local / "metrics.jsonl", file):
-                    raise FileNotFoundError("metrics.jsonl was deleted or replaced")  # then it is opened again
+                    raise FileNotFoundError("metrics.jsonl was deleted or replaced")  # it is opened again
                 self._read(file, steps)
                 # A step is complete once another has begun. The last one before an error may lack its evaluation, which
                 # the resumed run makes: then it gets that step.

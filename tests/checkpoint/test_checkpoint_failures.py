@@ -102,6 +102,7 @@ def test_types_and_numbers_tell_what_an_error_means(error, failure):
     ("message", "failure"),
     [
         ('DATA_LOSS: Error opening "zarr" driver', Failure.DAMAGED),
+        ('Error opening "zarr" driver: it cannot be decoded', Failure.DAMAGED),
         *((f"{status}: x", Failure.TRANSIENT) for status in ("UNKNOWN", "ABORTED", "UNAVAILABLE", "INTERNAL")),
         ("RESOURCE_EXHAUSTED: x: Too many open files [os_error_code='24']", Failure.TRANSIENT),
         ("RESOURCE_EXHAUSTED: x: No space left on device [os_error_code='28']", Failure.FULL),
@@ -115,14 +116,6 @@ def test_tensorstores_status_counts_where_tensorstore_is_called_and_nowhere_else
         raise ValueError(message)
     assert failure_of(raised.value) is failure
     assert str(raised.value) == f"ValueError: {message}"
-
-
-def test_what_tensorstore_says_without_a_status_is_damage_only_as_it_reads():
-    with pytest.raises(ValueError, match="not decoded"), tensorstore_errors():
-        raise ValueError("not decoded")
-    with pytest.raises(StoreError) as raised, tensorstore_errors(without_status=Failure.DAMAGED):
-        raise ValueError("not decoded")
-    assert failure_of(raised.value) is Failure.DAMAGED
 
 
 # ---- Reading

@@ -15,6 +15,7 @@ from src.config.source_spec import train_specs
 from src.data import loader
 from src.data.batch_schedule import BatchSchedule
 from src.data.open import open_source
+from src.data.readers.hf import _check_inside
 from src.data.streams import StreamReader, StreamSource
 from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
@@ -277,22 +278,64 @@ def test_a_stream_with_a_state_needs_no_epochs_and_may_say_what_it_is(open_data)
 def test_a_dataset_of_the_hub_is_read_at_a_commit(open_data, monkeypatch, tmp_path, revision, asked):
     """The hub is not asked: `datasets` gets local files in its place."""
     datasets, hub = (pytest.importorskip(name) for name in ("datasets", "huggingface_hub"))
-    requests, load = [], datasets.load_dataset
+    requests, make = [], datasets.load_dataset_builder
 
     def dataset_info(self, name, revision):
         requests.append((name, revision))
         return SimpleNamespace(sha="5ca1ab1e" * 5)
 
-    def load_dataset(path, name, revision, **keys):
+    def load_dataset_builder(path, name, revision):
         requests.append((path, revision))
-        return load(str(tmp_path / "files"), name, **keys)
+        builder = make(str(tmp_path / "files"), name)
+        files = {"train": [f"hf://datasets/{path}@{revision}/train-0.jsonl"]}
+        return SimpleNamespace(
+            as_streaming_dataset=builder.as_streaming_dataset, config=SimpleNamespace(data_files=files)
+        )
 
     monkeypatch.setattr(hub.HfApi, "dataset_info", dataset_info)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     _, _, source = open_data("hf", dataset_path=f"org/texts{revision}")
     assert requests == [("org/texts", asked), ("org/texts", "5ca1ab1e" * 5)]
     assert source.fingerprint()["dataset"] == "org/texts"
     assert source.fingerprint()["commit"] == "5ca1ab1e" * 5
+
+
+README = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: {}
+---
+"""
+
+
+@pytest.mark.parametrize("named", ["../secret.jsonl", "{parent}/secret.jsonl", "../*.jsonl", "linked.jsonl"])
+def test_a_folders_readme_names_no_file_outside_of_it(open_data, tmp_path, named):
+    """It may come from anybody, and what it names would be trained on, and said by the model."""
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    (tmp_path / "secret.jsonl").write_text('{"text": "secret"}\n')
+    (folder / "linked.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    (folder / "README.md").write_text(README.format(named.format(parent=tmp_path)))
+    with pytest.raises(UserError, match=r"dataset_path=.*its files are to be within it, and these are not: .*jsonl"):
+        open_data("hf", dataset_path=str(folder))
+
+
+def test_files_that_are_links_within_the_hubs_cache_are_of_the_dataset(open_data, tmp_path):
+    folder = tmp_path / "datasets--org--texts" / "snapshots" / "5ca1ab1e"
+    folder.mkdir(parents=True)
+    (tmp_path / "datasets--org--texts" / "blobs").mkdir()
+    (tmp_path / "datasets--org--texts" / "blobs" / "1").write_text('{"text": "a"}\n')
+    (folder / "train.jsonl").symlink_to("../../blobs/1")
+    source = open_data("hf", dataset_path=str(folder))[2]
+    assert source.items(source.open(0, None)[0], 0) == ["a"]
+
+
+@pytest.mark.parametrize("file", ["/etc/hostname", "https://elsewhere.org/a.jsonl", "zip://a.jsonl::/tmp/a.zip"])
+def test_a_dataset_of_the_hub_names_no_file_of_this_machine(file):
+    with pytest.raises(UserError, match="its files are to be within it"):
+        _check_inside("dataset_path=org/texts", "org/texts", {"train": ["hf://datasets/org/texts@1/a.jsonl", file]})
 
 
 def test_the_header_says_that_host_counts_are_fixed(open_data):

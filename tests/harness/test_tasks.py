@@ -72,7 +72,7 @@ def trained(tmp_path_factory):
 
 
 def run(trained, folder, **keys):
-    keys = {"include_path": folder, **keys}
+    keys = {"include_path": folder, "trust_tasks": "true", **keys}
     return evaluate.main([str(trained), *(f"{key}={value}" for key, value in keys.items())])
 
 
@@ -92,6 +92,8 @@ def test_without_the_harness_its_command_is_named(trained, folder, monkeypatch):
         ({"num_fewshot": -2}, "num_fewshot=-2 must be 0 or more, or -1"),
         ({"num_fewshot": 1.5}, "num_fewshot"),
         ({"include_path": "s3://a"}, "include_path=s3://a: expected a path on this machine"),
+        ({"trust_tasks": "false"}, "a task's .yaml file can run any code .* set trust_tasks=true"),
+        ({"trust_tasks": "false", "include_path": "", "tasks": "arc_easy, my.yaml"}, "set trust_tasks=true"),
         ({"texts_path": "a", "scores_path": "b"}, "tasks and texts_path ask for different things"),
         ({"tasks": ""}, "it needs tasks=NAME"),
     ],
@@ -124,6 +126,21 @@ def test_tasks_of_every_kind_are_measured_and_written(trained, folder, tmp_path,
     )
     assert written["config"]["model_args"]["load_parameters_path"] == str(trained)
     assert "|my_choice|" in capsys.readouterr().out.replace(" ", "")
+
+
+@pytest.mark.usefixtures("lm_eval")
+@pytest.mark.parametrize("tasks", ["my_evil", "{folder}/my_evil.yaml"])
+def test_code_of_a_file_runs_only_where_it_is_trusted(trained, tmp_path, tasks):
+    """The harness runs what `!function` names as it reads the file."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w').close()\ndef f(doc):\n    return ''\n")
+    (tmp_path / "my_evil.yaml").write_text("task: my_evil\ndataset_path: json\ndoc_to_text: !function evil.f\n")
+    keys = {"tasks": tasks.format(folder=tmp_path), "include_path": tmp_path}
+    with pytest.raises(UserError, match="trust_tasks=true"):
+        run(trained, tmp_path, **keys, trust_tasks="false")
+    assert not (tmp_path / "was run").exists()
+    with pytest.raises(UserError, match="the harness can't load"):
+        run(trained, tmp_path, **keys, trust_tasks="true")
+    assert (tmp_path / "was run").exists()
 
 
 @pytest.mark.usefixtures("lm_eval")

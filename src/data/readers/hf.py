@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+from collections.abc import Iterable, Mapping
 
 import jax
 
@@ -12,7 +13,7 @@ from src.data.readers.custom import document_of
 from src.data.readers.records import Nulls
 from src.data.streams import StreamSource
 from src.data.types import Fingerprint, InputSpec
-from src.errors import UserError
+from src.errors import UserError, first_few
 from src.user_code import call
 
 
@@ -40,11 +41,25 @@ def open_hf(spec: SourceSpec, inputs: InputSpec) -> StreamSource:
         path, revision = match.groups()
         commit = call(what, lambda: HfApi().dataset_info(path, revision=revision).sha)
         facts |= {"dataset": path, "commit": commit}  # else a run would go on with whatever the hub has by then
-    keys = {"split": spec.split, "revision": commit, "streaming": True}
-    whole = call(what, functools.partial(datasets.load_dataset, path, spec.dataset_name or None, **keys))
+    make = functools.partial(datasets.load_dataset_builder, path, spec.dataset_name or None, revision=commit)
+    builder = call(what, make)
+    _check_inside(what, path, builder.config.data_files or {})
+    whole = call(what, builder.as_streaming_dataset, spec.split)
     facts |= {"configuration": spec.dataset_name, "shards": whole.num_shards}
     read = functools.partial(document_of, what, spec.dataset_column, inputs.vocab_size, Nulls(what))
     share = split_dataset_by_node(whole, jax.process_index(), jax.process_count())
     stream = StreamSource(what, share, read, facts, shuffles=True)
     stream.listings = listings
     return stream
+
+
+def _check_inside(what: str, path: str, data_files: Mapping[str, Iterable[str]]) -> None:
+    """Raises UserError if the files of a folder, which its README.md may name, or of the hub are elsewhere."""
+    root = os.path.realpath(path)
+    if os.path.basename(os.path.dirname(root)) == "snapshots":  # of the hub's cache, with links to blobs beside it
+        root = os.path.dirname(os.path.dirname(root))
+    inside = f"{root}/" if os.path.isdir(path) else "hf://datasets/"
+    names = [name for of_split in data_files.values() for name in of_split]
+    places = {name: name if "://" in name else os.path.realpath(name) for name in names}
+    if outside := [name for name, place in places.items() if not place.startswith(inside)]:
+        raise UserError(f"{what}: its files are to be within it, and these are not: {first_few(outside)}")

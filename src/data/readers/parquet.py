@@ -143,8 +143,8 @@ def _open(file: str, size: int) -> pq.ParquetFile:
 
 
 def _type(schema: pa.Schema, column: str) -> pa.DataType | None:
-    """Returns the type of a column, or of a field in a column of structs; None if there is none."""
-    if column in schema.names:
+    """Returns the type of a column, or of a field in a column of structs; None if there is none, or several."""
+    if schema.names.count(column) == 1:
         return schema.field(column).type
     kind: pa.Schema | pa.DataType = schema
     for name in column.split("."):

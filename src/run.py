@@ -148,6 +148,12 @@ class Saver:
         say(self._checkpointer.save(self._done, entries, self._meta | self._evaluated))
         self._saved = self._done
 
+    def save_now(self) -> None:
+        """Saves the state after the last step, and waits until it is saved."""
+        self._recorder.flush()
+        self.save()
+        say(self._checkpointer.finish())
+
     def evaluate(self) -> str:
         """Evaluates the state; returns why the run is finished if its losses are low enough, and then saves it.
 

@@ -140,10 +140,11 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         Saver(*of_run, recorder, meta, data.sources, evaluations, generated) as saver,
         Watchdog(config.diagnostics, folder, streams, data.names) as watchdog,
     ):
+        preemption.save = saver.save_now
         if start.evaluation_due and evaluations:
             finished = saver.evaluate()
         while not (finished or stopped_by):
-            with recorder.waits_for_data():
+            with recorder.waits_for_data(), preemption.waits_for_data():
                 host_batch = next(batches)
             size = schedule.size(done)
             batch = to_global(host_batch.arrays, place, host_batch.rows, size)

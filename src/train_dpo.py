@@ -158,10 +158,11 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         Saver(*of_run, recorder, meta, data.sources, evaluations) as saver,
         Watchdog(config.diagnostics, folder, rows, data.names) as watchdog,
     ):
+        preemption.save = saver.save_now
         if start.evaluation_due and evaluations:
             finished = saver.evaluate()
         while not (finished or stopped_by):
-            with recorder.waits_for_data():
+            with recorder.waits_for_data(), preemption.waits_for_data():
                 host_batch = next(batches)
             batch = to_global(with_reference(host_batch.arrays), place, rows, global_batch)
             with profile.step(done, state):

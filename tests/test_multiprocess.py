@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import re
 import shutil
 import signal
 import time
@@ -331,7 +332,7 @@ def test_a_stopped_process_ends_the_job_with_a_sentence_unless_it_goes_on_soon(t
     logs = [tmp_path / f"{process}.log" for process in range(2)]
     processes = start_two(logs, [keys, keys])
     with runs.ended(*processes):
-        runs.wait_until(lambda: "\nstep " in logs[0].read_text(), processes[0])
+        runs.wait_until(lambda: re.search(r"\nstep +\d+/", logs[0].read_text()), processes[0])
         for _ in range(2):
             processes[stopped].send_signal(signal.SIGSTOP)
             time.sleep(3)
@@ -345,3 +346,46 @@ def test_a_stopped_process_ends_the_job_with_a_sentence_unless_it_goes_on_soon(t
     for log in logs:
         last = log.read_text().splitlines()[-1]
         assert last.startswith(f"process {stopped} of this job has not answered for 8 s")
+
+
+HANGING = """
+import os, time
+
+class Hanging:
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, i):
+        while os.path.exists(os.environ["HANG_FILE"]):
+            time.sleep(1)
+        return f"text {i} " * 20
+
+def make(config, split):
+    return Hanging()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_whose_data_do_not_come_ends_when_it_is_asked_to(tmp_path, corpus, monkeypatch, count):
+    (tmp_path / "my_hanging.py").write_text(HANGING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    keys = keys_of(tmp_path / "run", corpus, 100_000, per_device_batch_size=1, eval_interval=-1)
+    del keys["dataset_path"]
+    keys |= {"dataset_type": "custom", "dataset_factory": "my_hanging:make", "checkpoint_period": 100_000}
+    logs, address, processes = [tmp_path / f"{process}.log" for process in range(count)], runs.free_address(), []
+    for process, log in enumerate(logs):
+        monkeypatch.setenv("HANG_FILE", str(tmp_path / f"hang{process}"))
+        job = {"coordinator_address": address, "num_processes": count, "process_id": process} if count > 1 else {}
+        processes.append(runs.start(log, devices=4, **keys, **job))
+    with runs.ended(*processes):
+        runs.wait_until(lambda: re.search(r"\nstep +\d+/", logs[0].read_text()), processes[0])
+        (tmp_path / f"hang{count - 1}").touch()  # of the last process alone
+        time.sleep(20)  # until what was read ahead is used up
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in processes] == [75] * count
+    said = "asked to end, and its data have not come for 15 s: what reads them hangs"
+    assert said in logs[0].read_text().splitlines()[-1]
+    steps = runs.steps_saved(tmp_path / "run") if (tmp_path / "run" / "checkpoints").exists() else []
+    assert len(steps) == (count == 1)  # of several processes the others wait in a step, which no save can interrupt

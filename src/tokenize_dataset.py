@@ -274,9 +274,8 @@ def _write_shard(config_text: str, folder: Path, number: int, part: range) -> Sh
     np.save(index := io.BytesIO(), np.array(pair_starts, "<i8"))
     with new_file(folder / INDEX_FILE.format(number)) as file:
         file.write(index.getvalue())
-    total, of_index = ids_bytes // dtype.itemsize, hashlib.sha256(index.getvalue()).hexdigest()
-    sizes = ids_bytes, index.tell()
-    shard = ShardFacts(len(pair_starts) - 1, total, largest_id, digest.hexdigest(), *sizes, of_index)
+    counts, of_index = (len(pair_starts) - 1, ids_bytes // dtype.itemsize), hashlib.sha256(index.getvalue())
+    shard = ShardFacts(*counts, largest_id, digest.hexdigest(), ids_bytes, index.tell(), of_index.hexdigest())
     _write_json(folder / f"{number:06d}.json", shard._asdict())
     return shard
 

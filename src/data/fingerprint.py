@@ -37,12 +37,10 @@ class Fact(NamedTuple):
         return self.source is not None and self.name.startswith("file ")
 
 
-def data_fingerprint(
-    inputs: InputSpec, data: TrainData, global_batch: int, eval_sets: Sequence[EvalSet] = ()
-) -> Fingerprint:
-    """Returns all facts on which the batches of training and evaluations depend: while they are equal, so are these.
+def data_fingerprint(inputs: InputSpec, data: TrainData, rows: int, eval_sets: Sequence[EvalSet] = ()) -> Fingerprint:
+    """Returns all facts on which the batches of training, of `rows` rows, and of evaluations depend.
 
-    It also has digests of the user's code, even of a loss and of metrics.
+    While they are equal, so are the batches. It also has digests of the user's code, even of a loss and of metrics.
     """
     facts: Fingerprint = {}
     read = [("source", *each) for each in zip(data.names, data.sources, strict=True)]
@@ -73,7 +71,7 @@ def data_fingerprint(
             facts |= {f"{entry} {module}": digest for module, digest in code_digests(name, key).items()}
     return facts | {
         RULES_FACT: inputs.rules,
-        "global batch": global_batch,
+        "global batch": rows,
         "max_target_length": inputs.batch.max_target_length,
         "packing": inputs.batch.packing,
         "data_shuffle_seed": inputs.data.data_shuffle_seed,

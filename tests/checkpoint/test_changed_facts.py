@@ -276,6 +276,18 @@ def test_a_file_rewritten_at_the_same_size_ends_the_run_before_it_is_saved(
     assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "whole" / "run")
 
 
+def test_a_file_rewritten_so_that_it_cannot_be_read_has_the_state_not_saved_either(
+    while_it_runs, tmp_path, monkeypatch, capsys
+):
+    """After other errors between steps a run saves its state."""
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(f'{{"text": "{n:03} {"words " * 40}"}}\n' for n in range(60)))
+    spied = while_it_runs(lambda: file.write_bytes(b"x" * file.stat().st_size))
+    said = refusal(monkeypatch, capsys, base_output_directory=tmp_path, dataset_path=file, **spied)
+    assert "not JSON" in said or "changed while the run reads it" in said
+    assert runs.steps_saved(tmp_path / "run")[-1] in (5, 10)
+
+
 @pytest.mark.parametrize("act", [lambda file: os.utime(file), lambda file: file.write_bytes(file.read_bytes())])
 def test_a_file_that_is_touched_ends_nothing(act, while_it_runs, tmp_path, capsys):
     corpus = runs.write_corpus(tmp_path / "corpus")

@@ -269,7 +269,7 @@ class TestBadFolders:
 
     @pytest.mark.parametrize("version", [0, 3, "1.5"])
     def test_another_format(self, source, tmp_path, version):
-        with pytest.raises(UserError, match=f"is of format {version!r}, and this version reads 1 to 2"):
+        with pytest.raises(UserError, match=f"is of format {version!r}; 1 to 2 are read here"):
             source(spec_of(write(tmp_path / "a", [[[1, 2]]], format=version)))
 
     def test_no_document(self, source, tmp_path):

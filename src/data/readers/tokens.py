@@ -238,9 +238,7 @@ def _parse(summary: bytes, name: str) -> dict[str, Any]:
     try:
         facts = parse_json(summary)
         if (version := facts["format"]) not in range(1, FORMAT + 1):
-            raise UserError(
-                f"{name} is of format {version!r}, and this version reads 1 to {FORMAT}: write the tokens again"
-            )
+            raise UserError(f"{name} is of format {version!r}; 1 to {FORMAT} are read here: write the tokens again")
         facts["shards"] = [ShardFacts(**shard) for shard in facts["shards"]]
         if facts["dtype"] not in ("uint16", "uint32") or not isinstance(facts["tokenizer"], dict | None):
             raise ValueError(f"dtype {facts['dtype']!r}, tokenizer {facts['tokenizer']!r}")

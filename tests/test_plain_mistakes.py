@@ -16,6 +16,7 @@ from src.checkpoint.load_weights import load_weights
 from src.command_line import load
 from src.config.source_spec import train_specs
 from src.data.open import open_source
+from src.data.tokenizer import ByteTokenizer
 from src.data.types import InputSpec
 from src.errors import TransientError, UserError
 from src.report import page
@@ -48,6 +49,9 @@ def test_paths_that_are_no_keys_value_are_refused_where_they_are_opened():
         load_weights("foo://a/b", {})
     with pytest.raises(UserError, match="foo:// is no protocol"):
         page.main(["foo://a/b"])
+    for argv in (["foo://a/b"], [runs.BASE, "model_name=foo://a/b"]):
+        with pytest.raises(UserError, match="cannot look into foo://a/b: foo:// is not read"):
+            load(argv)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/..", "-a/b", "a/b--c", "a/" + "b" * 200])
@@ -62,6 +66,14 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for(key, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match=f"{key}={tmp_path}/pipe is a pipe: expected a file, or /dev/stdin"):
         load([runs.BASE, f"{key}={tmp_path}/pipe"])
+
+
+def test_a_pipe_in_a_folder_of_data_is_not_waited_for(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    os.mkfifo(tmp_path / "pipe.txt")
+    config = load_tiny(dataset_type="text", dataset_path=tmp_path, vocab_size=258)
+    with pytest.raises(UserError, match=r"pipe\.txt is no regular file: leave it out"):
+        open_source(train_specs(config.data)[0], InputSpec.of(config, ByteTokenizer()))
 
 
 @pytest.mark.parametrize(

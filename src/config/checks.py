@@ -217,9 +217,6 @@ def _scoring(config: FlatKeys) -> Iterator[str]:
         for key in ("results_path", "tasks"):
             if config[source] and config[key]:
                 yield f"{key} and {source} ask for different things: leave one out"
-
-
-def _harness(config: FlatKeys) -> Iterator[str]:
     files = [name for name in config.tasks.split(",") if name.strip().endswith((".yaml", ".yml"))]
     if (files or config.include_path) and not config.trust_tasks:
         yield "a task's .yaml file can run any code (!function, templates): read it, and set trust_tasks=true"
@@ -302,7 +299,7 @@ CHECKS = (
     *model_checks.CHECKS,
     *(_remat, _mesh, _rules, _schedule, _moments, _mup, _profile, _tiles, _ramp),
     *(_sources, _tokenizer, _finetuning, _evaluation),
-    *(_scoring, _harness, _decoding, _loading, _quantization, _processes, _accepted),
+    *(_scoring, _decoding, _loading, _quantization, _processes, _accepted),
 )
 
 

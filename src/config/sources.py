@@ -69,7 +69,8 @@ def run_folder(path: str) -> Path | None:
             folder = epath.Path(path)
         return folder if (folder / CONFIG).is_file() else None
     except Exception as error:  # each store's client has its own types
-        raise UserError(clipped(f"cannot look into {path}: {type(error).__name__}: {error}", 500)) from error
+        reason = f"{error.args[0]} is not read" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise UserError(clipped(f"cannot look into {path}: {reason}", 500)) from error
 
 
 def runs_in(folder: Path) -> Iterator[str]:

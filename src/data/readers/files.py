@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -175,8 +176,11 @@ def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def size(file: str) -> int:
-    """Returns the size of a local file in bytes; raises as `attempted`."""
-    return attempted(file, lambda: os.stat(file).st_size)
+    """Returns the size of a local file in bytes; raises as `attempted`, and UserError for a pipe or a device."""
+    found = attempted(file, lambda: os.stat(file))
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{file} is no regular file: leave it out, by a glob that does not match it")
+    return found.st_size
 
 
 def _version(file: str) -> tuple[Any, ...]:

@@ -126,7 +126,11 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             computations[name] = {}
             entry = name if match[1] else entry
         elif match := _INSTRUCTION.match(line):
-            computations[name][match[2]] = Instruction(bool(match[1]), *match.groups()[1:])
+            instruction = Instruction(bool(match[1]), *match.groups()[1:])
+            if instruction.opcode == "fusion-start":  # JAX 0.11's, of type (operands, result, context)
+                result = _TYPE.findall(instruction.type[1:-1])[1]
+                instruction = instruction._replace(opcode="fusion", type=result)
+            computations[name][match[2]] = instruction
     return computations, entry
 
 

@@ -21,6 +21,7 @@ from src.parallel.topology import Chip
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
 # Of cuDNN's attention [B, N, T, H]: products of T x T x H a head, forward, and backward with the scores once more.
 _ATTENTION_PRODUCTS = {"fmha": 2, "Backward": 5}
+_SCRATCH = re.compile(r"[su]8\[\d+\]")  # a library's room to work in, of which it uses a part
 
 
 class Replay(NamedTuple):
@@ -109,7 +110,7 @@ class _Clock(NamedTuple):
     def moved(self, instruction: Instruction, computation: Computation) -> float:
         """Returns the seconds to read the operands and write the results; of a sliced array the slice counts."""
         reads = [type_bytes(computation[name].type) for name in instruction.operands if name in computation]
-        writes = type_bytes(instruction.type)
+        writes = type_bytes(_SCRATCH.sub("", instruction.type))
         if instruction.opcode == "fusion":
             inner = self.computations[hlo.callees(instruction)[0]]
             parameters = {each.arguments: each for each in inner.values() if each.opcode == "parameter"}

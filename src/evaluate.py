@@ -134,7 +134,7 @@ def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def mean_loss(sums: Sequence[Mapping[str, Any]]) -> float:
     """Returns the loss of these batches, in nats per token; raises UserError if no token counts in it."""
-    tokens = counted_tokens(sums)
+    tokens = sum(float(batch["tokens"]) for batch in sums)  # a batch_transform may weigh them
     if not tokens:
         raise UserError(
             "no token of the evaluation counts in the loss: with use_sft=true its rows hold prompts alone. Raise "

@@ -268,8 +268,8 @@ def train_line(entry: Entry, steps: int, seconds_left: float | None) -> str:
     grad_norm, seconds = entry["grad_norm"], entry["step_time_seconds"]
     columns = [
         _step_column(entry, steps),
-        f"loss {entry['loss']:7.4f}",
-        f"grad {grad_norm:7.3f}" if grad_norm < 1000 else f"grad {grad_norm:7.1e}",
+        f"loss {_figure(entry['loss'], '7.4f')}",
+        f"grad {_figure(grad_norm, '7.3f' if grad_norm < 1000 else '7.1e')}",
         f"lr {entry['learning_rate']:.2e}",
         f"{seconds:6.2f} s" if seconds >= 0.1 else f"{1000 * seconds:5.1f} ms",
         f"{entry['tokens_per_second']:>9,.0f} tok/s",
@@ -283,6 +283,10 @@ def train_line(entry: Entry, steps: int, seconds_left: float | None) -> str:
     if seconds_left is not None:
         columns.append(f"ETA {duration(seconds_left)}")
     return "  ".join(columns)
+
+
+def _figure(value: float, form: str) -> str:
+    return f"{'null':>7}" if math.isnan(value) else format(value, form)
 
 
 def user_metrics(entry: Mapping[str, int | float]) -> list[str]:

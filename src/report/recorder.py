@@ -61,6 +61,7 @@ class Recorder:
         self.last: Entry = {}  # the metrics of the step recorded last
         self.last_finite = 0  # the last step whose loss and gradient were finite: the weights before it are good
         self.skipped = 0  # steps recorded since then
+        self._empty = 0  # the steps of this start, if none has had a token in the loss; else below 0
         self.recorded = 0  # the last step all of whose lines are written
         self._keys, self._steps, self._log, self._printer = keys, steps, log, printer
         self._flops, self._devices = flops, mesh.size
@@ -101,7 +102,7 @@ class Recorder:
 
         Its batch has so many `tokens`, rows x T. Raises NonFiniteError if the last update's loss or gradient is not
         finite, and `on_nonfinite` is stop, or MAX_SKIPPED consecutive updates were skipped, or the run's last ones; or
-        the update made the weights unusable.
+        the update made the weights unusable. Raises UserError if no token of the first steps counts in the loss.
         """
         self.flush()
         self._pending = (step, metrics, tokens, self._data_wait)
@@ -123,6 +124,8 @@ class Recorder:
         metrics = {name: value.tolist() for name, value in jax.device_get(arrays).items()}
         now = self._ended or time.perf_counter()
         seconds, self._clock, self._ended = now - self._clock, now, 0.0
+        is_empty = metrics["finite"] and math.isnan(metrics["loss"])  # no token of the batch counts in the loss
+        self._empty += 1 if is_empty else -self._steps
         if metrics["finite"]:
             self.last_finite, self.skipped = step, 0
         else:
@@ -148,7 +151,9 @@ class Recorder:
                 norms = jax.device_get(internals)
                 self._log.write({"step": step, **{name: value.tolist() for name, value in norms.items()}})
             self._printer.train(self.last)
-            if self.skipped:
+            if is_empty:
+                self._printer.say(f"step {step}: no update is made, for no token of the batch counts in the loss")
+            elif self.skipped:
                 self._printer.say(f"step {step}: the update is skipped, for it is not finite")
             elif metrics.get("spike"):
                 self._printer.say(f"step {step}: the update is skipped, for its loss or gradient norm is a spike")
@@ -164,6 +169,12 @@ class Recorder:
             advice = ", or leave such updates out with on_nonfinite=skip"
         elif self.skipped == MAX_SKIPPED or (self.skipped and step == self._steps):
             problem = f"step {step}: the last {self.skipped} updates were skipped, for none was finite."
+        elif self._empty == MAX_SKIPPED or self._empty == step == self._steps:
+            raise UserError(
+                f"no token of the first {self._empty} steps counts in the loss, nothing is learned. With use_sft and "
+                "long_documents=truncate, a prompt longer than a row leaves no answer in it: raise max_target_length, "
+                "or use split. A batch_transform may set loss_mask to 0. src.inspect_data shows the rows."
+            )
         else:
             return
         if self.skipped == step:

@@ -43,16 +43,17 @@ def train_step(
     """Makes one update on one batch of [B, T].
 
     The loss is a mean over the whole batch's tokens, however they fall into micro-batches and shards. An update whose
-    loss or gradient is not finite leaves weights and optimizer as they were; the step goes on. Whether the
-    updated weights are usable is reported and not undone: that would take a copy of them.
+    loss or gradient is not finite leaves weights and optimizer as they were, and so does a batch of which no token
+    counts in the loss; the step goes on. Whether the updated weights are usable is reported and not undone: that would
+    take a copy of them.
 
     Returns:
-        The next state; and `loss` (nats per token), `grad_norm` (before clipping), `tokens` (that count), `finite`
-        (both are: else the update was not made), `usable` (layers can be computed with the weights). Where the step has
-        them also `spike` and `updates_skipped` (`skip_spikes`), `mtp_loss` (mean over the extra prediction layers),
-        `load_balance_loss` and `router_z_loss` (sums over layers; means over micro-batches where one has a weight, else
-        of the whole batch), and of each layer of experts `expert_load_max` (the busiest one's load over the mean) and
-        `tokens_dropped` (the fraction of choices).
+        The next state; and `loss` (nats per token), `grad_norm` (before clipping), `tokens` (that count: if none does,
+        the other two are NaN), `finite` (both were: else the update was not made), `usable` (layers can be computed
+        with the weights). Where the step has them also `spike` and `updates_skipped` (`skip_spikes`), `mtp_loss` (mean
+        over the extra prediction layers), `load_balance_loss` and `router_z_loss` (sums over layers; means over
+        micro-batches where one has a weight, else of the whole batch), and of each layer of experts `expert_load_max`
+        (the busiest one's load over the mean) and `tokens_dropped` (the fraction of choices).
     """
     counts = count_tokens(batch, plan)
     rows = with_dropout_keys(batch, state.step, plan)
@@ -60,9 +61,10 @@ def train_step(
     grads, (losses, buffers) = accumulate(gradient, (state.weights, counts), rows, plan.accumulation)
     grad_norm = _norm(grads)
     finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
-    keep, spikes, spike_metrics = finite, state.spikes, {}
+    counted = jnp.any(batch["loss_mask"] != 0)
+    keep, spikes, spike_metrics = finite & counted, state.spikes, {}
     if plan.step.skip_step_on_spikes:
-        keep, spikes, spike_metrics = skip_spikes(spikes, losses["loss"], grad_norm, finite, hparams["spike_factor"])
+        keep, spikes, spike_metrics = skip_spikes(spikes, losses["loss"], grad_norm, keep, hparams["spike_factor"])
     trainable, opt, internals = apply_update(grads, grad_norm, state, hparams, plan, keep_if=keep)
     totals, rate = router.totals(buffers), plan.step.routed_bias_update_rate
     stats = router.update_router_bias(state.weights.stats, totals, counts.non_padding, rate)
@@ -73,7 +75,8 @@ def train_step(
     metrics = {
         **loss_metrics(losses, totals, counts, plan),
         **spike_metrics,
-        "grad_norm": grad_norm,
+        "loss": jnp.where(counted, losses["loss"], jnp.nan),
+        "grad_norm": jnp.where(counted, grad_norm, jnp.nan),
         "tokens": counts.loss,
         "finite": finite,
         "usable": _usable(trainable),
@@ -89,6 +92,8 @@ def loss_metrics(losses: Metrics, totals: Tree, counts: TokenCounts, plan: StepP
     if "user_metrics" in losses:
         means = {name: total / count for name, (total, count) in losses["user_metrics"].items()}
         losses = {**losses, "user_metrics": means}
+    if "mtp_loss" in losses:  # a mean over the layers, each of which is to have tokens
+        losses = {**losses, "mtp_loss": jnp.where(jnp.all(counts.mtp != 0), losses["mtp_loss"], jnp.nan)}
     if not plan.spec.has_experts:
         return losses
     layers = router.by_layer(totals, counts.non_padding)

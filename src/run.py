@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from src.data.host_arrays import gather_json
 from src.data.loader import HostBatch
 from src.data.types import RowSource, Source, Tokenizer
 from src.errors import UserError
+from src.report.comparison import read_facts
 from src.report.metrics import MetricsLog, StepPrinter, eval_key, eval_sets
 from src.report.recorder import NonFiniteError, Recorder
 from src.report.summary import dates, ending
@@ -61,8 +63,17 @@ def open_run(
         config.checkpoint, config.data, accepted, plan, abstract, checkpointer, fingerprint, tokenizer
     )
     if start.resumed:
-        start.messages[:0] = changes
+        start.messages[:0] = [*changes, *_other_environment(folder)]
     return checkpointer, start
+
+
+def _other_environment(folder: RunFolder) -> list[str]:
+    """Returns a line if the code, its packages or the devices are not those of the run's last start."""
+    with contextlib.suppress(UserError):  # environment.json is malformed, and is written again
+        old, new = read_facts(folder.path), environment()
+        if changed := [f"{name} {old[name]} -> {new[name]}" for name in new if old.get(name, new[name]) != new[name]]:
+            return [f"changed since the run's last start: {', '.join(changed)}: losses may differ in the last bits"]
+    return []
 
 
 def open_log(
@@ -85,6 +96,7 @@ def open_log(
     return log, StepPrinter(config.steps, first_step, config.log_period, config.quiet, schedule.rows_before)
 
 
+@dataclass
 class Saver:
     """Saves the state of a run, and records its evaluations; all processes make the same calls.
 
@@ -92,67 +104,60 @@ class Saver:
     checkpoints whose weights have not given a finite loss.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        folder: RunFolder,
-        built: TracedStep,
-        rows: np.ndarray,
-        checkpointer: Checkpointer,
-        start: ResumePoint,
-        recorder: Recorder,
-        meta: Mapping[str, Any],
-        sources: Sequence[Source | RowSource],
-        evaluations: Sequence[Any],
-        generated: Any = None,
-    ) -> None:
-        """Takes which of a global batch's `rows` this host has, and what every checkpoint says in its `meta`.
+    config: Config
+    folder: RunFolder
+    built: TracedStep
+    rows: np.ndarray  # of a global batch: those of this host
+    checkpointer: Checkpointer
+    start: ResumePoint
+    recorder: Recorder
+    meta: dict[str, Any]  # what every checkpoint says
+    sources: Sequence[Source | RowSource]  # that the run trains on
+    evaluations: Sequence[Any]  # an `Evaluator` for each set
+    generated: Any = None  # the run's `DecodeMetrics`
 
-        It trains on `sources`. `evaluations` are `Evaluator`s, one a set; `generated` is `DecodeMetrics`, if any.
-        """
-        self._config, self._folder, self._built, self._rows = config, folder, built, rows
-        self._checkpointer, self._recorder, self._meta = checkpointer, recorder, {**meta}
-        self._meta["eval_position"], self._evaluations, self._generated = start.eval_position, evaluations, generated
-        evaluated = [each.source for each in evaluations]
-        self._sources = [*sources, *evaluated * bool(config.target_eval_loss)], evaluated
-        self._done, self._state = int(start.state.step), start.state
-        self._saved = self._done if start.resumed else -1
+    def __post_init__(self) -> None:
+        self.meta["eval_position"] = self.start.eval_position
+        evaluated = [each.source for each in self.evaluations]
+        self._checked = [*self.sources, *evaluated * bool(self.config.target_eval_loss)], evaluated
+        self._done, self._state = int(self.start.state.step), self.start.state
+        self._saved = self._done if self.start.resumed else -1
         self._evaluated: dict[str, Any] = {}  # what came of the evaluation of this state
         self.eval_metrics: dict[str, float] = {}  # of the last evaluation
 
     def reached(self, done: int, state: TrainState, batch: HostBatch, rows_taken: int) -> bool:
         """Takes note of the state after a step; returns whether it is to be evaluated."""
         self._done, self._state, self._batch, self._evaluated = done, state, batch, {}
-        is_time = done % self._config.eval_interval == 0 or done == self._config.steps
-        self._meta |= {"rows_taken": rows_taken, "evaluation_due": bool(self._evaluations) and is_time}
-        return self._meta["evaluation_due"]
+        is_time = done % self.config.eval_interval == 0 or done == self.config.steps
+        self.meta |= {"rows_taken": rows_taken, "evaluation_due": bool(self.evaluations) and is_time}
+        return self.meta["evaluation_due"]
 
     def save(self) -> None:
         """Saves the state, once; not while updates are skipped because they are not finite.
 
         Raises UserError instead if the data changed, from which the last steps may have learned.
         """
-        if self._saved == self._done or self._recorder.skipped or not self._config.enable_checkpointing:
+        if self._saved == self._done or self.recorder.skipped or not self.config.enable_checkpointing:
             return
         try:
-            say(check_unchanged(*self._sources))
+            say(check_unchanged(*self._checked))
         except UserError as error:
-            self._checkpointer.wait()
-            error.kept_checkpoint = kept_checkpoint(self._folder.path)
+            self.checkpointer.wait()
+            error.kept_checkpoint = kept_checkpoint(self.folder.path)
             raise
         self._sync()
         if self._batch.saved:
-            self._meta["streams"] = gather_json(self._batch.saved)
-        positions, plan, schedule = self._batch.stream_positions, self._built.plan, self._built.schedule
-        entries = checkpoint_entries(plan, self._state, positions, self._rows, schedule)
-        say(self._checkpointer.save(self._done, entries, self._meta | self._evaluated))
+            self.meta["streams"] = gather_json(self._batch.saved)
+        positions, plan, schedule = self._batch.stream_positions, self.built.plan, self.built.schedule
+        entries = checkpoint_entries(plan, self._state, positions, self.rows, schedule)
+        say(self.checkpointer.save(self._done, entries, self.meta | self._evaluated))
         self._saved = self._done
 
     def save_now(self) -> None:
         """Saves the state after the last step, and waits until it is saved."""
-        self._recorder.flush()
+        self.recorder.flush()
         self.save()
-        say(self._checkpointer.finish())
+        say(self.checkpointer.finish())
 
     def evaluate(self) -> str:
         """Evaluates the state; returns why the run is finished if its losses are low enough, and then saves it.
@@ -161,41 +166,41 @@ class Saver:
         the evaluation again when it is resumed.
         """
         state, metrics = self._state, {}
-        for each in self._evaluations:
+        for each in self.evaluations:
             metrics |= each.run(state)
-        if self._generated:
-            scores = self._generated.run(self._built.plan, state.weights).items()
-            metrics |= {eval_key(f"eval_{name}", self._evaluations[0].name): value for name, value in scores}
-        self._recorder.add_evaluation(self._done, metrics)
+        if self.generated:
+            scores = self.generated.run(self.built.plan, state.weights).items()
+            metrics |= {eval_key(f"eval_{name}", self.evaluations[0].name): value for name, value in scores}
+        self.recorder.add_evaluation(self._done, metrics)
         self.eval_metrics = metrics
         losses = [each["eval_loss"] for each in eval_sets(metrics).values()]
         loss = max(losses) if np.isfinite(losses).all() else None
-        if self._config.eval_mode == "rolling":
-            self._meta["eval_position"] = {each.name: each.position() for each in self._evaluations}
-        self._evaluated = {"eval_loss": loss, "eval_position": self._meta["eval_position"]}
+        if self.config.eval_mode == "rolling":
+            self.meta["eval_position"] = {each.name: each.position() for each in self.evaluations}
+        self._evaluated = {"eval_loss": loss, "eval_position": self.meta["eval_position"]}
         if self._saved == self._done:
             self._sync()
-            known = read_evaluations(self._folder.path / "checkpoints") | {self._checkpointer.checksum: self._evaluated}
-            self._folder.write_text(
-                f"checkpoints/{EVALUATIONS}", json.dumps(dict([*known.items()][-KEPT_EVALUATIONS:]))
-            )
-        if finished := ending(self._config, self._done, loss):
+            known = read_evaluations(self.folder.path / "checkpoints")
+            known[str(self.checkpointer.checksum)] = self._evaluated
+            newest = dict(list(known.items())[-KEPT_EVALUATIONS:])
+            self.folder.write_text(f"checkpoints/{EVALUATIONS}", json.dumps(newest))
+        if finished := ending(self.config, self._done, loss):
             self.save()
         return finished
 
     def _sync(self) -> None:
         """Puts all metrics on disk, or on the store, before a checkpoint or an evaluation says that they are there."""
-        self._recorder.sync()
-        self._folder.sync()
+        self.recorder.sync()
+        self.folder.sync()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, NonFiniteError):
-            names = self._checkpointer.set_aside(self._recorder.last_finite)
+            names = self.checkpointer.set_aside(self.recorder.last_finite)
             aside = f" The newest one, which led to this, is kept as {', '.join(names)}." if names else ""
-            note = kept_checkpoint(self._folder.path)
+            note = kept_checkpoint(self.folder.path)
             goes_on = ", and the run goes on from it." if note.endswith("stands") else "."
             raise UserError(f"{error} {note[0].upper()}{note[1:]}{goes_on}{aside}") from None
         if isinstance(error, Exception) and trace:
@@ -208,14 +213,14 @@ class Saver:
         A process that waits for the others in a step or in an evaluation can't save.
         """
         if self._saved != self._done:
-            self._recorder.flush()
+            self.recorder.flush()
             gone = any(x.is_deleted() for x in jax.tree.leaves(self._state))
             job, alone = rendezvous.current_job, jax.process_count() == 1
             agreed = alone or (job is not None and job.all_failed(place))
-            if gone or self._recorder.recorded != self._done or not agreed:
+            if gone or self.recorder.recorded != self._done or not agreed:
                 return
             self.save()
-        say(self._checkpointer.finish())
+        say(self.checkpointer.finish())
         if self._saved == self._done:
-            at = f"step {self._done} is saved in {self._folder.path}"
-            error.kept_checkpoint = f"the state after {at}: the same command, run_name={self._folder.name}, goes on"
+            at = f"step {self._done} is saved in {self.folder.path}"
+            error.kept_checkpoint = f"the state after {at}: the same command, run_name={self.folder.name}, goes on"

@@ -13,7 +13,7 @@ from src.checkpoint.data_position import run_rules
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.run_folder import RunFolder, dated_name, kept_checkpoint
 from src.cli import run_command
-from src.completion import encode_prompt
+from src.completion import encode_prompt, length_note
 from src.config.schema import Config
 from src.console import say
 from src.data.fingerprint import data_fingerprint
@@ -36,6 +36,7 @@ from src.run import Saver, open_log, open_run
 from src.startup import configured
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
+from src.step.narrow_weights import NarrowWeights
 from src.step.optimizer import hparams_at
 from src.step.plan import StepPlan
 from src.step.same_program import check_same_program
@@ -87,8 +88,9 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     meta = saved_meta(plan, config.checkpoint, fingerprint, tokenizer)
     if config.sample_length and tokenizer:
         # A prompt that is too long fails now rather than after the run.
-        encode_prompt(config.decoding, config.max_target_length, tokenizer, config.prompt)
-
+        prompt = encode_prompt(config.decoding, config.max_target_length, tokenizer, config.prompt)
+        longest = max(len(prompt), config.decode_prompt_tokens)
+        say(length_note(config.decoding, config.max_target_length, longest))
     if config.decode_metrics and not tokenizer:
         raise UserError("decode_metrics needs a tokenizer, which dataset_type=synthetic does not have")
     generated = DecodeMetrics(config.decoding, inputs, global_batch) if config.decode_metrics else None
@@ -125,7 +127,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         print_header(header)
     log, printer = open_log(config, folder, header, start, schedule)
     tracking.start(folder, first_step if start.resumed else None)
-    say(start.messages)
+    narrow = NarrowWeights(plan, state, first_step + config.log_period)
+    say([*start.messages, *narrow.messages])
 
     count_cut = jax.jit(lambda cuts: jnp.sum(cuts[:, 1]), out_shardings=plan.layout.sharding(()))
     cuts_sharding = plan.layout.sharding(("batch", None))
@@ -160,6 +163,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
             done, rows_taken = done + 1, rows_taken + size
             evaluates = saver.reached(done, state, host_batch, rows_taken)
             recorder.add(done, metrics, batch["tokens"].size)
+            say(narrow.after(done, state))
             watchdog.step(done, rows_taken, host_batch.stream_positions)
             if preemption.reached(done) and done < config.steps:  # else nothing is left to resume
                 stopped_by = tracking.stopped_by = preemption.signal or signal.SIGTERM  # 0: another process got it

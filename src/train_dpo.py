@@ -45,6 +45,7 @@ from src.startup import configured
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
 from src.step.dpo import LOSS, compile_measure
+from src.step.narrow_weights import NarrowWeights
 from src.step.optimizer import hparams_at
 from src.step.same_program import check_same_program
 from src.step.state import batch_sharding
@@ -133,7 +134,8 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     header = [(name, of_pairs.get(name, value)) for name, value in header]
     if not config.quiet:
         print_header(header)
-    say(start.messages)
+    narrow = NarrowWeights(plan, state, done + config.log_period)
+    say([*start.messages, *narrow.messages])
 
     # ---- The reference, computed once; then what the folder has of a start that is not refused
     evaluator = functools.partial(Evaluator, config.evaluation, inputs, plan, compile_measure(plan))
@@ -170,6 +172,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
             done, rows_taken = done + 1, rows_taken + global_batch
             evaluates = saver.reached(done, state, host_batch, rows_taken)
             recorder.add(done, metrics, built.tokens)
+            say(narrow.after(done, state))
             watchdog.step(done, rows_taken, host_batch.stream_positions)
             if preemption.reached(done) and done < config.steps:  # else nothing is left to resume
                 stopped_by = tracking.stopped_by = preemption.signal or signal.SIGTERM  # 0: another process got it

@@ -174,6 +174,22 @@ def test_a_torn_line_and_steps_after_the_checkpoint_are_made_again(stopped, whol
     assert runs.evaluations(stopped) == runs.evaluations(whole)
 
 
+def test_other_code_packages_or_devices_are_named(stopped, whole, corpus, capsys):
+    """Of another commit, losses may differ in the last bits; a malformed file says nothing, and is written again."""
+    file = stopped / "environment.json"
+    facts = json.loads(file.read_text())
+    file.write_text(json.dumps({**facts, "MinText": "0.1.0 (f47738a)", "jax": "0.9.1"}))
+    runs.run_here(**keys_of(stopped, corpus, steps=21, learning_rate_schedule_steps=STEPS))
+    said = f"changed since the run's last start: MinText 0.1.0 (f47738a) -> {facts['MinText']}, jax 0.9.1 -> "
+    output = capsys.readouterr().out
+    assert f"{said}{facts['jax']}: losses may differ in the last bits\n" in output
+    for steps, content in ((22, file.read_text()), (23, "[")):
+        file.write_text(content)
+        runs.run_here(**keys_of(stopped, corpus, steps=steps, learning_rate_schedule_steps=STEPS))
+        assert "last bits" not in capsys.readouterr().out
+    assert json.loads(file.read_text())["MinText"] == facts["MinText"]
+
+
 def test_harmless_changes_are_named_and_taken(stopped, whole, corpus, capsys):
     result = runs.run_here(**keys_of(stopped, corpus, learning_rate=1e-3, log_period=7))
     output = capsys.readouterr().out

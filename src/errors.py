@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
@@ -23,12 +24,15 @@ TRY_AGAIN = 75  # sysexits.h, EX_TEMPFAIL: schedulers tell it from a mistake and
 INTERRUPTED = 130  # as shells report Ctrl-C
 BROKEN_PIPE = 141  # as shells report SIGPIPE
 
+# Categories of characters that a terminal obeys: controls, marks of direction, surrogates, separators of lines.
+_OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_HARMLESS = "\n\t\u200c\u200d\u00ad"  # joiners of letters and of emoji, and the soft hyphen, among them
 MAX_LISTED = 5  # items of a list in a message
 
 
 def printable(text: str) -> str:
     """Replaces control characters, which a terminal would obey and which any file or name may contain, by U+FFFD."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+    return "".join("\ufffd" if unicodedata.category(x) in _OBEYED and x not in _HARMLESS else x for x in text)
 
 
 def show(text: str, file: TextIO | None = None) -> None:

@@ -5,7 +5,7 @@ but the connections stay open: the operating system closes those of a killed pro
 lost machine. A process that is stopped keeps its connections: so each says now and then that it is there, by Python,
 before JAX's own heartbeats, which abort a process. A process that ends tells process 0, which tells all. A message is a
 JSON object on a line; after joining,
-a process sends at most two: where it failed, and how it ended or that it finished.
+a process sends at most two beside those: where it failed, and how it ended or that it finished.
 """
 
 import contextlib
@@ -197,7 +197,7 @@ class Job:
 
     def __init__(self, process: int, peers: Mapping[int, "Peer"], end: Callable[[int, str], object]) -> None:
         self.process, self._peers, self._end = process, dict(peers), end
-        self._has_told, self._news = False, threading.Event()
+        self._has_told, self._has_left, self._news = False, False, threading.Event()
         self._failed, self._failures = dict[int, str](), threading.Condition()
         self._watcher = threading.Thread(target=self._watch, name="job", daemon=True)
         self._watcher.start()
@@ -217,7 +217,8 @@ class Job:
         return agreed
 
     def leave(self) -> None:
-        """Tells the others that this process has finished without an error."""
+        """Tells the others that this process has finished without an error, and expects nothing of them any more."""
+        self._has_left = True
         for peer in self._peers.values():
             peer.send({"leaves": True})
 
@@ -263,7 +264,7 @@ class Job:
                         poll.unregister(descriptor)
                         del watched[descriptor]
             for descriptor, number in watched.items():
-                if now - heard[descriptor] > silence:
+                if now - heard[descriptor] > silence and not self._has_left:
                     problem = (
                         f"process {number} of this job has not answered for {silence} s: it or its machine is stopped"
                     )

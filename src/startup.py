@@ -68,7 +68,8 @@ def configured(
             if place and place.num_processes > 1:
                 start_distributed(place, mesh, shared_facts(config))
         with named_device_holders():
-            say(notes)  # the first that has JAX look for devices
+            jax.devices()  # the first that has JAX look for them
+        say(notes)
     else:  # `say` would have JAX look for devices
         for note in notes:
             show(note)

@@ -146,6 +146,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
         preemption.save = saver.save_now
         if start.evaluation_due and evaluations:
             finished = saver.evaluate()
+            recorder.start_clock()
         while not (finished or stopped_by):
             with recorder.waits_for_data(), preemption.waits_for_data():
                 host_batch = next(batches)

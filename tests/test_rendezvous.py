@@ -142,6 +142,19 @@ def test_processes_that_say_nothing_but_that_they_are_there_go_on():
         kill(job, peers)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_process_that_has_finished_waits_for_the_others_as_long_as_it_takes(first):
+    connections = results(runs.free_address(), (0, 2, {}), (1, 2, {}), silence=1)
+    ends = queue.SimpleQueue()
+    jobs = [rendezvous.Job(process, peers, lambda *end: ends.put(end)) for process, peers in enumerate(connections)]
+    jobs[first].leave()
+    with pytest.raises(queue.Empty):
+        ends.get(timeout=3)
+    jobs[1 - first].leave()
+    for job, peers in zip(jobs, connections, strict=True):
+        kill(job, peers)
+
+
 @pytest.mark.parametrize(
     "said",
     [

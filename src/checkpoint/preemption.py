@@ -41,7 +41,7 @@ class Preemption:
         self.signal = 0  # the one that this process received
         self._folder = folder
         self._distributed = jax.distributed.is_initialized()
-        self._waits_since = math.inf
+        self._waits_since, self._longest_wait, self._waiting = math.inf, 0.0, threading.Lock()
         self._former: dict[int, object] = {}
         if threading.current_thread() is not threading.main_thread():
             return
@@ -61,9 +61,13 @@ class Preemption:
     @contextlib.contextmanager
     def waits_for_data(self) -> Iterator[None]:
         """Takes note that the body waits for the data of the next step."""
-        self._waits_since = time.monotonic()
-        yield
-        self._waits_since = math.inf
+        self._waits_since = begin = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._waiting:  # held for good by a thread that saves, and then ends the run
+                self._waits_since = math.inf
+            self._longest_wait = max(self._longest_wait, time.monotonic() - begin)
 
     def reached(self, step: int) -> bool:
         """Returns whether the run has to save and end after `step`. All processes call it, after every step."""
@@ -92,14 +96,22 @@ class Preemption:
         """Ends the run if it was asked to end, and has waited for its data since, or before that, for too long."""
         asked = math.inf
         while not self._closed.wait(0.5):
+            bound = max(HANG_SECONDS, 3 * self._longest_wait)  # what is slow does not hang
+            if time.monotonic() < self._waits_since + 1:
+                continue
             asked = min(asked, time.monotonic() if self._is_asked() else math.inf)
-            if time.monotonic() > max(asked, self._waits_since) + HANG_SECONDS:
-                with contextlib.suppress(Exception):  # the run ends as it was asked to
-                    if not self._distributed:  # the others wait in a step
-                        self.save()
-                note = f"; {kept_checkpoint(self._folder)}" if self._folder else ""
-                hung = f"asked to end, and its data have not come for {HANG_SECONDS:.0f} s"
-                end(TRY_AGAIN, f"{hung}: what reads them hangs{note}", at_once=True)
+            if time.monotonic() < max(asked, self._waits_since) + bound:
+                continue
+            self._waiting.acquire()
+            if self._waits_since == math.inf:  # they came at last
+                self._waiting.release()
+                continue
+            with contextlib.suppress(Exception):  # the run ends as it was asked to
+                if not self._distributed:  # the others wait in a step
+                    self.save()
+            note = f"; {kept_checkpoint(self._folder)}" if self._folder else ""
+            hung = f"asked to end, and its data have not come for {bound:.0f} s"
+            end(TRY_AGAIN, f"{hung}: what reads them hangs{note}", at_once=True)
 
     def _is_asked(self) -> bool:
         if not self._distributed:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 from src.config.source_spec import names_eval_data
 from src.data.rules import RULES_FACT
 from src.data.types import EvalSet, Fingerprint, InputSpec, RowSource, Source, TrainData
-from src.errors import UserError, changed_keys
+from src.errors import TransientError, UserError, changed_keys
 from src.user_code import code_digests
 
 EVALUATION = "evaluation"  # begins each entry on which evaluations depend, and training does not
@@ -85,7 +85,13 @@ def check_unchanged(deciding: Sequence[Source | RowSource], others: Sequence[Sou
     """
     lines = []
     for source in (*deciding, *others):
-        for line, differs in (listing.written_since() for listing in getattr(source, "listings", ())):
+        for listing in getattr(source, "listings", ()):
+            try:
+                line, differs = listing.written_since()
+            except (UserError, TransientError) as error:  # a file that is gone, or a store that does not answer
+                if isinstance(error, UserError) and source in deciding:
+                    raise
+                line, differs = f"nobody can tell whether the data changed: {error}", False
             if differs and source in deciding:
                 raise UserError(
                     f"{line}. Steps since the last checkpoint may have learned from that and are not saved. Restore "

@@ -130,7 +130,7 @@ def test_a_checkpoint_is_restored_however_the_state_lies(tmp_path, opt_type):
 
     state = random_state(abstract(**COPIES, **CUT, **ON_HOST))
     checkpointer = Checkpointer(tmp_path, max_to_keep=-1, async_save=False)
-    checkpointer.save(1, state.by_name(), {})
+    checkpointer.save(int(state.step), state.by_name(), {})
     checkpointer.close()
     for wanted in (abstract(1), abstract(**COPIES), abstract(**ON_HOST), abstract(**COPIES, **CUT)):
         fields, _, _ = Checkpointer(tmp_path, max_to_keep=-1, async_save=False).restore_latest(wanted.by_name())

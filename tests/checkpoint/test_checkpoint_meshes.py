@@ -30,7 +30,7 @@ def job_on(model, mesh):
 def pass_on(before, after, folder):
     """Saves the state of one job and restores it for the other: all the same bits."""
     saver = Checkpointer(folder, max_to_keep=1, async_save=False)
-    saver.save(1, vars(before.trainer.state), {})
+    saver.save(int(before.trainer.state.step), vars(before.trainer.state), {})
     saver.close()
     restorer = Checkpointer(folder, max_to_keep=1, async_save=False)
     parts, _, messages = restorer.restore_latest(vars(after.trainer.abstract))

@@ -1,5 +1,6 @@
 """Odd things found by trying to break runs: each gets an answer, and loses nothing."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -108,6 +109,9 @@ class TerminatedAfterStep2:
 
     def __init__(self, folder):
         pass
+
+    def waits_for_data(self):
+        return contextlib.nullcontext()
 
     def reached(self, step):
         return step == 2

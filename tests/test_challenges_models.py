@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from src import command_line
 from src.completion import encode_prompt
 from src.config.command_keys import Decoding
 from src.convert import compare
@@ -97,7 +98,7 @@ def test_an_interactive_loop_that_ends_at_once_has_no_speed():
 
 def test_half_of_a_surrogate_pair_in_a_prompt_and_a_byte_order_mark_before_it(write):
     decoding = Decoding(prompt_path=write("prompts.jsonl", '\ufeff{"prompt": "a\\ud800"}\n'))
-    (prompt,) = read_prompts(decoding)
+    (prompt,) = read_prompts(decoding, InputSpec.of(command_line.load([tiny.BASE]), ByteTokenizer()))
     assert ByteTokenizer().decode(encode_prompt(decoding, 16, ByteTokenizer(), prompt)).startswith("a")
 
 

@@ -58,7 +58,7 @@ def _check_inside(what: str, path: str, data_files: Mapping[str, Iterable[str]])
     root = os.path.realpath(path)
     if os.path.basename(os.path.dirname(root)) == "snapshots":  # of the hub's cache, with links to blobs beside it
         root = os.path.dirname(os.path.dirname(root))
-    inside = (f"{root}/",) if os.path.isdir(path) else ("hf://datasets/", "https://", "http://")
+    inside = f"{root}/" if os.path.isdir(path) else "hf://datasets/"
     names = [name for of_split in data_files.values() for name in of_split]
     places = {name: name if "://" in name else os.path.realpath(name) for name in names}
     if outside := [name for name, place in places.items() if not place.startswith(inside)]:

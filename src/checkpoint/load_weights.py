@@ -74,7 +74,7 @@ def load_adapters(path: str) -> tuple[dict[tuple[str | int, ...], tuple[np.ndarr
     arrays, meta, _ = restore_any(path, entries, "the adapters")
     pairs: dict[Any, dict[str, np.ndarray]] = {}
     for name, array in arrays.items():
-        *weight, kind = (int(word) if word.isdecimal() else word for word in name.split(".")[2:])
+        *weight, kind = _undotted(name)[2:]  # after trainable.lora
         pairs.setdefault(tuple(weight), {})[kind] = np.asarray(array)
     return {weight: (pair["down"], pair["up"]) for weight, pair in pairs.items()}, meta
 
@@ -157,13 +157,17 @@ def _wanted(tree: Tree, keep_dtypes: bool, meta: Mapping[str, Any], saved: Mappi
     if isinstance(replicated, NamedSharding):
         replicated = replicated.update(spec=PartitionSpec())
     for name in (name for name in saved if name.startswith("lora.")):
-        path = tuple(int(word) if word.isdecimal() else word for word in name.split("."))
-        leaves[path] = jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=replicated)
+        leaves[_undotted(name)] = jax.ShapeDtypeStruct(saved[name]["shape"], saved[name]["dtype"], sharding=replicated)
     if keep_dtypes:
         for path, leaf in leaves.items():
             if dotted(path) in saved:
                 leaves[path] = leaf.update(dtype=saved[dotted(path)]["dtype"])
     return nested(leaves)
+
+
+def _undotted(name: str) -> tuple[str | int, ...]:
+    """Reverses `dotted`."""
+    return tuple(int(word) if word.isdecimal() else word for word in name.split("."))
 
 
 def _load_hf_weights(path: str, tree: Tree) -> tuple[Tree, dict[str, Any], list[str]]:

@@ -94,12 +94,12 @@ class HuggingFaceTokenizer(Tokenizer):
         words = self._tokenizer.get_vocab(with_added_tokens=False).values()
         self.vocab_size: int = max(*words, self.bos, *self.stop_ids) + 1
         self._of_rules = {1: self._tokenizer, 2: self._tokenizer}
-        if added := added_tokens(named["tokenizer_config.json"], tokens, self._tokenizer):
+        added = added_tokens(named["tokenizer_config.json"], tokens, self._tokenizer)
+        splits = bool(named["tokenizer_config.json"].get("split_special_tokens"))
+        if added or splits:
             self._of_rules[2] = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
             self._of_rules[2].add_tokens(added)
-        if named["tokenizer_config.json"].get("split_special_tokens"):
-            self._of_rules[2] = tokenizers.Tokenizer.from_str(self._of_rules[2].to_str())
-            self._of_rules[2].encode_special_tokens = True
+            self._of_rules[2].encode_special_tokens = splits
         self._changes = repr(added) if self._of_rules[2] is not self._tokenizer else ""
         self.caveat = class_caveat(named["tokenizer_config.json"], self._tokenizer)
         template_file, self.chat_template, self.tool_template = _chat_templates(file.parent, named)

@@ -100,6 +100,7 @@ def test_process_0_alone_speaks_and_writes(both):
     assert "sample:" in first
 
 
+@pytest.mark.long
 def test_a_batch_that_grows_goes_on_with_the_same_rows(tmp_path, corpus):
     """Of 4 rows in two steps, of 8 in one and then of 12, in four shards, of which each process has two."""
     mesh, of_one = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}, {"ici_data_parallelism": 2}

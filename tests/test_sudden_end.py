@@ -38,8 +38,14 @@ def pytest_run(folder, *arguments):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
-@pytest.mark.parametrize("name", ["exit", "killed"])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("exit", "0"),
+        ("killed", "1"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("exit", "1"), ("killed", "0"))),
+    ],
+)
 def test_a_process_that_a_test_ends_says_which_and_what_it_printed(tmp_path, name, workers):
     (tmp_path / "test_it.py").write_text(TESTS)
     code, printed = pytest_run(tmp_path, "-n", workers, "-k", f"one or {name}")

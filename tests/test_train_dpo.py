@@ -120,7 +120,11 @@ def test_a_run_that_stopped_ends_with_the_same_losses(folder, trained, capsys, t
 
 
 @pytest.mark.parametrize(
-    "changed", [{"dataset_path": "more.jsonl", "accept_changes": "[dataset_path]"}, {"matmul_precision": "high"}]
+    "changed",
+    [
+        {"dataset_path": "more.jsonl", "accept_changes": "[dataset_path]"},
+        pytest.param({"matmul_precision": "high"}, marks=pytest.mark.long),
+    ],
 )
 def test_a_start_that_the_reference_does_not_fit_changes_nothing(folder, changed):
     pairs = (folder / "pairs.jsonl").read_text()

@@ -255,7 +255,7 @@ def replaced(file):
     other.rename(file)
 
 
-@pytest.mark.parametrize("change", [swap, replaced])
+@pytest.mark.parametrize("change", [pytest.param(swap, marks=pytest.mark.long), replaced])
 def test_a_file_rewritten_at_the_same_size_ends_the_run_before_it_is_saved(
     change, while_it_runs, tmp_path, monkeypatch, capsys
 ):

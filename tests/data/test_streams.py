@@ -195,7 +195,7 @@ def test_a_stream_goes_on_exactly(open_data, name, keys):
             assert batch.saved == other.saved or step  # the same document, counted from another window
 
 
-@pytest.mark.parametrize("name", ["worker", "data_loader"])
+@pytest.mark.parametrize("name", ["worker", pytest.param("data_loader", marks=pytest.mark.long)])
 def test_a_stream_with_worker_processes_goes_on_exactly(open_data, name):
     flags.FLAGS.unparse_flags()  # as in a run, which parses none
     batches = batches_of(open_data(name), 10)

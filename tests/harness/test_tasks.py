@@ -133,7 +133,9 @@ def test_tasks_of_every_kind_are_measured_and_written(trained, folder, tmp_path,
 def test_code_of_a_file_runs_only_where_it_is_trusted(trained, tmp_path, tasks):
     """The harness runs what `!function` names as it reads the file."""
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w').close()\ndef f(doc):\n    return ''\n")
-    (tmp_path / "my_evil.yaml").write_text("task: my_evil\ndataset_path: json\ndoc_to_text: !function evil.f\n")
+    # Without a file of data the harness would look for some on the Hub, for minutes where there is no network.
+    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/lost.jsonl}}}}\ntest_split: test\n"
+    (tmp_path / "my_evil.yaml").write_text(f"task: my_evil\n{data}doc_to_text: !function evil.f\n")
     keys = {"tasks": tasks.format(folder=tmp_path), "include_path": tmp_path}
     with pytest.raises(UserError, match="trust_tasks=true"):
         run(trained, tmp_path, **keys, trust_tasks="false")

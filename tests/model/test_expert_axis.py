@@ -199,6 +199,7 @@ def test_padding_causes_no_second_window(monkeypatch):
         counts.clear()
 
 
+@pytest.mark.long
 def test_adapted_experts_on_a_mesh():
     settings = {**MIXTRAL, "lora_rank": 2, "lora_parameters": "[feed_forward.wi, feed_forward.wo]"}
     settings["load_parameters_path"] = "x"

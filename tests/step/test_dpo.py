@@ -112,14 +112,33 @@ def test_a_mesh_measures_what_torch_does(llama):
     np.testing.assert_allclose(measured["loss_sum"] / measured["tokens"], loss, rtol=1e-5)
 
 
-def two_steps(devices, **keys):
-    """Metrics of two updates on a mesh, and then what a measure of other pairs gives."""
+def beginning(devices, **keys):
+    """A plan of pairs on the first devices, a state with random weights, and the compiled step."""
     _, plan = tiny.make(devices, max_target_length=LENGTH, **KEYS, **keys)
     plan = dataclasses.replace(plan, fields=pair_fields(LENGTH))
     state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract := abstract_state(plan))
     state = dataclasses.replace(state, weights=plan.split(tiny.random_weights(plan)))
     state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, abstract))
-    train, _ = compile_steps(plan, abstract, loss=dpo_loss)
+    return plan, state, compile_steps(plan, abstract, loss=dpo_loss)[0]
+
+
+def test_a_batch_without_pairs_changes_nothing_and_has_no_figures():
+    plan, state, train = beginning(1, adam_weight_decay=0.5)
+    place = batch_sharding(plan.layout, plan.fields)
+    bits = []
+    # The averages of the first step would move the weights in the second.
+    for step, batch in enumerate((batch_of(*pairs(8, tiny.VOCAB), rows=8), batch_of([], np.zeros((0, 2)), rows=8))):
+        state, metrics = train(state, jax.device_put(batch, place), hparams_at(plan.step, 20, step))
+        bits.append([tiny.tree_bits(state.weights), tiny.tree_bits(state.opt)])
+        assert np.isfinite(metrics["loss"]) == (step == 0)
+    assert bits[0] == bits[1]
+    assert metrics["tokens"] == 0
+    assert np.isnan([metrics["loss"], metrics["grad_norm"], *jax.tree.leaves(metrics["user_metrics"])]).all()
+
+
+def two_steps(devices, **keys):
+    """Metrics of two updates on a mesh, and then what a measure of other pairs gives."""
+    plan, state, train = beginning(devices, **keys)
     found, place = [], batch_sharding(plan.layout, plan.fields)
     for step in range(2):
         batch = batch_of(*pairs(8, tiny.VOCAB, seed=step), rows=8)

@@ -60,7 +60,7 @@ def test_so_they_do_with_experts():
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("rounds", "layers"), [*(pytest.param(1, layers, marks=pytest.mark.long) for layers in (3, 4)), (2, 4)]
+    ("rounds", "layers"), [pytest.param(*case, marks=pytest.mark.long) for case in ((1, 3), (1, 4), (2, 4))]
 )
 def test_over_copies_gradients_send_what_a_reduce_scatter_of_float32_does(rounds, layers):
     """One round's in bfloat16, summed whole within its layer; several rounds' in float32, each device its part.

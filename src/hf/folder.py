@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from src.errors import UserError, first_few
 from src.hf import peft
 from src.hf.quantized import dequantized
-from src.hf.safetensors import StoredTensor, Tensor, open_tensors
+from src.hf.safetensors import Tensor, open_tensors
 from src.hub import INDEX, SINGLE, local_folder
 from src.json_text import read_object
 
@@ -43,7 +43,7 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
         )
     config = read_object(file)
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[str, Tensor] = {}
     file_of, files = _weight_files(path)
     for name in files:
         tensors = open_tensors(path / name)

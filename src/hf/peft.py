@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,32 +29,6 @@ _READ = {
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "qalora_group_size",
 }
 # fmt: on
-
-
-class AdaptedTensor(NamedTuple):
-    """A matrix of the files with its adapter merged: the base plus `scale` times the product of `up` and `down`."""
-
-    base: Tensor  # [out, in], or [in, out] if `fan_in_first`
-    down: np.ndarray  # float32 [r, in]
-    up: np.ndarray  # float32 [out, r]
-    scale: float
-    fan_in_first: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Returns the base's shape."""
-        return self.base.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Returns the base's dtype."""
-        return self.base.dtype
-
-    def read(self, index: Index) -> np.ndarray:
-        """Returns the part at `index`, merged in float32."""
-        rows, columns = index[::-1] if self.fan_in_first else index
-        added = self.scale * (self.up[rows] @ self.down[:, columns])
-        return (self.base.read(index).astype(np.float32) + (added.T if self.fan_in_first else added)).astype(self.dtype)
 
 
 def base_model(folder: Path) -> str:
@@ -100,10 +74,21 @@ def adapted(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise UserError(f"{file} does not fit {base_model(folder)}: {module}.weight is {list(under.shape)} there")
         fitting = (alpha for name, alpha in patterns.items() if re.match(rf"(.*\.)?({name})$", module))
         scale = next(fitting, entries["lora_alpha"]) / (rank**0.5 if entries.get("use_rslora") else rank)
-        merged[f"{module}.weight"] = AdaptedTensor(under, down, up, scale, fan_in_first)
+        merged[f"{module}.weight"] = _merged(under, down, up, scale, fan_in_first)
     if stored:
         raise UserError(f"{file} has {first_few(stored)}: plain LoRA alone is read here; merge it by peft")
     return merged
+
+
+def _merged(base: Tensor, down: np.ndarray, up: np.ndarray, scale: float, fan_in_first: bool) -> Tensor:
+    """Adds `scale` times `up` [out, r] times `down` [r, in], in float32, to a matrix [out, in], or [in, out]."""
+
+    def read(index: Index) -> np.ndarray:
+        rows, columns = index[::-1] if fan_in_first else index
+        added = scale * (up[rows] @ down[:, columns])
+        return (base.read(index).astype(np.float32) + (added.T if fan_in_first else added)).astype(base.dtype)
+
+    return base._replace(read=read)
 
 
 def save_adapters(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,53 +22,42 @@ MX_BLOCK = 32  # elements that share a scale
 MX_BIAS = 127  # of a scale, which is an exponent of two
 
 
-class BlockScaledTensor(NamedTuple):
-    """DeepSeek V3's float8: a matrix with a factor for each block of rows and columns (its report, 3.3)."""
+def block_scaled(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Reads DeepSeek V3's float8: a matrix with a factor for each block of rows and columns (its report, 3.3).
 
-    values: Tensor  # [rows, columns]
-    scales: Tensor  # [rows / block, columns / block], rounded up
-    block: tuple[int, int]
-    dtype: np.dtype = BFLOAT16
+    `values` are [rows, columns], `scales` [rows / block, columns / block], rounded up.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Returns the values' shape."""
-        return self.values.shape
-
-    def read(self, index: Index) -> np.ndarray:
-        """Returns the part at `index`, dequantised."""
-        spans = [(at.start // n * n, at, n) for at, n in zip(index, self.block, strict=True)]
-        factors = self.scales.read(tuple(slice(first // n, -(-at.stop // n)) for first, at, n in spans))
+    def read(index: Index) -> np.ndarray:
+        spans = [(at.start // n * n, at, n) for at, n in zip(index, block, strict=True)]
+        factors = scales.read(tuple(slice(first // n, -(-at.stop // n)) for first, at, n in spans))
         factors = factors.astype(np.float32)
         for dim, (first, at, n) in enumerate(spans):  # the first block that was read begins at `first`
             factors = np.repeat(factors, n, axis=dim).take(range(at.start - first, at.stop - first), axis=dim)
-        return (self.values.read(index).astype(np.float32) * factors).astype(self.dtype)
+        return (values.read(index).astype(np.float32) * factors).astype(BFLOAT16)
+
+    return Tensor(values.shape, BFLOAT16, read)
 
 
-class Mxfp4Tensor(NamedTuple):
-    """gpt-oss's experts: 4-bit floats in blocks of 32 along the summed dim, which is stored last and second here."""
+def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Reads gpt-oss's experts [E, D, F]: 4-bit floats in blocks of 32 along the summed dim D, which is stored last.
 
-    blocks: Tensor  # uint8 [E, F, D / 32, 16]; a byte's low half is the earlier element
-    scales: Tensor  # uint8 [E, F, D / 32]
-    dtype: np.dtype = BFLOAT16
+    `blocks` are uint8 [E, F, D / 32, 16], a byte's low half the earlier element; `scales` uint8 [E, F, D / 32].
+    """
+    E, F, count, _ = blocks.shape
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Returns [E, D, F]."""
-        E, F, blocks, _ = self.blocks.shape
-        return (E, blocks * MX_BLOCK, F)
-
-    def read(self, index: Index) -> np.ndarray:
-        """Returns the part at `index`, dequantised."""
+    def read(index: Index) -> np.ndarray:
         at_E, at_D, at_F = index
         in_blocks = slice(at_D.start // MX_BLOCK, -(-at_D.stop // MX_BLOCK))
-        bytes_EFGP = self.blocks.read((at_E, at_F, in_blocks, slice(0, MX_BLOCK // 2)))
-        exponents_EFG = self.scales.read((at_E, at_F, in_blocks)).astype(np.int32) - MX_BIAS
+        bytes_EFGP = blocks.read((at_E, at_F, in_blocks, slice(0, MX_BLOCK // 2)))
+        exponents_EFG = scales.read((at_E, at_F, in_blocks)).astype(np.int32) - MX_BIAS
         mantissas = FLOAT4[np.stack([bytes_EFGP & 15, bytes_EFGP >> 4], axis=-1)]
-        values = np.ldexp(mantissas, exponents_EFG[..., None, None]).astype(self.dtype)
+        values = np.ldexp(mantissas, exponents_EFG[..., None, None]).astype(BFLOAT16)
         values_EFD = values.reshape(*values.shape[:2], -1)
         first = in_blocks.start * MX_BLOCK
         return values_EFD[:, :, at_D.start - first : at_D.stop - first].swapaxes(1, 2)
+
+    return Tensor((E, count * MX_BLOCK, F), BFLOAT16, read)
 
 
 def dequantized(stored: Mapping[str, Tensor], quantization: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
@@ -86,12 +75,12 @@ def dequantized(stored: Mapping[str, Tensor], quantization: Mapping[str, Any], p
                 _check(weight, values, (FLOAT8,), (None, None), path)
                 blocks = tuple(-(-size // n) for size, n in zip(values.shape, (rows, columns), strict=True))
                 _check(f"{weight}_scale_inv", scales, SCALES, blocks, path)
-                tensors[weight] = BlockScaledTensor(values, tensors.pop(f"{weight}_scale_inv"), (rows, columns))
+                tensors[weight] = block_scaled(values, tensors.pop(f"{weight}_scale_inv"), (rows, columns))
         case {"quant_method": "mxfp4"}:
             for weight, blocks, scales in _pairs(stored, "_blocks", "_scales", path):
                 _check(f"{weight}_blocks", blocks, (BYTE,), (None, None, None, MX_BLOCK // 2), path)
                 _check(f"{weight}_scales", scales, (BYTE,), blocks.shape[:-1], path)
-                tensors[weight] = Mxfp4Tensor(tensors.pop(f"{weight}_blocks"), tensors.pop(f"{weight}_scales"))
+                tensors[weight] = mxfp4(tensors.pop(f"{weight}_blocks"), tensors.pop(f"{weight}_scales"))
         case {} if quantization:
             method = quantization.get("quant_method") or f"quantization_config says ({', '.join(quantization)})"
             raise UserError(

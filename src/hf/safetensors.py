@@ -7,9 +7,9 @@ The package of that name reads neither bfloat16 nor float8 into numpy.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -34,31 +34,15 @@ UNREADABLE = np.dtype("V1")
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 
 
-class Tensor(Protocol):
-    """A tensor on disk; a quantised one has the shape and dtype that reading gives."""
+class Tensor(NamedTuple):
+    """A tensor on disk: a quantised one has the shape and dtype that reading gives."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-
-    def read(self, index: Index) -> np.ndarray:
-        """Returns a copy of the part at `index`."""
+    read: Callable[[Index], np.ndarray]  # copies the part at an index into memory
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a file; only what `read` returns comes into memory."""
-
-    file: Path
-    offset: int  # bytes from the file's start
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    def read(self, index: Index) -> np.ndarray:
-        """Returns a copy of the part at `index`."""
-        stored = np.memmap(self.file, self.dtype, mode="r", offset=self.offset, shape=self.shape)
-        return np.array(stored[index])
-
-
-def open_tensors(file: Path) -> dict[str, StoredTensor]:
+def open_tensors(file: Path) -> dict[str, Tensor]:
     """Returns a file's tensors by name, from its header alone; raises UserError if it is truncated or damaged."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
@@ -96,7 +80,14 @@ def open_tensors(file: Path) -> dict[str, StoredTensor]:
         )
     if start + end < size:
         raise UserError(f"{file} is damaged: it has {size - start - end} bytes after its last tensor. Fetch it again.")
-    return {name: StoredTensor(file, start + first, shape, dtype) for name, (first, _, dtype, shape) in tensors.items()}
+    return {name: _stored(file, start + first, dtype, shape) for name, (first, _, dtype, shape) in tensors.items()}
+
+
+def _stored(file: Path, offset: int, dtype: np.dtype, shape: tuple[int, ...]) -> Tensor:
+    def read(index: Index) -> np.ndarray:
+        return np.array(np.memmap(file, dtype, mode="r", offset=offset, shape=shape)[index])
+
+    return Tensor(shape, dtype, read)
 
 
 def write_header(file: BinaryIO, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:

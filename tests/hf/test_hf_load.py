@@ -12,7 +12,7 @@ from src import command_line
 from src.errors import UserError
 from src.hf.load import load_weights
 from src.hf.model_keys import read_model_keys
-from src.hf.safetensors import StoredTensor
+from src.hf.safetensors import open_tensors
 from src.parallel.mesh import make_layout
 from src.step.build import plan_step
 from tests.hf import saved
@@ -64,11 +64,17 @@ def test_a_process_reads_what_its_devices_hold_and_no_more(tmp_path, monkeypatch
     """With half of each sharded weight on its one device, a process reads about half of the bytes."""
     folder = saved.save(tmp_path, "llama3")
     wanted = abstract(folder, 2)
-    read = StoredTensor.read
 
     def bytes_read(parts):
         copied = []
-        monkeypatch.setattr(StoredTensor, "read", lambda self, at: copied.append(read(self, at)) or copied[-1])
+
+        def noted(tensor):
+            return tensor._replace(read=lambda at: copied.append(tensor.read(at)) or copied[-1])
+
+        def opened(file):
+            return {name: noted(tensor) for name, tensor in open_tensors(file).items()}
+
+        monkeypatch.setattr("src.hf.folder.open_tensors", opened)
         load_weights(folder, parts)
         return sum(part.nbytes for part in copied)
 

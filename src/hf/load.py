@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,6 @@ from src.hf.model_keys import folder_model
 from src.hf.safetensors import DTYPES, UNREADABLE, Tensor
 from src.hf.tensor_map import Piece, Range, WeightPath, lay_out
 from src.model.params import Tree, by_path, nested
-
-T = TypeVar("T")
 
 ROWS = 4096  # in memory of tensors that are compared
 
@@ -124,7 +122,7 @@ def _update(buffer: jax.Array, block: jax.Array, at: Sequence[int]) -> jax.Array
     return jax.lax.dynamic_update_slice(buffer, block.astype(buffer.dtype), at)
 
 
-def progress(items: Sequence[T], what: str) -> Iterable[T]:
+def progress(items: Sequence[Any], what: str) -> Iterable[Any]:
     """Returns the items with a progress bar on process 0's terminal."""
     silent = jax.process_index() != 0 or not Console(stderr=True).is_terminal
     return track(items, what, console=Console(stderr=True), disable=silent)

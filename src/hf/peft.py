@@ -60,16 +60,13 @@ def adapted(folder: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name in [name for name in stored if name.endswith(".base_layer.weight")]:  # peft's copy of an output projection
         merged[name.removeprefix("base_model.model.").replace(".base_layer", "")] = stored.pop(name)
     modules = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in stored}
+    fan_in_first, patterns = bool(entries.get("fan_in_fan_out")), entries.get("alpha_pattern") or {}
     for module in sorted(modules):
         pair = [stored.pop(_NAME.format(module, letter), None) for letter in "AB"]
         if None in pair or (under := merged.get(f"{module}.weight")) is None:
             raise UserError(f"{file} does not fit {base_model(folder)}: no LoRA of {module} there")
         down, up = (each.read(tuple(slice(0, size) for size in each.shape)).astype(np.float32) for each in pair)
-        fan_in_first, rank, patterns = (
-            bool(entries.get("fan_in_fan_out")),
-            len(down),
-            entries.get("alpha_pattern") or {},
-        )
+        rank = len(down)
         if under.shape[:: -1 if fan_in_first else 1] != (len(up), down.shape[1]):
             raise UserError(f"{file} does not fit {base_model(folder)}: {module}.weight is {list(under.shape)} there")
         fitting = (alpha for name, alpha in patterns.items() if re.match(rf"(.*\.)?({name})$", module))

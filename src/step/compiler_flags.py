@@ -4,22 +4,19 @@ XLA refuses a wrong option by an exception. `XLA_FLAGS` and `LIBTPU_INIT_ARGS` a
 and end the process where one is unknown: here a child process reads them first.
 """
 
-import difflib
-import mmap
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import jax
 
 from src.config.migration_hints import retired_flag
 from src.console import say
-from src.errors import UserError, did_you_mean
+from src.errors import UserError
 
 # A collective is fused with the computation it runs beside where both flags are on; today's libtpu has them off.
 _ASYNC_ALL_GATHER = {
@@ -123,9 +120,14 @@ def compiler_options(text: str, device: jax.Device, slices: int) -> dict[str, st
             if retired_flag(name, value) == "" and _is_unknown(name, device):
                 say([f"compile_xla_flags: {name}={value} is left out: {BY_ITSELF}"])
                 del options[name]
-        errors = [_error_with_hint(name, value, device) for name, value in options.items()]
-        if any(errors):
-            raise UserError("\n".join(f"compile_xla_flags: {error}" for error in errors if error))
+        package, errors = "libtpu" if device.platform == "tpu" else "jaxlib", []
+        for name, value in options.items():
+            error = _error({name: value}, device)
+            if error.startswith("No such compile option"):
+                error = f"{name} is no option of {_answer(package, name, value)}"
+            errors += [f"compile_xla_flags: {error}"] if error else []
+        if errors:
+            raise UserError("\n".join(errors))
     return options
 
 
@@ -146,36 +148,12 @@ def _error(options: Mapping[str, str], device: jax.Device) -> str:
     return ""
 
 
-def _error_with_hint(name: str, value: str, device: jax.Device) -> str:
-    error = _error({name: value}, device)
-    if not error.startswith("No such compile option: "):
-        return error
-    packages = ["jaxlib", "libtpu"] if device.platform == "tpu" else ["jaxlib"]
-    # Some names are of flags that are retired or can't be options: those are no help.
-    similar = difflib.get_close_matches(name, _names_in(packages), n=8)
-    options_too = [other for other in similar if not _is_unknown(other, device)]
-    return f"{name} is no option of {_versions(packages)}.{_instead(name, value, options_too)}"
-
-
-def _instead(name: str, value: str, names: Sequence[str]) -> str:
-    """Returns a sentence with what replaced a flag, or else those of `names` that are like it, not its opposite."""
-    if (instead := retired_flag(name, value)) is not None:
-        return f" It is retired: {instead} is in its place." if instead else f" Take it out: {BY_ITSELF}."
-    return did_you_mean(name, [other for other in names if ("disable" in other) == ("disable" in name)])
-
-
-def _names_in(packages: Sequence[str]) -> list[str]:
-    """Returns the strings in the packages' libraries that may name a flag: no library lists its flags."""
-    names = set()
-    for package in packages:
-        for library in Path(find_spec(package).origin).parent.glob("*.so"):
-            with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                names.update(name.decode() for name in re.findall(rb"xla_[a-z0-9_]{4,80}(?=\0)", content))
-    return sorted(names)
-
-
-def _versions(packages: Sequence[str]) -> str:
-    return " or ".join(f"{package} {version(package)}" for package in packages)
+def _answer(package: str, name: str, value: str) -> str:
+    """Returns the package that does not know a flag, with its version, and what replaced a retired one."""
+    known = f"{package} {version(package)}."
+    if (instead := retired_flag(name, value)) is None:
+        return known
+    return f"{known} It is retired: {instead} is in its place." if instead else f"{known} Take it out: {BY_ITSELF}."
 
 
 def environment_flags() -> dict[str, str]:
@@ -212,8 +190,7 @@ def check_environment(uses_tpu: bool) -> None:
                 os.environ[variable] = " ".join(word for word in os.environ[variable].split() if word != typed)
                 left_out = True
             else:
-                instead = _instead(name, value, _names_in([package]))
-                messages.append(f"{variable} in the environment: {flag} is no flag of {_versions([package])}.{instead}")
+                messages.append(f"{variable} in the environment: {flag} is no flag of {_answer(package, name, value)}")
         if not match:
             messages.append(f"{variable} in the environment: {line}")
     if messages:

@@ -59,17 +59,15 @@ def test_what_is_no_flag_is_refused(text, wrong):
         parse_flags(text)
 
 
-def test_every_unknown_flag_is_named_with_its_like_before_anything_is_written(monkeypatch, capsys, tmp_path):
+def test_every_unknown_flag_is_named_before_anything_is_written(monkeypatch, capsys, tmp_path):
     argv = runs.arguments(
         base_output_directory=tmp_path,
         compile_xla_flags="--xla_cpu_enable_fast_mth=true --xla_cpu_use_acl=no --xla_gpu_enable_async_collective",
     )
     message = runs.refusal(monkeypatch, capsys, argv)
     assert "xla_cpu_enable_fast_mth is no option of jaxlib" in message
-    assert "Did you mean xla_cpu_enable_fast_math" in message
     assert "xla_cpu_use_acl, 'no' is not a valid bool value" in message
     assert "xla_gpu_enable_async_collective is no option of jaxlib" in message
-    assert "xla_gpu_disable_async" not in message, "the opposite of what was typed"
     assert not list(tmp_path.iterdir())
 
 
@@ -197,7 +195,7 @@ def test_a_tpu_names_the_flag_whose_value_is_wrong():
         compiler_options("--xla_enable_async_all_gather=maybe", device, 1)
     with pytest.raises(UserError, match=r"'abc' into flag xla_tpu_scoped_vmem_limit_kib$"):
         compiler_options("--xla_tpu_scoped_vmem_limit_kib=abc", device, 1)
-    with pytest.raises(UserError, match=r"xla_latency_hiding_scheduler is no option of.*Did you mean"):
+    with pytest.raises(UserError, match=r"xla_latency_hiding_scheduler is no option of libtpu "):
         compiler_options("--xla_latency_hiding_scheduler=true", device, 1)
 
 
@@ -215,7 +213,7 @@ def test_options_that_the_pages_show_are_taken():
     [
         ("--xla_gpu_async_collectives=true", "--xla_gpu_async_collectives=true is no flag of jaxlib"),
         ("--xla_gpu_enable_async_collectives=false", "--xla_gpu_disable_async_collectives=ALLCOLLECTIVES is in its"),
-        ("--xla_cpu_enable_fast_mth --xla_dump_to=x --xla_no_such=1", "Did you mean xla_cpu_enable_fast_math"),
+        ("--xla_cpu_enable_fast_mth --xla_dump_to=x --xla_no_such=1", "--xla_cpu_enable_fast_mth is no flag of"),
         ("--xla_dump_to=x --xla_a=1 --xla_no_such=1", "--xla_no_such=1 is no flag of"),
         ("--xla_cpu_enable_fast_math=yes", "value yes for flag xla_cpu_enable_fast_math"),
         ("no_such_file", 'Could not open file "no_such_file"'),
@@ -274,7 +272,7 @@ def test_libtpus_arguments_are_read_where_a_tpu_is_used(monkeypatch):
         check_environment(uses_tpu=True)
     message = str(refused.value)
     assert "LIBTPU_INIT_ARGS in the environment: xla_no_such is no flag of libtpu" in message
-    assert "Did you mean xla_tpu_enable_async_collective_fusion" in message
+    assert "xla_tpu_enable_async_colective_fusion is no flag of libtpu" in message
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=many")
     with pytest.raises(UserError, match="'many' specified for flag 'xla_tpu_scoped_vmem_limit_kib'"):
         check_environment(uses_tpu=True)

@@ -40,8 +40,7 @@ from src.config.yaml import BASE, file_name
 from src.console import say
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, folder_tokenizer, has_tokenizer
 from src.errors import UserError
-from src.hf.family import Family
-from src.hf.fields import Json
+from src.hf.family import Family, Json
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors
 from src.hf.model_keys import find_family, folder_model, model_yaml, read_model_keys

@@ -5,31 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from src.errors import UserError
-from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with
+from src.hf.family import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with
 
 # isort: split
-from src.hf.fields import read_fields, require, require_known, write_fields
-
-# Entries that alter no logits in any family: names, dtypes, special tokens, what training and generation read alone.
-# fmt: off
-INERT = frozenset((
-    "_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map",
-    "quantization_config", "attention_dropout", "initializer_range", "use_cache", "cache_implementation",
-    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
-    "use_return_dict", "torchscript", "problem_type", "id2label", "label2id", "num_labels", "finetuning_task",
-    "task_specific_params", "tokenizer_class", "prefix", "name_or_path", "attn_implementation",
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
-    "max_position_embeddings", "max_sequence_length", "pretraining_tp", "gradient_checkpointing",
-    "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux", "ep_size", "max_length", "min_length",
-    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "num_return_sequences", "temperature", "top_k",
-    "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
-    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "output_scores",
-    "return_dict_in_generate", "unsloth_fixed", "unsloth_version",
-))
-# fmt: on
-# Entries of which the class that reads config.json takes one value for granted, in any family.
-ONLY = {"is_causal": True, "is_encoder_decoder": False}
+from src.hf.family import read_fields, require, require_known, write_fields
 
 SIZES = (
     Field("vocab_size", "vocab_size"),

@@ -13,8 +13,7 @@ from src.config.values import check_value
 from src.config.yaml import dump
 from src.errors import UserError, first_few
 from src.hf.families import FAMILIES
-from src.hf.family import Family
-from src.hf.fields import Json, Keys, Layers, entry
+from src.hf.family import Family, Json, Keys, Layers, entry
 from src.hf.folder import HfFolder, open_folder
 from src.model.spec import ModelSpec, group_layers, layer_models, model_spec
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from src.errors import UserError, first_few
-from src.hf.family import Family
-from src.hf.fields import unknown_entries
+from src.hf.family import Family, unknown_entries
 from src.hf.safetensors import Index, Tensor, open_tensors, write_header
 from src.hf.tensor_map import Shapes, WeightPath, lay_out
 from src.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX

@@ -6,8 +6,7 @@ from typing import Any
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.family import Family
-from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, entry, read_fields, require, write_fields
+from src.hf.family import Family, Field, FieldGroup, Json, Keys, Layers, entry, read_fields, require, write_fields
 from src.hf.tensor_map import TensorMap
 
 # transformers leaves the norms of the latents at this, whatever rms_norm_eps says.

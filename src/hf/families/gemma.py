@@ -9,8 +9,7 @@ from typing import Any
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.family import Family
-from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry
+from src.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry
 
 DEFAULTS = {"head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 # The published files name the exact GELU; Gemma was trained with the approximate one, which is what transformers

@@ -10,8 +10,7 @@ from src.errors import UserError
 from src.hf import common_fields as fields
 from src.hf.common_tensors import LAYER
 from src.hf.families.gemma import CONSTANTS, GEMMA3, LATER
-from src.hf.family import Family
-from src.hf.fields import FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require, require_known
+from src.hf.family import Family, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require, require_known
 from src.hf.tensor_map import TensorMap
 
 SIZES = {"head_dim": "head_dim", "num_key_value_heads": "base_num_kv_heads"}  # that layers may have of their own

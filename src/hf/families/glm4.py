@@ -5,8 +5,7 @@ from dataclasses import replace
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
 from src.hf.families import deepseek
-from src.hf.family import Family
-from src.hf.fields import Field, FieldGroup, require
+from src.hf.family import Family, Field, FieldGroup, require
 from src.hf.tensor_map import TensorMap
 
 FIELDS = (

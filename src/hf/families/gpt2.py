@@ -1,8 +1,7 @@
 """GPT-2, whose shape GPT-3's dense models have too."""
 
 from src.hf import common_fields as fields
-from src.hf.family import Family
-from src.hf.fields import Field, FieldGroup
+from src.hf.family import Family, Field, FieldGroup
 from src.hf.tensor_map import TensorMap
 
 ACTIVATIONS = {name: (fields.ACTIVATIONS[name],) for name in ("gelu_new", *fields.ACTIVATIONS)}

@@ -7,8 +7,7 @@ from typing import Any
 from src.errors import UserError
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.family import Family
-from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, entry
+from src.hf.family import Family, Field, FieldGroup, Json, Keys, Layers, entry
 
 LLAMA = Family(
     model_type="llama",

@@ -5,8 +5,7 @@ from typing import Any
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.family import Family
-from src.hf.fields import UNSET, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, read_fields
+from src.hf.family import UNSET, Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with
 from src.hf.tensor_map import TensorMap
 
 CHUNKED = "chunked_attention"
@@ -31,7 +30,9 @@ def _read_layers(hf: Mapping[str, Any], keys: Keys) -> Keys:
     default = [CHUNKED if rotates else fields.GLOBAL for rotates in rotated]
     kinds = fields.read_layer_types(hf, default, CHUNKED, fields.GLOBAL)
     with_positions = {"qk_norm": "l2" if entry(hf, "use_qk_norm", True) else "none"}
-    without = {"position_type": "none", **read_fields(TEMPERATURE, hf)}
+    without: Keys = {"position_type": "none"}
+    for row in TEMPERATURE:
+        without.update(row.read(hf, keys))
     if not entry(hf, "attn_temperature_tuning", True):
         without["attn_temperature_scale"] = 0.0
     layers = [

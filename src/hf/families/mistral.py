@@ -6,8 +6,7 @@ from typing import Any
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.family import Family
-from src.hf.fields import Field, FieldGroup, Keys
+from src.hf.family import Family, Field, FieldGroup, Keys
 from src.hf.tensor_map import TensorMap
 
 EXPERTS = tensors.LAYER + "block_sparse_moe."

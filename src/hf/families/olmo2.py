@@ -6,8 +6,7 @@ from typing import Any
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.family import Family
-from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, entry
+from src.hf.family import Family, Field, FieldGroup, Json, Keys, Layers, entry
 from src.hf.tensor_map import TensorMap
 
 LAYER = tensors.LAYER

@@ -2,8 +2,7 @@
 
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.family import Family
-from src.hf.fields import FieldGroup
+from src.hf.family import Family, FieldGroup
 from src.hf.tensor_map import TensorMap
 
 QKV = tensors.LAYER + "self_attn.qkv_proj.weight"

@@ -7,8 +7,7 @@ from typing import Any
 from src.errors import UserError
 from src.hf import common_fields as fields
 from src.hf import common_tensors as tensors
-from src.hf.family import Family
-from src.hf.fields import Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require
+from src.hf.family import Family, Field, FieldGroup, Json, Keys, Layers, count_entry, entry, layer_with, require
 from src.hf.tensor_map import TensorMap
 
 LINEAR, SHARED_SIZE = "linear_attention", "shared_expert_intermediate_size"

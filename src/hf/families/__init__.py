@@ -6,11 +6,10 @@ from src.hf.families.gemma4 import GEMMA4
 from src.hf.families.glm4 import GLM, GLM4, GLM4_MOE
 from src.hf.families.gpt2 import GPT2
 from src.hf.families.gpt_oss import GPT_OSS
-from src.hf.families.llama import GRANITE, LLAMA, SMOLLM3
+from src.hf.families.llama import GRANITE, LLAMA, PHI3, SMOLLM3
 from src.hf.families.llama4 import LLAMA4
 from src.hf.families.mistral import MISTRAL, MIXTRAL
 from src.hf.families.olmo2 import OLMO2, OLMO3
-from src.hf.families.phi3 import PHI3
 from src.hf.families.qwen3 import QWEN2, QWEN3, QWEN3_MOE, QWEN3_NEXT
 from src.hf.family import Family
 

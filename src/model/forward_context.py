@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from src.model.params import Tree
+from src.model.products import with_gradient
 from src.parallel.mesh import Layout
 
 
@@ -45,7 +46,7 @@ class ForwardContext:
 
     def gradients_together(self, *arrays: Tree) -> tuple[Tree, ...]:
         """Returns `arrays`, pytrees; with `early_gradients` all their gradients are there before any is used."""
-        return _gradients_together(arrays) if self.early_gradients else arrays
+        return _gradients_together(*arrays) if self.early_gradients else arrays
 
     def activations(self, x_BTD: Array) -> Tree:
         """Reports a block's output: its sum of squares over the tokens that are no padding, [1, 1] as routers' sums."""
@@ -76,11 +77,6 @@ def token_keys(key: Array, rows: int, length: int) -> Array:
     return jax.random.key_data(jax.vmap(jax.vmap(functools.partial(jax.random.fold_in, key)))(token_BT))
 
 
-@jax.custom_vjp
-def _gradients_together(arrays: Tree) -> Tree:
-    return arrays
-
-
-_gradients_together.defvjp(
-    lambda arrays: (arrays, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),)
+_gradients_together = with_gradient(
+    lambda *arrays: (arrays, None), lambda _, gradients: jax.lax.optimization_barrier(gradients)
 )

@@ -1,42 +1,19 @@
 """The parts of a layer by its facts: the module that mixes its tokens, its feed-forward module, and what they cost."""
 
-from typing import Protocol
-
-from jax import Array
-
 from src.model.attention import Attention
 from src.model.attention_kernels.choose import choose_kernel
 from src.model.attention_kernels.scores import ScoreSpec
-from src.model.cache import Cache, CacheArray
 from src.model.costs import Costs
 from src.model.feed_forward import FeedForward
-from src.model.forward_context import ForwardContext
 from src.model.gated_delta import GatedDelta
 from src.model.latent_attention import LatentAttention
 from src.model.moe.layer import Experts
-from src.model.params import Rngs
 from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import Layout
 
-
-class Mixer(Protocol):
-    """A module that mixes the tokens of a layer: all that a block, a cache and those who count know of it."""
-
-    def __init__(self, spec: LayerSpec, out_scale: float, dtype: str, rngs: Rngs) -> None:
-        """Declares the weights, those of the output with initial values times `out_scale`."""
-
-    @staticmethod
-    def costs(spec: LayerSpec) -> Costs:
-        """Counts what it makes beside its weights' products."""
-
-    @staticmethod
-    def cache_arrays(spec: LayerSpec, rows: int, length: int) -> dict[str, CacheArray]:
-        """Declares the cache for `rows` texts of up to `length` tokens."""
-
-    def __call__(self, x_BTD: Array, context: ForwardContext, cache: Cache | None) -> tuple[Array, Cache | None]:
-        """Maps [B, T, D] to [B, T, D]; returns the cache with these tokens too, which is None in training."""
-
-
+# A module that mixes the tokens of a layer: blocks, caches and counts know its `__init__` (`out_scale` is a factor of the
+# output's initial values), `__call__`, `costs` and `cache_arrays`.
+Mixer = Attention | LatentAttention | GatedDelta
 # By attention_type. Another kind is its module, an entry here and a choice of that key (config/model_keys.py), beside
 # its facts in `AttentionFacts`; config/needs.py lists by kind the facts that have effect.
 MIXERS: dict[str, type[Mixer]] = {

@@ -17,9 +17,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 from jax import Array
 
-from src.model.adapted import Wrapped
-from src.model.products import product
-from src.model.rngs import Rngs
+from src.model.products import Wrapped, product
 
 # Arrays are placed by src/parallel/mesh.py's rules alone, not by Flax from a Variable's axis names.
 nnx.use_eager_sharding(False)
@@ -60,6 +58,22 @@ class Buffer(nnx.Variable):
 
 class Fixed(nnx.Variable):
     """A value of the model that training leaves as it is."""
+
+
+class Rngs:
+    """Makes a key for each weight in turn, the ones of `nnx.Rngs`; without a key weights are declared, not drawn.
+
+    `nnx.Rngs` counts in a traced array: each count takes JAX longer than the drawing, and declarations draw nothing.
+    """
+
+    def __init__(self, key: Array | None = None) -> None:
+        self.key = key
+        self.count = 0
+
+    def params(self) -> Array:
+        """Returns the next weight's key."""
+        self.count += 1
+        return jax.random.fold_in(self.key, self.count - 1)
 
 
 def weight(

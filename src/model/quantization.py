@@ -16,9 +16,9 @@ from src.config.quantization_keys import CALIBRATION_METHODS, fixed_bound
 from src.config.quantization_keys import Quantization as Keys
 from src.errors import UserError, first_few
 from src.model import params
-from src.model.adapted import Wrapped
 from src.model.block_scaled import BlockProducts
 from src.model.low_precision import FORMATS, Coded, Products, aligned, encode, largest
+from src.model.products import Wrapped
 from src.model.selection import multiplied, require_matches
 from src.model.spec import LayerGroup
 from src.parallel.mesh import Layout

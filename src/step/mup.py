@@ -14,8 +14,7 @@ from flax import nnx
 from src.config.schema import Step
 from src.errors import UserError
 from src.model import params
-from src.model.params import Tree, by_path, nested
-from src.model.rngs import Rngs
+from src.model.params import Rngs, Tree, by_path, nested
 from src.model.selection import Path, multiplied
 from src.model.spec import ModelSpec
 

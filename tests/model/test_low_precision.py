@@ -12,9 +12,9 @@ import pytest
 from src.errors import UserError
 from src.generate import Generator, Sampling, kept_in_int8, unrolled
 from src.model import params
-from src.model.adapted import Adapted
 from src.model.decoder import Decoder
 from src.model.forward_context import ForwardContext
+from src.model.lora import Adapted
 from src.model.low_precision import FORMATS, MAX_SUMMED, Products, largest
 from src.model.quantization import Quantized, select
 from src.parallel.mesh import make_layout

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from src.model.adapted import Adapted
+from src.model.lora import Adapted
 from src.model.moe.grouped_codes import GroupedCodes, batched_product, grouped_product
 from src.model.products import with_gradient
 

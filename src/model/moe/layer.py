@@ -16,10 +16,10 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from src.errors import UserError
-from src.model.adapted import Adapted
 from src.model.costs import Costs
 from src.model.feed_forward import FeedForward, activated
 from src.model.forward_context import ForwardContext
+from src.model.lora import Adapted
 from src.model.low_precision import Coded
 from src.model.moe import dispatch, grouped_codes, router
 from src.model.moe.dispatch import CapacitySlots, ExpertGroup, Rows

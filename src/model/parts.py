@@ -11,8 +11,8 @@ from src.model.moe.layer import Experts
 from src.model.spec import LayerSpec, ModelSpec
 from src.parallel.mesh import Layout
 
-# Modules that mix the tokens of a layer: blocks, caches and counts know their `__init__`, in which `out_scale` is a factor
-# of the output's initial values, `__call__`, `costs` and `cache_arrays`.
+# Modules that mix the tokens of a layer: blocks, caches and counts know their `__call__`, `costs`, `cache_arrays` and
+# `__init__`, in which `out_scale` is a factor of the output's initial values.
 Mixer = Attention | LatentAttention | GatedDelta
 # By attention_type. Another kind is its module, an entry here and a choice of that key (config/model_keys.py), beside
 # its facts in `AttentionFacts`; config/needs.py lists by kind the facts that have effect.

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from src.model.low_precision import FORMATS, Coded, Products, largest
-from src.model.moe.grouped_codes import GroupedCodes, encoded
-from src.model.moe.grouped_matmul import batched_matmul, grouped_matmul
+from src.model.moe.grouped_matmul import GroupedCodes, batched_matmul, encoded, grouped_matmul
 from src.model.quantization import Quantized
 from src.parallel.mesh import make_layout
 from tests.tiny import Trainer, assert_close, load, loss_and_gradients, make, packed_rows, random_weights

@@ -21,10 +21,9 @@ from src.model.feed_forward import FeedForward, activated
 from src.model.forward_context import ForwardContext
 from src.model.lora import Adapted
 from src.model.low_precision import Coded
-from src.model.moe import dispatch, grouped_codes, router
+from src.model.moe import dispatch, router
 from src.model.moe.dispatch import CapacitySlots, ExpertGroup, Rows
-from src.model.moe.grouped_codes import GroupedCodes
-from src.model.moe.grouped_matmul import add_by_group, batched_matmul, grouped_matmul
+from src.model.moe.grouped_matmul import GroupedCodes, add_by_group, batched_matmul, encoded, grouped_matmul
 from src.model.moe.router import Report
 from src.model.params import Buffer, Rngs, matmul, weight
 from src.model.quantization import Quantized
@@ -145,7 +144,7 @@ class Experts(nnx.Module):
         """
 
         def multiplied(weight: Array | Quantized) -> Array | GroupedCodes:
-            return grouped_codes.encoded(weight, dtype) if _is_quantized(weight) else weight.astype(dtype)
+            return encoded(weight, dtype) if _is_quantized(weight) else weight.astype(dtype)
 
         weights = {name: getattr(self, name)[...] for name in AXES if hasattr(self, name)}
         weights = jax.tree.map(multiplied, weights, is_leaf=_is_quantized)

@@ -5,6 +5,7 @@ activations are rounded once, and the backward pass multiplies by what the forwa
 along dims that it sums over, the gradient takes them in before it is rounded itself (docs/quantization.md).
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,10 +142,7 @@ class Product:
 
     def __call__(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
         """Returns the product in x's dtype, and x as it was rounded: to `dtype`, within the fixed bound if not 0."""
-
-        def on_device(coded: Coded, x: Array) -> tuple[Array, Coded]:
-            return self.on_device(coded, x, bound, dtype)
-
+        on_device = functools.partial(self.on_device, bound=bound, dtype=dtype)
         if self.how.layout.mesh.size == 1:
             return on_device(coded, x)
         codes_spec, x_spec = spec(self.coded, self.parts), spec(self.other, self.parts)

@@ -87,19 +87,13 @@ def abstract_batch(plan: StepPlan, rows: int, length: int, key: str = "per_devic
     """Returns a batch's abstract arrays, `rows` x `length`; raises UserError, naming `key`, if they do not divide."""
     plan.layout.check((rows,), ("batch",))
     zigzag_order(length, plan.layout)
-    if length % plan.layout.shards("norm_length"):
-        keys = sharing_keys(plan.layout, "norm_length", "or")
-        raise UserError(
-            f"max_target_length={length} is not divisible by the number of devices that share a row between blocks "
-            f"({plan.layout.sharded_by('norm_length')}): use a multiple of {plan.layout.shards('norm_length')}, or "
-            f"another {keys}"
-        )
     check_rows(rows // plan.accumulation.micro_batches, plan.layout, plan.execution.schedule, key)
-    tiles = plan.step.num_vocab_tiling
-    if length % (tiles * plan.layout.shards("norm_length")):
+    tiles, shards = plan.step.num_vocab_tiling, plan.layout.shards("norm_length")
+    if length % (tiles * shards):
+        sharing, keys = plan.layout.sharded_by("norm_length"), sharing_keys(plan.layout, "norm_length", "or")
         raise UserError(
-            f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles on each of the "
-            f"devices that share a row ({plan.layout.sharded_by('norm_length')})"
+            f"max_target_length={length} is not divisible by num_vocab_tiling={tiles} times the number of devices that "
+            f"share a row between blocks ({sharing}): use a multiple of {tiles * shards}, or another {keys}"
         )
     row = {name: jax.ShapeDtypeStruct((length,), dtype) for name, dtype in BATCH_ARRAYS.items()} | dict(plan.fields)
     placed = batch_sharding(plan.layout, plan.fields)

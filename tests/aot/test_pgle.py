@@ -137,8 +137,8 @@ def test_the_instructions_of_a_profile():
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda content: content[:-5], "is cut off"),
-        (lambda content: content[:-5] + b"XXXXX", "is damaged"),
+        (lambda content: content[:-5], "is cut off or damaged"),
+        (lambda content: content[:-5] + b"XXXXX", "is cut off or damaged"),
         (lambda content: b"", "is not what src.train pgle=collect"),
         (lambda content: program.STEP_FILE.first_line + content, "is not what src.train pgle=collect"),
     ],

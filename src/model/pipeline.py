@@ -18,10 +18,10 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from src.config.schema import Mesh
-from src.errors import UserError
+from src.errors import UserError, counted
 from src.model.forward_context import ForwardContext
 from src.model.products import with_gradient
-from src.model.spec import LayerGroup, ModelSpec
+from src.model.spec import ModelSpec
 from src.parallel.mesh import Layout
 from src.parallel.slices import any_of, divisors
 
@@ -95,32 +95,18 @@ def make_schedule(mesh: Mesh, spec: ModelSpec, layout: Layout) -> Schedule | Non
     if repeats == -1:
         repeats = max(group.repeats // stages, 1)
     if group.repeats % (stages * repeats):
-        raise _uneven(max(mesh.num_pipeline_repeats, 1), group, stages, has_groups=len(spec.layer_groups) > 1)
+        turns = max(mesh.num_pipeline_repeats, 1)
+        raise UserError(
+            f"the segment with the most layers has {group.repeats} repeats of {counted(len(group.pattern), 'layer')}, "
+            f"which do not divide into {stages} pipeline stages x num_pipeline_repeats={turns}: that product may be "
+            f"{any_of(divisors(group.repeats))}, or repeats (base_num_decoder_layers) a multiple of {stages * turns}"
+        )
     if repeats > 1 and micro_batches != -1 and micro_batches % stages:
         raise UserError(
             f"num_pipeline_microbatches={micro_batches} must be a multiple of the {stages} pipeline stages where "
             f"num_pipeline_repeats={repeats}: micro-batches come back to the first stage in groups of as many"
         )
     return Schedule(stages, repeats, stages if micro_batches == -1 else micro_batches)
-
-
-def _uneven(repeats: int, group: LayerGroup, stages: int, has_groups: bool) -> UserError:
-    count, period = group.repeats, len(group.pattern)
-    if has_groups or period > 1:
-        of_pattern = f" of a pattern of {period} layers" if period > 1 else ""
-        has, key = f"the segment with the most layers has {count} repeats{of_pattern}", "repeats of decoder_segments"
-    else:
-        has, key = f"the model has {count} layers", "base_num_decoder_layers"
-    turns = f" x num_pipeline_repeats={repeats}" if repeats > 1 else ""
-    if count % stages == 0:
-        advice = f"num_pipeline_repeats may be {any_of(divisors(count // stages))}"
-    else:
-        numbers = [number for number in divisors(count) if number > 1 and count % (number * repeats) == 0]
-        without = " without num_pipeline_repeats" if repeats > 1 and not numbers else ""
-        sizes = any_of(numbers or divisors(count))
-        advice = f"ici_pipeline_parallelism x dcn_pipeline_parallelism may be {sizes}{without}"
-    whole = f"{key} a multiple of {stages * repeats}"
-    return UserError(f"{has}, which do not divide into {stages} pipeline stages{turns}: {advice}, or {whole}")
 
 
 def run_stages(

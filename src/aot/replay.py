@@ -30,7 +30,6 @@ class Replay(NamedTuple):
     step_seconds: float
     compute_seconds: float  # in which the first stream is busy
     communication_seconds: float  # in which the second is
-    not_counted: int  # kernels of which the program says nothing but their arrays, such as Triton's; counted by bytes
 
     @property
     def exposed_seconds(self) -> float:
@@ -59,7 +58,6 @@ class _Clock(NamedTuple):
         """Replays a computation from its first instruction to its last."""
         now = free = computed = sent = 0.0  # the two streams' clocks, and how long each was busy
         arrives: dict[str, float] = {}  # of collectives that have begun
-        not_counted = 0
         computation = self.computations[name]
         for instruction in computation.values():
             if instruction.name in self.wire:
@@ -78,14 +76,11 @@ class _Clock(NamedTuple):
                 free = max(free, now) if longest.communication_seconds else free
                 computed += times * longest.compute_seconds
                 sent += times * longest.communication_seconds
-                not_counted += times * longest.not_counted
             elif instruction.opcode not in _FREE:
-                operations = self.operations(instruction, computation)
-                seconds = max(operations / COMPUTE_REACHED, self.moved(instruction, computation))
+                products = self.operations(instruction, computation) / COMPUTE_REACHED
+                seconds = max(products, self.moved(instruction, computation))
                 now, computed = now + seconds, computed + seconds
-                inner = [each.opcode for name in hlo.callees(instruction) for each in self.computations[name].values()]
-                not_counted += "custom-call" in (instruction.opcode, *inner) and not operations
-        return Replay(max(now, free), computed, sent, not_counted)
+        return Replay(max(now, free), computed, sent)
 
     def operations(self, instruction: Instruction, computation: Computation) -> float:
         """Returns the seconds of an instruction's products at the full peak; 0 where it has none."""

@@ -150,10 +150,8 @@ def test_a_librarys_product_in_the_fusion_that_slices_its_operand_is_a_product()
     peak = 1e9  # so slow that its operations take longer than its bytes
     replayed = replay(text, numbered_mesh(text), chip, peak)
     assert replayed.compute_seconds == pytest.approx(2 * 1024 * 256 * 512 / peak / COMPUTE_REACHED)
-    assert replayed.not_counted == 0
     moved = replay(text, numbered_mesh(text), chip, 1e18).compute_seconds * chip.memory_bandwidth * MEMORY_REACHED
     assert moved == pytest.approx(2 * (256 * 512 + 1024 * 256 + 1024 * 512) + 4)  # its slice, and no scratch space
-    assert replay(SLICED.replace("TARGET", "unheard_of"), numbered_mesh(text), chip, peak).not_counted == 1
 
 
 AT_ONCE = "ROOT %fusion = bf16[80,128,8]{2,1,0} fusion(%kept.1, %new.1, %at.1), kind=kLoop, calls=%put"

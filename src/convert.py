@@ -235,8 +235,6 @@ def _find(source: Path) -> tuple[dict[str, Any], Path, Path | None]:
             # A name alone is a file of configs/models, beside which there is nothing to copy.
             return keys, source, model.parent if model.suffix == ".yml" else None
     expected = "expected what from-hf wrote, or a run's folder or one of its checkpoints"
-    if not source.exists():
-        raise UserError(f"there is no folder {source}: {expected}")
     raise UserError(f"there is no model.yml in {source}, and no config.yml in it or above it: {expected}")
 
 

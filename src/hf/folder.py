@@ -66,10 +66,8 @@ def _weight_files(path: Path) -> tuple[dict[str, str], list[str]]:
         if not isinstance(file_of, dict) or not file_of:
             raise UserError(f'{index} has no "weight_map", which says what tensor is in which file')
         for tensor, name in file_of.items():
-            if not isinstance(name, str):
-                raise UserError(f"{index} places {tensor} in {name!r}: expected the name of a file")
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise UserError(f"{index} places {tensor} in {name}, which is outside the folder")
+            if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise UserError(f"{index} places {tensor} in {name}: expected a file's name, none outside the folder")
         files = sorted(set(file_of.values()))
         if missing := [name for name in files if not os.path.isfile(path / name)]:
             raise UserError(f"{path} lacks {first_few(missing)}, which its {INDEX} names: fetch the whole folder")

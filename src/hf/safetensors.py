@@ -74,12 +74,9 @@ def open_tensors(file: Path) -> dict[str, Tensor]:
                 f"{end} to {end + max(expected, 0)} are next"
             )
         end = last
-    if start + end > size:
-        raise UserError(
-            f"{file} is truncated: it has {size} bytes, its header describes {start + end}. Fetch it again."
-        )
-    if start + end < size:
-        raise UserError(f"{file} is damaged: it has {size - start - end} bytes after its last tensor. Fetch it again.")
+    if start + end != size:
+        state = "truncated" if start + end > size else "damaged"
+        raise UserError(f"{file} is {state}: it has {size} bytes, its header describes {start + end}. Fetch it again.")
     return {name: _stored(file, start + first, dtype, shape) for name, (first, _, dtype, shape) in tensors.items()}
 
 

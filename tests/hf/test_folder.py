@@ -209,7 +209,7 @@ def test_a_header_that_lies_about_its_tensors_is_refused(tmp_path, entries):
 def test_bytes_that_belong_to_no_tensor_are_refused(tmp_path):
     file = make(tmp_path, {"a": torch.ones(2)}) / "model.safetensors"
     file.write_bytes(file.read_bytes() + b"more")
-    with pytest.raises(UserError, match=r"model\.safetensors.*4 bytes after its last tensor"):
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged: it has \d+ bytes, its header describes \d+"):
         open_folder(tmp_path)
 
 
@@ -230,15 +230,15 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path, place):
     (folder / "sub").mkdir()
     index = {"weight_map": {"a": "model.safetensors", "b": place.format(root=tmp_path)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"index\.json places b in .*secret\.safetensors, .* outside"):
+    with pytest.raises(UserError, match=r"index\.json places b in .*secret\.safetensors: .* outside"):
         open_folder(folder)
 
 
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"a": 7}, "expected the name of a file"),
-        ({"a": ["model.safetensors"]}, "expected the name of a file"),
+        ({"a": 7}, "expected a file's name"),
+        ({"a": ["model.safetensors"]}, "expected a file's name"),
         ("model.safetensors", 'no "weight_map"'),
         ({}, 'no "weight_map"'),
         ({"a": "x" * 5000}, "lacks x"),

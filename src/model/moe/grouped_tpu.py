@@ -23,7 +23,7 @@ def rows_times_kernel(x_RX: Array, kernel: Array, rows_G: Array, interpret: bool
     """Multiplies [R, X] by [G, X, Y], or [G, Y, X] with `transposed`, to [R, Y]; undefined past the last group."""
     (R, X), Y, rows = x_RX.shape, kernel.shape[1 if transposed else 2], row_tile(len(x_RX), len(rows_G))
     tiles = (rows, *tile_sizes(rows, X, Y, x_RX.dtype.itemsize))
-    x_RX = _whole_tiles(x_RX, rows)
+    x_RX = padded(x_RX, 0, rows)
     return gmm(x_RX, kernel, rows_G, x_RX.dtype, tiles, transpose_rhs=transposed, interpret=interpret)[:R]
 
 
@@ -31,12 +31,13 @@ def rows_times_rows(x_RX: Array, y_RY: Array, rows_G: Array, interpret: bool) ->
     """Multiplies each group's [rows, X], transposed, by its [rows, Y], to [G, X, Y]."""
     rows = row_tile(len(x_RX), len(rows_G))
     tiles = (rows, *tile_sizes(rows, x_RX.shape[1], y_RY.shape[1], x_RX.dtype.itemsize))
-    x_XR = _whole_tiles(x_RX, rows).swapaxes(0, 1)
-    return tgmm(x_XR, _whole_tiles(y_RY, rows), rows_G, x_RX.dtype, tiles, interpret=interpret)
+    x_XR = padded(x_RX, 0, rows).swapaxes(0, 1)
+    return tgmm(x_XR, padded(y_RY, 0, rows), rows_G, x_RX.dtype, tiles, interpret=interpret)
 
 
-def _whole_tiles(x_RX: Array, rows: int) -> Array:
-    return jnp.pad(x_RX, ((0, -len(x_RX) % rows), (0, 0)))
+def padded(x: Array, dim: int, multiple: int) -> Array:
+    """Fills a dim up with zeros to a multiple."""
+    return jnp.pad(x, [(0, -size % multiple if index == dim else 0) for index, size in enumerate(x.shape)])
 
 
 def row_tile(rows: int, groups: int) -> int:

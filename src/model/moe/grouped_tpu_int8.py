@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
-from src.model.moe.grouped_tpu import row_tile, tile_sizes
+from src.model.moe.grouped_tpu import padded, row_tile, tile_sizes
 
 Visits = tuple[Any, Any, Any]  # the groups' first rows [G + 1]; of each visit, its group and its tile of rows
 
@@ -27,7 +27,7 @@ def rows_times_kernel(
     """
     (R, X), Y, rows = x_RX.shape, scales_GY.shape[1], row_tile(len(x_RX), len(rows_G))
     x, y = tile_sizes(rows, X, Y, 1)
-    x_RX, kernel = _padded(_padded(x_RX, 0, rows), 1, x), _padded(kernel, 2 if transposed else 1, x)
+    x_RX, kernel = padded(padded(x_RX, 0, rows), 1, x), padded(kernel, 2 if transposed else 1, x)
     visits, count = _visits(rows_G, len(x_RX), rows, empty_groups=False)
     steps, summed = x_RX.shape[1] // x, (((1,), (1 if transposed else 0,)), ((), ()))
 
@@ -65,7 +65,7 @@ def rows_times_rows(x_RX: Array, y_RY: Array, scales: Array, rows_G: Array, dtyp
     """Multiplies each group's [rows, X], transposed, by its [rows, Y], and by the scales, [X, 1] or [1, Y]."""
     (_, X), Y, rows = x_RX.shape, y_RY.shape[1], row_tile(len(x_RX), len(rows_G))
     x, y = tile_sizes(rows, X, Y, 1)
-    x_RX, y_RY = _padded(x_RX, 0, rows), _padded(y_RY, 0, rows)
+    x_RX, y_RY = padded(x_RX, 0, rows), padded(y_RY, 0, rows)
     visits, count = _visits(rows_G, len(y_RY), rows, empty_groups=True)
 
     def program(visits: Visits, x_ref: Any, y_ref: Any, scales_ref: Any, out_ref: Any, sum_ref: Any) -> None:
@@ -128,7 +128,3 @@ def _in_group(visits: Visits, visit: Array, shape: tuple[int, int]) -> Array:
     first_rows, groups, tiles = visits
     row = tiles[visit] * shape[0] + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= first_rows[groups[visit]]) & (row < first_rows[groups[visit] + 1])
-
-
-def _padded(x: Array, dim: int, multiple: int) -> Array:
-    return jnp.pad(x, [(0, -size % multiple if index == dim else 0) for index, size in enumerate(x.shape)])

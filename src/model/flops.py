@@ -57,8 +57,7 @@ class BlockWeight(NamedTuple):
     used: float  # elements that a token goes through: of experts, those it is sent to
     summed: int  # of its entries, those that a product sums over
     taken: float  # numbers of a token that its product takes, for each expert that the token is sent to
-    input: tuple[str | None, ...]  # the logical axes of those
-    multiplies: bool
+    input: tuple[str | None, ...]  # the logical axes of those; none: there is no product
     ends_block: bool  # its product is only added to the residual stream
     spared_by: tuple[str, ...]  # the arrays that spare its product in the backward pass; none: it is not spared
 
@@ -76,8 +75,7 @@ def _weights(layer: LayerSpec, spec: ModelSpec) -> Iterator[BlockWeight]:
         summed = math.prod(leaf.shape[dim] for dim in fan_in[path])
         taken = summed * used / size * (leaf.shape[0] if "expert" in axes[path] else 1)
         input_axes = tuple(axes[path][dim] for dim in fan_in[path])
-        multiplies = bool(fan_in[path])
-        yield BlockWeight(path, size, used, summed, taken, input_axes, multiplies, ends_block, spared_by)
+        yield BlockWeight(path, size, used, summed, taken, input_axes, ends_block, spared_by)
 
 
 def flops_per_token(spec: ModelSpec, length: int) -> FlopsPerToken:
@@ -114,7 +112,7 @@ def product_widths(spec: ModelSpec, paths: Collection[tuple[str, ...]]) -> tuple
 def _layer_products(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], float]]:
     """Yields the paths of layers' weights that are multiplied, with the elements that a token meets."""
     for layer, count in all_layers(spec).items():
-        yield from ((each.path, count * each.used) for each in _weights(layer, spec) if each.multiplies)
+        yield from ((each.path, count * each.used) for each in _weights(layer, spec) if each.input)
 
 
 def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_tiles: int) -> FlopsPerToken:
@@ -132,7 +130,7 @@ def recomputed_flops(spec: ModelSpec, length: int, execution: Execution, vocab_t
         elements += spec.mtp_num_layers * 2 * spec.emb_dim**2
     in_layers = 0.0
     for layer, count in all_layers(spec).items():
-        products = [weight for weight in _weights(layer, spec) if weight.multiplies and not weight.ends_block]
+        products = [weight for weight in _weights(layer, spec) if weight.input and not weight.ends_block]
         again = [weight for weight in products if not weight.spared_by or not kept.issuperset(weight.spared_by)]
         in_layers += count * sum(weight.used for weight in again)
     return _flops(1, elements, in_layers, spec, length)

@@ -121,9 +121,8 @@ def stack(make: Callable[[Rngs], nnx.Module], rngs: Rngs, repeats: int, axis: st
     state = jax.vmap(lambda key: nnx.state(make(Rngs(key))), axis_size=repeats)(keys)
 
     def prepend_axis(variable: nnx.Variable) -> nnx.Variable:
-        metadata = variable.get_metadata()
-        axes, fan_in = metadata["out_sharding"], metadata["fan_in"]
-        return variable.copy(out_sharding=(axis, *axes), fan_in=tuple(dim + 1 for dim in fan_in))
+        fan_in = tuple(dim + 1 for dim in variable.fan_in)
+        return variable.copy(out_sharding=(axis, *variable.out_sharding), fan_in=fan_in)
 
     return nnx.merge(abstract(make)[0], jax.tree.map(prepend_axis, state, is_leaf=_is_variable))
 

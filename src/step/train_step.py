@@ -163,7 +163,6 @@ def update(
 
 
 def _usable(trainable: Tree) -> jax.Array:
-    """Returns whether a layer can be computed with the weights."""
     # A gated feed-forward multiplies an input by three matrices and twice by the scale of a norm, and none of these
     # five can be more than the norm of all weights.
     return jnp.isfinite(_norm(trainable) ** 5)

@@ -44,7 +44,8 @@ from src.run import Saver, open_log, open_run
 from src.startup import configured
 from src.step.build import build
 from src.step.compiler_flags import compiler_options
-from src.step.dpo import LOSS, compile_measure
+from src.step.dpo import LOSS, measure
+from src.step.eval_step import compile_eval_step
 from src.step.narrow_weights import NarrowWeights
 from src.step.optimizer import hparams_at
 from src.step.same_program import check_same_program
@@ -138,7 +139,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     say([*start.messages, *narrow.messages])
 
     # ---- The reference, computed once; then what the folder has of a start that is not refused
-    evaluator = functools.partial(Evaluator, config.evaluation, inputs, plan, compile_measure(plan))
+    evaluator = functools.partial(Evaluator, config.evaluation, inputs, plan, compile_eval_step(plan, measure))
     sources = [EvalSet(key, PairRows(inputs, file), -1) for key, file in files.items()]
     facts = [model, tokenizer.fingerprint(), tokenizer.chat_template, [file.fingerprint() for file in files.values()]]
     compute = functools.partial(log_probs, evaluator, sources, None if start.resumed else state.weights)

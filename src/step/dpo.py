@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from src.errors import UserError
 from src.model.decoder import Decoder
 from src.model.params import Tree, Weights
-from src.step.eval_step import compile_eval_step, token_scores
+from src.step.eval_step import token_scores
 from src.step.loss import LossSums, hidden_states, in_zigzag
 from src.step.plan import Batch, StepPlan
 
@@ -60,12 +60,8 @@ def answer_log_probs(model: Decoder, batch: Batch, plan: StepPlan) -> tuple[jax.
     return jnp.sum(log_probs_BT[..., None] * mask_BTC, axis=1), reports
 
 
-def compile_measure(plan: StepPlan) -> jax.stages.Wrapped:
-    """Returns the jitted function of weights and a batch: `log_probs` [B, C], and sums as `eval_step` gives them."""
-    return compile_eval_step(plan, _measure)
-
-
-def _measure(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
+def measure(weights: Weights, batch: Batch, plan: StepPlan) -> dict[str, Any]:
+    """Returns `log_probs` [B, C], and sums as `eval_step` gives them, in whose place it is compiled."""
     log_probs_BC, _ = answer_log_probs(plan.decoder(weights), batch, plan)
     loss, metrics = preferences(log_probs_BC, batch, plan)
     pairs = jnp.sum(batch["loss_mask"])

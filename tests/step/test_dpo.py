@@ -11,7 +11,8 @@ from src.data.packing import empty_batch, fill_row
 from src.data.pairs import pair_batch, pair_fields, pair_keys
 from src.data.types import Document
 from src.model.params import Weights
-from src.step.dpo import compile_measure, dpo_loss
+from src.step.dpo import dpo_loss, measure
+from src.step.eval_step import compile_eval_step
 from src.step.optimizer import hparams_at
 from src.step.state import abstract_state, batch_sharding
 from src.step.train_step import compile_steps
@@ -107,7 +108,7 @@ def test_a_mesh_measures_what_torch_does(llama):
     with torch.no_grad():
         loss, answers = in_torch(model.double(), texts, log_probs)
     batch = jax.device_put(batch_of(texts, log_probs, rows=4), batch_sharding(plan.layout, plan.fields))
-    measured = compile_measure(plan)(plan.split(weights_of(folder, plan)), batch)
+    measured = compile_eval_step(plan, measure)(plan.split(weights_of(folder, plan)), batch)
     np.testing.assert_allclose(measured["log_probs"][:3], answers[:, :2], rtol=1e-5)
     np.testing.assert_allclose(measured["loss_sum"] / measured["tokens"], loss, rtol=1e-5)
 
@@ -146,7 +147,7 @@ def two_steps(devices, **keys):
         assert metrics["tokens"] == 8
         found.append([metrics["loss"], metrics["grad_norm"], *metrics["user_metrics"].values()])
     held_out = batch_of(*pairs(7, tiny.VOCAB, seed=2), rows=8)
-    measured = compile_measure(plan)(state.weights, jax.device_put(held_out, place))
+    measured = compile_eval_step(plan, measure)(state.weights, jax.device_put(held_out, place))
     assert measured["tokens"] == 7
     return jax.tree.map(np.asarray, [found, measured["loss_sum"], measured["log_probs"][:7]])
 

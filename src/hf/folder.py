@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from src.errors import UserError, first_few
 from src.hf import peft
-from src.hf.quantized import dequantized
-from src.hf.safetensors import Tensor, open_tensors
+from src.hf.safetensors import Tensor, dequantized, open_tensors
 from src.hub import INDEX, SINGLE, local_folder
 from src.json_text import read_object
 

@@ -14,7 +14,6 @@ from jax import Array
 
 from src.config.step_keys import Trainable
 from src.model.params import Rngs, Tree, by_path, field, matches, nested, values, weight
-from src.model.products import Wrapped
 from src.model.selection import multiplied, require_matches
 
 STACKED = ("layers", "other_layers", "expert")  # dims of several weights in one array: each has its own adapter
@@ -24,10 +23,10 @@ ADAPTER_DTYPE = "float32"  # whatever the base weights have: updates and adapter
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Adapted(Wrapped):
+class Adapted:
     """A weight plus `down` times `up`, two thin matrices (LoRA, Hu et al. 2021); no product forms the sum."""
 
-    base: Array | Wrapped
+    base: Any  # an array, or a quantized weight
     down: Array  # the dims that are summed over, then the rank
     up: Array  # the rank, then the other dims; it carries alpha / rank
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 from jax import Array
 
-from src.model.products import Wrapped, product
+from src.model.products import product
 
 # Arrays are placed by src/parallel/mesh.py's rules alone, not by Flax from a Variable's axis names.
 nnx.use_eager_sharding(False)
@@ -105,12 +105,12 @@ def weight(
     return nnx.Param(value.astype(dtype), **facts) if trained else Fixed(value.astype(dtype), **facts)
 
 
-def matmul(x: Array, kernel: Array | Wrapped, einsum: str, precision: str | None = None) -> Array:
+def matmul(x: Array, kernel: Any, einsum: str, precision: str | None = None) -> Array:
     """Multiplies `x` by a weight in `x`'s dtype, as `einsum` says: every projection of the model."""
     # einsum sums over its letters in alphabetic order, and would transpose a weight whose dims come in another.
     letters = dict.fromkeys(einsum.partition("->")[0].partition(",")[2] + einsum.partition(",")[0])
     einsum = einsum.translate(str.maketrans(dict(zip(letters, string.ascii_lowercase, strict=False))))
-    if isinstance(kernel, Wrapped):
+    if not isinstance(kernel, Array):  # an adapted or a quantized weight
         return kernel.multiply(x, einsum, functools.partial(matmul, precision=precision))
     return product(x, kernel.astype(x.dtype), einsum, precision)
 

@@ -1,21 +1,12 @@
 """Products of activations with weights: as einsums, or on a single CPU as products of matrices."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-
-
-class Wrapped(ABC):
-    """Stands for a weight where products take one; `[...]` returns it, `[..., part]` that part of its last dim."""
-
-    @abstractmethod
-    def multiply(self, x: Array, einsum: str, matmul: Callable[[Array, Any, str], Array]) -> Array:
-        """Multiplies `x` by it as `einsum` says; `matmul` multiplies by any other weight."""
 
 
 def product(x: Array, kernel: Array, einsum: str, precision: str | None) -> Array:

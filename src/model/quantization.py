@@ -18,7 +18,6 @@ from src.errors import UserError, first_few
 from src.model import params
 from src.model.block_scaled import BlockProducts
 from src.model.low_precision import FORMATS, Coded, Products, aligned, encode, largest
-from src.model.products import Wrapped
 from src.model.selection import multiplied, require_matches
 from src.model.spec import LayerGroup
 from src.parallel.mesh import Layout
@@ -30,7 +29,7 @@ LAYERS = ("layers", "other_layers")
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Quantized(Wrapped):
+class Quantized:
     """A weight whose products are made in 8 bits."""
 
     weight: Array
@@ -51,7 +50,7 @@ class Quantized(Wrapped):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class AtRest(Wrapped):
+class AtRest:
     """A weight that is kept in 8 bits, and multiplied by in the dtype of the activations."""
 
     coded: Coded

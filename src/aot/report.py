@@ -119,18 +119,14 @@ def device_capacity(topology: Topology) -> int | None:
     """Returns the bytes a program may use, None for a CPU; raises UserError for a wrong fraction in the environment."""
     if topology.platform != "gpu":
         return topology.chip.memory if topology.chip else None
-    variables = [name for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION") if os.environ.get(name)]
-    if len(variables) > 1:
-        raise UserError(f"{' and '.join(variables)} are both set, and JAX takes one: unset the second")
-    fraction = GPU_MEMORY_FRACTION
-    for name in variables:
-        try:
-            fraction = float(os.environ[name])
-        except ValueError:
-            fraction = math.nan
-        if not 0 < fraction < math.inf:
-            wanted = "expected a part of a GPU's memory, such as 0.9"
-            raise UserError(f"{name}={os.environ[name]} in the environment: {wanted}")
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX refuses both
+    name, typed = next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", GPU_MEMORY_FRACTION))
+    try:
+        fraction = float(typed)
+    except ValueError:
+        fraction = math.nan
+    if not 0 < fraction < math.inf:
+        raise UserError(f"{name}={typed} in the environment: expected a part of a GPU's memory, such as 0.9")
     return int(topology.chip.memory * fraction)
 
 

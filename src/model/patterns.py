@@ -1,6 +1,5 @@
 """Writes a sequence as repeated patterns."""
 
-import math
 from collections.abc import Hashable, Sequence
 
 
@@ -14,17 +13,16 @@ def shortest_patterns(items: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
     if len(number_of) == 1:
         return ((1, count),)
     kinds = [number_of[item] for item in items]  # numbers compare faster
-    # best[i] describes items[i:]: (items in patterns, number of patterns, ((period, repeats), the rest's))
-    best: list[tuple[int, int, tuple[tuple[int, int], ...]]] = [(0, 0, ())] * (count + 1)
+    # best[i] describes items[i:]: (items in patterns, number of patterns, minus what the first covers, the patterns)
+    best: list[tuple[int, int, int, tuple[tuple[int, int], ...]]] = [(0, 0, 0, ())] * (count + 1)
     for start in range(count - 1, -1, -1):
         candidates = []
         for period in range(1, count - start + 1):
-            repeats, end = 1, start + period
-            while True:
-                length, patterns, rest = best[end]
-                candidates.append((length + period, patterns + 1, ((period, repeats), *rest)))
-                if kinds[end : end + period] != kinds[start : start + period]:
+            for end in range(start + period, count + 1, period):
+                if kinds[end - period : end] != kinds[start : start + period]:
                     break
-                repeats, end = repeats + 1, end + period
-        best[start] = min(candidates, key=lambda candidate: (*candidate[:2], -math.prod(candidate[2][0])))
-    return best[0][2]
+                length, patterns, _, rest = best[end]
+                first = (period, (end - start) // period)
+                candidates.append((length + period, patterns + 1, start - end, (first, *rest)))
+        best[start] = min(candidates)
+    return best[0][3]

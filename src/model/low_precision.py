@@ -155,32 +155,28 @@ class Product:
     def on_device(self, coded: Coded, x: Array, bound: float, dtype: Any) -> tuple[Array, Coded]:
         """Does it with a device's parts."""
         summed = [dim for dim in self.other if dim not in self.out]
-        scales, scaled = coded.scales, x
+        scales, scaled, is_integer = coded.scales, x, self.how.format.per_channel
         if varies := any(scales.shape[self.coded.index(dim)] > 1 for dim in summed):
             scaled = x.astype(jnp.float32) * aligned(scales, self.coded, self.other)
         if bound:
             bounds = jnp.full((1,) * x.ndim, bound)
         else:
-            bounds = largest(scaled, tuple(map(self.other.index, summed)) if self.how.format.per_channel else None)
+            bounds = largest(scaled, tuple(map(self.other.index, summed)) if is_integer else None)
         coded_x = encode(scaled, bounds, dtype, self.how.on_cpu)
-        out = self._product(coded.codes, coded_x.codes, x.dtype)
+        if is_integer:
+            check_summed(math.prod(coded.codes.shape[self.coded.index(dim)] for dim in summed))
+        wide = jnp.float32 if self.how.on_cpu else jnp.int32 if is_integer else x.dtype
+        with jax.named_scope(SCOPE):
+            einsum = f"{self.coded},{self.other}->{self.out}"
+            out = jnp.einsum(einsum, coded.codes, coded_x.codes, preferred_element_type=wide)
         factors = [aligned(coded_x.scales, self.other, self.out)]
         factors += [] if varies else [aligned(scales, self.coded, self.out)]
-        if not self.how.format.per_channel:  # cuBLASLt multiplies by one number of the product's dtype
+        if not is_integer:  # cuBLASLt multiplies by one number of the product's dtype
             factors = [math.prod(factors).astype(x.dtype)]
         for factor in factors:  # the product of rows' and channels' would be an array as large as `out`
             out = out * factor
         out = out.astype(x.dtype)
         return sum_over_devices(out, self.out, summed, self.parts, self.out_parts, self.how.on_cpu), coded_x
-
-    def _product(self, codes: Array, other: Array, dtype: Any) -> Array:
-        einsum, is_integer = f"{self.coded},{self.other}->{self.out}", self.how.format.per_channel
-        count = math.prod(codes.shape[self.coded.index(dim)] for dim in self.other if dim not in self.out)
-        if is_integer:
-            check_summed(count)
-        wide = jnp.float32 if self.how.on_cpu else jnp.int32 if is_integer else dtype
-        with jax.named_scope(SCOPE):
-            return jnp.einsum(einsum, codes, other, preferred_element_type=wide)
 
 
 def spec(dims: str, at: Shards) -> PartitionSpec:

@@ -2,7 +2,6 @@
 
 from src.model.attention import Attention
 from src.model.attention_kernels.choose import choose_kernel
-from src.model.attention_kernels.scores import ScoreSpec
 from src.model.costs import Costs
 from src.model.feed_forward import FeedForward
 from src.model.gated_delta import GatedDelta
@@ -40,11 +39,8 @@ def layer_costs(layer: LayerSpec) -> dict[str, Costs]:
     return {"attention": mixer(layer).costs(layer), "feed_forward": feed_forward(layer).costs(layer)}
 
 
-def attention_scores(spec: ModelSpec) -> list[ScoreSpec]:
-    """Returns what the attention kernels of a model's layers compute."""
-    return [scores for layer in dict.fromkeys(spec.layers) if (scores := layer_costs(layer)["attention"].scores)]
-
-
 def kernel_for(attention: str, spec: ModelSpec, length: int, layout: Layout) -> str:
     """Returns the attention kernel for a model's rows of `length` tokens on a layout; raises as `choose_kernel`."""
-    return choose_kernel(attention, layout.platform, attention_scores(spec), spec.dtype, length, layout)
+    costs = (layer_costs(layer)["attention"] for layer in dict.fromkeys(spec.layers))
+    scores = [each.scores for each in costs if each.scores]
+    return choose_kernel(attention, layout.platform, scores, spec.dtype, length, layout)

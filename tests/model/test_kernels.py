@@ -19,7 +19,7 @@ from src.model.attention_kernels.cudnn import cudnn
 from src.model.attention_kernels.scores import ScoreSpec, dot_product
 from src.model.attention_kernels.splash import ZigzagCausalMask, block_sizes, splash
 from src.model.forward_context import ForwardContext
-from src.model.parts import attention_scores
+from src.model.parts import layer_costs
 from src.parallel.mesh import make_layout
 from src.parallel.sequence import zigzag_order
 from tests.tiny import assert_close, load, make, spec_of
@@ -53,7 +53,8 @@ def scores_of(q, **facts):
 def model_of(**overrides):
     """What choosing a kernel needs to know of a model."""
     spec = spec_of(load(**overrides))
-    return attention_scores(spec), spec.dtype
+    scores = (layer_costs(layer)["attention"].scores for layer in dict.fromkeys(spec.layers))
+    return list(filter(None, scores)), spec.dtype
 
 
 def output_and_gradients(kernel, q, k, v, direction, context, sinks=None, **facts):

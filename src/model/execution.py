@@ -53,7 +53,6 @@ class Execution:
         return jax.checkpoint(run_turn, policy=self._policy("decoder_layer_input"), prevent_cse=False)
 
     def _policy(self, *more: str) -> Callable[..., Any]:
-        """Returns JAX's policy that keeps what `remat_policy` names, and `more` on the device."""
         if self.remat_policy == "none":
             return jax.checkpoint_policies.save_anything_except_these_names("gathered_experts")
         on_device, on_host = self.kept

@@ -62,7 +62,6 @@ class FeedForward(nnx.Module):
         return checkpoint_name(out_BTD, "mlpwo"), {}
 
     def _factors(self, x_BTD: Array, context: ForwardContext) -> list[Array]:
-        """Returns each factor's product [B, T, F]."""
         wi, indices = self.wi[...], range(len(self.spec.mlp_activations))
         if context.early_gradients and isinstance(wi, Array):
             # Arrays of their own, whose gradients no product computes again (docs/log.md).

@@ -40,7 +40,6 @@ class NarrowWeights:
         return jax.device_get(jax.jit(lambda ws: list(map(places, ws)), out_shardings=self._copy)(_narrow(state)))
 
     def _share(self, chosen: list[np.ndarray]) -> float:
-        """Returns the share of weights of which the sample is chosen."""
         return float(np.average([each.mean() for each in chosen], weights=self._sizes)) if chosen else 0.0
 
 

@@ -52,6 +52,5 @@ def program_text(traced: jax.stages.Traced, kernel_text: Callable[[bytes], str] 
 
 
 def _unescaped(text: str) -> bytes:
-    """Returns the bytes of a string that MLIR printed."""
     whole = re.sub(r"\\(\\|[0-9A-F]{2})", lambda match: "\\" if match[1] == "\\" else chr(int(match[1], 16)), text)
     return whole.encode("latin1")

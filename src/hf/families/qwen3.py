@@ -11,8 +11,6 @@ from src.hf.family import Family, Field, FieldGroup, Json, Keys, Layers, count_e
 from src.hf.tensor_map import TensorMap
 
 LINEAR, SHARED_SIZE = "linear_attention", "shared_expert_intermediate_size"
-
-
 WINDOWS = ("use_sliding_window", "sliding_window")
 
 

@@ -13,8 +13,6 @@ from src.model.spec import LayerSpec
 from src.parallel.mesh import Layout
 
 Report = dict[str, Array]
-
-
 SCORE_FUNCTIONS = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
 
 

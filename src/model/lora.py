@@ -97,10 +97,7 @@ def merge(weights: Tree, adapters: Tree, alpha: float) -> Tree:
 
 
 def _with_adapters(weights: Tree, adapters: Tree, change: Callable[..., Any]) -> Tree:
-    changed = dict(weights)
-    for name, below in adapters.items():
-        if isinstance(weights[name], dict):
-            changed[name] = _with_adapters(weights[name], below, change)
-        else:
-            changed[name] = change(weights[name], below["down"], below["up"])
-    return changed
+    changed, parts = by_path(weights), by_path(adapters)
+    for path in dict.fromkeys(path[:-1] for path in parts):
+        changed[path] = change(changed[path], parts[(*path, "down")], parts[(*path, "up")])
+    return nested(changed)

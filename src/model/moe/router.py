@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from src.model.params import Tree
+from src.model.params import Tree, by_path, nested
 from src.model.spec import LayerSpec
 from src.parallel.mesh import Layout
 
@@ -115,9 +115,5 @@ def update_router_bias(stats: Tree, reports: Tree, tokens: Array, rate: float) -
         load_E = jnp.mean(load_E, axis=tuple(range(load_E.ndim - bias_E.ndim)))
         return bias_E + rate * jnp.sign(tokens / bias_E.shape[-1] - load_E)
 
-    return {
-        name: move(stat, reports["expert_load"])
-        if name == "correction_bias"
-        else update_router_bias(stat, reports[name], tokens, rate)
-        for name, stat in stats.items()
-    }
+    sums = by_path(reports)
+    return nested({path: move(bias, sums[(*path[:-1], "expert_load")]) for path, bias in by_path(stats).items()})

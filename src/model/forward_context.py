@@ -1,6 +1,5 @@
 """ForwardContext: what all blocks of one forward pass share."""
 
-import functools
 from dataclasses import dataclass
 
 import jax
@@ -21,7 +20,7 @@ class ForwardContext:
     layout: Layout
     kernel: str  # of src/model/attention_kernels
     packed: bool  # False: rows hold one segment, then padding, and a causal kernel needs no segments
-    dropout_keys_BTW: Array | None = None  # of each token (`token_keys`); None: no dropout
+    dropout_keys_BTW: Array | None = None  # of each token, as key data; None: no dropout
     decoding: bool = False  # each row is one token, whose past is in the cache
     log_internals: bool = False  # blocks report the size of what they return
     layer: Array | int = 0  # number of the block that runs, counted through the model
@@ -69,12 +68,6 @@ class ForwardContext:
 
         keep_BTD = jax.vmap(jax.vmap(keep))(jax.random.wrap_key_data(self.dropout_keys_BTW))
         return jnp.where(keep_BTD, x_BTD / (1.0 - rate), 0.0).astype(x_BTD.dtype)
-
-
-def token_keys(key: Array, rows: int, length: int) -> Array:
-    """Returns a random key for each token of a batch, as key data [B, T, words] that moves with the token."""
-    token_BT = jnp.arange(rows * length).reshape(rows, length)
-    return jax.random.key_data(jax.vmap(jax.vmap(functools.partial(jax.random.fold_in, key)))(token_BT))
 
 
 _gradients_together = with_gradient(

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from src.model.forward_context import token_keys
 from src.model.moe import router
 from src.model.params import DROPOUT, Tree, Weights, random_stream
 from src.parallel.accumulate import accumulate
@@ -102,11 +101,13 @@ def loss_metrics(losses: Metrics, totals: Tree, counts: TokenCounts, plan: StepP
 
 
 def with_dropout_keys(batch: Batch, step: jax.Array, plan: StepPlan) -> Batch:
-    """Returns the batch, with each token's key at this step where the model has dropout."""
+    """Returns the batch, with each token's key at this step, which moves with it, where the model has dropout."""
     if plan.spec.dropout_rate == 0 and all(layer.dropout_rate == 0 for layer in plan.spec.layers):
         return batch
     step_key = jax.random.fold_in(random_stream(plan.step.init_weights_seed, DROPOUT), step)
-    keys_BTW = token_keys(step_key, *batch["tokens"].shape)
+    token_BT = jnp.arange(batch["tokens"].size).reshape(batch["tokens"].shape)
+    key_of_token = functools.partial(jax.random.fold_in, step_key)
+    keys_BTW = jax.random.key_data(jax.vmap(jax.vmap(key_of_token))(token_BT))
     if plan.ramped:  # keys come in the order of rows in the data, so that another mesh draws the same
         (B, *each), shards = keys_BTW.shape, plan.layout.shards("batch")
         keys_BTW = keys_BTW.reshape(B // shards, shards, *each).swapaxes(0, 1).reshape(B, *each)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from src.model.attention import Attention
 from src.model.embeddings import sinusoidal
-from src.model.forward_context import ForwardContext, token_keys
+from src.model.forward_context import ForwardContext
 from src.model.parts import MIXERS
 from tests.tiny import LENGTH, VOCAB, assert_close, loss_and_gradients, make, packed_rows, random_weights
 
@@ -104,7 +104,8 @@ def test_dropout_draws_each_place_its_own_mask():
         block["attention"]["out_bias"][:] = block["feed_forward"]["wo_bias"][:] = 1.0
         weights["final_norm"]["scale"][:] = epsilon**0.5  # undoes the final norm
         zeros = np.zeros((64, LENGTH), np.int32)
-        hidden, _ = run(plan, weights, zeros, zeros + 1, zeros, token_keys(jax.random.key(0), *zeros.shape))
+        keys = jax.random.key_data(jax.random.split(jax.random.key(0), zeros.shape))
+        hidden, _ = run(plan, weights, zeros, zeros + 1, zeros, keys)
         counts[scan_layers] = 0.75 * np.asarray(hidden)
     np.testing.assert_allclose(counts["true"], counts["false"], atol=1e-4)
     for kept in range(5):

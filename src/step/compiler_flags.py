@@ -19,14 +19,10 @@ from src.console import say
 from src.errors import UserError
 
 # A collective is fused with the computation it runs beside where both flags are on; today's libtpu has them off.
-_ASYNC_ALL_GATHER = {
-    "xla_enable_async_all_gather": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-}
-_ASYNC_ALL_REDUCE = {
-    "xla_enable_async_all_reduce": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
-}
+_ASYNC_ALL_GATHER, _ASYNC_ALL_REDUCE = (
+    {f"xla_enable_async_{name}": "true", f"xla_tpu_enable_async_collective_fusion_fuse_{name}": "true"}
+    for name in ("all_gather", "all_reduce")
+)
 _ASYNC = {**_ASYNC_ALL_GATHER, **_ASYNC_ALL_REDUCE}
 # A layer's gradients are summed while the next layer computes; the two pinned JAX have other names for it.
 if jax.__version_info__ < (0, 11):

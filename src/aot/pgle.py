@@ -80,10 +80,7 @@ def check_platform(keys: Aot, platform: str) -> None:
 
 def options(path: str, header: Header) -> dict[str, bytes]:
     """Returns the compiler's option for the profile at `path`; raises UserError if it is not of this program."""
-    profile = read_file(PROFILE_FILE, path, header)
-    if not set(profiled(profile)):
-        raise UserError(f"pgle_profile={path}: {EMPTY}")
-    return {"fdo_profile": profile}
+    return {"fdo_profile": read_file(PROFILE_FILE, path, header)}
 
 
 def check_used(path: str, option: Mapping[str, bytes], text: str) -> None:

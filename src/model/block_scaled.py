@@ -6,7 +6,6 @@ a product sums over, so a layer's three products each round both of their operan
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +51,6 @@ class BlockProducts:
     def on_cpu(self) -> bool:
         """Returns whether they are made in float32 of what the codes stand for: CPUs have none of 8 bits."""
         return self.layout.platform == "cpu"
-
-    def bound(self, weight: Array, dims: Sequence[int]) -> None:
-        """Returns nothing: each block's largest magnitude is found where it is rounded."""
 
     def multiply(self, x: Array, weight: Array, bound: None, axes: tuple[str | None, ...], einsum: str) -> Array:
         """Multiplies as `einsum` says by a weight with these logical axes. Other dims of x are rows and tokens.

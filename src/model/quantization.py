@@ -33,7 +33,7 @@ class Quantized:
     """A weight whose products are made in 8 bits."""
 
     weight: Array
-    bound: Array | None  # its largest magnitudes, as its products' `bound` gives them
+    bound: Array | None  # its largest magnitudes, as `Products.bound` gives them; None: blocks have their own
     products: Products | BlockProducts = field(metadata={"static": True})
     axes: tuple[str | None, ...] = field(metadata={"static": True})  # logical, of the weight's dims
 
@@ -118,7 +118,8 @@ class Quantization:
         flat = params.by_path(weights)
         for path, (bounded, axes) in self.places.items():
             # Of all layers at once: within the layers, devices would wait for each other's.
-            flat[path] = Quantized(flat[path], products.bound(flat[path], bounded), products, axes)
+            bound = None if block_scaled else products.bound(flat[path], bounded)
+            flat[path] = Quantized(flat[path], bound, products, axes)
         return params.nested(flat)
 
 

@@ -153,7 +153,7 @@ def test_what_is_no_profile_is_refused(tiny, tmp_path, damage, said):
         pgle.options(str(path), tiny[1])
 
 
-def test_a_profile_of_another_program_is_refused(tiny, tmp_path):
+def test_a_profile_of_another_configuration_is_refused(tiny, tmp_path):
     config = load(base_mlp_dim=128)
     other = program.header(build(config, jax.devices()), config.model, config.step, config.batch, config.mesh)
     path = written(tmp_path / "other", other, proto({"fusion.1": 2.0}))

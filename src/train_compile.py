@@ -103,10 +103,7 @@ def main(argv: Sequence[str] | ConfigDict) -> report.Report | None:
 def _compile(
     lowered: jax.stages.Lowered, topology: Topology, profile: Mapping[str, bytes]
 ) -> tuple[jax.stages.Compiled | None, str]:
-    """Returns (the program, ""), or (None, the message) where it exceeds a TPU's HBM; else raises UserError.
-
-    `profile`: `pgle.options`.
-    """
+    """Returns (the program, ""), or (None, the message) where it exceeds a TPU's HBM; else raises UserError."""
     try:
         return lowered.compile(dict(profile)), ""
     except jax.errors.JaxRuntimeError as error:

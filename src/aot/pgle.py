@@ -111,11 +111,7 @@ def _fields(message: bytes) -> UnknownFieldSet:
 
 
 def _automatic(train_step: Step) -> Step:
-    """Returns the step as JAX profiles it in its first calls, and then compiles it again by what it measured.
-
-    How many calls, and which percentile over the devices, are JAX's: JAX_PGLE_PROFILING_RUNS (3) and
-    JAX_PGLE_AGGREGATION_PERCENTILE (90) in the environment. Once it is so compiled, a line says so.
-    """
+    """Returns the step as JAX profiles it in its first calls, and then compiles it again by what it measured."""
     messages: list[str] = []
 
     def step(*arguments):  # noqa: ANN002, ANN202

@@ -110,7 +110,7 @@ def matmul(x: Array, kernel: Any, einsum: str, precision: str | None = None) -> 
     # einsum sums over its letters in alphabetic order, and would transpose a weight whose dims come in another.
     letters = dict.fromkeys(einsum.partition("->")[0].partition(",")[2] + einsum.partition(",")[0])
     einsum = einsum.translate(str.maketrans(dict(zip(letters, string.ascii_lowercase, strict=False))))
-    if not isinstance(kernel, Array):  # an adapted or a quantized weight
+    if hasattr(kernel, "multiply"):  # an adapted or a quantized weight
         return kernel.multiply(x, einsum, functools.partial(matmul, precision=precision))
     return product(x, kernel.astype(x.dtype), einsum, precision)
 

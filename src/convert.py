@@ -37,9 +37,8 @@ from src.config.load import from_yaml
 from src.config.schema import KEYS, BatchKeys, Data, Model, Step, section_of
 from src.config.source_spec import all_synthetic
 from src.config.yaml import BASE, file_name
-from src.console import say
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, folder_tokenizer, has_tokenizer
-from src.errors import UserError
+from src.errors import UserError, say
 from src.hf.family import Family, Json
 from src.hf.folder import open_folder
 from src.hf.load import match_tensors

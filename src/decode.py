@@ -18,7 +18,6 @@ from src.completion import Completion, Prompt, generate, length_note, make_gener
 from src.config.base_yml import Usage
 from src.config.command_keys import Decoding
 from src.config.source_spec import eval_specs, names_eval_data, train_specs
-from src.console import say
 from src.data.conversations import ChatFields, read_message
 from src.data.document_stream import encode
 from src.data.host_arrays import gather_json
@@ -27,7 +26,7 @@ from src.data.streams import StreamReader, StreamSource
 from src.data.tokenizer import make_tokenizer
 from src.data.types import Conversation, InputSpec, Message, Tokenizer, missing_template
 from src.disk import check_outputs, write_output
-from src.errors import UserError, changed_keys, first_few, printable
+from src.errors import UserError, changed_keys, first_few, printable, say
 from src.generate import Generator, in_training, kept_in_int8, unrolled
 from src.json_text import parse_json, read_lines, read_object
 from src.loaded_model import load_model, model_facts

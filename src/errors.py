@@ -40,6 +40,16 @@ def show(text: str, file: TextIO | None = None) -> None:
     print(printable(as_installed(text)), file=file, flush=True)
 
 
+def say(lines: Iterable[str]) -> None:
+    """Prints lines, from one process of the job."""
+    import jax
+
+    # Which of its processes this is has JAX look for devices: no command does so for a line.
+    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+        for line in lines:
+            show(line)
+
+
 def clipped(text: str, limit: int = 2000) -> str:
     """Returns `text` without its middle where it is longer than `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit * 3 // 4]} ... {text[-limit // 4 :]}"

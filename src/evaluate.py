@@ -22,7 +22,6 @@ from src.config.command_keys import Decoding, HarnessTasks
 from src.config.source_spec import names_eval_data, train_specs
 from src.config.sources import run_folder
 from src.config.yaml import file_name
-from src.console import say
 from src.data.eval_batches import EvalBatches
 from src.data.host_arrays import host_rows, to_global
 from src.data.open import open_eval_sets
@@ -30,7 +29,7 @@ from src.data.text_bytes import TextBytes
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, RowArrays, Tokenizer, missing_template
 from src.disk import check_outputs, write_output
-from src.errors import UserError
+from src.errors import UserError, say
 from src.harness.answers import Answers
 from src.loaded_model import LoadedModel, load_model
 from src.model.params import Weights

@@ -9,9 +9,8 @@ from src.checkpoint.load_weights import identity, load_weights
 from src.checkpoint.resume import all_weights
 from src.config.schema import Config, keys_of
 from src.config.yaml import dump
-from src.console import say
 from src.data.types import Tokenizer
-from src.errors import UserError
+from src.errors import UserError, say
 from src.model.params import Weights
 from src.parallel.mesh import Layout, make_layout
 from src.parallel.slices import check_hardware

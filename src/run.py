@@ -19,13 +19,12 @@ from src.checkpoint.resume import ResumePoint, starting_state
 from src.checkpoint.run_folder import RunFolder, in_run_folder, kept_checkpoint
 from src.config import load as configuration
 from src.config.schema import Config
-from src.console import say
 from src.data.batch_schedule import BatchSchedule
 from src.data.fingerprint import EVALUATION, check_unchanged
 from src.data.host_arrays import gather_json
 from src.data.loader import HostBatch
 from src.data.types import RowSource, Source, Tokenizer
-from src.errors import UserError
+from src.errors import UserError, say
 from src.report.comparison import read_facts
 from src.report.metrics import MetricsLog, StepPrinter, eval_key, eval_sets
 from src.report.recorder import NonFiniteError, Recorder

@@ -23,8 +23,7 @@ from src.cli import end_now
 from src.config.base_yml import TRAIN, Usage, help_for
 from src.config.schema import Config, Mesh, Step
 from src.config.yaml import dump
-from src.console import say
-from src.errors import UserError, show
+from src.errors import UserError, say, show
 from src.parallel.device_holders import named_device_holders
 from src.parallel.topology import GPU_MEMORY_FRACTION
 from src.step.compiler_flags import check_environment

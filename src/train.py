@@ -15,7 +15,6 @@ from src.checkpoint.run_folder import RunFolder, dated_name, kept_checkpoint
 from src.cli import run_command
 from src.completion import encode_prompt, length_note
 from src.config.schema import Config
-from src.console import say
 from src.data.fingerprint import data_fingerprint
 from src.data.host_arrays import check_same, host_rows, to_global
 from src.data.loader import train_batches
@@ -23,7 +22,7 @@ from src.data.open import open_sources
 from src.data.tokenizer import make_tokenizer
 from src.data.types import InputSpec, Tokenizer
 from src.decode import DecodeMetrics, sample
-from src.errors import UserError, printable
+from src.errors import UserError, printable, say
 from src.evaluate import Evaluator
 from src.model.flops import flops_per_token
 from src.parallel.slices import check_hardware, count_slices

@@ -21,7 +21,6 @@ from src.cli import run_command
 from src.config.base_yml import Usage
 from src.config.schema import KEYS, Config
 from src.config.yaml import dump
-from src.console import say
 from src.data.fingerprint import data_fingerprint
 from src.data.held_out import train_validation_split
 from src.data.host_arrays import check_same, gather_json, host_rows, to_global
@@ -29,7 +28,7 @@ from src.data.loader import train_batches
 from src.data.pairs import PairRows, PairSource, pair_batch, pair_fields, pair_keys
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, TrainData
-from src.errors import UserError
+from src.errors import UserError, say
 from src.evaluate import Evaluator
 from src.loaded_model import model_facts
 from src.model.flops import flops_per_token

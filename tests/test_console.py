@@ -10,8 +10,7 @@ import pytest
 
 from src import command_line
 from src.cli import run_command
-from src.console import say
-from src.errors import TransientError, UserError
+from src.errors import TransientError, UserError, say
 from src.hf.safetensors import open_tensors
 from src.report.metrics import StepPrinter
 from src.report.summary import print_header

@@ -5,8 +5,7 @@ import re
 import jax
 
 from src.aot.hlo import first_array, parse
-from src.console import say
-from src.errors import UserError, first_few
+from src.errors import UserError, first_few, say
 from src.model.low_precision import SCOPE
 from src.model.params import by_path
 from src.step.build import TracedStep

@@ -25,8 +25,7 @@ from jax.experimental.profiler import get_profiled_instructions_proto
 from src.aot import eight_bits
 from src.aot.program import FileKind, Header, load, read_file, write_file
 from src.config.command_keys import Aot
-from src.console import say
-from src.errors import UserError
+from src.errors import UserError, say
 from src.step.build import TracedStep
 
 PROFILE_FILE = FileKind("pgle_profile", b"MinText PGLE profile, format 1\n", "src.train pgle=collect", "collected")

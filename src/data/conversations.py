@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from src.console import say
 from src.data.readers import files
 from src.data.readers.records import parse_json
 from src.data.readers.text import DocumentFiles, is_jsonl
 from src.data.types import Conversation, Document, Fingerprint, InputSpec, Message, Shown, Source, Tokenizer
-from src.errors import UserError, printable
+from src.errors import UserError, printable, say
 from src.json_text import well_formed
 
 if TYPE_CHECKING:

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import jax
 from absl import flags
 
-from src.console import say
 from src.data.host_arrays import gather_json
 from src.data.order import permute
 from src.data.types import Fingerprint, Item, Source
-from src.errors import UserError
+from src.errors import UserError, say
 from src.user_code import call
 
 _WINDOW = 1024  # documents that are read, and may be shuffled, together; the state before each window can be saved

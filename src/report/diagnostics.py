@@ -15,8 +15,7 @@ from typing import Any
 import jax
 
 from src.config.command_keys import Diagnostics
-from src.console import say
-from src.errors import UserError
+from src.errors import UserError, say
 
 _TRACES = Path("/tmp/debugging")
 

@@ -17,10 +17,9 @@ import jax
 from src.checkpoint.run_folder import RunFolder, is_remote
 from src.config.load import from_yaml
 from src.config.schema import KEYS, Compilation, defaults
-from src.console import say
 from src.data.batch_schedule import size_keys
 from src.disk import names
-from src.errors import FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError, changed_keys, clipped
+from src.errors import FAULT, INTERRUPTED, MISTAKE, TRY_AGAIN, TransientError, UserError, changed_keys, clipped, say
 from src.report.metrics import read_entry, scalars
 
 RETRY_SECONDS = 60.0

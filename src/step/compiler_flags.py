@@ -15,8 +15,7 @@ from importlib.util import find_spec
 import jax
 
 from src.config.migration_hints import retired_flag
-from src.console import say
-from src.errors import UserError
+from src.errors import UserError, say
 
 # A collective is fused with the computation it runs beside where both flags are on; today's libtpu has them off.
 _ASYNC_ALL_GATHER, _ASYNC_ALL_REDUCE = (

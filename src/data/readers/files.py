@@ -19,11 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from src.console import say
 from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint
 from src.disk import new_file
-from src.errors import TransientError, UserError, changed_keys, counted, first_few
+from src.errors import TransientError, UserError, changed_keys, counted, first_few, say
 from src.storage_errors import Failure, failure_of, retried
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from src import json_text
-from src.console import say
-from src.errors import UserError, first_few
+from src.errors import UserError, first_few, say
 
 _EXPECTED = "expected a text, or a list of ids"
 

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from src.console import say
 from src.data import order
 from src.data.readers import files
 from src.data.readers.formats import HEAD_BYTES, JSON_LINES, JSON_OBJECT, other_format
 from src.data.readers.records import Index, Nulls, from_json
 from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint, Source
-from src.errors import UserError
+from src.errors import UserError, say
 
 _CUT_WINDOW = 1 / 8  # of a piece: a cut is made at a line end if there is one in so much before its place
 _LONG_LINE_PIECES, _KEPT_LINES = 8, 4

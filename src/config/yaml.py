@@ -59,33 +59,12 @@ class Plain(str):
     """A scalar that stands in the YAML without quotes: `128`, unlike `"128"`."""
 
 
-def _fault(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+def _fault(problem: str, at: yaml.Node) -> yaml.MarkedYAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
 
 
 class _Loader(yaml.BaseLoader):
-    """BaseLoader, of texts, lists and mappings alone, with errors for other tags and for a key that stands twice.
-
-    What aliases repeat counts each time, and has an end.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.extent = (0, 0)  # how many nodes there are so far in the one that is being read, and how deep they go
-        self.extents: dict[int, tuple[int, int]] = {}  # by id, of the nodes that were read, with themselves
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        event, siblings, self.extent = self.peek_event(), self.extent, (0, 0)
-        node = super().compose_node(parent, index)
-        if not isinstance(event, yaml.AliasEvent):
-            self.extents[id(node)] = self.extent[0] + 1, self.extent[1] + 1
-        elif id(node) not in self.extents:
-            raise _fault(f"*{event.anchor} is within itself", event)
-        count, depth = self.extents[id(node)]
-        if count > MAX_NODES or depth > MAX_DEPTH:
-            raise _fault(f"more than {MAX_NODES:,} values, or {MAX_DEPTH} within each other", event)
-        self.extent = siblings[0] + count, max(siblings[1], depth)
-        return node
+    """BaseLoader, of texts, lists and mappings alone, with errors for other tags and for a key that stands twice."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
@@ -130,7 +109,18 @@ def parse(text: str, where: str) -> Any:
         raise UserError(f"{where} is not valid YAML{_place_and_reason(error, text)}") from None
     except RecursionError:
         raise UserError(f"{where} is nested too deeply to be read") from None
+    _check_size(value, where)
     return Plain("") if value is None else value
+
+
+def _check_size(value: Any, where: str, depth: int = 1) -> int:
+    """Counts the values within a value, each time that an alias repeats them; raises UserError for too many."""
+    count = 1
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        count += _check_size(each, where, depth + 1)
+        if count > MAX_NODES or depth > MAX_DEPTH:
+            raise UserError(f"{where} has more than {MAX_NODES:,} values, or {MAX_DEPTH} within each other")
+    return count
 
 
 def _place_and_reason(error: yaml.YAMLError, text: str) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from src.config import model_checks, source_spec
+from src.config.command_keys import CALIBRATION_METHODS, fixed_bound
 from src.config.keys import FROM_0
 from src.config.needs import WITH_MOMENTS
-from src.config.quantization_keys import CALIBRATION_METHODS, fixed_bound
 from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, size_key
 from src.config.step_keys import REMAT_ARRAYS
 from src.config.values import FlatKeys, check_value, read_list

@@ -1,4 +1,4 @@
-"""Declares the keys of what an ordinary training run does not do: compiling ahead of time, decoding, diagnosing."""
+"""Declares the keys of what an ordinary run does not do: compiling ahead, products in 8 bits, decoding, diagnosing."""
 
 from src.config.keys import (
     FROM_0,
@@ -37,6 +37,20 @@ class Aot:
     pgle_profile: str = path("", "NVIDIA GPU: a file of pgle=collect, by whose times the step is compiled", **_RUNS)
     compile_xla_flags: str = key("", "compiler options, such as --xla_a=true --xla_b=2; auto: those for this hardware",
         **_RUNS)
+
+
+@group
+class Quantization:
+    """Products in 8 bits (docs/quantization.md)"""
+    quantization: str = key("",
+        "of weights' products: empty, int8 (TPU v5e, v5p, v6e), fp8 (H100 and later, TPU7x) or mxfp8 (B200)",
+        ("", "int8", "fp8", "mxfp8"))
+    quantization_exclude: tuple = key(("output", "router", "embedding", "write_gate", "decay_gate", "shared_gate"),
+        "weights whose products stay in dtype, by name; * stands for anything", example="[output, attention.*]")
+    weight_quantization_calibration_method: str = key("absmax",
+        "range of the codes: absmax, the largest magnitude at hand, or (fp8) fixed,-B,B")
+    act_quantization_calibration_method: str = key("absmax", "the same, of activations")
+    bwd_quantization_calibration_method: str = key("absmax", "the same, of gradients")
 
 
 @group
@@ -127,3 +141,16 @@ class Diagnostics:
     hang_action: str = key("log", "log: stacks and more go to the run's hang-*.txt; exit: it also ends, with code 75",
         ("log", "exit"))
 # fmt: on
+
+
+CALIBRATION_METHODS = tuple(f"{of}_quantization_calibration_method" for of in ("weight", "act", "bwd"))
+
+
+def fixed_bound(method: str) -> float:
+    """Returns B of `fixed,-B,B`, and 0 of `absmax`; raises ValueError for another text."""
+    if method == "absmax":
+        return 0.0
+    word, low, high = method.split(",")
+    if word != "fixed" or float(low) != -float(high) or not 1e-30 <= float(high) <= 1e30:
+        raise ValueError(method)
+    return float(high)

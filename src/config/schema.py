@@ -14,8 +14,7 @@ from src.config.keys import ABOVE_0, AXIS_SIZE, FROM_0, FROM_0_OR_UNSET, FROM_1,
 # isort: split
 from src.config.keys import SHARE_BELOW_1, Key, frozen, group, key, path
 from src.config.model_keys import AttentionFacts, FeedForwardFacts, LayerFacts, Model, ModelSize, PositionFacts
-from src.config.quantization_keys import Quantization
-from src.config.step_keys import Compilation, Numerics, Optimizer, Step, Trainable
+from src.config.step_keys import Compilation, Numerics, Optimizer, Quantization, Step, Trainable
 
 # The mesh's axes, and the word for each in the keys of its sizes: ici_WORD_parallelism and dcn_WORD_parallelism.
 MESH_AXES = {axis: axis for axis in ("data", "stage", "fsdp", "context", "expert", "tensor")} | {"stage": "pipeline"}

@@ -3,12 +3,11 @@
 import dataclasses
 from collections.abc import Mapping
 
-from src.config.command_keys import Preferences
+from src.config.command_keys import Preferences, Quantization
 from src.config.keys import FROM_0, FROM_1, FROM_1_OR_UNSET, FROM_2, POSITIVE, SEED, SHARE, SHARE_BELOW_1, group, key
 
 # isort: split
 from src.config.keys import path
-from src.config.quantization_keys import Quantization
 
 DTYPES = ("bfloat16", "float32")
 _QKV = ("query_proj", "key_proj", "value_proj")

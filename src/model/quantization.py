@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from src.config.quantization_keys import CALIBRATION_METHODS, fixed_bound
-from src.config.quantization_keys import Quantization as Keys
+from src.config.command_keys import CALIBRATION_METHODS, fixed_bound
+from src.config.command_keys import Quantization as Keys
 from src.errors import UserError, first_few
 from src.model import params
 from src.model.block_scaled import BlockProducts

@@ -1,5 +1,6 @@
 """Keeps what a report shows of metrics.jsonl, thinned so that its size does not grow with the length of a run."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -7,12 +8,21 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from src.report.internals import HeatMaps
 from src.report.metrics import PER_LAYER, TRAIN_KEYS, Entry, read_entry
 
 Point = tuple[int, float | None]  # step and value; None where the value is not finite, which leaves a gap
 
 _BLOCKS = 1000  # the fewest blocks of a curve that has been thinned
+
+# Of the lines that `log_internals` adds, by their kind.
+TITLES = {
+    "activation_rms": "Outputs of layers, root mean square",
+    "weight_norm": "Norm of a layer's weights",
+    "gradient_norm": "Norm of a layer's gradients, after averaging and before clipping",
+    "update_norm": "Norm of a layer's updates",
+}
+_COLUMNS = 400  # of a heat map, at most
+Column = tuple[int, dict[str, dict[str, float | None]]]  # a step, and of each title the rows' figures
 
 
 class Block(NamedTuple):
@@ -82,6 +92,59 @@ def _join(a: Block, b: Block) -> Block:
     low, high = (a if a.low[1] <= b.low[1] else b).low, (a if a.high[1] >= b.high[1] else b).high
     median = (b.median[0], a.median[1] + (b.median[1] - a.median[1]) / 2)
     return Block(low, high, median, a.total + b.total, a.count + b.count)
+
+
+class HeatMaps:
+    """Holds columns, every second one fewer each time that there are too many."""
+
+    def __init__(self) -> None:
+        self._columns: list[Column] = []
+        self._seen, self._stride = 0, 1
+
+    def add(self, entry: Entry) -> None:
+        """Adds a line."""
+        if self._seen % self._stride == 0:
+            self._columns.append((entry["step"], by_layer(entry)))
+        self._seen += 1
+        if len(self._columns) > _COLUMNS:
+            self._columns, self._stride = self._columns[::2], 2 * self._stride
+
+    def maps(self) -> list[dict[str, Any]]:
+        """Returns what charts.js draws: a title, steps, the rows' names, and a list of their figures for each step."""
+        latest = self._columns[-1][1] if self._columns else {}
+        columns = [column for column in self._columns if column[1].keys() >= latest.keys()]
+        steps = [step for step, _ in columns]
+        return [
+            {"title": title, "steps": steps, "rows": [*rows], "values": [[*of[title].values()] for _, of in columns]}
+            for title, rows in latest.items()
+        ]
+
+
+def by_layer(entry: Entry) -> dict[str, dict[str, float | None]]:
+    """Returns each heat map's figures of a line by title and row: a layer's norm is that of all its variables together.
+
+    A row is a layer. Where layers share weights, those have one norm: rows of norms are then named as the weights are.
+    """
+    squares: dict[str, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
+    for key, values in entry.items():
+        kind, _, name = key.partition("/")
+        parts = name.removeprefix("lora.").split(".")
+        if kind in TITLES and parts[0] == "segments":
+            for repeat, value in enumerate(values):
+                place = int(parts[1]), repeat, int(parts[2])  # in the order of the layers: segment, repeat, position
+                squares[kind][place] += math.nan if value is None else value**2
+    activations = entry.get("activation_rms", [])
+    layers = [f"layer {layer}" for layer in range(len(activations))]
+    figures = {"activation_rms": dict(zip(layers, activations, strict=True))}
+    for kind, of in squares.items():
+        places = sorted(of)
+        names = layers if len(of) == len(layers) else [f"segments.{s}.{p}, repeat {r}" for s, r, p in places]
+        figures[kind] = {name: math.sqrt(of[place]) for name, place in zip(names, places, strict=True)}
+    return {TITLES[kind]: {name: _shown(value) for name, value in of.items()} for kind, of in figures.items()}
+
+
+def _shown(value: float | None) -> float | None:
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
 
 
 class History:

@@ -26,11 +26,10 @@ from src.errors import UserError, printable, say
 from src.evaluate import Evaluator
 from src.model.flops import flops_per_token
 from src.parallel.slices import check_hardware, count_slices
-from src.report.diagnostics import Profile, advice_on_memory, stack_traces
+from src.report.diagnostics import Profile, Watchdog, advice_on_memory, stack_traces
 from src.report.recorder import LiveReport, Recorder, Result, recorded
 from src.report.summary import ending, next_commands, print_header, run_header
 from src.report.trackers import Tracking
-from src.report.watchdog import Watchdog
 from src.run import Saver, open_log, open_run
 from src.startup import configured
 from src.step.build import build

@@ -11,8 +11,8 @@ import pytest
 
 from src.checkpoint.run_folder import RunFolder
 from src.config.command_keys import Diagnostics
-from src.report import watchdog as module
-from src.report.watchdog import TIMED_STEPS, Watchdog
+from src.report import diagnostics as module
+from src.report.diagnostics import TIMED_STEPS, Watchdog
 from src.train import Evaluator
 from tests import runs
 

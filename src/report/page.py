@@ -9,7 +9,6 @@ import datetime
 import functools
 import html
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -105,7 +104,7 @@ def page(folder: epath.Path, history: History) -> str:
 def comparison_page(runs: Mapping[str, Run]) -> str:
     """Returns the page of several runs: what they reached, what differs in their configurations, and their curves."""
     # A column for each run is headed by the color of its curves.
-    head = "".join(f'<th><i data-run="{run}"></i>{_breakable(name)}</th>' for run, name in enumerate(runs))
+    head = "".join(f'<th><i data-run="{run}"></i>{html.escape(name)}</th>' for run, name in enumerate(runs))
     cards = [
         _card(html.escape(title), f'<div class="runs">{_table(rows, f"<tr><th></th>{head}</tr>")}</div>')
         for title, (_, *rows) in tables(runs).items()
@@ -167,15 +166,10 @@ def loss_unit(keys: Mapping[str, Any]) -> str:
 
 def _table(rows: Iterable[Sequence[str]], head: str = "") -> str:
     lines = (
-        f"<tr><th>{_breakable(name)}</th>{''.join(f'<td>{_breakable(value)}</td>' for value in values)}</tr>"
+        f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"
         for name, *values in rows
     )
     return f"<table>{head}{''.join(lines)}</table>"
-
-
-def _breakable(text: str) -> str:
-    """Returns text as HTML in which a line may end after _ and /, of which keys and paths consist."""
-    return re.sub(r"(?<=[_/])", "<wbr>", html.escape(text))
 
 
 def charts(histories: Mapping[str, History], unit: str = "") -> list[dict[str, Any]]:

@@ -1,11 +1,10 @@
 """Facts about accelerators: chips with their peak rates, and the TPU slices and GPU hosts that they come in."""
 
-import difflib
 import math
 import re
 from typing import NamedTuple
 
-from src.errors import UserError
+from src.errors import UserError, did_you_mean
 
 GPU_MEMORY_FRACTION = 0.9  # of all of a GPU's memory; the rest is CUDA's own, NCCL's and cuDNN's
 
@@ -167,7 +166,15 @@ def parse_topology(name: str, slices: int) -> Topology:
             )
         return Topology(name, "cpu", None, (int(count),), 1, 1)
     if family not in _GENERATIONS:
-        raise _unknown(name)
+        families = [f"{each}-{count or 8}" for each in (*_GENERATIONS, "cpu")]
+        of_gpu = [f" Did you mean {each}?" for each, chip in _GPU_HOSTS.items() if name and name in chip.kind.lower()]
+        gpus = ", ".join(f"{each}: {chip.kind}" for each, chip in _GPU_HOSTS.items())
+        hint = of_gpu[0] if of_gpu else did_you_mean(name, [*_GPU_HOSTS, *families])
+        raise UserError(
+            f"compile_topology={name} is unknown.{hint} Expected a TPU slice "
+            f"({', '.join(f'{each}-N' for each in _GENERATIONS)}, or its chips, as v5p:4x4x8), a host of "
+            f"{_GPUS_PER_HOST} GPUs ({gpus}) or cpu-N."
+        )
     generation = _GENERATIONS[family]
     if shape:
         chips = _check_shape(name, generation, tuple(map(int, shape.split("x"))))
@@ -218,24 +225,6 @@ def _factors(product: int, count: int) -> tuple[int, ...]:
         return (product,)
     divisors = [n for n in range(1, product + 1) if product % n == 0]
     return min(((n, *_factors(product // n, count - 1)) for n in divisors), key=sum)
-
-
-def _unknown(name: str) -> UserError:
-    size = re.search(r"[-:]?(\d+(?:x\d+)*)$", name, re.ASCII)
-    end = f":{size[1]}" if size and "x" in size[1] else f"-{size[1]}" if size else "-8"
-    gpus = {host: re.search(r"[a-z]\d00", chip.kind.lower())[0] for host, chip in _GPU_HOSTS.items()}  # a3: h100
-    if name.startswith("cpu"):
-        nearest = [f"cpu-{math.prod(map(int, size[1].split('x'))) if size else 8}"]
-    elif not (nearest := [host for host, gpu in gpus.items() if gpu in name]):
-        likely = [*_GPU_HOSTS, *(f"{family}{end}" for family in (*_GENERATIONS, "cpu"))]
-        nearest = difflib.get_close_matches(name, likely, n=3)
-    return UserError(
-        f"compile_topology={name} is unknown. "
-        + (f"Did you mean {' or '.join(nearest)}? " if nearest else "")
-        + f"Expected a TPU slice ({', '.join(f'{family}-N' for family in _GENERATIONS)}, or its chips, as v5p:4x4x8), "
-        + f"a host of {_GPUS_PER_HOST} GPUs ({', '.join(f'{host}: {chip.kind}' for host, chip in _GPU_HOSTS.items())}) "
-        + "or cpu-N."
-    )
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:

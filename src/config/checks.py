@@ -210,9 +210,10 @@ def _evaluation(config: FlatKeys) -> Iterator[str]:
 
 def _scoring(config: FlatKeys) -> Iterator[str]:
     for source, target in (("texts_path", "scores_path"), ("tokens_path", "logits_path")):
+        read, written = (os.path.realpath(os.path.expanduser(config[key])) for key in (source, target))
         if bool(config[source]) != bool(config[target]):
             yield f"{source} and {target} go together: give both or none"
-        elif config[source] and _same_file(*map(os.path.expanduser, (config[source], config[target]))):
+        elif config[source] and read == written:
             yield f"{target}={config[target]} is the file that {source} names: it would be written over"
         for key in ("results_path", "tasks"):
             if config[source] and config[key]:
@@ -220,11 +221,6 @@ def _scoring(config: FlatKeys) -> Iterator[str]:
     files = [name for name in config.tasks.split(",") if name.strip().endswith((".yaml", ".yml"))]
     if (files or config.include_path) and not config.trust_tasks:
         yield "a task's .yaml file can run any code (!function, templates): read it, and set trust_tasks=true"
-
-
-def _same_file(a: str, b: str) -> bool:
-    exist = os.path.exists(a) and os.path.exists(b)
-    return os.path.realpath(a) == os.path.realpath(b) or (exist and os.path.samefile(a, b))
 
 
 def _decoding(config: FlatKeys) -> Iterator[str]:

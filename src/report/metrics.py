@@ -38,8 +38,6 @@ INTERNALS = ("activation_rms", "weight_norm/", "gradient_norm/", "update_norm/")
 Clock = Callable[[], float]  # returns seconds
 Entry = Mapping[str, Any]  # a line of metrics.jsonl: numbers, or None for what is not finite, and lists of such
 
-_NUMBERS = {int, float, type(None)}
-
 
 def perplexity(loss: float) -> float:
     """Returns exp(loss) of a loss in nats per token; infinity where a float cannot hold it."""
@@ -54,19 +52,15 @@ def read_entry(line: bytes) -> Entry | None:
         return None
     if not isinstance(entry, dict) or type(entry.get("step")) is not int or not 0 <= entry["step"] < 2**53:
         return None
-    is_list = {key: key in PER_LAYER or key.startswith(INTERNALS) for key in entry}
-    lists = [entry[key] for key in entry if is_list[key]]
-    if not all(isinstance(values, list) for values in lists):
-        return None
-    lists.append([value for key, value in entry.items() if not is_list[key]])
-    return entry if all(map(_are_numbers, lists)) else None
+    for key, value in entry.items():
+        is_list = key in PER_LAYER or key.startswith(INTERNALS)
+        if is_list != isinstance(value, list) or not all(map(_is_number, value if is_list else [value])):
+            return None
+    return entry
 
 
-def _are_numbers(values: list[Any]) -> bool:
-    try:
-        return _NUMBERS.issuperset(map(type, values)) and all(map(math.isfinite, filter(None, values)))
-    except OverflowError:  # an integer of hundreds of digits
-        return False
+def _is_number(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
 
 
 class MetricsLog:

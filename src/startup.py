@@ -33,8 +33,6 @@ from src.step.compiler_flags import check_environment
 _CHECKOUT = FOLDER.parent if (FOLDER.parent / "pyproject.toml").exists() else None  # None: pip has installed it
 REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
-
 # Keys that may differ between the processes of a job: which one it is, and where a host keeps what all hosts have. The
 # fingerprint of training data and tokenizer shows whether they are the same (src/data/host_arrays.py).
 PER_PROCESS_KEYS = ("process_id", "coordinator_address", "jax_cache_dir", "dataset_path", "datasets", "tokenizer_path")
@@ -85,7 +83,9 @@ def configured(
 
 def configure_jax(step: Step) -> None:
     """Makes those settings of JAX that have to precede its search for devices and any compilation."""
-    if _has_cpus_alone():
+    platforms = jax.config.jax_platforms or ""
+    accelerators = [*metadata.entry_points(group="jax_plugins"), *filter(None, [find_spec("libtpu")])]
+    if platforms == "cpu" or not (platforms or accelerators):
         _keep_freed_memory()
     jax.config.update("jax_default_matmul_precision", step.matmul_precision)
     if step.jax_cache_dir:
@@ -101,12 +101,6 @@ def configure_jax(step: Step) -> None:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-def _has_cpus_alone() -> bool:
-    platforms = jax.config.jax_platforms or ""
-    accelerators = [*metadata.entry_points(group="jax_plugins"), *filter(None, [find_spec("libtpu")])]
-    return platforms == "cpu" or not (platforms or accelerators)
-
-
 def _keep_freed_memory() -> None:
     """Has the C library keep freed memory: XLA allocates a step's temporary arrays anew, and Linux clears each page.
 
@@ -115,7 +109,8 @@ def _keep_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library, as on macOS
         mallopt = ctypes.CDLL(None).mallopt
-        for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)):
+        # M_MMAP_MAX, M_TRIM_THRESHOLD and M_ARENA_MAX of malloc.h.
+        for option, value in ((-4, 0), (-1, 2**31 - 1), (-8, 1)):
             mallopt(option, value)
 
 

@@ -85,19 +85,16 @@ def failure_of(error: BaseException) -> Failure:
     return failure_of(error.__cause__) if error.__cause__ else Failure.OTHER
 
 
-def _tensorstore_failure(message: str) -> Failure | None:
-    if number := re.search(r"\[os_error_code='(\d+)'", message):
-        return ERRNO.get(int(number.group(1)), Failure.OTHER)
-    return STATUS.get(message.partition(":")[0])
-
-
 @contextlib.contextmanager
 def tensorstore_errors() -> Iterator[None]:
     """Raises StoreError for what TensorStore, called in the block, raises as ValueError."""
     try:
         yield
-    except ValueError as error:  # without a status: something cannot be decoded
-        raise StoreError(one_line(error), _tensorstore_failure(str(error)) or Failure.DAMAGED) from error
+    except ValueError as error:
+        failure = STATUS.get(str(error).partition(":")[0], Failure.DAMAGED)  # no status: something cannot be decoded
+        if number := re.search(r"\[os_error_code='(\d+)'", str(error)):
+            failure = ERRNO.get(int(number[1]), Failure.OTHER)
+        raise StoreError(one_line(error), failure) from error
 
 
 def tensorstore_result(future: Any) -> Any:

@@ -111,11 +111,9 @@ def dates(folder: RunFolder, first_step: int) -> dict[str, str]:
 
 def describe_tokenizer(kind: str, tokenizer: Tokenizer | None) -> str:
     """Returns the kind of a tokenizer, its size, and why its ids may not be transformers'."""
-    return (
-        f"{kind}, {'; '.join(filter(None, [f'{tokenizer.vocab_size:,} ids', tokenizer.caveat]))}"
-        if tokenizer
-        else "none"
-    )
+    if not tokenizer:
+        return "none"
+    return f"{kind}, {'; '.join(filter(None, [f'{tokenizer.vocab_size:,} ids', tokenizer.caveat]))}"
 
 
 def describe_data(specs: Sequence[SourceSpec], data: TrainData) -> list[str]:

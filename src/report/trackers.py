@@ -70,7 +70,8 @@ class Tracking:
         code = next((codes[base] for base in codes if isinstance(error, base)), FAULT if error else 0)
         code = code or (128 + self.stopped_by if self.stopped_by else 0)
         for follower in self._followers:
-            follower.end(code, is_whole=error is None and not self.lacks_evaluation)
+            follower.exit_code, follower.is_whole = code, error is None and not self.lacks_evaluation
+            follower.ended.set()
         deadline = time.monotonic() + END_SECONDS
         for follower in self._followers:
             follower.join(max(0.0, deadline - time.monotonic()))
@@ -98,18 +99,14 @@ class _Follower(threading.Thread):
         self._resume_step, self._saved = resume_step, dict[str, Any]()  # empty: not read yet
         self._last = 0  # the last step of metrics.jsonl
         self.has_told = False  # whether it is said that the tracker fails
-        self._ended, self._exit_code, self._is_whole = threading.Event(), 0, False
-
-    def end(self, exit_code: int, is_whole: bool) -> None:
-        """Has it take what is left, and end; `is_whole`: the last step has all its lines."""
-        self._exit_code, self._is_whole = exit_code, is_whole
-        self._ended.set()
+        self.ended, self.exit_code = threading.Event(), 0  # of the run
+        self.is_whole = False  # whether the last step has all its lines
 
     def run(self) -> None:
         """Follows the run; says once what failed, and tries again now and then, the last time when the run ends."""
         is_last = False
         while not is_last:
-            is_last = self._ended.is_set()
+            is_last = self.ended.is_set()
             try:
                 return self._follow()
             except Exception as error:  # of any package or network
@@ -120,7 +117,7 @@ class _Follower(threading.Thread):
                         "tried again each minute, in silence"
                     )
                 self.has_told = True
-            self._ended.wait(RETRY_SECONDS)
+            self.ended.wait(RETRY_SECONDS)
 
     def _follow(self) -> None:
         keys = from_yaml(self._folder.read_text("config.yml") or "")
@@ -130,17 +127,17 @@ class _Follower(threading.Thread):
             steps: dict[int, dict[str, float]] = {}
             ended = False
             while not ended:
-                ended = self._ended.wait(self._interval)
+                ended = self.ended.wait(self._interval)
                 if not names(self._folder.local / "metrics.jsonl", file):
                     raise FileNotFoundError("metrics.jsonl was deleted or replaced")  # it is opened again
                 self._read(file, steps)
                 # A step is complete once another has begun. The last one before an error may lack its evaluation, which
                 # the resumed run makes: then it gets that step.
-                last = [] if ended and self._is_whole else list(steps)[-1:]
+                last = [] if ended and self.is_whole else list(steps)[-1:]
                 if complete := {step: steps.pop(step) for step in list(steps) if step not in last}:
                     self._send(complete)
         # A run without a sample, or one that goes on from a finished one, leaves that one's sample in the folder.
-        sample = (self._exit_code == 0 and keys.get("sample_length") and self._folder.read_text("sample.txt")) or ""
+        sample = (self.exit_code == 0 and keys.get("sample_length") and self._folder.read_text("sample.txt")) or ""
         self._finish(sample if sample.startswith(f"after step {self._last}\n") else "")
 
     def _go_on(self, trained_by: str) -> dict[str, Any]:
@@ -241,7 +238,7 @@ class _Wandb(_Follower):
     def _finish(self, sample: str) -> None:
         if sample:
             self._run.summary["sample"] = sample
-        self._run.finish(exit_code=self._exit_code)
+        self._run.finish(exit_code=self.exit_code)
 
 
 class _Mlflow(_Follower):
@@ -287,7 +284,7 @@ class _Mlflow(_Follower):
 
         if sample:
             self._client.set_tag(self._id, "sample", clipped(sample, MAX_TEXT))
-        mlflow.end_run("KILLED" if self._exit_code >= 128 else "FAILED" if self._exit_code else "FINISHED")
+        mlflow.end_run("KILLED" if self.exit_code >= 128 else "FAILED" if self.exit_code else "FINISHED")
 
 
 def _tell(line: str) -> None:

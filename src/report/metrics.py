@@ -1,16 +1,14 @@
 """Writes a run's metrics: metrics.jsonl, TensorBoard, and lines on the console."""
 
-import contextlib
 import importlib.util
 import json
 import math
-import mmap
 import os
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,10 +77,15 @@ class MetricsLog:
         """
         # Imported here because it takes 0.4 s, and in parts: the whole package imports PyTorch for 2 s, where there
         # is one. Its SummaryWriter is avoided: its thread fails on a full disk, and then it waits for that for ever.
-        with _in_parts("tensorboardX"):
+        empty = importlib.util.module_from_spec(importlib.util.find_spec("tensorboardX"))
+        module = sys.modules.setdefault("tensorboardX", empty)
+        try:
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
             from tensorboardX.summary import Summary, scalar
+        finally:
+            if module is empty:
+                del sys.modules["tensorboardX"]
 
         self.messages: list[str] = []  # for the user, about an existing file
         if resume_step is not None and path.exists() and (invalid := _cut_back(path, resume_step, evaluates_again)):
@@ -99,11 +102,10 @@ class MetricsLog:
         start = SessionLog(status=SessionLog.START)
         self._tensorboard.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
 
-    def write(self, entry: Entry, loss_metrics: Collection[str] = ()) -> None:
-        """Adds a line: `step` with keys of TRAIN_KEYS and `loss_metrics`, of an evaluation, or of INTERNALS."""
-        ordered = [*(key for key in TRAIN_KEYS + EVAL_KEYS if key in entry), *loss_metrics, *user_metrics(entry)]
-        ordered += [key for key in entry if key.startswith(INTERNALS)]
-        assert len(ordered) == len(entry), f"metrics without a place in the line: {set(entry) - set(ordered)}"
+    def write(self, entry: Entry) -> None:
+        """Adds a line: `step` with a step's metrics, an evaluation's, or internals; those declared here come first."""
+        places = {key: place for place, key in enumerate(TRAIN_KEYS + EVAL_KEYS)}
+        ordered = sorted(entry, key=lambda key: places.get(key, len(places)))
         finite = {key: _or_null(entry[key]) for key in ordered}
         if not names(self._path, self._file):
             self._open_again(entry["step"])
@@ -137,20 +139,6 @@ class MetricsLog:
         self._tensorboard.close()
 
 
-@contextlib.contextmanager
-def _in_parts(name: str) -> Iterator[None]:
-    """Has a package's modules imported without what itself imports."""
-    spec = importlib.util.find_spec(name)
-    assert spec, f"requirements.txt has {name}"
-    empty = importlib.util.module_from_spec(spec)
-    module = sys.modules.setdefault(name, empty)
-    try:
-        yield
-    finally:
-        if module is empty:
-            del sys.modules[name]
-
-
 def scalars(entry: Entry) -> dict[str, float]:
     """Returns what TensorBoard and trackers show of a line: its numbers, and of a list the least, mean and greatest."""
     shown: dict[str, float] = {}
@@ -175,19 +163,16 @@ def _cut_back(path: Path, step: int, evaluates_again: bool) -> int:
     """Truncates metrics.jsonl after its last line up to `step`, found from the end; returns how many were invalid."""
     until = (step, not evaluates_again)  # evaluations come after the other lines of their step
     invalid = 0
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        if end:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
-                end = lines.rfind(b"\n") + 1
-                while end:
-                    begin = lines.rfind(b"\n", 0, end - 1) + 1
-                    entry = read_entry(lines[begin:end])
-                    if entry and (entry["step"], bool(eval_sets(entry))) <= until:
-                        break
-                    invalid += entry is None
-                    end = begin
-        file.truncate(end)
+    lines = path.read_bytes()
+    end = lines.rfind(b"\n") + 1
+    while end:
+        begin = lines.rfind(b"\n", 0, end - 1) + 1
+        entry = read_entry(lines[begin:end])
+        if entry and (entry["step"], bool(eval_sets(entry))) <= until:
+            break
+        invalid += entry is None
+        end = begin
+    os.truncate(path, end)
     return invalid
 
 
@@ -283,11 +268,6 @@ def _figure(value: float, form: str) -> str:
     return f"{'null':>7}" if math.isnan(value) else format(value, form)
 
 
-def user_metrics(entry: Mapping[str, int | float]) -> list[str]:
-    """Returns the keys of an evaluation's metrics that `eval_metrics` or named sets added."""
-    return [key for key in entry if key.startswith("eval_") and key not in EVAL_KEYS]
-
-
 def eval_sets(entry: Mapping[str, int | float]) -> dict[str, dict[str, float]]:
     """Groups the metrics of an evaluation by the name of their set; a set without a name has the name ""."""
     sets: dict[str, dict[str, float]] = {}
@@ -307,7 +287,7 @@ def eval_line(entry: Mapping[str, int | float], steps: int) -> str:
     """Formats an evaluation's metrics, a line for each set, with losses in the column of training losses."""
     lines = []
     for name, metrics in eval_sets(entry).items():
-        extra = "".join(f"  {key.removeprefix('eval_')} {metrics[key]:.4f}" for key in user_metrics(metrics))
+        extra = "".join(f"  {key.removeprefix('eval_')} {metrics[key]:.4f}" for key in metrics if key not in EVAL_KEYS)
         loss = f"eval {metrics['eval_loss']:7.4f}  perplexity {metrics['eval_perplexity']:.3f}"
         lines.append(f"{_step_column(entry, steps)}  {loss}{extra}{f'  {name}' if name else ''}")
     return "\n".join(lines)

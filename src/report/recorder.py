@@ -146,7 +146,7 @@ class Recorder:
             **{name: value.tolist() for name, value in user_metrics.items()},
         }
         if self._log and self._printer:
-            self._log.write(self.last, user_metrics)
+            self._log.write(self.last)
             if internals and step % self._keys.log_internals == 0:
                 norms = jax.device_get(internals)
                 self._log.write({"step": step, **{name: value.tolist() for name, value in norms.items()}})
@@ -160,11 +160,12 @@ class Recorder:
         self.recorded = step
 
     def _check(self, step: int, metrics: Entry) -> None:
-        advice = ""
+        advice, keys, loss = "", self._keys, metrics["loss"]
+        aborts = {math.isnan(loss): keys.abort_on_nan_loss, math.isinf(loss): keys.abort_on_inf_loss}
         if not metrics["usable"]:
             problem = f"step {step}: the update made weights so large that no layer can be computed with them."
-        elif self.skipped and self._stops_at(metrics["loss"]):
-            numbers = f"loss {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g}"
+        elif self.skipped and keys.on_nonfinite == "stop" and aborts.get(True, True):  # the gradient's norm may be why
+            numbers = f"loss {loss:g} and gradient norm {metrics['grad_norm']:g}"
             problem = f"step {step}: {numbers} are not both finite. The update was not made."
             advice = ", or leave such updates out with on_nonfinite=skip"
         elif self.skipped == MAX_SKIPPED or (self.skipped and step == self._steps):
@@ -183,12 +184,6 @@ class Recorder:
                 "and at the weights that the run began with."
             )
         raise NonFiniteError(f"{problem} Try a smaller learning_rate or gradient_clipping_threshold{advice}.")
-
-    def _stops_at(self, loss: float) -> bool:
-        """Returns whether a run ends at this loss, of an update that is not finite: the gradient's norm may be why."""
-        keys = self._keys
-        aborts = {math.isnan(loss): keys.abort_on_nan_loss, math.isinf(loss): keys.abort_on_inf_loss}
-        return keys.on_nonfinite == "stop" and aborts.get(True, True)
 
     def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Records an evaluation after update `step`."""

@@ -4,14 +4,13 @@ Process 0 listens at the coordinator's address. When all have come and agree it 
 but the connections stay open: the operating system closes those of a killed process, and TCP's keep-alive probes find a
 lost machine. A process that is stopped keeps its connections: so each says now and then that it is there, by Python,
 before JAX's own heartbeats, which abort a process. A process that ends tells process 0, which tells all. A message is a
-JSON object on a line; after joining,
-a process sends at most two beside those: where it failed, and how it ended or that it finished.
+JSON object on a line; after joining, a process sends at most two beside those: where it failed, and how it ended or
+that it finished.
 """
 
 import contextlib
 import errno
 import json
-import os
 import select
 import socket
 import threading
@@ -147,15 +146,11 @@ class Meeting:
 
 
 def _listen(address: str, count: int) -> socket.socket:
-    """Listens at the port, on all of this machine's addresses or the one that the environment gives JAX."""
-    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-    host, _, port = (bind or address).rpartition(":")
-    host = host.strip("[]") if bind else ""
-    dual_stack = host in ("", "::") and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual_stack or ":" in host else socket.AF_INET
-    place = ("" if dual_stack else host, int(port))
+    """Listens at the port, on all of this machine's addresses."""
+    port, dual_stack = int(address.rpartition(":")[2]), socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack else socket.AF_INET
     try:
-        return socket.create_server(place, family=family, backlog=count, dualstack_ipv6=dual_stack)
+        return socket.create_server(("", port), family=family, backlog=count, dualstack_ipv6=dual_stack)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise TransientError(
@@ -265,10 +260,9 @@ class Job:
                         del watched[descriptor]
             for descriptor, number in watched.items():
                 if now - heard[descriptor] > silence and not self._has_left:
-                    problem = (
-                        f"process {number} of this job has not answered for {silence} s: it or its machine is stopped"
-                    )
-                    self._ends_by(number, {"code": TRY_AGAIN, "message": f"{problem}. {AGAIN}"})
+                    problem = f"process {number} of this job has not answered for {silence} s"
+                    message = f"{problem}: it or its machine is stopped. {AGAIN}"
+                    self._ends_by(number, {"code": TRY_AGAIN, "message": message})
                     return
 
     def _ends_by(self, number: int, message: Mapping[str, Any]) -> bool:

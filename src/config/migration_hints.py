@@ -74,7 +74,6 @@ class Page(NamedTuple):
 
     names: dict[str, Renamed | Explained]
     values: dict[tuple[str, str], str]  # of keys that MaxText and MinText both have: `key=value`, or what to say
-    patterns: list[str]  # the names with a *
     sizes: dict[str, str]  # sizes that a program has together -> what else they imply there
     flags: dict[str, dict[str, str]]  # of XLA, retired: what to type instead, by value; * is any other
 
@@ -111,12 +110,8 @@ def read_page() -> Page:
             elif keys[0][1]:
                 values[keys[0][0], keys[0][2]] = right
             else:
-                names[keys[0][0]] = Renamed(program, _template(right))
-    return Page(names, values, [name for name in names if "*" in name], sizes, flags)
-
-
-def _template(cell: str) -> str | dict[str, str]:
-    return cell.strip("`") if cell.startswith("`") else _by_value(cell)
+                names[keys[0][0]] = Renamed(program, right.strip("`") if right.startswith("`") else _by_value(right))
+    return Page(names, values, sizes, flags)
 
 
 def _by_value(cell: str) -> dict[str, str]:
@@ -125,8 +120,8 @@ def _by_value(cell: str) -> dict[str, str]:
 
 def migration_hint(key: str, value: Any) -> Hint | None:
     """Returns what to say to `key`=`value`, a parsed value, if `key` is a name of another trainer's; else None."""
-    names, patterns = read_page().names, read_page().patterns
-    name = key if key in names else next((name for name in patterns if fnmatch.fnmatchcase(key, name)), None)
+    names = read_page().names
+    name = key if key in names else next((name for name in names if fnmatch.fnmatchcase(key, name)), None)
     return names[name].hint(key, value) if name else None
 
 

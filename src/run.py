@@ -62,17 +62,14 @@ def open_run(
         config.checkpoint, config.data, accepted, plan, abstract, checkpointer, fingerprint, tokenizer
     )
     if start.resumed:
-        start.messages[:0] = [*changes, *_other_environment(folder)]
+        with contextlib.suppress(UserError):  # environment.json is malformed, and is written again
+            old, new = read_facts(folder.path), environment()
+            other = [f"{name} {old[name]} -> {new[name]}" for name in new if old.get(name, new[name]) != new[name]]
+            if other:
+                note = f"changed since the run's last start: {', '.join(other)}"
+                changes.append(f"{note}: losses may differ in the last bits")
+        start.messages[:0] = changes
     return checkpointer, start
-
-
-def _other_environment(folder: RunFolder) -> list[str]:
-    """Returns a line if the code, its packages or the devices are not those of the run's last start."""
-    with contextlib.suppress(UserError):  # environment.json is malformed, and is written again
-        old, new = read_facts(folder.path), environment()
-        if changed := [f"{name} {old[name]} -> {new[name]}" for name in new if old.get(name, new[name]) != new[name]]:
-            return [f"changed since the run's last start: {', '.join(changed)}: losses may differ in the last bits"]
-    return []
 
 
 def open_log(

@@ -164,6 +164,11 @@ def _sources(config: FlatKeys) -> Iterator[str]:
         if needed and not getattr(spec, needed):
             problems.append(f"dataset_type={spec.dataset_type} needs {spec.key(needed)}")
     yield from dict.fromkeys(problems)
+    # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
+    has_path = config.dataset_path or config.eval_dataset_path or config.datasets
+    is_text = all(spec.dataset_type == "text" for spec in source_spec.train_specs(config))
+    if config.use_sft and not (is_text and has_path):
+        yield "use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"
     try:
         source_spec.whole_numbers(source_spec.train_weights(config))
     except UserError as error:
@@ -183,14 +188,6 @@ def _tokenizer(config: FlatKeys) -> Iterator[str]:
             f"tokenizer_path={path} is not read with tokenizer_type=byte; set tokenizer_type=sentencepiece (a .model "
             "file) or tokenizer_type=huggingface (a model's folder or a tokenizer.json)"
         )
-
-
-def _finetuning(config: FlatKeys) -> Iterator[str]:
-    # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
-    has_path = config.dataset_path or config.eval_dataset_path or config.datasets
-    is_text = all(spec.dataset_type == "text" for spec in source_spec.train_specs(config))
-    if config.use_sft and not (is_text and has_path):
-        yield "use_sft=true reads .jsonl files of conversations: set dataset_type=text and dataset_path"
 
 
 def _evaluation(config: FlatKeys) -> Iterator[str]:
@@ -294,7 +291,7 @@ def _accepted(config: FlatKeys) -> Iterator[str]:
 CHECKS = (
     *model_checks.CHECKS,
     *(_remat, _mesh, _rules, _schedule, _moments, _mup, _profile, _tiles, _ramp),
-    *(_sources, _tokenizer, _finetuning, _evaluation),
+    *(_sources, _tokenizer, _evaluation),
     *(_scoring, _decoding, _loading, _quantization, _processes, _accepted),
 )
 

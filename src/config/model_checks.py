@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from src.config.schema import KEYS, section_of
-from src.config.values import FlatKeys, check_value, read_list
+from src.config.values import FlatKeys, check_value
 from src.config.yaml import Plain, convert, dump
 from src.errors import did_you_mean, first_few
 
@@ -110,12 +110,8 @@ def _segments(config: FlatKeys) -> Iterator[str]:
             yield from (f"decoder_segments, segment {number}: {it}" for it in _layer(FlatKeys({**config, **facts})))
 
 
-def read_segments(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Returns a parsed `decoder_segments`, each entry complete and typed; raises ValueError with all that is wrong."""
-    return read_list(value, "segment", _read_segment)
-
-
-def _read_segment(entry: Any) -> dict[str, Any]:
+def read_segment(entry: Any) -> dict[str, Any]:
+    """Returns an entry of a parsed `decoder_segments`, complete and typed; raises ValueError with all that is wrong."""
     if not isinstance(entry, dict) or set(entry) - {"repeats", "shared", "pattern"} or not entry.get("pattern"):
         raise ValueError(f"expected {{repeats: n, shared: true or false, pattern: [...]}}, got {dump(entry)}")
     repeats = convert(entry.get("repeats", Plain("1")), 1, "repeats")

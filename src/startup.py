@@ -37,7 +37,7 @@ REPORTED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 # fingerprint of training data and tokenizer shows whether they are the same (src/data/host_arrays.py).
 PER_PROCESS_KEYS = ("process_id", "coordinator_address", "jax_cache_dir", "dataset_path", "datasets", "tokenizer_path")
 
-PROC, LOCK_FILE = Path("/proc"), Path("/tmp/libtpu_lockfile")  # Linux's, and the one that libtpu holds
+PROC = Path("/proc")
 # Chips by the drivers of TPUs and of GPUs, but not /dev/vfio/vfio or /dev/nvidiactl, which are no chip's.
 _DEVICE = re.compile(r"/dev/(accel|accel/accel|vfio/|vfio/devices/vfio|nvidia)\d+")
 # What libtpu and CUDA say of a chip that another process holds; "no supported devices": of GPUs in exclusive mode.
@@ -180,13 +180,8 @@ def named_device_holders() -> Iterator[None]:
 
 
 def device_holders(pids: set[int]) -> dict[int, str]:
-    """Returns the command and devices of each other process that has a chip open or libtpu's lock, and of `pids`."""
+    """Returns the command and devices of each other process that has a chip open, and of `pids`."""
     held: dict[int, set[str]] = defaultdict(set, {pid: set() for pid in pids})
-    with contextlib.suppress(OSError):  # there is no lock file; other users' locks are seen too
-        inode = f":{LOCK_FILE.stat().st_ino}"
-        for words in map(str.split, (PROC / "locks").read_text().splitlines()):
-            if "->" not in words and words[-3].endswith(inode) and int(words[-4]) > 0:
-                held[int(words[-4])].add(str(LOCK_FILE))
     for folder in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
             targets = map(os.readlink, (folder / "fd").iterdir())

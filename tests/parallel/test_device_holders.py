@@ -1,9 +1,6 @@
-"""Where another process holds the devices, the message names it: by a stand-in for /proc, and by a real lock."""
+"""Where another process holds the devices, the message names it: by a stand-in for /proc."""
 
 import os
-import re
-import subprocess
-import sys
 
 import pytest
 
@@ -22,12 +19,10 @@ GPU = "Unable to initialize backend 'cuda': INTERNAL: no supported devices found
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """Adds a process to a stand-in for /proc: its pid, its command, what it has open (None: another user's)."""
-    proc, lock = tmp_path / "proc", tmp_path / "libtpu_lockfile"
+    proc = tmp_path / "proc"
     proc.mkdir()
-    (proc / "locks").write_text("")
     (proc / "uptime").write_text("1 1")
     monkeypatch.setattr(module, "PROC", proc)
-    monkeypatch.setattr(module, "LOCK_FILE", lock)
 
     def add(pid, command, files):
         folder = proc / str(pid)
@@ -38,7 +33,6 @@ def machine(tmp_path, monkeypatch):
         if files is None:
             (folder / "fd").rmdir()  # unreadable even by root, as whom tests may run
 
-    add.proc, add.lock = proc, lock
     return add
 
 
@@ -63,21 +57,6 @@ def test_processes_with_a_chip_open_are_named_and_no_others(machine):
     }
 
 
-def test_the_holder_of_libtpus_lock_is_named_though_it_is_another_users(machine):
-    machine.lock.write_text("")
-    inode = machine.lock.stat().st_ino
-    (machine.proc / "locks").write_text(
-        f"1: FLOCK  ADVISORY  WRITE 7 fe:00:1{inode} 0 EOF\n2: POSIX  ADVISORY  WRITE 4711 fe:00:{inode} 0 EOF\n"
-        f"2: -> POSIX  ADVISORY  WRITE 9 fe:00:{inode}1 0 EOF\n"
-    )
-    machine(4711, "python train.py", None)
-    said = message_for(TPU)
-    assert (
-        f"in use by\n  pid 4711: python train.py ({machine.lock})\nWait until it has ended, or end it: kill PID" in said
-    )
-    assert "JAX says: Unable to initialize backend 'tpu'" in said
-
-
 @pytest.mark.parametrize("error", [TPU, VFIO, GPU])
 def test_what_jax_says_of_devices_in_use_is_answered(error, machine):
     machine(99, "python other.py", ["/dev/vfio/0", "/dev/nvidia0"])
@@ -98,15 +77,3 @@ def test_other_failures_stay_what_they_are(machine):
     with pytest.raises(RuntimeError) as raised, named_device_holders():
         raise error
     assert raised.value is error
-
-
-def test_the_holder_of_a_real_lock_is_found(tmp_path, monkeypatch):
-    lock = tmp_path / "lock"
-    monkeypatch.setattr(module, "LOCK_FILE", lock)
-    program = f"import fcntl; f = open({str(lock)!r}, 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        process.stdout.readline()
-        found = device_holders(set())
-        process.communicate("\n")
-    assert re.match(rf"{re.escape(sys.executable)} -c import fcntl.*\({re.escape(str(lock))}\)$", found[process.pid])

@@ -9,7 +9,6 @@ import pkgutil
 import re
 import sys
 import sysconfig
-import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -19,8 +18,6 @@ import numpy as np
 
 from src.errors import TransientError, UserError, did_you_mean
 from src.storage_errors import Failure, failure_of
-
-SLOW_SECONDS = 60
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
@@ -98,18 +95,6 @@ def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise
     except BaseException as error:
         raise _failure(what, error) from error
-
-
-@contextlib.contextmanager
-def says_if_slow(what: str) -> Iterator[None]:
-    """Prints a line if the body takes longer than a minute, because a user's code may never end."""
-    timer = threading.Timer(SLOW_SECONDS, print, [f"still waiting for {what}"], {"flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def class_name(thing: Any) -> str:

@@ -1,7 +1,6 @@
 import re
 import sys
 import textwrap
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -353,19 +352,6 @@ def test_code_of_a_user_that_ends_the_process_is_an_error_of_its_own(my_data, co
     my_data(f"import sys\ndef documents(config, split):\n    {ends}\n")
     with pytest.raises(UserError, match=r"^dataset_factory=my_data:documents raised .*my_data\.py, line"):
         open_sources(config(dataset_type="custom", dataset_factory="my_data:documents"), None)
-
-
-def test_a_factory_that_does_not_end_is_named_while_it_is_waited_for(open_custom, monkeypatch, capsys):
-    monkeypatch.setattr("src.user_code.SLOW_SECONDS", 0.01)
-
-    def slow(config, split):
-        time.sleep(0.1)
-        yield "a document"
-        time.sleep(0.1)
-
-    open_custom(slow)
-    said = capsys.readouterr().out
-    assert "still waiting for dataset_factory=of_test:documents: the iterable that it returned has not ended" in said
 
 
 def test_a_run_on_custom_documents_ends_with_one_message(my_data, tmp_path, monkeypatch, capsys):

@@ -14,7 +14,7 @@ from src.data.readers.records import Nulls, as_document, from_fields
 from src.data.streams import StreamSource
 from src.data.types import Fingerprint, InputSpec, Source
 from src.errors import UserError
-from src.user_code import call, class_name, code_digests, load_function, says_if_slow
+from src.user_code import call, class_name, code_digests, load_function
 
 # Bounds of an iterable, which is kept in memory.
 _MAX_DOCUMENTS = 5_000_000
@@ -30,8 +30,7 @@ def open_custom(spec: SourceSpec, inputs: InputSpec) -> Source:
     name, factory = spec.setting("dataset_factory"), load_function(spec.dataset_factory, spec.key("dataset_factory"))
     digests = code_digests(spec.dataset_factory, spec.key("dataset_factory"))
     code: Fingerprint = {f"code {module}": digest for module, digest in digests.items()}
-    with says_if_slow(f"{name}, which has not returned"):
-        dataset = call(name, factory, inputs.config, spec.split)
+    dataset = call(name, factory, inputs.config, spec.split)
     read = functools.partial(document_of, name, spec.dataset_column, inputs.vocab_size, Nulls(name))
     is_iterable = isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__")
     if hasattr(dataset, "load_state_dict") or (is_iterable and hasattr(call(name, iter, dataset), "get_state")):
@@ -79,8 +78,7 @@ class CustomSource(Source):
                 "and __getitem__, or as an iterable"
             )
         if not is_indexed:
-            with says_if_slow(f"{name}: the iterable that it returned has not ended, and is read whole"):
-                dataset, digest = self._read_whole(dataset)
+            dataset, digest = self._read_whole(dataset)
             self._facts["digest"] = digest
         self._documents: Sequence[Any] = dataset
         self._length = call(f"{name}: len() of what it returned", len, dataset)

@@ -76,7 +76,6 @@ OF_LAYERS = (
 )
 _WITH_COLUMN = ("text", "tfds", "array_record", "parquet", "hf", "custom")
 WITH_MOMENTS = [name for name in KEYS["opt_type"].allowed if name not in ("adafactor", "sgd")]
-_NAMED = Range("NAME", bool)
 _STAGES = Range("2 or more", lambda size: size >= 2 or size == -1)
 NEEDS = (
     *OF_LAYERS,
@@ -105,8 +104,8 @@ NEEDS = (
     Need(["per_device_batch_size_start", "per_device_batch_size_increment", "global_rampup_samples"],
          {"enable_rampup_batch_size": [True]}),
     Need(["sft_train_on_completion_only"], {"use_sft": [True]}),
-    Need(["num_fewshot", "limit", "include_path"], {"tasks": _NAMED}),
-    Need(["decode_samples", "decode_prompt_tokens"], {"decode_path": _NAMED, "decode_metrics": _NAMED}),
+    Need(["num_fewshot", "limit", "include_path"], {"tasks": GIVEN}),
+    Need(["decode_samples", "decode_prompt_tokens"], {"decode_path": GIVEN, "decode_metrics": GIVEN}),
     Need(["decode_num_prompts"], {"decode_prompt_tokens": ABOVE_0}),
     Need(["decode_metrics"], {"eval_interval": ABOVE_0}),
     Need(["decode_sampling_top_k"], {"decode_sampling_strategy": ["topk", "composite"]}),
@@ -161,20 +160,15 @@ def idle_settings(
                 problems += [(key, sentence)] * (not taken)
             else:
                 problems += [(key, sentence + reason) for reason in _idle(key, known, changed)]
-    if "decoder_segments" in last:
-        problems += [("decoder_segments", sentence) for sentence in _idle_in_segments(known)]
-    return problems
-
-
-def _idle_in_segments(config: Mapping[str, Any]) -> Iterator[str]:
-    patterns = enumerate((entry["pattern"] for entry in config.get("decoder_segments", ())), start=1)
-    for number, facts in [(number, facts) for number, pattern in patterns for facts in pattern]:
-        layer = {**config, **facts}
+    segments = known.get("decoder_segments", ()) if "decoder_segments" in last else ()
+    for number, facts in [(number, facts) for number, each in enumerate(segments, 1) for facts in each["pattern"]]:
+        layer = {**known, **facts}
         unmet = [need for need in OF_LAYERS if need.one_of.keys() <= layer.keys() and not need.met(layer)]
         for fact, need in ((fact, each) for each in unmet for fact in each.keys if fact in facts):
             if facts[fact] != KEYS[fact].default:
-                value = f"{fact}={dump(facts[fact])}"
-                yield f"decoder_segments, segment {number}: {value} has no effect: it needs {need}"
+                sentence = f"{fact}={dump(facts[fact])} has no effect: it needs {need}"
+                problems.append(("decoder_segments", f"decoder_segments, segment {number}: {sentence}"))
+    return problems
 
 
 def _idle(key: str, config: Mapping[str, Any], changed: set[str]) -> Iterator[str]:

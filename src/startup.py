@@ -74,10 +74,7 @@ def configured(
                 start_distributed(place, mesh, shared_facts(config))
         with named_device_holders():
             jax.devices()  # the first that has JAX look for them
-        say(notes)
-    else:  # `say` would have JAX look for devices
-        for note in notes:
-            show(note)
+    say(notes)
     return config
 
 

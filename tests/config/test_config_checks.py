@@ -169,12 +169,6 @@ def test_blanks_around_the_equals_sign_are_one_problem():
     assert str(error.value).startswith("steps = 20 eval_interval=-1: type key=value without blanks around =")
 
 
-@pytest.mark.parametrize("argv", ["steps=3", {}, {"steps": 3}, [BASE, 3]])
-def test_what_is_no_command_line_is_told_what_is(argv):
-    with pytest.raises(UserError, match=r'a list of words, such as \["configs/base.yml"'):
-        load(argv)
-
-
 @pytest.mark.parametrize(
     ("words", "corrected"),
     [

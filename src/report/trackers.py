@@ -135,7 +135,11 @@ class _Follower(threading.Thread):
                 # the resumed run makes: then it gets that step.
                 last = [] if ended and self.is_whole else list(steps)[-1:]
                 if complete := {step: steps.pop(step) for step in list(steps) if step not in last}:
-                    self._send(complete)
+                    try:
+                        for step in self._log(complete):
+                            self._saved["step"] = step
+                    finally:
+                        self._save(self._saved)
         # A run without a sample, or one that goes on from a finished one, leaves that one's sample in the folder.
         sample = (self.exit_code == 0 and keys.get("sample_length") and self._folder.read_text("sample.txt")) or ""
         self._finish(sample if sample.startswith(f"after step {self._last}\n") else "")
@@ -154,17 +158,6 @@ class _Follower(threading.Thread):
             )
             saved = {"step": 0}
         return {**saved, "trained_by": trained_by, "since": start}
-
-    def _send(self, steps: Steps) -> None:
-        sent = self._saved["step"]
-        self._save({**self._saved, "step": max(steps)})  # before: after a kill no step comes twice
-        try:
-            for step in self._log(steps):
-                sent = step
-        except Exception:
-            self._saved["step"] = sent
-            self._save(self._saved)
-            raise
 
     def _read(self, file: BinaryIO, steps: dict[int, dict[str, float]]) -> None:
         """Adds the lines that were written since, of steps that the tracker does not have."""

@@ -32,10 +32,8 @@ def run_command(main: Callable[[Sequence[str]], object], *, may_exit: bool = Fal
         result = main(sys.argv[1:])
         code = getattr(result, "exit_code", result)
         sys.stdout.flush()
-    except UserError as error:
-        end(MISTAKE, f"error: {error}{_kept_checkpoint(error)}")
-    except TransientError as error:
-        end(TRY_AGAIN, f"error: {error}{_kept_checkpoint(error)}")
+    except (UserError, TransientError) as error:
+        end(MISTAKE if isinstance(error, UserError) else TRY_AGAIN, f"error: {error}{_kept_checkpoint(error)}")
     except KeyboardInterrupt as error:
         end(INTERRUPTED, f"interrupted{_kept_checkpoint(error)}")
     except BaseException as error:

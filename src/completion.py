@@ -83,7 +83,9 @@ class Completion:
             self.done = len(self._ids) == self._max_tokens
         tail = self._decode(self._ids[-self._tail :]) if self._stop_texts else ""
         if self.done or any(stop in tail for stop in self._stop_texts):
-            self._update()
+            self.text = self._decode(self._ids)[len(self.prompt_text) :]
+            if ends := [end for stop in self._stop_texts if (end := self.text.find(stop)) >= 0]:
+                self.text, self.done = self.text[: min(ends)], True
 
     def stable_text(self) -> str:
         """Returns the part of the text that no later token changes: whole characters, and no start of a stop text."""
@@ -99,12 +101,6 @@ class Completion:
         text = self._stable + text.rstrip("\ufffd")
         held = [size for stop in self._stop_texts for size in range(1, len(stop)) if text.endswith(stop[:size])]
         return text[: len(text) - max(held, default=0)]
-
-    def _update(self) -> None:
-        """Brings `text` up to date, which `add` leaves to the end, and ends it at a stop text."""
-        self.text = self._decode(self._ids)[len(self.prompt_text) :]
-        if ends := [end for stop in self._stop_texts if (end := self.text.find(stop)) >= 0]:
-            self.text, self.done = self.text[: min(ends)], True
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(np.array(ids, np.int32))

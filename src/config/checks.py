@@ -57,9 +57,6 @@ def _mesh(config: FlatKeys) -> Iterator[str]:
             by_default = [key for key in unset if KEYS[key].default == -1]
             hint = f": -1 is the default of {by_default[0]}, so add {by_default[0]}=1" if by_default else ""
             yield f"only one {kind} size may be -1 (what is left), not {' and '.join(unset)}{hint}"
-
-
-def _rules(config: FlatKeys) -> Iterator[str]:
     for name in config.logical_axis_rules:
         if name not in LOGICAL_AXES:
             hint = did_you_mean(name, LOGICAL_AXES) or f" It has {first_few(LOGICAL_AXES, near=name)}"
@@ -133,13 +130,10 @@ def _mup(config: FlatKeys) -> Iterator[str]:
             yield f"mup_base_emb_dim={config.mup_base_emb_dim} needs {keys}: its learning rates are of no other"
 
 
-def _tiles(config: FlatKeys) -> Iterator[str]:
+def _batch(config: FlatKeys) -> Iterator[str]:
     length, tiles = config.max_target_length, config.num_vocab_tiling
     if tiles and length % tiles:
         yield f"max_target_length={length} does not divide into num_vocab_tiling={tiles} tiles"
-
-
-def _ramp(config: FlatKeys) -> Iterator[str]:
     if not config.enable_rampup_batch_size:
         return
     full, start = config.per_device_batch_size, config.per_device_batch_size_start
@@ -290,7 +284,7 @@ def _accepted(config: FlatKeys) -> Iterator[str]:
 
 CHECKS = (
     *model_checks.CHECKS,
-    *(_remat, _mesh, _rules, _schedule, _moments, _mup, _profile, _tiles, _ramp),
+    *(_remat, _mesh, _schedule, _moments, _mup, _profile, _batch),
     *(_sources, _tokenizer, _evaluation),
     *(_scoring, _decoding, _loading, _quantization, _processes, _accepted),
 )

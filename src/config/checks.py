@@ -12,10 +12,10 @@ from typing import Any
 from src.config import model_checks, source_spec
 from src.config.command_keys import CALIBRATION_METHODS, fixed_bound
 from src.config.keys import FROM_0
+from src.config.model_checks import FlatKeys, check_value, read_list
 from src.config.needs import WITH_MOMENTS
 from src.config.schema import KEYS, LOGICAL_AXES, MESH_AXES, size_key
 from src.config.step_keys import REMAT_ARRAYS
-from src.config.values import FlatKeys, check_value, read_list
 from src.config.yaml import convert, dump
 from src.errors import UserError, did_you_mean, first_few
 

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from src.config.checks import ENTRIES, check_config, read_entries
 from src.config.keys import frozen
 from src.config.migration_hints import corrected_command, is_maxtext_default, joined, migration_hint, own_value
-from src.config.model_checks import read_segment
+from src.config.model_checks import read_list, read_segment
 from src.config.needs import TYPED, Setting, idle_settings
 from src.config.schema import KEYS, Config, defaults, keys_of
 from src.config.sources import (
@@ -26,7 +26,6 @@ from src.config.sources import (
     runs_in,
     similar_runs,
 )
-from src.config.values import read_list
 from src.config.yaml import BASE, CONFIGS, NOTHING, Plain, convert, dump, file_name, literal, parse_argument, parse_keys
 
 # isort: split

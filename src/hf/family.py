@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from src.config.model_checks import check_value
 from src.config.needs import OF_LAYERS
 from src.config.schema import KEYS, Model
-from src.config.values import check_value
 from src.config.yaml import type_name
 from src.errors import UserError
 from src.hf.tensor_map import TensorMap

@@ -7,8 +7,8 @@ import pytest
 
 from src.command_line import load
 from src.config.load import from_yaml, to_yaml
+from src.config.model_checks import check_value
 from src.config.schema import KEYS, defaults
-from src.config.values import check_value
 from src.config.yaml import MAX_DEPTH, MAX_NODES
 from src.errors import UserError
 from src.parallel.mesh import global_batch_size, make_layout

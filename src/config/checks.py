@@ -151,13 +151,11 @@ def _batch(config: FlatKeys) -> Iterator[str]:
 
 
 def _sources(config: FlatKeys) -> Iterator[str]:
-    problems = []
     for spec in source_spec.all_specs(config):
         # Without a path the one source of a run is Python's own; of several each says what it is.
         needed = "dataset_path" if spec.name and spec.dataset_type == "text" else _NEEDED.get(spec.dataset_type)
         if needed and not getattr(spec, needed):
-            problems.append(f"dataset_type={spec.dataset_type} needs {spec.key(needed)}")
-    yield from dict.fromkeys(problems)
+            yield f"dataset_type={spec.dataset_type} needs {spec.key(needed)}"
     # One of the two is enough to evaluate on; who trains without the first is told so where the data are opened.
     has_path = config.dataset_path or config.eval_dataset_path or config.datasets
     is_text = all(spec.dataset_type == "text" for spec in source_spec.train_specs(config))

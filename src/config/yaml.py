@@ -106,7 +106,15 @@ def parse(text: str, where: str) -> Any:
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise UserError(f"{where} is not valid YAML{_place_and_reason(error, text)}") from None
+        if not (isinstance(error, yaml.MarkedYAMLError) and error.problem_mark):
+            raise UserError(f"{where} is not valid YAML: {error}") from None
+        mark, pattern = error.problem_mark, None
+        if not isinstance(error, yaml.constructor.ConstructorError):
+            # To YAML a star begins the name of another place in the file; here it begins a pattern of weights' names.
+            pattern = re.compile(r"\*[^\s,\]}]*").match(text, (error.context_mark or mark).index)
+        hint = f". What begins with * needs quotes: '{pattern[0]}'" if pattern else ""
+        place = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        raise UserError(f"{where} is not valid YAML, {place}{hint}") from None
     except RecursionError:
         raise UserError(f"{where} is nested too deeply to be read") from None
     _check_size(value, where)
@@ -121,17 +129,6 @@ def _check_size(value: Any, where: str, depth: int = 1) -> int:
         if count > MAX_NODES or depth > MAX_DEPTH:
             raise UserError(f"{where} has more than {MAX_NODES:,} values, or {MAX_DEPTH} within each other")
     return count
-
-
-def _place_and_reason(error: yaml.YAMLError, text: str) -> str:
-    if not (isinstance(error, yaml.MarkedYAMLError) and error.problem_mark):
-        return f": {error}"
-    mark, pattern = error.problem_mark, None
-    if not isinstance(error, yaml.constructor.ConstructorError):
-        # To YAML a star begins the name of another place in the file; here it begins a pattern of weights' names.
-        pattern = re.compile(r"\*[^\s,\]}]*").match(text, (error.context_mark or mark).index)
-    hint = f". What begins with * needs quotes: '{pattern[0]}'" if pattern else ""
-    return f", line {mark.line + 1}, column {mark.column + 1}: {error.problem}{hint}"
 
 
 def read_file(path: Path) -> dict[str, Any]:

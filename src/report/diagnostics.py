@@ -108,11 +108,9 @@ class Profile:
         self._folder = folder / "tensorboard"
         self._begin = first_step + keys.skip_first_n_steps_for_profiler
         self._end = self._begin + keys.profiler_steps
-        self._wanted = bool(keys.profiler)
-        self._running = False
+        self._wanted, self._running = bool(keys.profiler) and self._end <= steps, False
         # A new run of so few steps is refused (src/config/checks.py), but one that goes on may be near its end.
-        if self._wanted and self._end > steps:
-            self._wanted = False
+        if keys.profiler and not self._wanted:
             say([f"no profile is written: it would be of steps {self._begin + 1} to {self._end}, and steps={steps}"])
 
     @contextlib.contextmanager

@@ -51,6 +51,15 @@ def encode_prompt(decoding: Decoding, max_target_length: int, tokenizer: Tokeniz
     return ids
 
 
+def length_note(decoding: Decoding, max_target_length: int, prompt_tokens: int) -> list[str]:
+    """Returns a line if a text after a prompt of so many tokens can't get as long as `sample_length` says."""
+    if not decoding.sample_length or prompt_tokens + decoding.sample_length <= max_target_length:
+        return []
+    return [
+        f"sample_length={decoding.sample_length}: prompt and text end at max_target_length={max_target_length} tokens"
+    ]
+
+
 class Completion:
     """Collects the text after one prompt until a stop token, a stop text (left out), or the limit of its length.
 

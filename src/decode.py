@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from src.cli import run_command
-from src.completion import Completion, Prompt, generate, make_generator, write_now
+from src.completion import Completion, Prompt, generate, length_note, make_generator, write_now
 from src.config.base_yml import Usage
 from src.config.command_keys import Decoding
 from src.config.source_spec import eval_specs, names_eval_data, train_specs
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | ConfigDict) -> list[str] | None:
     prompts = [] if config.interactive else prompts_of(decoding, InputSpec.of(config, tokenizer))
     looked_at = prompts[:1] if decoding.decode_prompt_tokens else prompts
     completions = [Completion(decoding, length, tokenizer, prompt) for prompt in looked_at]
+    say(length_note(decoding, length, max((len(completion.prompt) for completion in completions), default=0)))
     loaded = load_model(config, tokenizer)
     plan, weights = unrolled(loaded.plan, loaded.weights)
     if decoding.quantize_weights:

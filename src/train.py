@@ -13,7 +13,7 @@ from src.checkpoint.data_position import run_rules
 from src.checkpoint.preemption import Preemption
 from src.checkpoint.run_folder import RunFolder, dated_name, kept_checkpoint
 from src.cli import run_command
-from src.completion import encode_prompt
+from src.completion import encode_prompt, length_note
 from src.config.schema import Config
 from src.data.fingerprint import data_fingerprint
 from src.data.host_arrays import check_same, host_rows, to_global
@@ -86,7 +86,9 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     meta = saved_meta(plan, config.checkpoint, fingerprint, tokenizer)
     if config.sample_length and tokenizer:
         # A prompt that is too long fails now rather than after the run.
-        encode_prompt(config.decoding, config.max_target_length, tokenizer, config.prompt)
+        prompt = encode_prompt(config.decoding, config.max_target_length, tokenizer, config.prompt)
+        longest = max(len(prompt), config.decode_prompt_tokens)
+        say(length_note(config.decoding, config.max_target_length, longest))
     if config.decode_metrics and not tokenizer:
         raise UserError("decode_metrics needs a tokenizer, which dataset_type=synthetic does not have")
     generated = DecodeMetrics(config.decoding, inputs, global_batch) if config.decode_metrics else None

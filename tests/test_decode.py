@@ -152,7 +152,7 @@ def test_a_file_of_prompts_is_answered_as_greedy_generation_does(family, request
     assert re.search(rf"^decode: {drawn} tokens in [\d.]+ s, [\d.,]+ tokens/s$", output, re.MULTILINE)
 
 
-def test_one_prompt_streams_its_whole_text(llama, monkeypatch):
+def test_one_prompt_streams_its_whole_text(llama, capsys, monkeypatch):
     folder, reference = llama
     pieces = []
     for module in (completion, decode):
@@ -161,6 +161,10 @@ def test_one_prompt_streams_its_whole_text(llama, monkeypatch):
     assert text == continuation(reference, BYTES.encode_prompt(PROMPTS[1]), new=20)[0]
     assert len(pieces) > 10
     assert "".join(pieces) == f"{PROMPTS[1]}{text}\n"
+    capsys.readouterr()
+    decode.main(arguments(folder, prompt=PROMPTS[1], sample_length=LENGTH - len(PROMPTS[1])))
+    said = f"sample_length={LENGTH - len(PROMPTS[1])}: prompt and text end at max_target_length={LENGTH} tokens"
+    assert said in capsys.readouterr().out, "with its bos the prompt has a token more"
 
 
 def test_a_chat_template_writes_what_the_user_says(llama, tmp_path):

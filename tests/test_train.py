@@ -285,6 +285,15 @@ def test_a_profile_has_the_steps_that_it_says(tmp_path):
     assert [mark["step_num"] for mark in marks] == [2]
 
 
+@pytest.mark.parametrize(("length", "is_said"), [(59, False), (60, True)])
+def test_a_sample_that_ends_before_its_length_is_announced(length, is_said, tmp_path, corpus, capsys):
+    """The prompt has five tokens and a row 64: nothing slides on, as nanoGPT's window does."""
+    keys = {"base_output_directory": tmp_path, "dataset_path": corpus, "steps": 1, "log_period": 2}
+    runs.run_here(**keys, sample_length=length)
+    line = f"sample_length={length}: prompt and text end at max_target_length=64 tokens\n"
+    assert (line in capsys.readouterr().out) == is_said
+
+
 def test_help_returns_without_a_run(capsys):
     assert train.main(["--help", "learning_rate"]) is None
     assert "learning_rate: 3.0e-4" in capsys.readouterr().out

@@ -30,8 +30,8 @@ def compare_configs(config: Config, folder: RunFolder, plan: StepPlan, abstract:
     old = from_yaml(saved)
     harmless, breaking = compare_runs(old, config)
     if breaking:
-        listed = "\n".join(f"  {change}" for change in breaking)
-        accept = f", or accept them: accept_changes=[{', '.join(change.key for change in breaking)}]"
+        listed = "\n".join(f"  {change}" for change in breaking.values())
+        accept = f", or accept them: accept_changes=[{', '.join(breaking)}]"
         former = _state_of(Config.of({key: old[key] for key in old if key in KEYS}), plan)
         if former:  # what this run does not keep, such as an average of the weights, is not restored
             former = dataclasses.replace(former, **{name: {} for name in EXTRAS if not getattr(abstract, name)})
@@ -45,7 +45,7 @@ def compare_configs(config: Config, folder: RunFolder, plan: StepPlan, abstract:
             f"This run was started with other settings of its weights or data (old -> new):\n{listed}\n"
             f"Give them as they were, or use another run_name{accept}"
         )
-    return [f"changed since the run's last start: {change}" for change in harmless]
+    return [f"changed since the run's last start: {change}" for change in harmless.values()]
 
 
 def _state_of(old: Config, plan: StepPlan) -> TrainState | None:

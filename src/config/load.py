@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -36,17 +36,6 @@ from src.errors import UserError, changed_keys, clipped, did_you_mean, first_few
 # Maps a folder of a model that another program wrote, and whether its tokenizer alone is wanted, to the keys of both as
 # `parse_keys` gives them; None where no such model is there. The config knows none of these formats.
 FolderReader = Callable[[str, bool], Mapping[str, Any] | None]
-
-
-class Change(NamedTuple):
-    """A key whose value differs between two configurations; None: the key is missing there."""
-
-    key: str
-    old: Any
-    new: Any
-
-    def __str__(self) -> str:
-        return f"{self.key}: {dump(self.old)} -> {dump(self.new)}"
 
 
 def load(
@@ -353,14 +342,15 @@ def _dotted(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:
-    """Returns the changes from a run's configuration that it may see as it goes on, and those that it may not.
+def compare_runs(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the changes from a run's configuration that it may see as it goes on, and those that it may not, by key.
 
     The latter alter its weights' shapes or meaning, its data or their order, and `accept_changes` does not name them. A
     key that the run's version did not have yet had the effect of its default.
     """
     old = {**defaults(), **old}
-    changes = [Change(key, old.get(key), new.get(key)) for key in changed_keys(new, old) if key not in OF_ONE_START]
+    changed = [key for key in changed_keys(new, old) if key not in OF_ONE_START]
+    changes = {key: f"{key}: {dump(old.get(key))} -> {dump(new.get(key))}" for key in changed}
     identity = {key.name for key in KEYS.values() if key.fixed} - set(new["accept_changes"])
-    breaking = [change for change in changes if change.key in identity]
-    return [change for change in changes if change.key not in identity], breaking
+    breaking = {key: changes.pop(key) for key in changed if key in identity}
+    return changes, breaking

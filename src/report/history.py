@@ -94,32 +94,6 @@ def _join(a: Block, b: Block) -> Block:
     return Block(low, high, median, a.total + b.total, a.count + b.count)
 
 
-class HeatMaps:
-    """Holds columns, every second one fewer each time that there are too many."""
-
-    def __init__(self) -> None:
-        self._columns: list[Column] = []
-        self._seen, self._stride = 0, 1
-
-    def add(self, entry: Entry) -> None:
-        """Adds a line."""
-        if self._seen % self._stride == 0:
-            self._columns.append((entry["step"], by_layer(entry)))
-        self._seen += 1
-        if len(self._columns) > _COLUMNS:
-            self._columns, self._stride = self._columns[::2], 2 * self._stride
-
-    def maps(self) -> list[dict[str, Any]]:
-        """Returns what charts.js draws: a title, steps, the rows' names, and a list of their figures for each step."""
-        latest = self._columns[-1][1] if self._columns else {}
-        columns = [column for column in self._columns if column[1].keys() >= latest.keys()]
-        steps = [step for step, _ in columns]
-        return [
-            {"title": title, "steps": steps, "rows": [*rows], "values": [[*of[title].values()] for _, of in columns]}
-            for title, rows in latest.items()
-        ]
-
-
 def by_layer(entry: Entry) -> dict[str, dict[str, float | None]]:
     """Returns each heat map's figures of a line by title and row: a layer's norm is that of all its variables together.
 
@@ -153,7 +127,7 @@ class History:
     def __init__(self) -> None:
         self.train: dict[str, Curve] = defaultdict(Curve)  # by key
         self.evals: dict[str, Curve] = defaultdict(Curve)
-        self.heat_maps = HeatMaps()
+        self._columns, self._stride, self._internals = list[Column](), 1, 0  # every `stride`th of so many lines
         self.last_train: Entry = {}  # the last line; empty before there is one
         self.last_eval: Entry = {}
         self.tokens = self.seconds = 0.0  # totals over all steps
@@ -180,7 +154,11 @@ class History:
             if "loss" in entry:
                 train.append(entry)
             elif "activation_rms" in entry:
-                self.heat_maps.add(entry)
+                if self._internals % self._stride == 0:
+                    self._columns.append((entry["step"], by_layer(entry)))
+                self._internals += 1
+                if len(self._columns) > _COLUMNS:
+                    self._columns, self._stride = self._columns[::2], 2 * self._stride
             elif keys := [key for key in entry if key.startswith("eval_")]:
                 self.last_eval = entry
                 for key in keys:
@@ -193,6 +171,16 @@ class History:
         times = [(entry.get("step_time_seconds") or 0.0, entry.get("tokens_per_second") or 0.0) for entry in train]
         self.seconds += sum(seconds for seconds, _ in times)
         self.tokens += sum(seconds * rate for seconds, rate in times)  # the batch size may have changed
+
+    def heat_maps(self) -> list[dict[str, Any]]:
+        """Returns what charts.js draws: a title, steps, the rows' names, and a list of their figures for each step."""
+        latest = self._columns[-1][1] if self._columns else {}
+        columns = [column for column in self._columns if column[1].keys() >= latest.keys()]
+        steps = [step for step, _ in columns]
+        return [
+            {"title": title, "steps": steps, "rows": [*rows], "values": [[*of[title].values()] for _, of in columns]}
+            for title, rows in latest.items()
+        ]
 
 
 def _number(key: str, value: Any) -> float | None:

@@ -121,7 +121,7 @@ def _page(
 ) -> str:
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     invalid = [f" {_invalid_lines(history)}" for history in histories.values() if history.invalid_lines]
-    maps = [run.heat_maps.maps() for run in histories.values()]
+    maps = [run.heat_maps() for run in histories.values()]
     data = {"runs": list(histories), "charts": charts(histories, unit), "maps": maps[0] if len(maps) == 1 else []}
     return Template((_FOLDER / "page.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(title),

@@ -180,7 +180,7 @@ def test_internals_are_heat_maps_of_layers_over_steps(tmp_path):
     assert [each["rows"] for each in maps] == [[f"layer {layer}" for layer in range(5)]] * 2
     history = History()
     history.add({"step": step, **line} for step in range(100_000))
-    assert len(history.heat_maps.maps()[0]["steps"]) <= 400
+    assert len(history.heat_maps()[0]["steps"]) <= 400
 
 
 def test_norms_of_layers_that_share_weights_are_named_as_the_weights(tmp_path):

@@ -55,9 +55,6 @@ def main(argv: Sequence[str]) -> None:
     except (OSError, ValueError, ArithmeticError) as error:  # such as a folder in a file's place, or absurd numbers
         raise UserError(f"cannot write {page_file}: {type(error).__name__}: {error}") from None
     show(f"wrote {page_file}")
-    for run in runs.values():
-        if run.history.invalid_lines:
-            print(_invalid_lines(run.history))
 
 
 def comparison_text(runs: Mapping[str, Run]) -> str:

@@ -96,9 +96,7 @@ def train(config: Config, exits: contextlib.ExitStack) -> Result:
     # ---- The run's folder, and where in the run it is
     checkpointer, start = open_run(config, folder, plan, built.state, fingerprint, tokenizer, exits)
     state, first_step = start.state, int(start.state.step)
-    report = LiveReport(folder) if is_writer else None
-    if report:
-        exits.callback(report.close)
+    report = exits.enter_context(contextlib.closing(LiveReport(folder))) if is_writer else None
     if first_step > config.steps or (first_step == config.steps and not start.resumed):
         begun = "the run" if start.resumed else "the checkpoint of load_full_state_path"
         raise UserError(f"steps={config.steps} is already reached: {begun} is at step {first_step}. Raise steps.")

@@ -55,23 +55,20 @@ def check_value(name: str, value: Any) -> str:
         return f"{name}={value} is none of {choices}{value_hint(name, value)}"
     if key.example and not all(isinstance(text, str) and text for text in value):
         return f"{name}={dump(value)} must be a list of texts, such as {key.example}"
-    if name == "run_name" and value and not _is_run_name(value):
-        return (
-            f"run_name={value!a} must be a name, or names with / between them, of printable characters and at "
-            f"most {MAX_NAME} bytes each; a run writes nowhere but below base_output_directory"
-        )
+    if name == "run_name" and value:
+        parts = value.split("/")
+        sizes = [len(os.fsencode(part)) for part in parts]
+        if not value.isprintable() or {".", ".."} & set(parts) or not 0 < min(sizes) <= max(sizes) <= MAX_NAME:
+            return (
+                f"run_name={value!a} must be a name, or names with / between them, of printable characters and at "
+                f"most {MAX_NAME} bytes each; a run writes nowhere but below base_output_directory"
+            )
     if name == "base_output_directory" and not value.isprintable():
         return f"base_output_directory={value!a} must be a path of printable characters"
     if name == "mlp_activations" and not (value and all(activation in ACTIVATIONS for activation in value)):
         wrong = ", ".join(str(activation) for activation in value if activation not in ACTIVATIONS) or "an empty list"
         return f"mlp_activations: {wrong}; expected one or more of {', '.join(ACTIVATIONS)}"
     return ""
-
-
-def _is_run_name(name: str) -> bool:
-    parts = name.split("/")
-    sizes = [len(os.fsencode(part)) for part in parts]
-    return name.isprintable() and 0 < min(sizes) <= max(sizes) <= MAX_NAME and not {".", ".."} & set(parts)
 
 
 def read_list(value: Any, noun: str, read: Callable[[Any], dict[str, Any]]) -> tuple[Any, ...]:

@@ -117,12 +117,13 @@ def _page(
     histories: Mapping[str, History], title: str, status: str, top: str, sections: Iterable[str], unit: str
 ) -> str:
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    invalid = [f" {_invalid_lines(history)}" for history in histories.values() if history.invalid_lines]
+    invalid = [counted(run.invalid_lines, "line") for run in histories.values() if run.invalid_lines]
+    left_out = [f" Left out: {lines} of metrics.jsonl without the metrics of a step." for lines in invalid]
     maps = [run.heat_maps() for run in histories.values()]
     data = {"runs": list(histories), "charts": charts(histories, unit), "maps": maps[0] if len(maps) == 1 else []}
     return Template((_FOLDER / "page.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(title),
-        status=f"{status}; written <time>{written}</time>.{''.join(invalid)}",
+        status=f"{status}; written <time>{written}</time>.{''.join(left_out)}",
         top=top,
         sections="\n".join(sections),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),  # no "</script>"
@@ -132,10 +133,6 @@ def _page(
 
 def _card(title: str, body: str) -> str:
     return f'<section class="card"><h2>{title}</h2>\n{body}\n</section>'
-
-
-def _invalid_lines(history: History) -> str:
-    return f"Left out: {counted(history.invalid_lines, 'line')} of metrics.jsonl without the metrics of a step."
 
 
 @functools.lru_cache(maxsize=1)

@@ -257,9 +257,8 @@ def _quantization(config: FlatKeys) -> Iterator[str]:
             if bound and config.quantization != "fp8":  # an int8 has no code for what is not a number
                 yield f"{name}={config[name]} needs quantization=fp8: other products find the range themselves"
     triton = "xla_gpu_enable_triton_gemm"
-    if config.quantization == "fp8" and re.search(
-        rf"--{triton}(?!=(false|0))", config.compile_xla_flags, re.IGNORECASE
-    ):
+    is_on = re.search(rf"--{triton}(?!=(false|0))", config.compile_xla_flags, re.IGNORECASE)
+    if config.quantization == "fp8" and is_on:
         yield f"compile_xla_flags: with {triton} XLA makes no product of quantization=fp8 in 8 bits: leave it off"
 
 

@@ -197,10 +197,8 @@ def _no_config(path: Path) -> str:
     if not path.suffix and (runs := first_few(runs_in(path.parent), near=str(path))):
         return f"there is no run {path}.{similar_runs(path)} Runs in {path.parent}: {runs}."
     files = [str(file.relative_to(CONFIGS.parent)) for file in sorted(CONFIGS.rglob("*.yml"))]
-    same_name = [file for file in files if Path(file).name == path.name]
     beside = sorted(file.name for file in path.parent.glob("*") if file.suffix in (".yml", ".py"))
-    hint = f" Did you mean {same_name[0]}?" if same_name else did_you_mean(path.name, beside, f"{path.parent}/")
-    hint = hint or did_you_mean(path.name, files)
+    hint = did_you_mean(path.name, beside, f"{path.parent}/") or did_you_mean(path.name, files)
     return f"there is no file {path}." + (hint or f" There are {first_few(files, near=str(path))}.")
 
 

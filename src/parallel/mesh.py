@@ -73,9 +73,13 @@ class Layout:
 
     def constrain(self, x: Array, *axes: str | None) -> Array:
         """Shards `x` by its dims' logical axes, in a compiled function; raises UserError if a dim does not divide."""
-        for axis, problem in self.indivisible(x.shape, axes):
-            raise UserError(f"{problem}: change that size, or logical_axis_rules.{axis}")
+        self.check(x.shape, axes)
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def check(self, shape: Sequence[int], axes: Sequence[str | None]) -> None:
+        """Raises UserError where a dim is not divisible by the mesh axes that shard it."""
+        for axis, problem in self.indivisible(shape, axes):
+            raise UserError(f"{problem}: change that size, or logical_axis_rules.{axis}")
 
     def indivisible(self, shape: Sequence[int], axes: Sequence[str | None]) -> Iterator[tuple[str, str]]:
         """Yields the logical axes of dims that their mesh axes do not divide, each with a description."""

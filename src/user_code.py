@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import importlib
 import os
-import pkgutil
 import re
 import sys
 import sysconfig
@@ -32,11 +31,8 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     except BaseException as error:  # sys.exit among them
         if not (isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")):
             raise _failure(f"{key}={name}: importing {module_name}", error) from error
-        parent, _, missing = error.name.rpartition(".")
-        where = getattr(sys.modules[parent], "__path__", []) if parent else None
         raise UserError(
-            f"{key}={name}: there is no module {error.name} in the folder the command is run in, nor installed."
-            + did_you_mean(missing, [each.name for each in pkgutil.iter_modules(where)])
+            f"{key}={name}: there is no module {error.name} in the folder the command is run in, nor installed"
         ) from None
     if not callable(function := getattr(module, attribute, None)):
         functions = [other for other in dir(module) if callable(getattr(module, other))]

@@ -270,13 +270,13 @@ def test_a_module_without_the_function_is_an_error(my_data, source, message):
         load_function("my_data:documents", "batch_transform")
 
 
-def test_a_module_that_is_not_there_is_an_error_with_the_nearest_name(my_data, tmp_path):
+def test_a_module_that_is_not_there_is_an_error(my_data, tmp_path):
     my_data("")
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "loading.py").write_text("")
     for name, message in {
-        "my_dat:documents": r"no module my_dat in the folder .*\. Did you mean my_data.*\?",
-        "my_package.loadin:documents": r"no module my_package\.loadin .* Did you mean loading\?",
+        "my_dat:documents": "no module my_dat in the folder ",
+        "my_package.loadin:documents": r"no module my_package\.loadin ",
         "my_data.part:documents": r"no module my_data\.part ",
         "documents": "expected module:function",
         ":documents": "expected module:function",

@@ -88,7 +88,6 @@ def open_log(
         return None, None
     folder.write_text("environment.json", json.dumps(dates(folder, first_step) | dict(header[2:-1]) | environment()))
     log = MetricsLog(folder.fetch("metrics.jsonl"), folder.local / "tensorboard", resume_step, start.evaluation_due)
-    say(log.messages)
     return log, StepPrinter(config.steps, first_step, config.log_period, config.quiet, schedule.rows_before)
 
 

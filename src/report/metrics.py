@@ -87,11 +87,8 @@ class MetricsLog:
             if module is empty:
                 del sys.modules["tensorboardX"]
 
-        self.messages: list[str] = []  # for the user, about an existing file
         if resume_step is not None and path.exists() and (invalid := _cut_back(path, resume_step, evaluates_again)):
-            self.messages.append(
-                f"{path.name}: cut off {counted(invalid, 'line')} at its end without the metrics of a step"
-            )
+            show(f"{path.name}: cut off {counted(invalid, 'line')} at its end without the metrics of a step")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, path.open("w+" if resume_step is None else "a+", encoding="utf-8")
         tensorboard_dir.mkdir(parents=True, exist_ok=True)

@@ -59,10 +59,10 @@ def read_facts(folder: epath.Path) -> dict[str, str]:
     file = folder / "environment.json"
     try:
         facts = parse_json("{}" if (text := read_text(file)) is None else text)
+        if not isinstance(facts, dict):
+            raise ValueError("it is no mapping of names to texts")
     except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}. Delete it: the page then goes without it") from None
-    if not isinstance(facts, dict):
-        raise UserError(f"{file} is no mapping of names to texts. Delete it: the page then goes without it")
+        raise UserError(f"{file} cannot be read: {error}. Delete it: the page then goes without it") from None
     return facts
 
 

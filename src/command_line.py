@@ -49,28 +49,24 @@ def load(
         notes += unread
     try:
         config = config_load.load(argv, notes, uses_weights=uses_weights, command=command, read_folder=read_folder)
-        return _pinned(config)
+        # A model of the hub is named by its commit; a run that goes on keeps those it began with.
+        keys = ("model_name", "load_parameters_path", "tokenizer_path")
+        rules = config.load_weights_rules
+        of_hub = any(path.startswith(PREFIX) for path in [*map(config.get, keys), *(rule["path"] for rule in rules)])
+        run = run_folder(f"{config.base_output_directory}/{config.run_name}") if of_hub and config.run_name else None
+        saved = read_file(run / CONFIG) if run else {}
+        saved_rules = [*(saved.get("load_weights_rules") or ()), *[{}] * len(rules)]
+        paths = [pinned(rule["path"], str(was.get("path"))) for rule, was in zip(rules, saved_rules, strict=False)]
+        return config.replace(
+            load_weights_rules=[{**rule, "path": path} for rule, path in zip(rules, paths, strict=True)],
+            **{key: pinned(config[key], str(saved.get(key))) for key in keys},
+        )
     except OSError as error:  # such as a folder that may not be read
         if failure_of(error) is Failure.TRANSIENT:
             raise
         raise UserError(f"cannot read {clipped(str(error.filename))}: {error.strerror}") from None
     except UserError as error:  # a key that is missed may be among those
         raise UserError("\n".join([str(error), *unread])) from None
-
-
-def _pinned(config: Config) -> Config:
-    """Names the commit of each model of the hub; a run that goes on keeps those it began with."""
-    keys = [key for key in ("model_name", "load_parameters_path", "tokenizer_path") if config[key].startswith(PREFIX)]
-    rules = config.load_weights_rules
-    of_hub = keys or any(rule["path"].startswith(PREFIX) for rule in rules)
-    run = run_folder(f"{config.base_output_directory}/{config.run_name}") if of_hub and config.run_name else None
-    run_config = read_file(run / CONFIG) if run else {}
-    run_rules = [*(run_config.get("load_weights_rules") or ()), *[{}] * len(rules)]
-    paths = [pinned(rule["path"], str(was.get("path"))) for rule, was in zip(rules, run_rules, strict=False)]
-    return config.replace(
-        load_weights_rules=[{**rule, "path": path} for rule, path in zip(rules, paths, strict=True)],
-        **{key: pinned(config[key], str(run_config.get(key))) for key in keys},
-    )
 
 
 def of_command(argv: Sequence[str] | ConfigDict, usage: Usage = TRAIN) -> Config | None:

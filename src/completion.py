@@ -55,9 +55,8 @@ def length_note(decoding: Decoding, max_target_length: int, prompt_tokens: int) 
     """Returns a line if a text after a prompt of so many tokens can't get as long as `sample_length` says."""
     if not decoding.sample_length or prompt_tokens + decoding.sample_length <= max_target_length:
         return []
-    return [
-        f"sample_length={decoding.sample_length}: prompt and text end at max_target_length={max_target_length} tokens"
-    ]
+    limit = f"prompt and text end at max_target_length={max_target_length} tokens"
+    return [f"sample_length={decoding.sample_length}: {limit}"]
 
 
 class Completion:

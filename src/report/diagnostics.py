@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import os
-import re
 import signal
 import socket
 import statistics
@@ -86,12 +85,10 @@ def advice_on_memory(per_device_batch_size: float, remat_policy: str) -> Iterato
         # The memory of a core, VMEM, may be too small for a kernel, whatever the size of the batch.
         if not message.startswith("RESOURCE_EXHAUSTED") or "vmem" in message.lower():
             raise
-        asked = [int(number) for number in re.findall(r"(\d{6,}) bytes", message)]
-        size = f": {max(asked) / 2**30:,.1f} GiB at once were asked for" if asked else ""
         where = f"cpu-{jax.device_count()}" if jax.default_backend() == "cpu" else "these devices, such as v5p-8"
         note = getattr(error, "kept_checkpoint", "")  # of checkpoint.run_folder.in_run_folder
         raise UserError(
-            f"memory is full{size}, on {jax.device_count()} x {jax.devices()[0].device_kind}. JAX says: {message}\n"
+            f"memory is full, on {jax.device_count()} x {jax.devices()[0].device_kind}. JAX says: {message}\n"
             f"What helps: a smaller per_device_batch_size (here {per_device_batch_size:g}; "
             "gradient_accumulation_steps keeps the global batch), remat_policy=full (here "
             f"{remat_policy}), num_vocab_tiling for the logits, more devices, over which "

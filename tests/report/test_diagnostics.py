@@ -218,7 +218,7 @@ def test_memory_that_is_full_is_answered_by_what_helps():
     with pytest.raises(UserError) as raised, diagnostics.advice_on_memory(3, "full"):
         jax.block_until_ready(jnp.zeros(2**50, jnp.int8))  # more than a process can address
     said = str(raised.value)
-    assert said.startswith("memory is full: 1,048,576.0 GiB at once were asked for, on 8 x cpu. JAX says: RESOURCE_EXH")
+    assert said.startswith("memory is full, on 8 x cpu. JAX says: RESOURCE_EXH")
     for word in ("(here 3;", "(here full)", "ici_fsdp_parallelism=-1", "src.train_compile", "compile_topology=cpu-8"):
         assert word in said
 

@@ -26,11 +26,10 @@ class Need(NamedTuple):
         )
 
     def __str__(self) -> str:
-        words = {
-            key: values.words if isinstance(values, Range) else " or ".join(map(dump, values))
+        return " or ".join(
+            f"{key}={values.words if isinstance(values, Range) else ' or '.join(map(dump, values))}"
             for key, values in self.one_of.items()
-        }
-        return " or ".join(f"{key}={values}" for key, values in words.items())
+        )
 
 
 def _of_optimizers(names: Sequence[str]) -> dict[str, Sequence[Any] | Range]:

@@ -77,8 +77,6 @@ def _block(points: Sequence[Point]) -> Block:
     values = [value for _, value in points if value is not None]
     if not values:
         return Block(points[0], points[0], points[0], 0.0, 0)
-    if len(points) == 1:
-        return Block(points[0], points[0], points[0], values[0], 1)
     ordered = sorted(values)
     low, median, high = ordered[0], statistics.median(ordered), ordered[-1]
     steps = {value: step for step, value in points}

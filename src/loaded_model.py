@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-from src.checkpoint.changes import check_tokenizer, check_vocabulary
+from src.checkpoint.contents import check_tokenizer, check_vocabulary
 from src.checkpoint.load_weights import identity, load_weights
 from src.checkpoint.resume import all_weights
 from src.config.schema import Config, keys_of

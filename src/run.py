@@ -11,9 +11,8 @@ import jax
 import numpy as np
 
 from src import rendezvous
-from src.checkpoint.changes import compare_configs
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.contents import checkpoint_entries
+from src.checkpoint.contents import checkpoint_entries, compare_configs
 from src.checkpoint.restore import EVALUATIONS, read_evaluations
 from src.checkpoint.resume import ResumePoint, starting_state
 from src.checkpoint.run_folder import RunFolder, in_run_folder, kept_checkpoint

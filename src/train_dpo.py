@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 import jax
 from ml_collections import ConfigDict
 
-from src.checkpoint.contents import saved_meta
+from src.checkpoint.contents import kept_in, saved_meta
 from src.checkpoint.data_position import run_rules
 from src.checkpoint.preemption import Preemption
-from src.checkpoint.reference import kept_in
 from src.checkpoint.run_folder import RunFolder, dated_name, kept_checkpoint
 from src.cli import run_command
 from src.config.base_yml import Usage

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from src import decode, train, train_dpo
-from src.checkpoint.reference import kept_in
+from src.checkpoint.contents import kept_in
 from src.checkpoint.run_folder import RunFolder
 from src.config.load import load
 from src.config.yaml import dump

@@ -1,21 +1,34 @@
-"""Says what a run's checkpoint holds: entries of arrays, and facts beside them."""
+"""Says what a run's folder holds of a state, and what of it a later start may not change."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from src.checkpoint.data_position import Facts
+from src.checkpoint.data_position import TOKENIZER_KEYS, Facts
 from src.checkpoint.load_weights import identity
-from src.checkpoint.run_folder import absolute
-from src.config.schema import Checkpoint
+from src.checkpoint.restore import checksum_of, flatten, of_process_0
+from src.checkpoint.run_folder import RunFolder, absolute
+from src.config.load import compare_runs, from_yaml
+from src.config.schema import KEYS, Checkpoint, Config
 from src.data.batch_schedule import BatchSchedule
 from src.data.host_arrays import to_global
 from src.data.types import Tokenizer
+from src.errors import UserError, changed_keys
+from src.json_text import parse_json
+from src.step.build import plan_step
 from src.step.plan import StepPlan
-from src.step.state import TrainState
+from src.step.state import EXTRAS, TrainState, abstract_state
+
+LogProbs = dict[str, list[float]]  # of both answers of a pair, by `src.data.pairs.pair_keys`
+
+
+# ---- What is saved
 
 
 def checkpoint_entries(
@@ -52,3 +65,92 @@ def saved_meta(plan: StepPlan, loading: Checkpoint, fingerprint: Facts, tokenize
             "base_ema": loading.load_ema,
         }
     return meta
+
+
+def kept_in(folder: RunFolder, facts: Any, compute: Callable[[], LogProbs]) -> LogProbs:
+    """Returns what `compute()` gave once, from a file whose name is a digest of `facts`: all that it depends on.
+
+    Raises UserError for a file that is damaged, and as `compute` does.
+    """
+    name = f"reference-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    if (saved := of_process_0(lambda: folder.read_text(name))) is None:
+        content = {"log_probs": compute()}
+        folder.write_text(name, json.dumps(content | {"checksum": checksum_of(content)}))
+        return content["log_probs"]
+    try:
+        content = parse_json(saved)
+        if content.pop("checksum") == checksum_of(content):
+            return content["log_probs"]
+    except (ValueError, KeyError, AttributeError):
+        pass
+    raise UserError(f"{folder.path / name} is damaged: restore it, or use another run_name")
+
+
+# ---- What may not change
+
+
+def compare_configs(config: Config, folder: RunFolder, plan: StepPlan, abstract: TrainState) -> list[str]:
+    """Returns a line for each change since the last start; raises UserError for one that breaks it, if not accepted."""
+    if not (folder.path / "checkpoints").exists():
+        return []
+    if not config.enable_checkpointing:
+        raise UserError(
+            f"{folder.path} has checkpoints, which a run with enable_checkpointing=false would neither use nor "
+            "keep up. Use another run_name."
+        )
+    if not (saved := folder.read_text("config.yml")):
+        return ["the run's config.yml is missing or empty: nobody can tell what has changed since its last start"]
+    old = from_yaml(saved)
+    harmless, breaking = compare_runs(old, config)
+    if breaking:
+        listed = "\n".join(f"  {change}" for change in breaking.values())
+        accept = f", or accept them: accept_changes=[{', '.join(breaking)}]"
+        former = _state_of(Config.of({key: old[key] for key in old if key in KEYS}), plan)
+        if former:  # what this run does not keep, such as an average of the weights, is not restored
+            former = dataclasses.replace(former, **{name: {} for name in EXTRAS if not getattr(abstract, name)})
+        if former is None or _shapes(former) != _shapes(abstract):
+            accept = ": checkpoints have arrays of the old shapes, which do not fit these"
+            if former is not None and _shapes(former.weights) == _shapes(abstract.weights):
+                accept += (
+                    f". The weights do: run_name=NEW load_parameters_path={folder.path} begins with them at step 0"
+                )
+        raise UserError(
+            f"This run was started with other settings of its weights or data (old -> new):\n{listed}\n"
+            f"Give them as they were, or use another run_name{accept}"
+        )
+    return [f"changed since the run's last start: {change}" for change in harmless.values()]
+
+
+def _state_of(old: Config, plan: StepPlan) -> TrainState | None:
+    """Returns the abstract state of an old configuration; None where it does not divide over this mesh."""
+    try:
+        return abstract_state(plan_step(old, plan.layout))
+    except UserError:
+        return None
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {name: leaf.shape for name, leaf in flatten(tree).items()}
+
+
+def check_vocabulary(vocab_size: int, meta: Mapping[str, Any]) -> None:
+    """Raises UserError if a checkpoint has another vocabulary size, which padding would hide."""
+    if meta["vocab_size"] != vocab_size:
+        raise UserError(
+            f"the checkpoint's vocab_size is {meta['vocab_size']}, and this configuration's is {vocab_size}: "
+            "set vocab_size to the checkpoint's"
+        )
+
+
+def check_tokenizer(accept_changes: Sequence[str], meta: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
+    """Raises UserError for weights trained with another tokenizer, if on record, unless `accept_changes` allows it."""
+    old, new = meta.get("tokenizer"), tokenizer.fingerprint() if tokenizer else None
+    if not old or not new or set(accept_changes).intersection(TOKENIZER_KEYS):
+        return
+    if names := changed_keys(old, new):
+        listed = "\n".join(f"  {name}: {old.get(name)} -> {new.get(name)}" for name in names)
+        raise UserError(
+            f"The checkpoint was trained with another tokenizer (old -> new):\n{listed}\n"
+            "Set tokenizer_type and tokenizer_path to its own, or, where its ids mean the same in this one, accept it: "
+            "accept_changes=[tokenizer_path]"
+        )

@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from src.checkpoint.changes import check_tokenizer, check_vocabulary
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.contents import saved_entries
+from src.checkpoint.contents import check_tokenizer, check_vocabulary, saved_entries
 from src.checkpoint.data_position import DataPosition, Facts, data_position
 from src.checkpoint.load_weights import check_base, load_by_rules, load_weights
 from src.checkpoint.restore import HostArray, Restored, restore_step

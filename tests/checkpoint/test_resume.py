@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from src import command_line, evaluate
-from src.checkpoint.changes import check_tokenizer
+from src.checkpoint.contents import check_tokenizer
 from src.checkpoint.data_position import accepted_by, rows_consumed
 from src.data.fingerprint import Fact
 from src.data.open import open_sources

@@ -17,7 +17,6 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from src.checkpoint.digest import digests
-from src.checkpoint.quiet_orbax import quiet_orbax
 from src.checkpoint.restore import Restored, checksum_of, flatten, of_process_0, restore_newest
 from src.checkpoint.run_folder import absolute, is_unfinished, steps_in, write_error
 from src.errors import TransientError, UserError
@@ -162,7 +161,7 @@ class Checkpointer:
         step, arrays, meta = self._unwritten
         if self._manager is None:
             self._quiet.close()  # a save that failed closed the manager
-            self._quiet.enter_context(quiet_orbax())
+            self._quiet.enter_context(orbax_manager.quiet_orbax())
             for damaged in self._damaged_steps:
                 self._rename(damaged, "damaged")
             self._damaged_steps = []

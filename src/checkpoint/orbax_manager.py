@@ -1,5 +1,11 @@
 """Orbax's manager of a run's checkpoints; the first save imports it, as Orbax takes a sixth of a command's imports."""
 
+import contextlib
+import gc
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,3 +37,34 @@ def begin_save(manager: ocp.CheckpointManager, step: int, arrays: dict[str, jax.
     """Begins to write a checkpoint, in the background with `async_save`."""
     items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta))
     manager.save(step, args=items, force=True)
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Drops Orbax's log, with the tracebacks of each of its threads, and what a save that failed leaves to asyncio."""
+
+    def is_for_users(record: logging.LogRecord) -> bool:
+        # After a failed write, the remaining writes report to asyncio's event loop, which is closed by then.
+        is_orbax = "orbax" in record.pathname or record.name == "asyncio"
+        return record.levelno >= logging.CRITICAL or not is_orbax
+
+    def hook(unraisable: Any) -> None:
+        trace = unraisable.exc_traceback
+        if not trace or "asyncio" not in trace.tb_frame.f_code.co_filename:
+            before(unraisable)
+
+    before = sys.unraisablehook
+    sys.unraisablehook = hook
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    for logger in loggers:
+        logger.addFilter(is_for_users)
+    warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
+    try:
+        yield
+    finally:
+        gc.collect()  # writes without a loop report as they are deleted
+        if not sys.exception():  # which keeps some that report when the process ends
+            for logger in loggers:
+                logger.removeFilter(is_for_users)
+            if sys.unraisablehook is hook:
+                sys.unraisablehook = before

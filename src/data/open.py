@@ -39,7 +39,12 @@ def open_eval_sets(inputs: InputSpec, evaluation: Evaluation) -> list[EvalSet]:
 
 def open_source(spec: SourceSpec, inputs: InputSpec) -> Source | RowSource:
     """Opens one set of data. Raises UserError if it can't be read, or what reads it is not installed."""
-    source = _open(spec, inputs)
+    try:
+        source = _open(spec, inputs)
+    except ImportError as error:
+        extra = "streams" if spec.dataset_type == "hf" else "data"
+        missing = f"{spec.setting('dataset_type')}: {error.name} is not installed"
+        raise UserError(f"{missing}. bash setup.sh {extra} installs it") from error
     if isinstance(source, StreamSource):
         source.check_hosts_differ()
     return source

@@ -19,6 +19,7 @@ from src.data.readers import array_record
 from src.data.readers.array_record import ArrayRecordSource
 from src.errors import UserError
 from tests.data.every_source import write_records as write
+from tests.data.one_source import open_sources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -87,7 +88,7 @@ def count_by_the_package(file):
 @pytest.mark.parametrize("count", [0, 1, 2, 1999, 40_000])
 def test_records_are_counted_as_the_package_counts_them(tmp_path, count, group):
     file = write(tmp_path / "x", (b"%d" % n for n in range(count)), f"group_size:{group}")
-    assert array_record._count(str(file), file.stat().st_size) == count_by_the_package(file) == count
+    assert array_record.count_records(str(file), file.stat().st_size) == count_by_the_package(file) == count
 
 
 def test_records_are_counted_wherever_the_footer_falls(tmp_path, monkeypatch):
@@ -97,7 +98,7 @@ def test_records_are_counted_wherever_the_footer_falls(tmp_path, monkeypatch):
         file = write(tmp_path / str(length), [random.Random(length).randbytes(length), b"second"])
         expected[str(file)] = count_by_the_package(file)
     monkeypatch.setattr(array_record, "open_reader", None)
-    assert {file: array_record._count(file, os.path.getsize(file)) for file in expected} == expected
+    assert {file: array_record.count_records(file, os.path.getsize(file)) for file in expected} == expected
     assert set(expected.values()) == {2}
 
 
@@ -238,15 +239,12 @@ def test_a_tfds_folder_is_an_error_that_names_its_type(tmp_path):
     assert items(source(tmp_path / "*-train.array_record*")) == ["text"]
 
 
-@pytest.mark.parametrize("package", ["array_record", "tensorflow_datasets.proto"])
-def test_a_package_that_is_not_installed_is_an_error_that_says_what_installs_it(tmp_path, monkeypatch, package):
+@pytest.mark.parametrize("package", ["array_record.python.array_record_module", "tensorflow_datasets.proto"])
+def test_a_package_that_is_not_installed_is_an_error_that_says_what_installs_it(tmp_path, config, monkeypatch, package):
     file = write(tmp_path / "x", [example(text="a")])
     monkeypatch.setitem(sys.modules, package, None)
-    from src.data.readers import records
-
-    records._example_class.cache_clear()
     with pytest.raises(UserError, match=r"is not installed.*bash setup\.sh data"):
-        source(file, "example")
+        open_sources(config(dataset_type="array_record", dataset_path=str(file)), None)
 
 
 def test_fingerprint_is_of_names_sizes_and_settings_and_not_of_the_place(tmp_path):

@@ -19,6 +19,7 @@ import tensorflow_datasets as tfds
 from src.config.source_spec import SETTINGS, SourceSpec
 from src.data.readers.tfds import TfdsSource
 from src.errors import UserError
+from tests.data.one_source import open_sources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SIZES = {"train": 60, "validation": 7}
@@ -291,10 +292,11 @@ def test_a_remote_path_is_an_error_that_says_what_to_do():
         source("s3://bucket/tfds")
 
 
-def test_a_package_that_is_not_installed_is_an_error_that_says_what_installs_it(prepared, monkeypatch):
+def test_a_package_that_is_not_installed_is_an_error_that_says_what_installs_it(prepared, config, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    keys = {"dataset_type": "tfds", "dataset_path": str(prepared[0]), "dataset_name": "stories/en"}
     with pytest.raises(UserError, match=r"dataset_type=tfds.* is not installed.*bash setup\.sh data"):
-        source(prepared[0])
+        open_sources(config(**keys), None)
 
 
 def test_fingerprint_is_of_dataset_split_and_files_and_not_of_the_place(prepared, data_folder):

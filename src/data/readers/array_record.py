@@ -10,11 +10,9 @@ reads one record by going through all chunks of its file (docs/log.md has figure
 """
 
 import functools
-import importlib
 import re
 import resource
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +33,6 @@ _FIRST_CHUNK = _BLOCK_HEADER + _CHUNK_HEADER  # after the file's own signature, 
 # The postscript, a protocol buffer: field 1 is the footer's place, field 2 a number that marks ArrayRecord.
 _POSTSCRIPT = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71", re.DOTALL)
 
-_REQUESTS = 32  # at a time, while files are counted or copied
 COPIED_BYTES = 1 << 28  # a remote set of at most this size is copied to this machine: else each record is a request
 _MAX_OPEN_FILES = 2048
 
@@ -74,9 +71,8 @@ class RecordSource(Source):
         places: dict[str, str] = {}  # of copies, by the files' names
         if self.is_remote and sum(listing.sizes.values()) <= COPIED_BYTES:
             self._copies, self.is_remote = files.LocalCopies(), False
-            with ThreadPoolExecutor(_REQUESTS) as threads:
-                copied = threads.map(self._copies.path, listing.paths, listing.sizes.values())
-                places = dict(zip(listing.paths, copied, strict=True))
+            copied = files.in_threads(self._copies.path, listing.paths, listing.sizes.values())
+            places = dict(zip(listing.paths, copied, strict=True))
         self._facts = {**facts, "records": len(self), "column": self._column}
         self._reader = functools.lru_cache(_open_files_allowed())(lambda file: open_file(file, places.get(file, file)))
         self[0]
@@ -110,7 +106,7 @@ class ArrayRecordSource(RecordSource):
 
     def __init__(self, spec: SourceSpec, rules: int = PRESENT_RULES) -> None:
         listing = _list_record_files(spec, rules)
-        counts = count_records(listing.paths, list(listing.sizes.values()), spec)
+        counts = files.in_threads(count_records, listing.paths, listing.sizes.values())
         if not sum(counts):
             raise UserError(f"{spec.setting('dataset_path')}: the {len(counts)} ArrayRecord files there have no record")
         ranges = [RecordRange(file, 0, count) for file, count in zip(listing.paths, counts, strict=True)]
@@ -127,28 +123,10 @@ def check_store(spec: SourceSpec) -> None:
         )
 
 
-def imported(package: str, spec: SourceSpec) -> Any:
-    """Imports the package that reads data of this type; raises UserError where it is not installed."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        missing = f"{spec.setting('dataset_type')}: {error.name} is not installed"
-        raise UserError(f"{missing}. bash setup.sh data installs it") from error
-
-
-def count_records(names: Sequence[str], sizes: Sequence[int], spec: SourceSpec) -> list[int]:
-    """Counts the records of files of these sizes in bytes; raises UserError for one that is not whole."""
-    imported("array_record", spec)
-    with ThreadPoolExecutor(_REQUESTS) as threads:  # for file systems where each read is a request
-        return list(threads.map(_count, names, sizes))
-
-
 def _list_record_files(spec: SourceSpec, rules: int) -> files.Listing:
     check_store(spec)
-    listing, setting = (
-        files.list_files(spec.dataset_path, spec.key("dataset_path"), rules),
-        spec.setting("dataset_path"),
-    )
+    listing = files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
+    setting = spec.setting("dataset_path")
     if listing.is_whole and any(Path(name).name == "dataset_info.json" for name in listing.sizes):
         raise UserError(
             f"{setting} has a TFDS dataset (dataset_info.json), maybe of several splits: dataset_type=tfds reads it, "
@@ -173,8 +151,8 @@ def open_reader(file: str, place: str) -> Any:
     return files.attempted(file, opened, "is no whole ArrayRecord file: restore it, or leave it out")
 
 
-def _count(file: str, end: int) -> int:
-    """Counts the records of a file.
+def count_records(file: str, end: int) -> int:
+    """Counts the records of a file of `end` bytes; raises UserError for one that is not whole.
 
     In files to be read in any order each chunk has one record, and the header of the footer says how many there are.
     Opening a reader would read the whole footer: 5 s for a hundred million records in a thousand files; this takes 0.1.

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _MAX_NAMED = 100  # files that a fingerprint names one by one, so that an error can say which of them is another
 _CHUNK_BYTES = 1 << 24
+_THREADS = 32
 # What a fingerprint reads of the files: all of them, or so many blocks spread evenly over their bytes.
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 256, 1 << 16
 _WATCHED, _WATCHED_IN_STORES = 1 << 14, 1 << 6  # files of which a run looks whether they are written
@@ -92,8 +93,7 @@ class Listing:
         """Returns the size of some files, evenly spread over the list, and what else changes when one is written."""
         most = _WATCHED_IN_STORES if is_remote(self.folder) else _WATCHED
         watched = self.paths[:: len(self.paths) // most + 1]
-        with ThreadPoolExecutor(16) as pool:
-            return dict(zip(watched, pool.map(_version, watched), strict=True))
+        return dict(zip(watched, in_threads(_version, watched), strict=True))
 
     def written_since(self) -> tuple[str, bool]:
         """Says which files were written since `fingerprint` was taken, "" for none, and whether that is another now."""
@@ -120,11 +120,13 @@ class Listing:
                 file = bisect.bisect_right(ends, at)  # a block ends with its file
                 begin = at - (ends[file] - sizes[file])
                 blocks.append((self.paths[file], begin, min(begin + _BLOCK_BYTES, sizes[file])))
-        digest = hashlib.sha256()
-        with ThreadPoolExecutor(16) as pool:  # of a remote file each read is a request, which mostly waits
-            for data in pool.map(lambda block: read(*block), blocks):
-                digest.update(data)
-        return digest.hexdigest()[:16]
+        return hashlib.sha256(b"".join(in_threads(read, *zip(*blocks, strict=True)))).hexdigest()[:16]
+
+
+def in_threads(function: Callable[..., Result], *arguments: Iterable[Any]) -> list[Result]:
+    """Calls a function in threads, as `map` does: reading a file, maybe of a store, mostly waits."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(function, *arguments))
 
 
 def is_remote(path: str) -> bool:

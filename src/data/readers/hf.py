@@ -21,15 +21,12 @@ def open_hf(spec: SourceSpec, inputs: InputSpec) -> StreamSource:
     """Opens this host's share of a split: each N-th file, or each N-th row where N hosts do not divide the files.
 
     `dataset_path` is a folder or a dataset of the hub, NAME, ORG/NAME or either with @REVISION, and `dataset_name` one
-    of its configurations. Raises UserError where there is no such dataset, revision, split or column, or `datasets` is
-    not installed.
+    of its configurations. Raises UserError where there is no such dataset, revision, split or column.
     """
-    try:
-        import datasets
-        from datasets.distributed import split_dataset_by_node
-        from huggingface_hub import HfApi
-    except ImportError as error:
-        raise UserError(f"dataset_type=hf: {error.name} is not installed. bash setup.sh streams installs it") from error
+    import datasets
+    from datasets.distributed import split_dataset_by_node
+    from huggingface_hub import HfApi
+
     path, what, commit = os.path.expanduser(spec.dataset_path), spec.setting("dataset_path"), None
     listings: list[files.Listing] = []
     facts: Fingerprint = {"type": "hf", "dataset": spec.dataset_path, "split": spec.split}

@@ -2,9 +2,11 @@
 
 import collections
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
@@ -13,14 +15,7 @@ from src.data.rules import PRESENT_RULES
 from src.data.types import Fingerprint, Source
 from src.errors import UserError, first_few
 
-try:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-except ImportError:
-    raise UserError("dataset_type=parquet needs the package pyarrow: bash setup.sh data installs it") from None
-
 _CACHE_BYTES = 512 << 20
-_OPENING_THREADS = 16
 
 
 class ParquetSource(Source):
@@ -38,8 +33,7 @@ class ParquetSource(Source):
         listing = files.list_files(spec.dataset_path, spec.key("dataset_path"), rules)
         self.listings = [listing := listing.only(lambda name: not files.ABOUT_DATA.fullmatch(name))]
         self._files = list(zip(listing.paths, listing.sizes.values(), strict=True))
-        with ThreadPoolExecutor(_OPENING_THREADS) as threads:
-            rows = list(threads.map(lambda file: self._count_rows(*file), self._files))
+        rows = files.in_threads(self._count_rows, listing.paths, listing.sizes.values())
         self._groups = Index([len(counts) for counts in rows])  # the row groups of each file
         self._sizes = np.array([count for counts in rows for count in counts], np.int64)
         self._rows = Index(self._sizes)

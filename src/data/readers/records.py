@@ -1,6 +1,5 @@
 """Finds stored records by number, and reads the document in one: JSON, a tf.train.Example or a bare value."""
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from src import json_text
-from src.errors import UserError, first_few, say
+from src.errors import first_few, say
 
 _EXPECTED = "expected a text, or a list of ids"
 
@@ -47,7 +46,7 @@ def read_record(record: bytes, record_format: str, column: str, null: Callable[[
 
     `record_format` is example (a tf.train.Example), json (an object) or text (UTF-8), as `array_record_format` has it;
     `column` is the field that has the document. Raises ValueError, which continues a sentence that begins with the
-    record's name, where there is none, and UserError where what reads a tf.train.Example is not installed.
+    record's name, where there is none.
     """
     match record_format:
         case "text":
@@ -113,28 +112,16 @@ def parse_json(data: bytes) -> Any:
 
 
 def _from_example(record: bytes, column: str, null: Callable[[], str]) -> str | np.ndarray:
-    example = _example_class()
     from google.protobuf.message import DecodeError
+    from tensorflow_datasets.proto import tf_example_pb2  # which is there without TensorFlow
 
     try:
-        features = example.FromString(record).features.feature
+        features = tf_example_pb2.Example.FromString(record).features.feature
     except DecodeError:
         raise ValueError(
             f"it is no tf.train.Example, but {record[:80]!r}: array_record_format says what a record is"
         ) from None
     return from_fields(features, column, _from_feature, null)
-
-
-@functools.cache
-def _example_class() -> Any:
-    """Returns the class tf.train.Example, as TFDS has it without TensorFlow."""
-    try:
-        from tensorflow_datasets.proto import tf_example_pb2
-    except ImportError as error:
-        raise UserError(
-            f"what reads a tf.train.Example, {error.name}, is not installed: bash setup.sh data installs it"
-        ) from error
-    return tf_example_pb2.Example
 
 
 def _from_feature(feature: Any) -> str | np.ndarray:

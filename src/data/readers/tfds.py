@@ -15,7 +15,7 @@ from etils import epath
 
 from src.config.source_spec import SourceSpec
 from src.data.readers import files
-from src.data.readers.array_record import RecordRange, RecordSource, check_store, count_records, imported, open_reader
+from src.data.readers.array_record import RecordRange, RecordSource, check_store, count_records, open_reader
 from src.data.readers.tfrecord import TfRecordReader, indices
 from src.errors import UserError, first_few
 
@@ -75,7 +75,8 @@ def _find(spec: SourceSpec) -> str:
 
 def _read_info(spec: SourceSpec, folder: str) -> "DatasetInfo":
     """Reads TFDS's facts on a dataset, and chooses its files of the format array_record."""
-    tfds = imported("tensorflow_datasets", spec)
+    import tensorflow_datasets as tfds
+
     try:
         info = tfds.builder_from_directory(folder).info
         formats = {each.value for each in info.available_file_formats()}
@@ -150,7 +151,7 @@ def _check_files(
         )
     sizes, open_file = [sizes_of[os.path.basename(name)] for name in names], open_reader
     if info.file_format.value == _FORMAT:
-        counts = count_records(names, sizes, spec)
+        counts = files.in_threads(count_records, names, sizes)
     else:
         starts = dict(zip(names, indices(names, sizes), strict=True))
         counts = [len(each) - 1 for each in starts.values()]

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,7 @@ from src.data.readers import files
 from src.disk import new_file
 from src.errors import UserError, show
 
-_CHUNK_BYTES, _SAMPLE_BYTES = 1 << 24, 1 << 12
-_THREADS = 16
+_CHUNK_BYTES, _SAMPLE_BYTES = 1 << 23, 1 << 12
 
 
 class TfRecordReader:
@@ -46,11 +44,10 @@ def indices(names: Sequence[str], sizes: Sequence[int]) -> list[np.ndarray]:
 
     Raises UserError for a file that is cut or damaged.
     """
-    with ThreadPoolExecutor(_THREADS) as threads:
-        index_files = list(threads.map(_index_file, names, sizes))
-        if missing := sum(not path.exists() for path in index_files):
-            show(f"indexing {missing:,} TFRecord files, once: {index_files[0].parent} keeps it")
-        return list(threads.map(_index, names, sizes, index_files))
+    index_files = files.in_threads(_index_file, names, sizes)
+    if missing := sum(not path.exists() for path in index_files):
+        show(f"indexing {missing:,} TFRecord files, once: {index_files[0].parent} keeps it")
+    return files.in_threads(_index, names, sizes, index_files)
 
 
 def _index_file(file: str, size: int) -> Path:

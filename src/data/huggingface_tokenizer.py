@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import tokenizers
 
-from src.data.chat_template import ChatTemplate
-from src.data.tokenizer_trial import try_tokenizer
 from src.data.types import Fingerprint, Message, Shown, Tokenizer, missing_template
+from src.data.untrusted import ChatTemplate, try_tokenizer
 from src.errors import UserError
 from src.json_text import read_object
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from src.data import chat_template
+from src.data import untrusted
 from src.data.text_bytes import TextBytes
 from src.data.tokenizer import SentencePieceTokenizer, make_tokenizer
 from src.data.types import InputSpec
@@ -288,8 +288,8 @@ DEEP = "{% for a in range(99999) %}{% for b in range(99999) %}"
 def test_a_template_that_fails_or_takes_too_much_is_one_error_in_any_thread(
     plain, open_folder, template, message, monkeypatch
 ):
-    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
-    monkeypatch.setattr(chat_template, "MEMORY_BYTES", 256 << 20)
+    monkeypatch.setattr(untrusted, "CPU_SECONDS", 1)
+    monkeypatch.setattr(untrusted, "MEMORY_BYTES", 256 << 20)
     folder = plain(tokenizer_config={**TOKENS, "chat_template": template})
     tokenizer = open_folder(folder)
     with ThreadPoolExecutor(1) as thread, pytest.raises(UserError, match=message) as raised:
@@ -299,7 +299,7 @@ def test_a_template_that_fails_or_takes_too_much_is_one_error_in_any_thread(
 
 
 def test_a_template_goes_on_after_a_conversation_that_ended_its_process(plain, open_folder, monkeypatch):
-    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
+    monkeypatch.setattr(untrusted, "CPU_SECONDS", 1)
     template = "{% if messages|length > 1 %}" + DEEP + "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
     tokenizer = open_folder(plain(tokenizer_config={**TOKENS, "chat_template": template}))
     assert tokenizer.render_chat(CHAT[:1], False) == CHAT[0]["content"]

@@ -8,7 +8,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from src.convert import compare_ids
-from src.data import huggingface_tokenizer, tokenizer_trial
+from src.data import huggingface_tokenizer, untrusted
 from src.data.tokenizer import folder_tokenizer
 from src.errors import UserError
 
@@ -138,7 +138,7 @@ def split(regex):
     ],
 )
 def test_a_file_that_ends_or_hangs_its_reader_is_one_sentence(tmp_path, monkeypatch, part, value):
-    monkeypatch.setattr(tokenizer_trial, "CPU_SECONDS", 2)
+    monkeypatch.setattr(untrusted, "TRIAL_SECONDS", 2)
     folder = save(tmp_path / "folder", byte_level(), GENERIC)
     content = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(content | {part: value}))
@@ -173,6 +173,6 @@ def test_ids_of_another_type_are_refused(tmp_path, eos):
 def test_a_file_is_tried_once(tmp_path, monkeypatch):
     folder = save(tmp_path / "folder", byte_level(), GENERIC)
     folder_tokenizer(folder, 10_000)
-    monkeypatch.setattr(tokenizer_trial.subprocess, "run", lambda *_, **__: pytest.fail("it is tried again"))
+    monkeypatch.setattr(untrusted.subprocess, "run", lambda *_, **__: pytest.fail("it is tried again"))
     folder_tokenizer(folder, 10_000)
-    assert huggingface_tokenizer.try_tokenizer is tokenizer_trial.try_tokenizer
+    assert huggingface_tokenizer.try_tokenizer is untrusted.try_tokenizer

@@ -1,4 +1,4 @@
-"""Runs chat templates, the Jinja2 programs in Hugging Face folders that write a conversation as one text."""
+"""Runs what comes with downloaded weights, chat templates and tokenizer.json, in processes with limits of their own."""
 
 import contextlib
 import datetime
@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,40 @@ if TYPE_CHECKING:
 CPU_SECONDS = 10  # for one conversation, which takes a thousandth of one
 MEMORY_BYTES = 1 << 30
 MAX_CHARACTERS = 1 << 24
+TRIAL_SECONDS = 20  # for a vocabulary of a quarter of a million, which takes one or two
+TRIAL_MEMORY_BYTES = 8 << 30
 _SHOWN = 300  # characters of an error
 _ROOT = str(Path(__file__).parents[2])
+_TEXTS = (
+    "",
+    "a b\n",
+    2000 * "a" + "!",
+    2000 * "x",
+    2000 * " ",
+    500 * "1a! ",
+    300 * "e\u0301\u4e2d\U0001f600",
+    500 * "</s>",
+    "\x00\ufffd\u2581",
+)
+_passed: set[str] = set()  # digests of files
+
+
+def _python(call: str) -> list[str]:
+    """Returns the command by which a new process calls a function of this module."""
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {_ROOT!r}); import {__name__} as here; here.{call}"]
+
+
+def _limit(cpu_seconds: int, memory_bytes: int) -> None:
+    """Limits the memory of this process, and its computing from now on, which SIGXCPU ends; it leaves no core file."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = math.ceil(usage.ru_utime + usage.ru_stime) + cpu_seconds
+    limits = {resource.RLIMIT_CORE: (0, 0), resource.RLIMIT_AS: (memory_bytes, memory_bytes)}
+    for limit, most in {**limits, resource.RLIMIT_CPU: (seconds, resource.RLIM_INFINITY)}.items():
+        with contextlib.suppress(ValueError):  # macOS sets not every limit
+            resource.setrlimit(limit, most)
+
+
+# ---- Chat templates
 
 
 class ChatTemplate:
@@ -46,11 +77,9 @@ class ChatTemplate:
         if tool_source is not None:  # Jinja2 takes away the line end after a tag, and one at a template's end
             both = (each.removesuffix("\n") for each in (tool_source, source))
             source = "{% if tools is not none %}\n" + "{%+ else %}\n".join(both) + "{%+ endif %}"
-        self._setup = {"source": source, "tokens": dict(tokens)}
-        self._where = where
+        self._setup, self._where = {"source": source, "tokens": dict(tokens)}, where
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._stop: Callable[[], object] = lambda: None
         try:
             _environment().parse(source)
         except jinja2.TemplateSyntaxError as error:
@@ -72,7 +101,8 @@ class ChatTemplate:
             try:
                 reply = self._ask(request)
             except BaseException:  # such as Ctrl-C: the next request must not get this one's reply
-                self._end()
+                if self._process:
+                    self._end()
                 raise
         if "error" in reply:
             raise UserError(f"the chat template of {self._where} refuses the conversation: {reply['error']}")
@@ -80,17 +110,15 @@ class ChatTemplate:
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._process is None:
-            serve = f"import sys; sys.path.insert(0, {_ROOT!r}); from {__name__} import serve; serve()"
+            command = _python(f"serve({CPU_SECONDS}, {MEMORY_BYTES})")
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             # In a session of its own, as Ctrl-C is not for it.
-            self._process = subprocess.Popen([sys.executable, "-c", serve], **streams, start_new_session=True)
-            self._stop = weakref.finalize(self, _kill, self._process)
-            self._send(self._setup | {"cpu_seconds": CPU_SECONDS, "memory_bytes": MEMORY_BYTES})
+            self._process = subprocess.Popen(command, **streams, start_new_session=True)
+            self._send(self._setup)
         self._send(request)
         if line := self._process.stdout.readline():
             return json.loads(line)
-        number = -self._process.wait()
-        self._end()
+        number = self._end()
         took_long = f"it was not done after {CPU_SECONDS} seconds"
         return {"error": took_long if number == signal.SIGXCPU else f"its process ended (signal {number})"}
 
@@ -99,24 +127,22 @@ class ChatTemplate:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _end(self) -> None:
-        self._stop()
-        self._process = None
+    def _end(self) -> int:
+        """Ends the process; returns the number of the signal that did, of this one if it was still there."""
+        process, self._process = self._process, None
+        process.kill()
+        process.communicate()
+        return -process.returncode
 
 
-def serve() -> None:
+def serve(cpu_seconds: int, memory_bytes: int) -> None:
     """Renders conversations, one per line of JSON on stdin, and writes each one's text or error as a line to stdout."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which may be sent to all processes of a job: stdin's end ends this
     setup = json.loads(sys.stdin.readline())
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError):  # macOS sets no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"],) * 2)
     template = None
     for line in sys.stdin:
         request = json.loads(line)
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        used = math.ceil(usage.ru_utime + usage.ru_stime)
-        resource.setrlimit(resource.RLIMIT_CPU, (used + setup["cpu_seconds"], resource.RLIM_INFINITY))
+        _limit(cpu_seconds, memory_bytes)
         try:
             template = template or _environment().from_string(setup["source"])
             shown = {"tools": None, "documents": None, **setup["tokens"], **request["shown"]}
@@ -129,7 +155,7 @@ def serve() -> None:
             if (longest := max(map(len, texts))) > MAX_CHARACTERS:
                 reply = {"error": f"it wrote {longest:,} characters, and {MAX_CHARACTERS:,} are the most"}
         except MemoryError:
-            reply = {"error": f"it takes more than {setup['memory_bytes'] >> 20:,} MiB"}
+            reply = {"error": f"it takes more than {memory_bytes >> 20:,} MiB"}
         except jinja2.TemplateError as error:
             reply = {"error": str(error)[:_SHOWN]}
         except Exception as error:  # a template is a program, and fails as one
@@ -146,11 +172,6 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.communicate()
-
-
 class _Generation(jinja2.ext.Extension):
     """Writes the content of `{% generation %}`, by which some templates mark the assistant's turns, as it is."""
 
@@ -164,3 +185,47 @@ class _Generation(jinja2.ext.Extension):
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+# ---- Tokenizers
+
+
+def try_tokenizer(file: Path, digest: str) -> None:
+    """Raises UserError if reading a tokenizer.json, or some short texts by it, ends its process or takes too long.
+
+    The `tokenizers` package trusts files: some end the process that reads them, others take minutes for a line of text.
+    `digest` is of the file's content: each content is tried once.
+    """
+    if digest in _passed:
+        return
+    with file.open("rb") as data:
+        done = subprocess.run(_python(f"trial({TRIAL_SECONDS})"), stdin=data, capture_output=True, check=False)
+    if done.returncode == 0:
+        _passed.add(digest)
+        return
+    took_long = done.returncode == -signal.SIGXCPU
+    problem = f"took more than {TRIAL_SECONDS} seconds of computing" if took_long else "ended its process"
+    raise UserError(
+        f"tokenizer_path: {file} can't be used: reading it, or a few short texts by it, {problem}. Take the file from "
+        "the model's publisher again; if that is the same, write it anew from the tokenizer that it was made of"
+    )
+
+
+def trial(seconds: int) -> None:
+    """Reads the tokenizer on stdin and uses it, within limits; errors that Python catches are for the real reading."""
+    _limit(seconds, TRIAL_MEMORY_BYTES)
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(sys.stdin.buffer.read())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode("")
+        tokenizer.post_processor = None
+    except Exception:  # the real reading says what is wrong
+        return
+    for text in _TEXTS:
+        try:
+            tokenizer.decode(tokenizer.encode(text).ids)
+        except Exception:  # such as of a vocabulary without a token for everything else
+            continue

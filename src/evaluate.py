@@ -22,10 +22,9 @@ from src.config.command_keys import Decoding, HarnessTasks
 from src.config.source_spec import names_eval_data, train_specs
 from src.config.sources import run_folder
 from src.config.yaml import file_name
-from src.data.eval_batches import EvalBatches
+from src.data.eval_batches import EvalBatches, TextBytes
 from src.data.host_arrays import host_rows, to_global
 from src.data.open import open_eval_sets
-from src.data.text_bytes import TextBytes
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, RowArrays, Tokenizer, missing_template
 from src.disk import check_outputs, write_output

@@ -21,9 +21,9 @@ from src.config.base_yml import Usage
 from src.config.schema import KEYS, Config
 from src.config.yaml import dump
 from src.data.fingerprint import data_fingerprint
-from src.data.held_out import train_validation_split
 from src.data.host_arrays import check_same, gather_json, host_rows, to_global
 from src.data.loader import train_batches
+from src.data.open import train_validation_split
 from src.data.pairs import PairRows, PairSource, pair_batch, pair_fields, pair_keys
 from src.data.tokenizer import make_tokenizer
 from src.data.types import EvalSet, InputSpec, TrainData

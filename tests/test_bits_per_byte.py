@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from src import evaluate
+from src.data.eval_batches import TextBytes
 from src.data.huggingface_tokenizer import HuggingFaceTokenizer
-from src.data.text_bytes import TextBytes
 from src.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
 from src.data.types import END
 from src.errors import UserError

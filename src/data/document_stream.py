@@ -10,7 +10,7 @@ from src.data.best_fit import best_fit
 from src.data.conversations import encode_conversation
 from src.data.order import Shuffle
 from src.data.packing import Cuts, Items, PackingStream, RowLayout, concatenate, fill_row, one_per_row
-from src.data.read_ahead import ReadAhead
+from src.data.readers.files import ReadAhead
 from src.data.streams import StreamReader, StreamSource
 from src.data.types import Conversation, Document, InputSpec, Item, RowArrays, RowSource, Source
 from src.errors import UserError

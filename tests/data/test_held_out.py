@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from src.data.held_out import train_validation_split
+from src.data.open import train_validation_split
 from src.data.order import Shuffle
 from src.data.readers.text import TextSource
 from src.errors import UserError

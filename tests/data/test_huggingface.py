@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from src.data import untrusted
-from src.data.text_bytes import TextBytes
+from src.data.eval_batches import TextBytes
 from src.data.tokenizer import SentencePieceTokenizer, make_tokenizer
 from src.data.types import InputSpec
 from src.errors import UserError

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from src.config.source_spec import train_specs
-from src.data.held_out import train_validation_split
+from src.data.open import train_validation_split
 from src.data.readers import files, text
 from src.data.readers.synthetic import SyntheticSource
 from src.errors import UserError

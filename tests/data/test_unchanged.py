@@ -8,8 +8,7 @@ import pytest
 
 from src.config.source_spec import train_specs
 from src.data.fingerprint import check_unchanged
-from src.data.held_out import train_validation_split
-from src.data.open import open_source
+from src.data.open import open_source, train_validation_split
 from src.data.pairs import PairRows, PairSource
 from src.data.readers import files
 from src.data.tokenizer import ByteTokenizer

@@ -15,7 +15,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _MAX_NAMED = 100  # files that a fingerprint names one by one, so that an error can say which of them is another
 _CHUNK_BYTES = 1 << 24
 _THREADS = 32
+_REQUESTS, _DEPTH = 128, 6  # that read ahead: at a time, and for each packing stream
 # What a fingerprint reads of the files: all of them, or so many blocks spread evenly over their bytes.
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 256, 1 << 16
 _WATCHED, _WATCHED_IN_STORES = 1 << 14, 1 << 6  # files of which a run looks whether they are written
@@ -240,6 +241,38 @@ class LocalCopies:
             with new_file(Path(copy)) as opened:  # another thread may copy it too
                 opened.writelines(chunks(file, length))
         return copy
+
+
+class ReadAhead:
+    """Calls `read(ordinal)`, and in threads those of the next ordinals of the same stream, `stride` apart, below `end`.
+
+    Streams may call from threads of their own. An error is raised where its ordinal is asked for.
+    """
+
+    def __init__(self, read: Callable[[int], Result], stride: int, end: float) -> None:
+        self._read, self._stride, self._end = read, stride, end
+        self._start()
+
+    def __call__(self, ordinal: int) -> Result:
+        """Returns `read(ordinal)`."""
+        for coming in range(ordinal, ordinal + (_DEPTH + 1) * self._stride, self._stride):
+            if coming not in self._begun and coming < self._end:
+                self._begun[coming] = self._pool.submit(self._read, coming)
+        return self._begun.pop(ordinal).result()
+
+    def close(self) -> None:
+        """Drops what is not read yet; a later call begins anew.
+
+        Reads that are waiting would otherwise be made before the process ends, each of them again and again where the
+        store fails.
+        """
+        pool = self._pool
+        self._start()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> None:
+        self._pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="read-ahead")  # whose threads start with calls
+        self._begun: dict[int, Future[Result]] = {}
 
 
 # A folder, what the names of files in it match ("" for all of them, None for one file), and their sizes by name.

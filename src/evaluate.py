@@ -76,11 +76,11 @@ class Evaluator:
         self._sharding = batch_sharding(plan.layout, plan.fields)
         self.rows = host_rows(self._sharding["tokens"], (self._global_batch, inputs.batch.max_target_length))
         rolls = section.eval_mode == "rolling"
-        self._batches = EvalBatches(inputs, data, self.rows, self._global_batch, rolls, position)
+        self.batches = EvalBatches(inputs, data, self.rows, self._global_batch, rolls, position)
 
     def sums(self, *models: Weights) -> list[list[dict[str, Any]]]:
         """Returns the sums of each batch, as `eval_step` computes them: a list for each of the models' weights."""
-        place, batches = (self._sharding, self.rows, self._global_batch), map(self._prepare, self._batches)
+        place, batches = (self._sharding, self.rows, self._global_batch), map(self._prepare, self.batches)
         arrays = (to_global(batch, *place) for batch in batches)
         of_batches = [[self._eval_step(weights, batch) for weights in models] for batch in arrays]
         return [list(sums) for sums in zip(*jax.device_get(of_batches), strict=True)]
@@ -96,14 +96,6 @@ class Evaluator:
         else:
             metrics = means(*self.sums(state.weights))
         return {eval_key(metric, self.name): value for metric, value in metrics.items()}
-
-    def epochs(self) -> float:
-        """Returns how many times the batches so far have read the set."""
-        return self._batches.epochs()
-
-    def position(self) -> dict[str, Any]:
-        """Returns how far a rolling set has come, for a checkpoint."""
-        return self._batches.position()
 
 
 def means(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -139,11 +131,6 @@ def mean_loss(sums: Sequence[Mapping[str, Any]]) -> float:
             "eval_steps (-1: all of the data) or max_target_length"
         )
     return sum(float(batch["loss_sum"]) for batch in sums) / tokens
-
-
-def counted_tokens(sums: Sequence[Mapping[str, Any]]) -> int:
-    """Returns the number of tokens that the loss of these batches is a mean over."""
-    return round(sum(float(batch["tokens"]) for batch in sums))
 
 
 def _check_held_out(run: Path, trained: schema.Data, eval_interval: int, data: schema.Data) -> None:
@@ -207,10 +194,11 @@ def main(argv: Sequence[str] | ConfigDict) -> dict[str, float] | None:
         (sums,) = evaluator.sums(loaded.weights)
         set_metrics = {eval_key(metric, data.name): value for metric, value in means(sums).items()}
         say(f"{metric} {value:.5f}" for metric, value in set_metrics.items())
-        if data.steps != -1 and (epochs := evaluator.epochs()) > 1.05:
+        if data.steps != -1 and (epochs := evaluator.batches.epochs()) > 1.05:
             of = f" of {data.name}" if data.name else ""
             say([f"eval_steps={data.steps}: the data{of} were read {epochs:.1f} times (eval_steps=-1: once)"])
-        counts = {"eval_tokens": counted_tokens(sums), "eval_batches": len(sums)}
+        tokens = round(sum(float(batch["tokens"]) for batch in sums))
+        counts = {"eval_tokens": tokens, "eval_batches": len(sums)}
         if eval_key("eval_bits_per_byte", data.name) in set_metrics:
             counts["eval_text_bytes"] = sum(int(batch["text_bytes"]) for batch in sums)
         counts = {eval_key(name, data.name): count for name, count in counts.items()}

@@ -170,7 +170,7 @@ class Saver:
         losses = [each["eval_loss"] for each in eval_sets(metrics).values()]
         loss = max(losses) if np.isfinite(losses).all() else None
         if self.config.eval_mode == "rolling":
-            self.meta["eval_position"] = {each.name: each.position() for each in self.evaluations}
+            self.meta["eval_position"] = {each.name: each.batches.position() for each in self.evaluations}
         self._evaluated = {"eval_loss": loss, "eval_position": self.meta["eval_position"]}
         if self._saved == self._done:
             self._sync()

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from src import command_line
 from src.cli import run_command
@@ -201,20 +199,16 @@ def _write(config_text: str, folder: Path, items: int, plan: Mapping[str, Any]) 
     print(going_on if shards else f"{items:,} items in {len(parts)} shards", flush=True)
     done, ids = sum(len(parts[number]) for number in shards), 0
     start = last_line = time.monotonic()
-    terminal = sys.stdout.isatty()  # not rich's own guess: it would draw in a notebook too
-    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with _processes(len(parts) - len(shards)) as pool, Progress(*columns, disable=not terminal) as bar:
-        task = bar.add_task("", total=items, completed=done)
+    with _processes(len(parts) - len(shards)) as pool:
         missing = [number for number in range(len(parts)) if number not in shards]
         pending = {pool.submit(_write_shard, config_text, folder, number, parts[number]): number for number in missing}
         for future in concurrent.futures.as_completed(pending):
             number = pending[future]
             shards[number] = future.result()
             done, ids, now = done + len(parts[number]), ids + shards[number].ids, time.monotonic()
-            speed = f"{ids:,} tokens, {ids / (now - start):,.0f} tokens/s"
-            bar.update(task, completed=done, description=speed)
-            if not terminal and (done == items or now - last_line > _LINE_SECONDS):
+            if done == items or now - last_line > _LINE_SECONDS:
                 last_line = now
+                speed = f"{ids:,} tokens, {ids / (now - start):,.0f} tokens/s"
                 print(f"{done:,} of {items:,} items ({done / items:.0%}), {speed}", flush=True)
     if not any(shard.documents for shard in shards.values()):
         raise UserError("the data have no text: there is nothing to write")

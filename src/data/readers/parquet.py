@@ -2,7 +2,6 @@
 
 import collections
 import threading
-from concurrent.futures import Future
 
 import numpy as np
 import pyarrow as pa
@@ -39,10 +38,9 @@ class ParquetSource(Source):
         self._rows = Index(self._sizes)
         if not len(self._rows):
             raise UserError(f"{spec.setting('dataset_path')} has no row: expected Parquet files that have some")
-        # Columns of row groups, those used last at the end; and the bytes of those that are read.
-        self._cached: collections.OrderedDict[int, Future[pa.ChunkedArray]] = collections.OrderedDict()
-        self._bytes: dict[int, int] = {}
-        self._lock = threading.Lock()
+        # Columns of row groups, those used last at the end.
+        self._cached: collections.OrderedDict[int, pa.ChunkedArray] = collections.OrderedDict()
+        self._lock, self._reading = threading.Lock(), [threading.Lock() for _ in self._sizes]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -91,27 +89,17 @@ class ParquetSource(Source):
 
     def _group(self, group: int) -> pa.ChunkedArray:
         """Returns the column of a row group, read by the first thread that asks for it."""
-        with self._lock:
-            column = self._cached.get(group)
-            if is_new := column is None:
-                column = self._cached[group] = Future()
-            self._cached.move_to_end(group)
-        if not is_new:
-            return column.result()
-        try:
-            column.set_result(self._read_group(group))
-        except Exception as error:
-            column.set_exception(error)
+        with self._reading[group]:
             with self._lock:
-                del self._cached[group]
-            raise
-        with self._lock:
-            self._bytes[group] = column.result().nbytes
-            for oldest in [other for other in self._cached if other in self._bytes and other != group]:
-                if sum(self._bytes.values()) <= _CACHE_BYTES:
-                    break
-                del self._cached[oldest], self._bytes[oldest]
-        return column.result()
+                if group in self._cached:
+                    self._cached.move_to_end(group)
+                    return self._cached[group]
+            column = self._read_group(group)
+            with self._lock:
+                self._cached[group] = column
+                while len(self._cached) > 1 and sum(each.nbytes for each in self._cached.values()) > _CACHE_BYTES:
+                    self._cached.popitem(last=False)
+            return column
 
     def _read_group(self, group: int) -> pa.ChunkedArray:
         file, number = self._groups.find(group)

@@ -55,7 +55,7 @@ def open_run(
     checkpoints, keep = folder.path / "checkpoints", config.max_num_checkpoints_to_keep
     checkpointer = Checkpointer(checkpoints, max_to_keep=keep, async_save=config.async_checkpointing)
     exits.callback(checkpointer.close)
-    changes = compare_configs(config, folder, plan, abstract)
+    changes = compare_configs(config, folder)
     accepted = (*config.accept_changes, *[EVALUATION] * (not config.target_eval_loss))
     start = starting_state(
         config.checkpoint, config.data, accepted, plan, abstract, checkpointer, fingerprint, tokenizer

@@ -1,6 +1,5 @@
 """Says what a run's folder holds of a state, and what of it a later start may not change."""
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -12,18 +11,17 @@ import numpy as np
 
 from src.checkpoint.data_position import TOKENIZER_KEYS, Facts
 from src.checkpoint.load_weights import identity
-from src.checkpoint.restore import checksum_of, flatten, of_process_0
+from src.checkpoint.restore import checksum_of, of_process_0
 from src.checkpoint.run_folder import RunFolder, absolute
 from src.config.load import compare_runs, from_yaml
-from src.config.schema import KEYS, Checkpoint, Config
+from src.config.schema import Checkpoint, Config
 from src.data.batch_schedule import BatchSchedule
 from src.data.host_arrays import to_global
 from src.data.types import Tokenizer
 from src.errors import UserError, changed_keys
 from src.json_text import parse_json
-from src.step.build import plan_step
 from src.step.plan import StepPlan
-from src.step.state import EXTRAS, TrainState, abstract_state
+from src.step.state import TrainState
 
 LogProbs = dict[str, list[float]]  # of both answers of a pair, by `src.data.pairs.pair_keys`
 
@@ -89,7 +87,7 @@ def kept_in(folder: RunFolder, facts: Any, compute: Callable[[], LogProbs]) -> L
 # ---- What may not change
 
 
-def compare_configs(config: Config, folder: RunFolder, plan: StepPlan, abstract: TrainState) -> list[str]:
+def compare_configs(config: Config, folder: RunFolder) -> list[str]:
     """Returns a line for each change since the last start; raises UserError for one that breaks it, if not accepted."""
     if not (folder.path / "checkpoints").exists():
         return []
@@ -100,37 +98,16 @@ def compare_configs(config: Config, folder: RunFolder, plan: StepPlan, abstract:
         )
     if not (saved := folder.read_text("config.yml")):
         return ["the run's config.yml is missing or empty: nobody can tell what has changed since its last start"]
-    old = from_yaml(saved)
-    harmless, breaking = compare_runs(old, config)
+    harmless, breaking = compare_runs(from_yaml(saved), config)
     if breaking:
         listed = "\n".join(f"  {change}" for change in breaking.values())
-        accept = f", or accept them: accept_changes=[{', '.join(breaking)}]"
-        former = _state_of(Config.of({key: old[key] for key in old if key in KEYS}), plan)
-        if former:  # what this run does not keep, such as an average of the weights, is not restored
-            former = dataclasses.replace(former, **{name: {} for name in EXTRAS if not getattr(abstract, name)})
-        if former is None or _shapes(former) != _shapes(abstract):
-            accept = ": checkpoints have arrays of the old shapes, which do not fit these"
-            if former is not None and _shapes(former.weights) == _shapes(abstract.weights):
-                accept += (
-                    f". The weights do: run_name=NEW load_parameters_path={folder.path} begins with them at step 0"
-                )
         raise UserError(
             f"This run was started with other settings of its weights or data (old -> new):\n{listed}\n"
-            f"Give them as they were, or use another run_name{accept}"
+            f"Give them as they were, or use another run_name (load_parameters_path={folder.path} begins it with these "
+            "weights), or accept them, if they leave the shapes of the weights and of the optimizer's arrays as they "
+            f"are: accept_changes=[{', '.join(breaking)}]"
         )
     return [f"changed since the run's last start: {change}" for change in harmless.values()]
-
-
-def _state_of(old: Config, plan: StepPlan) -> TrainState | None:
-    """Returns the abstract state of an old configuration; None where it does not divide over this mesh."""
-    try:
-        return abstract_state(plan_step(old, plan.layout))
-    except UserError:
-        return None
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    return {name: leaf.shape for name, leaf in flatten(tree).items()}
 
 
 def check_vocabulary(vocab_size: int, meta: Mapping[str, Any]) -> None:

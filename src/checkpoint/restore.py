@@ -51,18 +51,8 @@ class HostArray:
     shape: tuple[int, ...] = ()
 
 
-def restore_step(path: epath.PathLike, abstract_state: Mapping[str, Any]) -> Restored:
-    """Restores parts of the state of any run's checkpoint.
-
-    `path` is a checkpoint's folder, or a run's or its checkpoints/ folder, of which the newest good one is taken; the
-    parts are pytrees of `jax.ShapeDtypeStruct`s with shardings. Raises UserError if there is no checkpoint, none is
-    good, or the arrays of these parts differ in name or shape.
-    """
-    return restore_any(path, lambda meta, saved: abstract_state, ", ".join(abstract_state))
-
-
 def restore_weights(path: epath.PathLike, tree_of: AbstractOf, ema: bool = False) -> Restored:
-    """Restores the weights of any run's checkpoint, as `restore_step` does, whichever part of its state each was in.
+    """Restores the weights of any run's checkpoint, as `restore_any` does, whichever part of its state each was in.
 
     With `ema` those that were trained are their average. Raises UserError, too, where the run has none.
     """
@@ -90,7 +80,12 @@ def entries_of_weights(path: epath.PathLike, saved: Iterable[str], ema: bool) ->
 
 
 def restore_any(path: epath.PathLike, abstract_of: AbstractOf, what: str) -> Restored:
-    """Restores `what` of any run's checkpoint, as `restore_step` does; or single arrays, by their dotted names."""
+    """Restores `what` of any run's checkpoint: parts of its state, or single arrays by their dotted names.
+
+    `path` is a checkpoint's folder, or a run's or its checkpoints/ folder, of which the newest good one is taken; the
+    parts are pytrees of `jax.ShapeDtypeStruct`s with shardings. Raises UserError if there is no checkpoint, none is
+    good, or the arrays of these parts differ in name or shape.
+    """
     folder, steps = _find_steps(path)
     step, state, meta, problems = restore_newest(folder, steps, abstract_of)
     messages = [f"checkpoint {damaged} of {folder} is passed over: {problem}." for damaged, problem in problems.items()]
@@ -133,14 +128,7 @@ def restore_newest(
     folder: epath.Path, steps: list[int], abstract_of: AbstractOf
 ) -> tuple[int, dict[str, Any], dict[str, Any], dict[int, str]]:
     """Restores the first good one of `steps`; returns it, its state and meta, and the problem of each damaged step."""
-
-    def read(place: epath.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        state, meta = _restore(place, abstract_of)
-        if (held := int(state.get("step", place.name))) != int(place.name):  # the run could not save that step
-            raise DamagedError(f"it is the checkpoint of step {held} under another name")
-        return state, meta
-
-    step, (state, meta), problems = _first_good(folder, steps, read)
+    step, (state, meta), problems = _first_good(folder, steps, lambda place: _restore(place, abstract_of))
     return step, state, meta, problems
 
 
@@ -178,6 +166,8 @@ def _restore(step_folder: epath.Path, abstract_of: AbstractOf) -> tuple[dict[str
     digest_of = jax.device_get(digests(arrays))
     if changed := [name for name in arrays if digest_of[name] != saved[name]["digest"]]:
         raise DamagedError(f"values differ from those saved, in {first_few(changed)}")
+    if (held := int(arrays.get("step", step_folder.name))) != int(step_folder.name):  # the run could not save that step
+        raise DamagedError(f"it is the checkpoint of step {held} under another name")
     for name, x in arrays.items():
         if x.dtype != wanted[name].dtype:  # nothing is computed in a host's memory
             x = jax.device_put(x, x.sharding.with_memory_kind("device")).astype(wanted[name].dtype)

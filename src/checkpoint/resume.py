@@ -9,7 +9,7 @@ from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.contents import check_tokenizer, check_vocabulary, saved_entries
 from src.checkpoint.data_position import DataPosition, Facts, data_position
 from src.checkpoint.load_weights import check_base, load_by_rules, load_weights
-from src.checkpoint.restore import HostArray, Restored, restore_step
+from src.checkpoint.restore import HostArray, Restored, restore_any
 from src.config.schema import Checkpoint, Data
 from src.data.types import Tokenizer
 from src.model.params import Tree, by_path, join
@@ -56,7 +56,7 @@ def starting_state(
         return point._replace(resumed=True, eval_loss=restored.meta.get("eval_loss"), evaluation_due=due)
     if path := loading.load_full_state_path:
         # src/config/checks.py refuses adapters here: load_parameters_path, which says where their base is, is not set.
-        restored = restore_step(path, wanted)
+        restored = restore_any(path, lambda meta, saved: wanted, ", ".join(wanted))
         check_vocabulary(plan.spec.vocab_size, restored.meta)
         return _resume_point(restored, data, accept_changes, fingerprint)
     whole, ema = all_weights(abstract), loading.load_ema

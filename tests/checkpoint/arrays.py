@@ -7,6 +7,13 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from src.checkpoint.restore import restore_any
+
+
+def restore_step(path, wanted):
+    """These parts of the state of a checkpoint."""
+    return restore_any(path, lambda meta, saved: wanted, ", ".join(wanted))
+
 
 def make_mesh(shape, devices=None):
     return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)

@@ -14,9 +14,8 @@ from jax.experimental import multihost_utils
 from src.checkpoint.checkpointer import Checkpointer
 from src.checkpoint.load_weights import load_weights
 from src.checkpoint.preemption import Preemption
-from src.checkpoint.restore import restore_step
 from src.errors import UserError
-from tests.checkpoint.arrays import abstract, make_mesh, make_values, place
+from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, restore_step
 
 
 def main(folder: Path, process: int):

@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from src.checkpoint.checkpointer import Checkpointer
-from src.checkpoint.restore import HostArray, restore_step
+from src.checkpoint.restore import HostArray
 from src.errors import UserError
 from src.model.params import ROLES
 from tests import quick_compilation
-from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, same
+from tests.checkpoint.arrays import abstract, make_mesh, make_values, place, restore_step, same
 
 REPOSITORY = Path(__file__).parents[2]
 
